@@ -1,0 +1,133 @@
+"""What the tests share: a tiny corpus as token shards, a tiny plan, and real torchrun ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from training.config import RunConfig
+from training.plan import make_plan
+from training.records import Device, Host, Inventory, RunPlan, TokenShards
+from training.shards import write_shard
+
+REPO = Path(__file__).parents[1]
+VOCAB, END, MASK = 61, 0, 1
+
+
+def inventory(*hosts: int, kind: str = "cpu", memory_gib: float = 12.0, disk_gib: float = 500.0) -> Inventory:
+    """A made-up inventory: so many devices on each host, with an H100's rates for GPUs."""
+    rates = {"fp32": 0.08, "bf16": 0.09} if kind == "cpu" else {"fp32": 50.0, "bf16": 800.0}
+    device = Device(
+        kind=kind, name=kind, memory_gib=memory_gib, matmul_tflops=rates, compute_capability="9.0" if kind == "cuda" else None
+    )
+    return Inventory(
+        hosts=tuple(
+            Host(name=f"host{i}", cores=2 * n, memory_gib=64, disk_free_gib=disk_gib, devices=(device,) * n)
+            for i, n in enumerate(hosts)
+        )
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """4,000 train and 451 validation tokens that follow a rule a model can learn; 451 fills no whole sequences."""
+    folder = tmp_path_factory.mktemp("shards")
+    rng = np.random.default_rng(0)
+    shards = []
+    for split, length in (("train", 4000), ("validation", 451)):
+        tokens = (np.cumsum(rng.integers(1, 4, length)) % (VOCAB - 2) + 2).astype(np.uint16)
+        tokens[99::100] = END
+        ends = [*range(100, length + 1, 100)]
+        shards.append(write_shard(folder, split=split, index=0, tokens=tokens, ends=ends, text_bytes=length))
+    TokenShards(
+        fingerprint="f" * 64,
+        sources=(),
+        tokenizer="characters",
+        tokenizer_sha256="0" * 64,
+        vocab_size=VOCAB,
+        end_id=END,
+        mask_id=MASK,
+        dtype="uint16",
+        split_rule="tail",
+        shards=tuple(shards),
+        skipped=0,
+        skipped_examples=(),
+    ).write(folder / "manifest.json")
+    return folder
+
+
+def tiny_config(**overrides: Any) -> RunConfig:
+    """Overrides as section__field=value."""
+    config: dict[str, Any] = {
+        "name": "tiny",
+        "data": {"path": "stdlib"},
+        "model": {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "dropout": 0.1},
+        "train": {
+            "steps": 8,
+            "context": 16,
+            "global_batch": 8,
+            "micro_batch": 2,
+            "learning_rate": 3e-3,
+            "warmup_steps": 2,
+            "log_every_steps": 1,
+        },
+        "parallel": {"precision": "fp32", "timeout_s": 60},
+        "checkpoint": {"every_steps": 3, "keep_last": 2},
+        "evaluation": {"every_steps": 4, "quick_sequences": 6},
+    }
+    for key, value in overrides.items():
+        section, _, field = key.partition("__")
+        config.setdefault(section, {})[field] = value
+    return RunConfig.model_validate(config)
+
+
+@pytest.fixture
+def make_run(tiny_shards: Path, tmp_path: Path) -> Callable[..., Path]:
+    """make_run("name", ranks=2, train__steps=5) -> plan.json of a run folder."""
+
+    def make(name: str, *, ranks: int = 1, **overrides: Any) -> Path:
+        if ranks > 1:
+            overrides.setdefault("parallel__ranks", ranks)
+        config = tiny_config(**overrides)
+        plan = make_plan(
+            config,
+            inventory(ranks),
+            run_id=name,
+            shards=TokenShards.read(tiny_shards / "manifest.json"),
+            shards_dir=str(tiny_shards),
+        )
+        plan = plan.model_copy(update={"threads_per_rank": 1})
+        plan.write(tmp_path / name / "plan.json")
+        return tmp_path / name / "plan.json"
+
+    return make
+
+
+def torchrun(plan_path: Path, *, program: str = "training.train") -> list[str]:
+    """The command that runs a program on the plan's ranks, as the launcher does it."""
+    ranks = str(RunPlan.read(plan_path).world_size)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    return [*launcher, "-m", program, str(plan_path)]
+
+
+def run_ranks(plan_path: Path, *, program: str = "training.train") -> None:
+    """Run it to its end; a failure shows what the ranks printed."""
+    done = subprocess.run(torchrun(plan_path, program=program), cwd=REPO, env=rank_env(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def rank_env() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "MLFLOW_TRACKING_URI": ""}
+
+
+def losses(plan_path: Path) -> dict[int, float]:
+    """Step -> training loss, as logged."""
+    rows = map(json.loads, (plan_path.parent / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}

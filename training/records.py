@@ -1,0 +1,271 @@
+"""What each stage leaves for the next: small frozen records, one JSON file each, written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict
+
+from training.config import RunConfig
+
+
+class Record(BaseModel):
+    """A stage's result. `write` renames into place, so a reader never meets half a record."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def write(self, path: Path) -> None:
+        write_atomically(path, self.model_dump_json(indent=2) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        return cls.model_validate_json(path.read_bytes())
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write beside, fsync, rename: after a crash at any point the path holds the old content or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with aside.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_config(config: BaseModel) -> str:
+    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()
+
+
+# 1. text -> shards
+
+
+class SourceFile(Record):
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+class Shard(Record):
+    """One token file of one split; `name` is relative to the shard folder, without suffix."""
+
+    name: str
+    split: Literal["train", "validation"]
+    tokens: int
+    documents: int
+    text_bytes: int
+    sha256: str
+
+
+class TokenShards(Record):
+    """The manifest of a shard folder. No paths, times or hosts: equal inputs give equal bytes."""
+
+    fingerprint: str
+    sources: tuple[SourceFile, ...]
+    tokenizer: str
+    tokenizer_sha256: str
+    vocab_size: int
+    end_id: int
+    mask_id: int | None
+    dtype: Literal["uint16", "uint32"]
+    split_rule: str
+    shards: tuple[Shard, ...]
+    skipped: int
+    skipped_examples: tuple[str, ...]
+
+    def tokens(self, split: str) -> int:
+        return sum(shard.tokens for shard in self.shards if shard.split == split)
+
+    def documents(self, split: str) -> int:
+        return sum(shard.documents for shard in self.shards if shard.split == split)
+
+    def text_bytes(self, split: str) -> int:
+        return sum(shard.text_bytes for shard in self.shards if shard.split == split)
+
+
+# 2. hosts -> inventory
+
+
+class Device(Record):
+    """A GPU, or the share of a CPU host's cores that one rank gets. Rates are measured, not looked up."""
+
+    kind: Literal["cpu", "cuda"]
+    name: str
+    memory_gib: float
+    compute_capability: str | None = None
+    matmul_tflops: dict[str, float] = {}
+    memory_gb_per_s: float = 0.0
+
+
+class Measured(Record):
+    """What training/measure.py found on one host: devices by local rank, and the bus bandwidth between them."""
+
+    devices: tuple[Device, ...]
+    allreduce_gb_per_s: float
+    versions: dict[str, str]
+
+
+class Host(Record):
+    """`cores` and `memory_gib` are what a container's limits leave; `shared_memory_gib` is the size of /dev/shm."""
+
+    name: str
+    cores: int
+    memory_gib: float
+    disk_free_gib: float
+    devices: tuple[Device, ...]
+    allreduce_gb_per_s: float = 0.0
+    versions: dict[str, str] = {}
+    shared_memory_gib: float | None = None
+    measured_at: str = ""
+
+
+class Inventory(Record):
+    hosts: tuple[Host, ...]
+
+    @property
+    def device_kind(self) -> Literal["cpu", "cuda"]:
+        """cuda only if every host has a GPU: a rank without one would set the pace for all."""
+        return "cuda" if all(device.kind == "cuda" for host in self.hosts for device in host.devices) else "cpu"
+
+
+# 3. the plan
+
+
+class ModelShape(Record):
+    """The numbers that memory and speed follow from."""
+
+    architecture: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    mlp_width: int
+    vocab_size: int
+    context: int
+    tied: bool
+    parameters: int
+
+
+class Prediction(Record):
+    """Per rank; what the plan expects, to be compared with what the run measures."""
+
+    memory_gib: dict[str, float]
+    flops_per_token: float
+    tokens_per_s: float
+    train_s: float
+    checkpoint_gib: float
+
+
+class RunPlan(Record):
+    """runs/ID/plan.json: everything that a rank needs, written once by the head node."""
+
+    run_id: str
+    config: RunConfig
+    shards_dir: str
+    shards_fingerprint: str
+    vocab_size: int
+    end_id: int
+    mask_id: int | None
+    shape: ModelShape
+    device_kind: Literal["cpu", "cuda"]
+    mesh: dict[str, int]
+    ranks_per_host: tuple[int, ...]
+    threads_per_rank: int
+    micro_batch: int
+    accumulation: int
+    precision: Literal["fp32", "bf16"]
+    steps: int
+    predicted: Prediction
+    reasons: tuple[str, ...]
+    mlflow_run_id: str = ""
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.ranks_per_host)
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens per optimizer step, over all ranks."""
+        return self.config.train.global_batch * self.config.train.context
+
+
+# 6.-9. results
+
+
+class TrainResult(Record):
+    step: int
+    loss: float
+    tokens: int
+    tokens_per_s: float
+    peak_memory_gib: float
+    checkpoint: str
+    checkpoint_sha256: str
+    stopped_by: Literal["steps", "signal"]
+    train_s: float
+
+
+class Sample(Record):
+    prompt: str
+    text: str
+
+
+class EvalReport(Record):
+    """Exact figures over the whole held-out split: every token is predicted once."""
+
+    step: int
+    checkpoint_sha256: str
+    shards_fingerprint: str
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    accuracy: float
+    tokens: int
+    text_bytes: int
+    samples: tuple[Sample, ...]
+    seconds: float
+
+
+class ParityReport(Record):
+    """ONNX against torch on held-out text; `reload_logit_difference`: the saved Hugging Face folder against torch."""
+
+    max_logit_difference: float
+    reload_logit_difference: float
+    argmax_agreement: float
+    positions: int
+    max_logit_difference_bound: float
+    min_argmax_agreement_bound: float
+
+    @property
+    def passed(self) -> bool:
+        return (
+            self.max_logit_difference <= self.max_logit_difference_bound
+            and self.reload_logit_difference <= self.max_logit_difference_bound
+            and self.argmax_agreement >= self.min_argmax_agreement_bound
+        )
+
+
+class ExportedModel(Record):
+    """export/: model.safetensors, config.json, tokenizer, generation_config.json, model.onnx; sha256 by name."""
+
+    step: int
+    checkpoint_sha256: str
+    objective: Literal["causal", "masked"]
+    context: int
+    end_id: int
+    files: dict[str, str]
+    parity: ParityReport
+
+
+class RegisteredModel(Record):
+    name: str
+    version: int
+    alias: Literal["champion", "challenger", ""]  # "": superseded by a later version
+    verdict: str

@@ -1,0 +1,103 @@
+"""The model as numbers: its shape from a config, its parameter count, its FLOPs per token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from training.config import ModelConfig, RunConfig
+from training.records import ModelShape, TokenShards
+
+
+def model_shape(config: RunConfig, *, vocab_size: int, hf_config: Mapping[str, Any] | None = None) -> ModelShape:
+    """Layers, widths and the parameter count, from our config or from a Hugging Face config.json."""
+    model = config.model
+    if model.architecture == "path" or model.init == "pretrained":
+        if hf_config is None:
+            raise ValueError(f"model.path = {model.path!r}: its config.json was not found; check the path or name")
+        shape = _shape_of_hf(hf_config, vocab_size=vocab_size, context=config.train.context)
+    else:
+        shape = ModelShape(
+            architecture=model.architecture,
+            layers=model.layers,
+            width=model.width,
+            heads=model.heads,
+            kv_heads=(model.kv_heads or model.heads) if model.architecture == "llama" else model.heads,
+            mlp_width=model.mlp_width or default_mlp_width(model),
+            vocab_size=vocab_size,
+            context=config.train.context,
+            tied=model.tie_embeddings,
+            parameters=0,
+        )
+    return shape.model_copy(update={"parameters": count_parameters(shape)})
+
+
+def default_mlp_width(model: ModelConfig) -> int:
+    """4 x width; for llama's gated MLP 8/3 x width, rounded up to 64, which has as many parameters."""
+    return -(-model.width * 8 // 3 // 64) * 64 if model.architecture == "llama" else 4 * model.width
+
+
+def _shape_of_hf(hf: Mapping[str, Any], *, vocab_size: int, context: int) -> ModelShape:
+    def first(*names: str) -> int:
+        found = next((hf[name] for name in names if hf.get(name)), None)
+        if found is None:
+            raise ValueError(f"config.json of model.path has none of {', '.join(names)}: not a transformer we can plan")
+        return int(found)
+
+    width, heads = first("hidden_size", "n_embd", "d_model"), first("num_attention_heads", "n_head", "num_heads")
+    positions = int(hf.get("max_position_embeddings") or hf.get("n_positions") or context)
+    if context > positions:
+        raise ValueError(
+            f"train.context = {context} exceeds the {positions} positions of model.path: lower train.context"
+        )
+    return ModelShape(
+        architecture=str(hf.get("model_type", "unknown")),
+        layers=first("num_hidden_layers", "n_layer", "num_layers"),
+        width=width,
+        heads=heads,
+        kv_heads=int(hf.get("num_key_value_heads") or heads),
+        mlp_width=int(hf.get("intermediate_size") or hf.get("n_inner") or hf.get("d_ff") or 4 * width),
+        vocab_size=vocab_size,
+        context=positions,
+        tied=bool(hf.get("tie_word_embeddings", hf.get("model_type") in {"gpt2", "bert"})),
+        parameters=0,
+    )
+
+
+def count_parameters(shape: ModelShape) -> int:
+    """Exact for llama, gpt2 and bert as transformers builds them (a test compares); llama's formula for others."""
+    w, m, v, layers = shape.width, shape.mlp_width, shape.vocab_size, shape.layers
+    head = 0 if shape.tied else v * w
+    if shape.architecture == "gpt2":
+        layer = (3 * w * w + 3 * w) + (w * w + w) + (w * m + m) + (m * w + w) + 4 * w
+        return v * w + shape.context * w + layers * layer + 2 * w + head
+    if shape.architecture == "bert":
+        layer = 4 * (w * w + w) + (w * m + m) + (m * w + w) + 4 * w
+        embeddings = v * w + shape.context * w + 2 * w + 2 * w
+        return embeddings + layers * layer + (w * w + w + 2 * w) + v + (head and head + v)
+    kv_width = shape.kv_heads * (w // shape.heads)
+    layer = 2 * w * w + 2 * w * kv_width + 3 * w * m + 2 * w
+    return v * w + layers * layer + w + head
+
+
+def flops_per_token(shape: ModelShape) -> float:
+    """Training FLOPs per token: 6 per parameter that is multiplied, plus attention 12*L*H*Q*T (PaLM, appendix B)."""
+    lookups = 0 if shape.tied else shape.vocab_size * shape.width
+    if shape.architecture in {"gpt2", "bert"}:
+        lookups += shape.context * shape.width
+    return 6.0 * (shape.parameters - lookups) + 12.0 * shape.layers * shape.width * shape.context
+
+
+def vocab_size(config: RunConfig, shards: TokenShards | None, hf_config: Mapping[str, Any] | None) -> int:
+    ours = shards.vocab_size if shards else config.data.tokenizer.vocab_size
+    if config.model.init == "pretrained" and hf_config:
+        theirs = int(hf_config.get("vocab_size", 0))
+        if ours > theirs:
+            raise ValueError(
+                f"the tokenizer has {ours} tokens, the pretrained model only {theirs}: use the model's own tokenizer, "
+                f"data.tokenizer.kind=pretrained data.tokenizer.path={config.model.path}"
+            )
+        return theirs
+    if not shards and config.data.tokenizer.kind == "bytes":
+        return 258
+    return ours or 50_304  # a pretrained tokenizer of unknown size, in a dry run only

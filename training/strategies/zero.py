@@ -1,0 +1,139 @@
+"""ZeRO stages 1, 2 and 3 by DeepSpeed: optimizer state, gradients and weights sharded over the ranks.
+
+Weights stay fp32 and products are autocast inside LanguageModel, as in the other strategies, so that a run
+may change strategy without changing its arithmetic. DeepSpeed's JSON is derived here, never typed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from training.data import Batch, targets_per_sequence
+from training.model import LanguageModel
+from training.optim import build_adamw, set_learning_rate
+from training.plan import ZERO_STAGE
+from training.records import RunPlan
+from training.strategies.stats import StepStats
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> Zero:
+    return Zero(plan, mesh, model)
+
+
+def deepspeed_config(plan: RunPlan) -> dict[str, Any]:
+    """DeepSpeed's JSON for this plan; batch sizes and stage follow from the plan."""
+    return {
+        "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "gradient_accumulation_steps": plan.accumulation,
+        "gradient_clipping": plan.config.train.clip_norm,
+        "zero_optimization": {"stage": ZERO_STAGE[plan.config.parallel.strategy]},
+        "zero_allow_untested_optimizer": True,  # torch's own AdamW: no compiler needed, the same numbers as ddp
+        "steps_per_print": 10**9,
+    }
+
+
+def _import_deepspeed() -> Any:
+    """DeepSpeed without its shared-memory op, which compiles at the first start and needs g++ on every host."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    import deepspeed
+
+    if not torch.cuda.is_available():
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+class Zero:
+    def __init__(self, plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> None:
+        deepspeed = _import_deepspeed()
+        train = plan.config.train
+        self.model, self.rank = model, mesh["dp"].get_local_rank()
+        self.stage = ZERO_STAGE[plan.config.parallel.strategy]
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=model,
+            optimizer=build_adamw(model, train, fused=False),
+            config=deepspeed_config(plan),
+            dist_init_required=False,
+        )
+        self.module = self.engine
+        self.loss_scale = mesh["dp"].size() / (train.global_batch * targets_per_sequence(plan))
+        self._create_moments()
+
+    def step(self, batches: list[Batch], *, learning_rate: float) -> StepStats:
+        set_learning_rate(self.optimizer.param_groups, learning_rate)
+        losses = []
+        for inputs, targets in batches:
+            loss, _ = self.engine(inputs, targets)
+            self.engine.backward(loss * self.loss_scale, scale_wrt_gas=False)
+            self.engine.step()
+            losses.append(loss.detach())
+        grad_norm = torch.as_tensor(self.engine.get_global_grad_norm())
+        return StepStats(loss_sum=torch.stack(losses).sum(), grad_norm=grad_norm)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        for name, parameter in self.model.hf.named_parameters():
+            yield name, safe_get_full_fp32_param(parameter) if self.stage == 3 else parameter.detach()
+
+    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        for name, parameter in self.model.hf.named_parameters():
+            for moment in MOMENTS:
+                yield f"{name}.{moment}", safe_get_full_optimizer_state(parameter, moment)
+        yield "step", next(iter(self._states()))["step"]
+
+    def load_optimizer_state(self, state: dict[str, Tensor]) -> None:
+        for name, parameter in self.model.hf.named_parameters():
+            for moment in MOMENTS:
+                self._set_moment(parameter, moment, state[f"{name}.{moment}"])
+        for partition in self._states():
+            partition["step"].copy_(state["step"])
+
+    def _set_moment(self, parameter: torch.nn.Parameter, moment: str, value: Tensor) -> None:
+        from deepspeed.utils import (
+            safe_get_local_optimizer_state,
+            safe_set_full_optimizer_state,
+            safe_set_local_optimizer_state,
+        )
+
+        if self.stage < 3:
+            safe_set_full_optimizer_state(parameter, value, moment)
+            return
+        # DeepSpeed's own setter overruns where the ranks do not divide the parameter: pad as its partitions are.
+        numel = safe_get_local_optimizer_state(parameter, moment).numel()
+        flat = value.flatten()
+        flat = torch.nn.functional.pad(flat, (0, max(0, numel * (self.rank + 1) - flat.numel())))
+        safe_set_local_optimizer_state(parameter, flat.narrow(0, numel * self.rank, numel), moment)
+
+    def _partitions(self) -> list[Tensor]:
+        """This rank's flat fp32 parameter partitions, the keys of the inner optimizer's state."""
+        zero = self.optimizer
+        return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+
+    def _states(self) -> Iterator[dict[str, Tensor]]:
+        return (self.optimizer.optimizer.state[partition] for partition in self._partitions())
+
+    def _create_moments(self) -> None:
+        """The zeros that AdamW would make at its first step, now, so that a checkpoint can be loaded before it.
+
+        Stages 1 and 2 link parameters to moments once, when the first of the groups has stepped; the second
+        group's moments would then be missing from every checkpoint.
+        """
+        for partition in self._partitions():
+            self.optimizer.optimizer.state[partition] = {
+                "step": torch.zeros(()),
+                **{moment: torch.zeros_like(partition) for moment in MOMENTS},
+            }
+        if self.stage < 3:
+            self.optimizer._lazy_init_hp_params_optimizer_state()
