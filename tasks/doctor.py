@@ -1,0 +1,199 @@
+"""What an inventory means for a run, in words and as one JSON object: the report of `shardline doctor`."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from training.plan import choose_precision
+from training.records import Device, Host, Inventory
+
+BYTES_PER_PARAMETER = 16  # fp32 weights 4, gradients 4, AdamW's two moments 8
+CHECKPOINT_BYTES_PER_PARAMETER = 12  # weights and moments
+GIB = 2**30
+LEAST_DISK_GIB = 5.0
+LEAST_SHARED_MEMORY_GIB = 0.5  # Docker's default is 64 MiB
+UNEQUAL = 0.9  # a GPU below this share of the fastest one's rate holds the others up
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+
+
+def doctor_record(inventory: Inventory) -> dict[str, Any]:
+    """The inventory's fields plus `meaning`, ready for json.dumps."""
+    return inventory.model_dump(mode="json") | {"meaning": meaning(inventory)}
+
+
+def meaning(inventory: Inventory) -> dict[str, Any]:
+    """What the inventory says about a run; sizes in parameters, times in seconds."""
+    precision, reason = choose_precision(inventory)
+    devices = all_devices(inventory)
+    return {
+        "device_kind": inventory.device_kind,
+        "precision": precision,
+        "precision_reason": reason,
+        "ranks": len(devices),
+        "threads_per_rank": min(max(1, host.cores // len(host.devices)) for host in inventory.hosts),
+        "max_parameters_per_rank": int(min(device.memory_gib for device in devices) * GIB / BYTES_PER_PARAMETER),
+        "allreduce_100m_fp32_s": {host.name: allreduce_s(host, parameters=100_000_000) for host in inventory.hosts},
+        "warnings": find_warnings(inventory),
+    }
+
+
+def allreduce_s(host: Host, *, parameters: int) -> float | None:
+    """Seconds to all-reduce fp32 gradients between the host's ranks; None with one rank."""
+    n = len(host.devices)
+    if n < 2:
+        return None
+    return 4 * parameters * 2 * (n - 1) / n / (host.allreduce_gb_per_s * 1e9)
+
+
+def all_devices(inventory: Inventory) -> list[Device]:
+    return [device for host in inventory.hosts for device in host.devices]
+
+
+# Warnings: what, the numbers, the cure
+
+
+def find_warnings(inventory: Inventory) -> list[str]:
+    found = [warning for host in inventory.hosts for warning in host_warnings(host)]
+    return found + unequal_gpus(inventory)
+
+
+def host_warnings(host: Host) -> list[str]:
+    on_cpu = any(device.kind == "cpu" for device in host.devices)
+    found = []
+    if host.cores < 2:
+        found.append(f"{host.cores} core: training, logging and the head share it. Give the container more --cpus.")
+    if on_cpu and len(host.devices) > host.cores:
+        found.append(
+            f"{len(host.devices)} CPU ranks share {host.cores} core{'s' if host.cores > 1 else ''} and wait "
+            f"for each other: set parallel.ranks to {host.cores} or less."
+        )
+    if host.disk_free_gib < LEAST_DISK_GIB:
+        found.append(
+            f"{host.disk_free_gib:.1f} GiB of disk free, below {LEAST_DISK_GIB:g}: tokens and checkpoints may not fit. "
+            "Free some, or set SHARDLINE_HOME to a larger disk."
+        )
+    if host.shared_memory_gib is not None and host.shared_memory_gib < LEAST_SHARED_MEMORY_GIB:
+        found.append(
+            f"/dev/shm holds {host.shared_memory_gib * 1024:.0f} MiB: NCCL and data workers die when it is full. "
+            "Start the container with --shm-size=8g."
+        )
+    if "c++" not in host.versions:
+        found.append("no C++ compiler: torch.compile cannot work. Install g++ (apt-get install g++), or set CXX.")
+    if on_cpu and "driver" in host.versions:
+        found.append(unused_driver(host.versions))
+    return [f"{host.name}: {warning}" for warning in found]
+
+
+def unused_driver(versions: dict[str, str]) -> str:
+    if "cuda" not in versions:
+        return (
+            f"NVIDIA driver {versions['driver']} is here, but torch {versions['torch']} is a build without CUDA, so "
+            "training would run on the CPU. Install one with it: pip install --force-reinstall torch "
+            "--index-url https://download.pytorch.org/whl/cu130"
+        )
+    return (
+        f"NVIDIA driver {versions['driver']} is here, but torch {versions['torch']} (for CUDA {versions['cuda']}) "
+        "sees no GPU, so training would run on the CPU. Update the driver, or install a torch for an older CUDA."
+    )
+
+
+def unequal_gpus(inventory: Inventory) -> list[str]:
+    """GPUs of several kinds, and GPUs slower than others of their kind."""
+    gpus = [(host.name, i, gpu) for host in inventory.hosts for i, gpu in enumerate(host.devices) if gpu.kind == "cuda"]
+    if not gpus:
+        return []
+    precision, _ = choose_precision(inventory)
+    found = []
+    names = sorted({f"{gpu.name} ({gpu.memory_gib:.0f} GiB)" for _, _, gpu in gpus})
+    if len(names) > 1:
+        found.append(f"unlike GPUs, {' and '.join(names)}: with equal shares of the batch the slowest sets the pace.")
+    for name in sorted({gpu.name for _, _, gpu in gpus}):
+        alike = [(host, i, gpu.matmul_tflops[precision]) for host, i, gpu in gpus if gpu.name == name]
+        best = max(rate for _, _, rate in alike)
+        found += [
+            f"{host}: GPU {i} ({name}) reaches {rate:.0f} TFLOP/s in {precision}, another of its kind {best:.0f}: "
+            "look at its temperature, power limit and other users (nvidia-smi -q -d PERFORMANCE)."
+            for host, i, rate in alike
+            if rate < UNEQUAL * best
+        ]
+    return found
+
+
+# The report
+
+
+def doctor_report(inventory: Inventory, *, width: int = 110) -> str:
+    """Plain text: per host what is there and what was measured, then what it means for a run."""
+    page = io.StringIO()
+    console = Console(file=page, width=width, highlight=False)
+    for host in inventory.hosts:
+        console.print(Text(host_line(host), style="bold"))
+        console.print(Text(", ".join(f"{name} {version}" for name, version in host.versions.items())))
+        console.print(device_table(host))
+    console.print(Text("What it means for a run"))
+    for line in [*meaning_lines(inventory), *(f"! {warning}" for warning in find_warnings(inventory))]:
+        console.print(Padding(Text(line), (0, 0, 0, 2)))
+    return "\n".join(line.rstrip() for line in page.getvalue().splitlines())
+
+
+def host_line(host: Host) -> str:
+    shared = "" if host.shared_memory_gib is None else f", /dev/shm {host.shared_memory_gib:.1f} GiB"
+    measured = f"; rates measured {host.measured_at}" if host.measured_at else ""
+    return (
+        f"{host.name}: {host.cores} core{'s' if host.cores > 1 else ''}, {host.memory_gib:.1f} GiB memory{shared}, "
+        f"{host.disk_free_gib:.1f} GiB disk free{measured}"
+    )
+
+
+def device_table(host: Host) -> Table:
+    """One row per rank's device; only the precisions that were measured."""
+    precisions = [p for p in PRECISIONS if any(p in device.matmul_tflops for device in host.devices)]
+    table = Table(box=box.SIMPLE_HEAD, caption="TFLOP/s of matrix products; GB/s of a copy, bytes read + written")
+    table.add_column("rank", justify="right")
+    table.add_column("device")
+    for header in ("GiB", *(f"{p} TFLOP/s" for p in precisions), "memory GB/s"):
+        table.add_column(header, justify="right")
+    for i, device in enumerate(host.devices):
+        capability = f" (compute capability {device.compute_capability})" if device.compute_capability else ""
+        rates = [device.matmul_tflops.get(p) for p in precisions]
+        table.add_row(
+            str(i),
+            device.name + capability,
+            f"{device.memory_gib:.1f}",
+            *("-" if rate is None else f"{rate:.3g}" for rate in rates),
+            f"{device.memory_gb_per_s:.3g}",
+        )
+    return table
+
+
+def meaning_lines(inventory: Inventory) -> list[str]:
+    facts = meaning(inventory)
+    ranks, threads = facts["ranks"], facts["threads_per_rank"]
+    per_rank = "one per GPU" if facts["device_kind"] == "cuda" else f"{threads} thread{'s' if threads > 1 else ''} each"
+    lines = [
+        f"precision: {facts['precision']}, because {facts['precision_reason']}",
+        f"ranks: {ranks}, {per_rank}",
+        f"model size: up to {in_words(facts['max_parameters_per_rank'])} parameters fit a rank in full training "
+        f"({BYTES_PER_PARAMETER} bytes each: weights, gradients, AdamW; activations come on top)",
+    ]
+    for host in inventory.hosts:
+        seconds = facts["allreduce_100m_fp32_s"][host.name]
+        if seconds is not None:
+            lines.append(
+                f"all-reduce on {host.name}: {host.allreduce_gb_per_s:.3g} GB/s bus bandwidth between "
+                f"{len(host.devices)} ranks, {seconds:.2g} s for the fp32 gradients of 100M parameters"
+            )
+        checkpoints = int(host.disk_free_gib * GIB / (CHECKPOINT_BYTES_PER_PARAMETER * 100_000_000))
+        lines.append(f"disk on {host.name}: room for {checkpoints} checkpoints of 100M parameters (1.2 GB each)")
+    return lines
+
+
+def in_words(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"

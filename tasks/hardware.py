@@ -1,0 +1,223 @@
+"""Hosts to inventory: what this machine has, and what its devices were measured to do.
+
+Names, memory and free disk are read anew each time. Rates come from `training.measure`, run as a
+subprocess, and are kept in `home/hardware.json` until something that would change them changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import logging
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+from pydantic import ValidationError
+
+import training
+from tasks.machine import (
+    Gpu,
+    cpu_model,
+    cpu_quota,
+    driver_gpus,
+    head_versions,
+    usable_cores,
+    usable_memory_bytes,
+    visible_gpus,
+)
+from training.records import Device, Host, Inventory, Measured, Record
+
+log = logging.getLogger(__name__)
+
+GIB = 2**30
+SHARED_MEMORY = Path("/dev/shm")
+MEASURE_TIMEOUT_S = 180  # 3-5 s as a rule; importing torch from a cold network disk takes a minute
+DEFAULT_CPU_RANKS = 2
+BUSY_PERCENT = 40.0
+
+
+class CachedMeasurement(Record):
+    """`key` is all that would change the rates."""
+
+    key: dict[str, str]
+    measured_at: str
+    measured: Measured
+
+
+class HardwareCache(Record):
+    """home/hardware.json: the latest measurement for each host and number of ranks."""
+
+    entries: tuple[CachedMeasurement, ...] = ()
+
+
+def check_hardware(*, home: Path, ranks: int = 0, measure_again: bool = False) -> Inventory:
+    """This host as an inventory, one device per rank: GPUs where there are any, else shares of the cores.
+
+    `ranks` 0: one per visible GPU, or two on a host without (one if it has one core).
+    Raises ValueError for more ranks than GPUs, RuntimeError if the measurement fails.
+    """
+    home.mkdir(parents=True, exist_ok=True)
+    cores, memory_gib = usable_cores(), usable_memory_bytes() / GIB
+    gpus = visible_gpus(driver_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if gpus and ranks > len(gpus):
+        raise ValueError(
+            f"ranks = {ranks}, but {len(gpus)} GPUs are visible: lower parallel.ranks or set it to 0, "
+            "or hide the GPUs to train on CPU (CUDA_VISIBLE_DEVICES=)"
+        )
+    cpu_ranks = ranks or min(DEFAULT_CPU_RANKS, cores)
+    key = cache_key(cores=cores, gpus=gpus, ranks=ranks or len(gpus) or cpu_ranks)
+    cached = None if measure_again else find_cached(home, key)
+    if cached is None:
+        cached = CachedMeasurement(
+            key=key,
+            measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            measured=measure_ranks(cores=cores, num_gpus=min(len(gpus), ranks or len(gpus)), cpu_ranks=cpu_ranks),
+        )
+        keep_cached(home, cached)
+    else:
+        log.info("hardware: rates as measured at %s, from %s", cached.measured_at, home / "hardware.json")
+    measured = cached.measured
+    return Inventory(
+        hosts=(
+            Host(
+                name=socket.gethostname(),
+                cores=cores,
+                memory_gib=memory_gib,
+                disk_free_gib=shutil.disk_usage(home).free / GIB,
+                devices=tuple(with_host_facts(d, memory_gib / len(measured.devices)) for d in measured.devices),
+                allreduce_gb_per_s=measured.allreduce_gb_per_s,
+                versions=measured.versions | head_versions(gpus),
+                shared_memory_gib=shutil.disk_usage(SHARED_MEMORY).total / GIB if SHARED_MEMORY.is_dir() else None,
+                measured_at=cached.measured_at,
+            ),
+        )
+    )
+
+
+def with_host_facts(device: Device, memory_share_gib: float) -> Device:
+    """torch knows a GPU's name and memory; a CPU's model and a container's memory limit it does not."""
+    if device.kind == "cuda":
+        return device
+    return device.model_copy(update={"name": cpu_model(), "memory_gib": memory_share_gib})
+
+
+# The cache
+
+
+def cache_key(*, cores: int, gpus: tuple[Gpu, ...], ranks: int) -> dict[str, str]:
+    program = Path(training.__path__[0]) / "measure.py"
+    return {
+        "host": socket.gethostname(),
+        "ranks": str(ranks),
+        "cpu": cpu_model(),
+        "cores": str(cores),
+        "quota": str(cpu_quota()),
+        "gpus": ", ".join(f"{gpu.name} {gpu.uuid}" for gpu in gpus),
+        "driver": gpus[0].driver if gpus else "",
+        "torch": importlib.metadata.version("torch"),
+        "program": hashlib.sha256(program.read_bytes()).hexdigest()[:12],
+    }
+
+
+def read_cache(home: Path) -> HardwareCache:
+    path = home / "hardware.json"
+    if not path.exists():
+        return HardwareCache()
+    try:
+        return HardwareCache.read(path)
+    except ValidationError:
+        log.warning("hardware: %s was written by another version: measuring again", path)
+        return HardwareCache()
+
+
+def find_cached(home: Path, key: dict[str, str]) -> CachedMeasurement | None:
+    """The measurement under `key`; where only an outdated one is there, say what changed."""
+    for entry in read_cache(home).entries:
+        if entry.key == key:
+            return entry
+        if same_place(entry.key, key):
+            changed = [
+                f"{name} {entry.key.get(name)!r} -> {key[name]!r}" for name in key if entry.key.get(name) != key[name]
+            ]
+            log.info("hardware: measuring again, changed since %s: %s", entry.measured_at, ", ".join(changed))
+    return None
+
+
+def keep_cached(home: Path, new: CachedMeasurement) -> None:
+    """Add `new`, in place of what it outdates."""
+    others = tuple(entry for entry in read_cache(home).entries if not same_place(entry.key, new.key))
+    HardwareCache(entries=(*others, new)).write(home / "hardware.json")
+
+
+def same_place(one: dict[str, str], other: dict[str, str]) -> bool:
+    return all(one.get(name) == other.get(name) for name in ("host", "ranks"))
+
+
+# The measurement
+
+
+def measure_ranks(*, cores: int, num_gpus: int, cpu_ranks: int) -> Measured:
+    """One rank per GPU; where torch turns out to see none of them, and on a host without, CPU ranks."""
+    busy = psutil.cpu_percent(interval=0.2)
+    if busy > BUSY_PERCENT:
+        log.warning("hardware: measuring while other programs keep the CPU %.0f%% busy: rates will be low", busy)
+    start = time.perf_counter()
+    ranks = num_gpus or cpu_ranks
+    measured = run_measure(ranks, max(1, cores // ranks))
+    if num_gpus and measured.devices[0].kind == "cpu" and ranks != cpu_ranks:
+        measured = run_measure(cpu_ranks, max(1, cores // cpu_ranks))
+    log.info("hardware: measured now (ranks: %d) in %.1f s", len(measured.devices), time.perf_counter() - start)
+    return measured
+
+
+def run_measure(ranks: int, threads: int, *, timeout_s: float = MEASURE_TIMEOUT_S) -> Measured:
+    """Run training.measure on `ranks` local ranks. Raises RuntimeError with the end of its output if it fails."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", f"--nproc-per-node={ranks}"]
+    with tempfile.TemporaryDirectory(prefix="shardline-measure-") as folder:
+        out, output = Path(folder) / "measured.json", Path(folder) / "output.txt"
+        command = [sys.executable, *(torchrun if ranks > 1 else []), "-m", "training.measure", str(out), str(threads)]
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=Path(training.__path__[0]).parent,  # `-m` imports from here, not from the user's folder
+                env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+            )
+            try:
+                status = f"exit code {process.wait(timeout_s)}"
+            except subprocess.TimeoutExpired:
+                status = f"no answer in {timeout_s:g} s"
+            finally:
+                stop(process)
+        if status != "exit code 0":
+            what = f"measuring {ranks} rank{'s' if ranks > 1 else ''} failed ({status})"
+            raise RuntimeError(f"{what}. The end of its output:\n{last_lines(output.read_text())}")
+        return Measured.read(out)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM first: torchrun passes it on to the ranks, which a SIGKILL would leave behind."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def last_lines(output: str, *, num_lines: int = 20) -> str:
+    """The end of what the ranks printed, and how the first of them ended; torchrun's own traceback tells nothing."""
+    printed = re.split(r"^[EW]\d{4} .*torch.distributed.elastic", output, maxsplit=1, flags=re.MULTILINE)[0]
+    first_end = re.findall(r"Root Cause.*?^ *(rank .*?)\n *(exitcode .*?)$", output, flags=re.DOTALL | re.MULTILINE)
+    return "\n".join([*printed.rstrip().splitlines()[-num_lines:], *(", ".join(parts) for parts in first_end)])

@@ -1,0 +1,140 @@
+"""What this host has, read and not measured: cores and memory that a container's limits leave, GPUs, versions."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from training.records import Record
+
+log = logging.getLogger(__name__)
+
+CGROUP = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+CPUINFO = Path("/proc/cpuinfo")
+
+
+class Gpu(Record):
+    name: str
+    uuid: str
+    driver: str
+
+
+# What a container's limits leave
+
+
+def usable_cores(*, root: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
+    """Whole cores that this process may use: its affinity, and the CPU quota of its control groups.
+
+    A quota is rounded down: with `--cpus 1.5`, two threads would spend a quarter of the time throttled.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota(root=root, membership=membership)
+    return cores if quota is None else max(1, min(cores, math.floor(quota + 1e-6)))
+
+
+def cpu_quota(*, root: Path = CGROUP, membership: Path = MEMBERSHIP) -> float | None:
+    """Cores granted by the tightest control group above this process (v2 or v1); None: no limit."""
+    limits = []
+    for file in control_files("cpu", "cpu.max", root=root, membership=membership):
+        quota, period = file.read_text().split()
+        if quota != "max":
+            limits.append(int(quota) / int(period))
+    for file in control_files("cpu", "cpu.cfs_quota_us", root=root, membership=membership):
+        quota, period = file.read_text(), file.with_name("cpu.cfs_period_us").read_text()
+        if int(quota) > 0:
+            limits.append(int(quota) / int(period))
+    return min(limits, default=None)
+
+
+def usable_memory_bytes(*, root: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
+    """The machine's memory, or less where a control group limits it."""
+    limits = [psutil.virtual_memory().total]
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        for file in control_files("memory", name, root=root, membership=membership):
+            text = file.read_text().strip()
+            limits.append(limits[0] if text == "max" else int(text))
+    return min(limits)
+
+
+def control_files(controller: str, name: str, *, root: Path, membership: Path) -> Iterator[Path]:
+    """Files `name` of this process's control group and of all above it, for cgroup v2 and v1.
+
+    Inside a container the path in /proc may be the host's and not exist; then only the root is found, which is
+    the container's own group.
+    """
+    if not membership.is_file():
+        return
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        base = root / controller if controllers else root
+        inside = Path(path.lstrip("/"))
+        for folder in (inside, *inside.parents):
+            if (base / folder / name).is_file():
+                yield base / folder / name
+
+
+def cpu_model() -> str:
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+# GPUs and versions
+
+
+def visible_gpus(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
+    """The GPUs that CUDA_VISIBLE_DEVICES = `visible` leaves, by number or start of the UUID; None: all.
+
+    Like CUDA, stops at the first entry that names no GPU, so that -1 or nothing hides them all.
+    """
+    if visible is None:
+        return gpus
+    chosen: list[Gpu] = []
+    for entry in (entry.strip() for entry in visible.split(",")):
+        named = [gpu for i, gpu in enumerate(gpus) if entry == str(i) or (entry and gpu.uuid.startswith(entry))]
+        if not named:
+            break
+        chosen.append(named[0])
+    return tuple(chosen)
+
+
+def driver_gpus() -> tuple[Gpu, ...]:
+    """All GPUs of this host by NVML; none without a driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
+        return ()
+    except pynvml.NVMLError as error:
+        log.warning("hardware: the NVIDIA driver does not answer (%s): going on without GPUs", error)
+        return ()
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        return tuple(
+            Gpu(name=pynvml.nvmlDeviceGetName(handle), uuid=pynvml.nvmlDeviceGetUUID(handle), driver=driver)
+            for handle in handles
+        )
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def head_versions(gpus: tuple[Gpu, ...]) -> dict[str, str]:
+    """The driver's version, and that of the C++ compiler that torch.compile would use."""
+    found = {"driver": gpus[0].driver} if gpus else {}
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler:
+        found["c++"] = subprocess.run([compiler, "-dumpversion"], capture_output=True, text=True).stdout.strip()
+    return found

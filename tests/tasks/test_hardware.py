@@ -1,0 +1,176 @@
+"""The hardware check: container limits, GPUs, the cached measurement and what it says when something fails."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tasks.hardware import CachedMeasurement, HardwareCache, check_hardware, keep_cached, read_cache, run_measure
+from tasks.machine import Gpu, cpu_quota, driver_gpus, usable_cores, usable_memory_bytes, visible_gpus
+from training.records import Device, Measured
+
+
+def cgroup(folder: Path, membership: str, files: dict[str, str]) -> dict[str, Path]:
+    """A control-group tree and a membership file, as /sys/fs/cgroup and /proc/self/cgroup hold them."""
+    for name, content in files.items():
+        path = folder / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content + "\n")
+    (folder / "membership").write_text(membership)
+    return {"root": folder / "cgroup", "membership": folder / "membership"}
+
+
+# Container limits
+
+
+def test_a_container_with_one_cpu_has_one_core(tmp_path: Path) -> None:
+    tree = cgroup(tmp_path, "0::/\n", {"cpu.max": "100000 100000", "memory.max": str(512 << 20)})
+    assert cpu_quota(**tree) == 1.0
+    assert usable_cores(**tree) == 1
+    assert usable_memory_bytes(**tree) == 512 << 20
+
+
+def test_half_a_cpu_is_still_one_thread(tmp_path: Path) -> None:
+    tree = cgroup(tmp_path, "0::/\n", {"cpu.max": "50000 100000"})
+    assert cpu_quota(**tree) == 0.5
+    assert usable_cores(**tree) == 1
+
+
+def test_the_tightest_group_above_counts(tmp_path: Path) -> None:
+    files = {
+        "cpu.max": "max 100000",
+        "a/cpu.max": "150000 100000",
+        "a/b/cpu.max": "400000 100000",
+        "a/memory.max": "max",
+    }
+    tree = cgroup(tmp_path, "0::/a/b\n", files)
+    assert cpu_quota(**tree) == 1.5
+    assert usable_cores(**tree) == 1
+    assert usable_memory_bytes(**tree) == psutil.virtual_memory().total
+
+
+def test_version_1_groups_with_the_hosts_path_in_a_container(tmp_path: Path) -> None:
+    files = {
+        "cpu/cpu.cfs_quota_us": "100000",
+        "cpu/cpu.cfs_period_us": "100000",
+        "memory/memory.limit_in_bytes": str(1 << 30),
+    }
+    tree = cgroup(tmp_path, "4:memory:/docker/1f\n3:cpu,cpuacct:/docker/1f\n2:name=systemd:/\n", files)
+    assert cpu_quota(**tree) == 1.0
+    assert usable_memory_bytes(**tree) == 1 << 30
+
+
+def test_no_limit_leaves_the_machine(tmp_path: Path) -> None:
+    files = {
+        "cpu/cpu.cfs_quota_us": "-1",
+        "cpu/cpu.cfs_period_us": "100000",
+        "memory/memory.limit_in_bytes": "9223372036854771712",
+    }
+    tree = cgroup(tmp_path, "4:memory:/\n1:cpu:/\n0::/\n", files)
+    assert cpu_quota(**tree) is None
+    assert usable_cores(**tree) == len(os.sched_getaffinity(0))
+    assert usable_memory_bytes(**tree) == psutil.virtual_memory().total
+
+
+# GPUs
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [(None, "012"), ("", ""), ("-1", ""), ("2,0", "20"), ("GPU-b", "1"), ("0,7,1", "0"), ("GPU-c, 1", "21")],
+)
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(visible: str | None, expected: str) -> None:
+    gpus = tuple(Gpu(name="H100", uuid=f"GPU-{c}{c}", driver="580.1") for c in "abc")
+    assert visible_gpus(gpus, visible) == tuple(gpus[int(i)] for i in expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not driver_gpus(), reason="no NVIDIA driver")
+def test_each_gpu_is_a_device(tmp_path: Path) -> None:
+    (host,) = check_hardware(home=tmp_path).hosts
+    assert [device.kind for device in host.devices] == ["cuda"] * len(driver_gpus())
+    assert host.versions["driver"] == driver_gpus()[0].driver
+    with pytest.raises(ValueError, match=r"GPUs are visible: lower parallel\.ranks"):
+        check_hardware(home=tmp_path, ranks=len(driver_gpus()) + 1)
+
+
+# The measurement and its cache
+
+
+def with_rate(entry: CachedMeasurement, fp32: float, **key: str) -> CachedMeasurement:
+    device = entry.measured.devices[0].model_copy(update={"matmul_tflops": {"fp32": fp32, "bf16": fp32}})
+    measured = entry.measured.model_copy(update={"devices": (device,)})
+    return entry.model_copy(update={"key": entry.key | key, "measured": measured})
+
+
+def test_measured_once_then_taken_from_the_cache_until_something_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    caplog.set_level(logging.INFO, logger="tasks.hardware")
+    home = tmp_path / "not" / "there" / "yet"
+    first = check_hardware(home=home, ranks=1).hosts[0]
+    assert "measured now" in caplog.text
+    assert len(first.devices) == 1
+    assert first.devices[0].memory_gib == first.memory_gib
+    assert first.disk_free_gib > 0
+
+    (entry,) = read_cache(home).entries
+    HardwareCache(entries=(with_rate(entry, 123.0),)).write(home / "hardware.json")
+    caplog.clear()
+    again = check_hardware(home=home, ranks=1).hosts[0]
+    assert again.devices[0].matmul_tflops["fp32"] == 123.0
+    assert again.measured_at == first.measured_at
+    assert f"rates as measured at {first.measured_at}" in caplog.text
+    assert "measured now" not in caplog.text
+
+    HardwareCache(entries=(with_rate(entry, 123.0, torch="2.11.0"),)).write(home / "hardware.json")
+    caplog.clear()
+    changed = check_hardware(home=home, ranks=1).hosts[0]
+    assert changed.devices[0].matmul_tflops["fp32"] < 100
+    assert "torch '2.11.0' ->" in caplog.text
+    assert "measured now" in caplog.text
+
+
+def test_a_new_measurement_outdates_only_its_own_host_and_ranks(tmp_path: Path) -> None:
+    device = Device(kind="cpu", name="EPYC", memory_gib=8)
+    measured = Measured(devices=(device,), allreduce_gb_per_s=0, versions={})
+    for host, ranks, torch in [("a", "1", "2.11"), ("a", "2", "2.11"), ("b", "1", "2.11"), ("a", "1", "2.13")]:
+        key = {"host": host, "ranks": ranks, "torch": torch}
+        keep_cached(tmp_path, CachedMeasurement(key=key, measured_at="2026-01-01", measured=measured))
+    kept = [" ".join(entry.key.values()) for entry in read_cache(tmp_path).entries]
+    assert kept == ["a 2 2.11", "b 1 2.11", "a 1 2.13"]
+
+
+def test_a_cache_of_another_version_is_measured_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "hardware.json").write_text('{"entries": [{"rates": 1}]}')
+    assert read_cache(tmp_path).entries == ()
+    assert "written by another version" in caplog.text
+
+
+def test_a_failed_measurement_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch_cpu.so: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"measuring 1 rank failed \(exit code 1\)[^£]*libtorch_cpu.so: cannot open"):
+        run_measure(1, 1)
+
+
+def test_a_killed_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = "import os\nif os.environ.get('LOCAL_RANK') == '1':\n    os.kill(os.getpid(), 9)\n"
+    (tmp_path / "sitecustomize.py").write_text(killed)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(RuntimeError) as raised:
+        run_measure(2, 1)
+    assert "rank      : 1" in str(raised.value)
+    assert "exitcode  : -9" in str(raised.value)
+    assert "ChildFailedError" not in str(raised.value)
+
+
+def test_a_measurement_that_hangs_is_stopped() -> None:
+    with pytest.raises(RuntimeError, match=r"no answer in 0.2 s"):
+        run_measure(1, 1, timeout_s=0.2)
+    assert not psutil.Process().children(recursive=True)

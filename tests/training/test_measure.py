@@ -1,0 +1,79 @@
+"""The measuring program, run for real as users run it: plain with one rank, under torchrun with two."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tasks.machine import driver_gpus
+from training.records import Measured
+
+# GFLOP/s of numpy's matrix product on one thread, the median of some 0.3 s: another library, another clock loop.
+NUMPY_GFLOPS = """
+import statistics, time, numpy
+n = 1024
+a, b = numpy.random.default_rng(0).standard_normal((2, n, n), dtype=numpy.float32)
+a @ b
+seconds = []
+while sum(seconds) < 0.3:
+    start = time.perf_counter()
+    a @ b
+    seconds.append(time.perf_counter() - start)
+print(2 * n**3 / statistics.median(seconds) / 1e9)
+"""
+
+on_cpu = pytest.mark.skipif(bool(driver_gpus()), reason="this host's ranks are GPUs")
+
+
+def measure(out: Path, *, ranks: int, threads: int) -> Measured:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *(torchrun if ranks > 1 else []), "-m", "training.measure", str(out), str(threads)]
+    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, timeout=120)
+    return Measured.read(out)
+
+
+@on_cpu
+def test_one_rank_agrees_with_an_independent_timing(tmp_path: Path) -> None:
+    measured = measure(tmp_path / "one.json", ranks=1, threads=1)
+    numpy_gflops = subprocess.run(
+        [sys.executable, "-c", NUMPY_GFLOPS],
+        env=os.environ | dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+        capture_output=True,
+        check=True,
+    ).stdout
+    (device,) = measured.devices
+    assert 1 / 3 < device.matmul_tflops["fp32"] * 1e3 / float(numpy_gflops) < 3
+    assert measured.allreduce_gb_per_s == 0
+    assert {"python", "torch"} <= measured.versions.keys()
+
+
+@on_cpu
+def test_two_ranks_measure_themselves_and_the_link_between_them(tmp_path: Path) -> None:
+    measured = measure(tmp_path / "two.json", ranks=2, threads=1)
+    assert len(measured.devices) == 2
+    assert 0.01 < measured.allreduce_gb_per_s < 200
+    for device in measured.devices:
+        assert device.kind == "cpu"
+        assert device.matmul_tflops.keys() == {"fp32", "bf16"}
+        assert all(0.0005 < rate < 10 for rate in device.matmul_tflops.values())
+        assert 0.3 < device.memory_gb_per_s < 1000
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not driver_gpus(), reason="no NVIDIA driver")
+def test_a_gpu_is_measured_in_every_precision_it_has(tmp_path: Path) -> None:
+    measured = measure(tmp_path / "gpu.json", ranks=1, threads=1)
+    (device,) = measured.devices
+    assert device.kind == "cuda"
+    assert device.name in {gpu.name for gpu in driver_gpus()}
+    assert device.memory_gb_per_s > 100
+    assert {"cuda", "nccl"} <= measured.versions.keys()
+    rates = device.matmul_tflops
+    assert {"fp32", "fp16"} <= rates.keys()
+    if float(device.compute_capability or 0) >= 8:
+        assert rates["fp32"] < rates["tf32"] < rates["bf16"]
+        assert 0.5 < rates["fp16"] / rates["bf16"] < 2
