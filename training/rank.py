@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from training.records import RunPlan
 
 logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,15 @@ def _init_process_group(device: torch.device, *, timeout_s: int) -> None:
 class StopFlag:
     """SIGTERM or SIGINT on any rank stops all of them after the same step.
 
-    The flag travels in a small CPU all-reduce that is started at one step and read at the next, so that it
-    never makes the device wait. Ranks hence stop at most one step after the signal.
+    So does the death of the launcher, whose pid comes in SHARDLINE_LAUNCHER_PID: ranks that nobody watches
+    would hold their devices until the last step. The flag travels in a small CPU all-reduce that is started at
+    one step and read at the next, so that it never makes the device wait.
     """
 
     def __init__(self) -> None:
         self._signalled = False
+        self._launcher = int(os.environ.get("SHARDLINE_LAUNCHER_PID", "0"))
+        self._looked_at = time.monotonic()
         self._flag = torch.zeros(1)
         self._work: dist.Work | None = None
         signal.signal(signal.SIGTERM, self._remember)
@@ -98,9 +104,20 @@ class StopFlag:
         if self._work is not None:
             self._work.wait()
             stop = bool(self._flag.item() > 0)
-        self._flag.fill_(float(self._signalled))
+        self._flag.fill_(float(self._signalled or self._launcher_is_gone()))
         self._work = dist.all_reduce(self._flag, async_op=True)
         return stop
+
+    def _launcher_is_gone(self) -> bool:
+        if not self._launcher or time.monotonic() < self._looked_at + LOOK_EVERY_S:
+            return False
+        self._looked_at = time.monotonic()
+        try:
+            os.kill(self._launcher, 0)
+        except ProcessLookupError:
+            logger.warning("the launcher (pid %d) is gone: saving a checkpoint and leaving", self._launcher)
+            return True
+        return False
 
     def finish(self) -> None:
         """Wait for the last flag that was sent, so that no collective is cut off by the teardown."""

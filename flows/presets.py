@@ -1,0 +1,87 @@
+"""Presets and overrides: from `quickstart train.steps=100` to a validated RunConfig."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from training.config import RunConfig
+
+PRESETS_FILE = Path(__file__).parents[1] / "prefect.yaml"
+
+
+def presets(path: Path = PRESETS_FILE) -> dict[str, dict[str, Any]]:
+    """Name -> config of every deployment that has one."""
+    content = yaml.safe_load(path.read_text())
+    return {
+        deployment["name"]: deployment["parameters"]["config"]
+        for deployment in content["deployments"]
+        if "config" in deployment.get("parameters", {})
+    }
+
+
+def load_config(preset: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config of a preset's name or a YAML file's path, with `section.field=value` overrides.
+
+    Raises ValueError naming each wrong field, its value and the cure.
+    """
+    content = _read(preset)
+    for override in overrides:
+        _apply(content, override)
+    try:
+        return RunConfig.model_validate(content)
+    except ValidationError as error:
+        raise ValueError("\n".join(_in_words(problem) for problem in error.errors())) from None
+
+
+def _read(preset: str) -> dict[str, Any]:
+    path = Path(preset)
+    if path.suffix in {".yaml", ".yml"}:
+        if not path.exists():
+            raise ValueError(f"{path} is not there: give a preset's name or the path of a YAML file")
+        try:
+            content = yaml.safe_load(path.read_text())
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is not YAML: {error}") from None
+        if not isinstance(content, dict):
+            raise ValueError(f"{path} holds no mapping of sections: see the presets in prefect.yaml")
+        return content
+    known = presets()
+    if preset not in known:
+        raise ValueError(f"there is no preset {preset!r}: choose {', '.join(known)}, or a YAML file's path")
+    return known[preset]
+
+
+def _apply(content: dict[str, Any], override: str) -> None:
+    key, found, value = override.partition("=")
+    if not found or not key:
+        raise ValueError(f"{override!r} is no override: write section.field=value, for example train.steps=100")
+    *sections, field = key.split(".")
+    for section in sections:
+        content = content.setdefault(section, {})
+        if not isinstance(content, dict):
+            raise ValueError(f"{override!r}: {section} is a field, not a section")
+    content[field] = yaml.safe_load(value) if value else ""
+
+
+def field_rows(part: type[BaseModel] = RunConfig, prefix: str = "") -> list[tuple[str, str]]:
+    """(section.field, default and description) of every field, for people who write overrides."""
+    rows = []
+    for name, field in part.model_fields.items():
+        if isinstance(field.default, BaseModel):
+            rows += field_rows(type(field.default), f"{prefix}{name}.")
+        else:
+            rows.append((f"{prefix}{name}", f"{field.description} Default: {field.default!r}."))
+    return rows
+
+
+def _in_words(problem: Any) -> str:
+    place = ".".join(str(part) for part in problem["loc"])
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        return f"{place} is no field of the config: `shardline plan --fields` lists them"
+    return f"{place} = {problem['input']!r}: {message}" if place else message

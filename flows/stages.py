@@ -1,0 +1,243 @@
+"""The stages as Prefect tasks: each calls one plain function of tasks/, times it and shows what it did."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.runtime import flow_run
+
+from tasks import corpus, launch, planning, track
+from tasks import hardware as machines
+from tasks.generate import TextGenerator
+from tasks.live import steps_shown
+from tasks.places import home, run_folder, tracking_uri
+from tasks.register import register_model
+from tasks.registry import resolve
+from tasks.report import Outcome, draw, outcome_rows
+from tasks.track import TrackedRun
+from training.config import RunConfig
+from training.records import (
+    EvalReport,
+    ExportedModel,
+    Inventory,
+    RegisteredModel,
+    RunPlan,
+    TokenShards,
+    TrainResult,
+    write_atomically,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A Prefect task by that name. No result cache: each stage has its record, and checks that it is still true."""
+    return task(name=name, cache_policy=NO_CACHE, persist_result=False)
+
+
+def new_run_id(config: RunConfig) -> str:
+    """NAME-YYYYMMDD-HHMMSS, with a number behind it if two runs start in one second; claims the folder."""
+    base = f"{config.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    for name in (base, *(f"{base}-{n}" for n in range(2, 1000))):
+        try:
+            run_folder(name).mkdir()
+        except FileExistsError:
+            continue
+        return name
+    raise RuntimeError(f"1000 runs named {base} in one second")
+
+
+def prefect_tags() -> dict[str, str]:
+    """The way from the MLflow run to the Prefect run."""
+    tags = {"prefect.flow_run_id": flow_run.id, "prefect.flow_run_name": flow_run.name}
+    if flow_run.ui_url:
+        tags["prefect.flow_run_url"] = flow_run.ui_url
+    return {key: str(value) for key, value in tags.items() if value}
+
+
+def link(run: TrackedRun) -> None:
+    """The way from the Prefect run to the MLflow run."""
+    uri = tracking_uri()
+    where = (
+        f"[MLflow run {run.run_id}]({uri}/#/experiments/{run.experiment_id}/runs/{run.mlflow_run_id})"
+        if uri.startswith("http")
+        else f"MLflow run `{run.mlflow_run_id}` ({run.run_id}); to see it: `{open_mlflow()}`"
+    )
+    create_markdown_artifact(f"{where}\n\nRun folder: `{run.folder}`", key="mlflow-run", description="MLflow run")
+
+
+def open_mlflow() -> str:
+    uri = tracking_uri()
+    return uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
+
+
+@contextmanager
+def timed(run: TrackedRun, name: str) -> Iterator[None]:
+    """Keep the stage's seconds in runs/ID/stages.json; stages done again by a resume add up."""
+    path, began = run.folder / "stages.json", time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds = stage_seconds(run)
+        seconds[name] = round(seconds.get(name, 0.0) + time.perf_counter() - began, 2)
+        write_atomically(path, json.dumps(seconds))
+
+
+def stage_seconds(run: TrackedRun) -> dict[str, float]:
+    path = run.folder / "stages.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+@stage("Tokenize the corpus")
+def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
+    with timed(run, "tokenize"):
+        return corpus.prepare_corpus(config.data, tokens_home=home() / "tokens", objective=config.objective)
+
+
+@stage("Check the hardware")
+def hardware(config: RunConfig, run: TrackedRun | None = None) -> Inventory:
+    ranks = 1 if config.parallel.strategy == "single" else config.parallel.ranks
+    if run is None:
+        return machines.check_hardware(home=home(), ranks=ranks)
+    with timed(run, "hardware"):
+        return machines.check_hardware(home=home(), ranks=ranks)
+
+
+@stage("Plan the run")
+def plan(
+    config: RunConfig,
+    inventory: Inventory,
+    run: TrackedRun | None = None,
+    shards: TokenShards | None = None,
+    shards_dir: Path | None = None,
+) -> RunPlan:
+    if run is None or shards is None:
+        made = planning.plan_run(config, inventory=inventory)
+    else:
+        with timed(run, "plan"):
+            made = planning.plan_run(
+                config, inventory=inventory, run_id=run.run_id, shards=shards, shards_dir=shards_dir
+            )
+            made = planning.write_plan(made.model_copy(update={"mlflow_run_id": run.mlflow_run_id}), run.folder)
+            track.log_plan(made, inventory, shards)
+    rows = [{"what": what, "value": value} for what, value in planning.plan_in_words(made)]
+    create_table_artifact(rows, key="plan", description="The plan")
+    return made
+
+
+@stage("Train")
+def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
+    with timed(run, "train"), steps_shown("training", total=plan.steps) as show:
+        result = launch.train(plan, run_dir=run.folder, on_row=show)
+    track.log_figures(
+        run,
+        {
+            "train/tokens_per_s": result.tokens_per_s,
+            "train/predicted_tokens_per_s": plan.predicted.tokens_per_s,
+            "train/peak_memory_gib": result.peak_memory_gib,
+            "train/predicted_memory_gib": sum(plan.predicted.memory_gib.values()),
+        },
+        step=result.step,
+    )
+    return result
+
+
+@stage("Evaluate")
+def evaluate(plan: RunPlan, run: TrackedRun) -> EvalReport:
+    with timed(run, "evaluate"):
+        report = launch.evaluate(plan, run_dir=run.folder)
+    figures = {"eval/loss": report.loss, "eval/perplexity": report.perplexity, "eval/accuracy": report.accuracy}
+    if report.bits_per_byte is not None:
+        figures["eval/bits_per_byte"] = report.bits_per_byte
+    track.log_figures(run, figures, step=report.step)
+    track.log_files(run, run.folder / "eval.json")
+    create_table_artifact([figures], key="evaluation", description="Held-out figures")
+    return report
+
+
+@stage("Export")
+def export(plan: RunPlan, run: TrackedRun) -> ExportedModel:
+    with timed(run, "export"):
+        exported = launch.export(plan, run_dir=run.folder)
+    track.log_files(run, run.folder / "export" / "export.json")
+    return exported
+
+
+@stage("Register, and let the gate decide")
+def register(run: TrackedRun) -> RegisteredModel:
+    with timed(run, "register"):
+        model = register_model(run.folder, tracking_uri=tracking_uri())
+    create_markdown_artifact(
+        f"**{model.name} version {model.version}**, alias `{model.alias}`: {model.verdict}",
+        key="gate",
+        description="The gate's verdict",
+    )
+    return model
+
+
+@stage("Generate from the registered model")
+def generate(plan: RunPlan, run: TrackedRun, model: RegisteredModel) -> str:
+    if plan.config.objective == "masked":
+        return ""
+    wanted = plan.config.evaluation
+    prompt = next((prompt for prompt in wanted.prompts if prompt), "")
+    with timed(run, "generate"):
+        resolved = resolve(f"{model.name}/{model.version}", tracking_uri=tracking_uri(), cache_dir=home() / "models")
+        text = TextGenerator(resolved.export_dir).generate(
+            prompt,
+            new_tokens=wanted.sample_tokens,
+            temperature=wanted.temperature,
+            top_k=wanted.top_k,
+            seed=plan.config.train.seed,
+        )
+    return prompt + text
+
+
+@stage("Report")
+def report(plan: RunPlan, run: TrackedRun, model: RegisteredModel, *, generated: str) -> Outcome:
+    result = TrainResult.read(run.folder / "result.json")
+    evaluation = EvalReport.read(run.folder / "eval.json")
+    seconds = stage_seconds(run)
+    draw(
+        run.folder / "summary.png",
+        plan=plan,
+        run_dir=run.folder,
+        result=result,
+        report=evaluation,
+        exported=ExportedModel.read(run.folder / "export" / "export.json"),
+        model=model,
+        stage_s=seconds,
+    )
+    track.log_files(run, run.folder / "summary.png")
+    outcome = Outcome(
+        run_id=run.run_id,
+        mlflow_run_id=run.mlflow_run_id,
+        step=result.step,
+        val_loss=evaluation.loss,
+        bits_per_byte=evaluation.bits_per_byte,
+        accuracy=evaluation.accuracy,
+        tokens_per_s=result.tokens_per_s,
+        checkpoint=str(run.folder / result.checkpoint),
+        model=model.name,
+        version=model.version,
+        alias=model.alias,
+        verdict=model.verdict,
+        generated=generated,
+        stage_s=seconds,
+        open_mlflow=open_mlflow(),
+        serve=f"shardline serve {model.name}@{model.alias or 'champion'}",
+    )
+    outcome.write(run.folder / "outcome.json")
+    rows: list[dict[str, Any]] = [{"what": what, "value": value} for what, value in outcome_rows(outcome)]
+    create_table_artifact(rows, key="outcome", description="What the run came to")
+    return outcome

@@ -1,0 +1,174 @@
+"""Run a training program on the plan's ranks, watch it, and stop it in order.
+
+The program runs under torchrun in a session of its own, so that a Ctrl-C in the terminal reaches only us: we
+pass it on as SIGTERM, the ranks save a checkpoint and leave, and nobody is cut off in a collective.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from tasks.places import is_alive, process_key, tracking_uri
+from training.records import EvalReport, ExportedModel, Record, RunPlan, TrainResult
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.25
+STOP_GRACE_S = 120.0  # for the checkpoint; torchrun itself kills its ranks 30 s after SIGTERM
+LAST_LINES = 25
+
+
+class RunStopped(Exception):
+    """The run was asked to stop and did; the message says where it can be taken up again."""
+
+
+class Gang(Record):
+    """runs/ID/gang.json: the launcher process of the ranks that last worked on the run."""
+
+    launcher: str
+
+
+def train(plan: RunPlan, *, run_dir: Path, on_row: Callable[[dict[str, float]], None]) -> TrainResult:
+    """Train, or go on training; `on_row` gets each new row of metrics. Skips a run that has its result.
+
+    Raises RunStopped if it was stopped with a checkpoint, RuntimeError with the failing rank's last lines.
+    """
+    result_path = run_dir / "result.json"
+    if result_path.exists():
+        result = TrainResult.read(result_path)
+        if result.stopped_by == "steps":
+            logger.info("training is done already: step %d, loss %.4f", result.step, result.loss)
+            return result
+        result_path.unlink()
+    rows = NewRows(run_dir / "metrics.jsonl")
+
+    def look() -> None:
+        for row in rows.read():
+            on_row(row)
+
+    run_program("training.train", plan=plan, run_dir=run_dir, on_poll=look)
+    result = TrainResult.read(result_path)
+    if result.stopped_by == "signal":
+        raise RunStopped(f"training was told to stop at step {result.step}: `shardline resume {plan.run_id}` goes on")
+    return result
+
+
+def run_program(
+    module: str, *, plan: RunPlan, run_dir: Path, ranks: int = 0, on_poll: Callable[[], object] = lambda: None
+) -> None:
+    """Run `python -m MODULE runs/ID/plan.json` on `ranks` ranks (0: the plan's) and wait; output goes to logs/.
+
+    Raises RuntimeError with the log's last lines if it fails, RunStopped if we were interrupted meanwhile.
+    """
+    end_earlier_gang(run_dir)
+    log_path = run_dir / "logs" / f"{module.rpartition('.')[2]}.log"
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks or plan.world_size), "-m", module, str(run_dir / "plan.json")]
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=_environment(plan)
+        )
+    Gang(launcher=process_key(process.pid)).write(run_dir / "gang.json")
+    try:
+        while process.poll() is None:
+            on_poll()
+            time.sleep(POLL_S)
+        on_poll()
+    except BaseException as interruption:
+        _stop(process)
+        if isinstance(interruption, KeyboardInterrupt):
+            raise RunStopped(
+                f"interrupted: `shardline resume {plan.run_id}` goes on from the last checkpoint"
+            ) from None
+        raise
+    if process.returncode:
+        raise RuntimeError(_failure(module, process.returncode, log_path))
+
+
+def _environment(plan: RunPlan) -> dict[str, str]:
+    """Our own, plus what ranks need: the tracking URI, threads, and the process they must not outlive."""
+    return {
+        **os.environ,
+        "MLFLOW_TRACKING_URI": tracking_uri(),
+        "OMP_NUM_THREADS": str(plan.threads_per_rank),
+        "SHARDLINE_LAUNCHER_PID": str(os.getpid()),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, time for a checkpoint, then SIGKILL to the whole session; a second Ctrl-C skips the wait."""
+    logger.info("stopping: the ranks save a checkpoint and leave (Ctrl-C again kills them)")
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(STOP_GRACE_S)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def end_earlier_gang(run_dir: Path) -> None:
+    """No two gangs on one run: ranks that outlived their launcher are told to stop, then made to."""
+    path = run_dir / "gang.json"
+    if not path.exists() or not is_alive(key := Gang.read(path).launcher):
+        return
+    process = psutil.Process(int(key.split("/")[1]))
+    logger.warning("ranks of an earlier start of this run are still alive (pid %d): stopping them first", process.pid)
+    family = [process, *process.children(recursive=True)]
+    process.terminate()
+    _, alive = psutil.wait_procs(family, timeout=STOP_GRACE_S)
+    for member in alive:
+        member.kill()
+    psutil.wait_procs(alive)
+
+
+def _failure(module: str, code: int, log_path: Path) -> str:
+    lines = log_path.read_text(errors="replace").splitlines()
+    causes = [line for line in lines if "Error:" in line or "NonFiniteLoss:" in line]
+    cause = next((line for line in causes if "ChildFailedError" not in line), f"exit code {code}")
+    tail = "\n".join(lines[-LAST_LINES:])
+    return f"{module} failed: {cause.strip()}\nThe last lines of {log_path}:\n{tail}"
+
+
+class NewRows:
+    """Rows of metrics.jsonl that were not there at the last look, or are new since a resume rewrote the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.offset = path, path.stat().st_size if path.exists() else 0
+
+    def read(self) -> list[dict[str, float]]:
+        if not self.path.exists():
+            return []
+        size = self.path.stat().st_size
+        if size < self.offset:
+            self.offset = size
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            lines = [line for line in file if line.endswith(b"\n")]
+        self.offset += sum(map(len, lines))
+        return [json.loads(line) for line in lines]
+
+
+def evaluate(plan: RunPlan, *, run_dir: Path) -> EvalReport:
+    """Exact held-out figures of the run's last checkpoint; skipped if eval.json is about that checkpoint already."""
+    trained, path = TrainResult.read(run_dir / "result.json"), run_dir / "eval.json"
+    if not path.exists() or EvalReport.read(path).checkpoint_sha256 != trained.checkpoint_sha256:
+        run_program("training.evaluate", plan=plan, run_dir=run_dir)
+    return EvalReport.read(path)
+
+
+def export(plan: RunPlan, *, run_dir: Path) -> ExportedModel:
+    """Hugging Face and ONNX files of the last checkpoint, with their parity report; the program skips what is done."""
+    run_program("training.export", plan=plan, run_dir=run_dir, ranks=1)
+    return ExportedModel.read(run_dir / "export" / "export.json")

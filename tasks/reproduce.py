@@ -1,0 +1,132 @@
+"""A run again, from what MLflow remembers of it: its config, its plan, its losses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.places import home, run_folder, tracking_uri
+from tasks.registry import TAG, find_version
+from tasks.track import TrackedRun, connect
+from training.config import RunConfig
+from training.metrics import read_rows
+from training.records import Record, RunPlan, TokenShards
+
+TOLERANCE = 1e-3  # nats; the same machine and versions give 0, others round differently
+
+
+@dataclass(frozen=True)
+class Original:
+    """A run as MLflow has it."""
+
+    run_id: str
+    mlflow_run_id: str
+    config: RunConfig
+    plan: RunPlan
+    git_commit: str
+    losses: dict[int, float]
+
+
+class Agreement(Record):
+    """How a run and its repetition compare, loss by loss."""
+
+    original: str
+    repeated: str
+    compared: int
+    max_difference: float
+    original_commit: str
+    repeated_commit: str
+
+    @property
+    def agrees(self) -> bool:
+        return self.compared > 0 and self.max_difference <= TOLERANCE
+
+
+def find_original(ref: str) -> Original:
+    """A run by its ID, by MODEL@ALIAS or MODEL/VERSION, or by its MLflow run ID; its folder is not needed.
+
+    Raises ValueError if MLflow does not have it, or it never came to a plan.
+    """
+    from mlflow.artifacts import download_artifacts
+    from mlflow.exceptions import MlflowException
+
+    client = connect()
+    mlflow_run_id = _mlflow_run_id(ref)
+    try:
+        run = client.get_run(mlflow_run_id)
+        folder = home() / "cache" / mlflow_run_id
+        folder.mkdir(parents=True, exist_ok=True)
+        files = [
+            Path(
+                download_artifacts(
+                    run_id=mlflow_run_id, artifact_path=name, dst_path=str(folder), tracking_uri=tracking_uri()
+                )
+            )
+            for name in ("config.json", "plan.json")
+        ]
+    except (MlflowException, OSError) as error:
+        raise ValueError(f"MLflow has no planned run {ref!r} ({error}): give a run's ID or MODEL@champion") from error
+    history = client.get_metric_history(mlflow_run_id, "loss")
+    return Original(
+        run_id=run.data.tags.get(f"{TAG}run_id", ref),
+        mlflow_run_id=mlflow_run_id,
+        config=RunConfig.model_validate_json(files[0].read_bytes()),
+        plan=RunPlan.read(files[1]),
+        git_commit=run.data.tags.get("mlflow.source.git.commit", "unknown"),
+        losses={metric.step: metric.value for metric in history},
+    )
+
+
+def _mlflow_run_id(ref: str) -> str:
+    if "@" in ref or "/" in ref:
+        return str(find_version(connect(), ref).tags[f"{TAG}mlflow_run_id"])
+    record = run_folder(ref) / "run.json"
+    return TrackedRun.read(record).mlflow_run_id if record.exists() else ref
+
+
+def pinned(original: Original) -> RunConfig:
+    """The original's config with its automatic choices made fixed, so that this machine cannot choose otherwise."""
+    plan = original.plan
+    content = json.loads(original.config.model_dump_json())
+    content["parallel"] |= {"ranks": plan.world_size, "precision": plan.precision}
+    content["train"]["micro_batch"] = plan.micro_batch
+    return RunConfig.model_validate(content)
+
+
+def require_same_data(original: Original, shards: TokenShards) -> None:
+    """Raises ValueError if the corpus gives other tokens now: the losses could not agree."""
+    if shards.fingerprint != original.plan.shards_fingerprint:
+        raise ValueError(
+            f"the corpus {original.config.data.path} is not what it was: its tokens have fingerprint "
+            f"{shards.fingerprint[:12]}, run {original.run_id} had {original.plan.shards_fingerprint[:12]}: "
+            "restore the files; dataset.json of the MLflow run lists their hashes"
+        )
+
+
+def compare(original: Original, *, run_dir: Path, commit: str) -> Agreement:
+    """Every loss that both logged, by step."""
+    repeated = {row["step"]: row["loss"] for row in read_rows(run_dir / "metrics.jsonl") if "loss" in row}
+    steps = original.losses.keys() & repeated.keys()
+    return Agreement(
+        original=original.run_id,
+        repeated=run_dir.name,
+        compared=len(steps),
+        max_difference=max((abs(original.losses[step] - repeated[step]) for step in steps), default=float("inf")),
+        original_commit=original.git_commit,
+        repeated_commit=commit,
+    )
+
+
+def agreement_rows(agreement: Agreement) -> list[tuple[str, str]]:
+    difference = agreement.max_difference
+    verdict = (
+        "the same, bit for bit"
+        if difference == 0
+        else f"differ by at most {difference:.2e} nats, {'within' if agreement.agrees else 'beyond'} {TOLERANCE:g}"
+    )
+    same = agreement.original_commit == agreement.repeated_commit
+    code = f"commit {agreement.repeated_commit[:12]}, " + (
+        "the same" if same else f"was {agreement.original_commit[:12]}"
+    )
+    return [("losses", f"{agreement.compared} compared: {verdict}"), ("code", code)]

@@ -1,0 +1,230 @@
+"""The MLflow run of a training: opened, named and closed here, and nowhere else, so that its status is true.
+
+FINISHED, FAILED or KILLED is written on every way out. After a kill -9 nobody is left to write it: every start
+first closes the runs whose owner is gone (`reconcile`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasks.launch import RunStopped
+from tasks.places import embedded_artifacts, is_alive, process_key, run_folder, tracking_uri
+from training.config import RunConfig
+from training.metrics import send_rows
+from training.records import Inventory, Record, RunPlan, TokenShards, sha256_config
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+logger = logging.getLogger(__name__)
+
+OWNER, RUN_ID = "shardline.owner", "shardline.run_id"
+PARAMS_PER_REQUEST = 100
+
+
+class TrackedRun(Record):
+    """runs/ID/run.json: our run and its MLflow run."""
+
+    run_id: str
+    mlflow_run_id: str
+    experiment_id: str
+    config: RunConfig
+
+    @property
+    def folder(self) -> Path:
+        return run_folder(self.run_id)
+
+
+def connect() -> MlflowClient:
+    """A client whose store answers. Raises RuntimeError within seconds if it does not, not after MLflow's minutes."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    from mlflow import MlflowClient
+
+    uri = tracking_uri()
+    client = MlflowClient(uri)
+    try:
+        client.search_experiments(max_results=1)
+    except Exception as error:
+        raise RuntimeError(
+            f"MLflow at {_without_password(uri)} does not answer ({error}): start it, or unset MLFLOW_TRACKING_URI"
+        ) from error
+    return client
+
+
+def _without_password(uri: str) -> str:
+    scheme, found, rest = uri.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}" if found else uri
+
+
+@contextmanager
+def tracked(config: RunConfig, *, run_id: str, tags: Mapping[str, str]) -> Iterator[TrackedRun]:
+    """Open the MLflow run of `run_id` (the same one if it was opened before) and close it with the true status."""
+    client = connect()
+    reconcile(client)
+    run = _opened(client, config, run_id=run_id)
+    for key, value in {**tags, OWNER: process_key(os.getpid())}.items():
+        client.set_tag(run.mlflow_run_id, key, value)
+    status, why = "FAILED", ""
+    try:
+        yield run
+        status = "FINISHED"
+    except RunStopped as stop:
+        status, why = "KILLED", str(stop)
+        raise
+    except Exception as error:
+        why = str(error)
+        raise
+    except BaseException as interruption:  # Ctrl-C, a Prefect cancel, SIGTERM
+        status, why = "KILLED", f"interrupted ({type(interruption).__name__})"
+        raise
+    finally:
+        _close(client, run, status=status, why=why)
+
+
+def _opened(client: MlflowClient, config: RunConfig, *, run_id: str) -> TrackedRun:
+    path = run_folder(run_id) / "run.json"
+    if path.exists():
+        run = TrackedRun.read(path)
+        if run.config != config:
+            raise ValueError(f"run {run_id} has another config: start a new run, or resume it with its own")
+        client.update_run(run.mlflow_run_id, status="RUNNING")
+        logger.info("going on with MLflow run %s", run.mlflow_run_id)
+        return run
+    experiment = client.get_experiment_by_name(config.name)
+    experiment_id = (
+        experiment.experiment_id
+        if experiment
+        else client.create_experiment(config.name, artifact_location=embedded_artifacts())
+    )
+    created = client.create_run(experiment_id, run_name=run_id, tags=_code_tags(config, run_id=run_id))
+    run = TrackedRun(run_id=run_id, mlflow_run_id=created.info.run_id, experiment_id=experiment_id, config=config)
+    run.write(path)
+    _log_config(client, run)
+    return run
+
+
+def _code_tags(config: RunConfig, *, run_id: str) -> dict[str, str]:
+    commit, dirty = git_commit()
+    return {
+        RUN_ID: run_id,
+        "mlflow.source.git.commit": commit,
+        "mlflow.source.name": "shardline",
+        "shardline.git_dirty": str(dirty).lower(),
+        "shardline.config_sha256": sha256_config(config),
+    }
+
+
+def git_commit() -> tuple[str, bool]:
+    """Commit of the code that runs, and whether the checkout differs from it; ("unknown", False) without a checkout."""
+    source = Path(__file__).parents[1]
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(source), *arguments], capture_output=True, text=True)
+        except FileNotFoundError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+    return commit or "unknown", bool(changes)
+
+
+def _log_config(client: MlflowClient, run: TrackedRun) -> None:
+    from mlflow.entities import Param
+
+    params = [Param(key, str(value)[:6000]) for key, value in flattened(run.config.model_dump(mode="json"))]
+    for start in range(0, len(params), PARAMS_PER_REQUEST):
+        client.log_batch(run.mlflow_run_id, params=params[start : start + PARAMS_PER_REQUEST])
+    client.log_text(run.mlflow_run_id, run.config.model_dump_json(indent=2), "config.json")
+
+
+def flattened(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """("train.steps", 480), …"""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def log_plan(plan: RunPlan, inventory: Inventory, shards: TokenShards) -> None:
+    """The plan and its reasons, the machines, and the data set as the run's input."""
+    from mlflow.entities import Dataset, DatasetInput
+
+    client = connect()
+    client.log_text(plan.mlflow_run_id, plan.model_dump_json(indent=2), "plan.json")
+    client.log_text(plan.mlflow_run_id, inventory.model_dump_json(indent=2), "inventory.json")
+    client.log_text(plan.mlflow_run_id, shards.model_dump_json(indent=2), "dataset.json")
+    dataset = Dataset(
+        name=Path(plan.shards_dir).name[:48],
+        digest=shards.fingerprint[:36],  # MLflow's limit; the whole one is in the tag
+        source_type="local",
+        source=f'{{"uri": "{Path(plan.shards_dir).as_uri()}"}}',
+        profile=f'{{"train_tokens": {shards.tokens("train")}, "validation_tokens": {shards.tokens("validation")}}}',
+    )
+    client.log_inputs(plan.mlflow_run_id, datasets=[DatasetInput(dataset)])
+    tags = {
+        "shardline.dataset_fingerprint": shards.fingerprint,
+        "shardline.tokenizer_sha256": shards.tokenizer_sha256,
+        "shardline.precision": plan.precision,
+        "shardline.ranks": str(plan.world_size),
+        "shardline.reasons": "; ".join(plan.reasons),
+        "shardline.parameters": str(plan.shape.parameters),
+    }
+    for key, value in tags.items():
+        client.set_tag(plan.mlflow_run_id, key, value)
+
+
+def log_figures(run: TrackedRun, figures: Mapping[str, float], *, step: int) -> None:
+    client = connect()
+    for key, value in figures.items():
+        client.log_metric(run.mlflow_run_id, key, value, step=step)
+
+
+def log_files(run: TrackedRun, *paths: Path) -> None:
+    client = connect()
+    for path in paths:
+        client.log_artifact(run.mlflow_run_id, str(path))
+
+
+def _close(client: MlflowClient, run: TrackedRun, *, status: str, why: str) -> None:
+    """Send the metrics that are left, then the status. What cannot be sent now is sent by the next `reconcile`."""
+    try:
+        _send_rest(run.folder, run.mlflow_run_id)
+        if why:
+            client.set_tag(run.mlflow_run_id, "shardline.ended_by", why[:4000])
+        client.set_terminated(run.mlflow_run_id, status)
+    except Exception as error:
+        logger.warning("MLflow could not be told that the run ended %s (%s): the next start will", status, error)
+
+
+def _send_rest(folder: Path, mlflow_run_id: str) -> None:
+    if (folder / "metrics.jsonl").exists():
+        send_rows(folder / "metrics.jsonl", tracking_uri=tracking_uri(), mlflow_run_id=mlflow_run_id)
+
+
+def reconcile(client: MlflowClient) -> list[str]:
+    """Close the runs that say RUNNING though their owner is gone; returns their run IDs."""
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    lost = []
+    for run in client.search_runs(experiments, "attributes.status = 'RUNNING'") if experiments else []:
+        owner, run_id = run.data.tags.get(OWNER, ""), run.data.tags.get(RUN_ID, "")
+        if not owner or is_alive(owner):
+            continue
+        _send_rest(run_folder(run_id), run.info.run_id)
+        client.set_tag(run.info.run_id, "shardline.ended_by", f"its process ({owner}) was killed")
+        client.set_terminated(run.info.run_id, "KILLED")
+        logger.warning(
+            "run %s was killed without a word: now marked KILLED; `shardline resume %s` goes on", run_id, run_id
+        )
+        lost.append(run_id)
+    return lost
