@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from training.config import RunConfig
 from training.plan import make_plan
 from training.records import Device, Host, Inventory, RunPlan, TokenShards
@@ -25,7 +26,11 @@ def inventory(*hosts: int, kind: str = "cpu", memory_gib: float = 12.0, disk_gib
     """A made-up inventory: so many devices on each host, with an H100's rates for GPUs."""
     rates = {"fp32": 0.08, "bf16": 0.09} if kind == "cpu" else {"fp32": 50.0, "bf16": 800.0}
     device = Device(
-        kind=kind, name=kind, memory_gib=memory_gib, matmul_tflops=rates, compute_capability="9.0" if kind == "cuda" else None
+        kind=kind,
+        name=kind,
+        memory_gib=memory_gib,
+        matmul_tflops=rates,
+        compute_capability="9.0" if kind == "cuda" else None,
     )
     return Inventory(
         hosts=tuple(
@@ -88,9 +93,11 @@ def tiny_config(**overrides: Any) -> RunConfig:
     return RunConfig.model_validate(config)
 
 
-@pytest.fixture
-def make_run(tiny_shards: Path, tmp_path: Path) -> Callable[..., Path]:
+@pytest.fixture(scope="module")
+def make_run(tiny_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """make_run("name", ranks=2, train__steps=5) -> plan.json of a run folder."""
+
+    folder = tmp_path_factory.mktemp("runs")
 
     def make(name: str, *, ranks: int = 1, **overrides: Any) -> Path:
         if ranks > 1:
@@ -104,8 +111,8 @@ def make_run(tiny_shards: Path, tmp_path: Path) -> Callable[..., Path]:
             shards_dir=str(tiny_shards),
         )
         plan = plan.model_copy(update={"threads_per_rank": 1})
-        plan.write(tmp_path / name / "plan.json")
-        return tmp_path / name / "plan.json"
+        plan.write(folder / name / "plan.json")
+        return folder / name / "plan.json"
 
     return make
 
@@ -119,7 +126,9 @@ def torchrun(plan_path: Path, *, program: str = "training.train") -> list[str]:
 
 def run_ranks(plan_path: Path, *, program: str = "training.train") -> None:
     """Run it to its end; a failure shows what the ranks printed."""
-    done = subprocess.run(torchrun(plan_path, program=program), cwd=REPO, env=rank_env(), capture_output=True, text=True)
+    done = subprocess.run(
+        torchrun(plan_path, program=program), cwd=REPO, env=rank_env(), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

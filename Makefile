@@ -1,0 +1,39 @@
+# One command each, all set-up included. `make` lists them.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: help setup pretrain test test-all check style types clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(INSTALLED) ## make .venv and install
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"Shardline needs Python 3.11 or newer, $(PYTHON) is {sys.version.split()[0]}: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,orchestrate,dev]'
+	@touch $@
+
+pretrain: $(INSTALLED) ## the main job: text in, served model out (preset quickstart)
+	$(BIN)/shardline pretrain quickstart
+
+test: $(INSTALLED) ## the tests, without those marked slow
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-all: $(INSTALLED) ## all tests
+	$(BIN)/python -m pytest
+
+check: style types test ## style, types and tests
+
+style: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+clean: ## remove the virtual environment; runs/ stays
+	rm -rf .venv
