@@ -18,8 +18,8 @@ from prefect.runtime import flow_run
 from tasks import corpus, launch, planning, track
 from tasks import hardware as machines
 from tasks.generate import TextGenerator
-from tasks.live import steps_shown
 from tasks.places import home, run_folder, tracking_uri
+from tasks.progress import steps_shown
 from tasks.register import register_model
 from tasks.registry import resolve
 from tasks.report import Outcome, draw, outcome_rows

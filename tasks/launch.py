@@ -102,6 +102,7 @@ def _environment(plan: RunPlan) -> dict[str, str]:
         **os.environ,
         "MLFLOW_TRACKING_URI": tracking_uri(),
         "OMP_NUM_THREADS": str(plan.threads_per_rank),
+        "PYTHONSAFEPATH": "1",  # a folder named `training` where the user stands must not take our place
         "SHARDLINE_LAUNCHER_PID": str(os.getpid()),
         "TOKENIZERS_PARALLELISM": "false",
     }

@@ -25,12 +25,16 @@ class TokenizerConfig(Part):
     )
     path: str = Field("", description="Folder or hub name of a pretrained tokenizer; only for kind=pretrained.")
     vocab_size: int = Field(
-        4096,
+        0,
         ge=0,
         le=2_000_000,
-        description="Size of the trained BPE vocabulary. For kind=pretrained: the size to expect (0: any).",
+        description="Size of the trained BPE vocabulary; 0: 4096. For kind=pretrained the size to expect; 0: any.",
     )
     sample_mib: int = Field(64, ge=1, le=10_000, description="MiB of training text that a BPE is trained on.")
+
+    @property
+    def bpe_size(self) -> int:
+        return self.vocab_size or 4096
 
 
 class DataConfig(Part):
@@ -44,6 +48,7 @@ class DataConfig(Part):
         "file", description="What counts as one document in plain-text files."
     )
     hub_config: str = Field("", description="Configuration name of a hub data set.")
+    hub_revision: str = Field("", description="Commit or tag of a hub data set; empty: its newest commit.")
     hub_split: str = Field("train", description="Split of a hub data set to read.")
     streaming: bool = Field(False, description="Read a hub data set as a stream, without downloading it whole.")
     tokenizer: TokenizerConfig = Field(TokenizerConfig(), description="How text becomes tokens.")
@@ -193,7 +198,7 @@ class RunConfig(Part):
             raise ValueError("model.path is empty: set it to a Hugging Face model's folder or hub name")
         if self.data.tokenizer.kind == "pretrained" and not self.data.tokenizer.path:
             raise ValueError("data.tokenizer.path is empty: set it to a tokenizer's folder or hub name")
-        if self.data.tokenizer.kind == "bpe" and self.data.tokenizer.vocab_size < 258:
+        if self.data.tokenizer.kind == "bpe" and self.data.tokenizer.bpe_size < 258:
             raise ValueError(
                 f"data.tokenizer.vocab_size = {self.data.tokenizer.vocab_size} is below 258 "
                 "(256 bytes + 2 special tokens): raise it, or use data.tokenizer.kind=bytes"

@@ -89,7 +89,8 @@ def flops_per_token(shape: ModelShape) -> float:
 
 
 def vocab_size(config: RunConfig, shards: TokenShards | None, hf_config: Mapping[str, Any] | None) -> int:
-    ours = shards.vocab_size if shards else config.data.tokenizer.vocab_size
+    tokenizer = config.data.tokenizer
+    ours = shards.vocab_size if shards else tokenizer.bpe_size if tokenizer.kind == "bpe" else tokenizer.vocab_size
     if config.model.init == "pretrained" and hf_config:
         theirs = int(hf_config.get("vocab_size", 0))
         if ours > theirs:
@@ -98,6 +99,6 @@ def vocab_size(config: RunConfig, shards: TokenShards | None, hf_config: Mapping
                 f"data.tokenizer.kind=pretrained data.tokenizer.path={config.model.path}"
             )
         return theirs
-    if not shards and config.data.tokenizer.kind == "bytes":
+    if not shards and tokenizer.kind == "bytes":
         return 258
     return ours or 50_304  # a pretrained tokenizer of unknown size, in a dry run only

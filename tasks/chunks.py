@@ -1,0 +1,122 @@
+"""Stretches of text to shards, in several processes; what an earlier run finished is not repeated."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.split import Passage
+from tasks.tokenizer import SavedTokenizer, encode
+from training.records import Shard
+from training.shards import SPLITS, finished_shards, write_marker, write_shard
+
+Chunk = list[Passage]
+Tokenized = tuple[int, tuple[Shard, ...]]
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """What every chunk's process needs to know."""
+
+    folder: Path
+    tokenizer: SavedTokenizer
+
+
+def cut_chunks(passages: Iterable[Passage], *, num_bytes: int) -> Iterator[Chunk]:
+    """Stretches of at least `num_bytes` of UTF-8 text. They follow from the text alone, not from who tokenizes it."""
+    chunk: Chunk = []
+    size = 0
+    for passage in passages:
+        chunk.append(passage)
+        size += len(passage.text.encode())
+        if size >= num_bytes:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def tokenize_chunks(chunks: Iterable[Chunk], place: Workplace, *, processes: int) -> Iterator[Tokenized]:
+    """The shards of each chunk with its index, as they get ready; at most 2 chunks per process are in memory."""
+    finished: list[Tokenized] = []
+    todo = _unfinished(chunks, place.folder, finished)
+    first = list(itertools.islice(todo, processes + 1))
+    # With no more than a chunk per process the tokenizer's own threads are as fast, without 1 s of process starts.
+    if processes == 1 or len(first) <= processes:
+        for index, chunk in itertools.chain(first, todo):
+            yield index, tokenize_chunk(place, index, chunk)
+    else:
+        yield from _in_pool(itertools.chain(first, todo), place, processes)
+    yield from finished
+
+
+def tokenize_chunk(place: Workplace, index: int, chunk: Chunk) -> tuple[Shard, ...]:
+    """Shard `index` of each split that this chunk has text of, then the marker that says so."""
+    shards = []
+    for split in SPLITS:
+        passages = [passage for passage in chunk if passage.split == split]
+        tokens, ends = encode(place.tokenizer, passages)
+        if len(tokens):
+            text_bytes = sum(len(passage.text.encode()) for passage in passages)
+            shards.append(
+                write_shard(place.folder, split=split, index=index, tokens=tokens, ends=ends, text_bytes=text_bytes)
+            )
+    write_marker(place.folder, index, tuple(shards))
+    return tuple(shards)
+
+
+def _unfinished(chunks: Iterable[Chunk], folder: Path, finished: list[Tokenized]) -> Iterator[tuple[int, Chunk]]:
+    for index, chunk in enumerate(chunks):
+        shards = finished_shards(folder, index)
+        if shards is None:
+            yield index, chunk
+        else:
+            finished.append((index, shards))
+
+
+def _in_pool(todo: Iterable[tuple[int, Chunk]], place: Workplace, processes: int) -> Iterator[Tokenized]:
+    # spawn: this process has threads (the tokenizer's, the progress bar's), which a fork does not survive
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker)
+    running: dict[Future[tuple[Shard, ...]], int] = {}
+    try:
+        for index, chunk in todo:
+            if len(running) > processes:  # one more than can run, so that none waits for the reader
+                yield from _collect(running)
+            running[pool.submit(tokenize_chunk, place, index, chunk)] = index
+        while running:
+            yield from _collect(running)
+    except BrokenProcessPool as error:
+        raise RuntimeError(
+            f"one of {processes} tokenizing processes was killed, most often for want of memory: lower data.processes "
+            "or data.shard_mib; the same command goes on where this one stopped"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _collect(running: dict[Future[tuple[Shard, ...]], int]) -> Iterator[Tokenized]:
+    for future in wait(running, return_when=FIRST_COMPLETED).done:
+        yield running.pop(future), future.result()
+
+
+def _start_worker() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many of these processes as cores
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of them; the parent ends them in order
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A pool's processes would wait for work for ever after their parent's kill -9."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

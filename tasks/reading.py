@@ -1,0 +1,266 @@
+"""Sources to documents: each format's reader, which names the file and line of what it cannot read.
+
+Text, JSON lines and CSV are read by the small readers here, not by `datasets`: its text and JSON builders give no
+file or line for what they cannot read and cannot leave out one line; its CSV builder takes short rows for empty text,
+shifts the columns when the first row is too long, and counts rows where an editor counts lines.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import io
+import itertools
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tasks.sources import Skipped, Source
+from training.config import DataConfig
+
+if TYPE_CHECKING:
+    import pyarrow
+    from datasets import Dataset, IterableDataset
+
+BLOCK_CHARACTERS = 2**18
+LONGEST_PIECE = 2**18  # characters; a tokenizer takes some 100 bytes per character, and its threads share a long text
+BORDER_WINDOW = 2**14
+ROWS_PER_BATCH = 1000
+# No byte-level or WordPiece pre-tokenizer joins anything over these borders, so cutting here changes no token.
+LINE_BORDER = re.compile(r"\S\n(?=\S)")
+WORD_BORDER = re.compile(r"\S(?= \S)")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A document, or a stretch of a long one. `name` is the document's place; `last`: it ends here."""
+
+    name: str
+    text: str
+    last: bool
+
+
+def read_pieces(sources: list[Source], data: DataConfig, skipped: Skipped) -> Iterator[Piece]:
+    """All documents in order; empty ones are left out. What cannot be read goes to `skipped`, which may raise."""
+    for source in sources:
+        try:
+            yield from _read(source, data, skipped)
+        except OSError as error:
+            skipped.refuse(source.name, f"cannot be read ({error.strerror or error})")
+
+
+def _read(source: Source, data: DataConfig, skipped: Skipped) -> Iterator[Piece]:
+    match source.format:
+        case "text" if data.text_unit == "file":
+            yield from _whole_file(source, skipped)
+        case "text" if data.text_unit == "line":
+            yield from _lines(source, skipped)
+        case "text":
+            yield from _paragraphs(source, skipped)
+        case "json":
+            yield from _json_lines(source, data.column, skipped)
+        case "csv" | "tsv":
+            yield from _table(source, data.column, skipped)
+        case "parquet":
+            yield from _parquet(source, data.column, skipped)
+        case "hub":
+            yield from _hub(source, data, skipped)
+
+
+# Plain text
+
+
+def _whole_file(source: Source, skipped: Skipped) -> Iterator[Piece]:
+    """Read twice, in blocks: first for bytes that are not UTF-8, so that no half of a bad file gets in."""
+    for number, line in _numbered(source):
+        if problem := _not_unicode(line):
+            skipped.refuse(f"{source.name}:{number}", problem)
+            return
+    # newline="" keeps \r\n as it is: tokens decode to the bytes that were read
+    with source.open() as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+        yield from _pieces(source.name, iter(lambda: text.read(BLOCK_CHARACTERS), ""))
+
+
+def _lines(source: Source, skipped: Skipped) -> Iterator[Piece]:
+    for number, line in _numbered(source):
+        if line.strip():
+            yield from _document(f"{source.name}:{number}", line.rstrip("\r\n"), skipped)
+
+
+def _paragraphs(source: Source, skipped: Skipped) -> Iterator[Piece]:
+    """Stretches of lines between blank ones; a bad line spoils its paragraph."""
+    for blank, group in itertools.groupby(_numbered(source), key=lambda numbered: not numbered[1].strip()):
+        if blank:
+            continue
+        lines = list(group)
+        problems = ((number, problem) for number, line in lines if (problem := _not_unicode(line)))
+        if found := next(problems, None):
+            skipped.refuse(f"{source.name}:{found[0]}", found[1])
+            continue
+        yield from _document(f"{source.name}:{lines[0][0]}", "".join(line for _, line in lines).rstrip("\r\n"), skipped)
+
+
+def _numbered(source: Source) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers from 1; a byte that is not UTF-8 becomes a surrogate for `_not_unicode` to find."""
+    with source.open() as file:
+        for number, raw in enumerate(file, 1):
+            yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8", errors="surrogateescape")
+
+
+# JSON lines, CSV
+
+
+def _json_lines(source: Source, column: str, skipped: Skipped) -> Iterator[Piece]:
+    for number, line in _numbered(source):
+        place = f"{source.name}:{number}"
+        if not line.strip():
+            continue
+        if problem := _not_unicode(line):
+            skipped.refuse(place, problem)
+            continue
+        try:
+            row = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            skipped.refuse(place, f"not valid JSON ({error}); a JSON file holds one object per line")
+            continue
+        if not isinstance(row, dict):
+            skipped.refuse(place, f"holds {_kind(row)}, not an object with the key {column!r}; one object per line")
+        elif column not in row:
+            skipped.refuse(place, f"has no key {column!r} but {_listed(row)}; set data.column to one of them")
+        else:
+            yield from _document(place, row[column], skipped)
+
+
+def _table(source: Source, column: str, skipped: Skipped) -> Iterator[Piece]:
+    csv.field_size_limit(2**31 - 1)  # the module's 128 KiB are less than a long document
+    delimiter = "\t" if source.format == "tsv" else ","
+    rows = csv.reader((line for _, line in _numbered(source)), delimiter=delimiter, strict=True)
+    header: list[str] = []
+    while True:
+        place = f"{source.name}:{rows.line_num + 1}"  # where the row starts; quoted fields may hold line ends
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            skipped.refuse(place, f"broken row ({error})")
+            continue
+        if not row:
+            continue
+        if not header:
+            header = row
+            if column not in header:
+                skipped.refuse(place, f"has no column {column!r} but {_listed(header)}; set data.column to one of them")
+                return
+        elif len(row) != len(header):
+            skipped.refuse(place, f"broken row ({len(row)} fields, the header has {len(header)})")
+        else:
+            yield from _document(place, row[header.index(column)], skipped)
+
+
+# Parquet and the hub, through `datasets`
+
+
+def _parquet(source: Source, column: str, skipped: Skipped) -> Iterator[Piece]:
+    import datasets
+    import pyarrow
+
+    datasets.logging.set_verbosity(logging.CRITICAL)  # it logs, without the cure, what is raised here
+    pattern = glob.escape(str(source.path.absolute()))
+    try:
+        rows = datasets.load_dataset("parquet", data_files=pattern, split="train", streaming=True)
+        yield from _rows(rows, source.name, column, skipped)
+    except pyarrow.ArrowException as error:
+        skipped.refuse(source.name, f"not a whole parquet file ({error})")
+
+
+def _hub(source: Source, data: DataConfig, skipped: Skipped) -> Iterator[Piece]:
+    from datasets import load_dataset
+
+    name, config, commit = str(source.path), data.hub_config or None, source.record.sha256
+    rows = load_dataset(name, config, split=data.hub_split, streaming=data.streaming, revision=commit)
+    yield from _rows(rows, source.name, data.column, skipped)
+
+
+def _rows(rows: Dataset | IterableDataset, name: str, column: str, skipped: Skipped) -> Iterator[Piece]:
+    columns = rows.column_names or list(next(iter(rows), {}))  # a stream without a schema shows them in its first row
+    if column not in columns:
+        skipped.refuse(name, f"has no column {column!r} but {_listed(columns)}; set data.column to one of them")
+        return
+    number = 0
+    for table in rows.select_columns([column]).with_format("arrow").iter(batch_size=ROWS_PER_BATCH):
+        for value in _values(table.column(column)):
+            number += 1
+            yield from _document(f"{name}:row {number}", value, skipped)
+
+
+def _values(column: pyarrow.ChunkedArray) -> list[Any]:
+    """Text by way of bytes, so that one row of invalid UTF-8 does not take its whole batch along."""
+    import pyarrow
+
+    if not (pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)):
+        return column.to_pylist()
+    raw = column.cast(pyarrow.large_binary()).to_pylist()
+    return [value if value is None else value.decode("utf-8", errors="surrogateescape") for value in raw]
+
+
+# Any value to pieces
+
+
+def _document(place: str, value: object, skipped: Skipped) -> Iterator[Piece]:
+    if not isinstance(value, str):
+        skipped.refuse(place, f"the document is {_kind(value)}, not text")
+    elif problem := _not_unicode(value):
+        skipped.refuse(place, problem)
+    else:
+        yield from _pieces(place, (value[at : at + BLOCK_CHARACTERS] for at in range(0, len(value), BLOCK_CHARACTERS)))
+
+
+def _pieces(name: str, blocks: Iterable[str]) -> Iterator[Piece]:
+    held = ""
+    for block in blocks:
+        held += block
+        while len(held) > LONGEST_PIECE:
+            cut = _border(held)
+            yield Piece(name, held[:cut], last=False)
+            held = held[cut:]
+    if held:
+        yield Piece(name, held, last=True)
+
+
+def _border(text: str) -> int:
+    """Where to cut a long text: after a line, else before a word, else at the limit."""
+    start = LONGEST_PIECE - BORDER_WINDOW
+    for border in (LINE_BORDER, WORD_BORDER):
+        ends = [found.end() for found in border.finditer(text, start, LONGEST_PIECE + 1)]
+        if ends:
+            return ends[-1]
+    return LONGEST_PIECE
+
+
+def _not_unicode(text: str) -> str:
+    """What is wrong with the text, or nothing."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        # surrogateescape maps the byte 0xNN to U+DCNN; any other lone surrogate was written as \uNNNN in JSON
+        return (
+            f"invalid UTF-8 (byte 0x{code - 0xDC00:02x})" if 0xDC80 <= code <= 0xDCFF else f"invalid UTF-8 (U+{code:X})"
+        )
+    return ""
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool | int | float):
+        return f"a number ({value})"
+    return {"dict": "an object", "list": "a list", "str": "a string"}.get(type(value).__name__, type(value).__name__)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "none at all"

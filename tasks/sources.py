@@ -1,0 +1,194 @@
+"""What `data.path` names: the list of source files, each with its size and hash, in an order that never changes."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from training.config import DataConfig
+from training.records import SourceFile, sha256_file
+
+log = logging.getLogger(__name__)
+
+Format = Literal["text", "json", "csv", "tsv", "parquet", "hub"]
+
+TEXT_SUFFIXES = """
+    .txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .css .scss .py .pyi .ipynb .js .mjs .jsx .ts .tsx
+    .vue .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .m .mm .java .kt .scala .go .rs .swift .rb .php .pl .pm .lua .r .jl
+    .hs .ml .mli .ex .exs .erl .clj .lisp .el .scm .f .f90 .pas .cs .fs .vb .sql .sh .bash .zsh .fish .ps1 .bat
+    .yaml .yml .toml .ini .cfg .conf .cmake .mk .dockerfile .proto .graphql .log .srt .vtt .po .bib
+"""
+FORMATS: dict[str, Format] = {
+    **dict.fromkeys(TEXT_SUFFIXES.split(), "text"),
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+}
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+EXAMPLES_KEPT = 10
+
+
+class Skipped:
+    """The documents that could not be read: the first one stops the run, or they are counted and some places kept."""
+
+    def __init__(self, on_error: Literal["stop", "skip"]) -> None:
+        self.on_error = on_error
+        self.count = 0
+        self.examples: list[str] = []
+
+    def refuse(self, place: str, problem: str) -> None:
+        """Raises ValueError unless `data.on_error=skip`."""
+        if self.on_error == "stop":
+            raise ValueError(
+                f"{place}: {problem}; mend it, or set data.on_error=skip to leave such documents out and count them"
+            )
+        self.count += 1
+        if len(self.examples) < EXAMPLES_KEPT:
+            self.examples.append(f"{place}: {problem}")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file, or one split of a hub data set. `record.name` is relative to `data.path`, the same on every machine."""
+
+    path: Path
+    format: Format
+    compression: str
+    record: SourceFile
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    def open(self) -> BinaryIO:
+        """The bytes, decompressed. pyarrow, because Python has no zstd before 3.14 and fsspec's does not notice a
+        truncated file: it ends early without an error."""
+        if not self.compression:
+            return self.path.open("rb")
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(str(self.path), compression=self.compression))
+
+
+def find_sources(data: DataConfig, skipped: Skipped) -> list[Source]:
+    """The sources of `data.path`, sorted by name. Raises ValueError if there are none or one cannot be read."""
+    if not data.path:
+        raise ValueError(
+            "data.path is empty: set data.path=FILE_OR_FOLDER, data.path=stdlib or data.path=hub:OWNER/NAME"
+        )
+    if data.path.startswith("hub:"):
+        return [_hub_source(data)]
+    if data.path == "stdlib":
+        return _hashed(_stdlib_files(skipped), skipped)
+    path = Path(data.path).expanduser()
+    if not path.exists():
+        raise ValueError(f"data.path={data.path} does not exist (looked for {path.absolute()}): mend the path")
+    if path.is_dir():
+        return _hashed(_folder_files(path, skipped), skipped)
+    if not path.is_file():
+        raise ValueError(f"data.path={data.path} is neither a file nor a folder: give one of them")
+    return _hashed([(path.name, path)], skipped)
+
+
+def _hashed(files: list[tuple[str, Path]], skipped: Skipped) -> list[Source]:
+    sources = []
+    for name, path in files:
+        try:
+            record = SourceFile(name=name, num_bytes=path.stat().st_size, sha256=sha256_file(path))
+        except OSError as error:
+            skipped.refuse(name, f"cannot be read ({error.strerror})")
+            continue
+        suffix, compression = _suffixes(path)
+        sources.append(Source(path, FORMATS.get(suffix, "text"), compression, record))
+    return sources
+
+
+def _suffixes(path: Path) -> tuple[str, str]:
+    """`.jsonl` and `gzip` of `a.jsonl.gz`."""
+    suffix = path.suffix.lower()
+    if suffix in COMPRESSIONS:
+        return Path(path.stem).suffix.lower(), COMPRESSIONS[suffix]
+    return suffix, ""
+
+
+def _stdlib_files(skipped: Skipped) -> list[tuple[str, Path]]:
+    """Python sources only; those few that declare another encoding than UTF-8 are left out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [(name, path) for name, path in _walk(root, skipped, leave_out=NOT_STDLIB) if path.suffix == ".py"]
+    if not files:
+        raise ValueError(f"no .py files in {root}: this Python has its library in another form; set data.path=FOLDER")
+    return [(name, path) for name, path in files if _is_utf8(path)]
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _folder_files(root: Path, skipped: Skipped) -> list[tuple[str, Path]]:
+    files, others = [], Counter[str]()
+    for name, path in _walk(root, skipped):
+        suffix, _ = _suffixes(path)
+        if suffix in FORMATS:
+            files.append((name, path))
+        else:
+            others[path.suffix or "no suffix"] += 1
+    kinds = ", ".join(f"{suffix} ({count})" for suffix, count in others.most_common(8))
+    if not files:
+        raise ValueError(
+            f"{root} holds no text, JSON lines, CSV or parquet files{f', only {kinds}' if kinds else ''}: "
+            "set data.path to another folder, or to one file, which is read as text whatever its suffix"
+        )
+    if others:
+        log.info("%s: %d files of other kinds left out: %s", root, others.total(), kinds)
+    return files
+
+
+def _walk(root: Path, skipped: Skipped, *, leave_out: Collection[str] = ()) -> list[tuple[str, Path]]:
+    """(relative name, path) of all files below, hidden ones left out, sorted by name."""
+
+    def unreadable(error: OSError) -> None:
+        skipped.refuse(Path(error.filename).relative_to(root).as_posix(), f"cannot be read ({error.strerror})")
+
+    def files() -> Iterator[tuple[str, Path]]:
+        for parent, folders, names in os.walk(root, onerror=unreadable):
+            folders[:] = [folder for folder in folders if not folder.startswith(".") and folder not in leave_out]
+            for path in (Path(parent, name) for name in names if not name.startswith(".")):
+                yield path.relative_to(root).as_posix(), path
+
+    return sorted(files())
+
+
+def _hub_source(data: DataConfig) -> Source:
+    """Pinned to a commit, which stands for the hash of its content; a commit that is given needs no network."""
+    name = data.path.removeprefix("hub:")
+    is_commit = re.fullmatch(r"[0-9a-f]{40}", data.hub_revision)
+    commit = data.hub_revision if is_commit else _commit_on_hub(name, data.hub_revision)
+    part = "/".join(filter(None, (data.hub_config, data.hub_split)))
+    return Source(Path(name), "hub", "", SourceFile(name=f"{name}/{part}", num_bytes=0, sha256=commit))
+
+
+def _commit_on_hub(name: str, revision: str) -> str:
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().dataset_info(name, revision=revision or None).sha or ""
+    except Exception as error:  # its own errors, or those of httpx, which newer versions have under another name
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        raise ValueError(
+            f"data.path=hub:{name}: no answer from the hub ({reason}); check the name OWNER/NAME and the network, log "
+            "in for a private set, or download it and set data.path=FOLDER"
+        ) from error

@@ -1,0 +1,97 @@
+"""Which text is held out for validation: whole documents by a hash of their place, or the tail of the corpus."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from tasks.reading import Piece
+from training.config import DataConfig
+from training.shards import Split
+
+ENOUGH_DOCUMENTS = 20
+
+
+@dataclass(frozen=True)
+class SplitRule:
+    """`border`: for tail, how many characters of the corpus are train. `why` goes into the manifest."""
+
+    kind: Literal["documents", "tail"]
+    validation_fraction: float
+    border: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A piece with its split. `ends`: a document ends here, for this split; `whole`: and so it gets an end token."""
+
+    split: Split
+    text: str
+    ends: bool
+    whole: bool
+
+
+def choose_rule(data: DataConfig, pieces: Iterable[Piece]) -> SplitRule:
+    """Read as far as the decision needs: to the 20th document or so, or, for the tail, to the end of the corpus.
+
+    Raises ValueError if there is no text, or a split would be empty.
+    """
+    fraction = data.validation_fraction
+    documents, characters = 0, 0
+    seen: set[Split] = set()
+    for piece in pieces:
+        characters += len(piece.text)
+        if piece.last:
+            documents += 1
+            seen.add(split_of(piece.name, fraction))
+        enough = data.split == "documents" or (data.split == "auto" and documents >= ENOUGH_DOCUMENTS)
+        if enough and len(seen) == 2:
+            reason = f" (auto: at least {ENOUGH_DOCUMENTS} documents)" if data.split == "auto" else ""
+            why = f"documents: {fraction:g} of them are validation, by a hash of their place{reason}"
+            return SplitRule("documents", fraction, 0, why)
+    if characters == 0:
+        raise ValueError(
+            f"data.path={data.path} holds no text: all documents are empty or skipped; give another corpus"
+        )
+    if data.split == "documents":
+        raise ValueError(
+            f"data.path={data.path}: of {documents} documents all fall into {seen.pop()}, none into the other split; "
+            f"change data.validation_fraction ({fraction:g}), or set data.split=tail to cut by characters"
+        )
+    border = int(characters * (1 - fraction))
+    if border in (0, characters):
+        raise ValueError(
+            f"data.path={data.path}: {characters} characters leave nothing to split with "
+            f"data.validation_fraction={fraction:g}; give a longer corpus"
+        )
+    few = documents < ENOUGH_DOCUMENTS
+    cause = (
+        f"{documents} of {ENOUGH_DOCUMENTS} documents" if few else f"all {documents} documents would be {seen.pop()}"
+    )
+    reason = f" (auto: {cause})" if data.split == "auto" else ""
+    return SplitRule("tail", fraction, border, f"tail: the first {border} of {characters} characters are train{reason}")
+
+
+def split_of(name: str, validation_fraction: float) -> Split:
+    """Depends on the document's place alone, so other documents that come or go leave it where it is."""
+    draw = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) / 2**64
+    return "validation" if draw < validation_fraction else "train"
+
+
+def split_pieces(pieces: Iterable[Piece], rule: SplitRule) -> Iterator[Passage]:
+    if rule.kind == "documents":
+        for piece in pieces:
+            yield Passage(split_of(piece.name, rule.validation_fraction), piece.text, piece.last, piece.last)
+        return
+    left = rule.border  # characters that still go to train
+    for piece in pieces:
+        head, tail = piece.text[:left], piece.text[left:]
+        left -= len(head)
+        if head:
+            whole = piece.last and not tail
+            yield Passage("train", head, ends=whole or left == 0, whole=whole)
+        if tail:
+            yield Passage("validation", tail, ends=piece.last, whole=piece.last)

@@ -1,0 +1,271 @@
+"""The tokenizer of a corpus: trained on it, loaded, characters or bytes; saved beside the shards, and used on them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tasks.split import Passage
+from training.config import TokenizerConfig
+from training.records import sha256_file, write_atomically
+from training.shards import Dtype, token_dtype
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+log = logging.getLogger(__name__)
+
+END = "<|endoftext|>"
+MASK = "<|mask|>"
+BATCH_CHARACTERS = 2**20  # what the tokenizer returns takes some 100 bytes per character
+
+
+@dataclass(frozen=True)
+class Specials:
+    """The special tokens that training needs; `mask` only for masked models."""
+
+    end: str
+    mask: str | None
+
+
+@dataclass(frozen=True)
+class SavedTokenizer:
+    """FOLDER/tokenizer/, and what the manifest says of it."""
+
+    file: Path
+    name: str
+    sha256: str
+    vocab_size: int
+    end_id: int
+    mask_id: int | None
+
+    @property
+    def dtype(self) -> Dtype:
+        return token_dtype(self.vocab_size)
+
+
+def load_pretrained(config: TokenizerConfig) -> PreTrainedTokenizerFast | None:
+    """The tokenizer of kind=pretrained, else None. Raises ValueError if it cannot be used, with the cure."""
+    if config.kind != "pretrained":
+        return None
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(config.path)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"data.tokenizer.path={config.path}: no tokenizer can be loaded from there ({reason}); "
+            "give a folder with a tokenizer.json, or a hub name that this machine can reach"
+        ) from error
+    if not isinstance(loaded, PreTrainedTokenizerFast):
+        raise ValueError(
+            f"data.tokenizer.path={config.path} has no tokenizer.json (it is a slow tokenizer): convert it with "
+            "transformers, or train one with data.tokenizer.kind=bpe"
+        )
+    size = _vocab_size(loaded.backend_tokenizer)
+    if config.vocab_size and config.vocab_size != size:
+        raise ValueError(
+            f"data.tokenizer.path={config.path} has {size} tokens, data.tokenizer.vocab_size expects "
+            f"{config.vocab_size}: set data.tokenizer.vocab_size to {size}, or to 0 for any size"
+        )
+    loaded.backend_tokenizer.no_truncation()
+    loaded.backend_tokenizer.no_padding()
+    return loaded
+
+
+def special_tokens(pretrained: PreTrainedTokenizerFast | None, *, masked: bool) -> Specials:
+    """Raises ValueError if a pretrained tokenizer lacks one that is needed."""
+    if pretrained is None:
+        return Specials(END, MASK if masked else None)
+    path = pretrained.name_or_path
+    end, mask = pretrained.eos_token or pretrained.sep_token, pretrained.mask_token
+    if end is None:
+        raise ValueError(
+            f"data.tokenizer.path={path} has neither an end token (eos_token) nor a sep_token, so nothing could mark "
+            "where a document ends: set eos_token in its tokenizer_config.json"
+        )
+    if masked and mask is None:
+        raise ValueError(
+            f"data.tokenizer.path={path} has no mask_token, which a masked model needs: set one in its "
+            "tokenizer_config.json, or choose another tokenizer or model.architecture"
+        )
+    return Specials(end, mask if masked else None)
+
+
+def content_hash(pretrained: PreTrainedTokenizerFast | None) -> str:
+    """What a pretrained tokenizer adds to the identity of the tokens; the others follow from corpus and config."""
+    return hashlib.sha256(pretrained.backend_tokenizer.to_str().encode()).hexdigest() if pretrained else ""
+
+
+def save_tokenizer(
+    folder: Path,
+    config: TokenizerConfig,
+    *,
+    pretrained: PreTrainedTokenizerFast | None,
+    specials: Specials,
+    train_texts: Iterable[str],
+    all_texts: Iterable[str],
+) -> SavedTokenizer:
+    """Make FOLDER/tokenizer/, in a form that `tokenizers` and `transformers` load; one that is there is kept.
+
+    `train_texts` are read for kind=bpe only, `all_texts` for kind=characters only: a character that validation alone
+    has would otherwise be unknown.
+    """
+    target = folder / "tokenizer"
+    if not target.exists():
+        aside = folder / ".tokenizer.part"
+        shutil.rmtree(aside, ignore_errors=True)
+        if pretrained:
+            pretrained.save_pretrained(aside)
+        else:
+            _write(_make(config, specials, train_texts=train_texts, all_texts=all_texts), specials, aside)
+        aside.rename(target)
+    return _described(target / "tokenizer.json", config, specials)
+
+
+def encode(saved: SavedTokenizer, passages: Sequence[Passage]) -> tuple[np.ndarray, list[int]]:
+    """Tokens of the passages in a row, each whole document followed by the end token; and where documents end."""
+    tokenizer = _load(str(saved.file))
+    parts: list[np.ndarray] = [np.empty(0, dtype=saved.dtype)]
+    ends: list[int] = []
+    total = 0
+    for batch in _batches(passages):
+        encodings = tokenizer.encode_batch_fast([passage.text for passage in batch], add_special_tokens=False)
+        for passage, encoding in zip(batch, encodings, strict=True):
+            ids = [*encoding.ids, saved.end_id] if passage.whole else encoding.ids
+            parts.append(np.array(ids, dtype=saved.dtype))
+            total += len(ids)
+            if passage.ends:
+                ends.append(total)
+    return np.concatenate(parts), ends
+
+
+def _batches(passages: Sequence[Passage]) -> Iterator[list[Passage]]:
+    batch: list[Passage] = []
+    characters = 0
+    for passage in passages:
+        batch.append(passage)
+        characters += len(passage.text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+@functools.cache
+def _load(file: str) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(file)
+    tokenizer.encode_special_tokens = True  # "<|endoftext|>" written in a text is text, not the end of a document
+    return tokenizer
+
+
+def _make(
+    config: TokenizerConfig, specials: Specials, *, train_texts: Iterable[str], all_texts: Iterable[str]
+) -> Tokenizer:
+    match config.kind:
+        case "characters":
+            tokenizer = _characters(all_texts)
+        case "bytes":
+            tokenizer = _byte_level({byte: index for index, byte in enumerate(_byte_alphabet())})
+        case _:
+            tokenizer = _trained(config, specials, train_texts)
+    tokenizer.add_special_tokens([token for token in (specials.end, specials.mask) if token])
+    return tokenizer
+
+
+def _trained(config: TokenizerConfig, specials: Specials, texts: Iterable[str]) -> Tokenizer:
+    from tokenizers.trainers import BpeTrainer
+
+    num_specials = 2 if specials.mask else 1
+    tokenizer = _byte_level({})
+    trainer = BpeTrainer(
+        vocab_size=config.bpe_size - num_specials,  # they come last, so that bytes and merges keep their ids
+        initial_alphabet=_byte_alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sample(texts, config.sample_mib * 2**20), trainer)
+    size = tokenizer.get_vocab_size() + num_specials
+    if size < config.bpe_size:
+        log.warning(
+            "the corpus yields a vocabulary of %d, not %d: every word is one token already", size, config.bpe_size
+        )
+    return tokenizer
+
+
+def _sample(texts: Iterable[str], num_bytes: int) -> Iterator[str]:
+    for text in texts:
+        yield text
+        num_bytes -= len(text.encode())
+        if num_bytes <= 0:
+            return
+
+
+def _byte_alphabet() -> list[str]:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return sorted(ByteLevel.alphabet())
+
+
+def _byte_level(vocab: dict[str, int]) -> Tokenizer:
+    """A BPE without merges (yet) over the 256 bytes: every text has tokens, and they decode to it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _characters(texts: Iterable[str]) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet: set[str] = set()
+    for text in texts:
+        alphabet.update(text)
+    tokenizer = Tokenizer(models.WordLevel({character: index for index, character in enumerate(sorted(alphabet))}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+def _write(tokenizer: Tokenizer, specials: Specials, folder: Path) -> None:
+    """Without transformers, whose import takes 2 s. The end token also starts texts and pads, as GPT-2's does."""
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": specials.end,
+        "eos_token": specials.end,
+        "pad_token": specials.end,
+        **({"mask_token": specials.mask} if specials.mask else {}),
+        "clean_up_tokenization_spaces": False,
+    }
+    write_atomically(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+    write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True) + "\n")
+
+
+def _described(file: Path, config: TokenizerConfig, specials: Specials) -> SavedTokenizer:
+    tokenizer = _load(str(file))
+    vocab_size = _vocab_size(tokenizer)
+    origin = f"pretrained {Path(config.path).name}" if config.kind == "pretrained" else config.kind
+    end_id = tokenizer.token_to_id(specials.end)
+    mask_id = tokenizer.token_to_id(specials.mask) if specials.mask else None
+    assert end_id is not None, f"{specials.end} is not in {file}"
+    return SavedTokenizer(file, f"{origin}, {vocab_size} tokens", sha256_file(file), vocab_size, end_id, mask_id)
+
+
+def _vocab_size(tokenizer: Tokenizer) -> int:
+    """Rows that an embedding needs: the highest id + 1, which is above the count where ids have holes."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1

@@ -1,0 +1,192 @@
+import gzip
+import json
+import logging
+import os
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer
+
+from tests.tiny_corpus import all_documents, decoded, prepare
+from training.shards import SPLITS, TokenStream
+
+# Sources
+
+
+def test_the_standard_library_is_a_corpus(tmp_path: Path) -> None:
+    folder, shards = prepare(tmp_path, "stdlib", kind="bpe", tokenizer={"vocab_size": 2048, "sample_mib": 1})
+    names = [source.name for source in shards.sources]
+    assert names == sorted(names)
+    assert {"os.py", "json/decoder.py"} <= set(names)
+    assert not any(
+        part in {"test", "tests", "idle_test", "site-packages"} for name in names for part in name.split("/")
+    )
+    assert shards.documents("train") > 4 * shards.documents("validation") > 0
+    assert shards.skipped == 0
+    assert shards.split_rule.startswith("documents")
+    text = Path(sysconfig.get_path("stdlib"), names[0]).read_text(encoding="utf-8")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+    starts = [tokenizer.decode(TokenStream(folder, split).read(0, 200).tolist()) for split in SPLITS]
+    assert any(text.startswith(start[:150]) for start in starts)
+
+
+def test_every_format_in_a_folder_is_read(tmp_path: Path) -> None:
+    root = tmp_path / "corpus"
+    (root / "deep" / "er").mkdir(parents=True)
+    (root / ".hidden").mkdir()
+    (root / ".hidden" / "no.txt").write_text("hidden")
+    (root / "photo.png").write_bytes(b"\x89PNG\xff")
+    (root / "a.md").write_text("from markdown")
+    (root / "deep" / "b.py").write_bytes(b"\xef\xbb\xbffrom = 'python'\r\n")
+    (root / "deep" / "er" / "c.txt.gz").write_bytes(gzip.compress(b"from gzip"))
+    with pa.CompressedOutputStream(str(root / "d.jsonl.zst"), "zstd") as file:
+        file.write(b'{"text": "from zstd"}\n\n{"text": "from zstd, 2"}\n')
+    (root / "e.csv").write_text('id,text\n1,"from, ""csv"""\n2,"two\nlines"\n3,NA\n')
+    (root / "f.tsv").write_text("text\tid\nfrom tsv\t1\n")
+    pq.write_table(pa.table({"text": ["from parquet", "and row 2"], "id": [1, 2]}), root / "g[1].parquet")
+    (root / "empty.txt").write_text("")
+    folder, shards = prepare(tmp_path, root, validation_fraction=0.5, split="documents")
+    expected = ["from markdown", "from = 'python'\r\n", "from gzip", "from zstd", "from zstd, 2", 'from, "csv"']
+    expected += ["two\nlines", "NA", "from tsv", "from parquet", "and row 2"]
+    assert sorted(all_documents(folder)) == sorted(expected)
+    assert [source.name for source in shards.sources][:3] == ["a.md", "d.jsonl.zst", "deep/b.py"]
+
+
+@pytest.mark.parametrize(
+    ("unit", "expected"),
+    [("file", ["a\nb\n\n \n\nc\nd\n\ne"]), ("line", ["a", "b", "c", "d", "e"]), ("paragraph", ["a\nb", "c\nd", "e"])],
+)
+def test_the_unit_of_plain_text(tmp_path: Path, unit: str, expected: list[str]) -> None:
+    source = tmp_path / "a.unknown"  # a file that is named is read as text whatever its suffix
+    source.write_text("a\nb\n\n \n\nc\nd\n\ne")
+    folder, _ = prepare(tmp_path, source, text_unit=unit, split="tail", validation_fraction=0.3)
+    documents = decoded(folder)
+    assert "".join(documents["train"] + documents["validation"]) == "".join(expected)
+
+
+def test_another_column(tmp_path: Path) -> None:
+    source = tmp_path / "a.csv"
+    source.write_text("verse,id\n" + "".join(f"line {i},{i}\n" for i in range(40)))
+    folder, _ = prepare(tmp_path, source, column="verse")
+    assert sorted(all_documents(folder)) == sorted(f"line {i}" for i in range(40))
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"fine\nfine\nb\xffd\n", r"a\.txt:3: invalid UTF-8 \(byte 0xff\); .*data\.on_error=skip"),
+        ("a.txt.gz", b"not gzip", r"a\.txt\.gz: cannot be read \(.*header"),
+        ("a.txt.gz", gzip.compress(b"x" * 9999)[:-9], r"a\.txt\.gz: cannot be read \(Truncated"),
+        ("a.jsonl", b'{"text": "ok"}\n\n{"text": "b\xff"}\n', r"a\.jsonl:3: invalid UTF-8"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl:1: invalid UTF-8 \(U\+D800\)"),
+        ("a.jsonl", b'{"text": "ok"}\n{"text": \n', r"a\.jsonl:2: not valid JSON \(.*one object per line"),
+        ("a.json", b'[\n{"text": "ok"}\n]\n', r"a\.json:1: not valid JSON \(.*one object per line"),
+        ("a.jsonl", b'{"text": "ok"}\n[1]\n', r"a\.jsonl:2: holds a list, not an object with the key 'text'"),
+        ("a.jsonl", b'{"body": "x", "id": 1}\n', r"a\.jsonl:1: has no key 'text' but 'body', 'id'; set data\.column"),
+        ("a.jsonl", b'{"text": 7}\n', r"a\.jsonl:1: the document is a number \(7\), not text"),
+        ("a.jsonl", b'{"text": null}\n', r"a\.jsonl:1: the document is null, not text"),
+        ("a.jsonl", b'{"text": ["x"]}\n', r"a\.jsonl:1: the document is a list, not text"),
+        ("a.csv", b"id,body\n1,x\n", r"a\.csv:1: has no column 'text' but 'id', 'body'; set data\.column"),
+        ("a.csv", b'id,text\n1,"x\ny"\n2,a,b\n', r"a\.csv:4: broken row \(3 fields, the header has 2\)"),
+        ("a.csv", b"id,text\n1,x\n2\n", r"a\.csv:3: broken row \(1 fields, the header has 2\)"),
+        ("a.csv", b'id,text\n1,x\n2,"y\n', r"a\.csv:3: broken row \(unexpected end of data\)"),
+        ("a.csv", b"id,text\n1,x\n2,b\xff\n", r"a\.csv:3: invalid UTF-8"),
+        ("a.parquet", b"PAR1", r"a\.parquet: not a whole parquet file"),
+        ("a.txt", b"", r"holds no text"),
+        ("a.jsonl", b'{"text": ""}\n', r"holds no text"),
+    ],
+)
+def test_bad_input_is_named_with_its_line_and_the_cure(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        prepare(tmp_path, tmp_path / name)
+
+
+def test_bad_parquet_rows_are_named(tmp_path: Path) -> None:
+    raw = pa.array([b"fine", b"b\xffd", None], pa.binary())
+    text = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2], raw.buffers()[0], 1)
+    source = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": text, "id": [1, 2, 3]}), source)
+    with pytest.raises(ValueError, match=r"a\.parquet:row 2: invalid UTF-8"):
+        prepare(tmp_path, source)
+    with pytest.raises(ValueError, match=r"a\.parquet:row 1: the document is a number"):
+        prepare(tmp_path, source, column="id")
+    with pytest.raises(ValueError, match=r"a\.parquet: has no column 'body' but 'text', 'id'"):
+        prepare(tmp_path, source, column="body")
+    _, shards = prepare(tmp_path, source, on_error="skip", split="tail", validation_fraction=0.5)
+    assert shards.skipped == 2
+    assert shards.skipped_examples[1] == "a.parquet:row 3: the document is null, not text"
+
+
+def test_a_corpus_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.path is empty: set data\.path=FILE_OR_FOLDER"):
+        prepare(tmp_path, "")
+    with pytest.raises(ValueError, match=r"data\.path=.*nowhere does not exist"):
+        prepare(tmp_path, tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"neither a file nor a folder"):
+        prepare(tmp_path, "/dev/null")
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.png").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"holds no text, JSON lines, CSV or parquet files, only \.png \(1\)"):
+        prepare(tmp_path, tmp_path / "pictures")
+
+
+def test_unreadable_files_are_named_or_skipped(tmp_path: Path) -> None:
+    root = tmp_path / "corpus"
+    root.mkdir()
+    (root / "a.txt").write_text("text " * 20)
+    (root / "gone.txt").symlink_to(root / "nowhere")
+    with pytest.raises(ValueError, match=r"gone\.txt: cannot be read \(No such file"):
+        prepare(tmp_path, root)
+    _, shards = prepare(tmp_path, root, on_error="skip")
+    assert shards.skipped_examples == ("gone.txt: cannot be read (No such file or directory)",)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("text")
+    source.chmod(0)
+    with pytest.raises(ValueError, match=r"a\.txt: cannot be read \(Permission denied\)"):
+        prepare(tmp_path, source)
+
+
+def test_skipped_documents_are_counted_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lines = [json.dumps({"text": f"text {i}"}).encode() for i in range(30)]
+    lines[3], lines[7], lines[9] = b"{", b'{"text": 5}', b'{"text": "\xff"}'
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(b"\n".join(lines))
+    with caplog.at_level(logging.WARNING):
+        folder, shards = prepare(tmp_path, source, on_error="skip", processes=2)
+    assert shards.skipped == 3
+    assert [example.split(": ")[0] for example in shards.skipped_examples] == ["a.jsonl:4", "a.jsonl:8", "a.jsonl:10"]
+    assert "3 documents skipped" in caplog.text
+    kept = sorted(f"text {i}" for i in range(30) if i not in (3, 7, 9))
+    assert sorted(all_documents(folder)) == kept
+
+
+def test_many_faults_keep_only_the_first_places(tmp_path: Path) -> None:
+    source = tmp_path / "a.csv"
+    source.write_text("text,id\n" + "good,1\nbad\n" * 40)
+    _, shards = prepare(tmp_path, source, on_error="skip")
+    assert shards.skipped == 40
+    assert len(shards.skipped_examples) == 10
+
+
+def test_a_bad_line_spoils_its_file_or_paragraph_only(tmp_path: Path) -> None:
+    root = tmp_path / "corpus"
+    root.mkdir()
+    (root / "a.txt").write_text("alpha")
+    (root / "b.txt").write_bytes(b"beta\n\nbad \xff\ngamma\n\ndelta")
+    for unit, expected in [("file", "alpha"), ("paragraph", "alphabetadelta"), ("line", "alphabetagammadelta")]:
+        options: dict[str, Any] = {"text_unit": unit, "on_error": "skip", "split": "tail", "validation_fraction": 0.5}
+        folder, shards = prepare(tmp_path, root, **options)
+        assert "".join(all_documents(folder)) == expected
+        assert shards.skipped_examples == ("b.txt:3: invalid UTF-8 (byte 0xff)",)

@@ -1,0 +1,61 @@
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.tiny_corpus import CODE, DOCUMENTS, EMOJI, POEM, all_documents, contents, decoded, prepare, write_json_lines
+
+
+@pytest.mark.parametrize("kind", ["bpe", "characters", "bytes"])
+@pytest.mark.parametrize("objective", ["causal", "masked"])
+def test_transformers_loads_the_saved_tokenizer(tmp_path: Path, kind: str, objective: str) -> None:
+    from transformers import AutoTokenizer
+
+    text = POEM + CODE + EMOJI
+    source = write_json_lines(tmp_path / "corpus.jsonl", DOCUMENTS)
+    folder, shards = prepare(tmp_path, source, kind=kind, tokenizer={"vocab_size": 320}, objective=objective)
+    ours = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+    theirs = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    assert theirs(text).input_ids == ours.encode(text).ids
+    assert theirs.decode(theirs(text).input_ids) == ours.decode(ours.encode(text).ids) == text
+    assert theirs.eos_token_id == shards.end_id == ours.token_to_id("<|endoftext|>")
+    assert len(theirs) == shards.vocab_size
+    assert shards.mask_id == (theirs.mask_token_id if objective == "masked" else None)
+    assert (shards.mask_id is None) == (objective == "causal")
+
+
+def test_a_trained_vocabulary_has_the_size_asked_for_and_is_the_same_each_time(tmp_path: Path) -> None:
+    source = write_json_lines(tmp_path / "corpus.jsonl", DOCUMENTS)
+    first, shards = prepare(tmp_path / "1", source, kind="bpe", tokenizer={"vocab_size": 300})
+    second, again = prepare(tmp_path / "2", source, kind="bpe", tokenizer={"vocab_size": 300})
+    assert shards.vocab_size == 300
+    assert shards == again
+    assert contents(first) == contents(second)
+
+
+def test_characters_know_those_of_the_validation_split_too(tmp_path: Path) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("abc" * 30 + "xyz")
+    folder, shards = prepare(tmp_path, source, kind="characters")
+    assert shards.vocab_size == 7
+    assert decoded(folder)["validation"][0].endswith("xyz")
+
+
+def test_a_saved_tokenizer_can_be_used_on_another_corpus(tmp_path: Path) -> None:
+    source = write_json_lines(tmp_path / "corpus.jsonl", DOCUMENTS)
+    trained, shards = prepare(tmp_path, source, kind="bpe", tokenizer={"vocab_size": 300})
+    other = write_json_lines(tmp_path / "other.jsonl", [f"{text}!" for text in DOCUMENTS])
+    path = {"path": str(trained / "tokenizer"), "vocab_size": 0}
+    folder, loaded = prepare(tmp_path, other, kind="pretrained", tokenizer=path)
+    assert (loaded.vocab_size, loaded.end_id) == (300, shards.end_id)
+    assert sorted(all_documents(folder)) == sorted(f"{text}!" for text in DOCUMENTS)
+    with pytest.raises(ValueError, match=r"has 300 tokens, .* expects 4096: set data.tokenizer.vocab_size to 300"):
+        prepare(tmp_path, other, kind="pretrained", tokenizer=path | {"vocab_size": 4096})
+    with pytest.raises(ValueError, match="has no mask_token, which a masked model needs"):
+        prepare(tmp_path, other, kind="pretrained", tokenizer=path, objective="masked")
+    config = trained / "tokenizer" / "tokenizer_config.json"
+    config.write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(ValueError, match=r"has neither an end token \(eos_token\) nor a sep_token"):
+        prepare(tmp_path, other, kind="pretrained", tokenizer=path)
+    with pytest.raises(ValueError, match=r"no tokenizer can be loaded from there"):
+        prepare(tmp_path, other, kind="pretrained", tokenizer={"path": str(tmp_path / "nowhere")})

@@ -1,0 +1,70 @@
+"""Every preset in prefect.yaml validates, and plans on small and large inventories."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flows.presets import PRESETS_FILE, load_config, presets
+from tests.conftest import inventory
+from training.config import RunConfig
+from training.plan import make_plan
+
+PRESETS = ["quickstart", "shakespeare-char", "gpt2-124m", "llama-1b", "bert-base"]
+
+
+def test_these_are_the_presets() -> None:
+    assert list(presets()) == PRESETS
+
+
+@pytest.mark.parametrize("hosts", [(1,), (8,), (8, 8)], ids=["1x1", "1x8", "2x8"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_plan_on_gpus(preset: str, hosts: tuple[int, ...]) -> None:
+    config = RunConfig.model_validate(presets()[preset])
+    plan = make_plan(config, inventory(*hosts, kind="cuda", memory_gib=80))
+    expected = 1 if config.parallel.strategy == "single" else sum(hosts)
+    assert plan.world_size == expected
+    assert plan.world_size * plan.micro_batch * plan.accumulation == config.train.global_batch
+
+
+@pytest.mark.parametrize(("preset", "millions"), [("gpt2-124m", 124.4), ("bert-base", 109.5), ("llama-1b", 1126.3)])
+def test_published_sizes(preset: str, millions: float) -> None:
+    plan = make_plan(RunConfig.model_validate(presets()[preset]), inventory(1, kind="cuda", memory_gib=80))
+    assert plan.shape.parameters / 1e6 == pytest.approx(millions, rel=0.02)
+
+
+@pytest.mark.parametrize("deployment", yaml.safe_load(PRESETS_FILE.read_text())["deployments"], ids=lambda d: d["name"])
+def test_entrypoints_are_modules_that_hold_the_flow(deployment: dict[str, str]) -> None:
+    module, _, name = deployment["entrypoint"].rpartition(".")
+    assert hasattr(importlib.import_module(module), name)
+
+
+def test_overrides_reach_their_field() -> None:
+    config = load_config("quickstart", ["train.steps=7", "data.path=my_texts", "evaluation.prompts=[a, b]"])
+    assert (config.train.steps, config.data.path, config.evaluation.prompts) == (7, "my_texts", ("a", "b"))
+
+
+def test_a_yaml_file_is_a_preset_too(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\ntrain: {steps: 3}\n")
+    assert load_config(str(path)).train.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "message"),
+    [
+        ("nope", [], "no preset 'nope': choose quickstart"),
+        ("missing.yaml", [], "missing.yaml is not there"),
+        ("quickstart", ["train.steps=0"], "train.steps = 0: Input should be greater than or equal to 1"),
+        ("quickstart", ["train.stpes=5"], "train.stpes is no field of the config"),
+        ("quickstart", ["steps"], "write section.field=value"),
+        ("quickstart", ["name.x=1"], "name is a field, not a section"),
+        ("quickstart", ["parallel.strategy=magic"], "Input should be 'single', 'ddp'"),
+    ],
+)
+def test_bad_input_is_named(preset: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config(preset, overrides)

@@ -1,0 +1,59 @@
+"""Small corpora for the tests of tokenization: text in, shards, and the text back out of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from tasks.corpus import prepare_corpus
+from training.config import DataConfig
+from training.records import TokenShards
+from training.shards import SPLITS, TokenStream
+
+POEM = "秦川雄帝宅，函谷壯皇居。\n綺殿千尋起，離宮百雉餘。"
+CODE = "def f(x):\n    if x:\n\treturn  \"a b\"   # tail  \n\n\n    return '\\n'\r\n"
+EMOJI = "Zoë 👩‍🚀 naïve\u00a0— ½ €\n"
+DOCUMENTS = [f"Document {number}. {text}" for number, text in enumerate([POEM, CODE, EMOJI, "plain words "] * 6)]
+
+
+def prepare(
+    tmp_path: Path, path: Path | str, *, objective: Any = "causal", kind: str = "bytes", **fields: Any
+) -> tuple[Path, TokenShards]:
+    tokenizer = fields.pop("tokenizer", {}) | {"kind": kind}
+    data = DataConfig.model_validate({"path": str(path), "tokenizer": tokenizer} | fields)
+    return prepare_corpus(data, tokens_home=tmp_path / "tokens", objective=objective)
+
+
+def decoded(folder: Path) -> dict[str, list[str]]:
+    """The documents of each split, by way of shards, reader and saved tokenizer; end tokens left out."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+    documents: dict[str, list[str]] = {}
+    for split in SPLITS:
+        stream = TokenStream(folder, split)
+        numbers = np.array([stream.document_at(position) for position in range(len(stream))])
+        tokens = stream.read(0, len(stream))
+        documents[split] = [
+            tokenizer.decode(tokens[numbers == number].tolist(), skip_special_tokens=True)
+            for number in np.unique(numbers)
+        ]
+    return documents
+
+
+def write_json_lines(path: Path, documents: list[str]) -> Path:
+    path.write_text(
+        "".join(json.dumps({"id": i, "text": text}, ensure_ascii=False) + "\n" for i, text in enumerate(documents))
+    )
+    return path
+
+
+def all_documents(folder: Path) -> list[str]:
+    documents = decoded(folder)
+    return documents["train"] + documents["validation"]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files below, by relative name."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}

@@ -1,0 +1,62 @@
+"""The config refuses what cannot work, field by field and in combination, with the cure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from tests.conftest import tiny_config
+from training.config import RunConfig
+
+COMBINATIONS = [
+    ({"model__width": 30}, "model.width = 30 is not divisible by model.heads = 4"),
+    ({"model__heads": 32, "model__kv_heads": 32}, "head size"),
+    ({"model__kv_heads": 3}, "model.heads = 4 is not divisible by model.kv_heads = 3"),
+    ({"model__architecture": "path"}, "model.path is empty"),
+    ({"model__init": "pretrained"}, "model.path is empty"),
+    ({"data__tokenizer": {"kind": "pretrained"}}, "data.tokenizer.path is empty"),
+    ({"data__tokenizer": {"kind": "bpe", "vocab_size": 100}}, "below 258"),
+    ({"train__micro_batch": 9}, "train.micro_batch = 9 exceeds train.global_batch = 8"),
+    ({"train__learning_rate": 1e-6}, "train.min_learning_rate"),
+    ({"parallel__strategy": "single", "parallel__ranks": 2}, "single runs on 1 rank"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), COMBINATIONS)
+def test_a_combination_that_cannot_work_names_the_numbers(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        tiny_config(**overrides)
+
+
+@pytest.mark.parametrize("overrides", [{"train__steps": 0}, {"train__stpes": 5}, {"parallel__strategy": "magic"}])
+def test_unknown_fields_and_values_out_of_bounds_are_errors(overrides: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        tiny_config(**overrides)
+
+
+def all_fields(part: type[BaseModel], prefix: str = "") -> list[tuple[str, Any]]:
+    found = []
+    for name, field in part.model_fields.items():
+        found.append((f"{prefix}{name}", field))
+        if isinstance(field.default, BaseModel):
+            found += all_fields(type(field.default), f"{prefix}{name}.")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), all_fields(RunConfig), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_every_field_explains_itself_in_the_form(name: str, field: Any) -> None:
+    assert field.description
+    assert field.description.endswith(".")
+    assert field.default_factory is None
+    assert not field.is_required(), "a form needs a default to start from"
+
+
+def test_a_config_survives_json() -> None:
+    config = tiny_config()
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+    with pytest.raises(ValidationError):
+        config.train.steps = 5  # type: ignore[misc]

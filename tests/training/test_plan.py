@@ -1,0 +1,113 @@
+"""The plan: exact parameter counts, what it derives, and what it refuses with which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import inventory, tiny_config
+from training.model import build_model
+from training.plan import choose_precision, make_plan
+from training.records import Device, Host, Inventory
+from training.shape import flops_per_token
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameter_count_is_the_models(architecture: str, tied: bool) -> None:
+    kv_heads = 2 if architecture == "llama" else 0
+    config = tiny_config(model__architecture=architecture, model__tie_embeddings=tied, model__kv_heads=kv_heads)
+    plan = make_plan(config, inventory(1))
+    with torch.device("meta"):
+        model = build_model(plan)
+    assert plan.shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_plan_divides_the_global_batch_exactly() -> None:
+    plan = make_plan(tiny_config(train__global_batch=48, train__micro_batch=3), inventory(8, 8, kind="cuda"))
+    assert plan.world_size == 16
+    assert plan.ranks_per_host == (8, 8)
+    assert plan.world_size * plan.micro_batch * plan.accumulation == 48
+    assert plan.batch_tokens == 48 * 16
+
+
+def test_automatic_ranks_divide_the_batch_and_say_who_stays_idle() -> None:
+    plan = make_plan(tiny_config(train__global_batch=12, train__micro_batch=0), inventory(8, kind="cuda"))
+    assert plan.world_size == 6
+    assert any("2 stay idle" in reason for reason in plan.reasons)
+
+
+def test_the_same_inputs_give_the_same_plan() -> None:
+    assert make_plan(tiny_config(), inventory(2)) == make_plan(tiny_config(), inventory(2))
+
+
+def test_zero_stages_shard_optimizer_then_gradients_then_weights() -> None:
+    parts = {
+        strategy: make_plan(tiny_config(parallel__strategy=strategy), inventory(4, kind="cuda")).predicted.memory_gib
+        for strategy in ("ddp", "zero1", "zero2", "zero3")
+    }
+    for strategy, sharded in {"zero1": {"optimizer"}, "zero2": {"optimizer", "gradients"}}.items():
+        for part in ("weights", "gradients", "optimizer"):
+            share = parts[strategy][part] / parts["ddp"][part]
+            assert share == pytest.approx(0.25 if part in sharded else 1.0)
+    assert parts["zero3"]["weights"] == pytest.approx(parts["ddp"]["weights"] / 4)
+
+
+def test_flops_per_token_of_gpt2_small() -> None:
+    """PaLM's formula for GPT-2 small at 1024 tokens: 6 x (124.4 M - 0.8 M positions) + 12 x 12 x 768 x 1024."""
+    config = tiny_config(
+        model__architecture="gpt2", model__layers=12, model__width=768, model__heads=12, model__kv_heads=0
+    )
+    config = config.model_copy(
+        update={
+            "train": config.train.model_copy(update={"context": 1024}),
+            "data": config.data.model_copy(
+                update={"tokenizer": config.data.tokenizer.model_copy(update={"vocab_size": 50257})}
+            ),
+        }
+    )
+    plan = make_plan(config, inventory(1, kind="cuda", memory_gib=80))
+    assert plan.shape.parameters == 124_439_808
+    assert flops_per_token(plan.shape) == 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
+
+
+REFUSED = [
+    ({"parallel__ranks": 3}, (2,), "parallel.ranks = 3, but 1 host with 2 devices: lower parallel.ranks"),
+    (
+        {"parallel__ranks": 3, "train__micro_batch": 0},
+        (3,),
+        "train.global_batch = 8 cannot be dealt evenly to parallel.ranks = 3: make train.global_batch a multiple of 3",
+    ),
+    ({"train__micro_batch": 3}, (1,), "8 sequences per rank .* are no multiple of train.micro_batch = 3"),
+    ({"model__width": 65_536, "model__layers": 100, "model__kv_heads": 0}, (1,), "does not fit: .*strategy=zero3"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "hosts", "message"), REFUSED)
+def test_what_cannot_work_is_refused_with_numbers_and_cure(
+    overrides: dict[str, Any], hosts: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_plan(tiny_config(**overrides), inventory(*hosts))
+
+
+def test_a_disk_too_small_for_the_checkpoints_is_refused_before_training() -> None:
+    config = tiny_config(model__width=1024, model__heads=16, model__kv_heads=0, model__layers=24)
+    with pytest.raises(ValueError, match=r"2 \+ 1 checkpoints of .* host0 has 1.0 GiB free: free some"):
+        make_plan(config, inventory(1, kind="cuda", memory_gib=80, disk_gib=1.0))
+
+
+def gpu_inventory(*capabilities: str) -> Inventory:
+    devices = tuple(Device(kind="cuda", name=f"GPU {c}", memory_gib=24, compute_capability=c) for c in capabilities)
+    return Inventory(hosts=(Host(name="h", cores=8, memory_gib=64, disk_free_gib=100, devices=devices),))
+
+
+def test_the_weakest_gpu_decides_the_precision_and_is_named() -> None:
+    assert choose_precision(gpu_inventory("8.0", "9.0"))[0] == "bf16"
+    precision, why = choose_precision(gpu_inventory("8.6", "7.5"))
+    assert precision == "fp32"
+    assert "GPU 7.5" in why
+    with pytest.raises(ValueError, match=r"bf16 needs 8\.0"):
+        make_plan(tiny_config(parallel__precision="bf16"), gpu_inventory("7.5"))

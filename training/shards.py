@@ -1,0 +1,206 @@
+"""The token shard format, written and read in this one file.
+
+    FOLDER/manifest.json          TokenShards: what is here; written last, so its presence means the folder is whole
+    FOLDER/train/00007.bin        flat little-endian uint16 or uint32 tokens that numpy maps
+    FOLDER/train/00007.docs.npy   uint64: where each document ends, in tokens from the start of this shard
+    FOLDER/validation/00007.bin   the held-out part of the same stretch of text
+    FOLDER/00007.done.json        the Shard records of stretch 7: it is done, an interrupted run does not repeat it
+    FOLDER/tokenizer/             tokenizer.json + tokenizer_config.json
+
+A whole document is followed by one end token, which counts as part of it. A document cut by the border between
+train and validation has none in train. A document may span shards: only the shard in which it ends lists its end.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import hashlib
+import io
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from training.records import Shard, TokenShards, sha256_file, write_atomically
+
+Split = Literal["train", "validation"]
+Dtype = Literal["uint16", "uint32"]
+
+SPLITS: tuple[Split, ...] = ("train", "validation")
+MANIFEST = "manifest.json"
+MAX_OPEN_SHARDS = 128  # each mapped file holds a descriptor, and 1024 of them is a usual limit
+_MARKER = TypeAdapter(tuple[Shard, ...])
+
+
+def token_dtype(vocab_size: int) -> Dtype:
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def write_shard(
+    folder: Path, *, split: Split, index: int, tokens: np.ndarray, ends: Iterable[int], text_bytes: int
+) -> Shard:
+    """Write `tokens` (1-d, uint16 or uint32) and the document `ends` (in tokens, rising); no file is ever half there.
+
+    The record's sha256 is over both files: `cat 00007.bin 00007.docs.npy | sha256sum`.
+    """
+    name = f"{split}/{index:05d}"
+    offsets = np.fromiter(ends, dtype="<u8")
+    listed = io.BytesIO()
+    np.save(listed, offsets)
+    content = tokens.astype(_on_disk(str(tokens.dtype)), copy=False).tobytes()
+    digest = hashlib.sha256(content)
+    digest.update(listed.getvalue())
+    write_atomically(folder / f"{name}.docs.npy", listed.getvalue())
+    write_atomically(folder / f"{name}.bin", content)
+    return Shard(
+        name=name,
+        split=split,
+        tokens=len(tokens),
+        documents=len(offsets),
+        text_bytes=text_bytes,
+        sha256=digest.hexdigest(),
+    )
+
+
+def write_marker(folder: Path, index: int, shards: tuple[Shard, ...]) -> None:
+    """Say that the stretch of text `index` is done; only after all of its shards are written."""
+    write_atomically(_marker(folder, index), _MARKER.dump_json(shards, indent=2) + b"\n")
+
+
+def finished_shards(folder: Path, index: int) -> tuple[Shard, ...] | None:
+    """The shards of the stretch `index` if an earlier run finished it and they are still what it wrote, else None."""
+    marker = _marker(folder, index)
+    if not marker.exists():
+        return None
+    try:
+        shards = _MARKER.validate_json(marker.read_bytes())
+        for shard in shards:
+            _check_hash(folder, shard)
+    except ValueError:
+        return None
+    return shards
+
+
+def read_manifest(folder: Path) -> TokenShards:
+    """The manifest of a shard folder, its files there and as long as it says.
+
+    Raises ValueError, with the cure, if the folder was never finished, or a file is missing or has another size.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        raise ValueError(
+            f"{folder} has no {MANIFEST}: its corpus has not been (wholly) tokenized; "
+            "run `shardline pretrain` with this corpus first, it goes on where it stopped"
+        )
+    try:
+        manifest = TokenShards.read(path)
+    except ValidationError as error:
+        raise ValueError(
+            f"{path} is not a manifest of token shards ({error}); delete {folder} to tokenize again"
+        ) from None
+    for shard in manifest.shards:
+        _check_size(folder, shard, manifest.dtype)
+    return manifest
+
+
+def verify_hashes(folder: Path) -> TokenShards:
+    """Read every shard and compare its sha256 with the manifest's. Raises ValueError naming the first that differs."""
+    manifest = read_manifest(folder)
+    for shard in manifest.shards:
+        _check_hash(folder, shard)
+    tokenizer = sha256_file(folder / "tokenizer" / "tokenizer.json")
+    if tokenizer != manifest.tokenizer_sha256:
+        raise ValueError(
+            f"{folder}/tokenizer/tokenizer.json is not the tokenizer that made these tokens: sha256 {tokenizer[:12]}…, "
+            f"the manifest says {manifest.tokenizer_sha256[:12]}…; delete {folder} to tokenize again"
+        )
+    return manifest
+
+
+class TokenStream:
+    """All tokens of one split in a row, over its shard files, mapped as they are needed."""
+
+    def __init__(self, folder: Path, split: Split) -> None:
+        self.manifest = read_manifest(folder)
+        self._folder = folder
+        self._dtype = _on_disk(self.manifest.dtype)
+        self._shards = [shard for shard in self.manifest.shards if shard.split == split]
+        self._starts = [0, *itertools.accumulate(shard.tokens for shard in self._shards)]
+        self._first_documents = [0, *itertools.accumulate(shard.documents for shard in self._shards)]
+        self._tokens = functools.lru_cache(MAX_OPEN_SHARDS)(self._map_tokens)
+        self._ends = functools.lru_cache(MAX_OPEN_SHARDS)(self._load_ends)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) as a fresh array of shape (stop - start,), in the manifest's dtype."""
+        assert 0 <= start <= stop <= len(self), f"[{start}, {stop}) is outside of [0, {len(self)})"
+        parts = []
+        index = self._shard_at(start)
+        while start < stop:
+            first = self._starts[index]
+            upto = min(stop, self._starts[index + 1])
+            parts.append(self._tokens(index)[start - first : upto - first])
+            start, index = upto, index + 1
+        return np.concatenate(parts) if parts else np.empty(0, dtype=self._dtype)
+
+    def document_at(self, position: int) -> int:
+        """Number, within this split, of the document that holds the token at `position` (its end token too)."""
+        assert 0 <= position < len(self), f"{position} is outside of [0, {len(self)})"
+        index = self._shard_at(position)
+        within = np.searchsorted(self._ends(index), position - self._starts[index], side="right")
+        return self._first_documents[index] + int(within)
+
+    def _shard_at(self, position: int) -> int:
+        return bisect.bisect_right(self._starts, position) - 1
+
+    def _map_tokens(self, index: int) -> np.ndarray:
+        return np.memmap(_files(self._folder, self._shards[index])[0], dtype=self._dtype, mode="r")
+
+    def _load_ends(self, index: int) -> np.ndarray:
+        return np.load(_files(self._folder, self._shards[index])[1])
+
+
+def _on_disk(dtype: str) -> np.dtype:
+    return np.dtype(dtype).newbyteorder("<")
+
+
+def _marker(folder: Path, index: int) -> Path:
+    return folder / f"{index:05d}.done.json"
+
+
+def _check_size(folder: Path, shard: Shard, dtype: Dtype) -> None:
+    """Sizes only, so that opening a terabyte costs two `stat` per shard; the hashes are for `verify_hashes`."""
+    tokens, ends = _files(folder, shard)
+    expected = shard.tokens * _on_disk(dtype).itemsize
+    size = tokens.stat().st_size if tokens.exists() else 0
+    if size != expected:
+        raise ValueError(
+            f"{tokens} has {size} bytes, its manifest says {expected} ({shard.tokens} tokens of {dtype}): "
+            f"it was cut or replaced; delete {folder} to tokenize again"
+        )
+    if not ends.exists():
+        raise ValueError(f"{ends} is missing; delete {folder} to tokenize again")
+
+
+def _check_hash(folder: Path, shard: Shard) -> None:
+    digest = hashlib.sha256()
+    for path in _files(folder, shard):
+        if not path.exists():
+            raise ValueError(f"{path} is missing; delete {folder} to tokenize again")
+        with path.open("rb") as file:
+            hashlib.file_digest(file, lambda: digest)
+    if digest.hexdigest() != shard.sha256:
+        raise ValueError(
+            f"{folder}/{shard.name}.bin or .docs.npy is not what was written: sha256 {digest.hexdigest()[:12]}…, "
+            f"the record says {shard.sha256[:12]}…; delete {folder} to tokenize again"
+        )
+
+
+def _files(folder: Path, shard: Shard) -> tuple[Path, Path]:
+    return folder / f"{shard.name}.bin", folder / f"{shard.name}.docs.npy"
