@@ -19,7 +19,7 @@ DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    _set_up(verbose=options.verbose)
+    _set_up_logging(verbose=options.verbose)
     from tasks.launch import RunStopped
 
     try:
@@ -37,23 +37,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
 
 
-def _set_up(*, verbose: bool) -> None:
-    """Logging for people, and embedded Prefect settings; what the user set in the environment stays."""
-    from tasks.places import home
+def _set_up_logging(*, verbose: bool) -> None:
+    """Our own lines, and others' warnings. Prefect's errors repeat ours with a traceback: only with --verbose."""
+
+    def is_for_people(record: logging.LogRecord) -> bool:
+        room = record.name.partition(".")[0]
+        return verbose or room in {"flows", "tasks"} or (record.levelno >= logging.WARNING and room != "prefect")
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger().handlers[0].addFilter(is_for_people)
     for room in ("flows", "tasks"):
         logging.getLogger(room).setLevel(logging.DEBUG if verbose else logging.INFO)
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+
+
+def _set_up_prefect() -> None:
+    """Settings of the embedded Prefect, before it is imported; what the user set in the environment stays."""
+    from tasks.places import home
+
     defaults = {
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",  # a first start migrates a database: 10 s and more
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks",
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # our own lines say it already
-        "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "false",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
     if "PREFECT_API_URL" not in os.environ:
-        defaults["PREFECT_HOME"] = str(home(make=False) / "prefect")
+        defaults["PREFECT_HOME"] = str(home() / "prefect")
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
@@ -134,6 +143,7 @@ def _resume(options: argparse.Namespace) -> int:
 
 
 def _run_pretrain(config: Any, *, run_id: str, as_json: bool) -> int:
+    _set_up_prefect()
     from flows.pretrain import pretrain
     from tasks.report import outcome_rows
 
@@ -187,6 +197,7 @@ def _doctor(options: argparse.Namespace) -> None:
 
 
 def _reproduce(options: argparse.Namespace) -> int:
+    _set_up_prefect()
     from flows.reproduce import reproduce
     from tasks.reproduce import agreement_rows
 
@@ -242,9 +253,8 @@ def _generate(options: argparse.Namespace) -> None:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    from tasks.serve import serve
-
     from tasks.places import tracking_uri
+    from tasks.serve import serve
 
     serve(options.ref, host=options.host, port=options.port, tracking_uri=tracking_uri())
 

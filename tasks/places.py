@@ -9,11 +9,10 @@ from pathlib import Path
 import psutil
 
 
-def home(*, make: bool = True) -> Path:
+def home() -> Path:
     """SHARDLINE_HOME, by default ./runs; made if it is not there."""
     path = Path(os.environ.get("SHARDLINE_HOME") or "runs").resolve()
-    if make:
-        path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
     return path
 
 

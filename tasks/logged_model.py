@@ -1,0 +1,134 @@
+"""A run's export as an MLflow model: pyfunc folder with signature and example, linked to its run and its data."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasks.registry import TAG
+
+if TYPE_CHECKING:
+    from mlflow.entities import Dataset, LoggedModel, Run
+    from mlflow.tracking import MlflowClient
+
+logger = logging.getLogger(__name__)
+
+HERE = Path(__file__).parent
+RECORDS = ("plan.json", "result.json", "eval.json")
+# What a loaded version needs to run. Written out: left to itself MLflow finds out in a subprocess, in 10 s and more.
+REQUIREMENTS = ("mlflow", "numpy", "onnxruntime", "pandas", "tokenizers")
+
+
+def logged_model(
+    client: MlflowClient, run: Run, *, tags: Mapping[str, str], run_dir: Path, shards_dir: Path
+) -> LoggedModel:
+    """The MLflow model of `run_dir`/export/, READY; one that an interrupted call began is finished, not repeated."""
+    checkpoint_sha256 = tags[f"{TAG}checkpoint_sha256"]
+    begun = client.search_logged_models(
+        [run.info.experiment_id],
+        filter_string=f"source_run_id = '{run.info.run_id}' AND tags.`{TAG}checkpoint_sha256` = '{checkpoint_sha256}'",
+    )
+    model = begun[0] if begun else None
+    if model is None:
+        model = client.create_logged_model(
+            run.info.experiment_id,
+            name=re.sub(r"[^A-Za-z0-9_-]", "-", f"{run_dir.name}-step-{tags[f'{TAG}step']}"),
+            source_run_id=run.info.run_id,
+            tags=dict(tags),
+            model_type=tags[f"{TAG}objective"],
+        )
+    if model.status == "READY":
+        return model
+    with tempfile.TemporaryDirectory(dir=run_dir) as scratch:
+        folder = Path(scratch) / "model"
+        _save_pyfunc(folder, model=model, run_dir=run_dir, shards_dir=shards_dir)
+        client.log_model_artifacts(model.model_id, str(folder))
+    _link(client, run, model, tags=tags, shards_dir=shards_dir)
+    return client.finalize_logged_model(model.model_id, "READY")
+
+
+def _save_pyfunc(folder: Path, *, model: LoggedModel, run_dir: Path, shards_dir: Path) -> None:
+    """MLmodel, signature, example, code and artifacts/{export,records,generator}, self-contained."""
+    import mlflow
+    import pandas as pd
+
+    records = folder.with_name("records")
+    records.mkdir()
+    for name in RECORDS:
+        shutil.copy(run_dir / name, records / name)
+    shutil.copy(shards_dir / "manifest.json", records / "manifest.json")
+    mlflow.pyfunc.save_model(
+        folder,
+        python_model=HERE / "pyfunc_model.py",
+        artifacts={
+            "export": str(run_dir / "export"),
+            "records": str(records),
+            "generator": str(HERE / "generate.py"),
+        },
+        signature=_signature(),
+        input_example=(pd.DataFrame({"prompt": ["def "]}), {"new_tokens": 32, "seed": 1}),
+        pip_requirements=[f"{name}=={importlib.metadata.version(name)}" for name in REQUIREMENTS],
+        mlflow_model=mlflow.models.Model(run_id=model.source_run_id, model_id=model.model_id),
+    )
+
+
+def _signature() -> Any:
+    from mlflow.models import ModelSignature
+    from mlflow.types.schema import ColSpec, DataType, ParamSchema, ParamSpec, Schema
+
+    return ModelSignature(
+        inputs=Schema([ColSpec(DataType.string, "prompt")]),
+        outputs=Schema([ColSpec(DataType.string)]),
+        params=ParamSchema(
+            [
+                ParamSpec("new_tokens", DataType.long, 64),
+                ParamSpec("temperature", DataType.double, 0.8),
+                ParamSpec("top_k", DataType.long, 50),
+                ParamSpec("seed", DataType.long, 1337),
+            ]
+        ),
+    )
+
+
+def _link(client: MlflowClient, run: Run, model: LoggedModel, *, tags: Mapping[str, str], shards_dir: Path) -> None:
+    """Model as the run's output, data set as its input, and the figures tied to both."""
+    from mlflow.entities import DatasetInput, LoggedModelOutput
+
+    step = int(tags[f"{TAG}step"])
+    outputs = {output.model_id for output in run.outputs.model_outputs} if run.outputs else set()
+    if model.model_id not in outputs:  # logging it twice is an error
+        client.log_outputs(run.info.run_id, [LoggedModelOutput(model.model_id, step=step)])
+    known = [given.dataset for given in run.inputs.dataset_inputs] if run.inputs else []
+    dataset = known[0] if known else _dataset(tags[f"{TAG}dataset_fingerprint"], shards_dir=shards_dir)
+    if not known:
+        client.log_inputs(run.info.run_id, datasets=[DatasetInput(dataset)])
+    for key in ("val_loss", "bits_per_byte"):
+        if tags[f"{TAG}{key}"]:
+            client.log_metric(
+                run.info.run_id,
+                f"registered/{key}",
+                float(tags[f"{TAG}{key}"]),
+                step=step,
+                model_id=model.model_id,
+                dataset_name=dataset.name,
+                dataset_digest=dataset.digest,
+            )
+
+
+def _dataset(fingerprint: str, *, shards_dir: Path) -> Dataset:
+    """MLflow's digests end at 36 characters; the whole fingerprint is in the version's tags."""
+    from mlflow.entities import Dataset
+
+    return Dataset(
+        name=shards_dir.name,
+        digest=fingerprint[:36],
+        source_type="local",
+        source=json.dumps({"uri": shards_dir.as_uri()}),
+    )

@@ -1,0 +1,35 @@
+"""The code of a registered model version: what `mlflow models serve` and `mlflow.pyfunc.load_model` run.
+
+MLflow copies this file into each version and runs it when the version is loaded, so, unlike any other file here,
+it does something on import: `set_model`. It imports nothing of ours: the generator that the version was registered
+with lies beside it, and two versions with different generators can be loaded into one process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import mlflow
+import pandas as pd
+from mlflow.pyfunc import PythonModel, PythonModelContext
+
+
+class RegisteredText(PythonModel):
+    """Column `prompt` in, the text that follows each prompt out."""
+
+    def load_context(self, context: PythonModelContext) -> None:
+        spec = importlib.util.spec_from_file_location("generate_of_this_version", context.artifacts["generator"])
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        self.generator = module.TextGenerator(context.artifacts["export"])
+
+    def predict(
+        self, context: PythonModelContext, model_input: pd.DataFrame, params: dict[str, Any] | None = None
+    ) -> list[str]:
+        return [self.generator.generate(prompt, **(params or {})) for prompt in model_input["prompt"]]
+
+
+mlflow.models.set_model(RegisteredText())

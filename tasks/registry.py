@@ -1,0 +1,180 @@
+"""What the MLflow registry holds: a reference becomes a version, its files here, and the way back to the run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlparse
+
+from training.records import EvalReport, ExportedModel, RunPlan, TokenShards, TrainResult
+
+if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion
+    from mlflow.tracking import MlflowClient
+
+logger = logging.getLogger(__name__)
+
+CHAMPION, CHALLENGER = "champion", "challenger"
+# Tags of a version. Losses and differences are written with repr, so that they read back exactly.
+TAG = "shardline."
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """A model version whose files are on this machine."""
+
+    name: str
+    version: int
+    aliases: tuple[str, ...]
+    export_dir: Path
+    records_dir: Path
+    tags: dict[str, str]
+
+
+def registry_client(tracking_uri: str) -> MlflowClient:
+    """One store for tracking and registry; making one takes about a second, so keep it."""
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # three bars per registration
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # the default is minutes of silence
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    from mlflow.tracking import MlflowClient
+
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    return MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+
+
+def parse_ref(ref: str) -> tuple[str, str | int]:
+    """NAME@alias -> (NAME, alias), NAME/3 -> (NAME, 3), NAME -> (NAME, "champion"). Raises ValueError."""
+    name, separator, alias = ref.partition("@")
+    if separator and name and alias and "/" not in ref:
+        return name, alias
+    name, separator, version = ref.partition("/")
+    if name and "@" not in ref:
+        if not separator:
+            return name, CHAMPION
+        if version.isdecimal():
+            return name, int(version)
+    raise ValueError(f"{ref!r} names no model version: write NAME, NAME@champion or NAME/3")
+
+
+def find_version(client: MlflowClient, ref: str) -> ModelVersion:
+    """The version that `ref` means now. Raises ValueError, with what there is, if there is none."""
+    from mlflow.exceptions import MlflowException
+
+    name, which = parse_ref(ref)
+    try:
+        if isinstance(which, int):
+            return client.get_model_version(name, str(which))
+        return client.get_model_version_by_alias(name, which)
+    except MlflowException as error:
+        if error.error_code not in {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}:
+            raise
+        raise ValueError(f"the registry has no {ref}: {_what_there_is(client, name)}") from error
+
+
+def _what_there_is(client: MlflowClient, name: str) -> str:
+    models = {model.name: model for model in client.search_registered_models()}
+    if not models:
+        return "it is empty; `shardline pretrain PRESET` registers a model"
+    if name not in models:
+        return f"it knows {', '.join(sorted(models))}"
+    versions = sorted(int(version.version) for version in client.search_model_versions(f"name='{name}'"))
+    aliases = [f"@{alias} -> {version}" for alias, version in sorted(aliases_of(client, name).items())]
+    return f"{name} has versions {', '.join(map(str, versions))} and aliases {', '.join(aliases) or 'none'}"
+
+
+def aliases_of(client: MlflowClient, name: str) -> dict[str, int]:
+    """Alias -> version; searched versions do not carry their aliases, the model does."""
+    return {alias: int(version) for alias, version in client.get_registered_model(name).aliases.items()}
+
+
+def resolve(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> ResolvedModel:
+    """The version behind NAME@alias, NAME/3 or NAME (its champion), with its export folder on this machine.
+
+    Artifacts on a mounted path are used in place. Others are downloaded once, to `cache_dir` (default: a new
+    temporary folder). Raises ValueError if there is no such version, or if it has no exported model.
+    """
+    client = registry_client(tracking_uri)
+    version = find_version(client, ref)
+    folder = _local_folder(version, tracking_uri=tracking_uri, cache_dir=cache_dir) / "artifacts"
+    if not (folder / "export" / "export.json").is_file():
+        raise ValueError(
+            f"{ref} (version {version.version}) has no {folder / 'export' / 'export.json'}: it was not registered by "
+            "Shardline, or its artifacts lie on another machine"
+        )
+    aliases = tuple(
+        alias for alias, number in aliases_of(client, version.name).items() if number == int(version.version)
+    )
+    return ResolvedModel(
+        name=version.name,
+        version=int(version.version),
+        aliases=aliases,
+        export_dir=folder / "export",
+        records_dir=folder / "records",
+        tags=dict(version.tags),
+    )
+
+
+def _local_folder(version: ModelVersion, *, tracking_uri: str, cache_dir: Path | None) -> Path:
+    from mlflow.artifacts import download_artifacts
+
+    assert version.source, "MLflow has no version without a source"
+    address = urlparse(version.source)
+    if address.scheme in {"", "file"}:
+        return Path(unquote(address.path))
+    if cache_dir is None:
+        return Path(download_artifacts(artifact_uri=version.source, tracking_uri=tracking_uri))
+    # The source's hash keeps versions of different registries apart.
+    source = hashlib.sha256(version.source.encode()).hexdigest()
+    target = cache_dir / f"{version.name}-{version.version}-{source[:12]}"
+    if not target.exists():
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_dir) as scratch:
+            downloaded = download_artifacts(artifact_uri=version.source, dst_path=scratch, tracking_uri=tracking_uri)
+            Path(downloaded).rename(target)
+    return target
+
+
+def lineage(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> dict[str, Any]:
+    """From a registered version back to run, config, code, data, tokenizer and checkpoint; plain JSON values.
+
+    Everything comes from the registry, so it works without the run's folder.
+    """
+    model = resolve(ref, tracking_uri=tracking_uri, cache_dir=cache_dir)
+    run = registry_client(tracking_uri).get_run(model.tags[f"{TAG}mlflow_run_id"])
+    records = model.records_dir
+    plan, result = RunPlan.read(records / "plan.json"), TrainResult.read(records / "result.json")
+    shards = TokenShards.read(records / "manifest.json")
+    evaluation = EvalReport.read(records / "eval.json")
+    exported = ExportedModel.read(model.export_dir / "export.json")
+    return {
+        "model": {"name": model.name, "version": model.version, "aliases": list(model.aliases)},
+        "verdict": model.tags.get(f"{TAG}verdict", ""),
+        "run": {"run_id": plan.run_id, "mlflow_run_id": run.info.run_id, "status": run.info.status},
+        "git_commit": model.tags[f"{TAG}git_commit"],
+        "config_sha256": model.tags[f"{TAG}config_sha256"],
+        "config": plan.config.model_dump(mode="json"),
+        "dataset": {
+            "path": plan.config.data.path,
+            "fingerprint": shards.fingerprint,
+            "sources": len(shards.sources),
+            "train_tokens": shards.tokens("train"),
+            "validation_tokens": shards.tokens("validation"),
+            "split_rule": shards.split_rule,
+        },
+        "tokenizer": {
+            "kind": shards.tokenizer,
+            "sha256": shards.tokenizer_sha256,
+            "vocab_size": shards.vocab_size,
+        },
+        "checkpoint": {"path": result.checkpoint, "sha256": result.checkpoint_sha256, "step": result.step},
+        "evaluation": json.loads(evaluation.model_dump_json(exclude={"samples"})),
+        "parity": json.loads(exported.parity.model_dump_json()),
+        "reproduce": model.tags[f"{TAG}reproduce"],
+    }

@@ -1,0 +1,61 @@
+"""What the tests of these tasks share: one exported run, and MLflow stores with room for more of them."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_run import another_run, export_by_program, tiny_run
+
+
+@pytest.fixture(scope="session")
+def exported_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """runs/ID of a tiny Llama, exported by the program, as the flow does it."""
+    run_dir = tiny_run(tmp_path_factory.mktemp("runs") / "run-a")
+    done = export_by_program(run_dir)
+    assert done.returncode == 0, done.stderr
+    return run_dir
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database with its tables: making them takes seconds, so it is done once and copied."""
+    from mlflow.tracking import MlflowClient
+
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    MlflowClient(f"sqlite:///{path}").search_registered_models()
+    return path
+
+
+@dataclass(frozen=True)
+class Store:
+    """An MLflow store of one test, with an experiment whose artifacts lie beside it."""
+
+    uri: str
+    folder: Path
+    experiment_id: str
+    exported: Path
+
+    def finished_run(self, name: str, *, loss: float, commit: str = "0" * 40, **changes: Any) -> Path:
+        """runs/NAME, trained, evaluated to `loss` and exported, with its MLflow run."""
+        from mlflow.tracking import MlflowClient
+
+        tags = {"mlflow.source.git.commit": commit}
+        run = MlflowClient(self.uri).create_run(self.experiment_id, run_name=name, tags=tags)
+        folder = self.folder / "runs" / name
+        return another_run(self.exported, folder, mlflow_run_id=run.info.run_id, loss=loss, **changes)
+
+
+@pytest.fixture
+def store(empty_store: Path, exported_run: Path, tmp_path: Path) -> Store:
+    from mlflow.tracking import MlflowClient
+
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    artifacts = (tmp_path / "artifacts").as_uri()
+    experiment_id = MlflowClient(uri).create_experiment("tests", artifact_location=artifacts)
+    return Store(uri=uri, folder=tmp_path, experiment_id=experiment_id, exported=exported_run)

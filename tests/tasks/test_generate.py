@@ -1,0 +1,139 @@
+"""Text from the exported folder: what transformers gives, in whole characters, the same every time."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tasks.generate import TextGenerator, choose_token
+
+PROMPT = "def add(a"
+
+
+@pytest.fixture(scope="module")
+def generator(exported_run: Path) -> TextGenerator:
+    return TextGenerator(exported_run / "export", threads=1)
+
+
+class Scripted(TextGenerator):
+    """Says the given tokens one after another, whatever comes before; all the rest is the real thing."""
+
+    def __init__(self, export: Path, script: list[int]) -> None:
+        super().__init__(export, threads=1)
+        self.script = iter(script)
+        self.seen: list[list[int]] = []
+
+    def _next_logits(self, ids: list[int]) -> np.ndarray:
+        self.seen.append(ids)
+        logits = np.zeros(258, dtype=np.float32)
+        logits[next(self.script)] = 1.0
+        return logits
+
+
+def test_greedy_text_is_what_transformers_generates(generator: TextGenerator, exported_run: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(exported_run / "export")
+    tokenizer = AutoTokenizer.from_pretrained(exported_run / "export")
+    given = tokenizer(PROMPT, return_tensors="pt")
+    ids = model.generate(**given, do_sample=False, max_new_tokens=20)[0, given["input_ids"].shape[1] :]
+    text = generator.generate(PROMPT, new_tokens=20, temperature=0)
+    assert text
+    assert text == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_equal_seeds_give_equal_text_and_others_do_not(generator: TextGenerator) -> None:
+    first, again, other = (generator.generate(PROMPT, temperature=1.0, seed=seed) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_pieces_add_up_to_the_text(generator: TextGenerator) -> None:
+    pieces = list(generator.stream(PROMPT, new_tokens=100, temperature=1.0, top_k=0, seed=3))
+    assert len(pieces) > 10
+    assert "".join(pieces) == generator.generate(PROMPT, new_tokens=100, temperature=1.0, top_k=0, seed=3)
+
+
+@pytest.mark.parametrize("prompt", ["x = ", "größer, 中"])
+def test_characters_of_several_tokens_come_whole(exported_run: Path, prompt: str) -> None:
+    text = "aé中文😀z"
+    scripted = Scripted(exported_run / "export", list(text.encode()))
+    assert list(scripted.stream(prompt, new_tokens=len(text.encode()), temperature=0)) == list(text)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"ab\xe4\xb8", b"\x80\x80\x80\x80\x80a", b"\xff\xfe\xe4\xb8\xad!", b"\xf0\x9f\x98", b"\xe4" * 9 + "中".encode()],
+)
+def test_bytes_that_are_no_text_become_replacement_characters(exported_run: Path, content: bytes) -> None:
+    scripted = Scripted(exported_run / "export", list(content))
+    assert scripted.generate("x", new_tokens=len(content), temperature=0) == content.decode(errors="replace")
+
+
+def test_generation_ends_with_the_document(exported_run: Path) -> None:
+    script = [*b"ab", 256, *b"cd"]
+    assert Scripted(exported_run / "export", script).generate("x", new_tokens=5, temperature=0) == "ab"
+    goes_on = Scripted(exported_run / "export", script)
+    assert goes_on.generate("x", new_tokens=5, temperature=0, stop_at_end=False) == "abcd"
+
+
+def test_the_model_sees_the_last_context_tokens(exported_run: Path) -> None:
+    scripted = Scripted(exported_run / "export", list(b"ABCDE"))
+    assert scripted.generate("0123456789" * 3, new_tokens=5, temperature=0) == "ABCDE"
+    assert [len(ids) for ids in scripted.seen] == [30, 31, 32, 32, 32]
+    assert bytes(scripted.seen[-1]) == b"2345678901234567890123456789ABCD"
+
+
+def test_a_prompt_beyond_the_context_is_cut_from_the_left(generator: TextGenerator) -> None:
+    long = "x" * 100 + "0123456789" * 4
+    assert generator.generate(long, temperature=0) == generator.generate(long[-32:], temperature=0) != ""
+
+
+def test_an_empty_prompt_starts_a_document(exported_run: Path) -> None:
+    scripted = Scripted(exported_run / "export", list(b"a"))
+    assert scripted.generate("", new_tokens=1, temperature=0) == "a"
+    assert scripted.seen == [[256]]
+
+
+def test_sampling_follows_the_distribution_of_the_likeliest() -> None:
+    logits = np.log(np.array([0.1, 0.2, 0.3, 0.4], dtype=np.float32))
+    random = np.random.default_rng(0)
+    counts = Counter(choose_token(logits, temperature=1.0, top_k=2, random=random) for _ in range(4000))
+    assert set(counts) == {2, 3}
+    assert counts[3] / 4000 == pytest.approx(4 / 7, abs=0.03)
+    counts = Counter(choose_token(logits, temperature=0.5, top_k=0, random=random) for _ in range(4000))
+    assert counts[0] / 4000 == pytest.approx(1 / 30, abs=0.02)
+
+
+def test_numbers_below_zero_are_refused(generator: TextGenerator) -> None:
+    for name, value in itertools.product(("new_tokens", "temperature", "top_k"), (-1,)):
+        with pytest.raises(ValueError, match=f"{name} = -1"):
+            generator.generate("x", **{name: value})  # type: ignore[arg-type]
+
+
+def test_a_masked_model_has_nothing_to_continue(exported_run: Path, tmp_path: Path) -> None:
+    record = json.loads((exported_run / "export" / "export.json").read_text())
+    (tmp_path / "export.json").write_text(json.dumps({**record, "objective": "masked"}))
+    with pytest.raises(ValueError, match="nothing to continue"):
+        TextGenerator(tmp_path)
+
+
+def test_a_folder_without_an_export_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no export\.json"):
+        TextGenerator(tmp_path)
+
+
+def test_no_torch_is_loaded(exported_run: Path) -> None:
+    code = (
+        "import sys; from tasks.generate import TextGenerator; "
+        f"TextGenerator({str(exported_run / 'export')!r}).generate('x', new_tokens=1); "
+        "print({'torch', 'transformers', 'mlflow'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done.stderr

@@ -1,0 +1,203 @@
+"""A finished run in the registry: version, aliases, verdict, lineage, and what MLflow itself makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from tasks.generate import TextGenerator
+from tasks.register import promote, register_model
+from tasks.registry import aliases_of, lineage, resolve
+from tests.tasks.conftest import Store
+from training.records import ExportedModel, RunPlan
+
+GREEDY = {"new_tokens": 12, "temperature": 0.0}
+
+
+def aliases(store: Store) -> dict[str, int]:
+    return aliases_of(MlflowClient(store.uri), "tiny")
+
+
+def versions(store: Store) -> list[int]:
+    return sorted(int(version.version) for version in MlflowClient(store.uri).search_model_versions("name='tiny'"))
+
+
+def test_the_first_version_becomes_champion(store: Store) -> None:
+    model = register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
+    assert (model.name, model.version, model.alias) == ("tiny", 1, "champion")
+    assert "there is no champion yet" in model.verdict
+    assert aliases(store) == {"champion": 1}
+
+
+def test_a_better_run_takes_the_champions_place_and_a_worse_one_stays_challenger(store: Store) -> None:
+    register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
+    worse = register_model(store.finished_run("two", loss=3.5, checkpoint="d"), tracking_uri=store.uri)
+    assert (worse.version, worse.alias) == (2, "challenger")
+    assert "-0.5000 nats per token" in worse.verdict
+    assert aliases(store) == {"champion": 1, "challenger": 2}
+    better = register_model(store.finished_run("three", loss=2.5, checkpoint="e"), tracking_uri=store.uri)
+    assert (better.version, better.alias) == (3, "champion")
+    assert aliases(store) == {"champion": 3}
+    verdict = MlflowClient(store.uri).get_model_version("tiny", "3").tags["shardline.verdict"]
+    assert verdict == better.verdict
+
+
+def test_registering_again_gives_the_same_version_and_moves_nothing(store: Store) -> None:
+    one, two = store.finished_run("one", loss=3.0), store.finished_run("two", loss=2.5, checkpoint="d")
+    first = register_model(one, tracking_uri=store.uri)
+    assert register_model(one, tracking_uri=store.uri) == first
+    register_model(two, tracking_uri=store.uri)
+    again = register_model(one, tracking_uri=store.uri)
+    assert (again.version, again.alias) == (1, "")  # no longer champion, and registering does not bring it back
+    assert again.verdict == first.verdict
+    assert versions(store) == [1, 2]
+    assert aliases(store) == {"champion": 2}
+
+
+def test_another_checkpoint_of_a_run_is_another_version(store: Store) -> None:
+    run_dir = store.finished_run("one", loss=3.0)
+    register_model(run_dir, tracking_uri=store.uri)
+    for path in ("result.json", "eval.json", "export/export.json"):
+        (run_dir / path).write_text((run_dir / path).read_text().replace("c" * 64, "d" * 64))
+    (run_dir / "eval.json").write_text((run_dir / "eval.json").read_text().replace('"loss": 3.0', '"loss": 2.9'))
+    assert register_model(run_dir, tracking_uri=store.uri).version == 2
+    assert aliases(store) == {"champion": 2}
+
+
+def test_a_registration_that_died_is_finished_by_the_next(store: Store) -> None:
+    """The state after a kill between any two writes: the model begun, the version made, the alias set."""
+    run_dir = store.finished_run("one", loss=3.0)
+    register_model(run_dir, tracking_uri=store.uri)
+    client = MlflowClient(store.uri)
+    client.delete_model_version_tag("tiny", "1", "shardline.verdict")
+    assert register_model(run_dir, tracking_uri=store.uri).alias == "champion"
+    assert aliases(store) == {"champion": 1}
+
+    client.delete_model_version_tag("tiny", "1", "shardline.verdict")
+    client.delete_registered_model_alias("tiny", "champion")
+    assert register_model(run_dir, tracking_uri=store.uri).alias == "champion"
+
+    client.delete_registered_model("tiny")
+    model = client.search_logged_models([store.experiment_id])[0]
+    client.finalize_logged_model(model.model_id, "PENDING")
+    assert register_model(run_dir, tracking_uri=store.uri).alias == "champion"
+    assert [found.model_id for found in client.search_logged_models([store.experiment_id])] == [model.model_id]
+
+
+def test_other_data_cannot_be_compared_until_forced(store: Store) -> None:
+    register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
+    other = register_model(store.finished_run("two", loss=1.0, checkpoint="d", dataset="b"), tracking_uri=store.uri)
+    assert other.alias == "challenger"
+    assert "shardline promote tiny --version 2 --force" in other.verdict
+    assert promote("tiny", tracking_uri=store.uri).alias == "challenger"
+    forced = promote("tiny", version=2, force=True, tracking_uri=store.uri)
+    assert (forced.alias, forced.verdict) == ("champion", "forced: took the place of tiny/1")
+    assert aliases(store) == {"champion": 2}
+
+
+def test_a_run_whose_parity_failed_is_not_promoted(store: Store) -> None:
+    run_dir = store.finished_run("one", loss=3.0)
+    record = ExportedModel.read(run_dir / "export" / "export.json")
+    failed = record.parity.model_copy(update={"max_logit_difference": 1.0})
+    record.model_copy(update={"parity": failed}).write(run_dir / "export" / "export.json")
+    model = register_model(run_dir, tracking_uri=store.uri)
+    assert model.alias == "challenger"
+    assert "ONNX parity out of bounds" in model.verdict
+
+
+def test_promote_names_what_there_is(store: Store) -> None:
+    with pytest.raises(ValueError, match="it is empty"):
+        promote("tiny", tracking_uri=store.uri)
+    register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
+    with pytest.raises(ValueError, match="no tiny@challenger: tiny has versions 1 and aliases @champion -> 1"):
+        promote("tiny", tracking_uri=store.uri)
+    with pytest.raises(ValueError, match="no tiny/7"):
+        promote("tiny", version=7, tracking_uri=store.uri)
+    with pytest.raises(ValueError, match="no tony@challenger: it knows tiny"):
+        promote("tony", tracking_uri=store.uri)
+
+
+@pytest.mark.parametrize("ref", ["tiny", "tiny@champion", "tiny/1"])
+def test_references_lead_to_the_files_where_they_are(store: Store, ref: str) -> None:
+    run_dir = store.finished_run("one", loss=3.0)
+    register_model(run_dir, tracking_uri=store.uri)
+    model = resolve(ref, tracking_uri=store.uri)
+    assert (model.name, model.version, model.aliases) == ("tiny", 1, ("champion",))
+    assert model.export_dir.is_relative_to(store.folder / "artifacts")
+    record = ExportedModel.read(model.export_dir / "export.json")
+    assert {path.name for path in model.export_dir.iterdir()} == {*record.files, "export.json"}
+
+
+@pytest.mark.parametrize("ref", ["", "tiny@", "@champion", "tiny/x", "tiny/", "tiny/1@champion", "a/b/1"])
+def test_references_that_name_nothing_are_refused(store: Store, ref: str) -> None:
+    with pytest.raises(ValueError, match="NAME@champion or NAME/3"):
+        resolve(ref, tracking_uri=store.uri)
+
+
+def test_lineage_walks_back_to_everything_without_the_runs_folder(store: Store) -> None:
+    run_dir = store.finished_run("one", loss=3.0, commit="c0ffee")
+    plan = RunPlan.read(run_dir / "plan.json")
+    register_model(run_dir, tracking_uri=store.uri)
+    run_dir.rename(store.folder / "away")
+    back = lineage("tiny@champion", tracking_uri=store.uri)
+    json.dumps(back)
+    assert back["model"] == {"name": "tiny", "version": 1, "aliases": ["champion"]}
+    assert back["run"] == {"run_id": "one", "mlflow_run_id": plan.mlflow_run_id, "status": "RUNNING"}
+    assert back["git_commit"] == "c0ffee"
+    assert back["config"] == plan.config.model_dump(mode="json")
+    assert back["dataset"]["fingerprint"] == "a" * 64
+    assert len(back["tokenizer"]["sha256"]) == 64
+    assert back["checkpoint"] == {"path": "checkpoints/8", "sha256": "c" * 64, "step": 8}
+    assert back["evaluation"]["loss"] == 3.0
+    assert back["parity"]["argmax_agreement"] == 1.0
+    assert back["reproduce"] == "shardline reproduce one"
+
+
+def test_mlflow_links_the_version_to_run_data_and_model(store: Store) -> None:
+    run_dir = store.finished_run("one", loss=3.0)
+    mlflow_run_id = RunPlan.read(run_dir / "plan.json").mlflow_run_id
+    register_model(run_dir, tracking_uri=store.uri)
+    client = MlflowClient(store.uri)
+    version, run = client.get_model_version("tiny", "1"), client.get_run(mlflow_run_id)
+    assert version.run_id == mlflow_run_id
+    model = client.get_logged_model(version.tags["shardline.model_id"])
+    assert json.loads(model.tags["mlflow.modelVersions"]) == [{"name": "tiny", "version": 1}]
+    assert (model.source_run_id, model.status) == (mlflow_run_id, "READY")
+    assert [output.model_id for output in run.outputs.model_outputs] == [model.model_id]
+    assert [given.dataset.digest for given in run.inputs.dataset_inputs] == ["a" * 36]
+    metrics = {metric.key: (metric.value, metric.dataset_digest) for metric in model.metrics}
+    assert metrics["registered/val_loss"] == (3.0, "a" * 36)
+    assert run.info.status == "RUNNING"  # the flow closes it, not the registration
+
+
+def test_mlflow_loads_it_and_says_the_same_text(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlflow
+    import pandas as pd
+
+    register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store.uri)
+    loaded = mlflow.pyfunc.load_model("models:/tiny@champion")
+    generator = TextGenerator(resolve("tiny", tracking_uri=store.uri).export_dir)
+    prompts = ["def add(", "größer"]
+    greedy = [generator.generate(prompt, **GREEDY) for prompt in prompts]
+    assert loaded.predict(pd.DataFrame({"prompt": prompts}), params=GREEDY) == greedy
+    assert loaded.predict([{"prompt": prompt} for prompt in prompts], params=GREEDY) == greedy
+    sampled = {"new_tokens": 9, "temperature": 1.0, "top_k": 5, "seed": 7}
+    assert loaded.predict([{"prompt": "x"}], params=sampled) == [generator.generate("x", **sampled)]
+    assert [spec.name for spec in loaded.metadata.signature.params] == ["new_tokens", "temperature", "top_k", "seed"]
+    assert loaded.input_example is not None
+
+
+def test_unfinished_runs_are_refused_with_what_is_missing(store: Store) -> None:
+    run_dir = store.finished_run("one", loss=3.0)
+    (run_dir / "eval.json").rename(store.folder / "eval.json")
+    with pytest.raises(ValueError, match=r"has no eval\.json: finish it with `shardline resume one`"):
+        register_model(run_dir, tracking_uri=store.uri)
+    stale = (store.folder / "eval.json").read_text().replace("c" * 64, "d" * 64)
+    (run_dir / "eval.json").write_text(stale)
+    with pytest.raises(ValueError, match=r"eval\.json is of step 8"):
+        register_model(run_dir, tracking_uri=store.uri)
+    assert not Path("mlflow.db").exists()  # nothing went to MLflow's default store

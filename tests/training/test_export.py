@@ -1,0 +1,137 @@
+"""The exported folder loads elsewhere, gives the checkpoint's logits, and is not there when it would not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+
+from tests.tiny_run import END, VOCAB, export_by_program, tiny_run
+from training.export import export_run, main
+from training.records import ExportedModel, ParityReport, TrainResult, sha256_file
+
+AUTO_CLASS = {"llama": AutoModelForCausalLM, "gpt2": AutoModelForCausalLM, "bert": AutoModelForMaskedLM}
+
+
+@pytest.fixture(scope="module", params=AUTO_CLASS)
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tiny_run(tmp_path_factory.mktemp("runs") / request.param, architecture=request.param)
+    export_run(run_dir)
+    return run_dir
+
+
+def onnx_logits(export: Path, ids: np.ndarray) -> np.ndarray:
+    session = onnxruntime.InferenceSession(str(export / "model.onnx"))
+    return session.run(["logits"], {"input_ids": ids})[0]
+
+
+def torch_logits(model: Any, ids: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return model.eval()(torch.from_numpy(ids)).logits.numpy()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 32), (2, 5), (5, 17)])
+def test_onnx_and_saved_folder_give_the_checkpoints_logits(exported: Path, shape: tuple[int, int]) -> None:
+    ids = np.random.default_rng(0).integers(0, VOCAB, shape)
+    auto_class = AUTO_CLASS[exported.name]
+    expected = torch_logits(auto_class.from_pretrained(exported / "checkpoints" / "8"), ids)
+    assert expected.shape == (*shape, VOCAB)
+    assert np.array_equal(torch_logits(auto_class.from_pretrained(exported / "export"), ids), expected)
+    assert np.abs(onnx_logits(exported / "export", ids) - expected).max() < 1e-4
+
+
+def test_the_record_names_every_file_with_its_hash(exported: Path) -> None:
+    folder = exported / "export"
+    record = ExportedModel.read(folder / "export.json")
+    assert {"model.safetensors", "config.json", "model.onnx", "tokenizer.json", "README.md"} <= set(record.files)
+    assert {path.name for path in folder.iterdir()} == {*record.files, "export.json"}
+    assert all(sha256_file(folder / name) == sha256 for name, sha256 in record.files.items())
+    # 8 windows of 32 tokens, and the shapes 1x1, 1x16, 3x11
+    assert record.parity.positions == 8 * 32 + 1 + 16 + 33
+    assert record.parity.passed
+    assert record.parity.reload_logit_difference == 0
+    assert not (exported / "export.part").exists()
+
+
+def test_causal_models_end_where_documents_end_and_use_their_cache(exported: Path) -> None:
+    causal = exported.name != "bert"
+    assert (exported / "export" / "generation_config.json").exists() == causal
+    if causal:
+        model = AutoModelForCausalLM.from_pretrained(exported / "export")
+        assert model.generation_config.eos_token_id == END
+        assert model.generation_config.pad_token_id == END
+        assert model.config.use_cache
+        assert AutoTokenizer.from_pretrained(exported / "export").eos_token_id == END
+
+
+def test_the_model_card_says_how_to_load_it_and_how_good_it_is(exported: Path) -> None:
+    card = (exported / "export" / "README.md").read_text()
+    assert f"{AUTO_CLASS[exported.name].__name__}.from_pretrained" in card
+    assert "5.5000 nats per token" in card
+
+
+def test_a_second_export_of_the_same_checkpoint_is_skipped_and_says_so(
+    exported: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = (exported / "export" / "model.onnx").stat().st_mtime_ns
+    with caplog.at_level("INFO"):
+        export_run(exported)
+    assert (exported / "export" / "model.onnx").stat().st_mtime_ns == before
+    assert "kept" in caplog.text
+
+
+def test_the_program_exports_quietly_and_replaces_the_export_of_another_checkpoint(tmp_path: Path) -> None:
+    run_dir = tiny_run(tmp_path / "run")
+    (run_dir / "export").mkdir()
+    (run_dir / "export" / "stale.txt").touch()
+    done = export_by_program(run_dir)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert "exported step 8" in done.stderr
+    assert not (run_dir / "export" / "stale.txt").exists()
+    record = ExportedModel.read(run_dir / "export" / "export.json")
+    assert record.checkpoint_sha256 == TrainResult.read(run_dir / "result.json").checkpoint_sha256
+
+
+def test_out_of_bounds_there_is_no_export_but_a_report_and_the_cure(tmp_path: Path) -> None:
+    run_dir = tiny_run(tmp_path / "run", max_logit_difference=1e-12)
+    with pytest.raises(SystemExit) as stopped:
+        main([str(run_dir / "plan.json")])
+    message = str(stopped.value.code)  # a text: printed to stderr, and the exit status is 1
+    assert "(bound 1e-12)" in message
+    assert "raise export.max_logit_difference" in message
+    assert not (run_dir / "export").exists()
+    assert not (run_dir / "export.part").exists()
+    report = ParityReport.read(run_dir / "parity.json")
+    assert not report.passed
+    assert report.max_logit_difference > 1e-12
+
+
+def test_weights_beyond_the_limit_of_a_protobuf_lie_beside_the_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("training.export.MAX_EMBEDDED_BYTES", 1000)
+    run_dir = tiny_run(tmp_path / "run")
+    record = export_run(run_dir)
+    moved = (run_dir / "export").rename(tmp_path / "moved")
+    assert "model.onnx.data" in record.files
+    assert onnx_logits(moved, np.zeros((1, 3), dtype=np.int64)).shape == (1, 3, VOCAB)
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    run_dir = tiny_run(tmp_path / "run")
+    weights = run_dir / "checkpoints" / "8" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="differs from torch by up to nan"):
+        export_run(run_dir)
+    assert not (run_dir / "export").exists()

@@ -1,0 +1,63 @@
+"""The README.md of an exported model: what it is, what it was trained on, its figures, how to load it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from training.records import EvalReport, ParityReport, RunPlan, TrainResult
+
+
+def model_card(plan: RunPlan, result: TrainResult, *, parity: ParityReport, run_dir: Path) -> str:
+    """Markdown with the header that the Hugging Face hub reads."""
+    masked = plan.config.objective == "masked"
+    shape, train = plan.shape, plan.config.train
+    auto_class = "AutoModelForMaskedLM" if masked else "AutoModelForCausalLM"
+    return f"""---
+library_name: transformers
+pipeline_tag: {"fill-mask" if masked else "text-generation"}
+tags: [shardline, {shape.architecture}, onnx]
+---
+# {plan.config.model_name}
+
+A {shape.architecture} {"masked" if masked else "causal"} language model of {shape.parameters / 1e6:.1f} million
+parameters ({shape.layers} layers, width {shape.width}, {shape.heads} heads), context {train.context} tokens,
+vocabulary {plan.vocab_size}; made by Shardline's run `{plan.run_id}`.
+
+## Data
+Corpus `{plan.config.data.path}`, token shards with fingerprint `{plan.shards_fingerprint}`. What may be done with
+the model depends on the licence of that corpus.
+
+## Figures
+{_figures(result, parity=parity, evaluation=_evaluation(run_dir, result))}
+
+## How to load
+```python
+from transformers import {auto_class}, AutoTokenizer
+
+model, tokenizer = {auto_class}.from_pretrained("."), AutoTokenizer.from_pretrained(".")
+```
+`model.onnx` takes `input_ids` int64 [batch, length], length up to {train.context}, and gives `logits` fp32
+[batch, length, {plan.vocab_size}]. `shardline reproduce {plan.run_id}` trains it again.
+"""
+
+
+def _evaluation(run_dir: Path, result: TrainResult) -> EvalReport | None:
+    """eval.json, if the run was evaluated at this checkpoint."""
+    path = run_dir / "eval.json"
+    report = EvalReport.read(path) if path.is_file() else None
+    return report if report and report.checkpoint_sha256 == result.checkpoint_sha256 else None
+
+
+def _figures(result: TrainResult, *, parity: ParityReport, evaluation: EvalReport | None) -> str:
+    rows = [("steps", f"{result.step:,}"), ("training tokens", f"{result.tokens:,}")]
+    if evaluation is not None:
+        rows += [
+            ("validation loss", f"{evaluation.loss:.4f} nats per token, {evaluation.tokens:,} held-out tokens"),
+            ("perplexity", f"{evaluation.perplexity:.2f}"),
+            ("bits per byte", f"{evaluation.bits_per_byte:.4f}"),
+        ]
+    rows += [
+        ("ONNX against torch", f"logits within {parity.max_logit_difference:.1e}"),
+        ("same likeliest token", f"{100 * parity.argmax_agreement:.2f}% of {parity.positions:,} positions"),
+    ]
+    return "\n".join(["| figure | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
