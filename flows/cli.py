@@ -253,10 +253,16 @@ def _generate(options: argparse.Namespace) -> None:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    from tasks.places import tracking_uri
+    from tasks.places import home, tracking_uri
     from tasks.serve import serve
 
-    serve(options.ref, host=options.host, port=options.port, tracking_uri=tracking_uri())
+    serve(
+        options.ref,
+        host=options.host,
+        port=options.port,
+        tracking_uri=tracking_uri(),
+        cache_dir=home() / "models",
+    )
 
 
 def _print_pairs(title: str, rows: Sequence[tuple[str, str]]) -> None:

@@ -73,8 +73,9 @@ def run_program(
     end_earlier_gang(run_dir)
     log_path = run_dir / "logs" / f"{module.rpartition('.')[2]}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks or plan.world_size), "-m", module, str(run_dir / "plan.json")]
+    num_ranks = ranks or plan.world_size
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command = [sys.executable, *(torchrun if num_ranks > 1 else []), "-m", module, str(run_dir / "plan.json")]
     with log_path.open("ab") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=_environment(plan)
@@ -99,6 +100,9 @@ def run_program(
 def _environment(plan: RunPlan) -> dict[str, str]:
     """Our own, plus what ranks need: the tracking URI, threads, and the process they must not outlive."""
     return {
+        # OpenMP threads that wait by spinning lose their core to whatever else runs: with one other busy process on
+        # 2 cores, 2 threads trained at 217 tokens/s; at 1000 spins 8,266, and as fast as before (20,900) when alone.
+        "GOMP_SPINCOUNT": "1000",
         **os.environ,
         "MLFLOW_TRACKING_URI": tracking_uri(),
         "OMP_NUM_THREADS": str(plan.threads_per_rank),

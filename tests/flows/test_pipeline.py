@@ -1,0 +1,276 @@
+"""The whole pipeline through the real command: text in, registered model out; and what a stop or a kill leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from mlflow import MlflowClient
+
+from tests.conftest import losses
+from training.records import TrainResult, sha256_file
+
+DEADLINE_S = 120
+CONFIG = {
+    "name": "verses",
+    "data": {"tokenizer": {"kind": "bpe", "vocab_size": 300}, "split": "documents", "validation_fraction": 0.2},
+    "model": {"layers": 2, "width": 64, "heads": 4, "dropout": 0.1},
+    "train": {"steps": 60, "context": 32, "global_batch": 8, "learning_rate": 0.003, "warmup_steps": 5},
+    "parallel": {"strategy": "ddp", "precision": "fp32"},
+    "checkpoint": {"every_steps": 20},
+    "evaluation": {"every_steps": 30, "prompts": ["the "], "sample_tokens": 16},
+}
+
+
+class Shop:
+    """A user's folder: a corpus, a config, a SHARDLINE_HOME of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.home = folder, folder / "runs"
+        self.corpus = folder / "texts"
+        self.corpus.mkdir()
+        words = "the sea the sky a ship sails under stars and winds carry songs over water at night".split()
+        rng = random.Random(5)
+        for number in range(40):
+            lines = [" ".join(rng.choices(words, k=8)) for _ in range(12)]
+            (self.corpus / f"{number:02d}.txt").write_text("\n".join(lines) + "\n")
+        self.config = folder / "verses.yaml"
+        self.config.write_text(yaml.safe_dump(CONFIG | {"data": CONFIG["data"] | {"path": str(self.corpus)}}))
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        unset = ("MLFLOW_TRACKING_URI", "PREFECT_API_URL", "PREFECT_HOME")
+        env = {key: value for key, value in os.environ.items() if key not in unset}
+        return subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env | {"SHARDLINE_HOME": str(self.home)},
+        )
+
+    def run(self, *arguments: str, expect: int = 0) -> tuple[str, str]:
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == expect, f"{arguments} ended with {process.returncode}:\n{out}\n{err}"
+        return out, err
+
+    def run_dirs(self) -> list[Path]:
+        return sorted(path.parent for path in self.home.glob("*/run.json"))
+
+    @property
+    def mlflow(self) -> MlflowClient:
+        return MlflowClient(f"sqlite:///{self.home}/mlflow.db")
+
+    def mlflow_run(self, run_dir: Path) -> Any:
+        return self.mlflow.get_run(json.loads((run_dir / "run.json").read_text())["mlflow_run_id"])
+
+    def prefect_states(self) -> dict[str, str]:
+        """Flow run ID -> state type, as Prefect's own database has them."""
+        with closing(sqlite3.connect(self.home / "prefect" / "prefect.db")) as db:
+            return dict(db.execute("select id, state_type from flow_run").fetchall())
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
+    return Shop(tmp_path_factory.mktemp("shop"))
+
+
+@pytest.fixture(scope="module")
+def first(shop: Shop) -> dict[str, Any]:
+    """The first pretrain in a new folder; its stdout is one JSON object."""
+    out, _ = shop.run("pretrain", str(shop.config), "--json")
+    outcome: dict[str, Any] = json.loads(out)
+    return outcome
+
+
+def test_the_first_run_ends_as_champion_with_exact_figures(first: dict[str, Any]) -> None:
+    assert (first["model"], first["version"], first["alias"]) == ("verses", 1, "champion")
+    assert first["step"] == 60
+    assert 0 < first["val_loss"] < 5.0
+    assert 0 < first["bits_per_byte"] < 8
+    assert first["generated"].startswith("the ")
+    assert list(first["stage_s"]) == [
+        "tokenize", "hardware", "plan", "train", "evaluate", "export", "register", "generate"
+    ]  # fmt: skip
+
+
+def test_mlflow_has_config_metrics_data_and_a_true_status(first: dict[str, Any], shop: Shop) -> None:
+    run_dir = shop.home / first["run_id"]
+    run = shop.mlflow_run(run_dir)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["train.steps"] == "60"
+    assert run.data.params["data.tokenizer.kind"] == "bpe"
+    history = shop.mlflow.get_metric_history(run.info.run_id, "loss")
+    assert {metric.step: metric.value for metric in history} == losses(run_dir / "plan.json")
+    assert run.data.metrics["eval/loss"] == first["val_loss"]
+    assert run.inputs.dataset_inputs[0].dataset.digest
+    artifacts = {artifact.path for artifact in shop.mlflow.list_artifacts(run.info.run_id)}
+    assert {"config.json", "plan.json", "dataset.json", "inventory.json", "summary.png", "eval.json"} <= artifacts
+
+
+def test_prefect_and_mlflow_runs_link_to_each_other(first: dict[str, Any], shop: Shop) -> None:
+    run = shop.mlflow_run(shop.home / first["run_id"])
+    flow_run_id = run.data.tags["prefect.flow_run_id"]
+    assert shop.prefect_states()[flow_run_id] == "COMPLETED"
+    with closing(sqlite3.connect(shop.home / "prefect" / "prefect.db")) as db:
+        artifacts = dict(db.execute("select key, data from artifact where flow_run_id = ?", (flow_run_id,)).fetchall())
+    assert run.info.run_id in artifacts["mlflow-run"]
+    assert {"plan", "evaluation", "gate", "outcome", "training"} <= artifacts.keys()
+
+
+def test_lineage_walks_from_the_version_to_the_bytes_of_the_checkpoint(first: dict[str, Any], shop: Shop) -> None:
+    out, _ = shop.run("lineage", "verses@champion", "--json")
+    lineage = json.loads(out)
+    run_dir = shop.home / first["run_id"]
+    manifest = run_dir / lineage["checkpoint"]["path"] / "manifest.json"
+    assert lineage["checkpoint"]["sha256"] == sha256_file(manifest)
+    for name, sha256 in json.loads(manifest.read_text())["files"].items():
+        assert sha256_file(manifest.parent / name) == sha256
+    shards = next((shop.home / "tokens").glob("*/manifest.json"))
+    assert lineage["dataset"]["fingerprint"] == json.loads(shards.read_text())["fingerprint"]
+    assert lineage["tokenizer"]["sha256"] == sha256_file(shards.parent / "tokenizer" / "tokenizer.json")
+    assert lineage["config"]["train"]["steps"] == 60
+    assert len(lineage["git_commit"]) == 40 or lineage["git_commit"] == "unknown"
+
+
+def test_generate_prints_a_continuation_of_the_prompt(first: dict[str, Any], shop: Shop) -> None:
+    out, _ = shop.run("generate", "verses@champion", "the ", "--tokens", "12")
+    again, _ = shop.run("generate", "verses@champion", "the ", "--tokens", "12")
+    assert out == again
+    assert out.startswith("the ")
+    assert len(out) > 8
+
+
+def test_a_second_run_does_not_tokenize_again_and_an_equal_model_stays_challenger(
+    first: dict[str, Any], shop: Shop
+) -> None:
+    out, err = shop.run("pretrain", str(shop.config), "--json")
+    second = json.loads(out)
+    assert "not tokenized again" in err
+    assert second["val_loss"] == first["val_loss"], "same config, same seed, same machine"
+    assert (second["version"], second["alias"]) == (2, "challenger")
+    assert json.loads(shop.run("lineage", "verses@champion", "--json")[0])["model"]["version"] == 1
+
+
+def test_reproduce_finds_the_same_losses_to_the_bit(first: dict[str, Any], shop: Shop) -> None:
+    out, _ = shop.run("reproduce", "verses@champion", "--json")
+    agreement = json.loads(out)
+    assert agreement["original"] == first["run_id"]
+    assert agreement["compared"] == len(losses(shop.home / first["run_id"] / "plan.json"))
+    assert agreement["max_difference"] == 0.0
+
+
+def wait_for_step(shop: Shop, process: subprocess.Popen[str], known: list[Path], step: int) -> Path:
+    """The new run's folder, once it has logged `step`."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1]
+        for run_dir in shop.run_dirs():
+            if run_dir not in known and (run_dir / "plan.json").exists() and (run_dir / "metrics.jsonl").exists():
+                if max(losses(run_dir / "plan.json"), default=0) >= step:
+                    return run_dir
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not logged within {DEADLINE_S} s")
+
+
+LONG = ("train.steps=400", "train.log_every_steps=1", "checkpoint.every_steps=50", "evaluation.every_steps=0")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shop: Shop, first: dict[str, Any]) -> dict[int, float]:
+    """The losses of the long run that nobody stops."""
+    known = shop.run_dirs()
+    shop.run("pretrain", str(shop.config), *LONG)
+    (run_dir,) = [path for path in shop.run_dirs() if path not in known]
+    return losses(run_dir / "plan.json")
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_ctrl_c_saves_a_checkpoint_says_killed_and_resume_goes_on_to_the_bit(
+    shop: Shop, undisturbed: dict[int, float]
+) -> None:
+    known = shop.run_dirs()
+    process = shop.start("pretrain", str(shop.config), *LONG)
+    run_dir = wait_for_step(shop, process, known, random.randint(60, 200))
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130, err
+    assert f"shardline resume {run_dir.name}" in err
+    result = TrainResult.read(run_dir / "result.json")
+    assert result.stopped_by == "signal"
+    assert (run_dir / result.checkpoint / "manifest.json").exists()
+    stopped = shop.mlflow_run(run_dir)
+    assert stopped.info.status == "KILLED"
+    assert shop.prefect_states()[stopped.data.tags["prefect.flow_run_id"]] == "CANCELLED"
+
+    outcome = json.loads(shop.run("resume", run_dir.name, "--json")[0])
+    assert outcome["mlflow_run_id"] == stopped.info.run_id, "a resume goes on with the same MLflow run"
+    assert shop.mlflow_run(run_dir).info.status == "FINISHED"
+    assert losses(run_dir / "plan.json") == undisturbed
+
+
+@pytest.fixture
+def killed(shop: Shop, undisturbed: dict[int, float]) -> Iterator[Path]:
+    """A run whose launcher got a kill -9 in the middle; the ranks see it and leave by themselves."""
+    known = shop.run_dirs()
+    process = shop.start("pretrain", str(shop.config), *LONG)
+    run_dir = wait_for_step(shop, process, known, random.randint(60, 200))
+    process.kill()
+    process.communicate()
+    yield run_dir
+
+
+def test_after_a_kill_9_resume_takes_over_and_every_status_is_true(
+    shop: Shop, undisturbed: dict[int, float], killed: Path
+) -> None:
+    assert shop.mlflow_run(killed).info.status == "RUNNING", "nobody was left to say otherwise"
+    flow_run_id = shop.mlflow_run(killed).data.tags["prefect.flow_run_id"]
+    out, err = shop.run("resume", killed.name, "--json")
+    assert "was killed without a word: now marked KILLED" in err
+    assert shop.mlflow_run(killed).info.status == "FINISHED"
+    assert shop.prefect_states()[flow_run_id] == "CRASHED"
+    assert json.loads(out)["step"] == 400
+    assert losses(killed / "plan.json") == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.path=/no/such/file"], "/no/such/file"),
+        (["train.steps=0"], "train.steps = 0"),
+        (["train.context=100000"], "train.context + 1 = 100001"),
+        (["parallel.ranks=7"], "train.global_batch = 8 cannot be dealt evenly to parallel.ranks = 7"),
+    ],
+)
+def test_bad_input_ends_with_2_and_one_clear_line(
+    overrides: list[str], message: str, shop: Shop, first: dict[str, Any]
+) -> None:
+    _, err = shop.run("pretrain", str(shop.config), *overrides, expect=2)
+    assert message in err
+    assert "Traceback" not in err
+    assert all(shop.mlflow_run(run_dir).info.status != "RUNNING" for run_dir in shop.run_dirs())
+
+
+def test_a_failing_rank_ends_with_1_and_its_cause(shop: Shop, first: dict[str, Any]) -> None:
+    known = shop.run_dirs()
+    _, err = shop.run("pretrain", str(shop.config), "train.learning_rate=10", "train.clip_norm=0", "train.warmup_steps=0",
+                      "train.min_learning_rate=10", "train.steps=400", expect=1)  # fmt: skip
+    assert "lower train.learning_rate" in err
+    (run_dir,) = [path for path in shop.run_dirs() if path not in known]
+    assert shop.mlflow_run(run_dir).info.status == "FAILED"
+    assert "lower train.learning_rate" in shop.mlflow_run(run_dir).data.tags["shardline.ended_by"]
