@@ -9,12 +9,13 @@ INSTALLED := .venv/.installed
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup: $(INSTALLED) ## make .venv and install
+setup: $(INSTALLED) ## make .venv, install, and measure this machine
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"Shardline needs Python 3.11 or newer, $(PYTHON) is {sys.version.split()[0]}: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,orchestrate,dev]'
+	$(BIN)/shardline doctor
 	@touch $@
 
 pretrain: $(INSTALLED) ## the main job: text in, served model out (preset quickstart)

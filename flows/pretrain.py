@@ -24,6 +24,7 @@ def pretrain(config: RunConfig, dry_run: bool = False, run_id: str = "") -> Outc
     """
     if dry_run:
         return stages.plan(config, stages.hardware(config))
+    stages.reconcile()
     try:
         with tracked(config, run_id=run_id or stages.new_run_id(config), tags=stages.prefect_tags()) as run:
             stages.link(run)

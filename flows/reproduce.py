@@ -16,6 +16,7 @@ def reproduce(ref: str) -> Agreement:
     """Train again what `ref` (a run's ID, MODEL@ALIAS or MODEL/VERSION) trained, and compare every logged loss."""
     original = find_original(ref)
     config, tags = pinned(original), {"shardline.reproduces": original.run_id}
+    stages.reconcile()
     try:
         with tracked(config, run_id=stages.new_run_id(config), tags=stages.prefect_tags() | tags) as run:
             stages.link(run)

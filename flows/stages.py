@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
+from uuid import UUID
 
 from prefect import task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State
+from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
+from prefect.states import Crashed
 
 from tasks import corpus, launch, planning, track
 from tasks import hardware as machines
@@ -36,6 +42,8 @@ from training.records import (
     write_atomically,
 )
 
+logger = logging.getLogger(__name__)
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -55,6 +63,18 @@ def new_run_id(config: RunConfig) -> str:
             continue
         return name
     raise RuntimeError(f"1000 runs named {base} in one second")
+
+
+def reconcile() -> None:
+    """Runs that were killed without a word are closed in MLflow, and crashed in Prefect."""
+    with get_client(sync_client=True) as client:
+        for lost in track.reconcile():
+            if lost.prefect_flow_run_id:
+                crashed: State[Any] = Crashed(message="its process was killed; found by the next start")
+                try:
+                    client.set_flow_run_state(UUID(lost.prefect_flow_run_id), crashed, force=True)
+                except ObjectNotFound:
+                    logger.warning("this Prefect server does not know flow run %s", lost.prefect_flow_run_id)
 
 
 def prefect_tags() -> dict[str, str]:

@@ -35,7 +35,7 @@ def outcome_rows(outcome: Outcome) -> list[tuple[str, str]]:
     bits = "-" if outcome.bits_per_byte is None else f"{outcome.bits_per_byte:.3f}"
     return [
         ("run", outcome.run_id),
-        ("val loss", f"{outcome.val_loss:.4f} nats per token, perplexity {math.exp(outcome.val_loss):.1f}"),
+        ("val loss", f"{outcome.val_loss:.4f} nats per token, perplexity {math.exp(min(outcome.val_loss, 700)):,.4g}"),
         ("bits per byte", bits),
         ("tokens/s", f"{outcome.tokens_per_s:,.0f}"),
         ("checkpoint", outcome.checkpoint),

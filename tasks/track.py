@@ -1,7 +1,7 @@
 """The MLflow run of a training: opened, named and closed here, and nowhere else, so that its status is true.
 
 FINISHED, FAILED or KILLED is written on every way out. After a kill -9 nobody is left to write it: every start
-first closes the runs whose owner is gone (`reconcile`).
+flow first closes the runs whose owner is gone (`reconcile`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from tasks.launch import RunStopped
 from tasks.places import embedded_artifacts, is_alive, process_key, run_folder, tracking_uri
@@ -69,8 +71,8 @@ def _without_password(uri: str) -> str:
 def tracked(config: RunConfig, *, run_id: str, tags: Mapping[str, str]) -> Iterator[TrackedRun]:
     """Open the MLflow run of `run_id` (the same one if it was opened before) and close it with the true status."""
     client = connect()
-    reconcile(client)
     run = _opened(client, config, run_id=run_id)
+    _claim(run.folder)
     for key, value in {**tags, OWNER: process_key(os.getpid())}.items():
         client.set_tag(run.mlflow_run_id, key, value)
     status, why = "FAILED", ""
@@ -212,19 +214,49 @@ def _send_rest(folder: Path, mlflow_run_id: str) -> None:
         send_rows(folder / "metrics.jsonl", tracking_uri=tracking_uri(), mlflow_run_id=mlflow_run_id)
 
 
-def reconcile(client: MlflowClient) -> list[str]:
-    """Close the runs that say RUNNING though their owner is gone; returns their run IDs."""
+class LostRun(Record):
+    """A run whose owner was killed before it could say so."""
+
+    run_id: str
+    prefect_flow_run_id: str
+
+
+def reconcile() -> list[LostRun]:
+    """Close the runs that say RUNNING though their owner is gone, and end what the owner left behind."""
+    client = connect()
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     lost = []
     for run in client.search_runs(experiments, "attributes.status = 'RUNNING'") if experiments else []:
         owner, run_id = run.data.tags.get(OWNER, ""), run.data.tags.get(RUN_ID, "")
         if not owner or is_alive(owner):
             continue
+        _end_orphans(run_folder(run_id))
         _send_rest(run_folder(run_id), run.info.run_id)
         client.set_tag(run.info.run_id, "shardline.ended_by", f"its process ({owner}) was killed")
         client.set_terminated(run.info.run_id, "KILLED")
         logger.warning(
             "run %s was killed without a word: now marked KILLED; `shardline resume %s` goes on", run_id, run_id
         )
-        lost.append(run_id)
+        lost.append(LostRun(run_id=run_id, prefect_flow_run_id=run.data.tags.get("prefect.flow_run_id", "")))
     return lost
+
+
+class Owner(Record):
+    """runs/ID/owner.json: the process that drives the run, and its helpers (Prefect's embedded server)."""
+
+    process: str
+    children: tuple[str, ...]
+
+
+def _claim(folder: Path) -> None:
+    children = tuple(process_key(child.pid) for child in psutil.Process().children())
+    Owner(process=process_key(os.getpid()), children=children).write(folder / "owner.json")
+
+
+def _end_orphans(folder: Path) -> None:
+    """A killed owner's embedded server would listen, and hold its database, for ever."""
+    if not (folder / "owner.json").exists():
+        return
+    for key in Owner.read(folder / "owner.json").children:
+        if key and is_alive(key):
+            psutil.Process(int(key.split("/")[1])).terminate()

@@ -213,6 +213,11 @@ class RunConfig(Part):
                 f"train.min_learning_rate = {train.min_learning_rate:g} exceeds "
                 f"train.learning_rate = {train.learning_rate:g}: lower it"
             )
+        if parallel.ranks and train.global_batch % parallel.ranks:
+            raise ValueError(
+                f"train.global_batch = {train.global_batch} cannot be dealt evenly to parallel.ranks = "
+                f"{parallel.ranks}: make train.global_batch a multiple of {parallel.ranks}, or change parallel.ranks"
+            )
         if parallel.strategy == "single" and parallel.ranks > 1:
             raise ValueError(
                 f"parallel.strategy=single runs on 1 rank, parallel.ranks = {parallel.ranks}: "

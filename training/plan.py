@@ -128,11 +128,6 @@ def _ranks(config: RunConfig, inventory: Inventory) -> tuple[tuple[int, ...], st
         return (1,), "strategy single is one process"
     if asked > available:
         raise ValueError(f"parallel.ranks = {asked}, but {layout}: lower parallel.ranks or set it to 0")
-    if asked and batch % asked:
-        raise ValueError(
-            f"train.global_batch = {batch} cannot be dealt evenly to parallel.ranks = {asked}: "
-            f"make train.global_batch a multiple of {asked}, or change parallel.ranks"
-        )
     ranks = asked or next(n for n in range(min(available, batch), 0, -1) if batch % n == 0)
     why = "asked for by parallel.ranks" if asked else layout
     if not asked and ranks < available:

@@ -20,6 +20,10 @@ COMBINATIONS = [
     ({"data__tokenizer": {"kind": "bpe", "vocab_size": 100}}, "below 258"),
     ({"train__micro_batch": 9}, "train.micro_batch = 9 exceeds train.global_batch = 8"),
     ({"train__learning_rate": 1e-6}, "train.min_learning_rate"),
+    (
+        {"parallel__ranks": 3},
+        "train.global_batch = 8 cannot be dealt evenly to parallel.ranks = 3: make",
+    ),
     ({"parallel__strategy": "single", "parallel__ranks": 2}, "single runs on 1 rank"),
 ]
 
