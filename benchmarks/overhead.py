@@ -3,8 +3,9 @@
     python -m benchmarks.overhead [--quick]
 
 Runs `shardline pretrain quickstart` up to its first step, in a new SHARDLINE_HOME as `make setup` leaves it (the
-machine is measured; the databases are made and the corpus is tokenized by the run), then again in the same one. Everything between the command's start and the first
-step counts; what is neither a stage nor the ranks' own start is put down to Prefect and MLflow, imports included.
+machine is measured; the databases are made and the corpus is tokenized by the run), then again in the same one.
+Everything between the command's start and the first step counts; what is neither a stage nor the ranks' own start is
+put down to Prefect and MLflow, imports included.
 The last line is one JSON object: `seconds_to_first_step` and `seconds_prefect_mlflow` of the first run, the medians
 over the repetitions, and the same for the second run with `_again` behind them.
 """

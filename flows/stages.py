@@ -24,7 +24,7 @@ from prefect.states import Crashed
 from tasks import corpus, launch, planning, track
 from tasks import hardware as machines
 from tasks.generate import TextGenerator
-from tasks.places import home, run_folder, tracking_uri
+from tasks.places import command, home, run_folder, tracking_uri
 from tasks.progress import steps_shown
 from tasks.register import register_model
 from tasks.registry import resolve
@@ -98,7 +98,7 @@ def link(run: TrackedRun) -> None:
 
 def open_mlflow() -> str:
     uri = tracking_uri()
-    return uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
+    return uri if uri.startswith("http") else f"{command('mlflow')} ui --backend-store-uri {uri}"
 
 
 @contextmanager
@@ -255,7 +255,7 @@ def report(plan: RunPlan, run: TrackedRun, model: RegisteredModel, *, generated:
         generated=generated,
         stage_s=seconds,
         open_mlflow=open_mlflow(),
-        serve=f"shardline serve {model.name}@{model.alias or 'champion'}",
+        serve=f"{command('shardline')} serve {model.name}@{model.alias or 'champion'}",
     )
     outcome.write(run.folder / "outcome.json")
     rows: list[dict[str, Any]] = [{"what": what, "value": value} for what, value in outcome_rows(outcome)]

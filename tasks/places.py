@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import sys
 from pathlib import Path
 
 import psutil
@@ -31,6 +33,14 @@ def tracking_uri() -> str:
 def embedded_artifacts() -> str | None:
     """Artifact location for the embedded store; None where a server decides."""
     return None if os.environ.get("MLFLOW_TRACKING_URI") else (home() / "artifacts").as_uri()
+
+
+def command(name: str) -> str:
+    """How to call a command of this environment from here: by name if it is on PATH, else by path."""
+    ours = Path(sys.executable).parent / name
+    if (found := shutil.which(name)) and Path(found) == ours:
+        return name
+    return str(ours.relative_to(Path.cwd())) if ours.is_relative_to(Path.cwd()) else str(ours)
 
 
 def process_key(pid: int) -> str:
