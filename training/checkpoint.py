@@ -118,7 +118,11 @@ def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None if it is whole."""
     if not (folder / "manifest.json").exists():
         return "manifest.json is missing"
-    for name, expected in Manifest.read(folder / "manifest.json").files.items():
+    try:
+        manifest = Manifest.read(folder / "manifest.json")
+    except ValueError:
+        return "manifest.json is not a manifest"
+    for name, expected in manifest.files.items():
         if not (folder / name).exists():
             return f"{name} is missing"
         if sha256_file(folder / name) != expected:

@@ -1,0 +1,69 @@
+"""Metrics: no row is lost by an outage, a kill or a resume, and nothing reaches the loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from training.metrics import MetricsLog, forget_after, read_rows, send_rows
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> tuple[str, str]:
+    """A tracking URI and the ID of a run there."""
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = MlflowClient(uri)
+    return uri, client.create_run(client.create_experiment("test")).info.run_id
+
+
+def sent(store: tuple[str, str], key: str = "loss") -> dict[int, float]:
+    history = MlflowClient(store[0]).get_metric_history(store[1], key)
+    assert len({metric.step for metric in history}) == len(history), "a row was sent twice, with another content"
+    return {metric.step: metric.value for metric in history}
+
+
+def test_what_is_written_arrives(store: tuple[str, str], tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, tracking_uri=store[0], mlflow_run_id=store[1])
+    for step in range(1, 251):
+        log.write(step, loss=1.0 / step, tokens=step * 10)
+    log.close(timeout_s=60)
+    assert sent(store) == {step: 1.0 / step for step in range(1, 251)}
+    assert sent(store, "tokens")[250] == 2500
+
+
+def test_an_outage_loses_no_row_and_never_raises(store: tuple[str, str], tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, tracking_uri=f"sqlite:///{tmp_path}/no/such/folder.db", mlflow_run_id=store[1])
+    log.write(1, loss=2.0)
+    log.close(timeout_s=60)
+    assert sent(store) == {}
+    assert send_rows(tmp_path / "metrics.jsonl", tracking_uri=store[0], mlflow_run_id=store[1]) == 1
+    assert sent(store) == {1: 2.0}
+
+
+def test_rows_are_sent_once_whoever_asks(store: tuple[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"step": 1, "time_ms": 1, "loss": 3.0}) + "\n")
+    assert send_rows(path, tracking_uri=store[0], mlflow_run_id=store[1]) == 1
+    assert send_rows(path, tracking_uri=store[0], mlflow_run_id=store[1]) == 0
+    path.with_suffix(".offset").unlink()  # killed between sending and keeping its place
+    assert send_rows(path, tracking_uri=store[0], mlflow_run_id=store[1]) == 1
+    assert sent(store) == {1: 3.0}
+
+
+def test_half_a_line_is_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "time_ms": 1, "loss": 3.0}\n{"step": 2, "ti')
+    assert [row["step"] for row in read_rows(path)] == [1]
+
+
+def test_a_resume_forgets_what_it_will_write_again(store: tuple[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"step": step, "time_ms": step, "loss": float(step)} for step in range(1, 6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 6, "ti')
+    send_rows(path, tracking_uri=store[0], mlflow_run_id=store[1])
+    forget_after(path, 3)
+    assert [row["step"] for row in read_rows(path)] == [1, 2, 3]
+    assert int(path.with_suffix(".offset").read_text()) == path.stat().st_size
