@@ -10,6 +10,9 @@ from training.metrics import read_rows
 from training.records import EvalReport, ExportedModel, Record, RegisteredModel, RunPlan, TrainResult
 
 
+FIRST_CJK = "\u2e80"
+
+
 class Outcome(Record):
     """The whole run in one record, for the terminal, --json and the caller of the flow."""
 
@@ -127,7 +130,10 @@ def _draw_sample(axes, *, report: EvalReport) -> None:  # type: ignore[no-untype
         for piece in (textwrap.wrap(line, 62, replace_whitespace=False, drop_whitespace=False) or [""])
     ]
     text = "\n".join(lines[:24]).replace("$", r"\$")
-    axes.text(0.0, 1.0, text, ha="left", va="top", fontsize=8.5, family=_fonts(), transform=axes.transAxes)
+    fonts = _fonts()
+    if len(fonts) == 1 and any(character >= FIRST_CJK for character in text):
+        text = "This machine has no font for this script:\neval.json holds the text."
+    axes.text(0.0, 1.0, text, ha="left", va="top", fontsize=8.5, family=fonts, transform=axes.transAxes)
 
 
 def _fonts() -> list[str]:
