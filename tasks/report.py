@@ -9,7 +9,6 @@ from pathlib import Path
 from training.metrics import read_rows
 from training.records import EvalReport, ExportedModel, Record, RegisteredModel, RunPlan, TrainResult
 
-
 FIRST_CJK = "\u2e80"
 
 
@@ -121,15 +120,13 @@ def _draw_loss(axes, *, run_dir: Path, report: EvalReport) -> None:  # type: ign
 def _draw_sample(axes, *, report: EvalReport) -> None:  # type: ignore[no-untyped-def]
     axes.set_axis_off()
     axes.set_title("what it writes", fontsize=11)
-    if not report.samples:
-        return
-    sample = max(report.samples, key=lambda sample: len(sample.text))
+    written = "\n\n".join(sample.prompt + sample.text for sample in report.samples)
     lines = [
         piece
-        for line in (sample.prompt + sample.text).replace("\t", "    ").splitlines()
+        for line in written.replace("\t", "    ").splitlines()
         for piece in (textwrap.wrap(line, 62, replace_whitespace=False, drop_whitespace=False) or [""])
     ]
-    text = "\n".join(lines[:24]).replace("$", r"\$")
+    text = "\n".join(lines[:36]).replace("$", r"\$")
     fonts = _fonts()
     if len(fonts) == 1 and any(character >= FIRST_CJK for character in text):
         text = "This machine has no font for this script:\neval.json holds the text."

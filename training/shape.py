@@ -8,6 +8,8 @@ from typing import Any
 from training.config import ModelConfig, RunConfig
 from training.records import ModelShape, TokenShards
 
+MASKED_TYPES = {"bert", "roberta", "distilbert", "electra", "albert", "deberta-v2", "modernbert", "camembert"}
+
 
 def model_shape(config: RunConfig, *, vocab_size: int, hf_config: Mapping[str, Any] | None = None) -> ModelShape:
     """Layers, widths and the parameter count, from our config or from a Hugging Face config.json."""
@@ -15,6 +17,7 @@ def model_shape(config: RunConfig, *, vocab_size: int, hf_config: Mapping[str, A
     if model.architecture == "path" or model.init == "pretrained":
         if hf_config is None:
             raise ValueError(f"model.path = {model.path!r}: its config.json was not found; check the path or name")
+        _check_kind(model, str(hf_config.get("model_type", "unknown")))
         shape = _shape_of_hf(hf_config, vocab_size=vocab_size, context=config.train.context)
     else:
         shape = ModelShape(
@@ -30,6 +33,17 @@ def model_shape(config: RunConfig, *, vocab_size: int, hf_config: Mapping[str, A
             parameters=0,
         )
     return shape.model_copy(update={"parameters": count_parameters(shape)})
+
+
+def _check_kind(model: ModelConfig, model_type: str) -> None:
+    """model.architecture decides the objective, so it must be the kind that model.path holds."""
+    fitting = {"bert"} if model_type in MASKED_TYPES else {"path", model_type}
+    if model.architecture not in fitting:
+        cure = "bert" if model_type in MASKED_TYPES else "path"
+        raise ValueError(
+            f"model.path = {model.path} holds a {model_type}, model.architecture is {model.architecture}: "
+            f"set model.architecture={cure}"
+        )
 
 
 def default_mlp_width(model: ModelConfig) -> int:
