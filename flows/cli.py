@@ -10,8 +10,10 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 130
@@ -20,6 +22,7 @@ DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     _set_up_logging(verbose=options.verbose)
+    signal.signal(signal.SIGTERM, _interrupt)
     from tasks.launch import RunStopped
 
     try:
@@ -35,6 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"shardline: {error}", file=sys.stderr)
         return FAILED
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """SIGTERM is a Ctrl-C: the default would end us before embedded servers are stopped and statuses written."""
+    raise KeyboardInterrupt
 
 
 def _set_up_logging(*, verbose: bool) -> None:

@@ -86,13 +86,12 @@ def run_program(
             on_poll()
             time.sleep(POLL_S)
         on_poll()
-    except BaseException as interruption:
+    except Exception:
         _stop(process)
-        if isinstance(interruption, KeyboardInterrupt):
-            raise RunStopped(
-                f"interrupted: `shardline resume {plan.run_id}` goes on from the last checkpoint"
-            ) from None
         raise
+    except BaseException:  # Ctrl-C, or the SIGTERM that Prefect turns into an exception
+        _stop(process)
+        raise RunStopped(f"interrupted: `shardline resume {plan.run_id}` goes on from the last checkpoint") from None
     if process.returncode:
         raise RuntimeError(_failure(module, process.returncode, log_path))
 

@@ -199,13 +199,14 @@ def undisturbed(shop: Shop, first: dict[str, Any]) -> dict[int, float]:
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_a_checkpoint_says_killed_and_resume_goes_on_to_the_bit(
-    shop: Shop, undisturbed: dict[int, float]
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=lambda signum: signum.name)
+def test_a_stop_saves_a_checkpoint_says_killed_and_resume_goes_on_to_the_bit(
+    signum: signal.Signals, shop: Shop, undisturbed: dict[int, float]
 ) -> None:
     known = shop.run_dirs()
     process = shop.start("pretrain", str(shop.config), *LONG)
     run_dir = wait_for_step(shop, process, known, random.randint(60, 200))
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signum)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130, err
     assert f"shardline resume {run_dir.name}" in err
