@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -38,6 +39,11 @@ def inventory(*hosts: int, kind: str = "cpu", memory_gib: float = 12.0, disk_gib
             for i, n in enumerate(hosts)
         )
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A shell that starts us in the background makes us, and all we start, deaf to the SIGINT that tests send."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

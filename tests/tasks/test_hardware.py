@@ -171,6 +171,7 @@ def test_a_killed_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_measurement_that_hangs_is_stopped() -> None:
+    before = psutil.Process().children(recursive=True)
     with pytest.raises(RuntimeError, match=r"no answer in 0.2 s"):
         run_measure(1, 1, timeout_s=0.2)
-    assert not psutil.Process().children(recursive=True)
+    assert set(psutil.Process().children(recursive=True)) <= set(before)

@@ -83,7 +83,9 @@ def undisturbed(make: Callable[[str], Path]) -> Path:
     return plan_path
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM], ids=lambda signum: signum.name)
+@pytest.mark.parametrize(
+    "signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=lambda signum: signum.name
+)
 def test_resumed_run_is_the_undisturbed_one_to_the_bit(
     signum: signal.Signals, make: Callable[[str], Path], undisturbed: Path
 ) -> None:

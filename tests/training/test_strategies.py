@@ -59,7 +59,10 @@ def test_the_losses_fall(alone: Path) -> None:
     assert logged[STEPS] < logged[1] - 0.3
 
 
-@pytest.mark.parametrize(("architecture", "steps", "rate"), [("gpt2", 80, 3e-3), ("bert", 300, 1e-2)])
+@pytest.mark.parametrize(
+    ("architecture", "steps", "rate"),
+    [("gpt2", 80, 3e-3), pytest.param("bert", 300, 1e-2, marks=pytest.mark.slow)],
+)
 def test_other_architectures_learn_under_ddp(
     architecture: str, steps: int, rate: float, make_run: Callable[..., Path]
 ) -> None:
