@@ -23,7 +23,7 @@ from prefect.states import Crashed
 
 from tasks import corpus, launch, planning, track
 from tasks import hardware as machines
-from tasks.generate import TextGenerator
+from tasks.generate import TextGenerator, check_prompts
 from tasks.places import command, home, run_folder, tracking_uri
 from tasks.progress import steps_shown
 from tasks.register import register_model
@@ -121,7 +121,9 @@ def stage_seconds(run: TrackedRun) -> dict[str, float]:
 @stage("Tokenize the corpus")
 def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
     with timed(run, "tokenize"):
-        return corpus.prepare_corpus(config.data, tokens_home=home() / "tokens", objective=config.objective)
+        folder, shards = corpus.prepare_corpus(config.data, tokens_home=home() / "tokens", objective=config.objective)
+        check_prompts(folder, config.evaluation.prompts)
+    return folder, shards
 
 
 @stage("Check the hardware")

@@ -6,7 +6,7 @@ It travels inside each registered model version, and `shardline generate`, the s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +95,7 @@ class TextGenerator:
                 f"new_tokens = {new_tokens}, temperature = {temperature:g}, top_k = {top_k}: none may be below 0"
             )
         # Every document was followed by the end token in training, so after it the model starts a new one.
-        prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=False).ids or [self.end_id]
+        prompt_ids = encode_prompt(self.tokenizer, prompt) or [self.end_id]
         new_ids = self._new_ids(
             prompt_ids,
             new_tokens=new_tokens,
@@ -153,6 +153,29 @@ class TextGenerator:
 def _settled_length(text: str) -> int:
     """Characters of `text` before a possibly unfinished one: at most 3 bytes of 4, so at most 3 replacements."""
     return max(len(text.rstrip(INCOMPLETE)), len(text) - 3)
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Token IDs of `prompt`. Raises ValueError naming the characters that a characters tokenizer does not know."""
+    try:
+        ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False).ids
+    except Exception:  # what `tokenizers` raises; it says neither which text nor which character
+        vocabulary = tokenizer.get_vocab()
+        unknown = "".join(sorted({character for character in prompt if character not in vocabulary}))
+        raise ValueError(
+            f"the prompt {prompt!r} has characters that this tokenizer was not made with: {unknown!r}; leave them out"
+        ) from None
+    return ids
+
+
+def check_prompts(shards_dir: Path, prompts: Iterable[str]) -> None:
+    """Raises ValueError now for a sample prompt that would fail after the training."""
+    tokenizer = Tokenizer.from_file(str(shards_dir / "tokenizer" / "tokenizer.json"))
+    for prompt in prompts:
+        try:
+            encode_prompt(tokenizer, prompt)
+        except ValueError as error:
+            raise ValueError(f"evaluation.prompts: {error}") from None
 
 
 def choose_token(logits: np.ndarray, *, temperature: float, top_k: int, random: np.random.Generator) -> int:

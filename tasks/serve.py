@@ -156,6 +156,8 @@ def build_app(follower: Follower, *, poll_s: float) -> FastAPI:
         try:
             call = partial(served.generator.generate, **body.model_dump())
             text = await asyncio.get_running_loop().run_in_executor(pool, call)
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from error
         finally:
             in_flight -= 1
         return GenerateReply(text=text, model=served.name, version=served.version, seconds=time.perf_counter() - began)

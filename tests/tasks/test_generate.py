@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasks.generate import TextGenerator, choose_token
+from tasks.corpus import prepare_corpus
+from tasks.generate import TextGenerator, check_prompts, choose_token
+from training.config import DataConfig, TokenizerConfig
 
 PROMPT = "def add(a"
 
@@ -137,3 +139,12 @@ def test_no_torch_is_loaded(exported_run: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_characters_that_the_tokenizer_does_not_know_are_named_before_any_training(tmp_path: Path) -> None:
+    (tmp_path / "verse.txt").write_text("so much depends upon a red wheel barrow\n" * 20)
+    data = DataConfig(path=str(tmp_path / "verse.txt"), tokenizer=TokenizerConfig(kind="characters"), split="tail")
+    folder, _ = prepare_corpus(data, tokens_home=tmp_path / "tokens")
+    check_prompts(folder, ["so much", ""])
+    with pytest.raises(ValueError, match=r"evaluation.prompts: the prompt '赤 wheel!' has characters .*: '!赤'"):
+        check_prompts(folder, ["so", "赤 wheel!"])
