@@ -7,6 +7,7 @@ command that needs them, so that --help answers at once.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import os
@@ -20,24 +21,28 @@ DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     _set_up_logging(verbose=options.verbose)
     signal.signal(signal.SIGTERM, _interrupt)
     from tasks.launch import RunStopped
+    from tasks.places import tracking_uri
+    from tasks.registry import without_credentials
 
     try:
-        return int(options.run(options) or DONE)
+        return int(options.call(options) or DONE)
     except (RunStopped, KeyboardInterrupt) as stop:
         print(f"stopped: {stop}" if str(stop) else "stopped", file=sys.stderr)
         return STOPPED
-    except ValueError as error:
-        print(f"shardline: {error}", file=sys.stderr)
-        return BAD_INPUT
     except Exception as error:
         if options.verbose:
             raise
-        print(f"shardline: {error}", file=sys.stderr)
-        return FAILED
+        print(f"shardline: {without_credentials(str(error), uri=tracking_uri())}", file=sys.stderr)
+        return BAD_INPUT if _is_bad_input(error) else FAILED
+
+
+def _is_bad_input(error: Exception) -> bool:
+    """ValueError is what users get wrong; a record or an answer that cannot be parsed is not their doing."""
+    return isinstance(error, ValueError) and type(error).__name__ not in {"JSONDecodeError", "ValidationError"}
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
@@ -59,20 +64,15 @@ def _set_up_logging(*, verbose: bool) -> None:
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
 
 
-def _set_up_prefect() -> None:
-    """Settings of the embedded Prefect, before it is imported; what the user set in the environment stays."""
-    from tasks.places import home
-
-    defaults = {
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",  # a first start migrates a database: 10 s and more
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks",
-        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # our own lines say it already
-    }
-    if "PREFECT_API_URL" not in os.environ:
-        defaults["PREFECT_HOME"] = str(home() / "prefect")
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Overrides may stand anywhere, after an option too, where argparse alone would refuse them."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and not (hasattr(options, "overrides") and all("=" in part and part[0] != "-" for part in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides += rest
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,56 +82,52 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-v", "--verbose", action="store_true", help="debug logs, and tracebacks of errors")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(
-        name: str, run: Callable[[Any], int | None], help: str, *, report: bool = False
-    ) -> argparse.ArgumentParser:
+    def command(name: str, run: Callable[[Any], int | None], help: str, *places: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=help, description=help)
-        added.set_defaults(run=run)
-        if report:
-            added.add_argument("--json", action="store_true", help="one JSON object on stdout")
+        added.set_defaults(call=run)
+        for place in places:
+            added.add_argument(place.lower().replace("@alias", ""), metavar=place)
         return added
 
-    def with_preset(added: argparse.ArgumentParser, *, optional: bool = False) -> None:
-        nargs = "?" if optional else None
-        added.add_argument(
-            "preset",
-            metavar="PRESET",
-            nargs=nargs,
-            default="quickstart",
-            help="a preset's name, or the path of a YAML file",
-        )
-        added.add_argument("overrides", metavar="section.field=value", nargs="*", help="for example data.path=my_texts")
-
-    added = command("pretrain", _pretrain, "text in, served model out: the whole pipeline", report=True)
-    with_preset(added)
-    added = command("plan", _plan, "what a run would do on this machine, without doing it", report=True)
-    with_preset(added, optional=True)
-    added.add_argument("--fields", action="store_true", help="list every field of the config, with its bounds")
-    added = command("doctor", _doctor, "measure this machine, and say what it means for a run", report=True)
-    added.add_argument("--again", action="store_true", help="measure again, whatever was measured before")
-    added.add_argument("--ranks", type=int, default=0, help="CPU ranks to measure with (default: up to two)")
-    added = command("resume", _resume, "go on with a run that was stopped or killed", report=True)
-    added.add_argument("run_id", metavar="RUN", help="the run's ID, a folder in SHARDLINE_HOME")
-    added = command("reproduce", _reproduce, "run a run again, and say whether the losses agree", report=True)
-    added.add_argument("ref", metavar="RUN", help="a run's ID, or MODEL@champion, or MODEL/VERSION")
-    added = command("promote", _promote, "put a model version through the gate, to champion", report=True)
-    added.add_argument("model", metavar="MODEL")
-    added.add_argument("--version", type=int, help="default: the challenger")
-    added.add_argument("--force", action="store_true", help="past the gate")
-    added = command("lineage", _lineage, "from a model version back to run, code, data and checkpoint", report=True)
-    added.add_argument("ref", metavar="MODEL@ALIAS")
-    added = command("generate", _generate, "print text from a registered model")
-    added.add_argument("ref", metavar="MODEL@ALIAS")
-    added.add_argument("prompt", metavar="PROMPT")
-    added.add_argument("--tokens", type=int, default=100)
-    added.add_argument("--temperature", type=float, default=0.8)
-    added.add_argument("--top-k", type=int, default=50)
-    added.add_argument("--seed", type=int, default=1337)
-    added = command("serve", _serve, "serve a registered model over HTTP; follows the alias")
-    added.add_argument("ref", metavar="MODEL@ALIAS")
-    added.add_argument("--host", default="127.0.0.1")
-    added.add_argument("--port", type=int, default=8000)
+    _add_run_commands(command)
+    _add_model_commands(command)
     return parser
+
+
+def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    pretrain = command("pretrain", _pretrain, "text in, served model out: the whole pipeline")
+    plan = command("plan", _plan, "what a run would do on this machine, without doing it")
+    for added in (pretrain, plan):
+        nargs = "?" if added is plan else None
+        about = "a preset's name, or the path of a YAML file"
+        added.add_argument("preset", metavar="PRESET", nargs=nargs, default="quickstart", help=about)
+        about = "for example data.path=my_texts"
+        added.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=about)
+    plan.add_argument("--fields", action="store_true", help="list every field of the config, with its default")
+    doctor = command("doctor", _doctor, "measure this machine, and say what it means for a run")
+    doctor.add_argument("--again", action="store_true", help="measure again, whatever was measured before")
+    doctor.add_argument("--ranks", type=int, default=0, help="CPU ranks to measure with (default: up to two)")
+    resume = command("resume", _resume, "go on with a run that was stopped or killed", "RUN")
+    reproduce = command("reproduce", _reproduce, "run a run (or MODEL@champion) again, and compare the losses", "RUN")
+    for added in (pretrain, plan, doctor, resume, reproduce):
+        added.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    promote = command("promote", _promote, "put a model version through the gate, to champion", "MODEL")
+    promote.add_argument("--version", type=int, help="default: the challenger")
+    promote.add_argument("--force", action="store_true", help="past the gate")
+    lineage = command("lineage", _lineage, "from a model version back to run, code, data and checkpoint", "MODEL@ALIAS")
+    for added in (promote, lineage):
+        added.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    generate = command("generate", _generate, "print text from a registered model", "MODEL@ALIAS", "PROMPT")
+    generate.add_argument("--tokens", type=int, default=100)
+    generate.add_argument("--temperature", type=float, default=0.8)
+    generate.add_argument("--top-k", type=int, default=50)
+    generate.add_argument("--seed", type=int, default=1337)
+    serve = command("serve", _serve, "serve a registered model over HTTP; follows the alias", "MODEL@ALIAS")
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=int, default=8000)
 
 
 def _pretrain(options: argparse.Namespace) -> int:
@@ -144,18 +140,16 @@ def _resume(options: argparse.Namespace) -> int:
     from tasks.places import home, run_folder
     from tasks.track import TrackedRun
 
-    path = run_folder(options.run_id) / "run.json"
+    path = run_folder(options.run) / "run.json"
     if not path.exists():
-        raise ValueError(f"there is no run {options.run_id!r} in {home()}: `ls {home()}` lists the runs")
-    return _run_pretrain(TrackedRun.read(path).config, run_id=options.run_id, as_json=options.json)
+        raise ValueError(f"there is no run {options.run!r} in {home()}: `ls {home()}` lists the runs")
+    return _run_pretrain(TrackedRun.read(path).config, run_id=options.run, as_json=options.json)
 
 
 def _run_pretrain(config: Any, *, run_id: str, as_json: bool) -> int:
-    _set_up_prefect()
-    from flows.pretrain import pretrain
     from tasks.report import outcome_rows
 
-    outcome = _run_flow(pretrain, config, run_id=run_id)
+    outcome = _run_flow("pretrain", config, run_id=run_id)
     if as_json:
         print(outcome.model_dump_json())
         return DONE
@@ -165,16 +159,23 @@ def _run_pretrain(config: Any, *, run_id: str, as_json: bool) -> int:
     return DONE
 
 
-def _run_flow(flow: Any, *arguments: Any, **named: Any) -> Any:
-    """Call a Prefect flow; its Cancelled state is our RunStopped."""
-    from prefect.exceptions import CancelledRun
+def _run_flow(name: str, *arguments: Any, **named: Any) -> Any:
+    """Call flows.NAME.NAME, imported while Prefect's server starts; its Cancelled state is our RunStopped."""
+    from flows.embedded import prefect_server
 
-    from tasks.launch import RunStopped
+    with prefect_server() as wait:
+        from prefect.exceptions import CancelledRun
 
-    try:
-        return flow(*arguments, **named)
-    except CancelledRun as stop:
-        raise RunStopped(str(stop)) from None
+        from tasks.launch import RunStopped
+        from tasks.track import connect
+
+        flow = getattr(importlib.import_module(f"flows.{name}"), name)
+        connect()
+        wait()
+        try:
+            return flow(*arguments, **named)
+        except CancelledRun as stop:
+            raise RunStopped(str(stop)) from None
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -205,11 +206,9 @@ def _doctor(options: argparse.Namespace) -> None:
 
 
 def _reproduce(options: argparse.Namespace) -> int:
-    _set_up_prefect()
-    from flows.reproduce import reproduce
     from tasks.reproduce import agreement_rows
 
-    agreement = _run_flow(reproduce, options.ref)
+    agreement = _run_flow("reproduce", options.run)
     if options.json:
         print(agreement.model_dump_json())
     else:
@@ -233,13 +232,13 @@ def _lineage(options: argparse.Namespace) -> None:
     from tasks.places import home, tracking_uri
     from tasks.registry import lineage
 
-    found = lineage(options.ref, tracking_uri=tracking_uri(), cache_dir=home() / "models")
+    found = lineage(options.model, tracking_uri=tracking_uri(), cache_dir=home() / "models")
     if options.json:
         print(json.dumps(found))
         return
     from tasks.track import flattened
 
-    _print_pairs(f"where {options.ref} comes from", [(key, str(value)) for key, value in flattened(found)])
+    _print_pairs(f"where {options.model} comes from", [(key, str(value)) for key, value in flattened(found)])
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -247,15 +246,16 @@ def _generate(options: argparse.Namespace) -> None:
     from tasks.places import home, tracking_uri
     from tasks.registry import resolve
 
-    model = resolve(options.ref, tracking_uri=tracking_uri(), cache_dir=home() / "models")
-    print(options.prompt, end="", flush=True)
-    for piece in TextGenerator(model.export_dir).stream(
+    model = resolve(options.model, tracking_uri=tracking_uri(), cache_dir=home() / "models")
+    pieces = TextGenerator(model.export_dir).stream(
         options.prompt,
         new_tokens=options.tokens,
         temperature=options.temperature,
         top_k=options.top_k,
         seed=options.seed,
-    ):
+    )
+    print(options.prompt, end="", flush=True)
+    for piece in pieces:
         print(piece, end="", flush=True)
     print()
 
@@ -265,7 +265,7 @@ def _serve(options: argparse.Namespace) -> None:
     from tasks.serve import serve
 
     serve(
-        options.ref,
+        options.model,
         host=options.host,
         port=options.port,
         tracking_uri=tracking_uri(),

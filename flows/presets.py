@@ -41,12 +41,12 @@ def load_config(preset: str, overrides: Sequence[str] = ()) -> RunConfig:
 def _read(preset: str) -> dict[str, Any]:
     path = Path(preset)
     if path.suffix in {".yaml", ".yml"}:
-        if not path.exists():
-            raise ValueError(f"{path} is not there: give a preset's name or the path of a YAML file")
         try:
             content = yaml.safe_load(path.read_text())
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not YAML: {error}") from None
+        except FileNotFoundError:
+            raise ValueError(f"{path} is not there: give a preset's name or the path of a YAML file") from None
+        except (OSError, UnicodeError, yaml.YAMLError) as error:
+            raise ValueError(f"{path} cannot be read as YAML: {error}") from None
         if not isinstance(content, dict):
             raise ValueError(f"{path} holds no mapping of sections: see the presets in prefect.yaml")
         return content
@@ -65,7 +65,19 @@ def _apply(content: dict[str, Any], override: str) -> None:
         content = content.setdefault(section, {})
         if not isinstance(content, dict):
             raise ValueError(f"{override!r}: {section} is a field, not a section")
-    content[field] = yaml.safe_load(value) if value else ""
+    try:
+        content[field] = _as_the_field_wants(key, value)
+    except yaml.YAMLError:
+        raise ValueError(f"{override!r}: the value is not YAML; quote it") from None
+
+
+def _as_the_field_wants(key: str, value: str) -> Any:
+    """YAML, but text stays text where a field takes nothing else: `name=2024` is a name."""
+    part: Any = RunConfig
+    for section in key.split("."):
+        found = part.model_fields.get(section) if hasattr(part, "model_fields") else None
+        part = found.annotation if found else None
+    return value if part is str else yaml.safe_load(value)
 
 
 def field_rows(part: type[BaseModel] = RunConfig, prefix: str = "") -> list[tuple[str, str]]:

@@ -21,13 +21,14 @@ from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.states import Crashed
 
+from flows.embedded import is_embedded
 from tasks import corpus, launch, planning, track
 from tasks import hardware as machines
 from tasks.generate import TextGenerator, check_prompts
 from tasks.places import command, home, run_folder, tracking_uri
 from tasks.progress import steps_shown
 from tasks.register import register_model
-from tasks.registry import resolve
+from tasks.registry import resolve, shown
 from tasks.report import Outcome, draw, outcome_rows
 from tasks.track import TrackedRun
 from training.config import RunConfig
@@ -80,14 +81,14 @@ def reconcile() -> None:
 def prefect_tags() -> dict[str, str]:
     """The way from the MLflow run to the Prefect run."""
     tags = {"prefect.flow_run_id": flow_run.id, "prefect.flow_run_name": flow_run.name}
-    if flow_run.ui_url:
+    if flow_run.ui_url and not is_embedded():
         tags["prefect.flow_run_url"] = flow_run.ui_url
     return {key: str(value) for key, value in tags.items() if value}
 
 
 def link(run: TrackedRun) -> None:
     """The way from the Prefect run to the MLflow run."""
-    uri = tracking_uri()
+    uri = shown(tracking_uri())
     where = (
         f"[MLflow run {run.run_id}]({uri}/#/experiments/{run.experiment_id}/runs/{run.mlflow_run_id})"
         if uri.startswith("http")
@@ -97,7 +98,7 @@ def link(run: TrackedRun) -> None:
 
 
 def open_mlflow() -> str:
-    uri = tracking_uri()
+    uri = shown(tracking_uri())
     return uri if uri.startswith("http") else f"{command('mlflow')} ui --backend-store-uri {uri}"
 
 

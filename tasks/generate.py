@@ -89,10 +89,11 @@ class TextGenerator:
         seed: int = 1337,
         stop_at_end: bool = True,
     ) -> Iterator[str]:
-        """Like `generate`, in pieces as they come, each of whole characters."""
-        if new_tokens < 0 or temperature < 0 or top_k < 0:
+        """Like `generate`, in pieces as they come, each of whole characters; it raises at the call, not later."""
+        if min(new_tokens, top_k, seed) < 0 or not temperature >= 0:  # so that NaN is refused too
             raise ValueError(
-                f"new_tokens = {new_tokens}, temperature = {temperature:g}, top_k = {top_k}: none may be below 0"
+                f"new_tokens = {new_tokens}, temperature = {temperature:g}, top_k = {top_k}, seed = {seed}: "
+                "none may be below 0"
             )
         # Every document was followed by the end token in training, so after it the model starts a new one.
         prompt_ids = encode_prompt(self.tokenizer, prompt) or [self.end_id]

@@ -63,8 +63,10 @@ def check_hardware(*, home: Path, ranks: int = 0, measure_again: bool = False) -
     """This host as an inventory, one device per rank: GPUs where there are any, else shares of the cores.
 
     `ranks` 0: one per visible GPU, or two on a host without (one if it has one core).
-    Raises ValueError for more ranks than GPUs, RuntimeError if the measurement fails.
+    Raises ValueError for ranks below 0 or more than GPUs, RuntimeError if the measurement fails.
     """
+    if ranks < 0:
+        raise ValueError(f"ranks = {ranks}: give 1 or more, or 0 for one per GPU ({DEFAULT_CPU_RANKS} without GPUs)")
     home.mkdir(parents=True, exist_ok=True)
     cores, memory_gib = usable_cores(), usable_memory_bytes() / GIB
     gpus = visible_gpus(driver_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -77,12 +79,14 @@ def check_hardware(*, home: Path, ranks: int = 0, measure_again: bool = False) -
     key = cache_key(cores=cores, gpus=gpus, ranks=ranks or len(gpus) or cpu_ranks)
     cached = None if measure_again else find_cached(home, key)
     if cached is None:
+        busy = is_busy()
         cached = CachedMeasurement(
             key=key,
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
             measured=measure_ranks(cores=cores, num_gpus=min(len(gpus), ranks or len(gpus)), cpu_ranks=cpu_ranks),
         )
-        keep_cached(home, cached)
+        if not busy:
+            keep_cached(home, cached)
     else:
         log.info("hardware: rates as measured at %s, from %s", cached.measured_at, home / "hardware.json")
     measured = cached.measured
@@ -167,9 +171,6 @@ def same_place(one: dict[str, str], other: dict[str, str]) -> bool:
 
 def measure_ranks(*, cores: int, num_gpus: int, cpu_ranks: int) -> Measured:
     """One rank per GPU; where torch turns out to see none of them, and on a host without, CPU ranks."""
-    busy = psutil.cpu_percent(interval=0.2)
-    if busy > BUSY_PERCENT:
-        log.warning("hardware: measuring while other programs keep the CPU %.0f%% busy: rates will be low", busy)
     start = time.perf_counter()
     ranks = num_gpus or cpu_ranks
     measured = run_measure(ranks, max(1, cores // ranks))
@@ -177,6 +178,19 @@ def measure_ranks(*, cores: int, num_gpus: int, cpu_ranks: int) -> Measured:
         measured = run_measure(cpu_ranks, max(1, cores // cpu_ranks))
     log.info("hardware: measured now (ranks: %d) in %.1f s", len(measured.devices), time.perf_counter() - start)
     return measured
+
+
+def is_busy() -> bool:
+    """Whether other programs would make the rates too low to be kept for later runs; says so."""
+    busy = psutil.cpu_percent(interval=0.2)
+    if busy <= BUSY_PERCENT:
+        return False
+    log.warning(
+        "hardware: measuring while other programs keep the CPU %.0f%% busy: rates will be low, so they are not kept "
+        "and the next run measures again",
+        busy,
+    )
+    return True
 
 
 def run_measure(ranks: int, threads: int, *, timeout_s: float = MEASURE_TIMEOUT_S) -> Measured:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
+import re
 import subprocess
 import sys
 import time
@@ -18,14 +18,15 @@ from pathlib import Path
 
 import psutil
 
-from tasks.places import is_alive, process_key, tracking_uri
+from tasks.places import local_process, process_key, tracking_uri
 from training.records import EvalReport, ExportedModel, Record, RunPlan, TrainResult
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
-STOP_GRACE_S = 120.0  # for the checkpoint; torchrun itself kills its ranks 30 s after SIGTERM
+STOP_GRACE_S = 120.0  # for the checkpoint
 LAST_LINES = 25
+RANK_WARNING = re.compile(r"[\d-]+ [\d:,]+ WARNING (.*)")  # as training/rank.py formats its log
 
 
 class RunStopped(Exception):
@@ -77,6 +78,7 @@ def run_program(
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     command = [sys.executable, *(torchrun if num_ranks > 1 else []), "-m", module, str(run_dir / "plan.json")]
     with log_path.open("ab") as log:
+        earlier = log.tell()
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=_environment(plan)
         )
@@ -92,8 +94,14 @@ def run_program(
     except BaseException:  # Ctrl-C, or the SIGTERM that Prefect turns into an exception
         _stop(process)
         raise RunStopped(f"interrupted: `shardline resume {plan.run_id}` goes on from the last checkpoint") from None
+    with log_path.open("rb") as log:
+        log.seek(earlier)
+        lines = log.read().decode(errors="replace").splitlines()
+    for line in lines:
+        if match := RANK_WARNING.match(line):
+            logger.warning("%s: %s", module, match[1])
     if process.returncode:
-        raise RuntimeError(_failure(module, process.returncode, log_path))
+        raise RuntimeError(_failure(module, process.returncode, lines, log_path))
 
 
 def _environment(plan: RunPlan) -> dict[str, str]:
@@ -112,33 +120,46 @@ def _environment(plan: RunPlan) -> dict[str, str]:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, time for a checkpoint, then SIGKILL to the whole session; a second Ctrl-C skips the wait."""
+    """SIGTERM, time for a checkpoint, then SIGKILL; a second Ctrl-C skips the wait."""
     logger.info("stopping: the ranks save a checkpoint and leave (Ctrl-C again kills them)")
-    process.send_signal(signal.SIGTERM)
     try:
-        process.wait(STOP_GRACE_S)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        os.killpg(process.pid, signal.SIGKILL)
+        _end(psutil.Process(process.pid))
+    except psutil.NoSuchProcess:
+        pass
+    finally:
         process.wait()
+
+
+def _end(launcher: psutil.Process) -> None:
+    """Stop a launcher and its ranks in order, however long their checkpoint takes within STOP_GRACE_S.
+
+    The ranks are told directly: torchrun would kill them 30 s after it was told, and as each is in a session of
+    its own, no process group reaches them all.
+    """
+    ranks = launcher.children(recursive=True)
+    family = [launcher, *ranks]
+    try:
+        for rank in ranks or [launcher]:
+            rank.terminate()
+        _, alive = psutil.wait_procs(family, timeout=STOP_GRACE_S)
+    except KeyboardInterrupt:
+        alive = family
+    for member in alive:
+        if member.is_running():
+            member.kill()
+    psutil.wait_procs(alive)
 
 
 def end_earlier_gang(run_dir: Path) -> None:
     """No two gangs on one run: ranks that outlived their launcher are told to stop, then made to."""
     path = run_dir / "gang.json"
-    if not path.exists() or not is_alive(key := Gang.read(path).launcher):
-        return
-    process = psutil.Process(int(key.split("/")[1]))
-    logger.warning("ranks of an earlier start of this run are still alive (pid %d): stopping them first", process.pid)
-    family = [process, *process.children(recursive=True)]
-    process.terminate()
-    _, alive = psutil.wait_procs(family, timeout=STOP_GRACE_S)
-    for member in alive:
-        member.kill()
-    psutil.wait_procs(alive)
+    launcher = local_process(Gang.read(path).launcher) if path.exists() else None
+    if launcher is not None:
+        logger.warning("ranks of an earlier start are still alive (pid %d): stopping them first", launcher.pid)
+        _end(launcher)
 
 
-def _failure(module: str, code: int, log_path: Path) -> str:
-    lines = log_path.read_text(errors="replace").splitlines()
+def _failure(module: str, code: int, lines: list[str], log_path: Path) -> str:
     causes = [line for line in lines if "Error:" in line or "NonFiniteLoss:" in line]
     cause = next((line for line in causes if "ChildFailedError" not in line), f"exit code {code}")
     tail = "\n".join(lines[-LAST_LINES:])
@@ -146,18 +167,19 @@ def _failure(module: str, code: int, log_path: Path) -> str:
 
 
 class NewRows:
-    """Rows of metrics.jsonl that were not there at the last look, or are new since a resume rewrote the file."""
+    """Rows of metrics.jsonl as they come. A resume replaces the file by a shorter one: then all of it is new."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.offset = path, path.stat().st_size if path.exists() else 0
+        self.path = path
+        self.inode, self.offset = (path.stat().st_ino, path.stat().st_size) if path.exists() else (0, 0)
 
     def read(self) -> list[dict[str, float]]:
         if not self.path.exists():
             return []
-        size = self.path.stat().st_size
-        if size < self.offset:
-            self.offset = size
         with self.path.open("rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if inode != self.inode:
+                self.inode, self.offset = inode, 0
             file.seek(self.offset)
             lines = [line for line in file if line.endswith(b"\n")]
         self.offset += sum(map(len, lines))

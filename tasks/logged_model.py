@@ -64,19 +64,38 @@ def _save_pyfunc(folder: Path, *, model: LoggedModel, run_dir: Path, shards_dir:
     for name in RECORDS:
         shutil.copy(run_dir / name, records / name)
     shutil.copy(shards_dir / "manifest.json", records / "manifest.json")
+    # MLflow copies what it is given, and weights may be many GB: it gets the record, the other files are linked.
+    export, stub = run_dir / "export", folder.with_name("export")
+    stub.mkdir()
+    shutil.copy(export / "export.json", stub)
+    saved = mlflow.models.Model(run_id=model.source_run_id, model_id=model.model_id)
     mlflow.pyfunc.save_model(
         folder,
         python_model=HERE / "pyfunc_model.py",
         artifacts={
-            "export": str(run_dir / "export"),
+            "export": str(stub),
             "records": str(records),
             "generator": str(HERE / "generate.py"),
         },
         signature=_signature(),
         input_example=(pd.DataFrame({"prompt": ["def "]}), {"new_tokens": 32, "seed": 1}),
         pip_requirements=[f"{name}=={importlib.metadata.version(name)}" for name in REQUIREMENTS],
-        mlflow_model=mlflow.models.Model(run_id=model.source_run_id, model_id=model.model_id),
+        mlflow_model=saved,
     )
+    assert saved.model_size_bytes is not None, "MLflow wrote the size of what it was given"
+    for path in export.iterdir():
+        if path.name != "export.json":
+            link_or_copy(path, folder / "artifacts" / "export" / path.name)
+            saved.model_size_bytes += path.stat().st_size
+    saved.save(folder / "MLmodel")
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """A second name for the same bytes; a copy where the file system has no hard links, or `target` is on another."""
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copy(source, target)
 
 
 def _signature() -> Any:

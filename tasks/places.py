@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -14,7 +17,12 @@ import psutil
 def home() -> Path:
     """SHARDLINE_HOME, by default ./runs; made if it is not there."""
     path = Path(os.environ.get("SHARDLINE_HOME") or "runs").resolve()
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"SHARDLINE_HOME = {path} cannot be made ({error.strerror}): set it to a folder of yours"
+        ) from None
     return path
 
 
@@ -51,7 +59,33 @@ def process_key(pid: int) -> str:
         return ""
 
 
-def is_alive(key: str) -> bool:
-    """Whether the process that `process_key` named still runs; one of another host counts as alive."""
-    host, pid, _ = key.split("/")
-    return host != socket.gethostname() or process_key(int(pid)) == key
+def local_process(key: str) -> psutil.Process | None:
+    """The process that `process_key` named, if it still runs and is of this host; never another one with its pid."""
+    pid = int(key.split("/")[1]) if key else 0
+    return psutil.Process(pid) if key and process_key(pid) == key else None
+
+
+@contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Hold runs/ID for this process. The lock is the kernel's: it goes with the process, however that ends.
+
+    Raises AlreadyOwned, naming who holds it, if another process does.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            raise AlreadyOwned(
+                f"run {folder.name} is being worked on by {lock.read().strip() or 'another process'}: "
+                "wait until it is done, or stop it first"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        yield
+
+
+class AlreadyOwned(ValueError):
+    """Another process works on the run."""

@@ -38,7 +38,13 @@ def write_plan(plan: RunPlan, run_dir: Path) -> RunPlan:
     path = run_dir / "plan.json"
     if path.exists():
         logger.info("going on with the plan in %s", path)
-        return RunPlan.read(path)
+        kept = RunPlan.read(path)
+        if kept.shards_fingerprint != plan.shards_fingerprint:
+            raise ValueError(
+                f"the corpus has changed since {path.parent.name} was planned (tokens {plan.shards_fingerprint[:12]}, "
+                f"planned with {kept.shards_fingerprint[:12]}): restore the files, or start a new run"
+            )
+        return kept
     plan.write(path)
     for reason in plan.reasons:
         logger.info("plan: %s", reason)

@@ -44,12 +44,27 @@ class Piece:
 
 
 def read_pieces(sources: list[Source], data: DataConfig, skipped: Skipped) -> Iterator[Piece]:
-    """All documents in order; empty ones are left out. What cannot be read goes to `skipped`, which may raise."""
+    """All documents in order; empty ones are left out. What cannot be read goes to `skipped`, which may raise.
+
+    Raises ValueError for a source that fails after its first document: half of it is no document to skip.
+    """
     for source in sources:
+        documents, place = 0, ""
         try:
-            yield from _read(source, data, skipped)
+            for piece in _read(source, data, skipped):
+                place = piece.name
+                yield piece
+                documents += piece.last
         except OSError as error:
-            skipped.refuse(source.name, f"cannot be read ({error.strerror or error})")
+            reason = error.strerror or error
+            if not place and source.format != "hub":  # a hub set is the whole corpus: skipped, nothing would be left
+                skipped.refuse(source.name, f"cannot be read ({reason})")
+                continue
+            reached = f"after {documents:,} documents, the last from {place}" if place else "at its start"
+            raise ValueError(
+                f"{source.name}: reading stopped {reached} ({reason}); half a source is never taken for all of it, "
+                "whatever data.on_error: mend or remove it, or, if its disk or network failed, run again"
+            ) from error
 
 
 def _read(source: Source, data: DataConfig, skipped: Skipped) -> Iterator[Piece]:
@@ -174,7 +189,7 @@ def _parquet(source: Source, column: str, skipped: Skipped) -> Iterator[Piece]:
         rows = datasets.load_dataset("parquet", data_files=pattern, split="train", streaming=True)
         yield from _rows(rows, source.name, column, skipped)
     except pyarrow.ArrowException as error:
-        skipped.refuse(source.name, f"not a whole parquet file ({error})")
+        raise OSError(f"not a whole parquet file: {error}") from error
 
 
 def _hub(source: Source, data: DataConfig, skipped: Skipped) -> Iterator[Piece]:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_JUDGEMENTS = 10
+
 
 @dataclass(frozen=True)
 class FinishedRun:
@@ -96,19 +98,24 @@ def promote(name: str, *, version: int | None = None, force: bool = False, track
 
 
 def _judge(client: MlflowClient, version: ModelVersion, *, force: bool) -> RegisteredModel:
-    """Gate, then aliases, then the verdict's tag: a run that dies in between is judged again by the next one."""
+    """Gate, then aliases, then the verdict's tag: a run that dies in between is judged again by the next one.
+
+    Another run may take the champion's place while this one is judged: then it is judged again, against that one.
+    Raises RuntimeError if that happens MAX_JUDGEMENTS times in a row.
+    """
     name, number = version.name, int(version.version)
     aliases = aliases_of(client, name)
-    reigning = aliases.get(CHAMPION)
-    if reigning == number:
-        passed, text = True, version.tags.get(f"{TAG}verdict", "passed: it is the champion already")
-    elif force:
-        passed, text = True, "forced: " + (f"took the place of {name}/{reigning}" if reigning else "no champion yet")
+    for _ in range(MAX_JUDGEMENTS):
+        reigning = aliases.get(CHAMPION)
+        passed, text = _verdict(client, version, reigning=reigning, force=force)
+        aliases = aliases_of(client, name)
+        if aliases.get(CHAMPION) == reigning:
+            break
     else:
-        champion = candidate(client.get_model_version(name, str(reigning))) if reigning else None
-        min_improvement = float(version.tags.get(f"{TAG}min_improvement", 0.0))
-        verdict: Verdict = gate(candidate(version), champion, min_improvement=min_improvement)
-        passed, text = verdict.passed, verdict.text
+        raise RuntimeError(
+            f"{name}'s champion changed {MAX_JUDGEMENTS} times while {name}/{number} was judged: "
+            f"`shardline promote {name} --version {number}` judges it again"
+        )
     if passed:
         client.set_registered_model_alias(name, CHAMPION, str(number))
         if aliases.get(CHALLENGER) == number:
@@ -116,6 +123,19 @@ def _judge(client: MlflowClient, version: ModelVersion, *, force: bool) -> Regis
     client.set_model_version_tag(name, str(number), f"{TAG}verdict", text)
     logger.info("%s/%d %s", name, number, text)
     return _record(client, name, number, verdict=text)
+
+
+def _verdict(client: MlflowClient, version: ModelVersion, *, reigning: int | None, force: bool) -> tuple[bool, str]:
+    """Whether `version` may be champion in the place of version `reigning`, and why."""
+    name = version.name
+    if reigning == int(version.version):
+        return True, version.tags.get(f"{TAG}verdict", "passed: it is the champion already")
+    if force:
+        return True, "forced: " + (f"took the place of {name}/{reigning}" if reigning else "no champion yet")
+    champion = candidate(client.get_model_version(name, str(reigning))) if reigning else None
+    min_improvement = float(version.tags.get(f"{TAG}min_improvement", 0.0))
+    verdict: Verdict = gate(candidate(version), champion, min_improvement=min_improvement)
+    return verdict.passed, verdict.text
 
 
 def candidate(version: ModelVersion) -> Candidate:

@@ -37,16 +37,59 @@ class ResolvedModel:
     tags: dict[str, str]
 
 
+# MLflow's own are minutes of silence. So a request waits 0, 2 and 4 s, each with up to 1 s of jitter, for a server
+# that restarts. What is set already, as by the user, stays.
+CLIENT_ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",  # three bars per registration
+}
+# urllib3 tells of every retry; the error at the end says it once.
+LOG_LEVELS = {"mlflow": logging.WARNING, "alembic": logging.WARNING, "urllib3.connectionpool": logging.ERROR}
+
+
 def registry_client(tracking_uri: str) -> MlflowClient:
-    """One store for tracking and registry; making one takes about a second, so keep it."""
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # three bars per registration
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # the default is minutes of silence
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    """One store for tracking and registry, that answers; a process's first takes about a second.
+
+    Raises RuntimeError, without the URI's credentials, if it does not answer.
+    """
+    for name, value in CLIENT_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     from mlflow.tracking import MlflowClient
 
-    for name in ("mlflow", "alembic"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    return MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+    for name, level in LOG_LEVELS.items():
+        logging.getLogger(name).setLevel(level)
+    try:
+        client = MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+        client.search_experiments(max_results=1)
+    except Exception as error:
+        why = without_credentials(str(error), uri=tracking_uri)
+        raise RuntimeError(
+            f"MLflow at {shown(tracking_uri)} does not answer ({why}): start it, or unset MLFLOW_TRACKING_URI"
+        ) from None  # the cause's text has the credentials, and a traceback would print it
+    return client
+
+
+def shown(uri: str) -> str:
+    """`uri` as it may be printed: with *** for user:password."""
+    credentials = _credentials(uri)
+    return uri.replace(f"{credentials}@", "***@", 1) if credentials else uri
+
+
+def without_credentials(text: str, *, uri: str) -> str:
+    """`text`, such as an error's, with *** wherever it quotes the credentials of `uri`, encoded or not."""
+    credentials = _credentials(uri)
+    password = credentials.partition(":")[2]
+    for secret in (credentials, unquote(credentials), password, unquote(password)):
+        text = text.replace(secret, "***") if secret else text
+    return text
+
+
+def _credentials(uri: str) -> str:
+    """user:password of scheme://user:password@host; empty without, as in a path like sqlite:////home/me@work/db."""
+    rest = uri.partition("://")[2]
+    return "" if rest.startswith("/") else rest.rpartition("@")[0]
 
 
 def parse_ref(ref: str) -> tuple[str, str | int]:

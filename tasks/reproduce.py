@@ -37,10 +37,7 @@ class Agreement(Record):
     max_difference: float
     original_commit: str
     repeated_commit: str
-
-    @property
-    def agrees(self) -> bool:
-        return self.compared > 0 and self.max_difference <= TOLERANCE
+    agrees: bool
 
 
 def find_original(ref: str) -> Original:
@@ -100,7 +97,7 @@ def require_same_data(original: Original, shards: TokenShards) -> None:
         raise ValueError(
             f"the corpus {original.config.data.path} is not what it was: its tokens have fingerprint "
             f"{shards.fingerprint[:12]}, run {original.run_id} had {original.plan.shards_fingerprint[:12]}: "
-            "restore the files; dataset.json of the MLflow run lists their hashes"
+            "restore the files (dataset.json of the MLflow run lists their hashes), or name the hub's data.hub_revision"
         )
 
 
@@ -108,13 +105,15 @@ def compare(original: Original, *, run_dir: Path, commit: str) -> Agreement:
     """Every loss that both logged, by step."""
     repeated = {row["step"]: row["loss"] for row in read_rows(run_dir / "metrics.jsonl") if "loss" in row}
     steps = original.losses.keys() & repeated.keys()
+    difference = max((abs(original.losses[step] - repeated[step]) for step in steps), default=float("inf"))
     return Agreement(
         original=original.run_id,
         repeated=run_dir.name,
         compared=len(steps),
-        max_difference=max((abs(original.losses[step] - repeated[step]) for step in steps), default=float("inf")),
+        max_difference=difference,
         original_commit=original.git_commit,
         repeated_commit=commit,
+        agrees=difference <= TOLERANCE,
     )
 
 

@@ -27,7 +27,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from tasks.generate import TextGenerator
-from tasks.registry import find_version, parse_ref, registry_client, resolve
+from tasks.registry import find_version, parse_ref, registry_client, resolve, without_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -80,16 +80,17 @@ class Follower:
 
     async def follow(self, *, poll_s: float) -> None:
         """Refresh until cancelled. Whatever goes wrong meanwhile, the loaded version goes on being served."""
-        complaint = ""
+        complaint: type[Exception] | None = None
         while isinstance(parse_ref(self.ref)[1], str):
             await asyncio.sleep(poll_s)
             try:
                 await asyncio.to_thread(self.refresh)
-                complaint = ""
+                complaint = None
             except Exception as error:
-                if str(error) != complaint:  # said once, not every poll
-                    complaint = str(error)
-                    logger.warning("version %d goes on: cannot follow %s: %s", self.served.version, self.ref, error)
+                if type(error) is not complaint:  # said once, not every poll, though its text may name new addresses
+                    complaint = type(error)
+                    why = without_credentials(str(error), uri=self.tracking_uri)
+                    logger.warning("version %d goes on: cannot follow %s: %s", self.served.version, self.ref, why)
 
 
 def serve(
@@ -103,8 +104,11 @@ def serve(
 ) -> None:
     """Serve NAME@alias, NAME/3 or NAME (its champion) until SIGTERM or Ctrl-C; `port` 0 takes any free one.
 
-    Raises ValueError if there is no such version or if the address cannot be used, KeyboardInterrupt after Ctrl-C.
+    Raises ValueError if there is no such version or if the address cannot be used, RuntimeError if MLflow does not
+    answer at the start, KeyboardInterrupt after Ctrl-C.
     """
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port = {port}: choose one from 1 to 65535, or 0 for any that is free, with --port")
     listener = _listen(host, port)
     with listener:
         follower = Follower(ref, tracking_uri=tracking_uri, cache_dir=cache_dir)

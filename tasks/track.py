@@ -17,7 +17,17 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from tasks.launch import RunStopped
-from tasks.places import embedded_artifacts, is_alive, process_key, run_folder, tracking_uri
+from tasks.places import (
+    AlreadyOwned,
+    embedded_artifacts,
+    home,
+    local_process,
+    owned,
+    process_key,
+    run_folder,
+    tracking_uri,
+)
+from tasks.registry import registry_client
 from training.config import RunConfig
 from training.metrics import send_rows
 from training.records import Inventory, Record, RunPlan, TokenShards, sha256_config
@@ -27,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OWNER, RUN_ID = "shardline.owner", "shardline.run_id"
+RUN_ID = "shardline.run_id"
 PARAMS_PER_REQUEST = 100
 
 
@@ -45,39 +55,30 @@ class TrackedRun(Record):
 
 
 def connect() -> MlflowClient:
-    """A client whose store answers. Raises RuntimeError within seconds if it does not, not after MLflow's minutes."""
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    """A client of the store that this process uses. Raises RuntimeError within seconds if it does not answer."""
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    from mlflow import MlflowClient
-
-    uri = tracking_uri()
-    client = MlflowClient(uri)
-    try:
-        client.search_experiments(max_results=1)
-    except Exception as error:
-        raise RuntimeError(
-            f"MLflow at {_without_password(uri)} does not answer ({error}): start it, or unset MLFLOW_TRACKING_URI"
-        ) from error
-    return client
-
-
-def _without_password(uri: str) -> str:
-    scheme, found, rest = uri.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}" if found else uri
+    return registry_client(tracking_uri())
 
 
 @contextmanager
 def tracked(config: RunConfig, *, run_id: str, tags: Mapping[str, str]) -> Iterator[TrackedRun]:
     """Open the MLflow run of `run_id` (the same one if it was opened before) and close it with the true status."""
     client = connect()
-    run = _opened(client, config, run_id=run_id)
-    _claim(run.folder)
-    for key, value in {**tags, OWNER: process_key(os.getpid())}.items():
-        client.set_tag(run.mlflow_run_id, key, value)
+    with owned(run_folder(run_id)):
+        run = _opened(client, config, run_id=run_id)
+        with _closed(client, run):
+            _claim(run.folder)
+            for key, value in tags.items():
+                client.set_tag(run.mlflow_run_id, key, value)
+            yield run
+
+
+@contextmanager
+def _closed(client: MlflowClient, run: TrackedRun) -> Iterator[None]:
+    """Whatever happens inside, the MLflow run gets the status that is true of it."""
     status, why = "FAILED", ""
     try:
-        yield run
+        yield
         status = "FINISHED"
     except RunStopped as stop:
         status, why = "KILLED", str(stop)
@@ -222,23 +223,32 @@ class LostRun(Record):
 
 
 def reconcile() -> list[LostRun]:
-    """Close the runs that say RUNNING though their owner is gone, and end what the owner left behind."""
+    """Close the runs that say RUNNING though nobody works on them, and end what their owner left behind.
+
+    Only runs of this SHARDLINE_HOME: of others nobody here can tell whether they live.
+    """
     client = connect()
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     lost = []
     for run in client.search_runs(experiments, "attributes.status = 'RUNNING'") if experiments else []:
-        owner, run_id = run.data.tags.get(OWNER, ""), run.data.tags.get(RUN_ID, "")
-        if not owner or is_alive(owner):
+        run_id = run.data.tags.get(RUN_ID, "")
+        if not run_id or not (home() / run_id).is_dir():
             continue
-        _end_orphans(run_folder(run_id))
-        _send_rest(run_folder(run_id), run.info.run_id)
-        client.set_tag(run.info.run_id, "shardline.ended_by", f"its process ({owner}) was killed")
-        client.set_terminated(run.info.run_id, "KILLED")
-        logger.warning(
-            "run %s was killed without a word: now marked KILLED; `shardline resume %s` goes on", run_id, run_id
-        )
+        try:
+            with owned(run_folder(run_id)):
+                _close_lost(client, run_id, run.info.run_id)
+        except AlreadyOwned:
+            continue
         lost.append(LostRun(run_id=run_id, prefect_flow_run_id=run.data.tags.get("prefect.flow_run_id", "")))
     return lost
+
+
+def _close_lost(client: MlflowClient, run_id: str, mlflow_run_id: str) -> None:
+    _end_orphans(run_folder(run_id))
+    _send_rest(run_folder(run_id), mlflow_run_id)
+    client.set_tag(mlflow_run_id, "shardline.ended_by", "its process was killed")
+    client.set_terminated(mlflow_run_id, "KILLED")
+    logger.warning("run %s was killed without a word: now marked KILLED; `shardline resume %s` goes on", run_id, run_id)
 
 
 class Owner(Record):
@@ -258,5 +268,5 @@ def _end_orphans(folder: Path) -> None:
     if not (folder / "owner.json").exists():
         return
     for key in Owner.read(folder / "owner.json").children:
-        if key and is_alive(key):
-            psutil.Process(int(key.split("/")[1])).terminate()
+        if orphan := local_process(key):
+            orphan.terminate()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 
 from training.config import RunConfig
+from training.metrics import read_rows
 from training.plan import make_plan
 from training.records import Device, Host, Inventory, RunPlan, TokenShards
 from training.shards import write_shard
@@ -144,5 +144,4 @@ def rank_env() -> dict[str, str]:
 
 def losses(plan_path: Path) -> dict[int, float]:
     """Step -> training loss, as logged."""
-    rows = map(json.loads, (plan_path.parent / "metrics.jsonl").read_text().splitlines())
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+    return {row["step"]: row["loss"] for row in read_rows(plan_path.parent / "metrics.jsonl") if "loss" in row}

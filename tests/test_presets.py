@@ -47,6 +47,18 @@ def test_overrides_reach_their_field() -> None:
     assert (config.train.steps, config.data.path, config.evaluation.prompts) == (7, "my_texts", ("a", "b"))
 
 
+def test_a_name_made_of_digits_is_a_name() -> None:
+    assert load_config("quickstart", ["name=2024", "data.path=1"]).name == "2024"
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "folder.yaml").mkdir()
+    (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9\n")
+    for name in ("folder.yaml", "latin.yaml"):
+        with pytest.raises(ValueError, match=f"{name} cannot be read as YAML"):
+            load_config(str(tmp_path / name))
+
+
 def test_a_yaml_file_is_a_preset_too(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("name: mine\ntrain: {steps: 3}\n")
@@ -60,6 +72,7 @@ def test_a_yaml_file_is_a_preset_too(tmp_path: Path) -> None:
         ("missing.yaml", [], "missing.yaml is not there"),
         ("quickstart", ["train.steps=0"], "train.steps = 0: Input should be greater than or equal to 1"),
         ("quickstart", ["train.stpes=5"], "train.stpes is no field of the config"),
+        ("quickstart", ["train.steps={a"], "the value is not YAML"),
         ("quickstart", ["steps"], "write section.field=value"),
         ("quickstart", ["name.x=1"], "name is a field, not a section"),
         ("quickstart", ["parallel.strategy=magic"], "Input should be 'single', 'ddp'"),

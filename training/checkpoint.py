@@ -105,12 +105,22 @@ def _folders(run_dir: Path) -> list[Path]:
 
 
 def newest_whole(run_dir: Path) -> Path | None:
-    """The newest checkpoint whose files have the hashes of its manifest; says which ones it passed over, and why."""
-    for folder in reversed(_folders(run_dir)):
+    """The newest checkpoint whose files have the hashes of its manifest; says which ones it passed over, and why.
+
+    None if there is no checkpoint. Raises RuntimeError if there are some, and none is whole: to begin anew then
+    would throw the run away without a word.
+    """
+    folders = _folders(run_dir)
+    for folder in reversed(folders):
         fault = damage(folder)
         if fault is None:
             return folder
-        logger.warning("checkpoint %s is not whole (%s): using the one before it", folder, fault)
+        logger.warning("checkpoint %s is not whole (%s): looking at the one before it", folder, fault)
+    if folders:
+        raise RuntimeError(
+            f"none of the {len(folders)} checkpoints in {folders[0].parent} is whole: "
+            "restore one, or delete the folder to begin at step 0"
+        )
     return None
 
 

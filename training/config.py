@@ -194,6 +194,11 @@ class RunConfig(Part):
             raise ValueError(
                 f"model.heads = {model.heads} is not divisible by model.kv_heads = {kv_heads}: change one of them"
             )
+        if model.path and model.architecture != "path" and model.init == "random":
+            raise ValueError(
+                f"model.path = {model.path!r} would not be used: set model.init=pretrained for its weights, "
+                "or model.architecture=path for its shape"
+            )
         if (model.architecture == "path" or model.init == "pretrained") and not model.path:
             raise ValueError("model.path is empty: set it to a Hugging Face model's folder or hub name")
         if self.data.tokenizer.kind == "pretrained" and not self.data.tokenizer.path:

@@ -1,8 +1,8 @@
 """Metrics: a row of runs/ID/metrics.jsonl first, MLflow from a background thread.
 
-The loop only appends a line. The thread sends whatever lies beyond an offset that it keeps beside the file,
-so an MLflow outage or a kill costs nothing: the next start, or the flow at the end, sends the rest. A row
-sent twice is one row in MLflow, which drops identical ones.
+The loop only appends a line. The thread sends whatever lies beyond a place that it keeps beside the file,
+so an MLflow outage or a kill costs nothing: the next start, or the flow at the end, sends the rest. A row that
+was sent just before a kill may be sent twice; MLflow drops identical ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from training.records import write_atomically
+from training.records import Record, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -59,16 +59,22 @@ class MetricsLog:
                 logger.warning("MLflow did not take metrics (%s); they are kept in %s", error, self.path)
 
 
+class Sent(Record):
+    """metrics.sent.json: how far the file was sent, and which metrics of rows to come MLflow has already."""
+
+    offset: int = 0
+    known: tuple[tuple[int, str], ...] = ()  # step, key
+
+
 def send_rows(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> int:
-    """Send the rows beyond the offset file; returns how many. Raises what MLflow raises, having kept its place."""
+    """Send the rows beyond what was sent; returns how many. Raises what MLflow raises, having kept its place."""
     from mlflow import MlflowClient
     from mlflow.entities import Metric
 
-    offset_path = path.with_suffix(".offset")
-    offset = int(offset_path.read_text()) if offset_path.exists() else 0
-    client, sent = MlflowClient(tracking_uri), 0
+    sent, client, count = read_sent(path), MlflowClient(tracking_uri), 0
+    known = set(sent.known)
     with path.open("rb") as file:
-        file.seek(offset)
+        file.seek(sent.offset)
         lines = [line for line in file if line.endswith(b"\n")]
     for start in range(0, len(lines), ROWS_PER_REQUEST):
         chunk = lines[start : start + ROWS_PER_REQUEST]
@@ -76,13 +82,22 @@ def send_rows(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> int:
             Metric(key, float(value), row["time_ms"], row["step"])
             for row in map(json.loads, chunk)
             for key, value in row.items()
-            if key not in NOT_METRICS
+            if key not in NOT_METRICS and (row["step"], key) not in known
         ]
-        client.log_batch(mlflow_run_id, metrics=metrics)
-        offset += sum(map(len, chunk))
-        sent += len(chunk)
-        write_atomically(offset_path, str(offset))
-    return sent
+        if metrics:
+            client.log_batch(mlflow_run_id, metrics=metrics)
+        sent = sent.model_copy(update={"offset": sent.offset + sum(map(len, chunk))})
+        count += len(chunk)
+        sent.write(_sent_path(path))
+    return count
+
+
+def _sent_path(path: Path) -> Path:
+    return path.with_suffix(".sent.json")
+
+
+def read_sent(path: Path) -> Sent:
+    return Sent.read(_sent_path(path)) if _sent_path(path).exists() else Sent()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -93,13 +108,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Drop rows beyond `step`: a resumed run writes them again. The offset moves back with the file's end."""
+    """Drop rows beyond `step`, which a resumed run writes again; those that MLflow has are not sent a second time."""
     if not path.exists():
         return
-    kept = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-    kept = [line for line in kept if json.loads(line)["step"] <= step]
-    content = b"".join(kept)
-    write_atomically(path, content)
-    offset_path = path.with_suffix(".offset")
-    if offset_path.exists():
-        write_atomically(offset_path, str(min(int(offset_path.read_text()), len(content))))
+    content, sent = path.read_bytes(), read_sent(path)
+    lines = [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
+    kept = b"".join(line for line in lines if json.loads(line)["step"] <= step)
+    rows = map(json.loads, content[: sent.offset].splitlines())
+    again = {(row["step"], key) for row in rows if row["step"] > step for key in row if key not in NOT_METRICS}
+    Sent(offset=min(sent.offset, len(kept)), known=tuple(sorted({*sent.known, *again}))).write(_sent_path(path))
+    write_atomically(path, kept)

@@ -64,7 +64,8 @@ def hf_config(plan: RunPlan) -> Any:
 
     model, shape = plan.config.model, plan.shape
     if model.architecture == "path":
-        return AutoConfig.from_pretrained(model.path, vocab_size=plan.vocab_size)
+        ends = {"bos_token_id": plan.end_id, "eos_token_id": plan.end_id, "pad_token_id": plan.end_id}
+        return AutoConfig.from_pretrained(model.path, vocab_size=plan.vocab_size, **ends)
     common = {
         "vocab_size": plan.vocab_size,
         "bos_token_id": plan.end_id,

@@ -54,8 +54,9 @@ def _figures(result: TrainResult, *, parity: ParityReport, evaluation: EvalRepor
         rows += [
             ("validation loss", f"{evaluation.loss:.4f} nats per token, {evaluation.tokens:,} held-out tokens"),
             ("perplexity", f"{evaluation.perplexity:.2f}"),
-            ("bits per byte", f"{evaluation.bits_per_byte:.4f}"),
         ]
+        if evaluation.bits_per_byte is not None:  # masked models predict gaps, not the text: they have none
+            rows.append(("bits per byte", f"{evaluation.bits_per_byte:.4f}"))
     rows += [
         ("ONNX against torch", f"logits within {parity.max_logit_difference:.1e}"),
         ("same likeliest token", f"{100 * parity.argmax_agreement:.2f}% of {parity.positions:,} positions"),

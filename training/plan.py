@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from training.config import RunConfig
 from training.records import Device, Host, Inventory, ModelShape, Prediction, RunPlan, TokenShards
-from training.shape import flops_per_token, model_shape, vocab_size
+from training.shape import ASSUMED_VOCAB, flops_per_token, model_shape, vocab_size
 
 GIB = 2**30
 BF16_GAIN_ON_CPU = 1.3  # below this bf16 is emulated or memory-bound, and fp32 costs nothing in accuracy
@@ -37,8 +37,13 @@ def make_plan(
     Raises ValueError, naming the numbers and the cure, for what cannot work.
     """
     reasons: list[str] = []
+    if shards is None and not (config.data.tokenizer.vocab_size or config.data.tokenizer.kind == "bpe"):
+        assumed = ASSUMED_VOCAB[config.data.tokenizer.kind]
+        reasons.append(f"vocabulary {assumed:,}: assumed, the corpus is not tokenized yet")
     shape = model_shape(config, vocab_size=vocab_size(config, shards, hf_config), hf_config=hf_config)
     _check_shards(config, shards)
+    if (warmup := config.train.warmup_steps) >= config.train.steps:
+        reasons.append(f"learning rate: {config.train.steps} steps end within the {warmup} of warm-up, below the peak")
     precision, why = _precision(config, inventory)
     reasons.append(f"precision {precision}: {why}")
     ranks_per_host, why = _ranks(config, inventory)
@@ -232,11 +237,14 @@ def _predict(
 
 
 def _check_disk(config: RunConfig, checkpoint_gib: float, host: Host) -> None:
-    """One checkpoint more than kept (the new one is whole before the old one goes), and 2 x weights to export."""
-    needed = checkpoint_gib * (config.checkpoint.keep_last + 1 + 2 / 3)
+    """One checkpoint more than kept (the new one is whole before the old one goes); a checkpoint is 3 x the weights.
+
+    The export (Hugging Face and ONNX) and its registered copy are 2 x the weights each.
+    """
+    needed = checkpoint_gib * (config.checkpoint.keep_last + 1 + 4 / 3)
     if needed > host.disk_free_gib:
         raise ValueError(
-            f"{config.checkpoint.keep_last} + 1 checkpoints of {checkpoint_gib:.2f} GiB and the export need "
+            f"{config.checkpoint.keep_last} + 1 checkpoints of {checkpoint_gib:.2f} GiB and the registered export need "
             f"{needed:.1f} GiB, {host.name} has {host.disk_free_gib:.1f} GiB free: free some, lower "
             "checkpoint.keep_last, or set SHARDLINE_HOME to a larger disk"
         )

@@ -8,6 +8,7 @@ from typing import Any
 from training.config import ModelConfig, RunConfig
 from training.records import ModelShape, TokenShards
 
+ASSUMED_VOCAB = {"bytes": 257, "characters": 128, "pretrained": 50_257}  # in a dry run, until the corpus is tokenized
 MASKED_TYPES = {"bert", "roberta", "distilbert", "electra", "albert", "deberta-v2", "modernbert", "camembert"}
 
 
@@ -113,6 +114,4 @@ def vocab_size(config: RunConfig, shards: TokenShards | None, hf_config: Mapping
                 f"data.tokenizer.kind=pretrained data.tokenizer.path={config.model.path}"
             )
         return theirs
-    if not shards and tokenizer.kind == "bytes":
-        return 258
-    return ours or 50_304  # a pretrained tokenizer of unknown size, in a dry run only
+    return ours or ASSUMED_VOCAB[tokenizer.kind]

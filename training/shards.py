@@ -18,6 +18,7 @@ import functools
 import hashlib
 import io
 import itertools
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
@@ -78,11 +79,9 @@ def finished_shards(folder: Path, index: int) -> tuple[Shard, ...] | None:
         return None
     try:
         shards = _MARKER.validate_json(marker.read_bytes())
-        for shard in shards:
-            _check_hash(folder, shard)
-    except ValueError:
+    except ValidationError:
         return None
-    return shards
+    return None if any(_damage(folder, shard) for shard in shards) else shards
 
 
 def read_manifest(folder: Path) -> TokenShards:
@@ -108,17 +107,52 @@ def read_manifest(folder: Path) -> TokenShards:
 
 
 def verify_hashes(folder: Path) -> TokenShards:
-    """Read every shard and compare its sha256 with the manifest's. Raises ValueError naming the first that differs."""
+    """Read every shard and the tokenizer, and compare their sha256 with the manifest's.
+
+    Raises ValueError naming the first that differs.
+    """
     manifest = read_manifest(folder)
-    for shard in manifest.shards:
-        _check_hash(folder, shard)
-    tokenizer = sha256_file(folder / "tokenizer" / "tokenizer.json")
-    if tokenizer != manifest.tokenizer_sha256:
-        raise ValueError(
-            f"{folder}/tokenizer/tokenizer.json is not the tokenizer that made these tokens: sha256 {tokenizer[:12]}…, "
-            f"the manifest says {manifest.tokenizer_sha256[:12]}…; delete {folder} to tokenize again"
-        )
+    damages = (_damage(folder, shard) for shard in manifest.shards)
+    if found := next(filter(None, damages), "") or _tokenizer_damage(folder, manifest):
+        raise ValueError(f"{found}; delete {folder} to tokenize again")
     return manifest
+
+
+def discard_damaged(folder: Path) -> list[str]:
+    """Delete what is not what the manifest says, for the next writer to make again; returns what was wrong.
+
+    A shard goes with its stretch's marker. All markers go where neither a manifest nor a tokenizer says what made the
+    tokens.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest = TokenShards.read(path) if path.exists() else None
+    except ValidationError as error:
+        path.unlink()
+        return [f"{path} is not a manifest of token shards ({error})", *discard_damaged(folder)]
+    if manifest is None:
+        if not (folder / "tokenizer" / "tokenizer.json").exists():
+            _forget_stretches(folder)
+            shutil.rmtree(folder / "tokenizer", ignore_errors=True)
+        return []
+    found = []
+    for shard in manifest.shards:
+        if damage := _damage(folder, shard):
+            found.append(damage)
+            for file in (_marker(folder, int(Path(shard.name).name)), *_files(folder, shard)):
+                file.unlink(missing_ok=True)
+    if damage := _tokenizer_damage(folder, manifest):
+        found.append(damage)
+        shutil.rmtree(folder / "tokenizer", ignore_errors=True)
+    return found
+
+
+def discard_other_tokens(folder: Path, *, tokenizer_sha256: str) -> None:
+    """Forget what was finished with another tokenizer, if the one of a mended folder did not come out the same."""
+    path = folder / MANIFEST
+    if path.exists() and TokenShards.read(path).tokenizer_sha256 != tokenizer_sha256:
+        _forget_stretches(folder)
+        path.unlink()  # last: until then the next call comes here again
 
 
 class TokenStream:
@@ -188,18 +222,39 @@ def _check_size(folder: Path, shard: Shard, dtype: Dtype) -> None:
         raise ValueError(f"{ends} is missing; delete {folder} to tokenize again")
 
 
-def _check_hash(folder: Path, shard: Shard) -> None:
+def _damage(folder: Path, shard: Shard) -> str:
+    """What is wrong with the shard's files, or nothing."""
     digest = hashlib.sha256()
     for path in _files(folder, shard):
         if not path.exists():
-            raise ValueError(f"{path} is missing; delete {folder} to tokenize again")
+            return f"{path} is missing"
         with path.open("rb") as file:
             hashlib.file_digest(file, lambda: digest)
-    if digest.hexdigest() != shard.sha256:
-        raise ValueError(
-            f"{folder}/{shard.name}.bin or .docs.npy is not what was written: sha256 {digest.hexdigest()[:12]}…, "
-            f"the record says {shard.sha256[:12]}…; delete {folder} to tokenize again"
-        )
+    if digest.hexdigest() == shard.sha256:
+        return ""
+    return (
+        f"{folder}/{shard.name}.bin or .docs.npy is not what was written: sha256 {digest.hexdigest()[:12]}…, "
+        f"the record says {shard.sha256[:12]}…"
+    )
+
+
+def _tokenizer_damage(folder: Path, manifest: TokenShards) -> str:
+    """What is wrong with the tokenizer, or nothing."""
+    path = folder / "tokenizer" / "tokenizer.json"
+    if not path.exists():
+        return f"{path} is missing"
+    sha256 = sha256_file(path)
+    if sha256 == manifest.tokenizer_sha256:
+        return ""
+    return (
+        f"{path} is not the tokenizer that made these tokens: sha256 {sha256[:12]}…, "
+        f"the manifest says {manifest.tokenizer_sha256[:12]}…"
+    )
+
+
+def _forget_stretches(folder: Path) -> None:
+    for marker in folder.glob("*.done.json"):
+        marker.unlink()
 
 
 def _files(folder: Path, shard: Shard) -> tuple[Path, Path]:

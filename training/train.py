@@ -61,9 +61,16 @@ def prepare(plan: RunPlan, *, rank: Rank, run_dir: Path) -> Training:
 
 def _agree_on_checkpoint(run_dir: Path, rank: Rank) -> Path | None:
     """The first rank looks and checks the hashes; all take its word, so that none starts from another step."""
-    found = [str(checkpoint.newest_whole(run_dir) or "")] if rank.rank == 0 else [""]
+    found: list[Path | RuntimeError | None] = [None]
+    if rank.rank == 0:
+        try:
+            found = [checkpoint.newest_whole(run_dir)]
+        except RuntimeError as error:
+            found = [error]
     dist.broadcast_object_list(found, src=0)
-    return Path(found[0]) if found[0] else None
+    if isinstance(found[0], RuntimeError):
+        raise found[0]
+    return found[0]
 
 
 def train(state: Training, *, meter: Meter, log: metrics.MetricsLog | None) -> Literal["steps", "signal"]:

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from tasks.places import is_alive
+from tasks.places import local_process
 from tests.conftest import losses
 from training.records import TrainResult, sha256_file
 
@@ -57,6 +57,7 @@ class Shop:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,
             env=env | {"SHARDLINE_HOME": str(self.home)},
         )
 
@@ -171,6 +172,7 @@ def test_reproduce_finds_the_same_losses_to_the_bit(first: dict[str, Any], shop:
     assert agreement["original"] == first["run_id"]
     assert agreement["compared"] == len(losses(shop.home / first["run_id"] / "plan.json"))
     assert agreement["max_difference"] == 0.0
+    assert agreement["agrees"] is True
 
 
 def wait_for_step(shop: Shop, process: subprocess.Popen[str], known: list[Path], step: int) -> Path:
@@ -206,7 +208,9 @@ def test_a_stop_saves_a_checkpoint_says_killed_and_resume_goes_on_to_the_bit(
     known = shop.run_dirs()
     process = shop.start("pretrain", str(shop.config), *LONG)
     run_dir = wait_for_step(shop, process, known, random.randint(60, 200))
-    process.send_signal(signum)
+    _, err = shop.run("resume", run_dir.name, expect=2)
+    assert f"run {run_dir.name} is being worked on by pid {process.pid}" in err
+    os.killpg(process.pid, signum)  # as a terminal does: all that shares its process group
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130, err
     assert f"shardline resume {run_dir.name}" in err
@@ -241,9 +245,9 @@ def test_after_a_kill_9_resume_takes_over_and_every_status_is_true(
     assert shop.mlflow_run(killed).info.status == "RUNNING", "nobody was left to say otherwise"
     flow_run_id = shop.mlflow_run(killed).data.tags["prefect.flow_run_id"]
     left_behind = json.loads((killed / "owner.json").read_text())["children"]
-    assert any(is_alive(key) for key in left_behind)
+    assert any(local_process(key) for key in left_behind)
     out, err = shop.run("resume", killed.name, "--json")
-    assert not any(is_alive(key) for key in left_behind)
+    assert not any(local_process(key) for key in left_behind)
     assert "was killed without a word: now marked KILLED" in err
     assert shop.mlflow_run(killed).info.status == "FINISHED"
     assert shop.prefect_states()[flow_run_id] == "CRASHED"

@@ -22,6 +22,15 @@ def exported_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def exported_masked_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of a tiny BERT."""
+    run_dir = tiny_run(tmp_path_factory.mktemp("runs") / "run-b", architecture="bert")
+    done = export_by_program(run_dir)
+    assert done.returncode == 0, done.stderr
+    return run_dir
+
+
+@pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow database with its tables: making them takes seconds, so it is done once and copied."""
     from mlflow.tracking import MlflowClient

@@ -2,9 +2,11 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE
 
@@ -128,7 +130,7 @@ def test_the_second_call_tokenizes_nothing(tmp_path: Path, caplog: pytest.LogCap
         again = prepare(tmp_path, elsewhere, processes=3)  # neither place nor processes matter
     assert again == (folder, shards)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == times
-    assert re.search(r"tokens are already there \([\d,]+ tokens .*\), not tokenized again", caplog.text)
+    assert re.search(r"tokens are already there \([\d,]+ tokens .*, hashes verified in .*\), not tok", caplog.text)
 
 
 def test_what_matters_makes_another_folder(tmp_path: Path) -> None:
@@ -143,13 +145,70 @@ def test_what_matters_makes_another_folder(tmp_path: Path) -> None:
     assert len(folders) == 5
 
 
-def test_a_damaged_folder_is_mended(tmp_path: Path) -> None:
+def flip_last_bit(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "warning"),
+    [
+        (lambda folder: (folder / "train" / "00000.bin").write_bytes(b"cut"), r"train/00000.* is not what was written"),
+        (lambda folder: flip_last_bit(folder / "train" / "00000.bin"), r"train/00000.* is not what was written"),
+        (lambda folder: (folder / "validation" / "00000.docs.npy").unlink(), r"validation/00000\.docs\.npy is missing"),
+        (lambda folder: shutil.rmtree(folder / "tokenizer"), r"tokenizer\.json is missing"),
+        (lambda folder: (folder / "tokenizer" / "tokenizer.json").write_text("{}"), r"is not the tokenizer that made"),
+        (lambda folder: (folder / "manifest.json").write_text("{}"), r"is not a manifest of token shards"),
+    ],
+    ids=["cut shard", "flipped bit", "missing ends", "no tokenizer", "other tokenizer", "broken manifest"],
+)
+def test_a_damaged_folder_is_mended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object], warning: str
+) -> None:
     source = write_json_lines(tmp_path / "a.jsonl", DOCUMENTS)
     folder, shards = prepare(tmp_path, source)
     whole = contents(folder)
-    (folder / "train" / "00000.bin").write_bytes(b"cut")
+    damage(folder)
     assert prepare(tmp_path, source) == (folder, shards)
     assert contents(folder) == whole
+    (message,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert re.search(rf"{warning}[^£]*: deleted, and made again", message)
+
+
+def test_only_the_damaged_stretch_is_made_again(tmp_path: Path) -> None:
+    source = write_json_lines(tmp_path / "a.jsonl", [f"{i} " + "some text, not short. " * 400 for i in range(400)])
+    folder, shards = prepare(tmp_path, source, shard_mib=1, processes=1)
+    whole = contents(folder)
+    times = {path: path.stat().st_mtime_ns for path in folder.rglob("*.bin")}
+    flip_last_bit(folder / "train" / "00001.bin")
+    shutil.rmtree(folder / "tokenizer")
+    assert prepare(tmp_path, source, shard_mib=1, processes=1) == (folder, shards)
+    made_again = {path.stem for path, time in times.items() if path.stat().st_mtime_ns != time}
+    assert contents(folder) == whole
+    assert made_again == {"00001"}
+    assert len(times) >= 6
+
+
+def test_tokens_of_a_tokenizer_that_cannot_be_made_again_are_made_again(tmp_path: Path) -> None:
+    """As after an update of `tokenizers` that trains another vocabulary: old tokens never meet the new one."""
+    source = write_json_lines(tmp_path / "a.jsonl", DOCUMENTS)
+    folder, shards = prepare(tmp_path, source, kind="characters")
+    whole = contents(folder)
+    shards.model_copy(update={"tokenizer_sha256": "0" * 64}).write(folder / "manifest.json")
+    ended_before = (folder / "00000.done.json").stat().st_mtime_ns
+    assert prepare(tmp_path, source, kind="characters") == (folder, shards)
+    assert (folder / "00000.done.json").stat().st_mtime_ns != ended_before
+    assert contents(folder) == whole
+
+
+def test_an_unfinished_folder_without_its_tokenizer_begins_anew(tmp_path: Path) -> None:
+    source = write_json_lines(tmp_path / "a.jsonl", DOCUMENTS)
+    folder, shards = prepare(tmp_path, source)
+    (folder / "manifest.json").unlink()
+    (folder / "tokenizer" / "tokenizer.json").unlink()
+    ended_before = (folder / "00000.done.json").stat().st_mtime_ns
+    assert prepare(tmp_path, source) == (folder, shards)
+    assert (folder / "00000.done.json").stat().st_mtime_ns != ended_before
 
 
 BLOCKED = """

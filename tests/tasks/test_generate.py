@@ -114,9 +114,9 @@ def test_sampling_follows_the_distribution_of_the_likeliest() -> None:
 
 
 def test_numbers_below_zero_are_refused(generator: TextGenerator) -> None:
-    for name, value in itertools.product(("new_tokens", "temperature", "top_k"), (-1,)):
+    for name, value in itertools.product(("new_tokens", "temperature", "top_k", "seed"), (-1,)):
         with pytest.raises(ValueError, match=f"{name} = -1"):
-            generator.generate("x", **{name: value})  # type: ignore[arg-type]
+            generator.stream("x", **{name: value})  # type: ignore[arg-type]  # at the call, before any piece
 
 
 def test_a_masked_model_has_nothing_to_continue(exported_run: Path, tmp_path: Path) -> None:

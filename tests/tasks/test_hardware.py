@@ -111,6 +111,7 @@ def test_measured_once_then_taken_from_the_cache_until_something_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("tasks.hardware.BUSY_PERCENT", 100.0)  # whatever else runs beside the tests
     caplog.set_level(logging.INFO, logger="tasks.hardware")
     home = tmp_path / "not" / "there" / "yet"
     first = check_hardware(home=home, ranks=1).hosts[0]
@@ -134,6 +135,22 @@ def test_measured_once_then_taken_from_the_cache_until_something_changes(
     assert changed.devices[0].matmul_tflops["fp32"] < 100
     assert "torch '2.11.0' ->" in caplog.text
     assert "measured now" in caplog.text
+
+
+def test_rates_of_a_busy_machine_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("tasks.hardware.BUSY_PERCENT", -1.0)  # so that any machine is a busy one
+    (host,) = check_hardware(home=tmp_path, ranks=1).hosts
+    assert host.devices[0].matmul_tflops["fp32"] > 0
+    assert "busy: rates will be low, so they are not kept and the next run measures again" in caplog.text
+    assert read_cache(tmp_path).entries == ()
+
+
+def test_ranks_below_zero_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"ranks = -1: give 1 or more, or 0"):
+        check_hardware(home=tmp_path, ranks=-1)
 
 
 def test_a_new_measurement_outdates_only_its_own_host_and_ranks(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import gzip
+import hashlib
 import json
 import logging
 import os
@@ -98,7 +99,7 @@ def test_another_column(tmp_path: Path) -> None:
         ("a.csv", b"id,text\n1,x\n2\n", r"a\.csv:3: broken row \(1 fields, the header has 2\)"),
         ("a.csv", b'id,text\n1,x\n2,"y\n', r"a\.csv:3: broken row \(unexpected end of data\)"),
         ("a.csv", b"id,text\n1,x\n2,b\xff\n", r"a\.csv:3: invalid UTF-8"),
-        ("a.parquet", b"PAR1", r"a\.parquet: not a whole parquet file"),
+        ("a.parquet", b"PAR1", r"a\.parquet: cannot be read \(not a whole parquet file"),
         ("a.txt", b"", r"holds no text"),
         ("a.jsonl", b'{"text": ""}\n', r"holds no text"),
     ],
@@ -147,6 +148,45 @@ def test_unreadable_files_are_named_or_skipped(tmp_path: Path) -> None:
         prepare(tmp_path, root)
     _, shards = prepare(tmp_path, root, on_error="skip")
     assert shards.skipped_examples == ("gone.txt: cannot be read (No such file or directory)",)
+
+
+def write_broken_off(path: Path) -> None:
+    """The first half of a gzip file of 20,000 numbered paragraphs of one line."""
+    lines = (f"{i} {hashlib.sha256(str(i).encode()).hexdigest()}\n\n" for i in range(20_000))
+    packed = gzip.compress("".join(lines).encode())
+    path.write_bytes(packed[: len(packed) // 2])
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+@pytest.mark.parametrize("unit", ["line", "paragraph"])
+def test_a_source_that_breaks_off_is_never_taken_for_a_whole_one(tmp_path: Path, on_error: str, unit: str) -> None:
+    write_broken_off(tmp_path / "b.txt.gz")
+    reached = r"reading stopped after \d{1,2},\d{3} documents, the last from b\.txt\.gz:\d{4,5} \(Truncated"
+    with pytest.raises(ValueError, match=rf"b\.txt\.gz: {reached}"):
+        prepare(tmp_path, tmp_path / "b.txt.gz", on_error=on_error, text_unit=unit)
+    assert not list((tmp_path / "tokens").glob("*/manifest.json"))
+
+
+def test_a_file_that_is_one_document_is_skipped_whole_when_it_breaks_off(tmp_path: Path) -> None:
+    root = tmp_path / "corpus"
+    root.mkdir()
+    (root / "a.txt").write_text("whole " * 20)
+    write_broken_off(root / "b.txt.gz")
+    folder, shards = prepare(tmp_path, root, on_error="skip", text_unit="file")
+    assert "".join(all_documents(folder)) == "whole " * 20
+    assert shards.skipped_examples == ("b.txt.gz: cannot be read (Truncated compressed stream)",)
+
+
+def test_a_parquet_file_broken_in_the_middle_is_not_half_read(tmp_path: Path) -> None:
+    source = tmp_path / "a.parquet"
+    texts = [hashlib.sha256(str(i).encode()).hexdigest() for i in range(5000)]
+    pq.write_table(pa.table({"text": texts}), source, row_group_size=1000, use_dictionary=False)
+    content = bytearray(source.read_bytes())
+    start = pq.read_metadata(source).row_group(3).column(0).data_page_offset
+    content[start : start + 4000] = b"\xff" * 4000
+    source.write_bytes(content)
+    with pytest.raises(ValueError, match=r"a\.parquet: reading stopped after [123],000 documents, .* a\.parquet:row"):
+        prepare(tmp_path, source, on_error="skip", split="tail")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
 
+from tasks import register
+from tasks.gate import Candidate, Verdict, gate
 from tasks.generate import TextGenerator
+from tasks.logged_model import link_or_copy
 from tasks.register import promote, register_model
-from tasks.registry import aliases_of, lineage, resolve
+from tasks.registry import CLIENT_ENVIRONMENT, aliases_of, lineage, registry_client, resolve, shown
 from tests.tasks.conftest import Store
 from training.records import ExportedModel, RunPlan
 
@@ -85,6 +92,28 @@ def test_a_registration_that_died_is_finished_by_the_next(store: Store) -> None:
     client.finalize_logged_model(model.model_id, "PENDING")
     assert register_model(run_dir, tracking_uri=store.uri).alias == "champion"
     assert [found.model_id for found in client.search_logged_models([store.experiment_id])] == [model.model_id]
+
+
+@pytest.mark.parametrize(("rival_loss", "champion"), [(2.0, 3), (2.75, 2)])
+def test_a_champion_that_changes_meanwhile_is_judged_against(
+    store: Store, monkeypatch: pytest.MonkeyPatch, rival_loss: float, champion: int
+) -> None:
+    """While version 2 (loss 2.5) is judged against version 1, another run registers version 3 and takes its place."""
+    register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
+    slower = store.finished_run("two", loss=2.5, checkpoint="d")
+    rivals = [store.finished_run("three", loss=rival_loss, checkpoint="e")]
+
+    def interrupted(challenger: Candidate, reigning: Candidate | None, *, min_improvement: float) -> Verdict:
+        verdict = gate(challenger, reigning, min_improvement=min_improvement)
+        if rivals:
+            assert register_model(rivals.pop(), tracking_uri=store.uri).alias == "champion"
+        return verdict
+
+    monkeypatch.setattr(register, "gate", interrupted)
+    model = register_model(slower, tracking_uri=store.uri)
+    assert (model.version, model.alias) == (2, "champion" if champion == 2 else "")
+    assert f"champion tiny/3 {rival_loss:.4f}" in model.verdict
+    assert aliases(store) == {"champion": champion}
 
 
 def test_other_data_cannot_be_compared_until_forced(store: Store) -> None:
@@ -189,6 +218,87 @@ def test_mlflow_loads_it_and_says_the_same_text(store: Store, monkeypatch: pytes
     assert loaded.predict([{"prompt": "x"}], params=sampled) == [generator.generate("x", **sampled)]
     assert [spec.name for spec in loaded.metadata.signature.params] == ["new_tokens", "temperature", "top_k", "seed"]
     assert loaded.input_example is not None
+
+
+def test_a_masked_model_is_registered_and_says_what_it_cannot_do(
+    store: Store, exported_masked_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mlflow
+
+    run_dir = replace(store, exported=exported_masked_run).finished_run("bert", loss=3.0)
+    model = register_model(run_dir, tracking_uri=store.uri)
+    assert (model.version, model.alias) == (1, "champion")
+    back = lineage("tiny", tracking_uri=store.uri)
+    assert (back["config"]["model"]["architecture"], back["evaluation"]["bits_per_byte"]) == ("bert", None)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store.uri)
+    with pytest.raises(ValueError, match="is a masked model: it fills gaps"):
+        mlflow.pyfunc.load_model("models:/tiny@champion").predict([{"prompt": "x"}])
+
+
+def test_the_weights_are_linked_not_copied_on_their_way_to_the_registry(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = store.finished_run("one", loss=3.0)
+    copied: list[str] = []
+    log_artifacts = MlflowClient.log_model_artifacts
+
+    def look(client: MlflowClient, model_id: str, local_dir: str) -> None:
+        exported = {path.name: path for path in (run_dir / "export").iterdir()}
+        sent = {path.name: path for path in (Path(local_dir) / "artifacts" / "export").iterdir()}
+        assert sent.keys() == exported.keys()
+        copied.extend(name for name, path in sent.items() if not path.samefile(exported[name]))
+        log_artifacts(client, model_id, local_dir)
+
+    monkeypatch.setattr(MlflowClient, "log_model_artifacts", look)
+    register_model(run_dir, tracking_uri=store.uri)
+    assert copied == ["export.json"]
+    export = resolve("tiny", tracking_uri=store.uri).export_dir
+    assert (export / "model.onnx").read_bytes() == (run_dir / "export" / "model.onnx").read_bytes()
+    size = next(line for line in (export.parents[1] / "MLmodel").read_text().splitlines() if "model_size_bytes" in line)
+    assert int(size.split()[1]) > sum(path.stat().st_size for path in export.iterdir())
+
+
+def test_where_links_cannot_be_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_file_system(*paths: object, **options: object) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    (tmp_path / "a").write_text("weights")
+    monkeypatch.setattr(os, "link", other_file_system)
+    link_or_copy(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b").read_text() == "weights"
+    assert not (tmp_path / "b").samefile(tmp_path / "a")
+
+
+def test_an_mlflow_that_is_away_is_named_soon_in_one_line_and_without_the_password(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in CLIENT_ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError) as stopped:
+        registry_client("http://ada:s%40crat@127.0.0.1:9")
+    assert time.monotonic() - began < 12
+    message = str(stopped.value)
+    assert message.startswith("MLflow at http://***@127.0.0.1:9 does not answer (API request to http://***@127.0.0.1:9")
+    assert message.endswith("start it, or unset MLFLOW_TRACKING_URI")
+    assert not any(secret in message for secret in ("ada", "s%40crat", "s@crat"))
+    assert stopped.value.__suppress_context__  # nor does a traceback quote it
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("uri", "printed"),
+    [
+        ("http://ada:pa@ss@mlflow:5000", "http://***@mlflow:5000"),
+        ("postgresql://ada:secret@db/mlflow", "postgresql://***@db/mlflow"),
+        ("https://token@mlflow", "https://***@mlflow"),
+        ("http://127.0.0.1:5000", "http://127.0.0.1:5000"),
+        ("sqlite:////home/ada@work/mlflow.db", "sqlite:////home/ada@work/mlflow.db"),
+        ("mlruns", "mlruns"),
+    ],
+)
+def test_a_uri_is_shown_without_credentials(uri: str, printed: str) -> None:
+    assert shown(uri) == printed
 
 
 def test_unfinished_runs_are_refused_with_what_is_missing(store: Store) -> None:

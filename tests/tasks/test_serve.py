@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -9,7 +10,8 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -123,11 +125,60 @@ def test_a_version_goes_on_while_its_alias_is_gone(champion: Store) -> None:
         assert client.post("/generate", json={"prompt": "x", "new_tokens": 2}).status_code == 200
 
 
+@contextmanager
+def mlflow_server(store: Store, port: int) -> Iterator[None]:
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store.uri]
+    command += ["--port", str(port), "--workers", "1"]
+    process = subprocess.Popen(
+        command, cwd=store.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    try:
+        assert any("startup complete" in line for line in process.stdout)
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_it_goes_on_while_mlflow_is_away_and_follows_again_after(
+    champion: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    over_http = replace(champion, uri=f"http://ada:secret@127.0.0.1:{port}")
+    with ExitStack() as stack:
+        with mlflow_server(champion, port):
+            client, process = stack.enter_context(server(over_http))
+        assert process.stdout is not None
+        complaint = process.stdout.readline()
+        assert "version 1 goes on: cannot follow tiny@champion" in complaint
+        assert "secret" not in complaint
+        assert client.post("/generate", json={"prompt": "x", "new_tokens": 2}).json()["version"] == 1
+
+        register_model(champion.finished_run("two", loss=2.5, checkpoint="d"), tracking_uri=champion.uri)
+        deadline = time.monotonic() + 60
+        with mlflow_server(champion, port):
+            while client.get("/health").json()["version"] == 1:
+                assert time.monotonic() < deadline
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=20)
+        assert "secret" not in output
+        assert output.count("cannot follow") <= 1  # said once each time it goes away, not every poll
+
+
 def test_a_taken_port_is_named(champion: Store) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ValueError, match=f"port {port}: it is taken; choose another with --port"):
             serve("tiny", port=port, tracking_uri=champion.uri)
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 99999])
+def test_a_port_that_cannot_be_is_refused_before_anything_is_loaded(port: int) -> None:
+    with pytest.raises(ValueError, match=f"port = {port}: choose one from 1 to 65535, or 0"):
+        serve("tiny", port=port, tracking_uri="http://127.0.0.1:9")
 
 
 def test_a_model_that_is_not_there_is_named(champion: Store) -> None:

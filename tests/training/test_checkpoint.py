@@ -73,9 +73,12 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
     assert f"{newest} is not whole" in caplog.text
 
 
-def test_without_a_whole_checkpoint_there_is_none(run_dir: Path) -> None:
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_begin_anew(run_dir: Path) -> None:
     for folder in (run_dir / "checkpoints").iterdir():
         (folder / "manifest.json").unlink()
+    with pytest.raises(RuntimeError, match=r"none of the 2 checkpoints .* is whole: restore one, or delete"):
+        newest_whole(run_dir)
+    shutil.rmtree(run_dir / "checkpoints")
     assert newest_whole(run_dir) is None
 
 

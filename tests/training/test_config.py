@@ -18,6 +18,7 @@ COMBINATIONS = [
     ({"model__init": "pretrained"}, "model.path is empty"),
     ({"data__tokenizer": {"kind": "pretrained"}}, "data.tokenizer.path is empty"),
     ({"data__tokenizer": {"kind": "bpe", "vocab_size": 100}}, "below 258"),
+    ({"model__path": "somewhere"}, "would not be used: set model.init=pretrained"),
     ({"train__micro_batch": 9}, "train.micro_batch = 9 exceeds train.global_batch = 8"),
     ({"train__learning_rate": 1e-6}, "train.min_learning_rate"),
     (

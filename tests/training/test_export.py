@@ -73,6 +73,8 @@ def test_the_model_card_says_how_to_load_it_and_how_good_it_is(exported: Path) -
     card = (exported / "export" / "README.md").read_text()
     assert f"{AUTO_CLASS[exported.name].__name__}.from_pretrained" in card
     assert "5.5000 nats per token" in card
+    assert ("| bits per byte | 7.9300 |" in card) == (exported.name != "bert")
+    assert "None" not in card
 
 
 def test_a_second_export_of_the_same_checkpoint_is_skipped_and_says_so(

@@ -48,7 +48,7 @@ def test_rows_are_sent_once_whoever_asks(store: tuple[str, str], tmp_path: Path)
     path.write_text(json.dumps({"step": 1, "time_ms": 1, "loss": 3.0}) + "\n")
     assert send_rows(path, tracking_uri=store[0], mlflow_run_id=store[1]) == 1
     assert send_rows(path, tracking_uri=store[0], mlflow_run_id=store[1]) == 0
-    path.with_suffix(".offset").unlink()  # killed between sending and keeping its place
+    path.with_suffix(".sent.json").unlink()  # killed between sending and keeping its place
     assert send_rows(path, tracking_uri=store[0], mlflow_run_id=store[1]) == 1
     assert sent(store) == {1: 3.0}
 
@@ -66,4 +66,8 @@ def test_a_resume_forgets_what_it_will_write_again(store: tuple[str, str], tmp_p
     send_rows(path, tracking_uri=store[0], mlflow_run_id=store[1])
     forget_after(path, 3)
     assert [row["step"] for row in read_rows(path)] == [1, 2, 3]
-    assert int(path.with_suffix(".offset").read_text()) == path.stat().st_size
+    with path.open("a") as file:
+        for row in [*rows[3:], {"step": 6, "loss": 6.0}]:
+            file.write(json.dumps(row | {"time_ms": 99}) + "\n")
+    send_rows(path, tracking_uri=store[0], mlflow_run_id=store[1])
+    assert sent(store) == {step: float(step) for step in range(1, 7)}

@@ -52,7 +52,7 @@ def test_training_goes_on_from_the_saved_weights(model_type: str, tiny_shards: P
 
 
 def test_a_config_by_path_gives_fresh_weights_of_that_class(tiny_shards: Path, tmp_path: Path) -> None:
-    folder = save(tmp_path / "model", "qwen2", num_key_value_heads=2)
+    folder = save(tmp_path / "model", "qwen2", num_key_value_heads=2, vocab_size=500, pad_token_id=499)
     plan = plan_from(folder, tiny_shards)
     plan.write(tmp_path / "run" / "plan.json")
     run_ranks(tmp_path / "run" / "plan.json")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
@@ -10,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import REPO, losses, rank_env, run_ranks, torchrun
@@ -21,18 +21,24 @@ DEADLINE_S = 60
 
 
 def interrupt(plan_path: Path, *, at_step: int, signum: signal.Signals) -> None:
-    """Start the ranks, signal the whole session (SIGKILL) or torchrun (SIGTERM) once `at_step` is logged, and wait."""
+    """Start the ranks; once `at_step` is logged kill every one of them, or ask torchrun to stop; and wait."""
     process = subprocess.Popen(torchrun(plan_path), cwd=REPO, env=rank_env(), start_new_session=True)
     metrics, deadline = plan_path.parent / "metrics.jsonl", time.monotonic() + DEADLINE_S
     while not metrics.exists() or at_step not in losses(plan_path):
         assert time.monotonic() < deadline, f"step {at_step} was not logged within {DEADLINE_S} s"
         assert process.poll() is None, f"the run ended before step {at_step}"
         time.sleep(0.002)
-    if signum == signal.SIGKILL:
-        os.killpg(process.pid, signum)
+    if signum == signal.SIGKILL:  # torchrun starts each rank in a session of its own: no group reaches them all
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        for member in family:
+            member.kill()
+        psutil.wait_procs(family[1:])
     else:
         process.send_signal(signum)
     process.wait(DEADLINE_S)
+    if signum == signal.SIGKILL:
+        assert not (plan_path.parent / "result.json").exists()
+        assert at_step <= max(losses(plan_path)) < STEPS, "the ranks died in the middle"
 
 
 def weights_hash(plan_path: Path) -> str:

@@ -8,6 +8,7 @@ from training.records import Shard, TokenShards, sha256_file
 from training.shards import (
     MANIFEST,
     TokenStream,
+    discard_damaged,
     finished_shards,
     read_manifest,
     token_dtype,
@@ -108,6 +109,25 @@ def test_another_tokenizer_is_found_by_its_hash(folder: Path) -> None:
     (folder / "tokenizer" / "tokenizer.json").write_text('{"other": 1}')
     with pytest.raises(ValueError, match="is not the tokenizer that made these tokens"):
         verify_hashes(folder)
+
+
+def test_a_missing_tokenizer_is_named(folder: Path) -> None:
+    (folder / "tokenizer" / "tokenizer.json").unlink()
+    read_manifest(folder)  # training needs no tokenizer
+    with pytest.raises(ValueError, match=r"tokenizer/tokenizer\.json is missing; delete"):
+        verify_hashes(folder)
+
+
+def test_what_is_damaged_is_deleted_and_nothing_else(folder: Path) -> None:
+    for index in range(3):
+        write_marker(folder, index, ())
+    before = {path for path in folder.rglob("*") if path.is_file()}
+    assert discard_damaged(folder) == []
+    (folder / "train" / "00001.bin").write_bytes(b"123456")
+    (damage,) = discard_damaged(folder)
+    assert "train/00001.bin or .docs.npy is not what was written" in damage
+    gone = {str(path.relative_to(folder)) for path in before if not path.exists()}
+    assert gone == {"00001.done.json", "train/00001.bin", "train/00001.docs.npy"}
 
 
 def test_a_marker_counts_only_while_its_shards_are_whole(folder: Path) -> None:

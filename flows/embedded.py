@@ -1,0 +1,121 @@
+"""A Prefect server of our own on loopback, for as long as a command runs; none where PREFECT_API_URL names one.
+
+Prefect's own ephemeral server shares our terminal's process group: a Ctrl-C ends it first, and the flow can then
+no longer say how it ended. Ours has a session to itself, and starts while we import.
+"""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tasks.places import home
+
+READY_WITHIN_S = 120  # a first start migrates a database: 10 s and more
+POLL_S = 0.05
+EMBEDDED = "SHARDLINE_EMBEDDED_PREFECT"
+
+
+@contextmanager
+def prefect_server() -> Iterator[Callable[[], None]]:
+    """Set up Prefect's environment and start a server; yields `wait`, which returns once it answers.
+
+    To be entered before prefect is imported. What the user set in the environment stays.
+    """
+    defaults = {"PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks", "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL"}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    if "PREFECT_API_URL" in os.environ:
+        yield lambda: None
+        return
+    os.environ.setdefault("PREFECT_HOME", str(home() / "prefect"))
+    Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)
+    port, log_path = _free_port(), Path(os.environ["PREFECT_HOME"]) / "server.log"
+    with log_path.open("wb") as log:
+        server = subprocess.Popen(
+            _command(port), env=_environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    os.environ |= {"PREFECT_API_URL": f"http://127.0.0.1:{port}/api", EMBEDDED: "1"}
+    try:
+        yield lambda: _wait(server, port, log_path)
+    finally:
+        for name in ("PREFECT_API_URL", EMBEDDED):
+            os.environ.pop(name, None)
+        server.terminate()
+        try:
+            server.wait(5)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def is_embedded() -> bool:
+    """Whether the server goes when we go, so that links to it would lead nowhere."""
+    return EMBEDDED in os.environ
+
+
+def _command(port: int) -> list[str]:
+    found = importlib.util.find_spec("prefect")
+    assert found is not None
+    assert found.origin is not None
+    app_dir = str(Path(found.origin).parents[1])
+    application = ["--app-dir", app_dir, "--factory", "prefect.server.api.server:create_app"]
+    return [
+        sys.executable,
+        "-m",
+        "uvicorn",
+        *application,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--log-level",
+        "error",
+        "--lifespan",
+        "on",
+    ]
+
+
+def _environment() -> dict[str, str]:
+    """As Prefect starts its ephemeral server (prefect/server/api/server.py, SubprocessASGIServer)."""
+    return {
+        **os.environ,
+        "PREFECT_UI_ENABLED": "0",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT__SERVER_EPHEMERAL": "1",
+        "PREFECT__SERVER_FINAL": "1",
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait(server: subprocess.Popen[bytes], port: int, log_path: Path) -> None:
+    deadline = time.monotonic() + READY_WITHIN_S
+    while not _answers(port):
+        if server.poll() is not None or time.monotonic() > deadline:
+            tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-10:])
+            raise RuntimeError(f"the embedded Prefect server did not start (exit code {server.poll()}):\n{tail}")
+        time.sleep(POLL_S)
+
+
+def _answers(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/api/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
