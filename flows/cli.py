@@ -25,7 +25,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _set_up_logging(verbose=options.verbose)
     signal.signal(signal.SIGTERM, _interrupt)
     from tasks.launch import RunStopped
-    from tasks.places import tracking_uri
     from tasks.registry import without_credentials
 
     try:
@@ -36,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.verbose:
             raise
-        print(f"shardline: {without_credentials(str(error), uri=tracking_uri())}", file=sys.stderr)
+        message = without_credentials(str(error), uri=os.environ.get("MLFLOW_TRACKING_URI", ""))
+        print(f"shardline: {message}", file=sys.stderr)
         return BAD_INPUT if _is_bad_input(error) else FAILED
 
 
@@ -62,6 +62,7 @@ def _set_up_logging(*, verbose: bool) -> None:
     for room in ("flows", "tasks"):
         logging.getLogger(room).setLevel(logging.DEBUG if verbose else logging.INFO)
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # stdout is for results
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
