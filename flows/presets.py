@@ -93,7 +93,9 @@ def field_rows(part: type[BaseModel] = RunConfig, prefix: str = "") -> list[tupl
 
 def _in_words(problem: Any) -> str:
     place = ".".join(str(part) for part in problem["loc"])
-    message = problem["msg"].removeprefix("Value error, ")
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] == "value_error":  # of a section's `check`: it names the fields itself
+        return message
     if problem["type"] == "extra_forbidden":
         return f"{place} is no field of the config: `shardline plan --fields` lists them"
     return f"{place} = {problem['input']!r}: {message}" if place else message

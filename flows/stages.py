@@ -258,7 +258,9 @@ def report(plan: RunPlan, run: TrackedRun, model: RegisteredModel, *, generated:
         generated=generated,
         stage_s=seconds,
         open_mlflow=open_mlflow(),
-        serve=f"{command('shardline')} serve {model.name}@{model.alias or 'champion'}",
+        serve=""
+        if plan.config.objective == "masked"
+        else f"{command('shardline')} serve {model.name}@{model.alias or 'champion'}",
     )
     outcome.write(run.folder / "outcome.json")
     rows: list[dict[str, Any]] = [{"what": what, "value": value} for what, value in outcome_rows(outcome)]

@@ -45,7 +45,7 @@ def outcome_rows(outcome: Outcome) -> list[tuple[str, str]]:
         ("gate", outcome.verdict),
         ("stages", ", ".join(f"{name} {seconds:.0f} s" for name, seconds in outcome.stage_s.items())),
         ("open MLflow", outcome.open_mlflow),
-        ("serve it", outcome.serve),
+        *([("serve it", outcome.serve)] if outcome.serve else []),
     ]
 
 

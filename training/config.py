@@ -1,7 +1,7 @@
 """What a run is: the one typed config that every door (preset, YAML file, UI form) leads to.
 
 Every field has a description, bounds and a literal default, so that a form made from the schema
-explains itself. Combinations that no single field can rule out are refused in `check`, with the cure.
+explains itself. Combinations that no single field can rule out are refused in each section's `check`, with the cure.
 """
 
 from __future__ import annotations
@@ -35,6 +35,17 @@ class TokenizerConfig(Part):
     @property
     def bpe_size(self) -> int:
         return self.vocab_size or 4096
+
+    @model_validator(mode="after")
+    def check(self) -> TokenizerConfig:
+        if self.kind == "pretrained" and not self.path:
+            raise ValueError("data.tokenizer.path is empty: set it to a tokenizer's folder or hub name")
+        if self.kind == "bpe" and self.bpe_size < 258:
+            raise ValueError(
+                f"data.tokenizer.vocab_size = {self.vocab_size} is below 258 (256 bytes + 2 special tokens): "
+                "raise it, or use data.tokenizer.kind=bytes"
+            )
+        return self
 
 
 class DataConfig(Part):
@@ -86,6 +97,32 @@ class ModelConfig(Part):
     tie_embeddings: bool = Field(True, description="Input and output embeddings are one matrix.")
     rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary position embedding (llama).")
 
+    @model_validator(mode="after")
+    def check(self) -> ModelConfig:
+        kv_heads, from_path = self.kv_heads or self.heads, self.architecture == "path" or self.init == "pretrained"
+        if from_path and not self.path:
+            raise ValueError("model.path is empty: set it to a Hugging Face model's folder or hub name")
+        if self.path and not from_path:
+            raise ValueError(
+                f"model.path = {self.path!r} would not be used: set model.init=pretrained for its weights, "
+                "or model.architecture=path for its shape"
+            )
+        if not from_path and self.width % self.heads:
+            raise ValueError(
+                f"model.width = {self.width} is not divisible by model.heads = {self.heads}: "
+                f"change model.width to a multiple of {self.heads}, or model.heads"
+            )
+        if not from_path and self.architecture == "llama" and (self.width // self.heads) % 2:
+            raise ValueError(
+                f"model.width / model.heads = {self.width // self.heads} is odd, rotary positions need an even "
+                "head size: change model.width or model.heads"
+            )
+        if self.heads % kv_heads:
+            raise ValueError(
+                f"model.heads = {self.heads} is not divisible by model.kv_heads = {kv_heads}: change one of them"
+            )
+        return self
+
 
 class TrainConfig(Part):
     steps: int = Field(1000, ge=1, le=100_000_000, description="Optimizer steps.")
@@ -105,6 +142,20 @@ class TrainConfig(Part):
     mask_fraction: float = Field(0.15, gt=0, lt=1, description="Masked-LM models: share of tokens to predict.")
     log_every_steps: int = Field(10, ge=1, description="Steps between two rows of metrics.")
     seed: int = Field(1337, ge=0, le=2**32 - 1, description="Fixes weights, data order, dropout and masks.")
+
+    @model_validator(mode="after")
+    def check(self) -> TrainConfig:
+        if self.micro_batch > self.global_batch:
+            raise ValueError(
+                f"train.micro_batch = {self.micro_batch} exceeds train.global_batch = {self.global_batch}: "
+                "lower train.micro_batch or set it to 0"
+            )
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"train.min_learning_rate = {self.min_learning_rate:g} exceeds "
+                f"train.learning_rate = {self.learning_rate:g}: lower it"
+            )
+        return self
 
 
 class ParallelConfig(Part):
@@ -177,47 +228,8 @@ class RunConfig(Part):
 
     @model_validator(mode="after")
     def check(self) -> RunConfig:
-        """Refuse combinations that cannot work, with the numbers and the cure."""
-        model, train, parallel = self.model, self.train, self.parallel
-        kv_heads = model.kv_heads or model.heads
-        if model.architecture != "path" and model.width % model.heads:
-            raise ValueError(
-                f"model.width = {model.width} is not divisible by model.heads = {model.heads}: "
-                f"change model.width to a multiple of {model.heads}, or model.heads"
-            )
-        if model.architecture == "llama" and (model.width // model.heads) % 2:
-            raise ValueError(
-                f"model.width / model.heads = {model.width // model.heads} is odd, rotary positions need an even "
-                f"head size: change model.width or model.heads"
-            )
-        if model.heads % kv_heads:
-            raise ValueError(
-                f"model.heads = {model.heads} is not divisible by model.kv_heads = {kv_heads}: change one of them"
-            )
-        if model.path and model.architecture != "path" and model.init == "random":
-            raise ValueError(
-                f"model.path = {model.path!r} would not be used: set model.init=pretrained for its weights, "
-                "or model.architecture=path for its shape"
-            )
-        if (model.architecture == "path" or model.init == "pretrained") and not model.path:
-            raise ValueError("model.path is empty: set it to a Hugging Face model's folder or hub name")
-        if self.data.tokenizer.kind == "pretrained" and not self.data.tokenizer.path:
-            raise ValueError("data.tokenizer.path is empty: set it to a tokenizer's folder or hub name")
-        if self.data.tokenizer.kind == "bpe" and self.data.tokenizer.bpe_size < 258:
-            raise ValueError(
-                f"data.tokenizer.vocab_size = {self.data.tokenizer.vocab_size} is below 258 "
-                "(256 bytes + 2 special tokens): raise it, or use data.tokenizer.kind=bytes"
-            )
-        if train.micro_batch > train.global_batch:
-            raise ValueError(
-                f"train.micro_batch = {train.micro_batch} exceeds train.global_batch = {train.global_batch}: "
-                "lower train.micro_batch or set it to 0"
-            )
-        if train.min_learning_rate > train.learning_rate:
-            raise ValueError(
-                f"train.min_learning_rate = {train.min_learning_rate:g} exceeds "
-                f"train.learning_rate = {train.learning_rate:g}: lower it"
-            )
+        """Refuse combinations over sections that cannot work, with the numbers and the cure."""
+        train, parallel = self.train, self.parallel
         if parallel.ranks and train.global_batch % parallel.ranks:
             raise ValueError(
                 f"train.global_batch = {train.global_batch} cannot be dealt evenly to parallel.ranks = "

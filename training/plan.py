@@ -36,20 +36,14 @@ def make_plan(
     content of config.json for `model.architecture=path` or pretrained weights.
     Raises ValueError, naming the numbers and the cure, for what cannot work.
     """
-    reasons: list[str] = []
-    if shards is None and not (config.data.tokenizer.vocab_size or config.data.tokenizer.kind == "bpe"):
-        assumed = ASSUMED_VOCAB[config.data.tokenizer.kind]
-        reasons.append(f"vocabulary {assumed:,}: assumed, the corpus is not tokenized yet")
     shape = model_shape(config, vocab_size=vocab_size(config, shards, hf_config), hf_config=hf_config)
     _check_shards(config, shards)
-    if (warmup := config.train.warmup_steps) >= config.train.steps:
-        reasons.append(f"learning rate: {config.train.steps} steps end within the {warmup} of warm-up, below the peak")
+    reasons = _assumptions(config, shards)
     precision, why = _precision(config, inventory)
     reasons.append(f"precision {precision}: {why}")
     ranks_per_host, why = _ranks(config, inventory)
     reasons.append(f"ranks {sum(ranks_per_host)}: {why}")
     world_size = sum(ranks_per_host)
-    sequences = config.train.global_batch // world_size
     micro_batch, why = _micro_batch(config, shape, inventory, world_size, precision)
     reasons.append(f"micro-batch {micro_batch}: {why}")
     hosts = inventory.hosts[: len(ranks_per_host)]
@@ -69,12 +63,22 @@ def make_plan(
         ranks_per_host=ranks_per_host,
         threads_per_rank=min(max(1, host.cores // n) for host, n in zip(hosts, ranks_per_host, strict=True)),
         micro_batch=micro_batch,
-        accumulation=sequences // micro_batch,
+        accumulation=config.train.global_batch // world_size // micro_batch,
         precision=precision,
         steps=config.train.steps,
         predicted=predicted,
         reasons=tuple(reasons),
     )
+
+
+def _assumptions(config: RunConfig, shards: TokenShards | None) -> list[str]:
+    """What is taken for granted, or will surprise."""
+    reasons, tokenizer, train = [], config.data.tokenizer, config.train
+    if shards is None and tokenizer.kind != "bpe" and not tokenizer.vocab_size:
+        reasons.append(f"vocabulary {ASSUMED_VOCAB[tokenizer.kind]:,}: assumed, the corpus is not tokenized yet")
+    if train.warmup_steps >= train.steps:
+        reasons.append(f"learning rate: the {train.steps} steps end within the {train.warmup_steps} of warm-up")
+    return reasons
 
 
 def _check_shards(config: RunConfig, shards: TokenShards | None) -> None:
