@@ -162,21 +162,21 @@ def _run_pretrain(config: Any, *, run_id: str, as_json: bool) -> int:
 
 def _run_flow(name: str, *arguments: Any, **named: Any) -> Any:
     """Call flows.NAME.NAME, imported while Prefect's server starts; its Cancelled state is our RunStopped."""
-    from flows.embedded import prefect_server
+    from flows.embedded import start_prefect_server
 
-    with prefect_server() as wait:
-        from prefect.exceptions import CancelledRun
+    wait = start_prefect_server()
+    from prefect.exceptions import CancelledRun
 
-        from tasks.launch import RunStopped
-        from tasks.track import connect
+    from tasks.launch import RunStopped
+    from tasks.track import connect
 
-        flow = getattr(importlib.import_module(f"flows.{name}"), name)
-        connect()
-        wait()
-        try:
-            return flow(*arguments, **named)
-        except CancelledRun as stop:
-            raise RunStopped(str(stop)) from None
+    flow = getattr(importlib.import_module(f"flows.{name}"), name)
+    connect()
+    wait()
+    try:
+        return flow(*arguments, **named)
+    except CancelledRun as stop:
+        raise RunStopped(str(stop)) from None
 
 
 def _plan(options: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ no longer say how it ended. Ours has a session to itself, and starts while we im
 
 from __future__ import annotations
 
+import atexit
 import http.client
 import importlib.util
 import os
@@ -13,8 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from tasks.places import home
@@ -24,18 +24,18 @@ POLL_S = 0.05
 EMBEDDED = "SHARDLINE_EMBEDDED_PREFECT"
 
 
-@contextmanager
-def prefect_server() -> Iterator[Callable[[], None]]:
-    """Set up Prefect's environment and start a server; yields `wait`, which returns once it answers.
+def start_prefect_server() -> Callable[[], None]:
+    """Set up Prefect's environment and start a server; returns `wait`, which comes back once it answers.
 
-    To be entered before prefect is imported. What the user set in the environment stays.
+    To be called before prefect is imported: what is registered at exit first runs last, and Prefect sends its last
+    logs and events at exit (to a server that is gone it would try for over a minute).
+    What the user set in the environment stays.
     """
     defaults = {"PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks", "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL"}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     if "PREFECT_API_URL" in os.environ:
-        yield lambda: None
-        return
+        return lambda: None
     os.environ.setdefault("PREFECT_HOME", str(home() / "prefect"))
     Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)
     port, log_path = _free_port(), Path(os.environ["PREFECT_HOME"]) / "server.log"
@@ -43,18 +43,18 @@ def prefect_server() -> Iterator[Callable[[], None]]:
         server = subprocess.Popen(
             _command(port), env=_environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
+    atexit.register(_stop, server)
     os.environ |= {"PREFECT_API_URL": f"http://127.0.0.1:{port}/api", EMBEDDED: "1"}
+    return lambda: _wait(server, port, log_path)
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
     try:
-        yield lambda: _wait(server, port, log_path)
-    finally:
-        for name in ("PREFECT_API_URL", EMBEDDED):
-            os.environ.pop(name, None)
-        server.terminate()
-        try:
-            server.wait(5)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+        server.wait(5)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
 
 
 def is_embedded() -> bool:
