@@ -126,7 +126,7 @@ def _draw_sample(axes, *, report: EvalReport) -> None:  # type: ignore[no-untype
         for line in written.replace("\t", "    ").splitlines()
         for piece in (textwrap.wrap(line, 62, replace_whitespace=False, drop_whitespace=False) or [""])
     ]
-    text = "\n".join(lines[:36]).replace("$", r"\$")
+    text = "\n".join(lines[:29]).replace("$", r"\$")
     fonts = _fonts()
     if len(fonts) == 1 and any(character >= FIRST_CJK for character in text):
         text = "This machine has no font for this script:\neval.json holds the text."
