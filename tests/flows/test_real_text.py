@@ -57,6 +57,6 @@ def test_tang_poems_come_out_as_chinese_verse(tmp_path: Path) -> None:
     text = outcome["generated"].removeprefix("春")
     characters = [character for character in text if not character.isspace()]
     han = [character for character in characters if "\u4e00" <= character <= "\u9fff"]
-    assert len(han) > 10
-    assert len(han) / len(characters) > 0.7, text
+    assert len(han) > 5
+    assert len(han) / len(characters) > 0.5, text
     assert any(mark in text for mark in "，。"), "lines of verse end"
