@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.ranks import Ranks
 from training.config import RunConfig
 from training.metrics import read_rows
+from training.packing import one_epoch
 from training.plan import make_plan
 from training.records import Device, Host, Inventory, RunPlan, TokenShards
 from training.shards import write_shard
@@ -115,6 +117,7 @@ def make_run(tiny_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
             run_id=name,
             shards=TokenShards.read(tiny_shards / "manifest.json"),
             shards_dir=str(tiny_shards),
+            epoch=one_epoch(tiny_shards, packing=config.train.packing, context=config.train.context),
         )
         plan = plan.model_copy(update={"threads_per_rank": 1})
         plan.write(folder / name / "plan.json")
@@ -132,10 +135,7 @@ def torchrun(plan_path: Path, *, program: str = "training.train") -> list[str]:
 
 def run_ranks(plan_path: Path, *, program: str = "training.train") -> None:
     """Run it to its end; a failure shows what the ranks printed."""
-    done = subprocess.run(
-        torchrun(plan_path, program=program), cwd=REPO, env=rank_env(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    Ranks(plan_path, program=program).finish()
 
 
 def rank_env() -> dict[str, str]:

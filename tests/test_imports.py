@@ -11,7 +11,19 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parents[1]
-CONTRACT = {"config", "records", "shape", "plan", "shards", "metrics"}
+CONTRACT = {
+    "config",
+    "data_config",
+    "records",
+    "shape",
+    "plan",
+    "cost",
+    "packing",
+    "shards",
+    "metrics",
+    "schedule",
+    "limits",
+}
 FORBIDDEN = {
     "flows": {"torch", "mlflow", "docker", "infra", "deepspeed"},
     "tasks": {"torch", "deepspeed", "flows"},

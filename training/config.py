@@ -8,74 +8,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-
-class Part(BaseModel):
-    """One frozen section of the config; an unknown field is an error, not a surprise."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TokenizerConfig(Part):
-    kind: Literal["bpe", "pretrained", "characters", "bytes"] = Field(
-        "bpe",
-        description="bpe: a byte-level BPE trained on the corpus. pretrained: loaded from `path`. "
-        "characters: one token per character of the corpus. bytes: one token per UTF-8 byte.",
-    )
-    path: str = Field("", description="Folder or hub name of a pretrained tokenizer; only for kind=pretrained.")
-    vocab_size: int = Field(
-        0,
-        ge=0,
-        le=2_000_000,
-        description="Size of the trained BPE vocabulary; 0: 4096. For kind=pretrained the size to expect; 0: any.",
-    )
-    sample_mib: int = Field(64, ge=1, le=10_000, description="MiB of training text that a BPE is trained on.")
-
-    @property
-    def bpe_size(self) -> int:
-        return self.vocab_size or 4096
-
-    @model_validator(mode="after")
-    def check(self) -> TokenizerConfig:
-        if self.kind == "pretrained" and not self.path:
-            raise ValueError("data.tokenizer.path is empty: set it to a tokenizer's folder or hub name")
-        if self.kind == "bpe" and self.bpe_size < 258:
-            raise ValueError(
-                f"data.tokenizer.vocab_size = {self.vocab_size} is below 258 (256 bytes + 2 special tokens): "
-                "raise it, or use data.tokenizer.kind=bytes"
-            )
-        return self
-
-
-class DataConfig(Part):
-    path: str = Field(
-        "",
-        description="The corpus: `stdlib` (this Python's own library), a file or a folder "
-        "(.txt .md .py .jsonl .csv .parquet …), or `hub:OWNER/NAME` for a Hugging Face data set.",
-    )
-    column: str = Field("text", description="Column or JSON key that holds the text.")
-    text_unit: Literal["file", "line", "paragraph"] = Field(
-        "file", description="What counts as one document in plain-text files."
-    )
-    hub_config: str = Field("", description="Configuration name of a hub data set.")
-    hub_revision: str = Field("", description="Commit or tag of a hub data set; empty: its newest commit.")
-    hub_split: str = Field("train", description="Split of a hub data set to read.")
-    streaming: bool = Field(False, description="Read a hub data set as a stream, without downloading it whole.")
-    tokenizer: TokenizerConfig = Field(TokenizerConfig(), description="How text becomes tokens.")
-    split: Literal["auto", "documents", "tail"] = Field(
-        "auto",
-        description="Held-out part. documents: whole documents, by a hash of their name or place. "
-        "tail: the last characters of the corpus. auto: documents if there are at least 20, else tail.",
-    )
-    validation_fraction: float = Field(
-        0.1, gt=0.0, lt=0.9, description="Share of documents (or of characters, for tail) held out for validation."
-    )
-    on_error: Literal["stop", "skip"] = Field(
-        "stop", description="A document that cannot be read: stop with its place, or skip it and count it."
-    )
-    shard_mib: int = Field(8, ge=1, le=4096, description="MiB of text per token shard.")
-    processes: int = Field(0, ge=0, le=512, description="Tokenizing processes; 0: one per core.")
+from training.data_config import DataConfig, Part, TokenizerConfig
+from training.schedule import check_schedule
 
 
 class ModelConfig(Part):
@@ -93,7 +29,12 @@ class ModelConfig(Part):
     mlp_width: int = Field(
         0, ge=0, le=1_000_000, description="Width inside the MLP; 0: 4 x width (llama: 8/3 x width, up to 64s)."
     )
-    dropout: float = Field(0.0, ge=0.0, lt=1.0, description="Dropout while training (llama: on attention only).")
+    dropout: float = Field(
+        0.0,
+        ge=0.0,
+        lt=1.0,
+        description="Dropout while training (llama: on attention only); for `path` too, whatever its config.json says.",
+    )
     tie_embeddings: bool = Field(True, description="Input and output embeddings are one matrix.")
     rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary position embedding (llama).")
 
@@ -125,21 +66,61 @@ class ModelConfig(Part):
 
 
 class TrainConfig(Part):
-    steps: int = Field(1000, ge=1, le=100_000_000, description="Optimizer steps.")
+    steps: int = Field(1000, ge=1, le=100_000_000, description="Optimizer steps, at most.")
+    max_tokens: int = Field(0, ge=0, description="Stop after this many training tokens; 0: no such limit.")
+    max_epochs: float = Field(
+        0.0, ge=0, le=10_000, description="Stop after so many passes over the training split; 0: no such limit."
+    )
+    max_hours: float = Field(
+        0.0,
+        ge=0,
+        le=100_000,
+        description="Stop after so many hours of training, with a checkpoint. Earlier attempts count, as far as their "
+        "steps were kept, so do validations and checkpoints; pauses in between do not. 0: no such limit.",
+    )
     context: int = Field(256, ge=8, le=1_000_000, description="Tokens per sequence.")
     global_batch: int = Field(16, ge=1, le=1_000_000, description="Sequences per optimizer step, over all ranks.")
     micro_batch: int = Field(
         0, ge=0, le=100_000, description="Sequences per rank and forward pass; 0: the most that fits."
     )
+    packing: Literal["stream", "documents", "padded"] = Field(
+        "stream",
+        description="How documents fill sequences. stream: end to end, attention may look over a document's start. "
+        "documents: end to end, attention and positions stay within each document. padded: each document apart, "
+        "cut at the context, its last piece padded.",
+    )
     learning_rate: float = Field(3e-4, gt=0, le=10, description="Peak learning rate.")
-    min_learning_rate: float = Field(3e-5, ge=0, le=10, description="Learning rate at the end of the cosine.")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine",
+        description="Learning rate after warm-up: down a cosine, down a line, constant, or wsd: stable, then down a "
+        "line over the last cooldown_steps (Hu et al. 2024).",
+    )
+    min_learning_rate: float = Field(3e-5, ge=0, le=10, description="Learning rate at the end of the decay.")
     warmup_steps: int = Field(100, ge=0, le=10_000_000, description="Steps of linear warm-up.")
-    decay_steps: int = Field(0, ge=0, le=100_000_000, description="Step at which the cosine ends; 0: the last step.")
+    decay_steps: int = Field(0, ge=0, le=100_000_000, description="Step at which the decay ends; 0: the last step.")
+    cooldown_steps: int = Field(
+        0, ge=0, le=100_000_000, description="Schedule wsd: steps of the final decay; 0: a tenth of all steps."
+    )
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay of the first moment.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW: decay of the second moment.")
     weight_decay: float = Field(0.1, ge=0, le=10, description="AdamW: decay, on matrices only.")
     clip_norm: float = Field(1.0, ge=0, description="Clip the global gradient norm to this; 0: never.")
     mask_fraction: float = Field(0.15, gt=0, lt=1, description="Masked-LM models: share of tokens to predict.")
+    freeze: tuple[str, ...] = Field(
+        (), description="Parameters that stay as they are: shell patterns of their Hugging Face names, e.g. `*embed*`."
+    )
+    activation_checkpointing: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="What backward computes again instead of keeping. selective: all but matrix products and "
+        "attention. full: whole layers.",
+    )
+    compile: bool = Field(False, description="Compile the model's layers with torch.compile (needs a C++ compiler).")
+    deterministic: bool = Field(False, description="Only kernels that give the same bits each time; some are slower.")
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        "stop",
+        description="A NaN or infinite loss or gradient: stop the run, or leave that step's update out. skip reads "
+        "the gradient norm at every step, which makes the host wait for the device.",
+    )
     log_every_steps: int = Field(10, ge=1, description="Steps between two rows of metrics.")
     seed: int = Field(1337, ge=0, le=2**32 - 1, description="Fixes weights, data order, dropout and masks.")
 
@@ -150,39 +131,100 @@ class TrainConfig(Part):
                 f"train.micro_batch = {self.micro_batch} exceeds train.global_batch = {self.global_batch}: "
                 "lower train.micro_batch or set it to 0"
             )
-        if self.min_learning_rate > self.learning_rate:
-            raise ValueError(
-                f"train.min_learning_rate = {self.min_learning_rate:g} exceeds "
-                f"train.learning_rate = {self.learning_rate:g}: lower it"
-            )
+        check_schedule(self, steps=self.steps)
         return self
 
 
 class ParallelConfig(Part):
-    strategy: Literal["single", "ddp", "zero1", "zero2", "zero3"] = Field(
-        "ddp", description="How the ranks share the work: one process, DDP, or DeepSpeed ZeRO stage 1, 2, 3."
+    strategy: Literal["single", "ddp", "fsdp", "zero1", "zero2", "zero3"] = Field(
+        "ddp",
+        description="How data-parallel ranks share weights, gradients and optimizer: one process, DDP (each has all), "
+        "FSDP2 (each has a shard), or DeepSpeed ZeRO stage 1, 2, 3.",
+    )
+    tp: int = Field(1, ge=1, le=1024, description="Tensor parallelism: ranks that share each layer's matrices.")
+    pp: int = Field(1, ge=1, le=1024, description="Pipeline parallelism: stages that the layers are dealt to.")
+    pp_stages_per_rank: int = Field(
+        1, ge=1, le=64, description="Pipeline stages on each rank: 1 runs 1F1B, more run interleaved 1F1B."
+    )
+    offload: Literal["none", "optimizer", "parameters"] = Field(
+        "none",
+        description="Keep in host memory: optimizer state (zero1-3), or weights and optimizer state (zero3, fsdp).",
     )
     ranks: int = Field(
         0, ge=0, le=100_000, description="Processes; 0: one per GPU, or up to two per host where there is none."
     )
-    precision: Literal["auto", "fp32", "bf16"] = Field(
-        "auto", description="Arithmetic of matrix products; weights and optimizer stay fp32. auto: measured."
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto",
+        description="Arithmetic of matrix products; weights and optimizer stay fp32. fp16 scales the loss dynamically. "
+        "auto: measured.",
+    )
+    bucket_mib: int = Field(25, ge=1, le=4096, description="ddp: MiB of gradients per all-reduce.")
+    gradient_as_bucket_view: bool = Field(
+        True, description="ddp: gradients live in the buckets, which saves a copy of them."
+    )
+    static_graph: bool = Field(
+        False, description="ddp: promise that every step uses the same parameters in the same way."
     )
     timeout_s: int = Field(600, ge=10, le=86_400, description="Give up on a collective after this many seconds.")
+
+    @model_validator(mode="after")
+    def check(self) -> ParallelConfig:
+        """What can be combined: pp with ddp, tp with ddp and fsdp, offload with zero1-3 and fsdp."""
+        if self.pp > 1 and self.strategy != "ddp":
+            raise ValueError(
+                f"parallel.pp = {self.pp} runs with parallel.strategy=ddp, not {self.strategy}: "
+                "gradients must stay whole on each rank until the last micro-batch"
+            )
+        if self.pp == 1 and self.pp_stages_per_rank > 1:
+            raise ValueError(
+                f"parallel.pp_stages_per_rank = {self.pp_stages_per_rank} needs a pipeline: set parallel.pp above 1"
+            )
+        if self.tp > 1 and self.strategy not in {"ddp", "fsdp"}:
+            raise ValueError(f"parallel.tp = {self.tp} runs with parallel.strategy=ddp or fsdp, not {self.strategy}")
+        offloads = {"zero1": ("optimizer",), "zero2": ("optimizer",), "zero3": ("optimizer", "parameters")}
+        possible = ("none", *({"fsdp": ("parameters",)} | offloads).get(self.strategy, ()))
+        if self.offload not in possible:
+            raise ValueError(
+                f"parallel.offload={self.offload} is not there for parallel.strategy={self.strategy}: "
+                f"it can have {', '.join(possible)}"
+            )
+        return self
 
 
 class CheckpointConfig(Part):
     every_steps: int = Field(500, ge=1, description="Steps between two checkpoints; the last step always has one.")
-    keep_last: int = Field(2, ge=1, le=1000, description="Whole checkpoints to keep.")
+    keep_last: int = Field(2, ge=1, le=1000, description="Newest whole checkpoints to keep.")
+    keep_best: bool = Field(False, description="Keep the checkpoint of the lowest validation loss as well.")
+    keep_every_steps: int = Field(
+        0, ge=0, description="Keep the checkpoints of every so many steps as well; 0: none of them."
+    )
+    asynchronous: bool = Field(True, description="Train on while a checkpoint is written.")
+    max_failures: int = Field(
+        3, ge=1, le=1000, description="Failed writes in a row, each retried, after which the run fails."
+    )
 
 
 class EvaluationConfig(Part):
     every_steps: int = Field(250, ge=0, description="Steps between quick validations while training; 0: none.")
     quick_sequences: int = Field(64, ge=1, le=1_000_000, description="Sequences in a quick validation.")
+    early_stop_validations: int = Field(
+        0, ge=0, le=10_000, description="Stop after so many quick validations without a new best; 0: never."
+    )
     prompts: tuple[str, ...] = Field(("",), description="Prompts of the samples that each evaluation generates.")
     sample_tokens: int = Field(64, ge=1, le=100_000, description="New tokens per sample.")
     temperature: float = Field(0.8, ge=0, le=10, description="Sampling temperature; 0: greedy.")
     top_k: int = Field(50, ge=0, le=1_000_000, description="Sample from the k likeliest tokens; 0: from all.")
+
+
+class ProfileConfig(Part):
+    steps: tuple[int, ...] = Field((), description="Steps to record with torch's profiler, e.g. [20, 21].")
+    split_every_steps: int = Field(
+        0,
+        ge=0,
+        description="Steps between two that are timed part by part (data, forward, …); 0: ten in a run, "
+        "in one of under 100 steps every tenth.",
+    )
+    nsys: bool = Field(False, description="Run the ranks under Nsight Systems, where it is installed.")
 
 
 class ExportConfig(Part):
@@ -214,6 +256,7 @@ class RunConfig(Part):
     parallel: ParallelConfig = Field(ParallelConfig(), description="Strategy, ranks and precision.")
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="When to save and what to keep.")
     evaluation: EvaluationConfig = Field(EvaluationConfig(), description="Validation and samples.")
+    profile: ProfileConfig = Field(ProfileConfig(), description="Where the time goes, on demand.")
     export: ExportConfig = Field(ExportConfig(), description="Bounds that an exported model must keep.")
     registry: RegistryConfig = Field(RegistryConfig(), description="Registered name and the gate to champion.")
 
@@ -230,14 +273,24 @@ class RunConfig(Part):
     def check(self) -> RunConfig:
         """Refuse combinations over sections that cannot work, with the numbers and the cure."""
         train, parallel = self.train, self.parallel
-        if parallel.ranks and train.global_batch % parallel.ranks:
+        model_ranks = parallel.tp * parallel.pp
+        if parallel.ranks % model_ranks:
             raise ValueError(
-                f"train.global_batch = {train.global_batch} cannot be dealt evenly to parallel.ranks = "
-                f"{parallel.ranks}: make train.global_batch a multiple of {parallel.ranks}, or change parallel.ranks"
+                f"parallel.ranks = {parallel.ranks} is not divisible by tp*pp = {model_ranks}: "
+                "change parallel.tp, parallel.pp or parallel.ranks"
             )
-        if parallel.strategy == "single" and parallel.ranks > 1:
+        replicas = parallel.ranks // model_ranks
+        if replicas and train.global_batch % replicas:
             raise ValueError(
-                f"parallel.strategy=single runs on 1 rank, parallel.ranks = {parallel.ranks}: "
-                "choose ddp or zero1-3, or set parallel.ranks=1"
+                f"train.global_batch = {train.global_batch} cannot be dealt evenly to {replicas} data-parallel ranks "
+                f"(parallel.ranks = {parallel.ranks}): make train.global_batch a multiple of {replicas}, "
+                "or change parallel.ranks"
+            )
+        if beyond := [step for step in self.profile.steps if not 0 < step <= train.steps]:
+            raise ValueError(f"profile.steps = {beyond} are not among the {train.steps} of train.steps: change them")
+        if parallel.strategy == "single" and max(parallel.ranks, model_ranks) > 1:
+            raise ValueError(
+                f"parallel.strategy=single runs on 1 rank, parallel.ranks = {parallel.ranks} and tp*pp = "
+                f"{model_ranks}: choose ddp, fsdp or zero1-3, or set them to 1"
             )
         return self

@@ -15,17 +15,20 @@ import torch
 import torch.distributed as dist
 
 from training.data import held_out
-from training.model import IGNORED, LanguageModel, load_model
+from training.loss import IGNORED
+from training.model import LanguageModel, load_model
 from training.rank import Rank, entered
 from training.records import EvalReport, RunPlan, Sample, TokenShards, TrainResult
+from training.retention import reading
 
 
 def main(plan_path: Path) -> None:
     plan, run_dir = RunPlan.read(plan_path), plan_path.parent
     trained = TrainResult.read(run_dir / "result.json")
-    with entered(plan, world_size=int(os.environ.get("WORLD_SIZE", "1"))) as rank:
+    folder = run_dir / trained.checkpoint
+    with entered(plan, world_size=int(os.environ.get("WORLD_SIZE", "1"))) as rank, reading(folder):
         began = time.perf_counter()
-        model = load_model(run_dir / trained.checkpoint, plan).to(rank.device)
+        model = load_model(folder, plan).to(rank.device)
         loss_sum, correct, tokens = held_out_sums(model, plan, rank)
         if rank.rank == 0:
             text_bytes = TokenShards.read(Path(plan.shards_dir) / "manifest.json").text_bytes("validation")
@@ -52,11 +55,10 @@ def held_out_sums(model: LanguageModel, plan: RunPlan, rank: Rank) -> tuple[floa
     Sums in fp64, so that the number of ranks changes nothing beyond the last digits.
     """
     totals = torch.zeros(3, dtype=torch.float64, device=rank.device)
-    for inputs, targets in held_out(plan, rank=rank.rank, world_size=rank.world_size, device=rank.device):
-        loss, logits = model(inputs, targets)
-        predicted = targets != IGNORED
-        correct = (logits.argmax(-1) == targets) & predicted
-        totals += torch.stack([loss.double(), correct.sum().double(), predicted.sum().double()])
+    for batch in held_out(plan, rank=rank.rank, world_size=rank.world_size, device=rank.device):
+        loss, correct = model.scores(batch)
+        predicted = (batch.targets != IGNORED).sum()
+        totals += torch.stack([loss.double(), correct.double(), predicted.double()])
     dist.all_reduce(totals)
     return float(totals[0]), int(totals[1]), int(totals[2])
 

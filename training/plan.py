@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from training.config import RunConfig
-from training.records import Device, Host, Inventory, ModelShape, Prediction, RunPlan, TokenShards
-from training.shape import ASSUMED_VOCAB, flops_per_token, model_shape, vocab_size
+from training.cost import memory_gib, predict
+from training.packing import Epoch
+from training.records import Device, Host, Inventory, ModelShape, RunPlan, TokenShards
+from training.schedule import check_schedule
+from training.shape import ASSUMED_VOCAB, model_shape, vocab_size
 
-GIB = 2**30
 BF16_GAIN_ON_CPU = 1.3  # below this bf16 is emulated or memory-bound, and fp32 costs nothing in accuracy
 MEMORY_SHARE = 0.9  # of a device; the rest is left to fragmentation and to other programs
-PROCESS_GIB = {"cpu": 0.6, "cuda": 1.5}  # torch + transformers resident; CUDA context and NCCL buffers
-ASSUMED_UTILISATION = 0.5  # of the measured matmul rate; runs record how far this was off
-ZERO_STAGE = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+MODEL_PARALLEL = ("llama", "gpt2", "bert")  # architectures with a tensor and a pipeline plan (training/anatomy.py)
 
 
 def make_plan(
@@ -28,26 +28,32 @@ def make_plan(
     run_id: str = "dry-run",
     shards: TokenShards | None = None,
     shards_dir: str = "",
+    epoch: Epoch | None = None,
     hf_config: Mapping[str, Any] | None = None,
 ) -> RunPlan:
     """The plan of `config` on `inventory`.
 
-    `shards` gives the exact vocabulary; without them (a dry run) the config's is used. `hf_config` is the
-    content of config.json for `model.architecture=path` or pretrained weights.
+    `shards` gives the exact vocabulary; without them (a dry run) the config's is used. `epoch` (packing.one_epoch)
+    is what max_epochs is counted with; without it that limit is left out. `hf_config` is the content of config.json
+    for `model.architecture=path` or pretrained weights.
     Raises ValueError, naming the numbers and the cure, for what cannot work.
     """
     shape = model_shape(config, vocab_size=vocab_size(config, shards, hf_config), hf_config=hf_config)
     _check_shards(config, shards)
-    reasons = _assumptions(config, shards)
+    steps, sequences, limit = length(config, epoch)
+    check_schedule(config.train, steps=steps)
+    reasons = [f"{steps} steps: {limit}", *_assumptions(config, shards, steps=steps)]
     precision, why = _precision(config, inventory)
     reasons.append(f"precision {precision}: {why}")
     ranks_per_host, why = _ranks(config, inventory)
     reasons.append(f"ranks {sum(ranks_per_host)}: {why}")
-    world_size = sum(ranks_per_host)
-    micro_batch, why = _micro_batch(config, shape, inventory, world_size, precision)
+    mesh = _mesh(config, shape, sum(ranks_per_host))
+    micro_batch, why = _micro_batch(config, shape, inventory, mesh, precision)
     reasons.append(f"micro-batch {micro_batch}: {why}")
+    accumulation = config.train.global_batch // mesh["dp"] // micro_batch
+    _check_pipeline(config, mesh, accumulation)
     hosts = inventory.hosts[: len(ranks_per_host)]
-    predicted = _predict(config, shape, inventory, world_size, micro_batch, precision)
+    predicted = predict(config, shape, inventory, mesh, steps, micro_batch, precision)
     _check_disk(config, predicted.checkpoint_gib, hosts[0])
     return RunPlan(
         run_id=run_id,
@@ -59,25 +65,26 @@ def make_plan(
         mask_id=shards.mask_id if shards else None,
         shape=shape,
         device_kind=inventory.device_kind,
-        mesh={"dp": world_size},
+        mesh=mesh,
         ranks_per_host=ranks_per_host,
         threads_per_rank=min(max(1, host.cores // n) for host, n in zip(hosts, ranks_per_host, strict=True)),
         micro_batch=micro_batch,
-        accumulation=config.train.global_batch // world_size // micro_batch,
+        accumulation=accumulation,
         precision=precision,
-        steps=config.train.steps,
+        steps=steps,
+        sequences=sequences,
         predicted=predicted,
         reasons=tuple(reasons),
     )
 
 
-def _assumptions(config: RunConfig, shards: TokenShards | None) -> list[str]:
+def _assumptions(config: RunConfig, shards: TokenShards | None, *, steps: int) -> list[str]:
     """What is taken for granted, or will surprise."""
     reasons, tokenizer, train = [], config.data.tokenizer, config.train
     if shards is None and tokenizer.kind != "bpe" and not tokenizer.vocab_size:
         reasons.append(f"vocabulary {ASSUMED_VOCAB[tokenizer.kind]:,}: assumed, the corpus is not tokenized yet")
-    if train.warmup_steps >= train.steps:
-        reasons.append(f"learning rate: the {train.steps} steps end within the {train.warmup_steps} of warm-up")
+    if train.warmup_steps >= steps:
+        reasons.append(f"learning rate: the {steps} steps end within the {train.warmup_steps} of warm-up")
     return reasons
 
 
@@ -98,14 +105,17 @@ def _check_shards(config: RunConfig, shards: TokenShards | None) -> None:
 # The machines
 
 
-def choose_precision(inventory: Inventory) -> tuple[Literal["fp32", "bf16"], str]:
+def choose_precision(inventory: Inventory) -> tuple[Literal["fp32", "bf16", "fp16"], str]:
     """The precision for matrix products and why; the weakest device decides for all."""
     devices = [device for host in inventory.hosts for device in host.devices]
     if inventory.device_kind == "cuda":
         weakest = min(devices, key=_capability)
         if _capability(weakest) >= (8, 0):
             return "bf16", f"{weakest.name} has compute capability {weakest.compute_capability} (bf16 from 8.0 on)"
-        return "fp32", f"{weakest.name} has compute capability {weakest.compute_capability}, bf16 needs 8.0"
+        which = f"{weakest.name} has compute capability {weakest.compute_capability}"
+        if _capability(weakest) >= (7, 0):
+            return "fp16", f"{which}: fp16 tensor cores (from 7.0 on), no bf16 (from 8.0 on)"
+        return "fp32", f"{which}, fp16 needs 7.0 and bf16 8.0"
     gains = [d.matmul_tflops.get("bf16", 0.0) / max(d.matmul_tflops.get("fp32", 0.0), 1e-9) for d in devices]
     gain = min(gains)
     if gain >= BF16_GAIN_ON_CPU:
@@ -118,13 +128,13 @@ def _capability(device: Device) -> tuple[int, int]:
     return int(major), int(minor or 0)
 
 
-def _precision(config: RunConfig, inventory: Inventory) -> tuple[Literal["fp32", "bf16"], str]:
+def _precision(config: RunConfig, inventory: Inventory) -> tuple[Literal["fp32", "bf16", "fp16"], str]:
     chosen, why = choose_precision(inventory)
     asked = config.parallel.precision
     if asked == "auto":
         return chosen, why
-    if asked == "bf16" and chosen == "fp32" and inventory.device_kind == "cuda":
-        raise ValueError(f"parallel.precision=bf16: {why}: use auto or fp32")
+    if inventory.device_kind == "cuda" and (asked, chosen) in {("bf16", "fp16"), ("bf16", "fp32"), ("fp16", "fp32")}:
+        raise ValueError(f"parallel.precision={asked}: {why}: use auto or fp32")
     return asked, "asked for by parallel.precision"
 
 
@@ -137,43 +147,80 @@ def _ranks(config: RunConfig, inventory: Inventory) -> tuple[tuple[int, ...], st
         return (1,), "strategy single is one process"
     if asked > available:
         raise ValueError(f"parallel.ranks = {asked}, but {layout}: lower parallel.ranks or set it to 0")
-    ranks = asked or next(n for n in range(min(available, batch), 0, -1) if batch % n == 0)
+    model_ranks = config.parallel.tp * config.parallel.pp
+    if available < model_ranks or (asked and asked % model_ranks):
+        per_host_slots = f"{len(slots)} nodes x {slots[0]} devices" if len(set(slots)) == 1 else layout
+        raise ValueError(
+            f"{per_host_slots} = {asked or available} ranks, not divisible by tp*pp = {model_ranks}: "
+            "change parallel.tp, parallel.pp or the host list"
+        )
+    replicas = next(n for n in range(min(available // model_ranks, batch), 0, -1) if batch % n == 0)
+    ranks = asked or replicas * model_ranks
     why = "asked for by parallel.ranks" if asked else layout
     if not asked and ranks < available:
         why += f", of which {ranks} divide train.global_batch = {batch}; {available - ranks} stay idle"
+        if model_ranks > 1:
+            why = f"{layout}, dealt as {replicas} x tp*pp = {model_ranks}; {available - ranks} stay idle"
     per_host: list[int] = []
     for slot in slots:
         per_host.append(min(slot, ranks - sum(per_host)))
     return tuple(n for n in per_host if n), why
 
 
-# Memory, time, disk
+def _mesh(config: RunConfig, shape: ModelShape, world_size: int) -> dict[str, int]:
+    """Sizes of the axes, outermost first: tp peers talk in every layer, so they are neighbours on one host."""
+    tp, pp, stages = config.parallel.tp, config.parallel.pp, config.parallel.pp * config.parallel.pp_stages_per_rank
+    if (tp > 1 or pp > 1) and shape.architecture not in MODEL_PARALLEL:
+        raise ValueError(
+            f"a {shape.architecture} model has no tensor or pipeline plan (there is one for "
+            f"{', '.join(MODEL_PARALLEL)}): set parallel.tp=1 parallel.pp=1 and use ddp, fsdp, zero1, zero2 or zero3"
+        )
+    for what, size in (
+        ("attention heads", shape.heads),
+        ("key/value heads", shape.kv_heads),
+        ("MLP width", shape.mlp_width),
+    ):
+        if size % tp:
+            raise ValueError(f"{size} {what} cannot be shared by parallel.tp = {tp}: choose a tp that divides {size}")
+    if shape.layers < stages:
+        raise ValueError(
+            f"{shape.layers} layers cannot fill parallel.pp x pp_stages_per_rank = {stages} stages: "
+            "lower parallel.pp or parallel.pp_stages_per_rank"
+        )
+    return {"pp": pp, "dp": world_size // (tp * pp), "tp": tp}
 
 
-def memory_gib(
-    config: RunConfig, shape: ModelShape, *, device_kind: str, world_size: int, micro_batch: int, precision: str
-) -> dict[str, float]:
-    """GiB per rank by part, for fp32 weights, gradients and AdamW moments (16 bytes per parameter in all).
+def _check_pipeline(config: RunConfig, mesh: dict[str, int], accumulation: int) -> None:
+    """1F1B fills its stages with at least as many micro-batches as ranks; interleaved, in rounds of as many."""
+    pp, interleaved = mesh["pp"], config.parallel.pp_stages_per_rank > 1
+    if accumulation < pp or (interleaved and accumulation % pp):
+        need = f"a multiple of {pp}" if interleaved else f"at least {pp}"
+        raise ValueError(
+            f"{accumulation} micro-batches per step and pipeline, parallel.pp = {pp} needs {need}: "
+            "raise train.global_batch or lower train.micro_batch"
+        )
 
-    ZeRO stage 1 shards the moments, 2 also gradients, 3 also weights (Rajbhandari et al. 2020, section 5).
-    Activations: s*b*h*(18 + 4*mlp/h) bytes a layer in 16 bits without attention scores, which SDPA never
-    stores (Korthikanti et al. 2022, eq. 2: 34 = 18 + 16 for mlp = 4h); gated MLPs hold one product more.
+
+def length(config: RunConfig, epoch: Epoch | None) -> tuple[int, int, str]:
+    """Steps, and sequences in all of them, under every limit that can be counted beforehand; and which limit it is.
+
+    Whole batches, but where max_epochs ends: the last is smaller there, so that each pass takes every sequence once.
     """
-    stage, n, p = ZERO_STAGE[config.parallel.strategy], world_size, shape.parameters
-    width_bytes = 2 if precision == "bf16" else 4
-    tokens = micro_batch * config.train.context
-    mlp_factor = 6 if shape.architecture not in {"gpt2", "bert"} else 4
-    layer = tokens * shape.width * (18 + mlp_factor * shape.mlp_width / shape.width) * width_bytes / 2
-    parts = {
-        "weights": 4 * p / (n if stage >= 3 else 1),
-        "gradients": 4 * p / (n if stage >= 2 else 1),
-        "optimizer": 8 * p / (n if stage >= 1 else 1),
-        "cast weights": 2 * p if precision == "bf16" else 0,
-        "activations": shape.layers * layer,
-        "logits": tokens * shape.vocab_size * (8 + width_bytes),
-        "process": PROCESS_GIB[device_kind] * GIB,
-    }
-    return {part: num_bytes / GIB for part, num_bytes in parts.items() if num_bytes}
+    train, sequence_tokens = config.train, float(config.train.context)
+    if epoch is not None:
+        sequence_tokens = epoch.tokens / epoch.sequences  # on average: packing=padded leaves some of them empty
+    limits = [(train.steps, train.steps * train.global_batch, "train.steps")]
+    if train.max_tokens:
+        steps = max(1, int(train.max_tokens / sequence_tokens / train.global_batch))
+        limits.append((steps, steps * train.global_batch, f"train.max_tokens = {train.max_tokens:,}"))
+    if train.max_epochs and epoch is not None:
+        sequences = max(1, round(train.max_epochs * epoch.sequences))
+        why = f"train.max_epochs = {train.max_epochs:g}, of {epoch.sequences:,} sequences each"
+        limits.append((-(-sequences // train.global_batch), sequences, why))
+    return min(limits)
+
+
+# Memory, time, disk
 
 
 def _smallest_device_gib(inventory: Inventory) -> float:
@@ -181,9 +228,9 @@ def _smallest_device_gib(inventory: Inventory) -> float:
 
 
 def _micro_batch(
-    config: RunConfig, shape: ModelShape, inventory: Inventory, world_size: int, precision: str
+    config: RunConfig, shape: ModelShape, inventory: Inventory, mesh: Mapping[str, int], precision: str
 ) -> tuple[int, str]:
-    sequences, asked = config.train.global_batch // world_size, config.train.micro_batch
+    sequences, asked = config.train.global_batch // mesh["dp"], config.train.micro_batch
     limit = MEMORY_SHARE * _smallest_device_gib(inventory)
 
     def needed(micro_batch: int) -> dict[str, float]:
@@ -191,17 +238,20 @@ def _micro_batch(
             config,
             shape,
             device_kind=inventory.device_kind,
-            world_size=world_size,
+            mesh=mesh,
             micro_batch=micro_batch,
             precision=precision,
         )
 
     if asked and sequences % asked:
         raise ValueError(
-            f"{sequences} sequences per rank (train.global_batch = {config.train.global_batch} / {world_size} ranks) "
-            f"are no multiple of train.micro_batch = {asked}: change one of them, or set train.micro_batch=0"
+            f"{sequences} sequences per data-parallel rank (train.global_batch = {config.train.global_batch} / "
+            f"{mesh['dp']}) are no multiple of train.micro_batch = {asked}: change one of them, or set "
+            "train.micro_batch=0"
         )
-    candidates = [asked] if asked else [n for n in range(sequences, 0, -1) if sequences % n == 0]
+    fitting = [n for n in range(sequences, 0, -1) if sequences % n == 0]
+    filling = [n for n in fitting if sequences // n >= mesh["pp"] and sequences // n % mesh["pp"] == 0]
+    candidates = [asked] if asked else filling or fitting
     for micro_batch in candidates:
         total = sum(needed(micro_batch).values())
         if total <= limit:
@@ -213,30 +263,6 @@ def _micro_batch(
         + ", ".join(f"{part} {gib:.1f}" for part, gib in parts.items())
         + f"), {limit:.1f} GiB usable: use a higher ZeRO stage (parallel.strategy=zero3), more ranks, "
         "a smaller model, or a smaller train.micro_batch or train.context"
-    )
-
-
-def _predict(
-    config: RunConfig, shape: ModelShape, inventory: Inventory, world_size: int, micro_batch: int, precision: str
-) -> Prediction:
-    devices = [device for host in inventory.hosts for device in host.devices]
-    slowest = min(device.matmul_tflops.get(precision, 0.0) for device in devices)
-    tokens_per_s = world_size * slowest * 1e12 * ASSUMED_UTILISATION / flops_per_token(shape)
-    tokens = config.train.steps * config.train.global_batch * config.train.context
-    parts = memory_gib(
-        config,
-        shape,
-        device_kind=inventory.device_kind,
-        world_size=world_size,
-        micro_batch=micro_batch,
-        precision=precision,
-    )
-    return Prediction(
-        memory_gib=parts,
-        flops_per_token=flops_per_token(shape),
-        tokens_per_s=tokens_per_s,
-        train_s=tokens / tokens_per_s if tokens_per_s else 0.0,
-        checkpoint_gib=12 * shape.parameters / GIB,
     )
 
 

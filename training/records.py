@@ -159,13 +159,18 @@ class Prediction(Record):
 
     memory_gib: dict[str, float]
     flops_per_token: float
+    peak_tflops: float  # measured for matrix products in the plan's precision, on the slowest device
     tokens_per_s: float
     train_s: float
     checkpoint_gib: float
 
 
 class RunPlan(Record):
-    """runs/ID/plan.json: everything that a rank needs, written once by the head node."""
+    """runs/ID/plan.json: everything that a rank needs, written once by the head node.
+
+    `mesh`: sizes of the axes pp, dp and tp, outermost first; ranks that share a layer's matrices are neighbours.
+    `sequences`: in all steps together; fewer than steps x global batch where max_epochs ends within the last batch.
+    """
 
     run_id: str
     config: RunConfig
@@ -181,8 +186,9 @@ class RunPlan(Record):
     threads_per_rank: int
     micro_batch: int
     accumulation: int
-    precision: Literal["fp32", "bf16"]
+    precision: Literal["fp32", "bf16", "fp16"]
     steps: int
+    sequences: int
     predicted: Prediction
     reasons: tuple[str, ...]
     mlflow_run_id: str = ""
@@ -190,6 +196,11 @@ class RunPlan(Record):
     @property
     def world_size(self) -> int:
         return sum(self.ranks_per_host)
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks: each holds (with its tp and pp peers) the whole model and takes its share of a batch."""
+        return self.mesh["dp"]
 
     @property
     def batch_tokens(self) -> int:
@@ -200,15 +211,30 @@ class RunPlan(Record):
 # 6.-9. results
 
 
+StoppedBy = Literal["steps", "signal", "hours", "early stop"]
+
+
 class TrainResult(Record):
+    """How training ended. Rates are of the last attempt, over all ranks, without first step, validation, checkpoints.
+
+    `mfu`: share of the ranks' measured matmul rate (None: not measured). `peak_memory_gib`: of one rank, allocated on
+    a GPU, resident on a CPU; `memory`: peaks and averages of all that training/gauges.py reads.
+    """
+
     step: int
     loss: float
     tokens: int
+    samples_per_s: float
     tokens_per_s: float
+    step_ms: float
+    mfu: float | None
+    device_utilisation: float | None
     peak_memory_gib: float
+    memory: dict[str, float]
+    skipped_steps: int
     checkpoint: str
     checkpoint_sha256: str
-    stopped_by: Literal["steps", "signal"]
+    stopped_by: StoppedBy
     train_s: float
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ from training.config import ModelConfig, RunConfig
 from training.records import ModelShape, TokenShards
 
 ASSUMED_VOCAB = {"bytes": 257, "characters": 128, "pretrained": 50_257}  # in a dry run, until the corpus is tokenized
+# attention_dropout, resid_pdrop, hidden_dropout_prob, ...: as transformers' classes spell it (5.23)
+DROPOUT = re.compile(r"^(?!classifier|summary|seq_classif|qa|pooler|token).*(dropout|pdrop|dropout_prob|dropout_p)$")
 MASKED_TYPES = {"bert", "roberta", "distilbert", "electra", "albert", "deberta-v2", "modernbert", "camembert"}
 
 
@@ -19,6 +22,7 @@ def model_shape(config: RunConfig, *, vocab_size: int, hf_config: Mapping[str, A
         if hf_config is None:
             raise ValueError(f"model.path = {model.path!r}: its config.json was not found; check the path or name")
         _check_kind(model, str(hf_config.get("model_type", "unknown")))
+        _check_dropout(model, hf_config)
         shape = _shape_of_hf(hf_config, vocab_size=vocab_size, context=config.train.context)
     else:
         shape = ModelShape(
@@ -45,6 +49,24 @@ def _check_kind(model: ModelConfig, model_type: str) -> None:
             f"model.path = {model.path} holds a {model_type}, model.architecture is {model.architecture}: "
             f"set model.architecture={cure}"
         )
+
+
+def _check_dropout(model: ModelConfig, hf: Mapping[str, Any]) -> None:
+    if model.dropout and not dropout_fields(hf):
+        kind = hf.get("model_type", "unknown")
+        raise ValueError(
+            f"model.dropout = {model.dropout:g}, but the {kind} in model.path = {model.path} has no dropout anywhere: "
+            "set model.dropout=0"
+        )
+
+
+def dropout_fields(hf: Mapping[str, Any]) -> list[str]:
+    """Fields of a transformers config that set the dropout of a language model's units, not of other heads."""
+    return [
+        name
+        for name, value in hf.items()
+        if DROPOUT.search(name) and isinstance(value, (int, float)) and not isinstance(value, bool)
+    ]
 
 
 def default_mlp_width(model: ModelConfig) -> int:

@@ -166,7 +166,7 @@ class TokenStream:
         self._starts = [0, *itertools.accumulate(shard.tokens for shard in self._shards)]
         self._first_documents = [0, *itertools.accumulate(shard.documents for shard in self._shards)]
         self._tokens = functools.lru_cache(MAX_OPEN_SHARDS)(self._map_tokens)
-        self._ends = functools.lru_cache(MAX_OPEN_SHARDS)(self._load_ends)
+        self._ends = functools.lru_cache(MAX_OPEN_SHARDS)(self._map_ends)
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -190,14 +190,39 @@ class TokenStream:
         within = np.searchsorted(self._ends(index), position - self._starts[index], side="right")
         return self._first_documents[index] + int(within)
 
+    def document_ids(self, start: int, stop: int) -> np.ndarray:
+        """`document_at` of every position in [start, stop): int64 (stop - start,)."""
+        assert 0 <= start <= stop <= len(self), f"[{start}, {stop}) is outside of [0, {len(self)})"
+        ids = np.zeros(stop - start, np.int64)
+        index = self._shard_at(start)
+        while index < len(self._shards) and self._starts[index] < stop:
+            ends, first = self._ends(index), self._starts[index]
+            low, high = ends.searchsorted((start - first, stop - 1 - first), side="right")
+            if first <= start:
+                ids[:1] = self._first_documents[index] + low
+            ids[ends[low:high] + (first - start)] += 1  # an end is where the next document begins
+            index += 1
+        return ids.cumsum()
+
+    def document_bounds(self) -> np.ndarray:
+        """Where each document begins, and the last one ends: int64 (documents + 1,), 8 bytes for each in memory.
+
+        Tokens after the last listed end are a document too.
+        """
+        listed = [self._ends(index) + first for index, first in enumerate(self._starts[:-1])]
+        bounds = np.concatenate([np.zeros(1, np.int64), *listed])
+        return bounds if bounds[-1] == len(self) else np.append(bounds, len(self))
+
     def _shard_at(self, position: int) -> int:
         return bisect.bisect_right(self._starts, position) - 1
 
     def _map_tokens(self, index: int) -> np.ndarray:
-        return np.memmap(_files(self._folder, self._shards[index])[0], dtype=self._dtype, mode="r")
+        """As a plain array over the mapping, whose slices are made in a tenth of the time of a memmap's."""
+        return np.asarray(np.memmap(_files(self._folder, self._shards[index])[0], dtype=self._dtype, mode="r"))
 
-    def _load_ends(self, index: int) -> np.ndarray:
-        return np.load(_files(self._folder, self._shards[index])[1])
+    def _map_ends(self, index: int) -> np.ndarray:
+        """As int64: a search among uint64 for a (signed) position would first convert all of them to float64."""
+        return np.asarray(np.load(_files(self._folder, self._shards[index])[1], mmap_mode="r")).view("<i8")
 
 
 def _on_disk(dtype: str) -> np.dtype:

@@ -1,20 +1,100 @@
-"""The order of the data: a permutation per epoch, the same for any number of ranks and any micro-batch."""
+"""The order and the packing of the data: the same for any number of ranks, every token once, nothing beside it.
+
+Each token of the corpus here is its place in the stream plus FIRST, so that a batch says where it comes from.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.conftest import MASK, VOCAB
-from training.data import Loader, held_out, mask_tokens, shuffled
-from training.model import IGNORED
-from training.records import RunPlan
+from tests.conftest import END, MASK, inventory, tiny_config
+from training.data import Batch, Loader, documents_in, held_out, shuffled
+from training.loss import IGNORED
+from training.packing import one_epoch
+from training.plan import make_plan
+from training.records import RunPlan, TokenShards
+from training.shards import TokenStream, write_shard
 
 CPU = torch.device("cpu")
+FIRST = 2
+PACKINGS = ("stream", "documents", "padded")
+CONTEXT = 16
+BERT = {"model__architecture": "bert", "model__kv_heads": 0}
+NUM_TOKENS = {"train": 1003, "validation": 217}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of 1 to 50 tokens over three shards, some cut by their borders, the last one without an end."""
+    folder = tmp_path_factory.mktemp("numbered")
+    rng, written = np.random.default_rng(5), []
+    for split, total in NUM_TOKENS.items():
+        lengths = [1, 1, CONTEXT, 2 * CONTEXT, *rng.integers(1, 51, 100).tolist()]
+        ends = np.cumsum(lengths)
+        borders = [0, total // 3, total // 2, total]
+        for index, (start, stop) in enumerate(itertools.pairwise(borders)):
+            here = ends[(ends > start) & (ends <= stop)] - start
+            tokens = np.arange(start + FIRST, stop + FIRST, dtype="uint16")
+            shard = write_shard(folder, split=split, index=index, tokens=tokens, ends=here.tolist(), text_bytes=1)
+            written.append(shard)
+    TokenShards(
+        fingerprint="f" * 64,
+        sources=(),
+        tokenizer="characters",
+        tokenizer_sha256="0" * 64,
+        vocab_size=1100,
+        end_id=END,
+        mask_id=MASK,
+        dtype="uint16",
+        split_rule="tail",
+        shards=tuple(written),
+        skipped=0,
+        skipped_examples=(),
+    ).write(folder / "manifest.json")
+    return folder
+
+
+def plan_of(shards: Path, *, ranks: int = 1, **overrides: Any) -> RunPlan:
+    config = tiny_config(parallel__ranks=ranks, train__context=CONTEXT, **overrides)
+    epoch = one_epoch(shards, packing=config.train.packing, context=CONTEXT)
+    manifest = TokenShards.read(shards / "manifest.json")
+    return make_plan(config, inventory(ranks), shards=manifest, shards_dir=str(shards), epoch=epoch)
+
+
+def one_pass(shards: Path, **overrides: Any) -> RunPlan:
+    """Ends within a batch, whatever the packing: 7 x 3 divides none of the numbers of sequences."""
+    overrides = {
+        "train__steps": 1000,
+        "train__max_epochs": 1,
+        "train__global_batch": 21,
+        "train__micro_batch": 7,
+    } | overrides
+    return plan_of(shards, **overrides)
+
+
+def rows(batch: Batch) -> torch.Tensor:
+    """Everything in a batch, [sequences, fields, context]."""
+    return torch.stack([tensor for tensor in vars(batch).values() if tensor is not None], dim=1)
+
+
+def global_batch(plan: RunPlan, step: int) -> tuple[torch.Tensor, int]:
+    shares = [Loader(plan, dp_rank=rank, device=CPU).share(step) for rank in range(plan.dp)]
+    (num_targets,) = {share.num_targets for share in shares}
+    return torch.cat([rows(batch) for share in shares for batch in share.batches]), num_targets
+
+
+def predicted(plan: RunPlan) -> np.ndarray:
+    """Stream places of all targets, step by step."""
+    targets = torch.cat([global_batch(plan, step)[0][:, 1] for step in range(plan.steps)]).numpy()
+    return targets[targets != IGNORED] - FIRST
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 16, 17, 1000, 65_537])
@@ -27,63 +107,193 @@ def test_shuffled_differs_by_seed_and_epoch_and_is_no_identity() -> None:
     orders = [shuffled(np.arange(1000), length=1000, key=key) for key in ((1, 0), (1, 1), (2, 0))]
     for order in orders:
         assert abs(np.corrcoef(order, np.arange(1000))[0, 1]) < 0.1
-    assert (orders[0] != orders[1]).mean() > 0.98
-    assert (orders[0] != orders[2]).mean() > 0.98
+    assert all((orders[0] != other).mean() > 0.98 for other in orders[1:])
 
 
-def global_batch(plan_path: Path, step: int) -> torch.Tensor:
-    plan = RunPlan.read(plan_path)
-    ranks = [Loader(plan, rank=rank, device=CPU).batches(step) for rank in range(plan.world_size)]
-    return torch.cat([inputs for batches in ranks for inputs, _ in batches])
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("model", [{}, BERT], ids=["llama", "bert"])
+def test_the_global_batch_depends_neither_on_ranks_nor_on_micro_batch(
+    packing: str, model: dict[str, Any], shards: Path
+) -> None:
+    common = {
+        "train__packing": packing,
+        "train__global_batch": 8,
+        "train__max_epochs": 2.3,
+        "train__steps": 1000,
+    } | model
+    alone = plan_of(shards, train__micro_batch=8, **common)
+    for ranks, micro_batch in ((2, 4), (2, 1), (4, 2)):
+        split = plan_of(shards, ranks=ranks, train__micro_batch=micro_batch, **common)
+        assert split.dp == ranks
+        for step in (0, 5, alone.steps // 2, alone.steps - 1):
+            expected, num_targets = global_batch(alone, step)
+            found, found_targets = global_batch(split, step)
+            assert torch.equal(found, expected)
+            assert found_targets == num_targets
 
 
-def test_the_global_batch_depends_neither_on_ranks_nor_on_micro_batch(make_run: Callable[..., Path]) -> None:
-    alone = make_run("one-rank", train__micro_batch=8)
-    split = make_run("four-ranks", ranks=4, train__micro_batch=1)
-    for step in (0, 5, 40):
-        assert torch.equal(global_batch(alone, step), global_batch(split, step))
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_an_epoch_predicts_every_token_once(packing: str, shards: Path) -> None:
+    plan = one_pass(shards, ranks=3, train__packing=packing)
+    whole_windows = (NUM_TOKENS["train"] - 1) // CONTEXT
+    expected = np.arange(NUM_TOKENS["train"]) if packing == "padded" else np.arange(1, whole_windows * CONTEXT + 1)
+    assert np.array_equal(np.sort(predicted(plan)), expected)
 
 
-def test_no_sequence_comes_twice_in_an_epoch(make_run: Callable[..., Path]) -> None:
-    plan_path = make_run("epoch")
-    plan = RunPlan.read(plan_path)
-    windows = Loader(plan, rank=0, device=CPU).windows
-    steps = len(windows) // plan.config.train.global_batch
-    seen = torch.cat([global_batch(plan_path, step) for step in range(steps)])
-    assert len(torch.unique(seen, dim=0)) == len(seen) == steps * plan.config.train.global_batch
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_each_epoch_has_its_own_order_and_batches_go_on_over_its_end(packing: str, shards: Path) -> None:
+    """Whole batches, none a multiple of the epoch: each token is seen as often as epochs are over, or once more."""
+    plan = plan_of(shards, train__packing=packing, train__steps=40, train__global_batch=7, train__micro_batch=7)
+    places = predicted(plan)
+    counts = np.bincount(places, minlength=NUM_TOKENS["train"])
+    sequences = one_epoch(shards, packing=packing, context=CONTEXT).sequences
+    epochs = 40 * 7 // sequences
+    assert epochs >= 2
+    assert set(counts[1 : NUM_TOKENS["train"] // CONTEXT * CONTEXT]) <= {epochs, epochs + 1}
+    first, second = (places[start : start + 300] for start in (0, len(places) * sequences // 280))
+    assert not np.array_equal(first, second)
 
 
-def test_targets_are_the_next_tokens(make_run: Callable[..., Path]) -> None:
-    loader = Loader(RunPlan.read(make_run("targets")), rank=0, device=CPU)
-    inputs, targets = loader.batches(3)[0]
-    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_any_step_is_found_without_those_before(packing: str, shards: Path) -> None:
+    plan = plan_of(shards, train__packing=packing, train__steps=700)
+    walked = Loader(plan, dp_rank=0, device=CPU)
+    shares = [walked.share(step) for step in range(plan.steps)]
+    for step in (1, 511, 512, 699):  # 512 steps of 8 sequences are ordered at once
+        fresh = Loader(plan, dp_rank=0, device=CPU).share(step)
+        for batch, other in zip(fresh.batches, shares[step].batches, strict=True):
+            assert torch.equal(rows(batch), rows(other))
 
 
+def test_another_seed_is_another_order(shards: Path) -> None:
+    batches = [global_batch(plan_of(shards, train__seed=seed), 0)[0] for seed in (1, 2)]
+    assert not torch.equal(*batches)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("model", [{}, BERT], ids=["llama", "bert"])
+def test_the_uneven_last_batch_keeps_its_shape_and_counts_what_is_there(
+    packing: str, model: dict[str, Any], shards: Path
+) -> None:
+    plan = one_pass(shards, ranks=3, train__micro_batch=1, train__packing=packing, **model)
+    assert plan.sequences < plan.steps * 21
+    for step in range(plan.steps):
+        shares = [Loader(plan, dp_rank=rank, device=CPU).share(step) for rank in range(3)]
+        assert [len(share.batches) for share in shares] == [7, 7, 7]
+        batches = [batch for share in shares for batch in share.batches]
+        assert {batch.inputs.shape for batch in batches} == {batch.targets.shape for batch in batches} == {(1, CONTEXT)}
+        count = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
+        assert [share.num_targets for share in shares] == [count] * 3
+    empty = [batch for batch in batches if not (batch.targets != IGNORED).any()]
+    assert len(empty) == plan.steps * 21 - plan.sequences
+    assert all((batch.inputs == END).all() for batch in empty)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_every_input_is_the_token_before_its_target(packing: str, shards: Path) -> None:
+    plan = one_pass(shards, train__packing=packing)
+    starts = set(TokenStream(shards, "train").document_bounds()[:-1].tolist()) if packing == "padded" else set()
+    loader = Loader(plan, dp_rank=0, device=CPU)
+    for step in range(plan.steps):
+        for batch in loader.share(step).batches:
+            for given, target in zip(batch.inputs.flatten().tolist(), batch.targets.flatten().tolist(), strict=True):
+                if target == IGNORED:
+                    assert given == END
+                else:
+                    assert given == (END if target - FIRST in starts else target - 1)
+
+
+def test_documents_look_at_themselves_alone_and_begin_with_the_end_before_them(shards: Path) -> None:
+    plan = one_pass(shards, train__packing="documents")
+    stream, loader, several = TokenStream(shards, "train"), Loader(plan, dp_rank=0, device=CPU), 0
+    for step in range(plan.steps - 1):
+        for batch in loader.share(step).batches:
+            assert batch.documents is not None
+            assert batch.positions is not None
+            for row in range(len(batch.targets)):
+                documents = [stream.document_at(target - FIRST) for target in batch.targets[row].tolist()]
+                seen = [[mine == other for other in documents] for mine in documents]
+                assert (batch.documents[row][:, None] == batch.documents[row][None]).tolist() == seen
+                assert batch.positions[row].tolist() == [
+                    place - documents.index(d) for place, d in enumerate(documents)
+                ]
+                several += len(set(documents)) > 1
+    assert several > 20
+
+
+@pytest.mark.parametrize("packing", ["stream", "padded"])
+def test_causal_sequences_need_no_mask(packing: str, shards: Path) -> None:
+    """What is behind a token cannot be seen anyway, so attention keeps its fast path."""
+    batch = Loader(plan_of(shards, train__packing=packing), dp_rank=0, device=CPU).share(0).batches[0]
+    assert batch.documents is None
+    assert batch.positions is None
+
+
+def test_nobody_looks_at_the_padding_of_masked_models(shards: Path) -> None:
+    plan = one_pass(shards, train__packing="padded", **BERT)
+    bounds, loader, short = TokenStream(shards, "train").document_bounds(), Loader(plan, dp_rank=0, device=CPU), 0
+    for step in range(plan.steps):
+        for batch in loader.share(step).batches:
+            assert batch.documents is not None
+            for targets, documents in zip(batch.targets, batch.documents.tolist(), strict=True):
+                if (targets == IGNORED).all():
+                    continue
+                chosen = int((targets != IGNORED).nonzero()[0])
+                place = int(targets[chosen]) - FIRST
+                end = bounds[np.searchsorted(bounds, place, side="right")]
+                length = min(CONTEXT, int(end) - (place - chosen))
+                assert documents == [documents[0]] * length + [documents[-1]] * (CONTEXT - length)
+                assert length == CONTEXT or documents[0] != documents[-1]
+                short += length < CONTEXT
+    assert short > 20
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_held_out_predicts_every_token_once_whatever_the_ranks(ranks: int, make_run: Callable[..., Path]) -> None:
-    plan = RunPlan.read(make_run(f"held-out-{ranks}"))
+def test_held_out_predicts_every_token_once_whatever_the_ranks(ranks: int, packing: str, shards: Path) -> None:
+    plan = plan_of(shards, train__packing=packing, train__micro_batch=4)
     dealt = [list(held_out(plan, rank=rank, world_size=ranks, device=CPU)) for rank in range(ranks)]
     assert len({len(batches) for batches in dealt}) == 1, "every rank has as many forward passes"
-    predicted = sum(int((targets != IGNORED).sum()) for batches in dealt for _, targets in batches)
-    assert predicted == 451 - 1
+    assert {rows(batch).shape[::2] for batches in dealt for batch in batches} == {(4, CONTEXT)}
+    targets = torch.cat([batch.targets.flatten() for batches in dealt for batch in batches]).numpy()
+    first = 0 if packing == "padded" else 1
+    assert (np.sort(targets[targets != IGNORED]) == np.arange(first, NUM_TOKENS["validation"]) + FIRST).all()
 
 
-def test_masking_is_fixed_by_its_key_and_hides_what_it_asks_for(make_run: Callable[..., Path]) -> None:
-    plan = RunPlan.read(make_run("masked", model__architecture="bert", model__kv_heads=0))
-    tokens = np.arange(2, 2 + 40, dtype=np.int64)
-    inputs, targets = mask_tokens(plan, tokens, key=(1, 2))
-    again, _ = mask_tokens(plan, tokens, key=(1, 2))
-    chosen = targets != IGNORED
-    assert np.array_equal(inputs, again)
-    assert chosen.sum() == round(plan.config.train.context * plan.config.train.mask_fraction)
-    assert np.array_equal(targets[chosen], tokens[chosen])
-    assert np.array_equal(inputs[~chosen], tokens[~chosen])
+def test_a_limited_validation_takes_so_many_sequences_evenly_spaced(shards: Path) -> None:
+    plan = plan_of(shards, train__micro_batch=4)
+    batches = [batch for rank in range(2) for batch in held_out(plan, rank=rank, world_size=2, device=CPU, limit=5)]
+    starts = [int(row[0]) - FIRST for batch in batches for row in batch.targets if row[0] != IGNORED]
+    assert sorted(starts) == [1, 3 * CONTEXT + 1, 6 * CONTEXT + 1, 9 * CONTEXT + 1, 13 * CONTEXT + 1]
 
 
-def test_four_in_five_masked_positions_show_the_mask(make_run: Callable[..., Path]) -> None:
-    plan = RunPlan.read(make_run("shares", model__architecture="bert", model__kv_heads=0))
-    tokens = np.full(16, 5, dtype=np.int64)
-    shown = [mask_tokens(plan, tokens, key=(key,)) for key in range(4000)]
-    hidden = np.concatenate([inputs[targets != IGNORED] for inputs, targets in shown])
-    assert abs((hidden == MASK).mean() - 0.8) < 0.02
-    assert abs((hidden == 5).mean() - (0.1 + 0.1 / VOCAB)) < 0.02
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_the_documents_of_a_share_are_those_its_targets_come_from(packing: str, shards: Path) -> None:
+    plan = one_pass(shards, ranks=3, train__packing=packing)
+    stream = TokenStream(shards, "train")
+    for rank in range(3):
+        targets = torch.cat([b.targets for b in Loader(plan, dp_rank=rank, device=CPU).share(1).batches])
+        places = targets[targets != IGNORED] - FIRST
+        expected = {stream.document_at(int(place)) for place in places}
+        if packing != "padded":  # the token before a window is looked at too
+            expected |= {stream.document_at(int(row[0]) - FIRST - 1) for row in targets if row[0] != IGNORED}
+        assert documents_in(plan, step=1, dp_rank=rank) == sorted(expected)
+
+
+def test_a_thread_prepares_the_same_shares(shards: Path) -> None:
+    plan = one_pass(shards, train__packing="documents")
+    inline, ahead = (Loader(plan, dp_rank=0, device=CPU, ahead=n) for n in (0, 2))
+    for step in [0, 1, 2, 1, *range(plan.steps)]:  # as a run that goes back to a checkpoint
+        for batch, other in zip(inline.share(step).batches, ahead.share(step).batches, strict=True):
+            assert torch.equal(rows(batch), rows(other))
+    ahead.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+
+
+def test_what_fails_in_the_thread_is_raised_where_the_share_is_asked_for(shards: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(shards, tmp_path / "shards")
+    loader = Loader(plan_of(folder), dp_rank=0, device=CPU, ahead=2)
+    shutil.rmtree(folder / "train")
+    with pytest.raises(FileNotFoundError, match=r"train/0000\d\.bin"):
+        loader.share(0)
+    loader.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import END, REPO, rank_env, run_ranks
+from training.data import held_out
+from training.model import build_model
 from training.records import EvalReport, RunPlan
 from training.shards import TokenStream
 
@@ -69,3 +71,37 @@ def test_one_and_two_ranks_give_the_figures_of_a_plain_loop(trained: Path, tmp_p
     first, second = (EvalReport.read(tmp_path / f"{ranks}.json") for ranks in (1, 2))
     assert first.samples == second.samples
     assert len(first.samples[0].text) > 0
+
+
+def apart(plan: RunPlan) -> Iterator[np.ndarray]:
+    """Tokens of each stretch that is to be scored by itself: the first is only looked at."""
+    stream, context = TokenStream(Path(plan.shards_dir), "validation"), plan.config.train.context
+    tokens = stream.read(0, len(stream)).astype(np.int64)
+    documents = [stream.document_at(place) for place in range(len(stream))]
+    if plan.config.train.packing == "padded":
+        for number in range(documents[-1] + 1):
+            document = np.array([END, *(t for t, d in zip(tokens, documents, strict=True) if d == number)])
+            for start in range(0, len(document) - 1, context):
+                yield document[start : start + context + 1]
+    else:
+        for start in range(0, len(tokens) - 1, context):
+            places = np.arange(start + 1, min(start + context + 1, len(tokens)))
+            for number in sorted({documents[place] for place in places}):
+                own = [place for place in places if documents[place] == number]
+                yield tokens[own[0] - 1 : own[-1] + 1]
+
+
+@pytest.mark.parametrize("packing", ["documents", "padded"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@torch.no_grad()
+def test_packed_documents_score_as_if_each_stood_alone(
+    packing: str, architecture: str, make_run: Callable[..., Path]
+) -> None:
+    shape = {"model__architecture": architecture, "model__kv_heads": 0}
+    plan = RunPlan.read(make_run(f"{packing}-{architecture}", train__packing=packing, train__micro_batch=4, **shape))
+    model, expected = build_model(plan).eval(), 0.0
+    for tokens in map(torch.from_numpy, apart(plan)):
+        logits = model.hf(tokens[None, :-1]).logits[0]
+        expected += torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum").item()
+    batches = held_out(plan, rank=0, world_size=1, device=torch.device("cpu"))
+    assert sum(model.scores(batch)[0].item() for batch in batches) == pytest.approx(expected, rel=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 
 from tests.conftest import inventory, tiny_config
 from training.model import build_model
+from training.packing import Epoch, Packing, one_epoch
 from training.plan import choose_precision, make_plan
 from training.records import Device, Host, Inventory
 from training.shape import flops_per_token
+
+EPOCH = Epoch(sequences=100, tokens=1600)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert"])
@@ -75,7 +79,16 @@ def test_flops_per_token_of_gpt2_small() -> None:
 
 REFUSED = [
     ({"parallel__ranks": 4}, (2,), "parallel.ranks = 4, but 1 host with 2 devices: lower parallel.ranks"),
-    ({"train__micro_batch": 3}, (1,), "8 sequences per rank .* are no multiple of train.micro_batch = 3"),
+    ({"train__micro_batch": 3}, (1,), "8 sequences per data-parallel rank .* are no multiple of train.micro_batch = 3"),
+    ({"parallel__tp": 3}, (3,), "4 attention heads cannot be shared by parallel.tp = 3"),
+    ({"parallel__tp": 4}, (4,), "2 key/value heads cannot be shared by parallel.tp = 4: choose a tp that divides 2"),
+    ({"parallel__pp": 3}, (3,), "2 layers cannot fill .* = 3 stages: lower parallel.pp"),
+    (
+        {"parallel__pp": 2, "train__micro_batch": 8},
+        (2,),
+        "1 micro-batches per step .* parallel.pp = 2 needs at least 2",
+    ),
+    ({"parallel__tp": 4}, (2,), r"1 nodes x 2 devices = 2 ranks, not divisible by tp\*pp = 4: change parallel.tp"),
     ({"model__width": 65_536, "model__layers": 100, "model__kv_heads": 0}, (1,), "does not fit: .*strategy=zero3"),
 ]
 
@@ -102,7 +115,66 @@ def gpu_inventory(*capabilities: str) -> Inventory:
 def test_the_weakest_gpu_decides_the_precision_and_is_named() -> None:
     assert choose_precision(gpu_inventory("8.0", "9.0"))[0] == "bf16"
     precision, why = choose_precision(gpu_inventory("8.6", "7.5"))
-    assert precision == "fp32"
+    assert precision == "fp16"
     assert "GPU 7.5" in why
-    with pytest.raises(ValueError, match=r"bf16 needs 8\.0"):
+    assert choose_precision(gpu_inventory("9.0", "6.1"))[0] == "fp32"
+    with pytest.raises(ValueError, match=r"no bf16 \(from 8\.0 on\): use auto or fp32"):
         make_plan(tiny_config(parallel__precision="bf16"), gpu_inventory("7.5"))
+
+
+def length_of(epoch: Epoch | None = EPOCH, **train: Any) -> tuple[int, int]:
+    """Steps and sequences, with 8 sequences of 16 tokens in a batch."""
+    plan = make_plan(
+        tiny_config(**{f"train__{field}": value for field, value in train.items()}), inventory(1), epoch=epoch
+    )
+    return plan.steps, plan.sequences
+
+
+def test_the_first_limit_that_is_reached_ends_the_run() -> None:
+    assert length_of(steps=9) == (9, 72)
+    assert length_of(steps=9, max_tokens=5 * 128 + 127) == (5, 40)
+    assert length_of(steps=9, max_tokens=10_000) == (9, 72)
+    assert length_of(steps=1000, max_tokens=10_000, max_epochs=1) == (13, 100)
+
+
+def test_a_pass_over_the_data_ends_within_a_batch() -> None:
+    assert length_of(steps=1000, max_epochs=1) == (13, 100)
+    assert length_of(steps=1000, max_epochs=2) == (25, 200)
+    assert length_of(steps=1000, max_epochs=0.29) == (4, 29)
+    assert length_of(steps=1000, max_epochs=0.001) == (1, 1)
+
+
+def test_padding_does_not_count_as_tokens() -> None:
+    """Sequences that are 40% full on average: 2.5 times as many of them for the same number of tokens."""
+    padded = Epoch(sequences=100, tokens=640)
+    assert length_of(padded, steps=1000, max_tokens=640, packing="padded") == (12, 96)
+    assert length_of(steps=1000, max_tokens=640) == (5, 40)
+
+
+def test_a_dry_run_leaves_out_the_limit_it_cannot_count() -> None:
+    assert length_of(None, steps=1000, max_epochs=1) == (1000, 8000)
+
+
+@pytest.mark.parametrize(("packing", "sequences"), [("stream", 249), ("documents", 249), ("padded", 280)])
+def test_an_epoch_is_counted_from_the_shards(packing: Packing, sequences: int, tiny_shards: Path) -> None:
+    """4,000 tokens in 40 documents of 100: 249 windows of 16 and a token to predict, or 7 pieces of each document."""
+    epoch = one_epoch(tiny_shards, packing=packing, context=16)
+    assert epoch == (sequences, 4000 if packing == "padded" else 249 * 16)
+
+
+def test_axes_are_ordered_so_that_those_who_talk_most_are_neighbours() -> None:
+    plan = make_plan(tiny_config(parallel__tp=2, parallel__pp=2), inventory(4, 4))
+    assert list(plan.mesh.items()) == [("pp", 2), ("dp", 2), ("tp", 2)]
+    assert plan.dp * plan.micro_batch * plan.accumulation == 8
+
+
+def test_a_pipeline_gets_micro_batches_to_fill_it() -> None:
+    plan = make_plan(tiny_config(parallel__pp=2, train__micro_batch=0), inventory(2))
+    assert plan.micro_batch == 4
+    assert plan.accumulation == 2
+
+
+def test_automatic_ranks_leave_whole_replicas_of_the_model() -> None:
+    plan = make_plan(tiny_config(parallel__tp=2, train__global_batch=4), inventory(7))
+    assert plan.mesh == {"pp": 1, "dp": 2, "tp": 2}
+    assert any("3 stay idle" in reason for reason in plan.reasons)

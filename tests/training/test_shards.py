@@ -67,6 +67,27 @@ def test_each_token_knows_its_document(folder: Path) -> None:
     assert [stream.document_at(position) for position in range(13)] == [0] * 5 + [1] * 2 + [2] * 5 + [3]
 
 
+def test_stretches_of_documents_agree_with_single_tokens(folder: Path) -> None:
+    stream = TokenStream(folder, "train")
+    for start in range(14):
+        for stop in range(start, 14):
+            expected = [stream.document_at(position) for position in range(start, stop)]
+            assert stream.document_ids(start, stop).tolist() == expected
+
+
+def test_documents_begin_and_end_where_their_tokens_do(folder: Path) -> None:
+    assert TokenStream(folder, "train").document_bounds().tolist() == [0, 5, 7, 12, 13]
+    assert TokenStream(folder, "validation").document_bounds().tolist() == [0, 2]
+
+
+def test_tokens_after_the_last_listed_end_are_a_document(tmp_path: Path) -> None:
+    tokens = np.arange(5, dtype="uint16")
+    write_manifest(tmp_path, [write_shard(tmp_path, split="train", index=0, tokens=tokens, ends=[3], text_bytes=5)])
+    stream = TokenStream(tmp_path, "train")
+    assert stream.document_bounds().tolist() == [0, 3, 5]
+    assert stream.document_ids(0, 5).tolist() == [0, 0, 0, 1, 1]
+
+
 def test_the_files_are_flat_little_endian_tokens(folder: Path) -> None:
     assert (folder / "train" / "00001.bin").read_bytes() == bytes([7, 0, 8, 0, 9, 0])
     assert np.load(folder / "train" / "00002.docs.npy").tolist() == [2, 3]

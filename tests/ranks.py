@@ -1,0 +1,79 @@
+"""Real ranks for the tests, forked from a server that has imported the training programs once.
+
+torchrun starts each rank as a fresh interpreter, whose imports take 4 s of a core; the tests of the launcher and of
+the pipeline pay that, the many here need not. Environment, process group and program are the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from training.records import RunPlan
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["tests.rank_imports"])
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _run_rank(program: str, plan_path: Path, environment: dict[str, str], log_path: Path) -> None:
+    os.environ.update(environment)
+    log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.argv = [program, str(plan_path)]
+    importlib.import_module(program).main(plan_path)
+
+
+class Ranks:
+    """A program on the plan's ranks. If one fails the others are ended, as torchrun does it."""
+
+    def __init__(self, plan_path: Path, *, program: str = "training.train") -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # the server inherits it
+        plan = RunPlan.read(plan_path)
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(plan.world_size)}
+        self.log_path = plan_path.parent / f"{program}.log"
+        self.processes: list[ForkServerProcess] = []
+        for rank in range(plan.world_size):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MLFLOW_TRACKING_URI": ""}
+            process = _SERVER.Process(target=_run_rank, args=(program, plan_path, world | place, self.log_path))
+            process.start()
+            self.processes.append(process)
+
+    def wait(self) -> list[int]:
+        """Exit codes by rank."""
+        running = {process.sentinel: process for process in self.processes}
+        while running:
+            for sentinel in wait(list(running)):
+                process = running.pop(sentinel)  # type: ignore[index]
+                process.join()
+                if process.exitcode:
+                    for other in running.values():
+                        other.terminate()
+        return [process.exitcode or 0 for process in self.processes]
+
+    def finish(self) -> None:
+        """Wait; a failure shows what the ranks printed."""
+        codes = self.wait()
+        assert not any(codes), f"exit codes {codes}\n{self.log()}"
+
+    def signal(self, signum: signal.Signals) -> None:
+        """To every rank that is still there."""
+        for process in self.processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signum)
+
+    def log(self) -> str:
+        return self.log_path.read_text() if self.log_path.exists() else ""
