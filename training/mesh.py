@@ -1,12 +1,51 @@
-"""One DeviceMesh with named axes; every strategy takes its sub-meshes from it by name."""
+"""One DeviceMesh with named axes (pp, dp, tp), and the two collectives that tensor parallelism differentiates."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from training.records import RunPlan
 
 
 def build_mesh(plan: RunPlan) -> DeviceMesh:
-    """The plan's mesh, axes in the plan's order."""
+    """The plan's mesh, axes in the plan's order; strategies take their sub-meshes from it by name."""
     return init_device_mesh(plan.device_kind, tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
+
+
+def same_for_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All ranks go on with the same `x`; its gradient is the sum of theirs ("f" in Shoeybi et al. 2019)."""
+    result: Tensor = _Same.apply(x, group)
+    return result
+
+
+def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of the ranks' `x`; each gets the whole gradient ("g" there)."""
+    result: Tensor = _Sum.apply(x, group)
+    return result
+
+
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return funcol.wait_tensor(funcol.all_reduce(grads[0].contiguous(), "sum", ctx.group)), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return funcol.wait_tensor(funcol.all_reduce(x.contiguous(), "sum", group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None

@@ -6,12 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from training.anatomy import anatomy_of, layers_of
+from training.cut import Cut
+from training.data import Batch
+from training.freezing import freeze
+from training.loss import IGNORED, linear_cross_entropy, linear_scores
+from training.mesh import same_for_all
 from training.records import RunPlan
+from training.shape import dropout_fields
 
-IGNORED = -100  # target of a position that is not predicted, as in torch.nn.functional.cross_entropy
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class LanguageModel(nn.Module):
@@ -22,27 +29,114 @@ class LanguageModel(nn.Module):
 
     def __init__(self, hf: nn.Module, *, precision: str) -> None:
         super().__init__()
-        self.hf = hf
-        self.autocast_dtype = torch.bfloat16 if precision == "bf16" else None
+        self.hf, self.dtype = hf, DTYPES[precision]
+        self.anatomy = anatomy_of(hf)
+        self.causal = not type(hf).__name__.endswith("ForMaskedLM")
+        self.tied = self.anatomy is not None and self.output()[0] is hf.get_submodule(self.anatomy.embedding).weight
+        self.stages: dict[int, list[nn.Module]] = {}  # set by strategies/pipeline.py: own layers by stage
+        # Set by strategies/tensor.py, where ranks share matrices and the vocabulary:
+        self.cuts: dict[str, Cut] = {}  # by parameter name
+        self.first_word = 0
+        self.tp_group: dist.ProcessGroup | None = None
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [batch, context] twice -> fp32 loss summed over targets [], logits [batch, context, vocab]."""
-        with torch.autocast(inputs.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None):
-            output = self.hf(input_ids=inputs)
-        logits = output.logits
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-        return loss, logits
+    def forward(
+        self, inputs: Tensor, targets: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        """int64 [batch, context] each, as in Batch -> fp32 loss summed over targets []."""
+        with self.autocast(inputs.device):
+            if self.anatomy is None:
+                logits = self._logits(inputs, positions, documents)
+                return nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+            return self.loss(self.hidden(inputs, positions, documents), targets)
+
+    @torch.no_grad()
+    def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Summed loss [] and number of targets [] whose likeliest word is right."""
+        with self.autocast(batch.inputs.device):
+            if self.anatomy is None:
+                logits, targets = self._logits(batch.inputs, batch.positions, batch.documents), batch.targets.flatten()
+                loss = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+                return loss, ((logits.argmax(-1) == targets) & (targets != IGNORED)).sum()
+            hidden = self.hidden(batch.inputs, batch.positions, batch.documents)
+            weight, bias = self.output()
+            return linear_scores(hidden.flatten(0, 1), weight, bias, batch.targets.flatten(), dtype=self.dtype)
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        return torch.autocast(device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
+    def hidden(self, inputs: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
+        """Embedding and all layers: what the output layer takes, [batch, context, width]."""
+        positions = self.positions(inputs, positions)
+        hidden = self.layers(self.embed(inputs, positions), layers_of(self.hf), positions, documents)
+        return self.finish(hidden)
+
+    @staticmethod
+    def positions(inputs: Tensor, positions: Tensor | None) -> Tensor:
+        return torch.arange(inputs.shape[1], device=inputs.device)[None] if positions is None else positions
+
+    def embed(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        assert self.anatomy is not None
+        return self.anatomy.embed(self.hf, inputs, positions)
+
+    def layers(self, hidden: Tensor, layers: list[nn.Module], positions: Tensor, documents: Tensor | None) -> Tensor:
+        """`hidden` through some of the layers; tokens see their own document only, if `documents` are given."""
+        assert self.anatomy is not None
+        mask = None if documents is None else attention_mask(documents, causal=self.causal)
+        arguments = self.anatomy.arguments(self.hf, hidden, positions)
+        for layer in layers:
+            hidden = layer(hidden, attention_mask=mask, **arguments)
+        return hidden
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        assert self.anatomy is not None
+        return self.anatomy.finish(self.hf, hidden)
+
+    def output(self) -> tuple[Tensor, Tensor | None]:
+        """Weight [vocab, width] and bias [vocab] of the output layer; of a share of the words under tp."""
+        assert self.anatomy is not None
+        layer = self.hf.get_submodule(self.anatomy.output)
+        return layer.weight, layer.bias  # type: ignore[return-value]
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        weight, bias = self.output()
+        if self.tp_group is not None:
+            hidden = same_for_all(hidden, self.tp_group)
+        return linear_cross_entropy(
+            hidden.flatten(0, 1),
+            weight,
+            bias,
+            targets.flatten(),
+            dtype=self.dtype,
+            first_word=self.first_word,
+            group=self.tp_group,
+        )
+
+    def _logits(self, inputs: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
+        """fp32 [tokens, vocab] of a class without anatomy, which may cap, scale or otherwise bend them."""
+        mask = None if documents is None else attention_mask(documents, causal=self.causal)
+        known = {"position_ids": positions, "attention_mask": mask}
+        given = {name: value for name, value in known.items() if value is not None}
+        logits: Tensor = self.hf(input_ids=inputs, **given).logits
+        return logits.flatten(0, 1).float()
+
+
+def attention_mask(documents: Tensor, *, causal: bool) -> Tensor:
+    """[batch, context] -> bool [batch, 1, context, context]: True where a row's token may look at a column's."""
+    mask = documents[:, None, :, None] == documents[:, None, None, :]
+    return mask.tril() if causal else mask
 
 
 def build_model(plan: RunPlan) -> LanguageModel:
     """Fresh weights from the plan's seed (the same on every rank), or pretrained ones."""
     config = plan.config
     if config.model.init == "pretrained":
-        hf = _auto_class(config.objective).from_pretrained(config.model.path, dtype=torch.float32)
+        settings = hf_config(plan)
+        hf = _auto_class(config.objective).from_pretrained(config.model.path, config=settings, dtype=torch.float32)
     else:
         torch.manual_seed(config.train.seed)
         hf = _auto_class(config.objective).from_config(hf_config(plan), dtype=torch.float32)
     hf.config.use_cache = False  # set again on export; a cache is dead weight in training
+    freeze(hf, config.train.freeze)
     return LanguageModel(hf, precision=plan.precision)
 
 
@@ -63,9 +157,12 @@ def hf_config(plan: RunPlan) -> Any:
     from transformers import AutoConfig
 
     model, shape = plan.config.model, plan.shape
+    if model.init == "pretrained":
+        return with_dropout(AutoConfig.from_pretrained(model.path), model.dropout)
     if model.architecture == "path":
         ends = {"bos_token_id": plan.end_id, "eos_token_id": plan.end_id, "pad_token_id": plan.end_id}
-        return AutoConfig.from_pretrained(model.path, vocab_size=plan.vocab_size, **ends)
+        settings = AutoConfig.from_pretrained(model.path, vocab_size=plan.vocab_size, **ends)
+        return with_dropout(settings, model.dropout)
     common = {
         "vocab_size": plan.vocab_size,
         "bos_token_id": plan.end_id,
@@ -103,3 +200,10 @@ def hf_config(plan: RunPlan) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
         **sizes,
     )
+
+
+def with_dropout(settings: Any, dropout: float) -> Any:
+    """Ours in every place where a transformers config has some: what config.json says would otherwise go on unseen."""
+    for field in dropout_fields(vars(settings)):
+        setattr(settings, field, dropout)
+    return settings

@@ -1,30 +1,14 @@
-"""AdamW with decay where it belongs, and the learning rate as a pure function of the step."""
+"""AdamW with decay where it belongs, and fp16's loss scale."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from training.config import TrainConfig
-
-
-def learning_rate(step: int, train: TrainConfig) -> float:
-    """Linear warm-up over warmup_steps, then a cosine to min_learning_rate at decay_steps; `step` counts from 0.
-
-    The schedule nanoGPT publishes (train.py, get_lr): the first step is not wasted on a rate of 0.
-    """
-    decay_steps = train.decay_steps or train.steps
-    if step < train.warmup_steps:
-        return train.learning_rate * (step + 1) / (train.warmup_steps + 1)
-    if step >= decay_steps:
-        return train.min_learning_rate
-    progress = (step - train.warmup_steps) / (decay_steps - train.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return train.min_learning_rate + cosine * (train.learning_rate - train.min_learning_rate)
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
@@ -38,9 +22,46 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
 
 def build_adamw(model: nn.Module, train: TrainConfig, *, fused: bool) -> torch.optim.AdamW:
     groups = [group for group in parameter_groups(model, weight_decay=train.weight_decay) if group["params"]]
+    if not groups:
+        raise ValueError(
+            "train.freeze leaves a pipeline stage nothing to train: freeze less, or lower parallel.pp or "
+            "parallel.pp_stages_per_rank"
+        )
     return torch.optim.AdamW(groups, lr=train.learning_rate, betas=(train.beta1, train.beta2), fused=fused)
 
 
 def set_learning_rate(groups: Iterable[dict[str, Any]], rate: float) -> None:
     for group in groups:
         group["lr"] = rate
+
+
+class LossScale:
+    """fp16's dynamic loss scale (Micikevicius et al. 2018, section 3.2): halved when the gradient overflows, doubled
+    after GROW_AFTER steps that did not. Other precisions need none: it stays 1.
+    """
+
+    GROW_AFTER = 2000
+    FIRST = 2.0**16
+
+    def __init__(self, *, dynamic: bool) -> None:
+        self.dynamic, self.good_steps = dynamic, 0
+        self.value = self.FIRST if dynamic else 1.0
+
+    def update(self, *, overflow: bool) -> None:
+        if not self.dynamic:
+            return
+        self.good_steps = 0 if overflow else self.good_steps + 1
+        if overflow:
+            self.value /= 2
+        elif self.good_steps == self.GROW_AFTER:
+            self.value, self.good_steps = self.value * 2, 0
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        if self.dynamic:
+            yield "loss_scale", torch.tensor(self.value)
+            yield "loss_scale_good_steps", torch.tensor(float(self.good_steps))
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """A checkpoint of another precision has no scale: it begins anew."""
+        if self.dynamic and "loss_scale" in state:
+            self.value, self.good_steps = float(state["loss_scale"]), int(state["loss_scale_good_steps"])

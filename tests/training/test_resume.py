@@ -4,79 +4,62 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.conftest import REPO, losses, rank_env, run_ranks, torchrun
+from tests.conftest import losses, run_ranks
+from tests.ranks import Ranks
+from tests.training.layouts import LAYOUTS
+from training.checkpoint import Manifest
 from training.records import TrainResult
-from training.strategies import STRATEGIES
 
-STEPS = 150
-DEADLINE_S = 60
+STEPS = 100
+DEADLINE_S = 100
+FAST = ("single", "ddp", "fsdp", "zero2")
+SLOW = ("zero1", "zero3", "tp", "pp", "pp interleaved", "fsdp x tp", "dp x pp")
 
 
 def interrupt(plan_path: Path, *, at_step: int, signum: signal.Signals) -> None:
-    """Start the ranks; once `at_step` is logged kill every one of them, or ask torchrun to stop; and wait."""
-    process = subprocess.Popen(torchrun(plan_path), cwd=REPO, env=rank_env(), start_new_session=True)
+    """Start the ranks; once `at_step` is logged send the signal to every one of them, and wait."""
+    ranks = Ranks(plan_path)
     metrics, deadline = plan_path.parent / "metrics.jsonl", time.monotonic() + DEADLINE_S
     while not metrics.exists() or at_step not in losses(plan_path):
-        assert time.monotonic() < deadline, f"step {at_step} was not logged within {DEADLINE_S} s"
-        assert process.poll() is None, f"the run ended before step {at_step}"
+        assert time.monotonic() < deadline, f"step {at_step} was not logged within {DEADLINE_S} s\n{ranks.log()}"
+        assert all(process.is_alive() for process in ranks.processes), ranks.log()
         time.sleep(0.002)
-    if signum == signal.SIGKILL:  # torchrun starts each rank in a session of its own: no group reaches them all
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        for member in family:
-            member.kill()
-        psutil.wait_procs(family[1:])
-    else:
-        process.send_signal(signum)
-    process.wait(DEADLINE_S)
+    ranks.signal(signum)
+    codes = ranks.wait()
     if signum == signal.SIGKILL:
+        assert set(codes) == {-signal.SIGKILL}
         assert not (plan_path.parent / "result.json").exists()
         assert at_step <= max(losses(plan_path)) < STEPS, "the ranks died in the middle"
 
 
-def weights_hash(plan_path: Path) -> str:
-    from training.checkpoint import Manifest
-
+def weight_hashes(plan_path: Path) -> list[str]:
     folder = plan_path.parent / "checkpoints" / f"{STEPS:08d}"
-    return Manifest.read(folder / "manifest.json").files["model.safetensors"]
+    files = Manifest.read(folder / "manifest.json").files
+    return [str(file) for name, file in sorted(files.items()) if name.startswith(("model", "optimizer"))]
 
 
-def ranks_of(strategy: str) -> int:
-    return 1 if strategy == "single" else 2
+@pytest.fixture(scope="module", params=[*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def make(request: pytest.FixtureRequest, make_run: Callable[..., Path]) -> Callable[[str], Path]:
+    ranks, layout = LAYOUTS.get(request.param, (1, {"parallel__strategy": "single"}))
 
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        "single",
-        "ddp",
-        "zero2",
-        pytest.param("zero1", marks=pytest.mark.slow),
-        pytest.param("zero3", marks=pytest.mark.slow),
-    ],
-)
-def strategy(request: pytest.FixtureRequest) -> str:
-    assert request.param in STRATEGIES
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def make(strategy: str, make_run: Callable[..., Path]) -> Callable[[str], Path]:
     def make_named(name: str) -> Path:
         return make_run(
-            f"{strategy}-{name}",
-            ranks=ranks_of(strategy),
-            parallel__strategy=strategy,
+            f"{request.param} {name}",
+            ranks=ranks,
+            model__architecture="gpt2",
+            model__kv_heads=0,
+            model__layers=4,
             train__steps=STEPS,
+            train__micro_batch=2 if layout.get("parallel__pp", 1) == 1 else 1,
             checkpoint__every_steps=20,
             evaluation__every_steps=25,
+            **layout,
         )
 
     return make_named
@@ -89,13 +72,11 @@ def undisturbed(make: Callable[[str], Path]) -> Path:
     return plan_path
 
 
-@pytest.mark.parametrize(
-    "signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=lambda signum: signum.name
-)
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM], ids=lambda signum: signum.name)
 def test_resumed_run_is_the_undisturbed_one_to_the_bit(
     signum: signal.Signals, make: Callable[[str], Path], undisturbed: Path
 ) -> None:
-    plan_path, at_step = make(signum.name), random.randint(25, STEPS - 60)
+    plan_path, at_step = make(signum.name), random.randint(22, STEPS - 30)
     interrupt(plan_path, at_step=at_step, signum=signum)
     if signum == signal.SIGTERM:
         result = TrainResult.read(plan_path.parent / "result.json")
@@ -104,8 +85,8 @@ def test_resumed_run_is_the_undisturbed_one_to_the_bit(
         assert (plan_path.parent / result.checkpoint / "manifest.json").exists()
     run_ranks(plan_path)
     got, expected = losses(plan_path), losses(undisturbed)
-    assert got == expected, f"killed at step {at_step}"
-    assert weights_hash(plan_path) == weights_hash(undisturbed)
+    assert got == expected, f"stopped at step {at_step}"
+    assert weight_hashes(plan_path) == weight_hashes(undisturbed)
     assert TrainResult.read(plan_path.parent / "result.json").loss == expected[STEPS]
 
 

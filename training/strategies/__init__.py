@@ -7,44 +7,70 @@ process would make on the same global batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from training.data import Batch
+from training.data import Batch, Share
 from training.model import LanguageModel
 from training.records import RunPlan
-from training.strategies import ddp, single, zero
+from training.strategies import ddp, fsdp, pipeline, single, tensor, zero
+from training.strategies.layers import compile_layers, recompute_in_backward
 from training.strategies.stats import StepStats
 
-__all__ = ["STRATEGIES", "StepStats", "Strategy"]
+__all__ = ["STRATEGIES", "StepStats", "Strategy", "parallelize"]
 
 
 class Strategy(Protocol):
     """What the loop needs of a strategy; every method is called on all ranks alike."""
 
     module: nn.Module
-    """Callable like LanguageModel, for validation."""
 
-    def step(self, batches: list[Batch], *, learning_rate: float) -> StepStats:
+    def step(self, share: Share, *, learning_rate: float) -> StepStats:
         """One optimizer step on this rank's micro-batches."""
 
+    def loss(self, batch: Batch) -> Tensor:
+        """Summed loss [] of a held-out batch; summing over all ranks counts each sequence once. Call in no_grad."""
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole fp32 weights by Hugging Face name, tied ones once, one at a time."""
+        """Whole fp32 weights by Hugging Face name, tied ones once, one at a time.
+
+        All ranks of a pipeline stage get the same names in the same order; stages get different ones.
+        """
 
     def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole AdamW moments as NAME.exp_avg and NAME.exp_avg_sq, and `step` []."""
+        """Whole AdamW moments as NAME.exp_avg and NAME.exp_avg_sq, then numbers [] that all ranks share: `step`, ….
 
-    def load_optimizer_state(self, state: dict[str, Tensor]) -> None:
+        Frozen parameters have none.
+        """
+
+    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `optimizer_state` of any strategy gave; the weights came with the model."""
 
 
 STRATEGIES: dict[str, Callable[[RunPlan, DeviceMesh, LanguageModel], Strategy]] = {
     "single": single.build,
     "ddp": ddp.build,
+    "fsdp": fsdp.build,
     "zero1": zero.build,
     "zero2": zero.build,
     "zero3": zero.build,
 }
+
+
+def parallelize(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> Strategy:
+    """Tensor, then activation checkpointing, then compile, then the pipeline's stages or data parallelism."""
+    config = plan.config
+    if plan.mesh["tp"] > 1:
+        tensor.share_matrices(model, mesh["tp"])
+    if plan.mesh["pp"] > 1:
+        pipeline.keep_own_stages(plan, mesh, model)
+    if config.train.activation_checkpointing != "none":
+        recompute_in_backward(model, config.train.activation_checkpointing)
+    if config.train.compile:
+        compile_layers(model)
+    if plan.mesh["pp"] > 1:
+        return pipeline.build(plan, mesh, model)
+    return STRATEGIES[config.parallel.strategy](plan, mesh, model)

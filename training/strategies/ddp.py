@@ -4,22 +4,35 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from training.model import LanguageModel
 from training.records import RunPlan
-from training.strategies.single import Replicated
+from training.strategies.single import Torch
 
 
 def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> Ddp:
     return Ddp(plan, mesh, model)
 
 
-class Ddp(Replicated):
+class Ddp(Torch):
     def __init__(self, plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> None:
-        self.ddp = DistributedDataParallel(model, process_group=mesh["dp"].get_group(), gradient_as_bucket_view=True)
-        super().__init__(plan, model, module=self.ddp, gradients_averaged_over=mesh["dp"].size())
+        parallel, replicas = plan.config.parallel, mesh["dp"].size()
+        module: nn.Module = model
+        if replicas > 1:
+            module = DistributedDataParallel(
+                model,
+                process_group=mesh["dp"].get_group(),
+                bucket_cap_mb=parallel.bucket_mib,
+                gradient_as_bucket_view=parallel.gradient_as_bucket_view,
+                static_graph=parallel.static_graph,
+                broadcast_buffers=False,  # none of them changes while training
+            )
+        super().__init__(plan, mesh, model, module=module, averaged_over=replicas)
 
     def backward_context(self, *, last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if last else self.ddp.no_sync()
+        if last or not isinstance(self.module, DistributedDataParallel):
+            return nullcontext()
+        return self.module.no_sync()

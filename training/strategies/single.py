@@ -1,72 +1,155 @@
-"""One process; also the parts that every strategy with whole weights on each rank shares."""
+"""One process; also what every strategy by torch's own means shares: the cycle of a step, the state as wholes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from training.data import Batch, targets_per_sequence
+from training.cut import sharded_like, unsharded
+from training.data import Batch, Share
 from training.model import LanguageModel
-from training.optim import build_adamw, set_learning_rate
+from training.optim import LossScale, build_adamw, set_learning_rate
 from training.records import RunPlan
 from training.strategies.stats import StepStats
+from training.tracing import part
 
 
-def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> Replicated:
-    return Replicated(plan, model, module=model, gradients_averaged_over=1)
+def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> Torch:
+    return Torch(plan, mesh, model, module=model)
 
 
-class Replicated:
-    """Whole weights and optimizer on every rank.
+class Torch:
+    """A model, possibly cut over tp ranks or sharded over dp ranks, and a fused AdamW on what this rank holds.
 
-    The loss is summed, then divided by the global number of targets, so that unequal micro-batches weigh
-    right; `gradients_averaged_over` takes back the mean that the module's reduction makes over its ranks.
+    The loss is summed, then divided by the number of targets of all ranks, so that unequal micro-batches weigh
+    right; `averaged_over` takes back the mean that the module's gradient reduction makes over its ranks.
+    `axes` are those over which ranks hold different gradients: the global norm is summed over them.
     """
 
-    def __init__(self, plan: RunPlan, model: LanguageModel, *, module: nn.Module, gradients_averaged_over: int) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        mesh: DeviceMesh,
+        model: LanguageModel,
+        *,
+        module: nn.Module,
+        averaged_over: int = 1,
+        axes: tuple[str, ...] = (),
+    ) -> None:
         train = plan.config.train
-        self.model, self.module, self.clip_norm = model, module, train.clip_norm
-        self.loss_scale = gradients_averaged_over / (train.global_batch * targets_per_sequence(plan))
+        self.model, self.module, self.mesh, self.averaged_over = model, module, mesh, averaged_over
+        self.clip_norm, self.may_skip = train.clip_norm, train.on_nonfinite == "skip" or plan.precision == "fp16"
         self.optimizer = build_adamw(model, train, fused=True)
+        self.scale = LossScale(dynamic=plan.precision == "fp16")
+        self.axes = (*axes, "tp") if plan.mesh["tp"] > 1 else axes
+        self.counts_replicated = mesh["tp"].get_local_rank() == 0  # tp peers hold the same norms and biases
+        self.named = self.saved_names()  # once: while FSDP2 holds weights gathered, the model shows those instead
+        self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
+        self.parameters = list(self.trained.values())
+        self.counted = [p for name, p in self.trained.items() if name in model.cuts or self.counts_replicated]
+
+    def saved_names(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters, or its pieces of them, by the Hugging Face name they are saved under."""
+        return dict(self.model.hf.named_parameters())
 
     def backward_context(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around each micro-batch; a strategy that reduces gradients does so on the last one only."""
+        """Around each micro-batch; a strategy that reduces gradients once does so on the last one."""
         return nullcontext()
 
-    def step(self, batches: list[Batch], *, learning_rate: float) -> StepStats:
+    def step(self, share: Share, *, learning_rate: float) -> StepStats:
         set_learning_rate(self.optimizer.param_groups, learning_rate)
+        weight = self.averaged_over * self.scale.value / share.num_targets
         losses = []
-        for number, (inputs, targets) in enumerate(batches, start=1):
-            with self.backward_context(last=number == len(batches)):
-                loss, _ = self.module(inputs, targets)
-                (loss * self.loss_scale).backward()
+        for number, batch in enumerate(share.batches, start=1):
+            with self.backward_context(last=number == len(share.batches)):
+                with part("forward"):
+                    loss = self.module(batch.inputs, batch.targets, batch.positions, batch.documents)
+                with part("backward"):
+                    (loss * weight).backward()
             losses.append(loss.detach())
-        grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm or float("inf"))
-        self.optimizer.step()
+        with part("optimizer"):
+            return self.update(torch.stack(losses).sum(), share.num_targets)
+
+    def update(self, loss_sum: Tensor, num_targets: int) -> StepStats:
+        """Clip, step and forget the gradients; or leave the step out, on all ranks alike since the norm is global."""
+        scale = self.scale.value
+        if scale != 1.0:
+            torch._foreach_div_(self.gradients(self.parameters), scale)
+        norm = self.global_norm()
+        skipped = self.may_skip and not bool(torch.isfinite(norm))
+        if not skipped:
+            if self.clip_norm:
+                nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, norm)
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepStats(loss_sum=torch.stack(losses).sum(), grad_norm=grad_norm)
+        self.scale.update(overflow=skipped)
+        return StepStats(
+            loss_sum=self.counted_once(loss_sum),
+            num_targets=num_targets,
+            grad_norm=norm,
+            loss_scale=scale,
+            skipped=skipped,
+        )
+
+    @staticmethod
+    def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+        """As this rank holds them."""
+        grads = [p.grad for p in parameters if p.grad is not None]
+        return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+
+    def global_norm(self) -> Tensor:
+        """L2 norm [] of the whole gradient, each of its numbers counted once."""
+        norm = nn.utils.get_total_norm(self.gradients(self.counted))
+        if not self.axes:
+            return norm
+        squares = norm.square().to(self.parameters[0].device)
+        for axis in self.axes:
+            dist.all_reduce(squares, group=self.mesh[axis].get_group())
+        return squares.sqrt()
+
+    def loss(self, batch: Batch) -> Tensor:
+        loss = self.module(batch.inputs, batch.targets, batch.positions, batch.documents)
+        return self.counted_once(loss)
+
+    def counted_once(self, loss: Tensor) -> Tensor:
+        return loss if self.counts_replicated else torch.zeros_like(loss)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.model.hf.named_parameters():
-            yield name, parameter.detach()
+        for name, parameter in self.named.items():
+            yield name, self.whole(name, parameter.detach())
 
     def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
         step = torch.zeros(())
-        for name, parameter in self.model.hf.named_parameters():
+        for name, parameter in self.trained.items():
             state = self.optimizer.state[parameter]
             step = state["step"]
-            yield f"{name}.exp_avg", state["exp_avg"]
-            yield f"{name}.exp_avg_sq", state["exp_avg_sq"]
-        yield "step", step
+            yield f"{name}.exp_avg", self.whole(name, state["exp_avg"])
+            yield f"{name}.exp_avg_sq", self.whole(name, state["exp_avg_sq"])
+        yield "step", unsharded(step)
+        yield from self.scale.state()
 
-    def load_optimizer_state(self, state: dict[str, Tensor]) -> None:
-        for name, parameter in self.model.hf.named_parameters():
+    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.trained.items():
             self.optimizer.state[parameter] = {
                 "step": state["step"].to(parameter.device, copy=True),
-                "exp_avg": state[f"{name}.exp_avg"].to(parameter.device, copy=True),
-                "exp_avg_sq": state[f"{name}.exp_avg_sq"].to(parameter.device, copy=True),
+                "exp_avg": self.own(name, state[f"{name}.exp_avg"], parameter),
+                "exp_avg_sq": self.own(name, state[f"{name}.exp_avg_sq"], parameter),
             }
+        self.scale.load(state)
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """From this rank's part of a parameter or its moment. Collective."""
+        piece = unsharded(tensor)
+        cut = self.model.cuts.get(name)
+        return piece if cut is None else cut.join(piece, self.mesh["tp"])
+
+    def own(self, name: str, whole: Tensor, parameter: Tensor) -> Tensor:
+        cut = self.model.cuts.get(name)
+        piece = whole if cut is None else cut.take(whole, self.mesh["tp"])
+        return sharded_like(piece, parameter.detach())

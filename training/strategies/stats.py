@@ -9,5 +9,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StepStats:
-    loss_sum: Tensor  # [] fp32: summed over this rank's targets
-    grad_norm: Tensor  # []: of the global gradient, before clipping
+    loss_sum: Tensor  # [] fp32: over this rank's targets; summing over all ranks counts each target once
+    num_targets: int  # of all ranks together
+    grad_norm: Tensor  # []: of the global gradient, before clipping; the same on all ranks
+    loss_scale: float = 1.0  # fp16: what the loss was multiplied by
+    skipped: bool = False  # loss or gradient was not finite, and config says to leave such updates out

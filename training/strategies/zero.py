@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from training.data import Batch, targets_per_sequence
+from training.cost import ZERO_STAGE
+from training.data import Batch, Share
 from training.model import LanguageModel
-from training.optim import build_adamw, set_learning_rate
-from training.plan import ZERO_STAGE
+from training.optim import LossScale, build_adamw, set_learning_rate
 from training.records import RunPlan
 from training.strategies.stats import StepStats
+from training.tracing import part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -31,11 +32,18 @@ def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> Zero:
 
 def deepspeed_config(plan: RunPlan) -> dict[str, Any]:
     """DeepSpeed's JSON for this plan; batch sizes and stage follow from the plan."""
+    parallel = plan.config.parallel
+    zero: dict[str, Any] = {"stage": ZERO_STAGE[parallel.strategy]}
+    if parallel.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": plan.device_kind == "cuda"}
+    if parallel.offload == "parameters":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": plan.device_kind == "cuda"}
     return {
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
         "gradient_clipping": plan.config.train.clip_norm,
-        "zero_optimization": {"stage": ZERO_STAGE[plan.config.parallel.strategy]},
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,  # torch's own AdamW: no compiler needed, the same numbers as ddp
         "steps_per_print": 10**9,
     }
@@ -64,41 +72,73 @@ class Zero:
             config=deepspeed_config(plan),
             dist_init_required=False,
         )
-        self.module = self.engine
-        self.loss_scale = mesh["dp"].size() / (train.global_batch * targets_per_sequence(plan))
+        self.module, self.dp = self.engine, mesh["dp"].size()
+        self.scale = LossScale(dynamic=plan.precision == "fp16")
+        self.may_skip = train.on_nonfinite == "skip" or plan.precision == "fp16"
+        self.optimizer.check_grad_overflow = self.may_skip  # then its step leaves out what is not finite
         self._create_moments()
 
-    def step(self, batches: list[Batch], *, learning_rate: float) -> StepStats:
+    def step(self, share: Share, *, learning_rate: float) -> StepStats:
         set_learning_rate(self.optimizer.param_groups, learning_rate)
+        scale = self.scale.value
+        if self.scale.dynamic:
+            self.optimizer.override_loss_scale(scale)
         losses = []
-        for inputs, targets in batches:
-            loss, _ = self.engine(inputs, targets)
-            self.engine.backward(loss * self.loss_scale, scale_wrt_gas=False)
-            self.engine.step()
+        for batch in share.batches:
+            with part("forward"):
+                loss = self.engine(batch.inputs, batch.targets, batch.positions, batch.documents)
+            with part("backward"):
+                self.engine.backward(loss * (self.dp / share.num_targets), scale_wrt_gas=False)
+            with part("optimizer"):
+                self.engine.step()
             losses.append(loss.detach())
-        grad_norm = torch.as_tensor(self.engine.get_global_grad_norm())
-        return StepStats(loss_sum=torch.stack(losses).sum(), grad_norm=grad_norm)
+        skipped = self.may_skip and self.optimizer.overflow
+        norm = self.engine.get_global_grad_norm()
+        self.scale.update(overflow=skipped)
+        return StepStats(
+            loss_sum=torch.stack(losses).sum(),
+            num_targets=share.num_targets,
+            grad_norm=torch.as_tensor(float("inf") if skipped or norm is None else norm),
+            loss_scale=scale,
+            skipped=skipped,
+        )
+
+    def loss(self, batch: Batch) -> Tensor:
+        loss: Tensor = self.engine(batch.inputs, batch.targets, batch.positions, batch.documents)
+        return loss
+
+    def trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return ((name, p) for name, p in self.model.hf.named_parameters() if p.requires_grad)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
+        from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param
 
         for name, parameter in self.model.hf.named_parameters():
-            yield name, safe_get_full_fp32_param(parameter) if self.stage == 3 else parameter.detach()
+            if self.stage < 3:
+                yield name, parameter.detach()
+            elif parameter.requires_grad:
+                yield name, safe_get_full_fp32_param(parameter)
+            else:  # the optimizer knows nothing of it
+                with GatheredParameters(parameter):
+                    yield name, parameter.detach().clone()
 
     def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        for name, parameter in self.model.hf.named_parameters():
+        for name, parameter in self.trained():
             for moment in MOMENTS:
                 yield f"{name}.{moment}", safe_get_full_optimizer_state(parameter, moment)
         yield "step", next(iter(self._states()))["step"]
+        yield from self.scale.state()
 
-    def load_optimizer_state(self, state: dict[str, Tensor]) -> None:
-        for name, parameter in self.model.hf.named_parameters():
+    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.trained():
             for moment in MOMENTS:
                 self._set_moment(parameter, moment, state[f"{name}.{moment}"])
         for partition in self._states():
             partition["step"].copy_(state["step"])
+        self.scale.load(state)
 
     def _set_moment(self, parameter: torch.nn.Parameter, moment: str, value: Tensor) -> None:
         from deepspeed.utils import (

@@ -1,0 +1,53 @@
+"""A checkpoint of any strategy and number of ranks is taken over by any other, optimizer and data order included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import losses, run_ranks
+from tests.training.layouts import LAYOUTS, Layout
+from tests.training.test_strategies import LOSS_BOUND, WEIGHT_BOUND, final
+
+LEG_STEPS = 3
+CHAIN = ("ddp", "fsdp 4", "zero2", "dp x tp", "pp interleaved", "zero3", "fsdp x tp", "single", "zero1", "tp x pp")
+
+
+@pytest.mark.parametrize("packing", ["stream", pytest.param("padded", marks=pytest.mark.slow)])
+def test_a_run_that_changes_its_layout_every_few_steps_is_the_run_of_one_process(
+    packing: str, make_run: Callable[..., Path]
+) -> None:
+    steps = LEG_STEPS * len(CHAIN)
+
+    def leg(name: str, layout: Layout, *, until: int, micro_batch: int) -> Path:
+        ranks, overrides = layout
+        return make_run(
+            f"{name} {packing}",
+            ranks=ranks,
+            model__dropout=0.0,
+            model__layers=4,
+            train__packing=packing,
+            train__micro_batch=micro_batch,
+            train__steps=until,
+            train__decay_steps=steps,
+            checkpoint__every_steps=1000,
+            **overrides,
+        )
+
+    single = (1, {"parallel__strategy": "single"})
+    alone = leg("alone", single, until=steps, micro_batch=8)
+    run_ranks(alone)
+    moving = leg("moving", single, until=steps, micro_batch=8)
+    for number, name in enumerate(CHAIN, start=1):
+        planned = leg(f"leg {number}", LAYOUTS.get(name, single), until=number * LEG_STEPS, micro_batch=1)
+        planned.rename(moving)
+        run_ranks(moving)
+    one, many = losses(alone), losses(moving)
+    assert one.keys() == many.keys()
+    for step in one:
+        leg_name = CHAIN[(step - 1) // LEG_STEPS]
+        assert abs(one[step] - many[step]) < LOSS_BOUND * one[1], f"step {step}, under {leg_name}"
+    expected, got = final(alone), final(moving)
+    assert max((expected[name] - got[name]).abs().max().item() for name in expected) < WEIGHT_BOUND

@@ -1,0 +1,64 @@
+"""bf16 and fp16 train like fp32, within their rounding; fp16's loss scale adapts and survives a resume."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import losses, run_ranks
+from tests.training.layouts import LAYOUTS
+from training.metrics import read_rows
+from training.optim import LossScale
+
+COMMON = {"model__dropout": 0.0, "train__steps": 20}
+
+
+@pytest.fixture(scope="module")
+def fp32(make_run: Callable[..., Path]) -> Path:
+    plan_path = make_run("fp32", parallel__strategy="single", **COMMON)
+    run_ranks(plan_path)
+    return plan_path
+
+
+def run(make_run: Callable[..., Path], layout: str, precision: str, **overrides: Any) -> Path:
+    ranks, parallel = LAYOUTS.get(layout, (1, {"parallel__strategy": "single"}))
+    config = {**COMMON, **parallel, "parallel__precision": precision, **overrides}
+    plan_path = make_run(f"{layout} {precision}", ranks=ranks, **config)
+    run_ranks(plan_path)
+    return plan_path
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", ["single", "fsdp", "zero2", pytest.param("zero3", marks=pytest.mark.slow), "tp"])
+def test_low_precision_learns_as_fp32_does(
+    layout: str, precision: str, fp32: Path, make_run: Callable[..., Path]
+) -> None:
+    expected, got = losses(fp32), losses(run(make_run, layout, precision))
+    assert max(abs(expected[step] - got[step]) for step in expected) < 0.02
+    assert got != expected, "the precision was used"
+
+
+def test_the_loss_scale_is_logged_and_goes_on_where_it_was(make_run: Callable[..., Path]) -> None:
+    plan_path = run(make_run, "single", "fp16", train__steps=8)
+    scales = {row["step"]: row["loss_scale"] for row in read_rows(plan_path.parent / "metrics.jsonl") if "loss" in row}
+    assert set(scales) == set(range(1, 9))
+    expected = losses(plan_path)
+    shutil.rmtree(plan_path.parent / "checkpoints" / "00000008")
+    run_ranks(plan_path)
+    assert losses(plan_path) == expected
+    again = {row["step"]: row["loss_scale"] for row in read_rows(plan_path.parent / "metrics.jsonl") if "loss" in row}
+    assert again == scales
+
+
+def test_an_overflow_halves_the_scale_and_a_long_good_stretch_doubles_it() -> None:
+    scale = LossScale(dynamic=True)
+    scale.update(overflow=True)
+    assert scale.value == LossScale.FIRST / 2
+    for _ in range(LossScale.GROW_AFTER):
+        scale.update(overflow=False)
+    assert scale.value == LossScale.FIRST
+    assert dict(scale.state()).keys() == {"loss_scale", "loss_scale_good_steps"}

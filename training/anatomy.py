@@ -1,0 +1,92 @@
+"""Where the Hugging Face classes keep their parts: embedding, layers, output.
+
+Pipelines cut a model between its layers, tensor parallelism splits the matrices inside them, and the loss wants the
+hidden states before the output layer. Llama, GPT-2 and BERT are described here; every other class runs whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Names are relative to the Hugging Face model; those of `column` and `row` to a layer."""
+
+    layers: str  # the ModuleList
+    embedding: str  # token embedding, [vocab, width]
+    output: str  # the Linear that makes logits
+    first: tuple[str, ...]  # what only the first pipeline stage needs
+    last: tuple[str, ...]  # what only the last one needs
+    embed: Callable[[Any, Tensor, Tensor], Tensor]  # model, inputs, positions -> hidden [batch, context, width]
+    arguments: Callable[[Any, Tensor, Tensor], dict[str, Any]]  # model, hidden, positions -> for every layer
+    finish: Callable[[Any, Tensor], Tensor]  # model, hidden of the last layer -> what the output layer takes
+    column: tuple[str, ...]  # linear layers split by outputs
+    row: tuple[str, ...]  # linear layers split by inputs, their results summed
+    fused: str = ""  # the one of `column` that makes q, k and v in one
+
+
+ANATOMIES = {
+    "llama": Anatomy(
+        layers="model.layers",
+        embedding="model.embed_tokens",
+        output="lm_head",
+        first=("model.embed_tokens",),
+        last=("model.norm", "lm_head"),
+        embed=lambda hf, inputs, positions: hf.model.embed_tokens(inputs),
+        arguments=lambda hf, hidden, positions: {
+            "position_embeddings": hf.model.rotary_emb(hidden, position_ids=positions)
+        },
+        finish=lambda hf, hidden: hf.model.norm(hidden),
+        column=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
+        row=("self_attn.o_proj", "mlp.down_proj"),
+    ),
+    "gpt2": Anatomy(
+        layers="transformer.h",
+        embedding="transformer.wte",
+        output="lm_head",
+        first=("transformer.wte", "transformer.wpe"),
+        last=("transformer.ln_f", "lm_head"),
+        embed=lambda hf, inputs, positions: hf.transformer.drop(
+            hf.transformer.wte(inputs) + hf.transformer.wpe(positions)
+        ),
+        arguments=lambda hf, hidden, positions: {},
+        finish=lambda hf, hidden: hf.transformer.ln_f(hidden),
+        column=("attn.c_attn", "mlp.c_fc"),
+        row=("attn.c_proj", "mlp.c_proj"),
+        fused="attn.c_attn",
+    ),
+    "bert": Anatomy(
+        layers="bert.encoder.layer",
+        embedding="bert.embeddings.word_embeddings",
+        output="cls.predictions.decoder",
+        first=("bert.embeddings",),
+        last=("cls",),
+        embed=lambda hf, inputs, positions: hf.bert.embeddings(input_ids=inputs, position_ids=positions),
+        arguments=lambda hf, hidden, positions: {},
+        finish=lambda hf, hidden: hf.cls.predictions.transform(hidden),
+        column=("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
+        row=("attention.output.dense", "output.dense"),
+    ),
+}
+
+
+def anatomy_of(hf: nn.Module) -> Anatomy | None:
+    """None for a class that is not described here: it has single, ddp, fsdp and zero1-3, and no tp or pp."""
+    return ANATOMIES.get(hf.config.model_type)  # type: ignore[union-attr,arg-type]
+
+
+def layers_of(hf: nn.Module) -> list[nn.Module]:
+    """The transformer layers here, of any class: what is sharded, compiled and checkpointed one by one.
+
+    A pipeline stage has nn.Identity in place of the others'.
+    """
+    anatomy = anatomy_of(hf)
+    if anatomy is not None:
+        return [layer for layer in hf.get_submodule(anatomy.layers).children() if not isinstance(layer, nn.Identity)]
+    lists = [module for module in hf.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=len, default=[]))

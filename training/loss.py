@@ -1,0 +1,121 @@
+"""The summed cross-entropy of a linear output layer, without ever holding all logits.
+
+Logits of a large vocabulary are by far the largest tensor of a step: 8 x 2048 tokens x 128,256 words are 7.8 GiB in
+fp32. Here they exist for CHUNK_TOKENS tokens at a time; the gradient with respect to them is used up at once, in the
+forward pass (the idea of Liger Kernel's fused linear cross-entropy, Hsu et al. 2024, arXiv:2410.10989).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from training.cost import CHUNK_TOKENS
+
+IGNORED = -100  # target of a position that is not predicted, as in torch.nn.functional.cross_entropy
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
+    first_word: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """hidden [tokens, width], weight [vocab, width], targets int64 [tokens] -> fp32 [], summed over targets.
+
+    Products are made in `dtype`, the rest in fp32. With a `group` each of its ranks holds the words from `first_word`
+    on, and all get the same loss (Shoeybi et al. 2019, section 3).
+    """
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, dtype, first_word, group)
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        dtype: torch.dtype,
+        first_word: int,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias and bias is not None else None
+        cast = weight.to(dtype)
+        for start in range(0, len(hidden), CHUNK_TOKENS):
+            part = slice(start, start + CHUNK_TOKENS)
+            rows = hidden[part].to(dtype)
+            chunk_loss, grad = _cross_entropy(_logits(rows, cast, bias), targets[part], first_word, group)
+            loss = loss + chunk_loss
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            low = grad.to(dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = low @ cast
+            if grad_weight is not None:
+                grad_weight += low.t() @ rows
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = (None if saved is None else saved * grads[0].to(saved.dtype) for saved in ctx.saved_tensors)
+        return (*scaled, None, None, None, None)
+
+
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    logits = (rows @ weight.t()).float()
+    return logits if bias is None else logits + bias
+
+
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, first_word: int, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """fp32 [tokens, words] -> summed loss [], and its gradient, written over the logits."""
+    predicted = targets != IGNORED
+    largest = logits.amax(-1)
+    if group is not None:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    logits = logits.sub_(largest.unsqueeze(-1))
+    words = targets - first_word
+    here = (words >= 0) & (words < logits.shape[-1]) & predicted
+    index = torch.where(here, words, 0).unsqueeze(-1)
+    picked = torch.where(here, logits.gather(-1, index).squeeze(-1), 0.0)
+    exponentials = logits.exp_()
+    total = exponentials.sum(-1)
+    if group is not None:
+        both = torch.stack([picked, total])
+        dist.all_reduce(both, group=group)
+        picked, total = both.unbind()
+    loss = torch.where(predicted, total.log() - picked, 0.0).sum()
+    grad = exponentials.mul_((predicted / total).unsqueeze(-1))
+    grad.scatter_add_(-1, index, -here.to(grad.dtype).unsqueeze(-1))
+    return loss, grad
+
+
+@torch.no_grad()
+def linear_scores(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """The same loss, and how many targets [] are the likeliest word."""
+    loss, correct, cast = hidden.new_zeros((), dtype=torch.float32), targets.new_zeros(()), weight.to(dtype)
+    for start in range(0, len(hidden), CHUNK_TOKENS):
+        part = slice(start, start + CHUNK_TOKENS)
+        logits = _logits(hidden[part].to(dtype), cast, bias)
+        loss += F.cross_entropy(logits, targets[part], ignore_index=IGNORED, reduction="sum")
+        correct += ((logits.argmax(-1) == targets[part]) & (targets[part] != IGNORED)).sum()
+    return loss, correct

@@ -1,0 +1,50 @@
+"""What is done to each transformer layer alike: computing it again in backward, compiling it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from training.anatomy import layers_of
+from training.model import LanguageModel
+
+# Dear to compute, small to keep: matrix products, attention, and what other ranks had to send.
+KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.all_reduce.default,
+}
+
+
+def recompute_in_backward(model: LanguageModel, kind: str) -> None:
+    """full: keep each layer's input only (Chen et al. 2016). selective: also what KEPT lists, and redo the rest.
+
+    Dropout gives the same mask again: the generators are set back. Names of parameters stay as they are.
+    """
+    options: dict[str, Any] = {"use_reentrant": False}
+    if kind == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    for layer in layers_of(model.hf):
+        layer.forward = functools.partial(checkpoint, layer.forward, **options)
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compile_layers(model: LanguageModel) -> None:
+    """Compile layer by layer: equal layers share one graph, so that start-up does not grow with depth.
+
+    `fullgraph`: a graph break is an error, not a slow-down nobody sees. Only `forward`, so that hooks (FSDP2 gathers
+    weights in them) stay outside.
+    """
+    for layer in layers_of(model.hf):
+        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False)

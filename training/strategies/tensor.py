@@ -1,0 +1,98 @@
+"""Tensor parallelism: ranks share each layer's matrices and the vocabulary (Shoeybi et al. 2019, section 3).
+
+A layer's first matrices are split by outputs, so each rank has whole attention heads and whole MLP units; the last
+ones by inputs, and the ranks' partial results are summed: one all-reduce per block and direction. Parameters stay
+plain tensors under their own names, so that DDP, FSDP2 and pipelines take them as any others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from training.anatomy import layers_of
+from training.cut import Cut
+from training.mesh import same_for_all, sum_over
+from training.model import LanguageModel
+
+
+def share_matrices(model: LanguageModel, mesh: DeviceMesh) -> None:
+    """Replace the model's matrices by this rank's pieces; `model.cuts` remembers how, by parameter name."""
+    assert model.anatomy is not None, "the plan refuses tp for such models"
+    anatomy, group = model.anatomy, mesh.get_group()
+    hf: Any = model.hf
+    names = {id(parameter): name for name, parameter in hf.named_parameters()}
+
+    def cut(parameter: nn.Parameter, how: Cut) -> nn.Parameter:
+        model.cuts[names[id(parameter)]] = how
+        return nn.Parameter(how.take(parameter.detach(), mesh), requires_grad=parameter.requires_grad)
+
+    for layer in layers_of(hf):
+        for path in (*anatomy.column, *anatomy.row):
+            matrix = layer.get_submodule(path)
+            column, blocks = path in anatomy.column, 3 if path == anatomy.fused else 1
+            layer.set_submodule(path, _Shared(matrix, cut, column=column, blocks=blocks, group=group))
+    if hf.config.model_type == "gpt2":
+        for layer in hf.transformer.h:
+            layer.attn.split_size //= mesh.size()  # by which it cuts the fused q, k, v
+    output, embedding = hf.get_submodule(anatomy.output), hf.get_submodule(anatomy.embedding)
+    words = torch.arange(len(output.weight)).tensor_split(mesh.size())[mesh.get_local_rank()]
+    model.first_word, model.tp_group = int(words[0]), group
+    output.weight = cut(output.weight, Cut(0))
+    if output.bias is not None:
+        _share_bias(hf, output.bias, cut(output.bias, Cut(0)))
+    weight = output.weight if model.tied else cut(embedding.weight, Cut(0))
+    shared = _SharedEmbedding(weight, model.first_word, padding=embedding.padding_idx, group=group)
+    hf.set_submodule(anatomy.embedding, shared)
+
+
+def _share_bias(hf: nn.Module, whole: nn.Parameter, piece: nn.Parameter) -> None:
+    """BERT knows its output bias under two names."""
+    for module in hf.modules():
+        if getattr(module, "bias", None) is whole:
+            module.bias = piece
+
+
+class _Shared(nn.Module):
+    """A linear layer's piece: `column`, some of its outputs; else some of its inputs, and the sum over ranks.
+
+    GPT-2's Conv1D holds [inputs, outputs], nn.Linear [outputs, inputs].
+    """
+
+    def __init__(self, whole: Any, cut: Any, *, column: bool, blocks: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.column, self.group, self.transposed = column, group, not isinstance(whole, nn.Linear)
+        self.weight: nn.Parameter = cut(whole.weight, Cut(int(column == self.transposed), blocks))
+        keeps_bias = whole.bias is None or not column
+        self.bias: nn.Parameter | None = whole.bias if keeps_bias else cut(whole.bias, Cut(0, blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.t() if self.transposed else self.weight
+        if self.column:
+            return F.linear(same_for_all(x, self.group), weight, self.bias)
+        result = sum_over(F.linear(x, weight), self.group)
+        return result if self.bias is None else result + self.bias
+
+
+class _SharedEmbedding(nn.Module):
+    """Rows from `first_word` on; words of other ranks give zeros, and the sum over ranks gives each its row.
+
+    As in nn.Embedding, the word `padding` learns nothing from being looked up.
+    """
+
+    def __init__(self, weight: nn.Parameter, first_word: int, *, padding: int | None, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.weight, self.first_word, self.group = weight, first_word, group
+        here = padding is not None and first_word <= padding < first_word + len(weight)
+        self.padding = padding - first_word if here and padding is not None else None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        words = inputs - self.first_word
+        here = (words >= 0) & (words < len(self.weight))
+        rows = F.embedding(torch.where(here, words, 0), self.weight, padding_idx=self.padding)
+        return sum_over(torch.where(here.unsqueeze(-1), rows, 0.0), self.group)
