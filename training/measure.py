@@ -22,6 +22,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from training.matmul import prefer_onednn
 from training.records import Device, Measured
 
 WINDOW_S = 0.11  # longer than the 100 ms period of a CPU quota: a shorter burst would run unthrottled
@@ -42,6 +43,7 @@ def main(out: Path, threads: int | None = None) -> None:
     rank, world_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = pick_device(rank)
     torch.set_num_threads(threads or max(1, visible_cores() // world_size))
+    prefer_onednn()  # as training does: the plan counts on what the ranks will use
     if world_size > 1:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
