@@ -10,21 +10,28 @@ import json
 import logging
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from tasks.places import local_process, process_key, tracking_uri
+from training.config import RunConfig
+from training.limits import is_finished
+from training.metrics import read_rows
 from training.records import EvalReport, ExportedModel, Record, RunPlan, TrainResult
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
 STOP_GRACE_S = 120.0  # for the checkpoint
+STACK_S = 1.0  # for the stacks of ranks that did not stop in that time
 LAST_LINES = 25
 RANK_WARNING = re.compile(r"[\d-]+ [\d:,]+ WARNING (.*)")  # as training/rank.py formats its log
 
@@ -40,15 +47,15 @@ class Gang(Record):
 
 
 def train(plan: RunPlan, *, run_dir: Path, on_row: Callable[[dict[str, float]], None]) -> TrainResult:
-    """Train, or go on training; `on_row` gets each new row of metrics. Skips a run that has its result.
+    """Train, or go on training; `on_row` gets each new row of metrics. Skips what has come to its end under this plan.
 
     Raises RunStopped if it was stopped with a checkpoint, RuntimeError with the failing rank's last lines.
     """
     result_path = run_dir / "result.json"
     if result_path.exists():
         result = TrainResult.read(result_path)
-        if result.stopped_by == "steps":
-            logger.info("training is done already: step %d, loss %.4f", result.step, result.loss)
+        if is_finished(plan, result, read_rows(run_dir / "metrics.jsonl")):
+            logger.info("training is done already%s: step %d, loss %.4f", _ended_by(result), result.step, result.loss)
             return result
         result_path.unlink()
     rows = NewRows(run_dir / "metrics.jsonl")
@@ -61,7 +68,15 @@ def train(plan: RunPlan, *, run_dir: Path, on_row: Callable[[dict[str, float]], 
     result = TrainResult.read(result_path)
     if result.stopped_by == "signal":
         raise RunStopped(f"training was told to stop at step {result.step}: `shardline resume {plan.run_id}` goes on")
+    logger.info("training is done%s: step %d of %d, loss %.4f", _ended_by(result), result.step, plan.steps, result.loss)
     return result
+
+
+def _ended_by(result: TrainResult) -> str:
+    """Which limit, and how to go past it."""
+    fields = {"hours": "train.max_hours", "early stop": "evaluation.early_stop_validations"}
+    field = fields.get(result.stopped_by)
+    return f" by {field} (`shardline resume RUN {field}=…` trains on)" if field else ""
 
 
 def run_program(
@@ -74,18 +89,19 @@ def run_program(
     end_earlier_gang(run_dir)
     log_path = run_dir / "logs" / f"{module.rpartition('.')[2]}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    num_ranks = ranks or plan.world_size
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command = [sys.executable, *(torchrun if num_ranks > 1 else []), "-m", module, str(run_dir / "plan.json")]
+    shutil.rmtree(run_dir / "stacks", ignore_errors=True)
+    command = command_for(module, plan=plan, run_dir=run_dir, ranks=ranks or plan.world_size)
     with log_path.open("ab") as log:
         earlier = log.tell()
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=_environment(plan)
         )
     Gang(launcher=process_key(process.pid)).write(run_dir / "gang.json")
+    stacks = Stacks(run_dir / "stacks")
     try:
         while process.poll() is None:
             on_poll()
+            stacks.look()
             time.sleep(POLL_S)
         on_poll()
     except Exception:
@@ -101,7 +117,50 @@ def run_program(
         if match := RANK_WARNING.match(line):
             logger.warning("%s: %s", module, match[1])
     if process.returncode:
-        raise RuntimeError(_failure(module, process.returncode, lines, log_path))
+        raise RuntimeError(_failure(module, process.returncode, lines, log_path) + stacks.where())
+
+
+def check_profiler(config: RunConfig) -> None:
+    """Raises ValueError if config.profile asks for Nsight Systems, and it is not here."""
+    if config.profile.nsys and shutil.which("nsys") is None:
+        raise ValueError(
+            "profile.nsys=true, but there is no nsys on PATH: install Nsight Systems, "
+            "or use profile.steps=[20,21] for a trace by torch's own profiler"
+        )
+
+
+def command_for(module: str, *, plan: RunPlan, run_dir: Path, ranks: int) -> list[str]:
+    """Under torchrun if there are several ranks, and each under nsys if the plan's config says so."""
+    program = [sys.executable, "-u", "-m", module, str(run_dir / "plan.json")]
+    if plan.config.profile.nsys and module == "training.train":
+        check_profiler(plan.config)
+        (run_dir / "profile").mkdir(exist_ok=True)
+        report = run_dir / "profile" / f"{time.strftime('%Y%m%d-%H%M%S')}-rank-{'%q{RANK}' if ranks > 1 else 0}"
+        program = ["nsys", "profile", "--sample=none", "--trace=cuda,nvtx,osrt", "-o", str(report), *program]
+    if ranks == 1:
+        return program
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*torchrun, "--no-python", *program]
+
+
+class Stacks:
+    """runs/ID/stacks: what ranks write of where they are when no step comes (training/hang.py)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.seen = folder, False
+
+    def look(self) -> None:
+        """Warn once; a rank empties its file when a step comes after all."""
+        if not self.seen and self._written():
+            self.seen = True
+            logger.warning("no step for a while: the ranks' Python stacks are in %s", self.folder)
+
+    def where(self) -> str:
+        written = ", ".join(path.stem for path in self._written())
+        return f"\nThe Python stacks of {written} are in {self.folder}" if written else ""
+
+    def _written(self) -> list[Path]:
+        return [path for path in sorted(self.folder.glob("rank-*.txt")) if path.stat().st_size]
 
 
 def _environment(plan: RunPlan) -> dict[str, str]:
@@ -136,12 +195,16 @@ def _end(launcher: psutil.Process) -> None:
     The ranks are told directly: torchrun would kill them 30 s after it was told, and as each is in a session of
     its own, no process group reaches them all.
     """
-    ranks = launcher.children(recursive=True)
+    ranks = [child for child in launcher.children(recursive=True) if not child.name().startswith("nsys")]
     family = [launcher, *ranks]
     try:
         for rank in ranks or [launcher]:
             rank.terminate()
         _, alive = psutil.wait_procs(family, timeout=STOP_GRACE_S)
+        for member in alive:  # they hang: let them say where
+            with suppress(psutil.NoSuchProcess):
+                member.send_signal(signal.SIGUSR1)
+        _, alive = psutil.wait_procs(alive, timeout=STACK_S)
     except KeyboardInterrupt:
         alive = family
     for member in alive:

@@ -1,0 +1,52 @@
+"""The command that runs the ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tasks.launch import check_profiler, command_for
+from tests.conftest import tiny_config
+from training.records import RunPlan
+
+
+@pytest.fixture
+def plan_path(make_run: Callable[..., Path]) -> Path:
+    return make_run("nsys", ranks=2, profile__nsys=True)
+
+
+@pytest.fixture
+def nsys_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nsys"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.mark.usefixtures("nsys_on_path")
+def test_nsys_wraps_each_training_rank_and_names_its_report_after_it(plan_path: Path) -> None:
+    command = command_for("training.train", plan=RunPlan.read(plan_path), run_dir=plan_path.parent, ranks=2)
+    torchrun, program = command[: command.index("nsys")], command[command.index("nsys") :]
+    assert torchrun[-1] == "--no-python"
+    assert torchrun[torchrun.index("--nproc-per-node") + 1] == "2"
+    assert program[:4] == ["nsys", "profile", "--sample=none", "--trace=cuda,nvtx,osrt"]
+    assert program[5].startswith(str(plan_path.parent / "profile"))
+    assert program[5].endswith("-rank-%q{RANK}")
+    assert program[-5:] == [sys.executable, "-u", "-m", "training.train", str(plan_path)]
+
+
+@pytest.mark.usefixtures("nsys_on_path")
+def test_one_rank_has_no_torchrun_and_evaluation_no_nsys(plan_path: Path) -> None:
+    plan, run_dir = RunPlan.read(plan_path), plan_path.parent
+    assert command_for("training.train", plan=plan, run_dir=run_dir, ranks=1)[0] == "nsys"
+    assert command_for("training.evaluate", plan=plan, run_dir=run_dir, ranks=1)[0] == sys.executable
+
+
+def test_nsys_that_is_not_installed_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match=r"install Nsight Systems, or use profile.steps"):
+        check_profiler(tiny_config(profile__nsys=True))
+    check_profiler(tiny_config())

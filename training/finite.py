@@ -1,0 +1,88 @@
+"""Steps whose loss or gradient is NaN or infinite: which they were, on which ranks, from which documents.
+
+Nothing here reads a tensor: training/meter.py does so at log points, for all steps since the last one at once, and
+gives every rank the same numbers. So all of them raise, or go on, alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from training.data import documents_in
+from training.records import RunPlan
+
+logger = logging.getLogger(__name__)
+
+SKIPPED_IN_A_ROW = 20  # fp16 gets from its first loss scale, 2**16, to 1 in 16 skipped steps: more is no adapting
+RANKS_NAMED, DOCUMENTS_NAMED = 4, 8
+CURE = "lower train.learning_rate, raise train.warmup_steps, set parallel.precision=fp32 or look at the documents"
+
+
+class NonFiniteLoss(RuntimeError):
+    """The loss or the gradient is NaN or infinite; the message has step, ranks, documents and the cure."""
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """One step, as all ranks together see it."""
+
+    step: int
+    loss: float  # mean over the global batch's targets, nats
+    grad_norm: float
+    loss_scale: float
+    skipped: bool
+    lost_ranks: tuple[int, ...]  # those whose own loss is not finite
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+class FiniteCheck:
+    """Looks at every step once; counts the skipped ones on from `skipped`."""
+
+    def __init__(self, plan: RunPlan, *, warns: bool, skipped: int = 0) -> None:
+        self.plan, self.warns, self.skipped, self.in_a_row = plan, warns, skipped, 0
+
+    def look(self, outcomes: Sequence[StepOutcome]) -> None:
+        """Raises NonFiniteLoss for an update that must not have been made, and for too many left out in a row."""
+        for outcome in outcomes:
+            self.skipped += outcome.skipped
+            self.in_a_row = self.in_a_row + 1 if outcome.skipped else 0
+            if outcome.finite:
+                continue
+            adapts = outcome.skipped and self.plan.precision == "fp16" and not outcome.lost_ranks
+            if not adapts and not (outcome.skipped and self.plan.config.train.on_nonfinite == "skip"):
+                raise NonFiniteLoss(
+                    f"{describe(self.plan, outcome)}: {CURE}, or leave such steps out with train.on_nonfinite=skip; "
+                    "the newest checkpoint is from before"
+                )
+            if self.in_a_row >= SKIPPED_IN_A_ROW:
+                raise NonFiniteLoss(
+                    f"{SKIPPED_IN_A_ROW} steps in a row left out, the last was {describe(self.plan, outcome)}: {CURE}; "
+                    "the newest checkpoint is from before"
+                )
+            if self.warns and not adapts:
+                logger.warning("left out %s", describe(self.plan, outcome))
+
+
+def describe(plan: RunPlan, outcome: StepOutcome) -> str:
+    """Step, loss, gradient norm, ranks and their documents; those of all ranks, if none of them is to blame."""
+    step, at_fault = outcome.step, outcome.lost_ranks or range(plan.world_size)
+    ranks = "ranks" if len(outcome.lost_ranks) > 1 else "rank"
+    where = f" on {ranks} {_listed(outcome.lost_ranks, RANKS_NAMED)}" if outcome.lost_ranks else ""
+    dp_ranks = sorted({rank // plan.mesh["tp"] % plan.dp for rank in at_fault})
+    documents = sorted({n for dp in dp_ranks[:RANKS_NAMED] for n in documents_in(plan, step=step - 1, dp_rank=dp)})
+    return (
+        f"step {step} (loss {outcome.loss:.4g}{where}, gradient norm {outcome.grad_norm:.4g}, from documents "
+        f"{_listed(documents, DOCUMENTS_NAMED * len(dp_ranks[:RANKS_NAMED]))} of the training split)"
+    )
+
+
+def _listed(numbers: Sequence[int], limit: int) -> str:
+    """`3, 7, 12 and 5 more`."""
+    named = ", ".join(map(str, numbers[:limit]))
+    return named + (f" and {len(numbers) - limit} more" if len(numbers) > limit else "")

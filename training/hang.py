@@ -1,0 +1,85 @@
+"""When no step comes: the Python stack of every rank goes to runs/ID/stacks/ before the run ends.
+
+faulthandler writes them from a thread of its own that needs no interpreter lock, so a rank that is blocked anywhere
+but by SIGSTOP still tells where it is. A collective gives up after parallel.timeout_s; the stacks are written a
+little earlier. They are written as well on SIGUSR1, and when NCCL's watchdog aborts the process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from training.records import RunPlan
+
+WRITE_AT = 0.9  # of the timeout: while the collective still waits
+BEAT_EVERY_S = 1.0  # arming takes 0.14 ms, as it starts a thread
+RECORDED_COLLECTIVES = 2000  # NCCL's flight recorder keeps the newest so many; a step of an 8B model has some 200
+
+
+class Watch:
+    """Armed from the start, and anew at each step's `beat`."""
+
+    def __init__(self, file: IO[str], *, timeout_s: float) -> None:
+        self.file, self.patience_s = file, WRITE_AT * timeout_s - BEAT_EVERY_S / 2
+        self.due = 0.0
+        self.beat()
+
+    def beat(self) -> None:
+        """A step was made. What was written before it was no hang, but a long validation or compilation."""
+        now = time.monotonic()
+        if now >= self.due:
+            self.due = now + BEAT_EVERY_S
+            faulthandler.dump_traceback_later(self.patience_s, repeat=True, file=self.file)
+            if self.has_written():
+                self.file.truncate(0)
+
+    def has_written(self) -> bool:
+        return os.fstat(self.file.fileno()).st_size > 0
+
+
+@contextmanager
+def watched(plan: RunPlan, run_dir: Path) -> Iterator[Watch]:
+    """Around everything that a rank does; entered before the process group is made. An error says where to look."""
+    folder, rank = run_dir / "stacks", int(os.environ.get("RANK", "0"))
+    folder.mkdir(exist_ok=True)
+    _record_collectives(plan, folder)
+    path = folder / f"rank-{rank}.txt"
+    path.write_text("")  # of an earlier attempt
+    with path.open("a") as file:
+        faulthandler.enable(file)  # on SIGABRT and the like
+        faulthandler.register(signal.SIGUSR1, file)
+        watch = Watch(file, timeout_s=plan.config.parallel.timeout_s)
+        try:
+            yield watch
+        except Exception as error:
+            if watch.has_written():
+                error.add_note(f"No step came for {watch.patience_s:.0f} s: the ranks' Python stacks are in {folder}")
+            raise
+        else:
+            watch.file.truncate(0)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            faulthandler.unregister(signal.SIGUSR1)
+            faulthandler.disable()
+            if not watch.has_written():
+                path.unlink()
+                with suppress(OSError):  # another rank's is there
+                    folder.rmdir()
+
+
+def _record_collectives(plan: RunPlan, folder: Path) -> None:
+    """NCCL's flight recorder: which collectives each rank had begun, dumped by its watchdog on a timeout.
+
+    To be read by `python -m torch.distributed.flight_recorder.fr_trace` (its pickles: trust the folder).
+    """
+    if plan.device_kind == "cuda":
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED_COLLECTIVES))
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "nccl-rank-"))
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
