@@ -51,7 +51,7 @@ def make_plan(
     micro_batch, why = _micro_batch(config, shape, inventory, mesh, precision)
     reasons.append(f"micro-batch {micro_batch}: {why}")
     accumulation = config.train.global_batch // mesh["dp"] // micro_batch
-    _check_pipeline(config, mesh, accumulation)
+    _check_accumulation(config, mesh, accumulation)
     hosts = inventory.hosts[: len(ranks_per_host)]
     predicted = predict(config, shape, inventory, mesh, steps, micro_batch, precision)
     _check_disk(config, predicted.checkpoint_gib, hosts[0])
@@ -190,8 +190,16 @@ def _mesh(config: RunConfig, shape: ModelShape, world_size: int) -> dict[str, in
     return {"pp": pp, "dp": world_size // (tp * pp), "tp": tp}
 
 
-def _check_pipeline(config: RunConfig, mesh: dict[str, int], accumulation: int) -> None:
-    """1F1B fills its stages with at least as many micro-batches as ranks; interleaved, in rounds of as many."""
+def _check_accumulation(config: RunConfig, mesh: dict[str, int], accumulation: int) -> None:
+    """1F1B fills its stages with at least as many micro-batches as ranks; interleaved, in rounds of as many.
+
+    DDP's static graph cannot begin with a micro-batch that is not reduced (an assertion in torch 2.13's reducer).
+    """
+    if config.parallel.static_graph and accumulation > 1:
+        raise ValueError(
+            f"parallel.static_graph with {accumulation} accumulated micro-batches is more than DDP can: set "
+            f"train.micro_batch={config.train.global_batch // mesh['dp']} or parallel.static_graph=false"
+        )
     pp, interleaved = mesh["pp"], config.parallel.pp_stages_per_rank > 1
     if accumulation < pp or (interleaved and accumulation % pp):
         need = f"a multiple of {pp}" if interleaved else f"at least {pp}"

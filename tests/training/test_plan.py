@@ -88,6 +88,11 @@ REFUSED = [
         (2,),
         "1 micro-batches per step .* parallel.pp = 2 needs at least 2",
     ),
+    (
+        {"parallel__static_graph": True},
+        (2,),
+        "parallel.static_graph with 2 accumulated micro-batches.*: set train.micro_batch=4 or parallel.static_graph=false",
+    ),
     ({"parallel__tp": 4}, (2,), r"1 nodes x 2 devices = 2 ranks, not divisible by tp\*pp = 4: change parallel.tp"),
     ({"model__width": 65_536, "model__layers": 100, "model__kv_heads": 0}, (1,), "does not fit: .*strategy=zero3"),
 ]
@@ -178,3 +183,25 @@ def test_automatic_ranks_leave_whole_replicas_of_the_model() -> None:
     plan = make_plan(tiny_config(parallel__tp=2, train__global_batch=4), inventory(7))
     assert plan.mesh == {"pp": 1, "dp": 2, "tp": 2}
     assert any("3 stay idle" in reason for reason in plan.reasons)
+
+
+def test_a_model_without_a_tensor_plan_is_told_which_strategies_it_can_have() -> None:
+    config = tiny_config(model__architecture="path", model__path="somewhere", model__dropout=0.0, parallel__tp=2)
+    neox = {"model_type": "gpt_neox", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with pytest.raises(ValueError, match="a gpt_neox model has no tensor or pipeline plan.*ddp, fsdp, zero1, zero2 or"):
+        make_plan(config, inventory(2), hf_config=neox | {"vocab_size": 61})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"parallel__strategy": "zero2", "parallel__pp": 2}, "parallel.pp = 2 runs with parallel.strategy=ddp"),
+        ({"parallel__strategy": "zero3", "parallel__tp": 2}, "parallel.tp = 2 runs with parallel.strategy=ddp or fsdp"),
+        ({"parallel__strategy": "ddp", "parallel__offload": "optimizer"}, "parallel.offload=optimizer is not there"),
+        ({"parallel__pp_stages_per_rank": 2}, "needs a pipeline: set parallel.pp above 1"),
+        ({"parallel__strategy": "zero3", "train__compile": True}, "train.compile=true cannot be had with"),
+    ],
+)
+def test_strategies_that_do_not_go_together_are_refused(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny_config(**overrides)

@@ -27,7 +27,7 @@ def fp32(make_run: Callable[..., Path]) -> Path:
 def run(make_run: Callable[..., Path], layout: str, precision: str, **overrides: Any) -> Path:
     ranks, parallel = LAYOUTS.get(layout, (1, {"parallel__strategy": "single"}))
     config = {**COMMON, **parallel, "parallel__precision": precision, **overrides}
-    plan_path = make_run(f"{layout} {precision}", ranks=ranks, **config)
+    plan_path = make_run(f"{layout} {precision} {overrides}", ranks=ranks, **config)
     run_ranks(plan_path)
     return plan_path
 

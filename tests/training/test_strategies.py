@@ -166,3 +166,15 @@ def test_other_architectures_learn_under_ddp(
     run_ranks(plan_path)
     logged = list(losses(plan_path).values())
     assert sum(logged[-50:]) / 50 < sum(logged[:20]) / 20 - 0.1
+
+
+def test_what_ddp_can_be_told_changes_no_result(alone: Callable[..., Path], make_run: Callable[..., Path]) -> None:
+    told = {
+        "parallel__bucket_mib": 1,
+        "parallel__gradient_as_bucket_view": False,
+        "parallel__static_graph": True,
+        "train__deterministic": True,
+    }
+    plan_path = make_run("told", ranks=2, **COMMON, train__micro_batch=4, **told)
+    run_ranks(plan_path)
+    assert_equal_training(alone("llama"), plan_path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -60,13 +61,19 @@ STRATEGIES: dict[str, Callable[[RunPlan, DeviceMesh, LanguageModel], Strategy]] 
 }
 
 
-def parallelize(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> Strategy:
-    """Tensor, then activation checkpointing, then compile, then the pipeline's stages or data parallelism."""
+def parallelize(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, *, device: torch.device) -> Strategy:
+    """Tensor, then activation checkpointing, then compile, then the pipeline's stages or data parallelism.
+
+    `model` is on the host. It goes to the device when each rank has only its part: fsdp and zero3 take it there layer
+    by layer, since a model that they are chosen for would not fit there whole.
+    """
     config = plan.config
     if plan.mesh["tp"] > 1:
         tensor.share_matrices(model, mesh["tp"])
     if plan.mesh["pp"] > 1:
         pipeline.keep_own_stages(plan, mesh, model)
+    if config.parallel.strategy not in {"fsdp", "zero3"}:
+        model.to(device)
     if config.train.activation_checkpointing != "none":
         recompute_in_backward(model, config.train.activation_checkpointing)
     if config.train.compile:
