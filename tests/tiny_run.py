@@ -14,7 +14,7 @@ import numpy as np
 from tests.conftest import inventory
 from training.config import RunConfig
 from training.plan import make_plan
-from training.records import EvalReport, ExportedModel, RunPlan, TokenShards, TrainResult, sha256_file
+from training.records import EvalReport, ExportedModel, RunPlan, TokenShards, TrainResult, sha256_config, sha256_file
 from training.shards import write_shard
 
 TEXT = "def add(a, b):\n    return a + b  # größer, 中文\n\n\n" * 30
@@ -87,8 +87,14 @@ def tiny_run(folder: Path, *, architecture: str = "llama", **export: Any) -> Pat
         step=8,
         loss=5.5,
         tokens=2048,
+        samples_per_s=31.25,
         tokens_per_s=1000.0,
+        step_ms=256.0,
+        mfu=0.3,
+        device_utilisation=0.9,
         peak_memory_gib=0.1,
+        memory={},
+        skipped_steps=0,
         checkpoint="checkpoints/8",
         checkpoint_sha256="c" * 64,
         stopped_by="steps",
@@ -111,11 +117,22 @@ def tiny_run(folder: Path, *, architecture: str = "llama", **export: Any) -> Pat
 
 
 def _checkpoint(plan: RunPlan, folder: Path) -> None:
+    from training.checkpoint import Manifest
     from training.model import build_model
 
     model: Any = build_model(plan).hf
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)  # training's checkpoints have none
+    Manifest(
+        step=8,
+        tokens=2048,
+        strategy="single",
+        mesh=plan.mesh,
+        world_size=1,
+        config_sha256=sha256_config(plan.config),
+        val_loss=None,
+        files={},
+    ).write(folder / "manifest.json")
 
 
 def export_by_program(run_dir: Path) -> subprocess.CompletedProcess[str]:

@@ -4,103 +4,54 @@
         model.safetensors, config.json    weights by Hugging Face name: `from_pretrained` loads the folder
         optimizer.safetensors             AdamW moments by parameter name, and the step count
         rng-0.safetensors …               torch's generators, per rank
-        manifest.json                     step, tokens, config hash and a sha256 per file; written last
+        manifest.json                     step, tokens, config hash, size and sha256 of each file; written last
 
-A checkpoint is written aside, fsynced and renamed. One whose manifest is missing or whose hashes are off is
-never loaded: the previous one is, with a message. No pickle anywhere.
+Several ranks write KIND-00001-of-00004.safetensors …, and KIND.safetensors.index.json says which tensor is where.
+training/saver.py writes them, training/retention.py deletes them; here they are found, checked and loaded. One whose
+manifest is missing or whose hashes are off is never loaded: the previous one is, with a message. No pickle anywhere.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from training.model import LanguageModel
 from training.rank import Rank
-from training.records import Record, RunPlan, sha256_config, sha256_file
+from training.records import Record, sha256_file
 from training.strategies import Strategy
+from training.tensor_files import TensorFiles, WrittenFile
 
 logger = logging.getLogger(__name__)
 
+MANIFEST = "manifest.json"
+
 
 class Manifest(Record):
+    """`val_loss`: of the newest validation at this step or before, nats per token; None: there was none yet."""
+
     step: int
     tokens: int
     strategy: str
+    mesh: dict[str, int]
     world_size: int
     config_sha256: str
-    files: dict[str, str]
+    val_loss: float | None
+    files: dict[str, WrittenFile]
 
 
 def checkpoint_folder(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"{step:08d}"
 
 
-def save(run_dir: Path, *, step: int, plan: RunPlan, strategy: Strategy, model: LanguageModel, rank: Rank) -> Path:
-    """Write the checkpoint of `step`, then delete what exceeds keep_last; called on all ranks. Returns its folder."""
-    folder = checkpoint_folder(run_dir, step)
-    aside = folder.with_name(f".{folder.name}.part")
-    if rank.rank == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    dist.barrier()
-    _write_tensors(aside / "model.safetensors", strategy.weights(), keep=rank.rank == 0)
-    _write_tensors(aside / "optimizer.safetensors", strategy.optimizer_state(), keep=rank.rank == 0)
-    _write_tensors(aside / f"rng-{rank.rank}.safetensors", _rng_state(rank.device), keep=True)
-    dist.barrier()
-    if rank.rank == 0:
-        model.hf.config.save_pretrained(aside)  # type: ignore[union-attr,operator]
-        manifest = Manifest(
-            step=step,
-            tokens=step * plan.batch_tokens,
-            strategy=plan.config.parallel.strategy,
-            world_size=rank.world_size,
-            config_sha256=sha256_config(plan.config),
-            files={path.name: sha256_file(path) for path in sorted(aside.iterdir())},
-        )
-        manifest.write(aside / "manifest.json")
-        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that got as far, and was found damaged
-        aside.rename(folder)
-        _fsync(folder.parent)
-        _prune(run_dir, keep_last=plan.config.checkpoint.keep_last)
-    dist.barrier()
-    return folder
-
-
-def _write_tensors(path: Path, tensors: Iterator[tuple[str, Tensor]], *, keep: bool) -> None:
-    """Every rank walks through the tensors, since gathering them takes all; only `keep` writes them."""
-    kept: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        if keep:
-            kept[name] = tensor.to("cpu", copy=tensor.device.type != "cpu").contiguous()
-    if keep:
-        save_file(kept, path, metadata={"format": "pt"})
-        _fsync(path)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _prune(run_dir: Path, *, keep_last: int) -> None:
-    for folder in _folders(run_dir)[:-keep_last]:
-        shutil.rmtree(folder)
-
-
-def _folders(run_dir: Path) -> list[Path]:
-    """Finished checkpoints, oldest first."""
+def published(run_dir: Path) -> list[Path]:
+    """Finished checkpoints, oldest first; nobody has looked yet whether they are whole."""
     return sorted(path for path in (run_dir / "checkpoints").glob("[0-9]*") if path.is_dir())
 
 
@@ -110,7 +61,7 @@ def newest_whole(run_dir: Path) -> Path | None:
     None if there is no checkpoint. Raises RuntimeError if there are some, and none is whole: to begin anew then
     would throw the run away without a word.
     """
-    folders = _folders(run_dir)
+    folders = published(run_dir)
     for folder in reversed(folders):
         fault = damage(folder)
         if fault is None:
@@ -124,49 +75,68 @@ def newest_whole(run_dir: Path) -> Path | None:
     return None
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None if it is whole."""
-    if not (folder / "manifest.json").exists():
+def damage(folder: Path, *, hashes: bool = True) -> str | None:
+    """What is wrong with a checkpoint, or None if it is whole; without `hashes` only sizes are compared."""
+    if not (folder / MANIFEST).exists():
         return "manifest.json is missing"
     try:
-        manifest = Manifest.read(folder / "manifest.json")
+        files = Manifest.read(folder / MANIFEST).files
     except ValueError:
         return "manifest.json is not a manifest"
-    for name, expected in manifest.files.items():
+    for name, expected in files.items():
         if not (folder / name).exists():
             return f"{name} is missing"
-        if sha256_file(folder / name) != expected:
-            return f"{name} has another sha256 than its manifest says"
+        if (size := (folder / name).stat().st_size) != expected.size_bytes:
+            return f"{name} has {size} bytes, its manifest says {expected.size_bytes}"
+    if not hashes:
+        return None
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # hashing leaves the interpreter lock alone
+        for name, found in zip(files, pool.map(sha256_file, [folder / name for name in files]), strict=True):
+            if found != files[name].sha256:
+                return f"{name} has another sha256 than its manifest says"
     return None
 
 
-def load_weights(folder: Path, model: LanguageModel) -> None:
-    """Put a checkpoint's weights into the model, before a strategy takes it over."""
-    weights = load_file(folder / "model.safetensors")
-    with torch.no_grad():
-        for name, parameter in model.hf.named_parameters():
-            parameter.copy_(weights[name])
+def weights_for(model: LanguageModel, folder: Path) -> TensorFiles:
+    """A checkpoint's weights, to be read tensor by tensor.
+
+    Raises ValueError if the model has a weight that the checkpoint lacks, or has in another shape.
+    """
+    weights = TensorFiles(folder, "model")
+    for name, parameter in model.hf.named_parameters():
+        saved = weights.get(name)
+        if saved is None or saved.shape != parameter.shape:
+            found = "is not there" if saved is None else f"is {list(saved.shape)}"
+            raise ValueError(
+                f"the model's {name} is {list(parameter.shape)}, in checkpoint {folder} it {found}: "
+                "go on with the model section that it was trained with, or begin a run of its own"
+            )
+    return weights
 
 
-def load_state(folder: Path, *, strategy: Strategy, rank: Rank) -> int:
-    """Put a checkpoint's optimizer moments and generators back; returns its step."""
-    strategy.load_optimizer_state(load_file(folder / "optimizer.safetensors"))
-    manifest = Manifest.read(folder / "manifest.json")
+def load_state(folder: Path, *, strategy: Strategy, rank: Rank) -> Manifest:
+    """Put a checkpoint's optimizer moments and generators back."""
+    strategy.load_optimizer_state(TensorFiles(folder, "optimizer"))
+    manifest = Manifest.read(folder / MANIFEST)
     if manifest.world_size == rank.world_size:
-        _set_rng_state(load_file(folder / f"rng-{rank.rank}.safetensors"), rank.device)
+        _set_rng_state(load_file(folder / rng_name(rank)), rank.device)
     else:
         logger.warning(
             "checkpoint of %d ranks loaded on %d: dropout goes on with fresh generators, all else is as it was",
             manifest.world_size,
             rank.world_size,
         )
-    return manifest.step
+    return manifest
 
 
-def _rng_state(device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    yield "cpu", torch.get_rng_state()
-    if device.type == "cuda":
-        yield "cuda", torch.cuda.get_rng_state(device)
+def rng_name(rank: Rank) -> str:
+    return f"rng-{rank.rank}.safetensors"
+
+
+def rng_state(device: torch.device) -> dict[str, Tensor]:
+    """The generators that dropout draws from; the CPU's and this rank's GPU's."""
+    state = {"cpu": torch.get_rng_state()}
+    return state | {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
 
 
 def _set_rng_state(state: dict[str, Tensor], device: torch.device) -> None:

@@ -23,8 +23,11 @@ def memory_gib(
 
     ZeRO stage 1 shards the moments, 2 also gradients, 3 also weights (Rajbhandari et al. 2020, section 5).
     Activations: s*b*h*(18 + 4*mlp/h) bytes a layer in 16 bits without attention scores, which SDPA never
-    stores (Korthikanti et al. 2022, eq. 2: 34 = 18 + 16 for mlp = 4h); gated MLPs hold one product more.
+    stores (Korthikanti et al. 2022, eq. 2: 34 = 18 + 16 for mlp = 4h); gated MLPs hold one product more. With full
+    activation checkpointing only each layer's input. tp and pp divide a model before stages do; what is offloaded to
+    the host does not count on a GPU.
     """
+    offload = config.parallel.offload if device_kind == "cuda" else "none"
     tp, pp = mesh["tp"], mesh["pp"]
     stage, n, p = ZERO_STAGE[config.parallel.strategy], mesh["dp"], shape.parameters / (tp * pp)
     width_bytes = 4 if precision == "fp32" else 2
@@ -34,11 +37,13 @@ def memory_gib(
     if config.train.activation_checkpointing == "full":
         layer = tokens * shape.width * width_bytes
     in_flight = pp  # 1F1B: the first stage holds as many micro-batches as there are stages
+    staged = device_kind == "cpu" and config.checkpoint.asynchronous  # on a GPU host they are not the device's
     parts = {
-        "weights": 4 * p / (n if stage >= 3 else 1),
+        "weights": 0 if offload == "parameters" else 4 * p / (n if stage >= 3 else 1),
         "gradients": 4 * p / (n if stage >= 2 else 1),
-        "optimizer": 8 * p / (n if stage >= 1 else 1),
-        "cast weights": 0 if precision == "fp32" else 2 * p,
+        "optimizer": 0 if offload != "none" else 8 * p / (n if stage >= 1 else 1),
+        "cast weights": 0 if precision == "fp32" else 2 * p / (shape.layers if stage >= 3 else 1),
+        "checkpoint being written": 12 * p / n if staged else 0,
         "activations": shape.layers / pp * layer * in_flight,
         "logits": min(tokens, CHUNK_TOKENS) * shape.vocab_size / tp * (8 + width_bytes),
         "process": PROCESS_GIB[device_kind] * GIB,

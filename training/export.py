@@ -25,6 +25,7 @@ import torch
 from training.model import load_model
 from training.model_card import model_card
 from training.records import ExportedModel, ParityReport, RunPlan, TrainResult, sha256_file
+from training.retention import keep, reading
 from training.shards import TokenStream
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,10 @@ def export_run(run_dir: Path) -> ExportedModel:
             shutil.rmtree(folder)
     part.mkdir()
     started = time.perf_counter()
-    exported = _write_export(plan, result, run_dir=run_dir, folder=part)
+    checkpoint = run_dir / result.checkpoint
+    with reading(checkpoint):
+        exported = _write_export(plan, result, run_dir=run_dir, folder=part)
+        keep(checkpoint, why=f"exported to {target.name}/, and whatever is registered from there leads back to it")
     part.rename(target)
     logger.info(
         "exported step %d to %s in %.1f s: |ONNX - torch| <= %.1e, same likeliest token at %.2f%% of %d positions",

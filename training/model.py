@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from training.anatomy import anatomy_of, layers_of
+from training.anatomy import ANATOMIES, anatomy_of, layers_of
 from training.cut import Cut
 from training.data import Batch
 from training.freezing import freeze
@@ -17,6 +18,7 @@ from training.loss import IGNORED, linear_cross_entropy, linear_scores
 from training.mesh import same_for_all
 from training.records import RunPlan
 from training.shape import dropout_fields
+from training.weights import FreshWeights, fill
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -127,17 +129,39 @@ def attention_mask(documents: Tensor, *, causal: bool) -> Tensor:
 
 
 def build_model(plan: RunPlan) -> LanguageModel:
-    """Fresh weights from the plan's seed (the same on every rank), or pretrained ones."""
-    config = plan.config
+    """With fresh weights from the plan's seed, the same everywhere, or pretrained ones."""
+    model, weights = unfilled_model(plan)
+    fill(model.hf, weights)
+    return model
+
+
+def unfilled_model(plan: RunPlan) -> tuple[LanguageModel, Mapping[str, Tensor]]:
+    """The model, and its first weights by name, for each rank to take its part of.
+
+    Until it is filled, the parameters of a fresh model are memory that was asked for and never touched, so it costs
+    none: 8 ranks on a host would otherwise hold 8 whole models (8B in fp32: 32 GB each) to keep an eighth each.
+    """
+    from transformers.initialization import no_init_weights
+
+    config, auto_class = plan.config, _auto_class(plan.config.objective)
+    settings = hf_config(plan)
     if config.model.init == "pretrained":
-        settings = hf_config(plan)
-        hf = _auto_class(config.objective).from_pretrained(config.model.path, config=settings, dtype=torch.float32)
-    else:
+        hf = auto_class.from_pretrained(config.model.path, config=settings, dtype=torch.float32)
+    elif settings.model_type in ANATOMIES:
+        with no_init_weights():
+            hf = auto_class.from_config(settings, dtype=torch.float32)
+        hf.tie_weights()
+    else:  # its class may make weights in ways we cannot take apart
         torch.manual_seed(config.train.seed)
-        hf = _auto_class(config.objective).from_config(hf_config(plan), dtype=torch.float32)
+        hf = auto_class.from_config(settings, dtype=torch.float32)
     hf.config.use_cache = False  # set again on export; a cache is dead weight in training
     freeze(hf, config.train.freeze)
-    return LanguageModel(hf, precision=plan.precision)
+    weights: Mapping[str, Tensor] = {name: parameter.detach() for name, parameter in hf.named_parameters()}
+    if config.model.init != "pretrained" and settings.model_type in ANATOMIES:
+        with torch.device("meta"):
+            template = auto_class.from_config(settings, dtype=torch.float32)
+        weights = FreshWeights(template, ANATOMIES[settings.model_type], seed=config.train.seed)
+    return LanguageModel(hf, precision=plan.precision), weights
 
 
 def load_model(folder: Path, plan: RunPlan) -> LanguageModel:

@@ -54,7 +54,7 @@ def make_plan(
     _check_accumulation(config, mesh, accumulation)
     hosts = inventory.hosts[: len(ranks_per_host)]
     predicted = predict(config, shape, inventory, mesh, steps, micro_batch, precision)
-    _check_disk(config, predicted.checkpoint_gib, hosts[0])
+    _check_disk(config, predicted.checkpoint_gib, steps, hosts[0])
     return RunPlan(
         run_id=run_id,
         config=config,
@@ -274,15 +274,17 @@ def _micro_batch(
     )
 
 
-def _check_disk(config: RunConfig, checkpoint_gib: float, host: Host) -> None:
+def _check_disk(config: RunConfig, checkpoint_gib: float, steps: int, host: Host) -> None:
     """One checkpoint more than kept (the new one is whole before the old one goes); a checkpoint is 3 x the weights.
 
     The export (Hugging Face and ONNX) and its registered copy are 2 x the weights each.
     """
-    needed = checkpoint_gib * (config.checkpoint.keep_last + 1 + 4 / 3)
+    saving = config.checkpoint
+    kept = saving.keep_last + saving.keep_best + (steps // saving.keep_every_steps if saving.keep_every_steps else 0)
+    needed = checkpoint_gib * (kept + 1 + 4 / 3)
     if needed > host.disk_free_gib:
         raise ValueError(
-            f"{config.checkpoint.keep_last} + 1 checkpoints of {checkpoint_gib:.2f} GiB and the registered export need "
-            f"{needed:.1f} GiB, {host.name} has {host.disk_free_gib:.1f} GiB free: free some, lower "
-            "checkpoint.keep_last, or set SHARDLINE_HOME to a larger disk"
+            f"{kept} + 1 checkpoints of {checkpoint_gib:.2f} GiB and the registered export need {needed:.1f} GiB, "
+            f"{host.name} has {host.disk_free_gib:.1f} GiB free: free some, lower checkpoint.keep_last, raise "
+            "checkpoint.keep_every_steps, or set SHARDLINE_HOME to a larger disk"
         )

@@ -13,15 +13,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 
+from training.matmul import prefer_onednn
 from training.records import RunPlan
 
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
+
+StopReason = Literal["early stop", "hours", "signal"]
+STOP_REASONS: tuple[StopReason, ...] = get_args(StopReason)  # where several are there at once, the last one counts
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Rank:
 
     @property
     def is_metrics_rank(self) -> bool:
-        """The one that writes metrics and results; with pipelines it will be the last stage's first rank."""
+        """The one that writes metrics and results; losses are summed over all ranks, so any would do."""
         return self.rank == 0
 
 
@@ -52,6 +57,10 @@ def entered(plan: RunPlan, *, world_size: int | None = None) -> Iterator[Rank]:
     device = _device(plan.device_kind)
     if device.type == "cpu":
         torch.set_num_threads(plan.threads_per_rank)
+        prefer_onednn()
+    if plan.config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        torch.use_deterministic_algorithms(True)
     _init_process_group(device, timeout_s=plan.config.parallel.timeout_s)
     torch.manual_seed(plan.config.train.seed)
     gc.disable()  # collections at unequal moments make ranks wait for each other; the loop collects by itself
@@ -72,24 +81,27 @@ def _device(kind: str) -> torch.device:
 
 
 def _init_process_group(device: torch.device, *, timeout_s: int) -> None:
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in alone.items():  # as torchrun would set them; DeepSpeed reads LOCAL_RANK
         os.environ.setdefault(name, value)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
 
 
 class StopFlag:
-    """SIGTERM or SIGINT on any rank stops all of them after the same step.
+    """Stops all ranks after the same step: on a signal to any of them, after `seconds_left`, or when one asks.
 
-    So does the death of the launcher, whose pid comes in SHARDLINE_LAUNCHER_PID: ranks that nobody watches
-    would hold their devices until the last step. The flag travels in a small CPU all-reduce that is started at
-    one step and read at the next, so that it never makes the device wait.
+    The death of the launcher, whose pid comes in SHARDLINE_LAUNCHER_PID, counts as a signal: ranks that nobody
+    watches would hold their devices until the last step. The flag travels in a small CPU all-reduce that is
+    started at one step and read at the next, so that it never makes the device wait.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, seconds_left: float = float("inf")) -> None:
         self._signalled = False
+        self._asked: set[StopReason] = set()
         self._launcher = int(os.environ.get("SHARDLINE_LAUNCHER_PID", "0"))
         self._looked_at = time.monotonic()
+        self._deadline = time.monotonic() + seconds_left
         self._flag = torch.zeros(1)
         self._work: dist.Work | None = None
         signal.signal(signal.SIGTERM, self._remember)
@@ -98,15 +110,22 @@ class StopFlag:
     def _remember(self, signum: int, frame: FrameType | None) -> None:
         self._signalled = True
 
-    def agreed(self) -> bool:
-        """True on all ranks alike, once any of them was signalled before the previous call."""
-        stop = False
+    def ask(self, reason: StopReason) -> None:
+        self._asked.add(reason)
+
+    def agreed(self) -> StopReason | None:
+        """Why to stop, on all ranks alike, once any of them wanted it before the previous call."""
+        reason: StopReason | None = None
         if self._work is not None:
             self._work.wait()
-            stop = bool(self._flag.item() > 0)
-        self._flag.fill_(float(self._signalled or self._launcher_is_gone()))
-        self._work = dist.all_reduce(self._flag, async_op=True)
-        return stop
+            reason = (None, *STOP_REASONS)[int(self._flag.item())]
+        if time.monotonic() >= self._deadline:
+            self.ask("hours")
+        if self._signalled or self._launcher_is_gone():
+            self.ask("signal")
+        self._flag.fill_(max((STOP_REASONS.index(asked) + 1 for asked in self._asked), default=0))
+        self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, async_op=True)
+        return reason
 
     def _launcher_is_gone(self) -> bool:
         if not self._launcher or time.monotonic() < self._looked_at + LOOK_EVERY_S:
@@ -123,12 +142,3 @@ class StopFlag:
         """Wait for the last flag that was sent, so that no collective is cut off by the teardown."""
         if self._work is not None:
             self._work.wait()
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Largest allocation on a GPU; largest resident set of the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -12,20 +12,28 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from training import checkpoint, metrics
 from training.data import Loader, held_out
+from training.freezing import trainable_parameters
+from training.hang import Watch, watched
+from training.limits import Limits
+from training.loss import IGNORED
 from training.mesh import build_mesh
 from training.meter import Meter
-from training.model import IGNORED, LanguageModel, build_model
-from training.optim import learning_rate
-from training.rank import Rank, StopFlag, entered, peak_memory_gib
-from training.records import RunPlan, TrainResult, sha256_file
-from training.strategies import STRATEGIES, Strategy
+from training.model import LanguageModel, unfilled_model
+from training.profiling import Profiler
+from training.rank import Rank, StopFlag, entered
+from training.records import RunPlan, StoppedBy, TrainResult, sha256_file
+from training.retention import prune, reading, sweep
+from training.saver import Saver
+from training.schedule import learning_rate
+from training.strategies import Strategy, parallelize
+from training.tracing import part
 
 logger = logging.getLogger(__name__)
 
@@ -39,30 +47,43 @@ class Training:
     plan: RunPlan
     rank: Rank
     run_dir: Path
+    mesh: DeviceMesh
     model: LanguageModel
+    trainable_parameters: int  # of the whole model, whatever part of it this rank holds
     strategy: Strategy
     loader: Loader
     start: int
+    resumed: checkpoint.Manifest | None
 
 
 def prepare(plan: RunPlan, *, rank: Rank, run_dir: Path) -> Training:
     """Model, strategy and data, at the newest whole checkpoint if there is one. Collective."""
     found = _agree_on_checkpoint(run_dir, rank)
-    model = build_model(plan).to(rank.device)
+    with reading(found):
+        return _prepared(plan, found, rank=rank, run_dir=run_dir)
+
+
+def _prepared(plan: RunPlan, found: Path | None, *, rank: Rank, run_dir: Path) -> Training:
+    model, weights = unfilled_model(plan)
     if found is not None:
-        checkpoint.load_weights(found, model)
+        weights = checkpoint.weights_for(model, found)
     model.train()
-    strategy = STRATEGIES[plan.config.parallel.strategy](plan, build_mesh(plan), model)
-    torch.manual_seed(plan.config.train.seed + rank.rank)  # ranks must not drop the same units
-    start = checkpoint.load_state(found, strategy=strategy, rank=rank) if found is not None else 0
-    loader = Loader(plan, rank=rank.rank, device=rank.device)
-    return Training(plan, rank, run_dir, model, strategy, loader, start)
+    num_trained = trainable_parameters(model)
+    mesh = build_mesh(plan)
+    strategy = parallelize(plan, mesh, model, weights=weights, device=rank.device)
+    # Ranks must not drop the same units, but for tp peers, which share each unit's neighbours.
+    torch.manual_seed(plan.config.train.seed + rank.rank // plan.mesh["tp"])
+    resumed = checkpoint.load_state(found, strategy=strategy, rank=rank) if found is not None else None
+    start = resumed.step if resumed is not None else 0
+    loader = Loader(plan, dp_rank=mesh["dp"].get_local_rank(), device=rank.device)
+    return Training(plan, rank, run_dir, mesh, model, num_trained, strategy, loader, start, resumed)
 
 
 def _agree_on_checkpoint(run_dir: Path, rank: Rank) -> Path | None:
     """The first rank looks and checks the hashes; all take its word, so that none starts from another step."""
     found: list[Path | RuntimeError | None] = [None]
     if rank.rank == 0:
+        sweep(run_dir)
         try:
             found = [checkpoint.newest_whole(run_dir)]
         except RuntimeError as error:
@@ -73,56 +94,76 @@ def _agree_on_checkpoint(run_dir: Path, rank: Rank) -> Path | None:
     return found[0]
 
 
-def train(state: Training, *, meter: Meter, log: metrics.MetricsLog | None) -> Literal["steps", "signal"]:
+def train(
+    state: Training,
+    *,
+    meter: Meter,
+    profiler: Profiler,
+    log: metrics.MetricsLog | None,
+    limits: Limits,
+    saver: Saver,
+    watch: Watch,
+) -> StoppedBy:
     """The loop: take batches, step, log, validate, save, stop. Its last step always leaves a checkpoint."""
-    plan, config, stop = state.plan, state.plan.config, StopFlag()
+    plan, config, stop = state.plan, state.plan.config, StopFlag(seconds_left=limits.seconds_left)
+    stopped_by: StoppedBy | None = "steps" if state.start >= plan.steps else None
+    val_loss = state.resumed.val_loss if state.resumed is not None else None
     for step in range(state.start + 1, plan.steps + 1):
-        rate = learning_rate(step - 1, config.train)
-        stats = state.strategy.step(state.loader.batches(step - 1), learning_rate=rate)
-        stopping, last = stop.agreed(), step == plan.steps
-        leaving = stopping or last
-        if leaving or step == state.start + 1 or _every(step, config.train.log_every_steps):
-            row = meter.row(step, stats)
+        if limits.no_longer_improves:
+            stop.ask("early stop")
+        rate = learning_rate(step - 1, config.train, steps=plan.steps)
+        with profiler.step(step):
+            with part("data"):
+                share = state.loader.share(step - 1)
+            meter.add(state.strategy.step(share, learning_rate=rate), num_tokens=state.loader.num_tokens(step - 1))
+        watch.beat()
+        stopped_by = "steps" if step == plan.steps else stop.agreed()
+        saver.advance()
+        if stopped_by or step == state.start + 1 or _every(step, config.train.log_every_steps):
+            row = meter.row()
             if log is not None:
-                log.write(step, learning_rate=rate, **row)
-        if not leaving and _every(step, config.evaluation.every_steps):
+                log.write(step, learning_rate=rate, elapsed_s=limits.elapsed_s, **row)
+        if _validates(step, config.evaluation.every_steps, stopped_by):
             with meter.paused():
                 val_loss = validate(state)
             if log is not None:
                 log.write(step, val_loss=val_loss)
-        if leaving or _every(step, config.checkpoint.every_steps):
+            limits.validated(step, val_loss)
+        if stopped_by or _every(step, config.checkpoint.every_steps):
             with meter.paused():
-                meter.require_finite(step, stats)
-                save(state, step)
+                meter.require_finite()
+                stalled_s = saver.save(step, tokens=meter.tokens, val_loss=val_loss)
+            if log is not None:
+                log.write(step, checkpoint_stall_ms=1000 * stalled_s)
         if _every(step, COLLECT_EVERY_STEPS):
             gc.collect()
-        if stopping:
+        if stopped_by:
             break
     stop.finish()
-    return "signal" if meter.last_step < plan.steps else "steps"
+    assert stopped_by is not None
+    return stopped_by
+
+
+def _validates(step: int, period: int, stopped_by: StoppedBy | None) -> bool:
+    """At intervals, and where training ends; a run that is told to stop has no time for more than is due."""
+    return period > 0 and (step % period == 0 or stopped_by not in {None, "signal"})
 
 
 def _every(step: int, period: int) -> bool:
     return period > 0 and step % period == 0
 
 
-def save(state: Training, step: int) -> Path:
-    return checkpoint.save(
-        state.run_dir, step=step, plan=state.plan, strategy=state.strategy, model=state.model, rank=state.rank
-    )
-
-
 @torch.no_grad()
 def validate(state: Training) -> float:
     """Mean loss over evaluation.quick_sequences held-out sequences, evenly spaced. Collective."""
-    rank, limit = state.rank, state.plan.config.evaluation.quick_sequences
-    totals = torch.zeros(2, dtype=torch.float64, device=rank.device)
+    plan, device = state.plan, state.rank.device
+    dp, limit = state.mesh["dp"], plan.config.evaluation.quick_sequences
+    counts = state.mesh["tp"].get_local_rank() == state.mesh["pp"].get_local_rank() == 0
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
     state.model.eval()
-    for inputs, targets in held_out(
-        state.plan, rank=rank.rank, world_size=rank.world_size, device=rank.device, limit=limit
-    ):
-        loss, _ = state.strategy.module(inputs, targets)
-        totals += torch.stack([loss.double(), (targets != IGNORED).sum().double()])
+    for batch in held_out(plan, rank=dp.get_local_rank(), world_size=dp.size(), device=device, limit=limit):
+        loss, targets = state.strategy.loss(batch), (batch.targets != IGNORED).sum()
+        totals += torch.stack([loss.double(), targets.double() * counts])
     state.model.train()
     dist.all_reduce(totals)
     return float(totals[0] / totals[1])
@@ -131,36 +172,38 @@ def validate(state: Training) -> float:
 def main(plan_path: Path) -> None:
     """Train the plan; result.json is written last, whole."""
     plan, run_dir = RunPlan.read(plan_path), plan_path.parent
-    with entered(plan) as rank:
+    with watched(plan, run_dir) as watch, entered(plan) as rank:
         state = prepare(plan, rank=rank, run_dir=run_dir)
-        log, loss = None, float("nan")
+        log, rows = None, []
         if rank.is_metrics_rank:
             metrics.forget_after(run_dir / "metrics.jsonl", state.start)
-            loss = next(
-                (row["loss"] for row in metrics.read_rows(run_dir / "metrics.jsonl")[::-1] if "loss" in row), loss
-            )
+            rows = metrics.read_rows(run_dir / "metrics.jsonl")
             uri = os.environ.get("MLFLOW_TRACKING_URI", "")
             log = metrics.MetricsLog(run_dir, tracking_uri=uri, mlflow_run_id=plan.mlflow_run_id)
-        meter = Meter(plan, start=state.start, loss=loss)
-        stopped_by = train(state, meter=meter, log=log)
+            if state.start == 0:
+                log.write(0, trainable_parameters=state.trainable_parameters)
+        tokens = state.resumed.tokens if state.resumed is not None else 0
+        meter = Meter(plan, rank=rank, start=state.start, tokens=tokens, rows=rows)
+        profiler = Profiler(plan, meter=meter, log=log, run_dir=run_dir)
+        with Saver(run_dir, plan=plan, strategy=state.strategy, model=state.model, rank=rank) as saver:
+            stopped_by = train(
+                state, meter=meter, profiler=profiler, log=log, limits=Limits(plan, rows), saver=saver, watch=watch
+            )
         if log is not None:
             log.close()
             result(state, meter=meter, stopped_by=stopped_by).write(run_dir / "result.json")
+            prune(run_dir, plan.config.checkpoint)  # what only an older result.json pointed at
 
 
-def result(state: Training, *, meter: Meter, stopped_by: Literal["steps", "signal"]) -> TrainResult:
-    step = max(meter.last_step, state.start)
-    folder = checkpoint.checkpoint_folder(state.run_dir, step)
+def result(state: Training, *, meter: Meter, stopped_by: StoppedBy) -> TrainResult:
+    folder = checkpoint.checkpoint_folder(state.run_dir, meter.step)
     return TrainResult(
-        step=step,
-        loss=meter.loss,
-        tokens=step * state.plan.batch_tokens,
-        tokens_per_s=meter.tokens_per_s(),
-        peak_memory_gib=peak_memory_gib(state.rank.device),
+        step=meter.step,
+        tokens=meter.tokens,
+        **meter.overall(),
         checkpoint=str(folder.relative_to(state.run_dir)),
         checkpoint_sha256=sha256_file(folder / "manifest.json"),
         stopped_by=stopped_by,
-        train_s=meter.trained_s,
     )
 
 

@@ -8,7 +8,7 @@ import torch
 
 from training.data import Loader, held_out
 from training.mesh import build_mesh
-from training.model import build_model
+from training.model import unfilled_model
 from training.rank import entered
 from training.records import RunPlan
 from training.strategies import parallelize
@@ -17,9 +17,9 @@ from training.strategies import parallelize
 def main(plan_path: Path) -> None:
     plan = RunPlan.read(plan_path)
     with entered(plan) as rank:
-        model = build_model(plan)
+        model, weights = unfilled_model(plan)
         mesh = build_mesh(plan)
-        strategy = parallelize(plan, mesh, model, device=rank.device)
+        strategy = parallelize(plan, mesh, model, weights=weights, device=rank.device)
         dp = mesh["dp"]
         loader = Loader(plan, dp_rank=dp.get_local_rank(), device=rank.device)
 

@@ -1,4 +1,4 @@
-"""Only whole checkpoints are loaded; a damaged one is passed over, with a message, for the one before it."""
+"""What is in a checkpoint; only whole ones are loaded, a damaged one is passed over for the one before it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.conftest import losses, run_ranks
-from training.checkpoint import damage, newest_whole
-from training.records import RunPlan
+from training.checkpoint import Manifest, checkpoint_folder, damage, load_weights, newest_whole
+from training.metrics import read_rows
+from training.model import build_model
+from training.records import RunPlan, sha256_config
+from training.tensor_files import TensorFiles
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +46,48 @@ def test_a_checkpoint_is_a_folder_that_transformers_loads(run_dir: Path) -> None
     saved = load_file(folder / "model.safetensors")
     for name, parameter in model.named_parameters():
         assert (parameter == saved[name]).all()
+
+
+def test_each_rank_writes_its_share_and_transformers_loads_the_whole(make_run: Callable[..., Path]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    plan_path = make_run("two-ranks", ranks=2, train__steps=2, parallel__strategy="fsdp")
+    run_ranks(plan_path)
+    folder = checkpoint_folder(plan_path.parent, 2)
+    manifest = Manifest.read(folder / "manifest.json")
+    assert (manifest.step, manifest.strategy, manifest.world_size) == (2, "fsdp", 2)
+    assert manifest.mesh == {"pp": 1, "dp": 2, "tp": 1}
+    assert manifest.config_sha256 == sha256_config(RunPlan.read(plan_path).config)
+    shards = [f"{kind}-0000{n}-of-00002.safetensors" for kind in ("model", "optimizer") for n in (1, 2)]
+    others = ["rng-0.safetensors", "rng-1.safetensors", "config.json"]
+    assert set(manifest.files) == {*shards, *others, *(f"{k}.safetensors.index.json" for k in ("model", "optimizer"))}
+    assert {path.name for path in folder.iterdir()} == {*manifest.files, "manifest.json"}
+    shares = [sum(manifest.files[name].size_bytes for name in shards[rank::2]) for rank in (0, 1)]
+    assert max(shares) < 1.2 * min(shares)
+    weights, moments = TensorFiles(folder, "model"), TensorFiles(folder, "optimizer")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert {name for name, _ in model.named_parameters()} == set(weights)
+    for name, parameter in model.named_parameters():
+        assert (parameter == weights[name]).all()
+        assert moments[f"{name}.exp_avg"].shape == moments[f"{name}.exp_avg_sq"].shape == parameter.shape
+    assert moments["step"] == 2
+    assert moments.get("of a parameter that was frozen") is None
+
+
+def test_the_manifest_has_the_loss_of_the_newest_validation(run_dir: Path) -> None:
+    rows = read_rows(run_dir / "metrics.jsonl")
+    measured = {row["step"]: row["val_loss"] for row in rows if "val_loss" in row}
+    assert list(measured) == [4, 8]
+    folders = [checkpoint_folder(run_dir, step) for step in (6, 8)]
+    recorded = [Manifest.read(folder / "manifest.json").val_loss for folder in folders]
+    assert recorded == [measured[4], measured[8]]
+
+
+def test_another_models_checkpoint_is_refused_with_the_weights_name(run_dir: Path) -> None:
+    plan = RunPlan.read(run_dir / "plan.json")
+    wider = plan.shape.model_copy(update={"mlp_width": 2 * plan.shape.mlp_width})
+    with pytest.raises(ValueError, match=r"mlp.gate_proj.weight is \[\d+, 32\], in checkpoint .* it is \[\d+, 32\]"):
+        load_weights(run_dir / "checkpoints" / "00000008", build_model(plan.model_copy(update={"shape": wider})))
 
 
 def cut(path: Path) -> None:
@@ -89,19 +134,3 @@ def test_training_goes_on_from_the_one_before_the_damaged_one_and_ends_the_same(
     run_ranks(run_dir / "plan.json")
     assert losses(run_dir / "plan.json") == expected
     assert damage(run_dir / "checkpoints" / "00000008") is None
-
-
-def test_another_strategy_and_world_size_take_the_checkpoint_over(run_dir: Path) -> None:
-    """Saved by one process; loaded by ZeRO-2 on two ranks. Dropout differs, so only the first loss is close."""
-    plan = RunPlan.read(run_dir / "plan.json")
-    expected = losses(run_dir / "plan.json")
-    shutil.rmtree(run_dir / "checkpoints" / "00000008")
-    parallel = plan.config.parallel.model_copy(update={"strategy": "zero2", "ranks": 2})
-    config = plan.config.model_copy(update={"parallel": parallel})
-    two_ranks = {"config": config, "mesh": {"dp": 2}, "ranks_per_host": (2,), "accumulation": 2}
-    plan.model_copy(update=two_ranks).write(run_dir / "plan.json")
-    run_ranks(run_dir / "plan.json")
-    got = losses(run_dir / "plan.json")
-    assert got.keys() == expected.keys()
-    assert all(got[step] == expected[step] for step in range(1, 7)), "rows up to the checkpoint stay as they were"
-    assert abs(got[7] - expected[7]) < 0.05

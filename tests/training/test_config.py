@@ -21,11 +21,19 @@ COMBINATIONS = [
     ({"model__path": "somewhere"}, "would not be used: set model.init=pretrained"),
     ({"train__micro_batch": 9}, "train.micro_batch = 9 exceeds train.global_batch = 8"),
     ({"train__learning_rate": 1e-6}, "train.min_learning_rate"),
-    (
-        {"parallel__ranks": 3},
-        "train.global_batch = 8 cannot be dealt evenly to parallel.ranks = 3: make",
-    ),
+    ({"evaluation__every_steps": 0, "evaluation__early_stop_validations": 3}, "= 3 needs validations while training"),
+    ({"parallel__ranks": 3}, "train.global_batch = 8 cannot be dealt evenly to 3 data-parallel ranks"),
+    ({"parallel__ranks": 3, "parallel__tp": 2}, r"parallel.ranks = 3 is not divisible by tp\*pp = 2"),
     ({"parallel__strategy": "single", "parallel__ranks": 2}, "single runs on 1 rank"),
+    ({"parallel__strategy": "single", "parallel__tp": 2}, "runs with parallel.strategy=ddp or fsdp, not single"),
+    ({"parallel__strategy": "zero1", "parallel__tp": 2}, "runs with parallel.strategy=ddp or fsdp, not zero1"),
+    ({"parallel__strategy": "fsdp", "parallel__pp": 2}, "parallel.pp = 2 runs with parallel.strategy=ddp, not fsdp"),
+    ({"parallel__pp_stages_per_rank": 2}, "pp_stages_per_rank = 2 needs a pipeline: set parallel.pp above 1"),
+    ({"parallel__offload": "optimizer"}, "offload=optimizer is not there for parallel.strategy=ddp: it can have none"),
+    (
+        {"parallel__strategy": "zero2", "parallel__offload": "parameters"},
+        "offload=parameters is not there for parallel.strategy=zero2: it can have none, optimizer",
+    ),
 ]
 
 

@@ -99,6 +99,7 @@ def test_the_program_exports_quietly_and_replaces_the_export_of_another_checkpoi
     assert not (run_dir / "export" / "stale.txt").exists()
     record = ExportedModel.read(run_dir / "export" / "export.json")
     assert record.checkpoint_sha256 == TrainResult.read(run_dir / "result.json").checkpoint_sha256
+    assert (run_dir / "checkpoints" / "8" / "keep").exists(), "pruning must not take what was exported"
 
 
 def test_out_of_bounds_there_is_no_export_but_a_report_and_the_cure(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ SHAPES = [(50, 40, 30), (1, 1, 1), (0, 4, 3), (4, 0, 3), (4, 3, 0), (768, 128, 3
 def by_onednn() -> Iterator[None]:
     if not prefer_onednn():
         pytest.skip("MKL is not slow on this processor")
-    yield
+    return
 
 
 def near(got: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tasks.planning import plan_run
+from tasks.pretrained import check_tokenizer
 from tests.conftest import VOCAB, inventory, losses, run_ranks, tiny_config
+from tests.tiny_run import byte_tokenizer
 from training.data import Loader
+from training.model import build_model
 from training.records import RunPlan, TokenShards
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
@@ -35,8 +40,8 @@ def plan_from(folder: Path, shards: Path, **overrides: Any) -> RunPlan:
 def first_loss(folder: Path, plan: RunPlan) -> float:
     """Of the first global batch, by transformers' own loss on the saved weights."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    batches = Loader(plan, rank=0, device=torch.device("cpu")).batches(0)
-    inputs, targets = (torch.cat(column) for column in zip(*batches, strict=True))
+    batches = Loader(plan, dp_rank=0, device=torch.device("cpu")).share(0).batches
+    inputs, targets = torch.cat([batch.inputs for batch in batches]), torch.cat([batch.targets for batch in batches])
     with torch.no_grad():
         logits = model(inputs).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
@@ -61,6 +66,26 @@ def test_a_config_by_path_gives_fresh_weights_of_that_class(tiny_shards: Path, t
     assert saved["model_type"] == "qwen2"
 
 
+def dropouts(hf: Any) -> set[float]:
+    """What the built model really drops: of its layers, and of attention, which holds it as a number."""
+    layers = {module.p for module in hf.modules() if isinstance(module, nn.Dropout)}
+    return layers | {float(module.attention_dropout) for module in hf.modules() if hasattr(module, "attention_dropout")}
+
+
+@pytest.mark.parametrize("init", ["random", "pretrained"])
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [("gpt2", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}), ("llama", {"attention_dropout": 0.1})],
+)
+def test_dropout_is_ours_whatever_config_json_says(
+    model_type: str, changes: dict[str, float], dropout: float, init: str, tiny_shards: Path, tmp_path: Path
+) -> None:
+    folder = save(tmp_path / "model", model_type, **changes)
+    plan = plan_from(folder, tiny_shards, model__init=init, model__dropout=dropout)
+    assert dropouts(build_model(plan).hf) == {dropout}
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes", "overrides", "message"),
     [
@@ -68,6 +93,12 @@ def test_a_config_by_path_gives_fresh_weights_of_that_class(tiny_shards: Path, t
         ("llama", {"max_position_embeddings": 8}, {}, "train.context = 16 exceeds the 8 positions"),
         ("bert", {}, {}, "holds a bert, model.architecture is path: set model.architecture=bert"),
         ("llama", {}, {"model__architecture": "gpt2", "model__init": "pretrained"}, "set model.architecture=path"),
+        (
+            "mamba",
+            {},
+            {"model__dropout": 0.1},
+            "dropout = 0.1, but the mamba .* has no dropout .*: set model.dropout=0",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -76,3 +107,61 @@ def test_what_does_not_fit_is_refused(
     AutoConfig.for_model(model_type, **SIZES | {"vocab_size": VOCAB} | changes).save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=message):
         plan_from(tmp_path / "model", tiny_shards, **overrides)
+
+
+def other_tokenizer(folder: Path) -> Path:
+    """The byte tokenizer with two of its words exchanged."""
+    byte_tokenizer(folder)
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    words = content["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    path.write_text(json.dumps(content))
+    return path
+
+
+def pretrained(folder: Path, **tokenizer: Any) -> Any:
+    return tiny_config(
+        model__architecture="path",
+        model__path=str(folder),
+        model__init="pretrained",
+        data__tokenizer={"kind": "bytes"} | tokenizer,
+    )
+
+
+def test_a_tokenizer_with_other_words_is_refused_with_both_hashes(tmp_path: Path) -> None:
+    byte_tokenizer(tmp_path / "model")
+    ours = other_tokenizer(tmp_path / "shards")
+    with pytest.raises(ValueError, match=r"258 words \(sha256 \w+\), .*258 \(sha256 \w+\); .* token 97.* 'a'") as error:
+        check_tokenizer(pretrained(tmp_path / "model"), ours)
+    assert f"data.tokenizer.kind=pretrained data.tokenizer.path={tmp_path / 'model'}" in str(error.value)
+
+
+def test_the_same_words_in_other_bytes_are_accepted(tmp_path: Path) -> None:
+    byte_tokenizer(tmp_path / "model")
+    byte_tokenizer(tmp_path / "shards")
+    ours = tmp_path / "shards" / "tokenizer.json"
+    ours.write_text(json.dumps(json.loads(ours.read_text()), indent=7))
+    check_tokenizer(pretrained(tmp_path / "model"), ours)
+
+
+def test_what_cannot_become_right_is_refused_before_the_corpus_is_tokenized(tmp_path: Path) -> None:
+    byte_tokenizer(tmp_path / "model")
+    other_tokenizer(tmp_path / "other")
+    with pytest.raises(ValueError, match="they differ from token 97"):
+        check_tokenizer(pretrained(tmp_path / "model", kind="pretrained", path=str(tmp_path / "other")))
+    check_tokenizer(pretrained(tmp_path / "model", kind="pretrained", path=str(tmp_path / "model")))
+    check_tokenizer(pretrained(tmp_path / "model", kind="bpe", vocab_size=258))
+    content = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
+    content["model"]["vocab"] |= {f"word {number}": 300 + number for number in range(100)}
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"a tokenizer of 358 words, which no BPE of 300 can be: use the model's own"):
+        check_tokenizer(pretrained(tmp_path / "model", kind="bpe", vocab_size=300))
+
+
+def test_a_model_without_tokenizer_is_taken_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "model").mkdir()
+    byte_tokenizer(tmp_path / "shards")
+    with caplog.at_level(logging.WARNING):
+        check_tokenizer(pretrained(tmp_path / "model"), tmp_path / "shards" / "tokenizer.json")
+    assert "has no tokenizer.json" in caplog.text

@@ -48,10 +48,12 @@ class Strategy(Protocol):
         """
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `optimizer_state` of any strategy gave; the weights came with the model."""
+        """Take over what `optimizer_state` of any strategy gave."""
 
 
-STRATEGIES: dict[str, Callable[[RunPlan, DeviceMesh, LanguageModel], Strategy]] = {
+Build = Callable[[RunPlan, DeviceMesh, LanguageModel, Mapping[str, Tensor]], Strategy]
+
+STRATEGIES: dict[str, Build] = {
     "single": single.build,
     "ddp": ddp.build,
     "fsdp": fsdp.build,
@@ -61,11 +63,13 @@ STRATEGIES: dict[str, Callable[[RunPlan, DeviceMesh, LanguageModel], Strategy]] 
 }
 
 
-def parallelize(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, *, device: torch.device) -> Strategy:
+def parallelize(
+    plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, *, weights: Mapping[str, Tensor], device: torch.device
+) -> Strategy:
     """Tensor, then activation checkpointing, then compile, then the pipeline's stages or data parallelism.
 
-    `model` is on the host. It goes to the device when each rank has only its part: fsdp and zero3 take it there layer
-    by layer, since a model that they are chosen for would not fit there whole.
+    `model` is on the host, unfilled; each rank takes its part of the whole `weights`. It goes to the device when it has
+    shrunk: fsdp and zero3 take it there layer by layer, since a model that they are chosen for would not fit whole.
     """
     config = plan.config
     if plan.mesh["tp"] > 1:
@@ -79,5 +83,5 @@ def parallelize(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, *, device
     if config.train.compile:
         compile_layers(model)
     if plan.mesh["pp"] > 1:
-        return pipeline.build(plan, mesh, model)
-    return STRATEGIES[config.parallel.strategy](plan, mesh, model)
+        return pipeline.build(plan, mesh, model, weights)
+    return STRATEGIES[config.parallel.strategy](plan, mesh, model, weights)

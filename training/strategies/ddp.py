@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,12 +14,12 @@ from training.records import RunPlan
 from training.strategies.single import Torch
 
 
-def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> Ddp:
-    return Ddp(plan, mesh, model)
+def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Ddp:
+    return Ddp(plan, mesh, model, weights)
 
 
 class Ddp(Torch):
-    def __init__(self, plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> None:
+    def __init__(self, plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
         parallel, replicas = plan.config.parallel, mesh["dp"].size()
         module: nn.Module = model
         if replicas > 1:
@@ -29,8 +30,9 @@ class Ddp(Torch):
                 gradient_as_bucket_view=parallel.gradient_as_bucket_view,
                 static_graph=parallel.static_graph,
                 broadcast_buffers=False,  # none of them changes while training
+                init_sync=False,  # every rank loads the same weights
             )
-        super().__init__(plan, mesh, model, module=module, averaged_over=replicas)
+        super().__init__(plan, mesh, model, weights, module=module, averaged_over=replicas)
 
     def backward_context(self, *, last: bool) -> AbstractContextManager[None]:
         if last or not isinstance(self.module, DistributedDataParallel):

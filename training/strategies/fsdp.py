@@ -6,9 +6,11 @@ until the last one they would take as much memory as ddp's. In bf16 weights trav
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -18,7 +20,7 @@ from training.records import RunPlan
 from training.strategies.single import Torch
 
 
-def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> Torch:
+def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Torch:
     options: dict[str, Any] = {"mesh": mesh["dp"]}
     if plan.precision == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -27,4 +29,4 @@ def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> Torch:
     for layer in layers_of(model.hf):
         fully_shard(layer, **options)
     fully_shard(model, **options)
-    return Torch(plan, mesh, model, module=model, averaged_over=plan.dp, axes=("dp",))
+    return Torch(plan, mesh, model, weights, module=model, averaged_over=plan.dp, axes=("dp",))

@@ -7,7 +7,7 @@ the last stage; the two gradients are summed, so that both copies stay the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,8 @@ from training.strategies.stats import StepStats
 from training.tracing import part
 
 
-def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> Pipeline:
-    return Pipeline(plan, mesh, model)
+def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Pipeline:
+    return Pipeline(plan, mesh, model, weights)
 
 
 def own_stages(plan: RunPlan, mesh: DeviceMesh) -> list[int]:
@@ -70,7 +70,7 @@ class Stage(nn.Module):
 
 
 class Pipeline(Torch):
-    def __init__(self, plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> None:
+    def __init__(self, plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
         self.plan, self.pp = plan, mesh["pp"]
         self.last_stage = plan.config.parallel.pp * plan.config.parallel.pp_stages_per_rank - 1
         self.stages = {
@@ -80,7 +80,7 @@ class Pipeline(Torch):
         self.has_first, self.has_last = 0 in self.stages, self.last_stage in self.stages
         self.tie_group = self._tie_group(mesh) if model.tied else None
         self.has_copy = model.tied and self.has_last
-        super().__init__(plan, mesh, model, module=model, axes=("pp",))
+        super().__init__(plan, mesh, model, weights, module=model, axes=("pp",))
         if self.has_copy:  # the first stage counts and saves the embedding
             self.counted = [parameter for parameter in self.counted if parameter is not model.output()[0]]
         self.weight, self.losses = 0.0, list[Tensor]()

@@ -20,8 +20,8 @@ from training.strategies.stats import StepStats
 from training.tracing import part
 
 
-def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> Torch:
-    return Torch(plan, mesh, model, module=model)
+def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Torch:
+    return Torch(plan, mesh, model, weights, module=model)
 
 
 class Torch:
@@ -37,6 +37,7 @@ class Torch:
         plan: RunPlan,
         mesh: DeviceMesh,
         model: LanguageModel,
+        weights: Mapping[str, Tensor],
         *,
         module: nn.Module,
         averaged_over: int = 1,
@@ -53,6 +54,7 @@ class Torch:
         self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
         self.parameters = list(self.trained.values())
         self.counted = [p for name, p in self.trained.items() if name in model.cuts or self.counts_replicated]
+        self.load_weights(weights)
 
     def saved_names(self) -> dict[str, nn.Parameter]:
         """This rank's parameters, or its pieces of them, by the Hugging Face name they are saved under."""
@@ -133,6 +135,14 @@ class Torch:
             yield f"{name}.exp_avg_sq", self.whole(name, state["exp_avg_sq"])
         yield "step", unsharded(step)
         yield from self.scale.state()
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.named.items():
+            own, held = self.own(name, weights[name], parameter), parameter.detach()
+            if isinstance(own, DTensor) and isinstance(held, DTensor):
+                own, held = own.to_local(), held.to_local()
+            held.copy_(own)
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         for name, parameter in self.trained.items():

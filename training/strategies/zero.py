@@ -22,11 +22,13 @@ from training.optim import LossScale, build_adamw, set_learning_rate
 from training.records import RunPlan
 from training.strategies.stats import StepStats
 from training.tracing import part
+from training.weights import fill
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> Zero:
+def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Zero:
+    fill(model.hf, weights)  # DeepSpeed copies them when it takes the model over
     return Zero(plan, mesh, model)
 
 

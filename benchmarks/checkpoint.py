@@ -1,0 +1,216 @@
+"""How long training stands still for a checkpoint of 49M parameters: Shardline's beside torch's own ways.
+
+    python -m benchmarks.checkpoint [--quick]
+
+One process trains a Llama of 10 layers and saves weights and AdamW state, in turn, with Shardline (synchronous,
+asynchronous), `torch.save` and `torch.distributed.checkpoint.async_save` (thread, staging buffers kept). Shardline's
+are fsynced, hashed with SHA-256 and published whole; torch.save returns while the bytes are in the page cache.
+
+stall: seconds until the next step can begin. slowdown: how much longer the steps meanwhile took than undisturbed ones,
+summed. on disk: seconds from the call until the checkpoint can be loaded. first: stall of the first one, which
+allocates buffers. Medians over the rounds after the first. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from training.config import RunConfig
+from training.plan import make_plan
+from training.rank import entered
+from training.records import Device, Host, Inventory, RunPlan, TokenShards
+from training.saver import Saver
+from training.shards import write_shard
+from training.train import Training, prepare
+
+VOCAB = 32_000
+STEPS_BEFORE = 3
+WAYS = ("synchronous", "asynchronous", "torch.save", "dcp async_save")
+
+
+@dataclass(frozen=True)
+class Timing:
+    step_s: float  # undisturbed
+    stall_s: float
+    slowdown_s: float
+    on_disk_s: float
+
+
+def make_run(folder: Path) -> RunPlan:
+    """Random tokens, and the plan of one process that trains on them: 128 tokens a step, so that steps are short."""
+    shards = folder / "shards"
+    rng = np.random.default_rng(0)
+    written = []
+    for split, length in (("train", 100_000), ("validation", 1_000)):
+        tokens = rng.integers(1, VOCAB, length).astype(np.uint16)
+        written.append(write_shard(shards, split=split, index=0, tokens=tokens, ends=(), text_bytes=length))
+    manifest = TokenShards(
+        fingerprint="0" * 64,
+        sources=(),
+        tokenizer="none",
+        tokenizer_sha256="0" * 64,
+        vocab_size=VOCAB,
+        end_id=0,
+        mask_id=None,
+        dtype="uint16",
+        split_rule="none",
+        shards=tuple(written),
+        skipped=0,
+        skipped_examples=(),
+    )
+    manifest.write(shards / "manifest.json")
+    config = RunConfig.model_validate(
+        {
+            "data": {"path": "stdlib"},
+            "model": {"layers": 10, "width": 512, "heads": 8, "tie_embeddings": True},
+            "train": {"context": 64, "global_batch": 2, "micro_batch": 2, "steps": 1_000},
+            "parallel": {"strategy": "single"},
+            "checkpoint": {"keep_last": 1},
+        }
+    )
+    return make_plan(config, _this_machine(), shards=manifest, shards_dir=str(shards))
+
+
+def _this_machine() -> Inventory:
+    cores = torch.get_num_threads()
+    kind, capability = "cpu", None
+    if torch.cuda.is_available():
+        kind, capability = "cuda", ".".join(map(str, torch.cuda.get_device_capability()))
+    device = Device(kind=kind, name=kind, memory_gib=16, compute_capability=capability)
+    return Inventory(hosts=(Host(name="here", cores=cores, memory_gib=16, disk_free_gib=100, devices=(device,)),))
+
+
+class Bench:
+    """The training that is stopped for checkpoints, and each way to make one: returns how to tell that it is there."""
+
+    def __init__(self, state: Training, folder: Path, *, stack: ExitStack) -> None:
+        self.state, self.folder, self.number = state, folder, 0
+        self.savers = {}
+        for way, asynchronous in (("synchronous", False), ("asynchronous", True)):
+            part = state.plan.config.checkpoint.model_copy(update={"asynchronous": asynchronous})
+            config = state.plan.config.model_copy(update={"checkpoint": part})
+            plan = state.plan.model_copy(update={"config": config})
+            saver = Saver(folder / way, plan=plan, strategy=state.strategy, model=state.model, rank=state.rank)
+            self.savers[way] = stack.enter_context(saver)
+        pinned = state.rank.device.type == "cuda"
+        self.stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
+        stack.callback(self.stager.close)
+
+    def step(self) -> float:
+        began = time.perf_counter()
+        self.number += 1
+        self.state.strategy.step(self.state.loader.share(self.number), learning_rate=1e-4)
+        if self.state.rank.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def begin(self, way: str) -> Callable[[], bool]:
+        if way in self.savers:
+            return self._shardline(self.savers[way])
+        return self._torch_save() if way == "torch.save" else self._dcp()
+
+    def _shardline(self, saver: Saver) -> Callable[[], bool]:
+        saver.save(self.number, tokens=0, val_loss=None)
+
+        def is_done() -> bool:
+            saver.advance()
+            return saver.writer is not None and saver.writer.published.is_set()
+
+        return is_done
+
+    def _torch_save(self) -> Callable[[], bool]:
+        model, optimizer = self.state.model, self._optimizer()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, self.folder / "state.pt")
+        return lambda: True
+
+    def _dcp(self) -> Callable[[], bool]:
+        model, optimizer = get_state_dict(self.state.model, self._optimizer())
+        written = dcp.async_save(
+            {"model": model, "optimizer": optimizer}, checkpoint_id=self.folder / "dcp", async_stager=self.stager
+        )
+        assert isinstance(written, Future)  # as staging is not asynchronous
+        return written.done
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = self.state.strategy.optimizer  # type: ignore[attr-defined]
+        return optimizer
+
+
+def measure(bench: Bench, way: str) -> Timing:
+    """One checkpoint, and as many steps as it takes until it is there, against the steps just before it."""
+    step_s = statistics.median(bench.step() for _ in range(STEPS_BEFORE))
+    began = time.perf_counter()
+    is_done = bench.begin(way)
+    stall_s, slowdown_s = time.perf_counter() - began, 0.0
+    while not is_done():
+        slowdown_s += bench.step() - step_s
+    on_disk_s = time.perf_counter() - began
+    if way in bench.savers:
+        bench.savers[way].finish()  # old checkpoints are deleted
+    return Timing(step_s, stall_s, slowdown_s, on_disk_s)
+
+
+def run(folder: Path, *, rounds: int) -> dict[str, Any]:
+    plan = make_run(folder)
+    timings: dict[str, list[Timing]] = {way: [] for way in WAYS}
+    with entered(plan) as rank, ExitStack() as stack:
+        state = prepare(plan, rank=rank, run_dir=folder / "run")
+        bench = Bench(state, folder, stack=stack)
+        for _ in range(1 + rounds):
+            for way in WAYS:
+                timings[way].append(measure(bench, way))
+        size = sum(path.stat().st_size for path in (folder / "asynchronous").rglob("*.safetensors"))
+    result: dict[str, Any] = {
+        key: {way: round(statistics.median(getattr(t, key) for t in of[1:]), 3) for way, of in timings.items()}
+        for key in ("stall_s", "slowdown_s", "on_disk_s")
+    }
+    result["first_stall_s"] = {way: round(of[0].stall_s, 3) for way, of in timings.items()}
+    return result | {
+        "parameters": plan.shape.parameters,
+        "checkpoint_mb": round(size / 1e6),
+        "step_s": round(statistics.median(t.step_s for of in timings.values() for t in of), 3),
+        "rounds": rounds,
+        "threads": plan.threads_per_rank,
+        "device": plan.device_kind,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="3 rounds instead of 9")
+    rounds = 3 if parser.parse_args().quick else 9
+    folder = Path(tempfile.mkdtemp(prefix="shardline-checkpoint-"))
+    try:
+        result = run(folder, rounds=rounds)
+    finally:
+        shutil.rmtree(folder)
+    print(
+        f"{result['parameters'] / 1e6:.0f}M parameters, {result['checkpoint_mb']} MB a checkpoint, "
+        f"{1000 * result['step_s']:.0f} ms an undisturbed step, medians of {rounds}"
+    )
+    print(f"{'seconds':18}{'stall':>10}{'slowdown':>10}{'on disk':>10}{'first':>10}")
+    for way in WAYS:
+        columns = (result[key][way] for key in ("stall_s", "slowdown_s", "on_disk_s", "first_stall_s"))
+        print(f"{way:18}" + "".join(f"{seconds:10.2f}" for seconds in columns))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

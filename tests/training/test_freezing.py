@@ -1,0 +1,114 @@
+"""Frozen parameters stay as they were, to the bit, under every strategy; what a pattern cannot mean is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conftest import inventory, run_ranks, tiny_config
+from training.freezing import freeze, trainable_parameters
+from training.metrics import read_rows
+from training.model import build_model
+from training.plan import make_plan
+from training.records import RunPlan
+from training.tensor_files import TensorFiles
+
+STEPS = 6
+PATTERNS = ("*embed_tokens*", "model.layers.0.*norm*", "model.layers.1.mlp.*")
+
+
+def model_of(**overrides: Any) -> Any:
+    return build_model(make_plan(tiny_config(**overrides), inventory(1))).hf
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "transformer.wte.weight"])
+def test_a_tied_matrix_is_frozen_by_either_of_its_names(name: str) -> None:
+    hf = model_of(model__architecture="gpt2", model__kv_heads=0)
+    total = trainable_parameters(hf)
+    freeze(hf, (name,))
+    assert not hf.lm_head.weight.requires_grad
+    assert not hf.transformer.wte.weight.requires_grad
+    assert trainable_parameters(hf) == total - hf.lm_head.weight.numel()
+
+
+def test_untied_ends_are_frozen_apart() -> None:
+    hf = model_of(model__tie_embeddings=False)
+    freeze(hf, ("*embed_tokens*",))
+    assert not hf.model.embed_tokens.weight.requires_grad
+    assert hf.lm_head.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (
+            ("*attn.q_proj*", "*atn*"),
+            r"no parameter matches '\*atn\*'; there are, .* model.embed_tokens.weight, .*layers",
+        ),
+        (("model.*",), r"train.freeze = model.\* freezes all [\d,]+ parameters: leave some of them out"),
+    ],
+)
+def test_patterns_that_cannot_be_meant_are_refused(patterns: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model_of(train__freeze=patterns)
+
+
+def final_weights(plan_path: Path) -> Mapping[str, Tensor]:
+    return TensorFiles(plan_path.parent / "checkpoints" / f"{STEPS:08d}", "model")
+
+
+def is_frozen(name: str) -> bool:
+    return "embed_tokens" in name or "layers.1.mlp" in name or ("layers.0" in name and "norm" in name)
+
+
+@pytest.fixture(scope="module")
+def alone(make_run: Callable[..., Path]) -> Path:
+    plan_path = make_run(
+        "frozen-alone", parallel__strategy="single", train__steps=STEPS, train__freeze=PATTERNS, model__dropout=0.0
+    )
+    run_ranks(plan_path)
+    return plan_path
+
+
+def test_frozen_weights_stay_and_all_others_move(alone: Path) -> None:
+    before = dict(build_model(RunPlan.read(alone)).hf.named_parameters())
+    for name, weight in final_weights(alone).items():
+        if name in before:
+            assert torch.equal(weight, before[name].detach()) == is_frozen(name), name
+
+
+def test_metrics_say_how_many_parameters_are_trained(alone: Path) -> None:
+    frozen = trainable_parameters(build_model(RunPlan.read(alone)).hf)
+    (row,) = [row for row in read_rows(alone.parent / "metrics.jsonl") if "trainable_parameters" in row]
+    assert row["trainable_parameters"] == frozen < RunPlan.read(alone).shape.parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "parallel"),
+    [
+        ("fsdp", 2, {"parallel__strategy": "fsdp"}),
+        pytest.param("ddp", 2, {}, marks=pytest.mark.slow),
+        pytest.param("tp2", 2, {"parallel__tp": 2}, marks=pytest.mark.slow),
+        pytest.param("pp2", 2, {"parallel__pp": 2}, marks=pytest.mark.slow),
+        pytest.param("zero2", 2, {"parallel__strategy": "zero2"}, marks=pytest.mark.slow),
+        pytest.param("zero1", 2, {"parallel__strategy": "zero1"}, marks=pytest.mark.slow),
+        pytest.param("zero3", 2, {"parallel__strategy": "zero3"}, marks=pytest.mark.slow),
+        pytest.param("fsdp2-tp2", 4, {"parallel__strategy": "fsdp", "parallel__tp": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_every_strategy_freezes_the_same(
+    name: str, ranks: int, parallel: dict[str, Any], alone: Path, make_run: Callable[..., Path]
+) -> None:
+    plan_path = make_run(
+        f"frozen-{name}", ranks=ranks, train__steps=STEPS, train__freeze=PATTERNS, model__dropout=0.0, **parallel
+    )
+    run_ranks(plan_path)
+    expected = final_weights(alone)
+    for key, weight in final_weights(plan_path).items():
+        difference = (weight - expected[key]).abs().max().item()
+        assert difference == 0.0 if is_frozen(key) else difference < 2e-5, key

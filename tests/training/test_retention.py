@@ -1,0 +1,127 @@
+"""Which checkpoints stay, and that nobody loses the one he reads."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training.checkpoint import MANIFEST, Manifest, checkpoint_folder, damage, published
+from training.config import CheckpointConfig
+from training.records import sha256_file
+from training.retention import keep, prune, reading, sweep
+from training.tensor_files import WrittenFile
+
+
+def checkpoints(run_dir: Path, val_losses: dict[int, float | None]) -> Path:
+    """Whole checkpoints of these steps, a few bytes each."""
+    for step, val_loss in val_losses.items():
+        folder = checkpoint_folder(run_dir, step)
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_text("weights")
+        weights = WrittenFile(size_bytes=7, sha256=sha256_file(folder / "model.safetensors"))
+        Manifest(
+            step=step,
+            tokens=step,
+            strategy="single",
+            mesh={"pp": 1, "dp": 1, "tp": 1},
+            world_size=1,
+            config_sha256="0" * 64,
+            val_loss=val_loss,
+            files={"model.safetensors": weights},
+        ).write(folder / MANIFEST)
+        assert damage(folder) is None
+    return run_dir
+
+
+def point_at(run_dir: Path, step: int) -> None:
+    """A result.json as an earlier start of the run left it."""
+    checkpoint = checkpoint_folder(run_dir, step).relative_to(run_dir)
+    (run_dir / "result.json").write_text(json.dumps({"checkpoint": str(checkpoint)}))
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [int(folder.name) for folder in published(run_dir)]
+
+
+@pytest.mark.parametrize(
+    ("rules", "left"),
+    [
+        ({"keep_last": 2}, [50, 60]),
+        ({"keep_last": 1, "keep_best": True}, [30, 60]),
+        ({"keep_last": 2, "keep_every_steps": 20}, [20, 40, 50, 60]),
+        ({"keep_last": 1, "keep_best": True, "keep_every_steps": 40}, [30, 40, 60]),
+        ({"keep_last": 10}, [10, 20, 30, 40, 50, 60]),
+    ],
+)
+def test_the_newest_the_best_and_every_so_many_steps_stay(
+    rules: dict[str, Any], left: list[int], tmp_path: Path
+) -> None:
+    losses = {10: None, 20: 3.0, 30: 1.5, 40: 1.5, 50: 2.0, 60: 2.5}  # 40 was saved before the next validation
+    prune(checkpoints(tmp_path, losses), CheckpointConfig(**rules))
+    assert steps(tmp_path) == left
+
+
+def test_a_new_best_takes_the_place_of_the_old(tmp_path: Path) -> None:
+    rules = CheckpointConfig(keep_last=1, keep_best=True)
+    prune(checkpoints(tmp_path, {10: 2.0, 20: 3.0}), rules)
+    assert steps(tmp_path) == [10, 20]
+    prune(checkpoints(tmp_path, {30: 1.0, 40: 4.0}), rules)
+    assert steps(tmp_path) == [30, 40]
+
+
+def test_one_that_is_not_whole_does_not_count_as_one_of_the_newest(tmp_path: Path) -> None:
+    checkpoints(tmp_path, {10: None, 20: None, 30: None, 40: None})
+    (checkpoint_folder(tmp_path, 10) / MANIFEST).unlink()
+    (checkpoint_folder(tmp_path, 30) / "model.safetensors").write_text("weig")
+    prune(tmp_path, CheckpointConfig(keep_last=2))
+    assert steps(tmp_path) == [20, 30, 40]
+
+
+def test_what_is_being_read_stays_until_the_next_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    checkpoints(tmp_path, {10: None, 20: None, 30: None})
+    with reading(checkpoint_folder(tmp_path, 10)), reading(checkpoint_folder(tmp_path, 10)):
+        prune(tmp_path, CheckpointConfig(keep_last=1))
+        assert steps(tmp_path) == [10, 30]
+        assert damage(checkpoint_folder(tmp_path, 10)) is None
+    assert f"checkpoint {checkpoint_folder(tmp_path, 10)} is being read: it is deleted later" in caplog.text
+    prune(tmp_path, CheckpointConfig(keep_last=1))
+    assert steps(tmp_path) == [30]
+
+
+def test_one_that_is_gone_cannot_be_read(tmp_path: Path) -> None:
+    prune(checkpoints(tmp_path, {10: None, 20: None}), CheckpointConfig(keep_last=1))
+    with pytest.raises(FileNotFoundError), reading(checkpoint_folder(tmp_path, 10)):
+        pass
+
+
+def test_what_was_exported_stays_for_good(tmp_path: Path) -> None:
+    keep(checkpoint_folder(checkpoints(tmp_path, {10: None, 20: None, 30: None}), 10), why="exported to export/")
+    prune(tmp_path, CheckpointConfig(keep_last=1))
+    assert steps(tmp_path) == [10, 30]
+    assert damage(checkpoint_folder(tmp_path, 10)) is None
+    (checkpoint_folder(tmp_path, 10) / "keep").unlink()
+    prune(tmp_path, CheckpointConfig(keep_last=1))
+    assert steps(tmp_path) == [30]
+
+
+def test_what_result_json_points_at_stays_until_it_points_elsewhere(tmp_path: Path) -> None:
+    point_at(checkpoints(tmp_path, {10: None, 20: None, 30: None}), 10)
+    prune(tmp_path, CheckpointConfig(keep_last=1))
+    assert steps(tmp_path) == [10, 30]
+    point_at(tmp_path, 30)
+    prune(tmp_path, CheckpointConfig(keep_last=1))
+    assert steps(tmp_path) == [30]
+
+
+def test_the_next_start_sweeps_what_killed_attempts_left(tmp_path: Path) -> None:
+    folder = checkpoint_folder(checkpoints(tmp_path, {10: None}), 10)
+    for name in (".00000020.part", ".00000005.deleted"):
+        (folder.with_name(name)).mkdir()
+        (folder.with_name(name) / "model.safetensors").write_text("half")
+    sweep(tmp_path)
+    assert [path.name for path in folder.parent.iterdir()] == ["00000010"]

@@ -1,0 +1,70 @@
+"""What ends a run before its last step: hours, and validations that stopped getting better.
+
+Both follow from the rows of metrics.jsonl, so that a resumed run counts on where it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from training.records import RunPlan, TrainResult
+
+Rows = Iterable[Mapping[str, Any]]
+
+
+def elapsed_s(rows: Rows) -> float:
+    """Seconds of training up to the last row that says so; over all attempts, pauses in between left out."""
+    return max((row["elapsed_s"] for row in rows if "elapsed_s" in row), default=0.0)
+
+
+def validations(rows: Rows, *, every_steps: int) -> list[float]:
+    """Losses of the validations at intervals, in order; one at the end of training counts if it was due anyway."""
+    return [row["val_loss"] for row in rows if "val_loss" in row and every_steps and row["step"] % every_steps == 0]
+
+
+def since_best(losses: Sequence[float]) -> int:
+    """How many validations came after the best one."""
+    return len(losses) - 1 - losses.index(min(losses)) if losses else 0
+
+
+class Limits:
+    """What one attempt counts beside its steps. It goes on from `rows`, those of earlier attempts.
+
+    Only the metrics rank has rows, and it is the first to see a limit reached: the others start from zero.
+    """
+
+    def __init__(self, plan: RunPlan, rows: Rows) -> None:
+        rows, evaluation = list(rows), plan.config.evaluation
+        self.max_s = plan.config.train.max_hours * 3600
+        self.patience, self.every_steps = evaluation.early_stop_validations, evaluation.every_steps
+        self.losses = validations(rows, every_steps=self.every_steps)
+        self.began = time.monotonic() - elapsed_s(rows)
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.began
+
+    @property
+    def seconds_left(self) -> float:
+        return self.max_s - self.elapsed_s if self.max_s else float("inf")
+
+    def validated(self, step: int, loss: float) -> None:
+        self.losses += validations([{"step": step, "val_loss": loss}], every_steps=self.every_steps)
+
+    @property
+    def no_longer_improves(self) -> bool:
+        """Whether evaluation.early_stop_validations validations came and went without a new best."""
+        return 0 < self.patience <= since_best(self.losses)
+
+
+def is_finished(plan: RunPlan, result: TrainResult, rows: Rows) -> bool:
+    """Whether training has come to an end under this plan, which may be a later one than `result` was made under."""
+    rows = list(rows)
+    hours_are_over = 0 < plan.config.train.max_hours * 3600 <= elapsed_s(rows)
+    return (
+        result.step >= plan.steps
+        or (result.stopped_by == "hours" and hours_are_over)
+        or (result.stopped_by == "early stop" and Limits(plan, rows).no_longer_improves)
+    )

@@ -1,0 +1,171 @@
+"""Saving while training goes on: each rank copies its share to host memory, and a thread takes it to the disk.
+
+The loop never waits for a disk. Who is done travels in a small CPU all-reduce, started at one step and read at the
+next, while a checkpoint is on its way. Only one is at a time: if the next comes due before it is there, training
+waits, and memory does not grow.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from training.checkpoint import Manifest, checkpoint_folder, rng_name, rng_state
+from training.finite import NonFiniteLoss
+from training.model import LanguageModel
+from training.rank import Rank
+from training.records import RunPlan, sha256_config
+from training.staging import Staging
+from training.strategies import Strategy
+from training.tensor_files import file_name
+from training.writer import Failure, Writer
+
+logger = logging.getLogger(__name__)
+
+ASK_EVERY_S = 0.05  # how often ranks that wait ask each other
+
+
+class Saver:
+    """A run's checkpoints. All methods are called on all ranks alike; leave the context to wait for the last one."""
+
+    def __init__(self, run_dir: Path, *, plan: RunPlan, strategy: Strategy, model: LanguageModel, rank: Rank) -> None:
+        self.run_dir, self.plan, self.strategy, self.rank = run_dir, plan, strategy, rank
+        self.hf_config: Any = model.hf.config
+        self.staging = Staging(plan, rank)
+        self.writer: Writer | None = None  # of the checkpoint on its way, or of the last one
+        self.in_flight = False
+        self._counts = torch.zeros(3, dtype=torch.int64)  # ranks that have written, first rank published, failures
+        self._sent: dist.Work | None = None
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Wait until the last checkpoint is published; after an error on this rank alone, give it up."""
+        try:
+            if error is None or isinstance(error, NonFiniteLoss):  # which all ranks meet at the same step
+                self.finish()
+        finally:
+            if self.in_flight and self.writer is not None:
+                self.writer.abandon()
+
+    def save(self, step: int, *, tokens: int, val_loss: float | None) -> float:
+        """Begin the checkpoint of `step`; returns the seconds that training stood still.
+
+        Raises RuntimeError if the one before it is still on its way, and fails for good.
+        """
+        began = time.perf_counter()
+        if self.writer is not None:
+            self._wait_for(self.writer, step)
+        manifest = Manifest(
+            step=step,
+            tokens=tokens,
+            strategy=self.plan.config.parallel.strategy,
+            mesh=self.plan.mesh,
+            world_size=self.rank.world_size,
+            config_sha256=sha256_config(self.plan.config),
+            val_loss=val_loss,
+            files={},
+        )
+        folder = checkpoint_folder(self.run_dir, step)
+        self.writer = Writer(self.plan, manifest, folder=folder, rank=self.rank, hf_config=self.hf_config)
+        self.writer.start(self._files())
+        self.in_flight = True
+        if not self.plan.config.checkpoint.asynchronous:
+            self.finish()
+        return time.perf_counter() - began
+
+    def _wait_for(self, writer: Writer, step: int) -> None:
+        """The buffers are free again when the checkpoint before is published."""
+        began, waiting = time.perf_counter(), self.in_flight
+        self.finish()
+        if waiting and self.rank.rank == 0:
+            logger.info(
+                "step %d: waited %.1f s for the checkpoint of step %d: its disk is slower than "
+                "checkpoint.every_steps = %d steps",
+                step,
+                time.perf_counter() - began,
+                writer.manifest.step,
+                self.plan.config.checkpoint.every_steps,
+            )
+
+    def _files(self) -> dict[str, dict[str, Tensor]]:
+        rank = self.rank
+        files = {
+            file_name(kind, number=rank.rank, of=rank.world_size): tensors
+            for kind, tensors in self.staging.fill(self.strategy).items()
+            if tensors
+        }
+        return {**files, rng_name(rank): rng_state(rank.device)}
+
+    def advance(self) -> None:
+        """Look after the checkpoint on its way, once per step. Costs nothing while there is none.
+
+        Failed tries are logged on all ranks. Raises RuntimeError, on all ranks, after checkpoint.max_failures.
+        """
+        self._receive()
+        self._send()
+
+    def finish(self) -> None:
+        """Wait until the checkpoint on its way is published. Raises as `advance`."""
+        while self.in_flight:
+            self._receive()
+            if self.in_flight and self.writer is not None:
+                self.writer.news.wait(ASK_EVERY_S)
+            self._send()
+        if self.writer is not None:
+            self.writer.thread.join()  # the first rank's may still delete old checkpoints
+
+    def _send(self) -> None:
+        if not self.in_flight or self.writer is None:
+            return
+        self.writer.news.clear()
+        self._counts[0] = self.writer.written.is_set()
+        self._counts[1] = self.writer.published.is_set()
+        self._counts[2] = self.writer.failures.qsize()
+        self._sent = dist.all_reduce(self._counts, async_op=True)
+
+    def _receive(self) -> None:
+        if self._sent is None or self.writer is None:
+            return
+        self._sent.wait()
+        self._sent = None
+        written, published, failures = self._counts.tolist()
+        if failures:
+            self._report(self.writer)
+        if written == self.rank.world_size and not self.writer.complete.is_set():
+            self._gather_parts(self.writer)
+        self.in_flight = not published
+
+    def _gather_parts(self, writer: Writer) -> None:
+        """All files are there: tell the first rank what they are. A few kB; once per checkpoint."""
+        all_parts: list[Any] | None = [None] * self.rank.world_size if self.rank.rank == 0 else None
+        dist.gather_object(writer.parts, all_parts, dst=0)
+        writer.publish(all_parts or [])
+
+    def _report(self, writer: Writer) -> None:
+        own = [writer.failures.get() for _ in range(writer.failures.qsize())]
+        gathered: list[list[Failure]] = [[] for _ in range(self.rank.world_size)]
+        dist.all_gather_object(gathered, own)
+        most, step = self.plan.config.checkpoint.max_failures, writer.manifest.step
+        for failure in itertools.chain.from_iterable(gathered):
+            text = (
+                f"checkpoint of step {step}: rank {failure.rank} could not write {failure.path} "
+                f"({failure.error}), try {failure.attempt} of {most}"
+            )
+            if failure.attempt == most:
+                raise RuntimeError(
+                    f"{text}: free space or mend the disk, then start the run again: it goes on from the checkpoint "
+                    "before; checkpoint.max_failures sets the number of tries"
+                )
+            logger.warning("%s", text)

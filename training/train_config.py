@@ -1,0 +1,80 @@
+"""The train section of the config: how long, with which batches, rates and optimizer, and from which seed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from training.data_config import Part
+from training.schedule import check_schedule
+
+
+class TrainConfig(Part):
+    steps: int = Field(1000, ge=1, le=100_000_000, description="Optimizer steps, at most.")
+    max_tokens: int = Field(0, ge=0, description="Stop after this many training tokens; 0: no such limit.")
+    max_epochs: float = Field(
+        0.0, ge=0, le=10_000, description="Stop after so many passes over the training split; 0: no such limit."
+    )
+    max_hours: float = Field(
+        0.0,
+        ge=0,
+        le=100_000,
+        description="Stop after so many hours of training, with a checkpoint. Earlier attempts count, as far as their "
+        "steps were kept, so do validations and checkpoints; pauses in between do not. 0: no such limit.",
+    )
+    context: int = Field(256, ge=8, le=1_000_000, description="Tokens per sequence.")
+    global_batch: int = Field(16, ge=1, le=1_000_000, description="Sequences per optimizer step, over all ranks.")
+    micro_batch: int = Field(
+        0, ge=0, le=100_000, description="Sequences per rank and forward pass; 0: the most that fits."
+    )
+    packing: Literal["stream", "documents", "padded"] = Field(
+        "stream",
+        description="How documents fill sequences. stream: end to end, attention may look over a document's start. "
+        "documents: end to end, attention and positions stay within each document. padded: each document apart, "
+        "cut at the context, its last piece padded.",
+    )
+    learning_rate: float = Field(3e-4, gt=0, le=10, description="Peak learning rate.")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine",
+        description="Learning rate after warm-up: down a cosine, down a line, constant, or wsd: stable, then down a "
+        "line over the last cooldown_steps (Hu et al. 2024).",
+    )
+    min_learning_rate: float = Field(3e-5, ge=0, le=10, description="Learning rate at the end of the decay.")
+    warmup_steps: int = Field(100, ge=0, le=10_000_000, description="Steps of linear warm-up.")
+    decay_steps: int = Field(0, ge=0, le=100_000_000, description="Step at which the decay ends; 0: the last step.")
+    cooldown_steps: int = Field(
+        0, ge=0, le=100_000_000, description="Schedule wsd: steps of the final decay; 0: a tenth of all steps."
+    )
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay of the first moment.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW: decay of the second moment.")
+    weight_decay: float = Field(0.1, ge=0, le=10, description="AdamW: decay, on matrices only.")
+    clip_norm: float = Field(1.0, ge=0, description="Clip the global gradient norm to this; 0: never.")
+    mask_fraction: float = Field(0.15, gt=0, lt=1, description="Masked-LM models: share of tokens to predict.")
+    freeze: tuple[str, ...] = Field(
+        (), description="Parameters that stay as they are: shell patterns of their Hugging Face names, e.g. `*embed*`."
+    )
+    activation_checkpointing: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="What backward computes again instead of keeping. selective: all but matrix products and "
+        "attention. full: whole layers.",
+    )
+    compile: bool = Field(False, description="Compile the model's layers with torch.compile (needs a C++ compiler).")
+    deterministic: bool = Field(False, description="Only kernels that give the same bits each time; some are slower.")
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        "stop",
+        description="A NaN or infinite loss or gradient: stop the run, or leave that step's update out. skip reads "
+        "the gradient norm at every step, which makes the host wait for the device.",
+    )
+    log_every_steps: int = Field(10, ge=1, description="Steps between two rows of metrics.")
+    seed: int = Field(1337, ge=0, le=2**32 - 1, description="Fixes weights, data order, dropout and masks.")
+
+    @model_validator(mode="after")
+    def check(self) -> TrainConfig:
+        if self.micro_batch > self.global_batch:
+            raise ValueError(
+                f"train.micro_batch = {self.micro_batch} exceeds train.global_batch = {self.global_batch}: "
+                "lower train.micro_batch or set it to 0"
+            )
+        check_schedule(self, steps=self.steps)
+        return self

@@ -1,0 +1,65 @@
+"""A run's first weights, tensor by tensor: a rank that holds a part of a model never has to hold all of it."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from training.anatomy import Anatomy
+
+
+class FreshWeights(Mapping[str, Tensor]):
+    """What the class's own `_init_weights` gives, each module from a seed of its own (the run's and its name).
+
+    So a tensor is the same whichever of them are asked for, in whatever order, on however many ranks. One layer at a
+    time is made and kept. `template` is the model on the meta device.
+    """
+
+    def __init__(self, template: Any, anatomy: Anatomy, *, seed: int) -> None:
+        self.template, self.layers, self.seed = template, anatomy.layers, seed
+        self.shapes = {name: parameter.shape for name, parameter in template.named_parameters()}
+        self.unit, self.made = "", nn.Module()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.shapes:
+            raise KeyError(name)
+        unit = self._unit(name)
+        if unit != self.unit:
+            self.unit, self.made = unit, self._make(unit)
+        return self.made.get_parameter(name.removeprefix(f"{unit}.")).detach()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def _unit(self, name: str) -> str:
+        """The layer that a parameter belongs to, or the very module outside of the layers."""
+        if name.startswith(f"{self.layers}."):
+            number = name.removeprefix(f"{self.layers}.").partition(".")[0]
+            return f"{self.layers}.{number}"
+        return name.rpartition(".")[0]
+
+    @torch.no_grad()
+    def _make(self, unit: str) -> nn.Module:
+        module = copy.deepcopy(self.template.get_submodule(unit)).to_empty(device="cpu")
+        inner = list(module.named_modules()) if unit.startswith(f"{self.layers}.") else [("", module)]
+        with torch.random.fork_rng(devices=[]):
+            for name, part in reversed(inner):  # children first, as transformers does it: a parent may correct them
+                digest = hashlib.sha256(f"{self.seed}:{unit}.{name}".encode()).digest()
+                torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+                self.template._init_weights(part)
+        return module
+
+
+@torch.no_grad()
+def fill(hf: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Put whole weights into a whole model."""
+    for name, parameter in hf.named_parameters():
+        parameter.copy_(weights[name])
