@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +118,7 @@ def make_run(tiny_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
             shards=TokenShards.read(tiny_shards / "manifest.json"),
             shards_dir=str(tiny_shards),
             epoch=one_epoch(tiny_shards, packing=config.train.packing, context=config.train.context),
+            hf_config=json.loads((Path(path) / "config.json").read_text()) if (path := config.model.path) else None,
         )
         plan = plan.model_copy(update={"threads_per_rank": 1})
         plan.write(folder / name / "plan.json")

@@ -14,6 +14,7 @@ REPO = Path(__file__).parents[1]
 CONTRACT = {
     "config",
     "data_config",
+    "train_config",
     "records",
     "shape",
     "plan",

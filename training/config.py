@@ -88,7 +88,7 @@ class ParallelConfig(Part):
         description="Arithmetic of matrix products; weights and optimizer stay fp32. fp16 scales the loss dynamically. "
         "auto: measured.",
     )
-    bucket_mib: int = Field(25, ge=1, le=4096, description="ddp: MiB of gradients per all-reduce.")
+    bucket_mib: int = Field(25, ge=1, le=4096, description="ddp, zero1-3: MiB of gradients per reduction.")
     gradient_as_bucket_view: bool = Field(
         True, description="ddp: gradients live in the buckets, which saves a copy of them."
     )

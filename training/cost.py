@@ -13,6 +13,7 @@ GIB = 2**30
 PROCESS_GIB = {"cpu": 0.6, "cuda": 1.5}  # torch + transformers resident; CUDA context and NCCL buffers
 ASSUMED_UTILISATION = 0.5  # of the measured matmul rate; runs record how far this was off
 ZERO_STAGE = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}  # fsdp shards what stage 3 does
+DESCRIBED = ("llama", "gpt2", "bert")  # architectures with an entry in training/anatomy.py
 CHUNK_TOKENS = 2048  # logits are made for so many tokens at a time (training/loss.py)
 
 
@@ -41,14 +42,25 @@ def memory_gib(
     parts = {
         "weights": 0 if offload == "parameters" else 4 * p / (n if stage >= 3 else 1),
         "gradients": 4 * p / (n if stage >= 2 else 1),
+        "DeepSpeed's copy of its weights": 4 * p / n if config.parallel.strategy in {"zero1", "zero2"} else 0,
         "optimizer": 0 if offload != "none" else 8 * p / (n if stage >= 1 else 1),
         "cast weights": 0 if precision == "fp32" else 2 * p / (shape.layers if stage >= 3 else 1),
         "checkpoint being written": 12 * p / n if staged else 0,
         "activations": shape.layers / pp * layer * in_flight,
-        "logits": min(tokens, CHUNK_TOKENS) * shape.vocab_size / tp * (8 + width_bytes),
+        "logits": _logits_bytes(shape, tokens=tokens, tp=tp, width_bytes=width_bytes),
         "process": PROCESS_GIB[device_kind] * GIB,
     }
     return {part: num_bytes / GIB for part, num_bytes in parts.items() if num_bytes}
+
+
+def _logits_bytes(shape: ModelShape, *, tokens: int, tp: int, width_bytes: int) -> float:
+    """A chunk of them, their gradient, and the fp32 gradient of the output layer (training/loss.py).
+
+    Classes that we do not describe make them whole: in `width_bytes`, in fp32, their softmax, and two gradients.
+    """
+    if shape.architecture not in DESCRIBED:
+        return tokens * shape.vocab_size * (12 + 2 * width_bytes)
+    return shape.vocab_size / tp * (min(tokens, CHUNK_TOKENS) * (8 + width_bytes) + 4 * shape.width)
 
 
 def _matmul_tflops(device: Device, precision: str) -> float:

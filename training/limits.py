@@ -32,13 +32,14 @@ def since_best(losses: Sequence[float]) -> int:
 class Limits:
     """What one attempt counts beside its steps. It goes on from `rows`, those of earlier attempts.
 
-    Only the metrics rank has rows, and it is the first to see a limit reached: the others start from zero.
+    Only the rank that writes the rows decides (`decides`): by another's clock the last row might come too early, and
+    a resume would find hours left.
     """
 
-    def __init__(self, plan: RunPlan, rows: Rows) -> None:
+    def __init__(self, plan: RunPlan, rows: Rows, *, decides: bool = True) -> None:
         rows, evaluation = list(rows), plan.config.evaluation
-        self.max_s = plan.config.train.max_hours * 3600
-        self.patience, self.every_steps = evaluation.early_stop_validations, evaluation.every_steps
+        self.max_s = plan.config.train.max_hours * 3600 if decides else 0.0
+        self.patience, self.every_steps = evaluation.early_stop_validations if decides else 0, evaluation.every_steps
         self.losses = validations(rows, every_steps=self.every_steps)
         self.began = time.monotonic() - elapsed_s(rows)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from training.cost import CHUNK_TOKENS
 
+FP16_HEADROOM = 32.0  # a chunk's sum of gradients could pass fp16's 65,504, and comes before any loss scale
 IGNORED = -100  # target of a position that is not predicted, as in torch.nn.functional.cross_entropy
 
 
@@ -34,6 +35,8 @@ def linear_cross_entropy(
     Products are made in `dtype`, the rest in fp32. With a `group` each of its ranks holds the words from `first_word`
     on, and all get the same loss (Shoeybi et al. 2019, section 3).
     """
+    if not torch.is_grad_enabled():  # inside, an autograd function is not told
+        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, dtype, first_word, group)
     return loss
 
@@ -55,7 +58,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias and bias is not None else None
-        cast = weight.to(dtype)
+        cast, headroom = weight.to(dtype), FP16_HEADROOM if dtype == torch.float16 else 1
         for start in range(0, len(hidden), CHUNK_TOKENS):
             part = slice(start, start + CHUNK_TOKENS)
             rows = hidden[part].to(dtype)
@@ -63,18 +66,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss = loss + chunk_loss
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-            low = grad.to(dtype)
+            low = (grad / headroom).to(dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = low @ cast
             if grad_weight is not None:
                 grad_weight += low.t() @ rows
+        if headroom != 1:
+            torch._foreach_mul_([saved for saved in (grad_hidden, grad_weight) if saved is not None], headroom)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = (None if saved is None else saved * grads[0].to(saved.dtype) for saved in ctx.saved_tensors)
-        return (*scaled, None, None, None, None)
+        """In place: a second copy of the gradient of a large vocabulary is gigabytes."""
+        saved: tuple[Tensor | None, ...] = ctx.saved_tensors
+        for gradient in saved:
+            if gradient is not None:
+                gradient.mul_(grads[0].to(gradient.dtype))
+        return (*saved, None, None, None, None)
 
 
 def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

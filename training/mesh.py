@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import torch
@@ -15,7 +16,14 @@ from training.records import RunPlan
 
 def build_mesh(plan: RunPlan) -> DeviceMesh:
     """The plan's mesh, axes in the plan's order; strategies take their sub-meshes from it by name."""
-    return init_device_mesh(plan.device_kind, tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
+    mesh = init_device_mesh(plan.device_kind, tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
+    for axis in plan.mesh:  # groups that do not span the world are made with torch's 30 minutes
+        dist.distributed_c10d._set_pg_timeout(timeout(plan), mesh[axis].get_group())
+    return mesh
+
+
+def timeout(plan: RunPlan) -> datetime.timedelta:
+    return datetime.timedelta(seconds=plan.config.parallel.timeout_s)
 
 
 def same_for_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:

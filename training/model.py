@@ -16,6 +16,7 @@ from training.data import Batch
 from training.freezing import freeze
 from training.loss import IGNORED, linear_cross_entropy, linear_scores
 from training.mesh import same_for_all
+from training.packing import PADDING
 from training.records import RunPlan
 from training.shape import dropout_fields
 from training.weights import FreshWeights, fill
@@ -114,11 +115,13 @@ class LanguageModel(nn.Module):
         )
 
     def _logits(self, inputs: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
-        """fp32 [tokens, vocab] of a class without anatomy, which may cap, scale or otherwise bend them."""
-        mask = None if documents is None else attention_mask(documents, causal=self.causal)
-        known = {"position_ids": positions, "attention_mask": mask}
-        given = {name: value for name, value in known.items() if value is not None}
-        logits: Tensor = self.hf(input_ids=inputs, **given).logits
+        """fp32 [tokens, vocab] of a class without anatomy, which may cap, scale or otherwise bend them.
+
+        Its attention is its own affair too (windows, biases): it is only told what is padding.
+        """
+        assert positions is None, "the plan refuses packing=documents for such classes"
+        mask = {} if documents is None else {"attention_mask": (documents != PADDING).long()}
+        logits: Tensor = self.hf(input_ids=inputs, **mask).logits
         return logits.flatten(0, 1).float()
 
 
@@ -155,13 +158,26 @@ def unfilled_model(plan: RunPlan) -> tuple[LanguageModel, Mapping[str, Tensor]]:
         torch.manual_seed(config.train.seed)
         hf = auto_class.from_config(settings, dtype=torch.float32)
     hf.config.use_cache = False  # set again on export; a cache is dead weight in training
+    _let_every_word_learn(hf)
     freeze(hf, config.train.freeze)
     weights: Mapping[str, Tensor] = {name: parameter.detach() for name, parameter in hf.named_parameters()}
     if config.model.init != "pretrained" and settings.model_type in ANATOMIES:
         with torch.device("meta"):
             template = auto_class.from_config(settings, dtype=torch.float32)
+        _let_every_word_learn(template)
         weights = FreshWeights(template, ANATOMIES[settings.model_type], seed=config.train.seed)
     return LanguageModel(hf, precision=plan.precision), weights
+
+
+def _let_every_word_learn(hf: Any) -> None:
+    """Our padding predicts nothing, but its word, the end token, begins documents.
+
+    transformers would keep the pad token's row at zero. It also leaves BERT's first name for its output bias without
+    use where embeddings are not tied: what gets no gradient is no parameter to train.
+    """
+    hf.get_input_embeddings().padding_idx = None
+    if hf.config.model_type == "bert" and not hf.config.tie_word_embeddings:
+        hf.cls.predictions.bias.requires_grad_(False)
 
 
 def load_model(folder: Path, plan: RunPlan) -> LanguageModel:

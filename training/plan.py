@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from training.config import RunConfig
-from training.cost import memory_gib, predict
+from training.cost import DESCRIBED, memory_gib, predict
 from training.packing import Epoch
 from training.records import Device, Host, Inventory, ModelShape, RunPlan, TokenShards
 from training.schedule import check_schedule
@@ -18,7 +18,6 @@ from training.shape import ASSUMED_VOCAB, model_shape, vocab_size
 
 BF16_GAIN_ON_CPU = 1.3  # below this bf16 is emulated or memory-bound, and fp32 costs nothing in accuracy
 MEMORY_SHARE = 0.9  # of a device; the rest is left to fragmentation and to other programs
-MODEL_PARALLEL = ("llama", "gpt2", "bert")  # architectures with a tensor and a pipeline plan (training/anatomy.py)
 
 
 def make_plan(
@@ -40,6 +39,7 @@ def make_plan(
     """
     shape = model_shape(config, vocab_size=vocab_size(config, shards, hf_config), hf_config=hf_config)
     _check_shards(config, shards)
+    _check_packing(config, shape)
     steps, sequences, limit = length(config, epoch)
     check_schedule(config.train, steps=steps)
     reasons = [f"{steps} steps: {limit}", *_assumptions(config, shards, steps=steps)]
@@ -100,6 +100,14 @@ def _check_shards(config: RunConfig, shards: TokenShards | None) -> None:
             )
     if config.objective == "masked" and shards.mask_id is None:
         raise ValueError("a masked-LM model needs a tokenizer with a mask token: use data.tokenizer.kind=bpe")
+
+
+def _check_packing(config: RunConfig, shape: ModelShape) -> None:
+    if config.train.packing == "documents" and shape.architecture not in DESCRIBED:
+        raise ValueError(
+            f"train.packing=documents needs attention that we can mask, of {', '.join(DESCRIBED)}; a "
+            f"{shape.architecture} model has its own: set train.packing=padded, or stream"
+        )
 
 
 # The machines
@@ -170,10 +178,10 @@ def _ranks(config: RunConfig, inventory: Inventory) -> tuple[tuple[int, ...], st
 def _mesh(config: RunConfig, shape: ModelShape, world_size: int) -> dict[str, int]:
     """Sizes of the axes, outermost first: tp peers talk in every layer, so they are neighbours on one host."""
     tp, pp, stages = config.parallel.tp, config.parallel.pp, config.parallel.pp * config.parallel.pp_stages_per_rank
-    if (tp > 1 or pp > 1) and shape.architecture not in MODEL_PARALLEL:
+    if (tp > 1 or pp > 1) and shape.architecture not in DESCRIBED:
         raise ValueError(
             f"a {shape.architecture} model has no tensor or pipeline plan (there is one for "
-            f"{', '.join(MODEL_PARALLEL)}): set parallel.tp=1 parallel.pp=1 and use ddp, fsdp, zero1, zero2 or zero3"
+            f"{', '.join(DESCRIBED)}): set parallel.tp=1 parallel.pp=1 and use ddp, fsdp, zero1, zero2 or zero3"
         )
     for what, size in (
         ("attention heads", shape.heads),

@@ -187,7 +187,13 @@ def main(plan_path: Path) -> None:
         profiler = Profiler(plan, meter=meter, log=log, run_dir=run_dir)
         with Saver(run_dir, plan=plan, strategy=state.strategy, model=state.model, rank=rank) as saver:
             stopped_by = train(
-                state, meter=meter, profiler=profiler, log=log, limits=Limits(plan, rows), saver=saver, watch=watch
+                state,
+                meter=meter,
+                profiler=profiler,
+                log=log,
+                limits=Limits(plan, rows, decides=rank.is_metrics_rank),
+                saver=saver,
+                watch=watch,
             )
         if log is not None:
             log.close()

@@ -62,3 +62,21 @@ def test_an_overflow_halves_the_scale_and_a_long_good_stretch_doubles_it() -> No
         scale.update(overflow=False)
     assert scale.value == LossScale.FIRST
     assert dict(scale.state()).keys() == {"loss_scale", "loss_scale_good_steps"}
+
+
+def test_a_checkpoint_may_come_before_the_first_update(make_run: Callable[..., Path]) -> None:
+    """fp16 leaves out its first steps while the scale adapts."""
+    from training.mesh import build_mesh
+    from training.model import unfilled_model
+    from training.rank import entered
+    from training.records import RunPlan
+    from training.strategies import parallelize
+
+    plan = RunPlan.read(make_run("early", parallel__strategy="single", parallel__precision="fp16"))
+    with entered(plan) as rank:
+        model, weights = unfilled_model(plan)
+        strategy = parallelize(plan, build_mesh(plan), model, weights=weights, device=rank.device)
+        state = dict(strategy.optimizer_state())
+    assert state["step"] == 0
+    assert all((tensor == 0).all() for name, tensor in state.items() if name.endswith(".exp_avg"))
+    assert state["loss_scale"] == LossScale.FIRST

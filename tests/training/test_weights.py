@@ -53,3 +53,13 @@ def test_a_model_nobody_filled_holds_no_memory() -> None:
     assert psutil.Process().memory_info().rss - before < num_bytes / 4
     assert weights["model.layers.7.mlp.up_proj.weight"].std() > 0
     del model
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bert"])
+def test_the_end_token_learns_from_being_looked_up(architecture: str) -> None:
+    """It begins documents; transformers would keep it at zero, as the pad token."""
+    model = build_model(plan_of(architecture, model__tie_embeddings=False))
+    embedding = model.hf.get_input_embeddings()
+    assert embedding.weight[0].abs().sum() > 0
+    embedding(torch.tensor([[0]])).sum().backward()
+    assert embedding.weight.grad[0].abs().sum() > 0

@@ -1,7 +1,8 @@
 """FSDP2: weights, gradients and optimizer sharded over the data-parallel ranks, gathered layer by layer.
 
 (Zhao et al. 2023; torch.distributed.fsdp.fully_shard.) Gradients are reduced after each micro-batch: kept whole
-until the last one they would take as much memory as ddp's. In bf16 weights travel and multiply as bf16, sums stay fp32.
+until the last one they would take as much memory as ddp's. In bf16 weights travel as bf16, and so is what goes from
+layer to layer (under the other strategies that is fp32); gradients are summed in fp32.
 """
 
 from __future__ import annotations

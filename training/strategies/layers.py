@@ -46,5 +46,7 @@ def compile_layers(model: LanguageModel) -> None:
     `fullgraph`: a graph break is an error, not a slow-down nobody sees. Only `forward`, so that hooks (FSDP2 gathers
     weights in them) stay outside.
     """
-    for layer in layers_of(model.hf):
+    layers = layers_of(model.hf)
+    torch._dynamo.config.recompile_limit = max(8, 4 * len(layers))  # layers may differ by a constant (GPT-2's can)
+    for layer in layers:
         layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False)

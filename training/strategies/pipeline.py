@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from training.anatomy import layers_of
 from training.data import Batch, Share
+from training.mesh import timeout
 from training.model import LanguageModel
 from training.optim import set_learning_rate
 from training.records import RunPlan
@@ -97,7 +98,7 @@ class Pipeline(Torch):
         """The first and the last rank of this rank's pipeline, if it is one of the two."""
         own: dist.ProcessGroup | None = None
         for pipeline in mesh.mesh.flatten(1).t().tolist():  # every rank makes every group, in the same order
-            group = dist.new_group([pipeline[0], pipeline[-1]])
+            group = dist.new_group([pipeline[0], pipeline[-1]], timeout=timeout(self.plan))
             if dist.get_rank() in (pipeline[0], pipeline[-1]):
                 own = group
         return own

@@ -55,6 +55,12 @@ class Torch:
         self.parameters = list(self.trained.values())
         self.counted = [p for name, p in self.trained.items() if name in model.cuts or self.counts_replicated]
         self.load_weights(weights)
+        for parameter in self.parameters:  # as AdamW would at its first step: a checkpoint may come before that
+            self.optimizer.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            }
 
     def saved_names(self) -> dict[str, nn.Parameter]:
         """This rank's parameters, or its pieces of them, by the Hugging Face name they are saved under."""

@@ -47,8 +47,7 @@ def share_matrices(model: LanguageModel, mesh: DeviceMesh) -> None:
     if output.bias is not None:
         _share_bias(hf, output.bias, cut(output.bias, Cut(0)))
     weight = output.weight if model.tied else cut(embedding.weight, Cut(0))
-    shared = _SharedEmbedding(weight, model.first_word, padding=embedding.padding_idx, group=group)
-    hf.set_submodule(anatomy.embedding, shared)
+    hf.set_submodule(anatomy.embedding, _SharedEmbedding(weight, model.first_word, group))
 
 
 def _share_bias(hf: nn.Module, whole: nn.Parameter, piece: nn.Parameter) -> None:
@@ -80,19 +79,14 @@ class _Shared(nn.Module):
 
 
 class _SharedEmbedding(nn.Module):
-    """Rows from `first_word` on; words of other ranks give zeros, and the sum over ranks gives each its row.
+    """Rows from `first_word` on; words of other ranks give zeros, and the sum over ranks gives each its row."""
 
-    As in nn.Embedding, the word `padding` learns nothing from being looked up.
-    """
-
-    def __init__(self, weight: nn.Parameter, first_word: int, *, padding: int | None, group: dist.ProcessGroup) -> None:
+    def __init__(self, weight: nn.Parameter, first_word: int, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.weight, self.first_word, self.group = weight, first_word, group
-        here = padding is not None and first_word <= padding < first_word + len(weight)
-        self.padding = padding - first_word if here and padding is not None else None
 
     def forward(self, inputs: Tensor) -> Tensor:
         words = inputs - self.first_word
         here = (words >= 0) & (words < len(self.weight))
-        rows = F.embedding(torch.where(here, words, 0), self.weight, padding_idx=self.padding)
+        rows = F.embedding(torch.where(here, words, 0), self.weight)
         return sum_over(torch.where(here.unsqueeze(-1), rows, 0.0), self.group)

@@ -35,7 +35,12 @@ def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mappin
 def deepspeed_config(plan: RunPlan) -> dict[str, Any]:
     """DeepSpeed's JSON for this plan; batch sizes and stage follow from the plan."""
     parallel = plan.config.parallel
-    zero: dict[str, Any] = {"stage": ZERO_STAGE[parallel.strategy]}
+    bucket = parallel.bucket_mib * 2**18  # in fp32 numbers
+    zero: dict[str, Any] = {
+        "stage": ZERO_STAGE[parallel.strategy],
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+    }
     if parallel.offload != "none":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": plan.device_kind == "cuda"}
     if parallel.offload == "parameters":
@@ -62,17 +67,30 @@ def _import_deepspeed() -> Any:
     return deepspeed
 
 
+def _shard_before_it_moves(model: LanguageModel, plan: RunPlan) -> None:
+    """Partition the weights one by one, else DeepSpeed takes the model to the device whole (its engine.py).
+
+    After AdamW has its groups: a partitioned parameter no longer shows how many dimensions it has.
+    """
+    import deepspeed
+
+    deepspeed.zero.Init(module=model, config_dict_or_path=deepspeed_config(plan))
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(plan.device_kind))
+
+
 class Zero:
     def __init__(self, plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> None:
         deepspeed = _import_deepspeed()
         train = plan.config.train
         self.model, self.rank = model, mesh["dp"].get_local_rank()
         self.stage = ZERO_STAGE[plan.config.parallel.strategy]
+        adamw = build_adamw(model, train, fused=True)
+        if self.stage == 3:
+            _shard_before_it_moves(model, plan)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=model,
-            optimizer=build_adamw(model, train, fused=False),
-            config=deepspeed_config(plan),
-            dist_init_required=False,
+            model=model, optimizer=adamw, config=deepspeed_config(plan), dist_init_required=False
         )
         self.module, self.dp = self.engine, mesh["dp"].size()
         self.scale = LossScale(dynamic=plan.precision == "fp16")
@@ -174,7 +192,7 @@ class Zero:
         """
         for partition in self._partitions():
             self.optimizer.optimizer.state[partition] = {
-                "step": torch.zeros(()),
+                "step": torch.zeros((), device=partition.device),
                 **{moment: torch.zeros_like(partition) for moment in MOMENTS},
             }
         if self.stage < 3:

@@ -1,0 +1,43 @@
+"""A class that is not described in training/anatomy.py trains whole; what it cannot have is refused in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from tests.conftest import VOCAB, losses, run_ranks
+from tests.training.layouts import LAYOUTS
+from tests.training.test_strategies import COMMON, assert_equal_training
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+NEOX = SIZES | {"vocab_size": VOCAB, "max_position_embeddings": 64, "tie_word_embeddings": False}
+
+
+@pytest.fixture(scope="module")
+def neox(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("neox")
+    AutoConfig.for_model("gpt_neox", **NEOX, hidden_dropout=0.0, attention_dropout=0.0).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("packing", ["stream", "padded"])
+def test_it_has_the_data_parallel_strategies(
+    layout: str, packing: str, neox: str, make_run: Callable[..., Path]
+) -> None:
+    config = {**COMMON, "model__architecture": "path", "model__path": neox, "train__packing": packing}
+    alone = make_run(f"alone {layout} {packing}", **config, parallel__strategy="single", train__micro_batch=8)
+    ranks, parallel = LAYOUTS[layout]
+    shared = make_run(f"{layout} {packing}", ranks=ranks, **config, **parallel, train__micro_batch=1)
+    run_ranks(alone)
+    run_ranks(shared)
+    assert_equal_training(alone, shared)
+    assert losses(alone)[COMMON["train__steps"]] < losses(alone)[1] - 0.2
+
+
+def test_document_masks_are_refused_since_its_attention_is_its_own(neox: str, make_run: Callable[..., Path]) -> None:
+    with pytest.raises(ValueError, match="a gpt_neox model has its own: set train.packing=padded"):
+        make_run("masked", model__architecture="path", model__path=neox, model__dropout=0.0, train__packing="documents")
