@@ -108,7 +108,10 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     doctor = command("doctor", _doctor, "measure this machine, and say what it means for a run")
     doctor.add_argument("--again", action="store_true", help="measure again, whatever was measured before")
     doctor.add_argument("--ranks", type=int, default=0, help="CPU ranks to measure with (default: up to two)")
-    resume = command("resume", _resume, "go on with a run that was stopped or killed", "RUN")
+    resume = command("resume", _resume, "go on with a run that was stopped or killed, or for longer", "RUN")
+    about = "settings that change, for example train.steps=2000"
+    resume.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=about)
+    resume.add_argument("--force", action="store_true", help="with settings that break exactness, too")
     reproduce = command("reproduce", _reproduce, "run a run (or MODEL@champion) again, and compare the losses", "RUN")
     for added in (pretrain, plan, doctor, resume, reproduce):
         added.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -138,19 +141,20 @@ def _pretrain(options: argparse.Namespace) -> int:
 
 
 def _resume(options: argparse.Namespace) -> int:
-    from tasks.places import home, run_folder
-    from tasks.track import TrackedRun
+    from flows.presets import with_overrides
+    from tasks.overrides import accepted, latest_config
+    from tasks.track import read_run
 
-    path = run_folder(options.run) / "run.json"
-    if not path.exists():
-        raise ValueError(f"there is no run {options.run!r} in {home()}: `ls {home()}` lists the runs")
-    return _run_pretrain(TrackedRun.read(path).config, run_id=options.run, as_json=options.json)
+    run = read_run(options.run)
+    config = with_overrides(latest_config(run.folder, begun_with=run.config).model_dump(), options.overrides)
+    accepted(run.folder, config, begun_with=run.config, force=options.force)  # at once, before any server is started
+    return _run_pretrain(config, run_id=options.run, force=options.force, as_json=options.json)
 
 
-def _run_pretrain(config: Any, *, run_id: str, as_json: bool) -> int:
+def _run_pretrain(config: Any, *, run_id: str, force: bool = False, as_json: bool) -> int:
     from tasks.report import outcome_rows
 
-    outcome = _run_flow("pretrain", config, run_id=run_id)
+    outcome = _run_flow("pretrain", config, run_id=run_id, force=force)
     if as_json:
         print(outcome.model_dump_json())
         return DONE
@@ -237,7 +241,7 @@ def _lineage(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(found))
         return
-    from tasks.track import flattened
+    from tasks.overrides import flattened
 
     _print_pairs(f"where {options.model} comes from", [(key, str(value)) for key, value in flattened(found)])
 

@@ -29,7 +29,11 @@ def load_config(preset: str, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises ValueError naming each wrong field, its value and the cure.
     """
-    content = _read(preset)
+    return with_overrides(_read(preset), overrides)
+
+
+def with_overrides(content: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
+    """`content`, which is changed, as a validated config. Raises as `load_config` does."""
     for override in overrides:
         _apply(content, override)
     try:

@@ -1,6 +1,6 @@
 """The whole story: text in, served model out. Each line is a stage, each stage leaves a record for the next.
 
-Run again with the ID of a run, every stage looks for its record first and goes on from there.
+With the ID of a run, every stage looks for its record first and goes on from there.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from training.records import RunPlan
 
 
 @flow(name="Pretrain", flow_run_name="{config.name}", validate_parameters=True)
-def pretrain(config: RunConfig, dry_run: bool = False, run_id: str = "") -> Outcome | RunPlan:
+def pretrain(config: RunConfig, dry_run: bool = False, run_id: str = "", force: bool = False) -> Outcome | RunPlan:
     """Train, evaluate, export, register and promote a language model.
 
-    config: what to train, on what, how. dry_run: plan only. run_id: go on with this run instead of a new one.
+    config: what to train, on what, how. dry_run: plan only. run_id: resume this run; force: however `config` changed.
     """
     if dry_run:
         return stages.plan(config, stages.hardware(config))
     stages.reconcile()
     try:
-        with tracked(config, run_id=run_id or stages.new_run_id(config), tags=stages.prefect_tags()) as run:
+        with tracked(config, run_id=stages.choose_run(run_id, config, force=force), tags=stages.prefect_tags()) as run:
             stages.link(run)
             shards_dir, shards = stages.tokenize(config, run)
-            inventory = stages.hardware(config, run)
-            plan = stages.plan(config, inventory, run=run, shards=shards, shards_dir=shards_dir)
+            plan = stages.plan(config, stages.hardware(config, run), run=run, shards=shards, shards_dir=shards_dir)
             stages.train(plan, run)
             stages.evaluate(plan, run)
             stages.export(plan, run)

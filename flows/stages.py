@@ -22,10 +22,11 @@ from prefect.runtime import flow_run
 from prefect.states import Crashed
 
 from flows.embedded import is_embedded
-from tasks import corpus, launch, planning, track
+from tasks import corpus, launch, overrides, planning, track
 from tasks import hardware as machines
 from tasks.generate import TextGenerator, check_prompts
 from tasks.places import command, home, run_folder, tracking_uri
+from tasks.pretrained import check_tokenizer
 from tasks.progress import steps_shown
 from tasks.register import register_model
 from tasks.registry import resolve, shown
@@ -52,6 +53,16 @@ R = TypeVar("R")
 def stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A Prefect task by that name. No result cache: each stage has its record, and checks that it is still true."""
     return task(name=name, cache_policy=NO_CACHE, persist_result=False)
+
+
+def choose_run(run_id: str, config: RunConfig, *, force: bool) -> str:
+    """The ID of a new run; or `run_id`, having said what `config` changes of it. Raises ValueError if it cannot."""
+    if not run_id:
+        return new_run_id(config)
+    run = track.read_run(run_id)
+    for change in overrides.accepted(run.folder, config, begun_with=run.config, force=force):
+        logger.warning("resumed with %s", change)
+    return run_id
 
 
 def new_run_id(config: RunConfig) -> str:
@@ -122,7 +133,10 @@ def stage_seconds(run: TrackedRun) -> dict[str, float]:
 @stage("Tokenize the corpus")
 def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
     with timed(run, "tokenize"):
+        launch.check_profiler(config)
+        check_tokenizer(config)
         folder, shards = corpus.prepare_corpus(config.data, tokens_home=home() / "tokens", objective=config.objective)
+        check_tokenizer(config, folder / "tokenizer" / "tokenizer.json")
         check_prompts(folder, config.evaluation.prompts)
     return folder, shards
 
@@ -144,15 +158,13 @@ def plan(
     shards: TokenShards | None = None,
     shards_dir: Path | None = None,
 ) -> RunPlan:
-    if run is None or shards is None:
+    if run is None or shards is None or shards_dir is None:
         made = planning.plan_run(config, inventory=inventory)
     else:
         with timed(run, "plan"):
-            made = planning.plan_run(
-                config, inventory=inventory, run_id=run.run_id, shards=shards, shards_dir=shards_dir
-            )
-            made = planning.write_plan(made.model_copy(update={"mlflow_run_id": run.mlflow_run_id}), run.folder)
+            made = planning.write_plan(config, run=run, inventory=inventory, shards=shards, shards_dir=shards_dir)
             track.log_plan(made, inventory, shards)
+            track.log_resumptions(run, made.config, overrides.read_resumptions(run.folder))
     rows = [{"what": what, "value": value} for what, value in planning.plan_in_words(made)]
     create_table_artifact(rows, key="plan", description="The plan")
     return made
@@ -162,16 +174,19 @@ def plan(
 def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
     with timed(run, "train"), steps_shown("training", total=plan.steps) as show:
         result = launch.train(plan, run_dir=run.folder, on_row=show)
-    track.log_figures(
-        run,
-        {
-            "train/tokens_per_s": result.tokens_per_s,
-            "train/predicted_tokens_per_s": plan.predicted.tokens_per_s,
-            "train/peak_memory_gib": result.peak_memory_gib,
-            "train/predicted_memory_gib": sum(plan.predicted.memory_gib.values()),
-        },
-        step=result.step,
-    )
+    figures = {
+        "train/samples_per_s": result.samples_per_s,
+        "train/tokens_per_s": result.tokens_per_s,
+        "train/predicted_tokens_per_s": plan.predicted.tokens_per_s,
+        "train/mfu": result.mfu,
+        "train/device_utilisation": result.device_utilisation,
+        "train/peak_memory_gib": result.peak_memory_gib,
+        "train/predicted_memory_gib": sum(plan.predicted.memory_gib.values()),
+        **{f"train/memory/{what}": value for what, value in result.memory.items()},
+    }
+    known = {key: value for key, value in figures.items() if value is not None}
+    track.log_figures(run, known, step=result.step)
+    track.log_files(run, *sorted((run.folder / "profile").glob("*.json.gz")), folder="profile")
     return result
 
 
@@ -250,6 +265,9 @@ def report(plan: RunPlan, run: TrackedRun, model: RegisteredModel, *, generated:
         bits_per_byte=evaluation.bits_per_byte,
         accuracy=evaluation.accuracy,
         tokens_per_s=result.tokens_per_s,
+        samples_per_s=result.samples_per_s,
+        mfu=result.mfu,
+        peak_memory_gib=result.peak_memory_gib,
         checkpoint=str(run.folder / result.checkpoint),
         model=model.name,
         version=model.version,

@@ -1,13 +1,16 @@
-"""Config, inventory and shards to runs/ID/plan.json, written once; and the plan in words."""
+"""Config, inventory and shards to runs/ID/plan.json; and the plan in words."""
 
 from __future__ import annotations
 
-import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from tasks.overrides import Change, changes, read_plan, remember
+from tasks.pretrained import hf_config
+from tasks.track import TrackedRun
 from training.config import RunConfig
+from training.packing import one_epoch
 from training.plan import make_plan
 from training.records import Inventory, RunPlan, TokenShards
 
@@ -29,44 +32,98 @@ def plan_run(
         run_id=run_id,
         shards=shards,
         shards_dir=str(shards_dir or ""),
-        hf_config=_hf_config(config),
+        epoch=one_epoch(shards_dir, packing=config.train.packing, context=config.train.context) if shards_dir else None,
+        hf_config=hf_config(config.model),
     )
 
 
-def write_plan(plan: RunPlan, run_dir: Path) -> RunPlan:
-    """Write plan.json, or keep the one that is there: a resumed run goes on with the plan it began with."""
-    path = run_dir / "plan.json"
-    if path.exists():
-        logger.info("going on with the plan in %s", path)
-        kept = RunPlan.read(path)
-        if kept.shards_fingerprint != plan.shards_fingerprint:
-            raise ValueError(
-                f"the corpus has changed since {path.parent.name} was planned (tokens {plan.shards_fingerprint[:12]}, "
-                f"planned with {kept.shards_fingerprint[:12]}): restore the files, or start a new run"
-            )
-        return kept
-    plan.write(path)
+def write_plan(
+    config: RunConfig,
+    *,
+    run: TrackedRun,
+    inventory: Inventory,
+    shards: TokenShards,
+    shards_dir: Path,
+) -> RunPlan:
+    """runs/ID/plan.json, written once: a resumed run goes on with the plan it has, unless `config` is another now.
+
+    Then the new plan takes its place, the old one becomes plan-1.json (plan-2.json, …), and what changed is added to
+    resume-overrides.json. Raises ValueError for what cannot work, for other tokens, for weights that would not fit.
+    """
+    kept, changed = read_plan(run.folder), changes(run.folder, config, begun_with=run.config)
+    if kept is None:
+        plan = plan_run(config, inventory=inventory, run_id=run.run_id, shards=shards, shards_dir=shards_dir)
+        plan = plan.model_copy(update={"mlflow_run_id": run.mlflow_run_id})
+    else:
+        _check_same_tokens(kept, shards)
+        if not changed:
+            logger.info("going on with the plan in %s", run.folder / "plan.json")
+            return kept
+        plan = _replanned(kept, config, changed, inventory=inventory, shards=shards, shards_dir=shards_dir)
+        kept.write(run.folder / f"plan-{len(list(run.folder.glob('plan-*.json'))) + 1}.json")
+        if kept.config.evaluation != config.evaluation:
+            (run.folder / "eval.json").unlink(missing_ok=True)
+    if changed:
+        remember(run.folder, changed)
+    plan.write(run.folder / "plan.json")
     for reason in plan.reasons:
         logger.info("plan: %s", reason)
     return plan
 
 
-def _hf_config(config: RunConfig) -> dict[str, Any] | None:
-    """config.json of model.path: a local folder, else the hub."""
-    if config.model.architecture != "path" and config.model.init != "pretrained":
-        return None
-    path = Path(config.model.path) / "config.json"
-    if not path.exists():
-        from huggingface_hub import hf_hub_download
+def _replanned(
+    kept: RunPlan,
+    config: RunConfig,
+    changed: Sequence[Change],
+    *,
+    inventory: Inventory,
+    shards: TokenShards,
+    shards_dir: Path,
+) -> RunPlan:
+    """On the machines there are now, with the arithmetic it had.
 
-        try:
-            path = Path(hf_hub_download(config.model.path, "config.json"))
-        except Exception as error:
-            raise ValueError(
-                f"model.path = {config.model.path!r} is neither a folder with a config.json nor on the hub ({error})"
-            ) from error
-    content: dict[str, Any] = json.loads(path.read_text())
-    return content
+    Changes that are exact to the bit keep ranks, threads and micro-batches too, whatever this inventory would suggest.
+    """
+    exact = all(change.effect == "exact" for change in changed)
+    pinned = config.model_dump(mode="json")
+    if "parallel.precision" not in {change.field for change in changed}:
+        pinned["parallel"]["precision"] = kept.precision
+    if exact:
+        pinned["parallel"]["ranks"], pinned["train"]["micro_batch"] = kept.world_size, kept.micro_batch
+    plan = plan_run(
+        RunConfig.model_validate(pinned), inventory=inventory, run_id=kept.run_id, shards=shards, shards_dir=shards_dir
+    )
+    _check_same_shape(plan, kept)
+    return plan.model_copy(
+        update={
+            "config": config,
+            "mlflow_run_id": kept.mlflow_run_id,
+            "threads_per_rank": kept.threads_per_rank if exact else plan.threads_per_rank,
+            "reasons": (*plan.reasons, f"resumed with other settings: {'; '.join(map(str, changed))}"),
+        }
+    )
+
+
+def _check_same_tokens(kept: RunPlan, shards: TokenShards) -> None:
+    if kept.shards_fingerprint != shards.fingerprint:
+        raise ValueError(
+            f"the corpus has changed since {kept.run_id} was planned (tokens {shards.fingerprint[:12]}, "
+            f"planned with {kept.shards_fingerprint[:12]}): restore the files, or start a new run"
+        )
+
+
+def _check_same_shape(plan: RunPlan, kept: RunPlan) -> None:
+    """Positions may differ where they are no weights: then the number of parameters is the same."""
+    differing = [
+        f"{what} {was} -> {now}"
+        for (what, was), now in zip(kept.shape, dict(plan.shape).values(), strict=True)
+        if was != now and what != "context"
+    ]
+    if differing:
+        raise ValueError(
+            f"the weights of {kept.run_id} do not fit the model as it would be now ({', '.join(differing)}): "
+            "leave its settings as they were, or start a new run"
+        )
 
 
 def plan_in_words(plan: RunPlan) -> list[tuple[str, str]]:

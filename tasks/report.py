@@ -22,6 +22,9 @@ class Outcome(Record):
     bits_per_byte: float | None
     accuracy: float
     tokens_per_s: float
+    samples_per_s: float
+    mfu: float | None
+    peak_memory_gib: float
     checkpoint: str
     model: str
     version: int
@@ -35,11 +38,13 @@ class Outcome(Record):
 
 def outcome_rows(outcome: Outcome) -> list[tuple[str, str]]:
     bits = "-" if outcome.bits_per_byte is None else f"{outcome.bits_per_byte:.3f}"
+    mfu = "" if outcome.mfu is None else f", {outcome.mfu:.1%} of the measured matmul rate"
     return [
         ("run", outcome.run_id),
         ("val loss", f"{outcome.val_loss:.4f} nats per token, perplexity {math.exp(min(outcome.val_loss, 700)):,.4g}"),
         ("bits per byte", bits),
-        ("tokens/s", f"{outcome.tokens_per_s:,.0f}"),
+        ("speed", f"{outcome.tokens_per_s:,.0f} tokens/s, {outcome.samples_per_s:,.1f} samples/s{mfu}"),
+        ("peak memory", f"{outcome.peak_memory_gib:.2f} GiB per rank"),
         ("checkpoint", outcome.checkpoint),
         ("model", f"{outcome.model} version {outcome.version}, alias {outcome.alias or 'none'}"),
         ("gate", outcome.verdict),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.places import home, run_folder, tracking_uri
 from tasks.registry import TAG, find_version
-from tasks.track import TrackedRun, connect
+from tasks.track import EXACT, OVERRIDES, TrackedRun, connect
 from training.config import RunConfig
 from training.metrics import read_rows
 from training.records import Record, RunPlan, TokenShards
@@ -52,6 +53,7 @@ def find_original(ref: str) -> Original:
     mlflow_run_id = _mlflow_run_id(ref)
     try:
         run = client.get_run(mlflow_run_id)
+        _require_one_config(run.data.tags, ref)
         folder = home() / "cache" / mlflow_run_id
         folder.mkdir(parents=True, exist_ok=True)
         files = [
@@ -73,6 +75,14 @@ def find_original(ref: str) -> Original:
         git_commit=run.data.tags.get("mlflow.source.git.commit", "unknown"),
         losses={metric.step: metric.value for metric in history},
     )
+
+
+def _require_one_config(tags: Mapping[str, str], ref: str) -> None:
+    if tags.get(EXACT) == "false":
+        raise ValueError(
+            f"{ref} was resumed with --force ({tags[OVERRIDES]}): no single config gives its losses, so there is "
+            "nothing to compare a repetition with"
+        )
 
 
 def _mlflow_run_id(ref: str) -> str:

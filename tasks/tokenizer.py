@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tasks.split import Passage
-from training.config import TokenizerConfig
+from training.data_config import TokenizerConfig
 from training.records import sha256_file, write_atomically
 from training.shards import Dtype, token_dtype
 

@@ -12,11 +12,12 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
 from tasks.launch import RunStopped
+from tasks.overrides import Resumptions, flattened
 from tasks.places import (
     AlreadyOwned,
     embedded_artifacts,
@@ -38,11 +39,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RUN_ID = "shardline.run_id"
+EXACT = "shardline.exact"  # "false" once a resume was forced
+OVERRIDES = "shardline.resume_overrides"
 PARAMS_PER_REQUEST = 100
 
 
 class TrackedRun(Record):
-    """runs/ID/run.json: our run and its MLflow run."""
+    """runs/ID/run.json: our run and its MLflow run. `config` is what it began with; plan.json has the latest."""
 
     run_id: str
     mlflow_run_id: str
@@ -52,6 +55,14 @@ class TrackedRun(Record):
     @property
     def folder(self) -> Path:
         return run_folder(self.run_id)
+
+
+def read_run(run_id: str) -> TrackedRun:
+    """Raises ValueError if there is no such run."""
+    path = run_folder(run_id) / "run.json"
+    if not path.exists():
+        raise ValueError(f"there is no run {run_id!r} in {home()}: `ls {home()}` lists the runs")
+    return TrackedRun.read(path)
 
 
 def connect() -> MlflowClient:
@@ -97,8 +108,6 @@ def _opened(client: MlflowClient, config: RunConfig, *, run_id: str) -> TrackedR
     path = run_folder(run_id) / "run.json"
     if path.exists():
         run = TrackedRun.read(path)
-        if run.config != config:
-            raise ValueError(f"run {run_id} has another config: start a new run, or resume it with its own")
         client.update_run(run.mlflow_run_id, status="RUNNING")
         logger.info("going on with MLflow run %s", run.mlflow_run_id)
         return run
@@ -150,15 +159,6 @@ def _log_config(client: MlflowClient, run: TrackedRun) -> None:
     client.log_text(run.mlflow_run_id, run.config.model_dump_json(indent=2), "config.json")
 
 
-def flattened(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """("train.steps", 480), …"""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from flattened(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def log_plan(plan: RunPlan, inventory: Inventory, shards: TokenShards) -> None:
     """The plan and its reasons, the machines, and the data set as the run's input."""
     from mlflow.entities import Dataset, DatasetInput
@@ -187,16 +187,33 @@ def log_plan(plan: RunPlan, inventory: Inventory, shards: TokenShards) -> None:
         client.set_tag(plan.mlflow_run_id, key, value)
 
 
+def log_resumptions(run: TrackedRun, config: RunConfig, resumptions: Resumptions) -> None:
+    """What resumes changed. MLflow's parameters stay those of the start, since they cannot change; config.json can."""
+    if not resumptions.resumptions:
+        return
+    client = connect()
+    client.log_text(run.mlflow_run_id, resumptions.model_dump_json(indent=2), "resume-overrides.json")
+    client.log_text(run.mlflow_run_id, config.model_dump_json(indent=2), "config.json")
+    words = [f"after step {each.after_step}: {', '.join(map(str, each.changes))}" for each in resumptions.resumptions]
+    tags = {
+        OVERRIDES: "; ".join(words)[:4000],
+        EXACT: str(resumptions.exact).lower(),
+        "shardline.config_sha256": sha256_config(config),
+    }
+    for key, value in tags.items():
+        client.set_tag(run.mlflow_run_id, key, value)
+
+
 def log_figures(run: TrackedRun, figures: Mapping[str, float], *, step: int) -> None:
     client = connect()
     for key, value in figures.items():
         client.log_metric(run.mlflow_run_id, key, value, step=step)
 
 
-def log_files(run: TrackedRun, *paths: Path) -> None:
+def log_files(run: TrackedRun, *paths: Path, folder: str | None = None) -> None:
     client = connect()
     for path in paths:
-        client.log_artifact(run.mlflow_run_id, str(path))
+        client.log_artifact(run.mlflow_run_id, str(path), folder)
 
 
 def _close(client: MlflowClient, run: TrackedRun, *, status: str, why: str) -> None:

@@ -26,8 +26,9 @@ def test_presets_plan_on_gpus(preset: str, hosts: tuple[int, ...]) -> None:
     config = RunConfig.model_validate(presets()[preset])
     plan = make_plan(config, inventory(*hosts, kind="cuda", memory_gib=80))
     expected = 1 if config.parallel.strategy == "single" else min(sum(hosts), config.train.global_batch)
-    assert plan.world_size == expected
-    assert plan.world_size * plan.micro_batch * plan.accumulation == config.train.global_batch
+    assert plan.mesh == {"pp": 1, "dp": expected, "tp": 1}
+    assert plan.dp * plan.micro_batch * plan.accumulation == config.train.global_batch
+    assert plan.steps == config.train.steps
 
 
 @pytest.mark.parametrize(("preset", "millions"), [("gpt2-124m", 124.4), ("bert-base", 109.5), ("llama-1b", 1126.3)])

@@ -7,80 +7,16 @@ import os
 import random
 import signal
 import sqlite3
-import subprocess
-import sys
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from mlflow import MlflowClient
 
 from tasks.places import local_process
 from tests.conftest import losses
+from tests.shop import DEADLINE_S, Shop, wait_for_step
 from training.records import TrainResult, sha256_file
-
-DEADLINE_S = 120
-CONFIG = {
-    "name": "verses",
-    "data": {"tokenizer": {"kind": "bpe", "vocab_size": 300}, "split": "documents", "validation_fraction": 0.2},
-    "model": {"layers": 2, "width": 64, "heads": 4, "dropout": 0.1},
-    "train": {"steps": 60, "context": 32, "global_batch": 8, "learning_rate": 0.003, "warmup_steps": 5},
-    "parallel": {"strategy": "ddp", "precision": "fp32"},
-    "checkpoint": {"every_steps": 20},
-    "evaluation": {"every_steps": 30, "prompts": ["the "], "sample_tokens": 16},
-}
-
-
-class Shop:
-    """A user's folder: a corpus, a config, a SHARDLINE_HOME of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.home = folder, folder / "runs"
-        self.corpus = folder / "texts"
-        self.corpus.mkdir()
-        words = ["the", "sea", "sky", "a", "ship", "sails", "under", "stars", "and", "winds", "carry", "songs"]
-        rng = random.Random(5)
-        for number in range(40):
-            lines = [" ".join(rng.choices(words, k=8)) for _ in range(12)]
-            (self.corpus / f"{number:02d}.txt").write_text("\n".join(lines) + "\n")
-        self.config = folder / "verses.yaml"
-        self.config.write_text(yaml.safe_dump(CONFIG | {"data": CONFIG["data"] | {"path": str(self.corpus)}}))
-
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        unset = ("MLFLOW_TRACKING_URI", "PREFECT_API_URL", "PREFECT_HOME")
-        env = {key: value for key, value in os.environ.items() if key not in unset}
-        return subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env=env | {"SHARDLINE_HOME": str(self.home)},
-        )
-
-    def run(self, *arguments: str, expect: int = 0) -> tuple[str, str]:
-        process = self.start(*arguments)
-        out, err = process.communicate(timeout=240)
-        assert process.returncode == expect, f"{arguments} ended with {process.returncode}:\n{out}\n{err}"
-        return out, err
-
-    def run_dirs(self) -> list[Path]:
-        return sorted(path.parent for path in self.home.glob("*/run.json"))
-
-    @property
-    def mlflow(self) -> MlflowClient:
-        return MlflowClient(f"sqlite:///{self.home}/mlflow.db")
-
-    def mlflow_run(self, run_dir: Path) -> Any:
-        return self.mlflow.get_run(json.loads((run_dir / "run.json").read_text())["mlflow_run_id"])
-
-    def prefect_states(self) -> dict[str, str]:
-        """Flow run ID -> state type, as Prefect's own database has them."""
-        with closing(sqlite3.connect(self.home / "prefect" / "prefect.db")) as db:
-            return dict(db.execute("select id, state_type from flow_run").fetchall())
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +27,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
 @pytest.fixture(scope="module")
 def first(shop: Shop) -> dict[str, Any]:
     """The first pretrain in a new folder; its stdout is one JSON object."""
-    out, _ = shop.run("pretrain", str(shop.config), "--json")
+    out, _ = shop.run("pretrain", str(shop.config), "profile.steps=[30]", "--json")
     outcome: dict[str, Any] = json.loads(out)
     return outcome
 
@@ -119,6 +55,8 @@ def test_mlflow_has_config_metrics_data_and_a_true_status(first: dict[str, Any],
     assert run.inputs.dataset_inputs[0].dataset.digest
     artifacts = {artifact.path for artifact in shop.mlflow.list_artifacts(run.info.run_id)}
     assert {"config.json", "plan.json", "dataset.json", "inventory.json", "summary.png", "eval.json"} <= artifacts
+    traces = {artifact.path for artifact in shop.mlflow.list_artifacts(run.info.run_id, "profile")}
+    assert "profile/step-00000030-rank-0.json.gz" in traces
 
 
 def test_prefect_and_mlflow_runs_link_to_each_other(first: dict[str, Any], shop: Shop) -> None:
@@ -173,19 +111,6 @@ def test_reproduce_finds_the_same_losses_to_the_bit(first: dict[str, Any], shop:
     assert agreement["compared"] == len(losses(shop.home / first["run_id"] / "plan.json"))
     assert agreement["max_difference"] == 0.0
     assert agreement["agrees"] is True
-
-
-def wait_for_step(shop: Shop, process: subprocess.Popen[str], known: list[Path], step: int) -> Path:
-    """The new run's folder, once it has logged `step`."""
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()[1]
-        for run_dir in shop.run_dirs():
-            started = run_dir not in known and (run_dir / "metrics.jsonl").exists()
-            if started and max(losses(run_dir / "plan.json"), default=0) >= step:
-                return run_dir
-        time.sleep(0.02)
-    raise AssertionError(f"step {step} was not logged within {DEADLINE_S} s")
 
 
 LONG = ("train.steps=400", "train.log_every_steps=1", "checkpoint.every_steps=50", "evaluation.every_steps=0")
@@ -259,7 +184,7 @@ def test_after_a_kill_9_resume_takes_over_and_every_status_is_true(
         (["data.path=/no/such/file"], "/no/such/file"),
         (["train.steps=0"], "train.steps = 0"),
         (["train.context=100000"], "train.context + 1 = 100001"),
-        (["parallel.ranks=7"], "train.global_batch = 8 cannot be dealt evenly to parallel.ranks = 7"),
+        (["parallel.ranks=7"], "train.global_batch = 8 cannot be dealt evenly to 7 data-parallel ranks"),
         (["model.heads=5"], "model.width = 64 is not divisible by model.heads = 5"),
     ],
 )

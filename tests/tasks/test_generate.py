@@ -14,7 +14,7 @@ import pytest
 
 from tasks.corpus import prepare_corpus
 from tasks.generate import TextGenerator, check_prompts, choose_token
-from training.config import DataConfig, TokenizerConfig
+from training.data_config import DataConfig, TokenizerConfig
 
 PROMPT = "def add(a"
 

@@ -1,0 +1,89 @@
+"""The Hugging Face model that a run starts from: its config.json, and whether its words are those of the tokens."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from training.config import ModelConfig, RunConfig
+from training.records import sha256_file
+
+logger = logging.getLogger(__name__)
+
+
+def hf_config(model: ModelConfig) -> dict[str, Any] | None:
+    """config.json of model.path: a local folder, else the hub. None if the config needs none."""
+    if model.architecture != "path" and model.init != "pretrained":
+        return None
+    path = _file(model.path, "config.json", field="model.path")
+    if path is None:
+        raise ValueError(f"model.path = {model.path!r} has no config.json: give the folder or hub name of a model")
+    content: dict[str, Any] = json.loads(path.read_text())
+    if model.dropout:  # older files do not list all of their class's dropouts
+        from transformers import AutoConfig
+
+        content = vars(AutoConfig.from_pretrained(model.path)) | content
+    return content
+
+
+def check_tokenizer(config: RunConfig, tokenizer: Path | None = None) -> None:
+    """Raises ValueError unless the corpus's words are those that the pretrained weights know, each by its number.
+
+    `tokenizer`: the tokenizer.json of the token shards; None before there are any, when only what cannot become
+    right is refused, so that nobody tokenizes a corpus in vain. Vocabularies decide: the same tokenizer, saved by
+    another version of transformers, has other bytes.
+    """
+    if config.model.init != "pretrained":
+        return
+    path, wanted = config.model.path, config.data.tokenizer
+    theirs = _file(path, "tokenizer.json", field="model.path")
+    if theirs is None:
+        if tokenizer is not None:
+            logger.warning("model.path = %s has no tokenizer.json: whether it knows these words is not checked", path)
+        return
+    if tokenizer is None and wanted.kind == "pretrained":
+        tokenizer = _file(wanted.path, "tokenizer.json", field="data.tokenizer.path")
+    cure = f"use the model's own: data.tokenizer.kind=pretrained data.tokenizer.path={path}"
+    if tokenizer is not None:
+        _check_words(tokenizer, theirs, path=path, cure=cure)
+    elif wanted.kind == "bpe" and wanted.bpe_size < (size := len(_vocabulary(theirs))):
+        raise ValueError(
+            f"model.path = {path} was trained with a tokenizer of {size:,} words, which no BPE of {wanted.bpe_size:,} "
+            f"can be: {cure}"
+        )
+
+
+def _check_words(ours: Path, theirs: Path, *, path: str, cure: str) -> None:
+    our_words, their_words = _vocabulary(ours), _vocabulary(theirs)
+    if our_words != their_words:
+        number, word = min((number, word) for word, number in our_words.items() ^ their_words.items())
+        raise ValueError(
+            f"the corpus's tokenizer has {len(our_words):,} words (sha256 {sha256_file(ours)[:12]}), the one that "
+            f"model.path = {path} was trained with {len(their_words):,} (sha256 {sha256_file(theirs)[:12]}); they "
+            f"differ from token {number}, {word!r}, on: {cure}"
+        )
+
+
+def _vocabulary(file: Path) -> dict[str, int]:
+    from tokenizers import Tokenizer
+
+    words: dict[str, int] = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    return words
+
+
+def _file(path: str, name: str, *, field: str) -> Path | None:
+    """A file of a local folder or of a model on the hub, fetched; None if there is no such file."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(path, name))
+    except RemoteEntryNotFoundError:
+        return None
+    except Exception as error:  # an odd name, no such model, no network: each has a type of its own
+        raise ValueError(f"{field} = {path!r} is neither a folder nor a model that the hub gives ({error})") from error

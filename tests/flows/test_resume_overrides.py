@@ -1,0 +1,124 @@
+"""`shardline resume RUN section.field=value`: what is exact goes on, what is not needs --force, MLflow has the diff."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow.artifacts import download_artifacts
+
+from tests.conftest import losses
+from tests.shop import Shop
+from training.records import RunPlan, TrainResult
+
+SHORT = ("train.steps=20", "train.schedule=constant", "evaluation.every_steps=10", "train.log_every_steps=1")
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
+    return Shop(tmp_path_factory.mktemp("shop"))
+
+
+@pytest.fixture(scope="module")
+def begun(shop: Shop) -> Path:
+    """The folder of a run of 20 steps that came to its end."""
+    outcome = json.loads(shop.run("pretrain", str(shop.config), *SHORT, "--json")[0])
+    return shop.home / outcome["run_id"]
+
+
+@pytest.fixture(scope="module")
+def extended(shop: Shop, begun: Path) -> tuple[dict[str, Any], str]:
+    """The same run, 40 steps long: outcome, and what was said."""
+    out, err = shop.run("resume", begun.name, "train.steps=40", "evaluation.sample_tokens=8", "--json")
+    return json.loads(out), err
+
+
+def artifact(shop: Shop, run_dir: Path, name: str) -> Any:
+    uri = f"sqlite:///{shop.home}/mlflow.db"
+    run_id = shop.mlflow_run(run_dir).info.run_id
+    return json.loads(Path(download_artifacts(run_id=run_id, artifact_path=name, tracking_uri=uri)).read_text())
+
+
+def test_a_constant_rate_goes_on_exactly_and_the_result_is_registered(
+    extended: tuple[dict[str, Any], str], shop: Shop, begun: Path
+) -> None:
+    outcome, err = extended
+    assert (outcome["run_id"], outcome["step"], outcome["version"]) == (begun.name, 40, 2)
+    assert "resumed with train.steps 20 -> 40 (exact)" in err
+    assert "resumed with evaluation.sample_tokens 16 -> 8 (exact)" in err
+    assert RunPlan.read(begun / "plan-1.json").steps == 20
+    assert RunPlan.read(begun / "plan.json").steps == 40
+    assert sorted(losses(begun / "plan.json")) == list(range(1, 41))
+
+
+def test_mlflow_has_the_diff_and_the_new_config(extended: tuple[dict[str, Any], str], shop: Shop, begun: Path) -> None:
+    run = shop.mlflow_run(begun)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["train.steps"] == "20", "MLflow keeps the parameters that a run began with"
+    assert run.data.tags["shardline.exact"] == "true"
+    assert "after step 20: " in run.data.tags["shardline.resume_overrides"]
+    (resumption,) = artifact(shop, begun, "resume-overrides.json")["resumptions"]
+    changed = {change["field"]: (change["old"], change["new"]) for change in resumption["changes"]}
+    assert changed == {"train.steps": (20, 40), "evaluation.sample_tokens": (16, 8)}
+    assert artifact(shop, begun, "config.json")["train"]["steps"] == 40
+
+
+@pytest.mark.parametrize(
+    ("overrides", "messages"),
+    [
+        (
+            ["train.seed=5", "train.clip_norm=2"],
+            ["--force", "train.seed 1337 -> 5 (breaks", "clip_norm 1.0 -> 2"],
+        ),
+        (["model.layers=3", "--force"], ["start a new one: model.layers 2 -> 3 (cannot be changed"]),
+        (["train.steps=30"], ["the run is at step 40 already, by the new settings it would end at step 30"]),
+        (["train.stpes=30"], ["train.stpes is no field of the config"]),
+    ],
+)
+def test_what_cannot_or_should_not_go_on_ends_with_2_and_changes_nothing(
+    overrides: list[str], messages: list[str], extended: tuple[dict[str, Any], str], shop: Shop, begun: Path
+) -> None:
+    before = (begun / "plan.json").read_text()
+    _, err = shop.run("resume", begun.name, *overrides, expect=2)
+    assert all(message in err for message in messages), err
+    assert (begun / "plan.json").read_text() == before
+    assert shop.mlflow_run(begun).info.status == "FINISHED"
+
+
+@pytest.mark.slow
+def test_an_extended_run_is_to_the_bit_the_one_that_was_long_from_the_start(
+    extended: tuple[dict[str, Any], str], shop: Shop, begun: Path
+) -> None:
+    out, _ = shop.run("pretrain", str(shop.config), *SHORT, "train.steps=40", "--json")
+    assert losses(shop.home / json.loads(out)["run_id"] / "plan.json") == losses(begun / "plan.json")
+
+
+@pytest.mark.slow
+def test_force_goes_on_and_the_run_can_no_longer_be_reproduced(shop: Shop) -> None:
+    run_id = json.loads(shop.run("pretrain", str(shop.config), *SHORT, "--json")[0])["run_id"]
+    _, err = shop.run("resume", run_id, "train.learning_rate=0.001", "train.steps=30", "--force")
+    assert "train.learning_rate 0.003 -> 0.001 (breaks exactness: step 6 had learning rate 0.003, would" in err
+    run = shop.mlflow_run(shop.home / run_id)
+    assert (run.info.status, run.data.tags["shardline.exact"]) == ("FINISHED", "false")
+    assert TrainResult.read(shop.home / run_id / "result.json").step == 30
+    _, err = shop.run("reproduce", run_id, expect=2)
+    assert "no single config gives its losses" in err
+
+
+@pytest.mark.slow
+def test_a_run_that_its_hours_ended_is_registered_and_trains_on_with_more(shop: Shop) -> None:
+    endless = ("train.steps=1000000", "train.schedule=constant", f"train.max_hours={1 / 3600}")
+    out, err = shop.run("pretrain", str(shop.config), *endless, "--json")
+    first = json.loads(out)
+    assert "training is done by train.max_hours" in err
+    assert TrainResult.read(shop.home / first["run_id"] / "result.json").stopped_by == "hours"
+    assert (first["step"] < 1_000_000, first["version"] > 0) == (True, True)
+    assert shop.mlflow_run(shop.home / first["run_id"]).info.status == "FINISHED"
+
+    again, err = shop.run("resume", first["run_id"], "--json")
+    assert "training is done already by train.max_hours" in err
+    assert json.loads(again)["step"] == first["step"]
+    more, err = shop.run("resume", first["run_id"], f"train.max_hours={4 / 3600}", "--json")
+    assert json.loads(more)["step"] > first["step"]

@@ -1,0 +1,252 @@
+"""What a resumed run may change: every field is classified, exact is exact, and nothing changes unseen."""
+
+from __future__ import annotations
+
+import json
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.overrides import (
+    TABLE,
+    Change,
+    accepted,
+    changes,
+    flattened,
+    latest_config,
+    read_plan,
+    read_resumptions,
+)
+from tasks.planning import write_plan
+from tasks.track import TrackedRun
+from tests.conftest import inventory, tiny_config
+from training.config import RunConfig
+from training.records import Inventory, RunPlan, TokenShards
+
+FIELDS = [name for name, _ in flattened(RunConfig().model_dump(mode="json"))]
+STEPS = 100
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_field_is_classified(field: str) -> None:
+    assert any(fnmatchcase(field, pattern) for pattern, _, _ in TABLE)
+
+
+def test_every_row_of_the_table_decides_about_a_field() -> None:
+    deciding = {next(pattern for pattern, _, _ in TABLE if fnmatchcase(field, pattern)) for field in FIELDS}
+    assert deciding == {pattern for pattern, _, _ in TABLE}
+
+
+class Run:
+    """A run that was planned and has a checkpoint of step `done`."""
+
+    def __init__(self, home: Path, shards_dir: Path, *, done: int, machines: Inventory, **overrides: Any) -> None:
+        self.config = tiny_config(train__steps=STEPS, **overrides)
+        self.shards_dir, self.shards = shards_dir, TokenShards.read(shards_dir / "manifest.json")
+        self.tracked = TrackedRun(run_id="run-1", mlflow_run_id="m1", experiment_id="0", config=self.config)
+        self.folder = home / "run-1"
+        (self.folder / "checkpoints" / f"{done:08d}").mkdir(parents=True)
+        self.replan(self.config, machines)
+
+    def replan(self, config: RunConfig, machines: Inventory | None = None) -> RunPlan:
+        return write_plan(
+            config,
+            run=self.tracked,
+            inventory=machines or inventory(2),
+            shards=self.shards,
+            shards_dir=self.shards_dir,
+        )
+
+    def with_overrides(self, **overrides: Any) -> RunConfig:
+        content = self.config.model_dump(mode="json")
+        for key, value in overrides.items():
+            section, _, field = key.partition("__")
+            content[section][field] = value
+        return RunConfig.model_validate(content)
+
+    def changes(self, *, force: bool = True, **overrides: Any) -> dict[str, Change]:
+        found = accepted(self.folder, self.with_overrides(**overrides), begun_with=self.config, force=force)
+        return {change.field: change for change in found}
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_shards: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path))
+
+    def make(*, done: int = 40, machines: Inventory | None = None, **overrides: Any) -> Run:
+        return Run(tmp_path, tiny_shards, done=done, machines=machines or inventory(2), **overrides)
+
+    return make
+
+
+def effects(found: dict[str, Change]) -> set[str]:
+    return {change.effect for change in found.values()}
+
+
+EXTENSIONS = [
+    ({}, {"train__steps": 200}, "breaks"),
+    ({}, {"train__steps": 200, "train__decay_steps": STEPS}, "exact"),
+    ({}, {"train__decay_steps": STEPS}, "exact"),
+    ({"train__schedule": "constant"}, {"train__steps": 200}, "exact"),
+    ({"train__schedule": "wsd"}, {"train__steps": 200}, "exact"),
+    ({"train__schedule": "wsd", "train__cooldown_steps": 80}, {"train__steps": 200}, "breaks"),
+    ({"train__schedule": "constant"}, {"train__schedule": "wsd"}, "exact"),
+    ({"train__schedule": "constant"}, {"train__learning_rate": 1e-3}, "breaks"),
+    ({"train__schedule": "constant"}, {"train__min_learning_rate": 1e-6}, "exact"),
+    ({"train__schedule": "constant"}, {"train__max_tokens": 60 * 128}, "exact"),
+    ({"train__schedule": "constant"}, {"train__max_epochs": 50.0}, "exact"),
+    ({}, {"train__max_tokens": 60 * 128}, "breaks"),
+    ({"train__warmup_steps": 50}, {"train__decay_steps": 90}, "exact"),
+    ({}, {"train__max_hours": 2.0}, "exact"),
+]
+
+
+@pytest.mark.parametrize(("begun", "overrides", "effect"), EXTENSIONS)
+def test_a_length_or_rate_is_exact_if_the_steps_that_are_done_would_have_been_the_same(
+    begun: dict[str, Any], overrides: dict[str, Any], effect: str, run: Any
+) -> None:
+    assert effects(run(**begun).changes(**overrides)) == {effect}
+
+
+def test_a_longer_cosine_names_the_rates_that_differ_most_and_the_cure(run: Any) -> None:
+    note = run().changes(train__steps=200)["train.steps"].note
+    expected = (
+        "step 40 had learning rate 0.00207, would have had 0.00275; train.decay_steps=100 keeps the decay as it was"
+    )
+    assert note == expected
+
+
+def test_before_the_first_checkpoint_any_schedule_is_exact(run: Any) -> None:
+    assert effects(run(done=0).changes(train__steps=200, train__learning_rate=1.0)) == {"exact"}
+
+
+def test_a_run_cannot_be_made_shorter_than_it_is(run: Any) -> None:
+    with pytest.raises(ValueError, match="at step 40 already, by the new settings it would end at step 30: raise"):
+        run().changes(train__steps=30)
+
+
+def test_a_run_that_ended_within_a_batch_cannot_go_on_exactly(run: Any) -> None:
+    """3,999 / 16 = 249 sequences an epoch: the 32nd batch of 8 had one only."""
+    short = run(done=32, train__schedule="constant", train__max_epochs=1.0)
+    found = short.changes(train__max_epochs=2.0)
+    assert effects(found) == {"breaks"}
+    assert "step 32 was the last" in found["train.max_epochs"].note
+
+
+REFUSED = [
+    ({"name": "other"}, "name 'tiny' -> 'other' .cannot be changed: the run is known by it"),
+    ({"data__column": "body"}, "data.column .*tokens would be others; a new run with model.init=pretrained"),
+    ({"model__layers": 3}, r"model.layers 2 -> 3 \(cannot be changed: the checkpoint's weights would not fit\)"),
+    ({"train__freeze": []}, "optimizer state of what was frozen"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED)
+def test_what_cannot_go_on_is_refused_even_by_force(overrides: dict[str, Any], message: str, run: Any) -> None:
+    begun = run(train__freeze=["*embed*"])
+    content = begun.config.model_dump(mode="json")
+    for key, value in overrides.items():
+        section, _, field = key.partition("__")
+        content |= {section: content[section] | {field: value} if field else value}
+    with pytest.raises(ValueError, match=message):
+        changes(begun.folder, RunConfig.model_validate(content), begun_with=begun.config)
+
+
+def test_what_breaks_exactness_needs_force_and_is_listed(run: Any) -> None:
+    begun, overrides = run(), {"train__seed": 7, "model__dropout": 0.5, "train__log_every_steps": 5}
+    with pytest.raises(ValueError, match="--force") as error:
+        begun.changes(force=False, **overrides)
+    assert "train.seed 1337 -> 7 (breaks exactness: another order of data" in str(error.value)
+    assert "model.dropout 0.1 -> 0.5 (breaks exactness" in str(error.value)
+    assert "log_every_steps" not in str(error.value)
+    assert len(begun.changes(force=True, **overrides)) == 3
+
+
+def test_harmless_changes_need_no_force(run: Any) -> None:
+    found = run().changes(
+        force=False,
+        checkpoint__every_steps=9,
+        evaluation__every_steps=0,
+        parallel__strategy="fsdp",
+        train__micro_batch=1,
+    )
+    assert effects(found) == {"exact", "rounding"}
+
+
+def test_the_earlier_plan_is_kept_and_the_change_remembered(run: Any) -> None:
+    begun = run()
+    first = read_plan(begun.folder)
+    second = begun.replan(begun.with_overrides(checkpoint__every_steps=9))
+    third = begun.replan(begun.with_overrides(checkpoint__every_steps=9, parallel__strategy="fsdp"))
+    assert RunPlan.read(begun.folder / "plan-1.json") == first
+    assert RunPlan.read(begun.folder / "plan-2.json") == second
+    assert read_plan(begun.folder) == third
+    assert latest_config(begun.folder, begun_with=begun.config) == third.config
+    remembered = read_resumptions(begun.folder)
+    assert [[change.field for change in each.changes] for each in remembered.resumptions] == [
+        ["checkpoint.every_steps"],
+        ["parallel.strategy"],
+    ]
+    assert [each.after_step for each in remembered.resumptions] == [40, 40]
+    assert remembered.exact
+    assert json.loads((begun.folder / "resume-overrides.json").read_text())["resumptions"][0]["changes"][0]["old"] == 3
+
+
+def test_a_resume_without_changes_keeps_its_plan_whatever_machines_there_are(run: Any) -> None:
+    begun = run()
+    assert begun.replan(begun.config, inventory(1)) == read_plan(begun.folder)
+    assert not list(begun.folder.glob("plan-*.json"))
+    assert read_resumptions(begun.folder).resumptions == ()
+
+
+AUTOMATIC = {"train__micro_batch": 0, "parallel__precision": "auto"}
+
+
+def test_an_exact_change_keeps_ranks_threads_micro_batch_and_precision(run: Any) -> None:
+    begun = run(**AUTOMATIC)
+    first = read_plan(begun.folder)
+    again = begun.replan(begun.with_overrides(checkpoint__every_steps=9), inventory(4))
+    for what in ("mesh", "ranks_per_host", "micro_batch", "accumulation", "precision", "threads_per_rank"):
+        assert getattr(again, what) == getattr(first, what), what
+    assert again.config.parallel.ranks == 0, "what was left to the plan stays so"
+
+
+def test_other_changes_take_the_machines_there_are_but_not_their_precision(run: Any) -> None:
+    begun = run(**AUTOMATIC)
+    assert read_plan(begun.folder).precision == "fp32"
+    gpus = inventory(4, kind="cuda", memory_gib=80)
+    again = begun.replan(begun.with_overrides(parallel__strategy="fsdp"), gpus)
+    assert again.mesh["dp"] == 4
+    assert again.precision == "fp32"
+
+
+def test_other_tokens_are_refused(run: Any) -> None:
+    begun = run()
+    begun.shards = begun.shards.model_copy(update={"fingerprint": "e" * 64})
+    with pytest.raises(ValueError, match="the corpus has changed since run-1 was planned"):
+        begun.replan(begun.with_overrides(data__path="elsewhere"))
+    assert not list(begun.folder.glob("plan-*.json"))
+
+
+def test_positions_that_are_weights_cannot_change_even_by_force(run: Any) -> None:
+    begun = run(model__architecture="gpt2", model__kv_heads=0)
+    with pytest.raises(ValueError, match=r"do not fit the model as it would be now \(parameters \d+ -> \d+\)"):
+        begun.replan(begun.with_overrides(train__context=32))
+
+
+def test_a_llama_takes_another_context_by_force(run: Any) -> None:
+    begun = run()
+    assert effects(begun.changes(train__context=32)) == {"breaks"}
+    assert begun.replan(begun.with_overrides(train__context=32)).shape.context == 32
+
+
+def test_other_prompts_are_answered_anew(run: Any) -> None:
+    begun = run()
+    report = begun.folder / "eval.json"
+    report.write_text("{}")
+    begun.replan(begun.with_overrides(checkpoint__every_steps=9))
+    assert report.exists()
+    begun.replan(begun.with_overrides(checkpoint__every_steps=9, evaluation__prompts=["a"]))
+    assert not report.exists()
