@@ -39,5 +39,5 @@ def test_it_has_the_data_parallel_strategies(
 
 
 def test_document_masks_are_refused_since_its_attention_is_its_own(neox: str, make_run: Callable[..., Path]) -> None:
-    with pytest.raises(ValueError, match="a gpt_neox model has its own: set train.packing=padded"):
+    with pytest.raises(ValueError, match=r"a gpt_neox model has its own: set train.packing=padded"):
         make_run("masked", model__architecture="path", model__path=neox, model__dropout=0.0, train__packing="documents")
