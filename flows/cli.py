@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _set_up_logging(verbose=options.verbose)
     signal.signal(signal.SIGTERM, _interrupt)
     from tasks.launch import RunStopped
-    from tasks.registry import without_credentials
+    from training.credentials import without_credentials
 
     try:
         return int(options.call(options) or DONE)

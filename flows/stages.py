@@ -29,10 +29,11 @@ from tasks.places import command, home, run_folder, tracking_uri
 from tasks.pretrained import check_tokenizer
 from tasks.progress import steps_shown
 from tasks.register import register_model
-from tasks.registry import resolve, shown
+from tasks.registry import resolve
 from tasks.report import Outcome, draw, outcome_rows
 from tasks.track import TrackedRun
 from training.config import RunConfig
+from training.credentials import shown
 from training.records import (
     EvalReport,
     ExportedModel,
@@ -173,7 +174,10 @@ def plan(
 @stage("Train")
 def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
     with timed(run, "train"), steps_shown("training", total=plan.steps) as show:
-        result = launch.train(plan, run_dir=run.folder, on_row=show)
+        try:
+            result = launch.train(plan, run_dir=run.folder, on_row=show)
+        finally:  # of a run that fails or is stopped they tell most
+            track.log_files(run, *sorted((run.folder / "profile").glob("*.json.gz")), folder="profile")
     figures = {
         "train/samples_per_s": result.samples_per_s,
         "train/tokens_per_s": result.tokens_per_s,
@@ -186,7 +190,6 @@ def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
     }
     known = {key: value for key, value in figures.items() if value is not None}
     track.log_figures(run, known, step=result.step)
-    track.log_files(run, *sorted((run.folder / "profile").glob("*.json.gz")), folder="profile")
     return result
 
 

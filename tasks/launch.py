@@ -30,9 +30,11 @@ from training.records import EvalReport, ExportedModel, Record, RunPlan, TrainRe
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
-STOP_GRACE_S = 120.0  # for the checkpoint
+STOP_GRACE_S = 120.0
+CHECKPOINT_GIB_PER_S = 0.1  # the slowest disk that a checkpoint on its way, and the last one, are waited for
 STACK_S = 1.0  # for the stacks of ranks that did not stop in that time
 LAST_LINES = 25
+LOG_LINE = re.compile(r"[\d-]+ [\d:,]+ [A-Z]+ ")
 RANK_WARNING = re.compile(r"[\d-]+ [\d:,]+ WARNING (.*)")  # as training/rank.py formats its log
 
 
@@ -105,10 +107,10 @@ def run_program(
             time.sleep(POLL_S)
         on_poll()
     except Exception:
-        _stop(process)
+        _stop(process, grace_s=_grace_s(run_dir))
         raise
     except BaseException:  # Ctrl-C, or the SIGTERM that Prefect turns into an exception
-        _stop(process)
+        _stop(process, grace_s=_grace_s(run_dir))
         raise RunStopped(f"interrupted: `shardline resume {plan.run_id}` goes on from the last checkpoint") from None
     with log_path.open("rb") as log:
         log.seek(earlier)
@@ -178,29 +180,44 @@ def _environment(plan: RunPlan) -> dict[str, str]:
     }
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
     """SIGTERM, time for a checkpoint, then SIGKILL; a second Ctrl-C skips the wait."""
     logger.info("stopping: the ranks save a checkpoint and leave (Ctrl-C again kills them)")
     try:
-        _end(psutil.Process(process.pid))
+        _end(psutil.Process(process.pid), grace_s=grace_s)
     except psutil.NoSuchProcess:
         pass
     finally:
         process.wait()
 
 
-def _end(launcher: psutil.Process) -> None:
-    """Stop a launcher and its ranks in order, however long their checkpoint takes within STOP_GRACE_S.
+def _is_rank(process: psutil.Process) -> bool:
+    """One that runs `python … -m training.X plan.json` itself; not torchrun or nsys, nor a compiler it started."""
+    with suppress(psutil.NoSuchProcess):
+        command = process.cmdline()
+        wrapped = any("torch.distributed.run" in word or Path(word).name.startswith("nsys") for word in command)
+        return not wrapped and bool(command) and command[-1].endswith("plan.json")
+    return False
+
+
+def _grace_s(run_dir: Path) -> float:
+    path = run_dir / "plan.json"
+    gib = RunPlan.read(path).predicted.checkpoint_gib if path.exists() else 0.0
+    return STOP_GRACE_S + 2 * gib / CHECKPOINT_GIB_PER_S
+
+
+def _end(launcher: psutil.Process, *, grace_s: float) -> None:
+    """Stop a launcher and its ranks in order, however long their checkpoint takes within the grace.
 
     The ranks are told directly: torchrun would kill them 30 s after it was told, and as each is in a session of
     its own, no process group reaches them all.
     """
-    ranks = [child for child in launcher.children(recursive=True) if not child.name().startswith("nsys")]
-    family = [launcher, *ranks]
+    family = [launcher, *launcher.children(recursive=True)]
     try:
-        for rank in ranks or [launcher]:
-            rank.terminate()
-        _, alive = psutil.wait_procs(family, timeout=STOP_GRACE_S)
+        for rank in filter(_is_rank, family):
+            with suppress(psutil.NoSuchProcess):
+                rank.terminate()
+        _, alive = psutil.wait_procs(family, timeout=grace_s)
         for member in alive:  # they hang: let them say where
             with suppress(psutil.NoSuchProcess):
                 member.send_signal(signal.SIGUSR1)
@@ -219,11 +236,11 @@ def end_earlier_gang(run_dir: Path) -> None:
     launcher = local_process(Gang.read(path).launcher) if path.exists() else None
     if launcher is not None:
         logger.warning("ranks of an earlier start are still alive (pid %d): stopping them first", launcher.pid)
-        _end(launcher)
+        _end(launcher, grace_s=_grace_s(run_dir))
 
 
 def _failure(module: str, code: int, lines: list[str], log_path: Path) -> str:
-    causes = [line for line in lines if "Error:" in line or "NonFiniteLoss:" in line]
+    causes = [line for line in lines if ("Error:" in line or "NonFiniteLoss:" in line) and not LOG_LINE.match(line)]
     cause = next((line for line in causes if "ChildFailedError" not in line), f"exit code {code}")
     tail = "\n".join(lines[-LAST_LINES:])
     return f"{module} failed: {cause.strip()}\nThe last lines of {log_path}:\n{tail}"

@@ -63,6 +63,8 @@ def write_plan(
         kept.write(run.folder / f"plan-{len(list(run.folder.glob('plan-*.json'))) + 1}.json")
         if kept.config.evaluation != config.evaluation:
             (run.folder / "eval.json").unlink(missing_ok=True)
+        if kept.config.export != config.export:
+            (run.folder / "export" / "export.json").unlink(missing_ok=True)
     if changed:
         remember(run.folder, changed)
     plan.write(run.folder / "plan.json")

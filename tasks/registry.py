@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
+from training.credentials import shown, without_credentials
 from training.records import EvalReport, ExportedModel, RunPlan, TokenShards, TrainResult
 
 if TYPE_CHECKING:
@@ -69,27 +70,6 @@ def registry_client(tracking_uri: str) -> MlflowClient:
             f"MLflow at {shown(tracking_uri)} does not answer ({why}): start it, or unset MLFLOW_TRACKING_URI"
         ) from None  # the cause's text has the credentials, and a traceback would print it
     return client
-
-
-def shown(uri: str) -> str:
-    """`uri` as it may be printed: with *** for user:password."""
-    credentials = _credentials(uri)
-    return uri.replace(f"{credentials}@", "***@", 1) if credentials else uri
-
-
-def without_credentials(text: str, *, uri: str) -> str:
-    """`text`, such as an error's, with *** wherever it quotes the credentials of `uri`, encoded or not."""
-    credentials = _credentials(uri)
-    password = credentials.partition(":")[2]
-    for secret in (credentials, unquote(credentials), password, unquote(password)):
-        text = text.replace(secret, "***") if secret else text
-    return text
-
-
-def _credentials(uri: str) -> str:
-    """user:password of scheme://user:password@host; empty without, as in a path like sqlite:////home/me@work/db."""
-    rest = uri.partition("://")[2]
-    return "" if rest.startswith("/") else rest.rpartition("@")[0]
 
 
 def parse_ref(ref: str) -> tuple[str, str | int]:

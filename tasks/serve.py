@@ -27,7 +27,8 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from tasks.generate import TextGenerator
-from tasks.registry import find_version, parse_ref, registry_client, resolve, without_credentials
+from tasks.registry import find_version, parse_ref, registry_client, resolve
+from training.credentials import without_credentials
 
 logger = logging.getLogger(__name__)
 

@@ -30,6 +30,7 @@ from tasks.places import (
 )
 from tasks.registry import registry_client
 from training.config import RunConfig
+from training.credentials import without_credentials
 from training.metrics import send_rows
 from training.records import Inventory, Record, RunPlan, TokenShards, sha256_config
 
@@ -224,7 +225,8 @@ def _close(client: MlflowClient, run: TrackedRun, *, status: str, why: str) -> N
             client.set_tag(run.mlflow_run_id, "shardline.ended_by", why[:4000])
         client.set_terminated(run.mlflow_run_id, status)
     except Exception as error:
-        logger.warning("MLflow could not be told that the run ended %s (%s): the next start will", status, error)
+        why = without_credentials(str(error), uri=tracking_uri())
+        logger.warning("MLflow could not be told that the run ended %s (%s): the next start will", status, why)
 
 
 def _send_rest(folder: Path, mlflow_run_id: str) -> None:

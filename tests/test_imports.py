@@ -12,6 +12,7 @@ import pytest
 
 REPO = Path(__file__).parents[1]
 CONTRACT = {
+    "credentials",
     "config",
     "data_config",
     "train_config",

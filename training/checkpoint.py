@@ -114,17 +114,19 @@ def weights_for(model: LanguageModel, folder: Path) -> TensorFiles:
     return weights
 
 
-def load_state(folder: Path, *, strategy: Strategy, rank: Rank) -> Manifest:
-    """Put a checkpoint's optimizer moments and generators back."""
+def load_state(folder: Path, *, strategy: Strategy, rank: Rank, mesh: dict[str, int]) -> Manifest:
+    """Put a checkpoint's optimizer moments and generators back; the latter only where ranks have the places they had:
+    tp peers must draw alike.
+    """
     strategy.load_optimizer_state(TensorFiles(folder, "optimizer"))
     manifest = Manifest.read(folder / MANIFEST)
-    if manifest.world_size == rank.world_size:
+    if manifest.mesh == mesh:
         _set_rng_state(load_file(folder / rng_name(rank)), rank.device)
     else:
         logger.warning(
-            "checkpoint of %d ranks loaded on %d: dropout goes on with fresh generators, all else is as it was",
-            manifest.world_size,
-            rank.world_size,
+            "checkpoint of ranks %s loaded on %s: dropout goes on with fresh generators, all else is as it was",
+            manifest.mesh,
+            mesh,
         )
     return manifest
 

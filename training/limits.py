@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from training.records import RunPlan, TrainResult
+from training.records import RunPlan, StoppedBy, TrainResult
 
 Rows = Iterable[Mapping[str, Any]]
 
@@ -32,16 +32,17 @@ def since_best(losses: Sequence[float]) -> int:
 class Limits:
     """What one attempt counts beside its steps. It goes on from `rows`, those of earlier attempts.
 
-    Only the rank that writes the rows decides (`decides`): by another's clock the last row might come too early, and
-    a resume would find hours left.
+    Only the rank that writes the rows decides about hours (`decides`): by another's clock the last row might come too
+    early, and a resume would find hours left.
     """
 
     def __init__(self, plan: RunPlan, rows: Rows, *, decides: bool = True) -> None:
         rows, evaluation = list(rows), plan.config.evaluation
         self.max_s = plan.config.train.max_hours * 3600 if decides else 0.0
-        self.patience, self.every_steps = evaluation.early_stop_validations if decides else 0, evaluation.every_steps
+        self.patience, self.every_steps = evaluation.early_stop_validations, evaluation.every_steps
         self.losses = validations(rows, every_steps=self.every_steps)
         self.began = time.monotonic() - elapsed_s(rows)
+        self.hours_are_over = self.seconds_left <= 0
 
     @property
     def elapsed_s(self) -> float:
@@ -55,9 +56,14 @@ class Limits:
         self.losses += validations([{"step": step, "val_loss": loss}], every_steps=self.every_steps)
 
     @property
-    def no_longer_improves(self) -> bool:
-        """Whether evaluation.early_stop_validations validations came and went without a new best."""
-        return 0 < self.patience <= since_best(self.losses)
+    def no_longer_improves(self) -> StoppedBy | None:
+        """Early stop, if evaluation.early_stop_validations validations came and went without a new best."""
+        return "early stop" if 0 < self.patience <= since_best(self.losses) else None
+
+    @property
+    def reached(self) -> StoppedBy | None:
+        """What had ended the run already when this attempt began."""
+        return self.no_longer_improves or ("hours" if self.hours_are_over else None)
 
 
 def is_finished(plan: RunPlan, result: TrainResult, rows: Rows) -> bool:
@@ -67,5 +73,5 @@ def is_finished(plan: RunPlan, result: TrainResult, rows: Rows) -> bool:
     return (
         result.step >= plan.steps
         or (result.stopped_by == "hours" and hours_are_over)
-        or (result.stopped_by == "early stop" and Limits(plan, rows).no_longer_improves)
+        or (result.stopped_by == "early stop" and Limits(plan, rows).no_longer_improves is not None)
     )

@@ -71,6 +71,13 @@ class Reading:
         return self.total / self.count
 
 
+def _last_rates(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Those an earlier attempt logged last: one that finds all steps done makes none of its own."""
+    names = ("samples_per_s", "tokens_per_s", "step_ms", "mfu")
+    last: Mapping[str, float] = next((row for row in reversed(rows) if "tokens_per_s" in row), {})
+    return {name: last[name] for name in names if name in last}
+
+
 class Meter:
     """Counts on from `start`, the step that the run begins after, the `tokens` seen by then and the `rows` logged.
 
@@ -86,7 +93,8 @@ class Meter:
         self.finite = FiniteCheck(plan, warns=rank.is_metrics_rank, skipped=skipped)
         self.gauges = Gauges(rank.device, threads=plan.threads_per_rank)
         self.utilisation, self.memory = Reading(), dict[str, Reading]()
-        self.total, self.recent, self.rates, self.train_s = Work(), Work(), dict[str, float](), 0.0
+        self.total, self.recent, self.train_s = Work(), Work(), 0.0
+        self.rates = _last_rates(rows)
         self.unread: list[tuple[int, StepStats]] = []
         self.latest: StepOutcome | None = None  # the newest step since the last row whose update was made
         self.loss_scale, self.is_paused = 1.0, False
@@ -195,6 +203,11 @@ class Meter:
         memory = {f"peak_{what}": reading.peak for what, reading in self.memory.items()}
         memory |= {f"average_{what}": reading.average for what, reading in self.memory.items()}
         held = self.memory.get("allocated_gib") or self.memory.get("resident_gib") or Reading()
+        if math.isnan(self.loss):
+            raise RuntimeError(
+                "no update was made in all of training: fp16's loss scale was still adapting, or every gradient was "
+                "left out; train for more steps, or set parallel.precision=fp32"
+            )
         known = self.utilisation.count and not math.isnan(self.utilisation.total)
         return {
             **unknown,

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from training.credentials import without_credentials
 from training.records import Record, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 ROWS_PER_REQUEST = 40  # MLflow takes at most 1000 metrics a request; a row has under 25
 SEND_EVERY_S = 2.0
 NOT_METRICS = {"step", "time_ms"}
+OF_THE_MODEL = {"loss", "val_loss", "grad_norm", "learning_rate"}
 
 
 class MetricsLog:
@@ -56,14 +58,15 @@ class MetricsLog:
             try:
                 send_rows(self.path, tracking_uri=tracking_uri, mlflow_run_id=mlflow_run_id)
             except Exception as error:
-                logger.warning("MLflow did not take metrics (%s); they are kept in %s", error, self.path)
+                why = without_credentials(str(error), uri=tracking_uri)
+                logger.warning("MLflow did not take metrics (%s); they are kept in %s", why, self.path)
 
 
 class Sent(Record):
     """metrics.sent.json: how far the file was sent, and which metrics of rows to come MLflow has already."""
 
     offset: int = 0
-    known: tuple[tuple[int, str], ...] = ()  # step, key
+    known: tuple[tuple[int, str, float | None], ...] = ()  # step, key, and for what a model is like its value
 
 
 def send_rows(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> int:
@@ -82,7 +85,7 @@ def send_rows(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> int:
             Metric(key, float(value), row["time_ms"], row["step"])
             for row in map(json.loads, chunk)
             for key, value in row.items()
-            if key not in NOT_METRICS and (row["step"], key) not in known
+            if key not in NOT_METRICS and _identity(row["step"], key, value) not in known
         ]
         if metrics:
             client.log_batch(mlflow_run_id, metrics=metrics)
@@ -90,6 +93,11 @@ def send_rows(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> int:
         count += len(chunk)
         sent.write(_sent_path(path))
     return count
+
+
+def _identity(step: int, key: str, value: float) -> tuple[int, str, float | None]:
+    """A resumed run comes by the same steps again: other rates are no news, another loss is another model."""
+    return step, key, value if key in OF_THE_MODEL else None
 
 
 def _sent_path(path: Path) -> Path:
@@ -115,6 +123,13 @@ def forget_after(path: Path, step: int) -> None:
     lines = [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
     kept = b"".join(line for line in lines if json.loads(line)["step"] <= step)
     rows = map(json.loads, content[: sent.offset].splitlines())
-    again = {(row["step"], key) for row in rows if row["step"] > step for key in row if key not in NOT_METRICS}
-    Sent(offset=min(sent.offset, len(kept)), known=tuple(sorted({*sent.known, *again}))).write(_sent_path(path))
+    again = {
+        _identity(row["step"], key, value)
+        for row in rows
+        if row["step"] > step
+        for key, value in row.items()
+        if key not in NOT_METRICS
+    }
+    known = tuple(sorted({*sent.known, *again}, key=str))
+    Sent(offset=min(sent.offset, len(kept)), known=known).write(_sent_path(path))
     write_atomically(path, kept)

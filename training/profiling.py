@@ -5,6 +5,7 @@ Such a step is left out of the rates: the profiler slows it by 10-30% on small C
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -21,6 +22,8 @@ SHORTEST_PERIOD = 10  # steps: in runs of under a hundred, fewer are timed
 TRACED_RANKS = 8  # a trace of one rank does not show whom it waits for; of all of a cluster's it would be too much
 ORDINARY = nullcontext()  # made once: the loop asks at every step
 
+logger = logging.getLogger(__name__)
+
 
 class Profiler:
     """Records the steps that are due: times by part to the metrics, traces to runs/ID/profile. Collective."""
@@ -30,6 +33,7 @@ class Profiler:
         self.period = wanted.split_every_steps or max(SHORTEST_PERIOD, plan.steps // SPLITS_IN_A_RUN)
         self.traced, self.first = frozenset(wanted.steps), meter.start + 1
         self.meter, self.log, self.rank, self.folder = meter, log, meter.rank, run_dir / "profile"
+        self.under_nsys = wanted.nsys
         if wanted.nsys and meter.rank.device.type == "cuda":
             emit_nvtx()
 
@@ -42,12 +46,16 @@ class Profiler:
     def _recorded(self, step: int, *, splits: bool) -> Iterator[None]:
         traces = step in self.traced and self.rank.rank < TRACED_RANKS
         with self.meter.paused() if step != self.first else nullcontext():
-            profiled = traces or self.rank.world_size > 1
+            profiled = traces or (self.rank.world_size > 1 and not self.under_nsys)  # CUPTI serves one at a time
             with recorded(self.rank.device, profiled=profiled, shapes=traces) as recording:
                 yield
             if traces:
-                self.folder.mkdir(exist_ok=True)
-                recording.export(self.folder / f"step-{step:08d}-rank-{self.rank.rank}.json.gz")
+                path = self.folder / f"step-{step:08d}-rank-{self.rank.rank}.json.gz"
+                try:
+                    self.folder.mkdir(exist_ok=True)
+                    recording.export(path)
+                except OSError as error:
+                    logger.warning("the trace of step %d could not be written to %s (%s)", step, path, error)
             if splits:
                 self._log_split(step, recording.split_ms())
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 
-StopReason = Literal["early stop", "hours", "signal"]
+StopReason = Literal["hours", "signal"]
 STOP_REASONS: tuple[StopReason, ...] = get_args(StopReason)  # where several are there at once, the last one counts
 
 

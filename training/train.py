@@ -6,12 +6,15 @@ Started again, it goes on from the newest whole checkpoint.
 
 from __future__ import annotations
 
+import datetime
 import gc
 import logging
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +40,7 @@ from training.tracing import part
 
 logger = logging.getLogger(__name__)
 
+HASHING_TIMEOUT = datetime.timedelta(hours=6)  # while the first rank hashes a checkpoint: 100 GB take minutes
 COLLECT_EVERY_STEPS = 500  # a full collection takes tens of ms: seldom, and on all ranks at the same step
 
 
@@ -73,7 +77,7 @@ def _prepared(plan: RunPlan, found: Path | None, *, rank: Rank, run_dir: Path) -
     strategy = parallelize(plan, mesh, model, weights=weights, device=rank.device)
     # Ranks must not drop the same units, but for tp peers, which share each unit's neighbours.
     torch.manual_seed(plan.config.train.seed + rank.rank // plan.mesh["tp"])
-    resumed = checkpoint.load_state(found, strategy=strategy, rank=rank) if found is not None else None
+    resumed = checkpoint.load_state(found, strategy=strategy, rank=rank, mesh=plan.mesh) if found is not None else None
     start = resumed.step if resumed is not None else 0
     loader = Loader(plan, dp_rank=mesh["dp"].get_local_rank(), device=rank.device)
     return Training(plan, rank, run_dir, mesh, model, num_trained, strategy, loader, start, resumed)
@@ -88,7 +92,9 @@ def _agree_on_checkpoint(run_dir: Path, rank: Rank) -> Path | None:
             found = [checkpoint.newest_whole(run_dir)]
         except RuntimeError as error:
             found = [error]
-    dist.broadcast_object_list(found, src=0)
+    patient = dist.new_group(timeout=HASHING_TIMEOUT, backend="gloo")
+    dist.broadcast_object_list(found, src=0, group=patient)
+    dist.destroy_process_group(patient)
     if isinstance(found[0], RuntimeError):
         raise found[0]
     return found[0]
@@ -106,11 +112,9 @@ def train(
 ) -> StoppedBy:
     """The loop: take batches, step, log, validate, save, stop. Its last step always leaves a checkpoint."""
     plan, config, stop = state.plan, state.plan.config, StopFlag(seconds_left=limits.seconds_left)
-    stopped_by: StoppedBy | None = "steps" if state.start >= plan.steps else None
+    stopped_by: StoppedBy | None = "steps" if state.start >= plan.steps else limits.reached
     val_loss = state.resumed.val_loss if state.resumed is not None else None
-    for step in range(state.start + 1, plan.steps + 1):
-        if limits.no_longer_improves:
-            stop.ask("early stop")
+    for step in range(state.start + 1, plan.steps + 1) if stopped_by is None else ():
         rate = learning_rate(step - 1, config.train, steps=plan.steps)
         with profiler.step(step):
             with part("data"):
@@ -129,6 +133,7 @@ def train(
             if log is not None:
                 log.write(step, val_loss=val_loss)
             limits.validated(step, val_loss)
+            stopped_by = stopped_by or limits.no_longer_improves
         if stopped_by or _every(step, config.checkpoint.every_steps):
             with meter.paused():
                 meter.require_finite()
@@ -142,6 +147,14 @@ def train(
     stop.finish()
     assert stopped_by is not None
     return stopped_by
+
+
+def _agreed(limits: Limits) -> Limits:
+    """All ranks count on from what the metrics rank read in its rows."""
+    known: list[Any] = [limits.losses, limits.seconds_left <= 0]
+    dist.broadcast_object_list(known, src=0)
+    limits.losses, limits.hours_are_over = known
+    return limits
 
 
 def _validates(step: int, period: int, stopped_by: StoppedBy | None) -> bool:
@@ -180,25 +193,19 @@ def main(plan_path: Path) -> None:
             rows = metrics.read_rows(run_dir / "metrics.jsonl")
             uri = os.environ.get("MLFLOW_TRACKING_URI", "")
             log = metrics.MetricsLog(run_dir, tracking_uri=uri, mlflow_run_id=plan.mlflow_run_id)
-            if state.start == 0:
+            if not any("trainable_parameters" in row for row in rows):
                 log.write(0, trainable_parameters=state.trainable_parameters)
         tokens = state.resumed.tokens if state.resumed is not None else 0
         meter = Meter(plan, rank=rank, start=state.start, tokens=tokens, rows=rows)
         profiler = Profiler(plan, meter=meter, log=log, run_dir=run_dir)
         with Saver(run_dir, plan=plan, strategy=state.strategy, model=state.model, rank=rank) as saver:
-            stopped_by = train(
-                state,
-                meter=meter,
-                profiler=profiler,
-                log=log,
-                limits=Limits(plan, rows, decides=rank.is_metrics_rank),
-                saver=saver,
-                watch=watch,
-            )
+            limits = _agreed(Limits(plan, rows, decides=rank.is_metrics_rank))
+            stopped_by = train(state, meter=meter, profiler=profiler, log=log, limits=limits, saver=saver, watch=watch)
         if log is not None:
             log.close()
             result(state, meter=meter, stopped_by=stopped_by).write(run_dir / "result.json")
-            prune(run_dir, plan.config.checkpoint)  # what only an older result.json pointed at
+            with suppress(OSError):  # what only an older result.json pointed at; the run is done either way
+                prune(run_dir, plan.config.checkpoint)
 
 
 def result(state: Training, *, meter: Meter, stopped_by: StoppedBy) -> TrainResult:

@@ -17,7 +17,11 @@ TWO_RANKS: dict[str, Layout] = {
 FOUR_RANKS: dict[str, Layout] = {
     "ddp 4": (4, {"parallel__strategy": "ddp"}),
     "fsdp 4": (4, {"parallel__strategy": "fsdp"}),
+    "zero1 4": (4, {"parallel__strategy": "zero1"}),
+    "zero2 4": (4, {"parallel__strategy": "zero2"}),
     "zero3 4": (4, {"parallel__strategy": "zero3"}),
+    "pp 4": (4, {"parallel__pp": 4}),
+    "dp x pp interleaved": (4, {"parallel__pp": 2, "parallel__pp_stages_per_rank": 2}),
     "dp x tp": (4, {"parallel__tp": 2}),
     "dp x pp": (4, {"parallel__pp": 2}),
     "fsdp x tp": (4, {"parallel__strategy": "fsdp", "parallel__tp": 2}),

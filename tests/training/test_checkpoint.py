@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.conftest import losses, run_ranks
-from training.checkpoint import Manifest, checkpoint_folder, damage, load_weights, newest_whole
+from training.checkpoint import Manifest, checkpoint_folder, damage, newest_whole, weights_for
 from training.metrics import read_rows
 from training.model import build_model
 from training.records import RunPlan, sha256_config
@@ -87,7 +87,7 @@ def test_another_models_checkpoint_is_refused_with_the_weights_name(run_dir: Pat
     plan = RunPlan.read(run_dir / "plan.json")
     wider = plan.shape.model_copy(update={"mlp_width": 2 * plan.shape.mlp_width})
     with pytest.raises(ValueError, match=r"mlp.gate_proj.weight is \[\d+, 32\], in checkpoint .* it is \[\d+, 32\]"):
-        load_weights(run_dir / "checkpoints" / "00000008", build_model(plan.model_copy(update={"shape": wider})))
+        weights_for(build_model(plan.model_copy(update={"shape": wider})), run_dir / "checkpoints" / "00000008")
 
 
 def cut(path: Path) -> None:

@@ -19,7 +19,7 @@ from training.records import TrainResult
 STEPS = 100
 DEADLINE_S = 100
 FAST = ("single", "ddp", "fsdp", "zero2")
-SLOW = ("zero1", "zero3", "tp", "pp", "pp interleaved", "fsdp x tp", "dp x pp")
+SLOW = ("zero1", "zero3", "tp", "pp", "pp interleaved", "fsdp x tp", "dp x pp", "tp x pp", "zero3 offload")
 
 
 def interrupt(plan_path: Path, *, at_step: int, signum: signal.Signals) -> None:

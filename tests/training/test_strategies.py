@@ -19,7 +19,20 @@ STEPS = 20
 WEIGHT_BOUND = 2e-5
 LOSS_BOUND = 2e-6
 
-SLOW = {"zero1", "zero2 offload", "zero3 offload", "ddp 4", "fsdp 4", "zero3 4", "dp x pp", *EIGHT_RANKS}
+SLOW = {
+    "zero1",
+    "zero2 offload",
+    "zero3 offload",
+    "ddp 4",
+    "fsdp 4",
+    "zero1 4",
+    "zero2 4",
+    "zero3 4",
+    "pp 4",
+    "dp x pp",
+    "dp x pp interleaved",
+    *EIGHT_RANKS,
+}
 COMMON = {
     "model__dropout": 0.0,
     "model__layers": 4,
