@@ -1,0 +1,151 @@
+"""What the training benchmarks train: a corpus that every machine has, model sizes, and plans for them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from training.config import RunConfig
+from training.plan import make_plan
+from training.records import Host, Inventory, Measured, RunPlan, TokenShards
+from training.shards import MANIFEST, token_dtype, write_shard
+
+CORPUS_CHARACTERS = 2_000_000
+NEVER = 10**8
+
+
+@dataclass(frozen=True)
+class Size:
+    """One model and its batch. `log_every`: steps between two readings of the loss, which every contestant makes."""
+
+    name: str
+    model: dict[str, Any]
+    vocab_size: int
+    context: int
+    batch: int
+    micro_batch: int
+    log_every: int
+    train: dict[str, Any] = field(default_factory=dict)
+
+
+def write_corpus(folder: Path, *, vocab_size: int, text: Path | None = None) -> TokenShards:
+    """Token shards of a text file, or of this Python's standard library: one shard for each split.
+
+    Its `vocab_size` - 1 commonest characters are a token each, all others share one; a vocabulary of thousands takes
+    stretches of four characters, hashed.
+    """
+    characters = (text.read_text() if text else _standard_library())[:CORPUS_CHARACTERS]
+    codes = np.frombuffer(characters.encode("utf-32-le"), np.uint32)
+    if vocab_size > 256:
+        tokens = _hashed(codes[: len(codes) // 4 * 4].reshape(-1, 4)) % vocab_size
+    else:
+        common = np.array([code for code, _ in Counter(codes.tolist()).most_common(vocab_size - 1)])
+        table = np.zeros(int(codes.max()) + 1, np.int64)
+        table[common] = np.arange(1, len(common) + 1)
+        tokens = table[codes]
+    tokens = tokens.astype(token_dtype(vocab_size))
+    held_out = len(tokens) // 20
+    splits = (("train", tokens[:-held_out]), ("validation", tokens[-held_out:]))
+    manifest = TokenShards(
+        fingerprint="0" * 64,
+        sources=(),
+        tokenizer="characters",
+        tokenizer_sha256="0" * 64,
+        vocab_size=vocab_size,
+        end_id=0,
+        mask_id=None,
+        dtype=token_dtype(vocab_size),
+        split_rule="tail",
+        shards=tuple(
+            write_shard(folder, split=split, index=0, tokens=part, ends=(), text_bytes=len(part))  # type: ignore[arg-type]
+            for split, part in splits
+        ),
+        skipped=0,
+        skipped_examples=(),
+    )
+    manifest.write(folder / MANIFEST)
+    return manifest
+
+
+def _standard_library() -> str:
+    texts, length = [], 0
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        texts.append(path.read_text(encoding="utf-8", errors="replace"))
+        length += len(texts[-1])
+        if length >= CORPUS_CHARACTERS:
+            break
+    return "".join(texts)
+
+
+def _hashed(pieces: np.ndarray) -> np.ndarray:
+    """[n, 4] -> [n]: a polynomial over a prime below 2^31."""
+    total = np.zeros(len(pieces), np.int64)
+    for column in pieces.T.astype(np.int64):
+        total = (total * 1_000_003 + column) % 2_147_483_629
+    return total
+
+
+def measure(folder: Path, *, threads: int) -> Measured:
+    """What training/measure.py finds for one process: on a GPU if there is one, else on so many threads."""
+    out = folder / "measured.json"
+    subprocess.run([sys.executable, "-m", "training.measure", str(out), str(threads)], check=True)
+    return Measured.read(out)
+
+
+def inventory(measured: Measured, *, ranks: int, threads: int) -> Inventory:
+    device = measured.devices[0]
+    host = Host(name="here", cores=ranks * threads, memory_gib=64, disk_free_gib=1000, devices=(device,) * ranks)
+    return Inventory(hosts=(host,))
+
+
+def write_plan(
+    run_dir: Path,
+    *,
+    size: Size,
+    shards_dir: Path,
+    inventory: Inventory,
+    steps: int,
+    compiled: bool,
+    parallel: dict[str, Any],
+) -> RunPlan:
+    """RUN_DIR/plan.json. The learning rate is constant, as every contestant can do that the same.
+
+    `compiled`: with torch.compile, unless it is zero3, which cannot have it.
+
+    Raises ValueError if `size` does not fit, or the strategy cannot run it.
+    """
+    config = {
+        "name": "benchmark",
+        "data": {"path": "stdlib", "tokenizer": {"kind": "characters"}},
+        "model": size.model,
+        "train": {
+            "steps": steps,
+            "context": size.context,
+            "global_batch": size.batch,
+            "micro_batch": size.micro_batch,
+            "learning_rate": 1e-3,
+            "min_learning_rate": 0.0,
+            "schedule": "constant",
+            "warmup_steps": 0,
+            "log_every_steps": size.log_every,
+            "compile": compiled and parallel["strategy"] != "zero3",
+            **size.train,
+        },
+        "parallel": parallel,
+        "checkpoint": {"every_steps": NEVER, "keep_last": 1},
+        "evaluation": {"every_steps": 0},
+        "profile": {"split_every_steps": NEVER},
+    }
+    manifest = TokenShards.read(shards_dir / MANIFEST)
+    plan = make_plan(
+        RunConfig.model_validate(config), inventory, run_id=run_dir.name, shards=manifest, shards_dir=str(shards_dir)
+    )
+    plan.write(run_dir / "plan.json")
+    return plan
