@@ -19,7 +19,7 @@ import yaml
 from mlflow import MlflowClient
 
 from tests.conftest import losses
-from tests.flows.test_pipeline import CONFIG
+from tests.shop import CONFIG
 
 READY_WITHIN_S = 90
 
