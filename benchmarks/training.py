@@ -88,6 +88,18 @@ def scale(name: str, folder: Path, *, measured: Measured, args: argparse.Namespa
     return ratio(*contestants)
 
 
+def matmul_scaling(folder: Path, *, precision: str) -> float:
+    """Matrix products of 2 processes at once to those of one alone: what the machine leaves 2 ranks, whoever trains."""
+    alone, one, other = (
+        device.matmul_tflops[precision]
+        for ranks in (1, 2)
+        for device in measure(folder, threads=1, ranks=ranks).devices
+    )
+    scaling = round(2 * min(one, other) / alone, 3)
+    print(f"2 processes x 1 thread against 1, matrix products only: {scaling:.2f}x", flush=True)
+    return scaling
+
+
 def report(size: Size, contestants: list[Contestant], *, tflops: float) -> dict[str, Any]:
     """Print the table; the figures by contestant. `tflops`: the measured matmul rate."""
     ours, plan = contestants[0], contestants[0].plan
@@ -150,6 +162,7 @@ def main() -> None:
             figures[size.name] = report(size, races[size.name], tflops=max(rates))
         if args.plot:
             plot(args.plot, races)
+        ceiling = matmul_scaling(folder, precision=args.precision) if scaled else None
         for name in scaled:
             try:
                 scaling[name] = round(scale(name, folder / name, measured=measured, args=args), 3)
@@ -161,7 +174,8 @@ def main() -> None:
         for key, name in (("plain_loop", "plain loop"), ("hf_trainer", "HF Trainer"), ("accelerate", "Accelerate"))
     }
     settings = {"threads": args.threads, "precision": args.precision, "matmul_gflops": round(1000 * max(rates))}
-    print(json.dumps({**ratios, "scaling_2_ranks": scaling, "figures": figures, **settings}))
+    scalings = {"scaling_2_ranks": scaling, "matmul_scaling_2_processes": ceiling}
+    print(json.dumps({**ratios, **scalings, "figures": figures, **settings}))
 
 
 if __name__ == "__main__":

@@ -92,10 +92,11 @@ def _hashed(pieces: np.ndarray) -> np.ndarray:
     return total
 
 
-def measure(folder: Path, *, threads: int) -> Measured:
-    """What training/measure.py finds for one process: on a GPU if there is one, else on so many threads."""
+def measure(folder: Path, *, threads: int, ranks: int = 1) -> Measured:
+    """What training/measure.py finds for each of `ranks` processes at once: on a GPU, else on so many threads."""
     out = folder / "measured.json"
-    subprocess.run([sys.executable, "-m", "training.measure", str(out), str(threads)], check=True)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    subprocess.run([sys.executable, *torchrun, "-m", "training.measure", str(out), str(threads)], check=True)
     return Measured.read(out)
 
 

@@ -75,8 +75,8 @@ def test_lineage_walks_from_the_version_to_the_bytes_of_the_checkpoint(first: di
     run_dir = shop.home / first["run_id"]
     manifest = run_dir / lineage["checkpoint"]["path"] / "manifest.json"
     assert lineage["checkpoint"]["sha256"] == sha256_file(manifest)
-    for name, sha256 in json.loads(manifest.read_text())["files"].items():
-        assert sha256_file(manifest.parent / name) == sha256
+    for name, file in json.loads(manifest.read_text())["files"].items():
+        assert sha256_file(manifest.parent / name) == file["sha256"]
     shards = next((shop.home / "tokens").glob("*/manifest.json"))
     assert lineage["dataset"]["fingerprint"] == json.loads(shards.read_text())["fingerprint"]
     assert lineage["tokenizer"]["sha256"] == sha256_file(shards.parent / "tokenizer" / "tokenizer.json")
