@@ -71,8 +71,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_hidden[part] = low @ cast
             if grad_weight is not None:
                 grad_weight += low.t() @ rows
-        if headroom != 1:
-            torch._foreach_mul_([saved for saved in (grad_hidden, grad_weight) if saved is not None], headroom)
+        for scaled in (grad_hidden, grad_weight):
+            if scaled is not None and headroom != 1:
+                scaled *= headroom
         if grad_hidden is not None:
             grad_hidden += loss - loss  # 0, or NaN: a loss that is not finite must not pass for a good step
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
