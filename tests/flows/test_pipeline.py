@@ -92,6 +92,7 @@ def test_generate_prints_a_continuation_of_the_prompt(first: dict[str, Any], sho
     assert len(out) > 8
 
 
+@pytest.mark.slow
 def test_a_second_run_does_not_tokenize_again_and_an_equal_model_stays_challenger(
     first: dict[str, Any], shop: Shop
 ) -> None:

@@ -13,6 +13,8 @@ from tests.conftest import losses
 from tests.shop import Shop
 from training.records import RunPlan, TrainResult
 
+pytestmark = pytest.mark.slow  # a whole pipeline more than tests/flows/test_pipeline.py
+
 SHORT = ("train.steps=20", "train.schedule=constant", "evaluation.every_steps=10", "train.log_every_steps=1")
 
 
@@ -87,7 +89,6 @@ def test_what_cannot_or_should_not_go_on_ends_with_2_and_changes_nothing(
     assert shop.mlflow_run(begun).info.status == "FINISHED"
 
 
-@pytest.mark.slow
 def test_an_extended_run_is_to_the_bit_the_one_that_was_long_from_the_start(
     extended: tuple[dict[str, Any], str], shop: Shop, begun: Path
 ) -> None:
@@ -95,7 +96,6 @@ def test_an_extended_run_is_to_the_bit_the_one_that_was_long_from_the_start(
     assert losses(shop.home / json.loads(out)["run_id"] / "plan.json") == losses(begun / "plan.json")
 
 
-@pytest.mark.slow
 def test_force_goes_on_and_the_run_can_no_longer_be_reproduced(shop: Shop) -> None:
     run_id = json.loads(shop.run("pretrain", str(shop.config), *SHORT, "--json")[0])["run_id"]
     _, err = shop.run("resume", run_id, "train.learning_rate=0.001", "train.steps=30", "--force")
@@ -107,7 +107,6 @@ def test_force_goes_on_and_the_run_can_no_longer_be_reproduced(shop: Shop) -> No
     assert "no single config gives its losses" in err
 
 
-@pytest.mark.slow
 def test_a_run_that_its_hours_ended_is_registered_and_trains_on_with_more(shop: Shop) -> None:
     endless = ("train.steps=1000000", "train.schedule=constant", f"train.max_hours={1 / 3600}")
     out, err = shop.run("pretrain", str(shop.config), *endless, "--json")

@@ -16,10 +16,10 @@ from tests.training.layouts import LAYOUTS
 from training.checkpoint import Manifest
 from training.records import TrainResult
 
-STEPS = 100
+STEPS = 60
 DEADLINE_S = 100
-FAST = ("single", "ddp", "fsdp", "zero2")
-SLOW = ("zero1", "zero3", "tp", "pp", "pp interleaved", "fsdp x tp", "dp x pp", "tp x pp", "zero3 offload")
+FAST = ("single", "ddp", "fsdp")
+SLOW = ("zero1", "zero2", "zero3", "tp", "pp", "pp interleaved", "fsdp x tp", "dp x pp", "tp x pp", "zero3 offload")
 
 
 def interrupt(plan_path: Path, *, at_step: int, signum: signal.Signals) -> None:
@@ -57,7 +57,7 @@ def make(request: pytest.FixtureRequest, make_run: Callable[..., Path]) -> Calla
             model__layers=4,
             train__steps=STEPS,
             train__micro_batch=2 if layout.get("parallel__pp", 1) == 1 else 1,
-            checkpoint__every_steps=20,
+            checkpoint__every_steps=10,
             evaluation__every_steps=25,
             **layout,
         )
@@ -76,7 +76,7 @@ def undisturbed(make: Callable[[str], Path]) -> Path:
 def test_resumed_run_is_the_undisturbed_one_to_the_bit(
     signum: signal.Signals, make: Callable[[str], Path], undisturbed: Path
 ) -> None:
-    plan_path, at_step = make(signum.name), random.randint(22, STEPS - 30)
+    plan_path, at_step = make(signum.name), random.randint(12, STEPS - 25)
     interrupt(plan_path, at_step=at_step, signum=signum)
     if signum == signal.SIGTERM:
         result = TrainResult.read(plan_path.parent / "result.json")

@@ -98,7 +98,9 @@ def test_ranks_that_accumulate_and_clip_equal_one_process(
 
 
 @pytest.mark.parametrize("packing", ["documents", "uneven"])
-@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp x tp", marks=pytest.mark.slow), "zero2", "pp"])
+@pytest.mark.parametrize(
+    "layout", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp x tp", "zero2")), "pp"]
+)
 def test_document_masks_padding_and_an_uneven_last_batch(
     layout: str, packing: str, alone: Callable[..., Path], make_run: Callable[..., Path]
 ) -> None:
@@ -123,7 +125,7 @@ def test_other_architectures_have_tensor_and_pipeline_plans(
     assert_equal_training(alone(architecture, **model), plan_path)
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "tp", "pp"])
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("tp", marks=pytest.mark.slow), "pp"])
 def test_an_untied_head_is_a_matrix_of_its_own(
     layout: str, alone: Callable[..., Path], make_run: Callable[..., Path]
 ) -> None:
@@ -135,7 +137,9 @@ def test_an_untied_head_is_a_matrix_of_its_own(
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
-@pytest.mark.parametrize("layout", ["single", "fsdp", pytest.param("zero3", marks=pytest.mark.slow), "tp", "pp"])
+@pytest.mark.parametrize(
+    "layout", ["single", "fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero3", "tp", "pp"))]
+)
 def test_activation_checkpointing_changes_nothing_but_memory(
     layout: str, kind: str, alone: Callable[..., Path], make_run: Callable[..., Path]
 ) -> None:
