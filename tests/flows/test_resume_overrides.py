@@ -13,7 +13,7 @@ from tests.conftest import losses
 from tests.shop import Shop
 from training.records import RunPlan, TrainResult
 
-pytestmark = pytest.mark.slow  # a whole pipeline more than tests/flows/test_pipeline.py
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # whole pipelines beside those of tests/flows/test_pipeline.py
 
 SHORT = ("train.steps=20", "train.schedule=constant", "evaluation.every_steps=10", "train.log_every_steps=1")
 

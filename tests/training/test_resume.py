@@ -19,7 +19,8 @@ from training.records import TrainResult
 STEPS = 60
 DEADLINE_S = 100
 FAST = ("single", "ddp", "fsdp")
-SLOW = ("zero1", "zero2", "zero3", "tp", "pp", "pp interleaved", "fsdp x tp", "dp x pp", "tp x pp", "zero3 offload")
+SLOW = ("zero2", "zero3", "tp", "pp", "fsdp x tp", "tp x pp")
+LONG = ("zero1", "pp interleaved", "dp x pp", "zero3 offload")
 
 
 def interrupt(plan_path: Path, *, at_step: int, signum: signal.Signals) -> None:
@@ -44,7 +45,14 @@ def weight_hashes(plan_path: Path) -> list[str]:
     return [str(file) for name, file in sorted(files.items()) if name.startswith(("model", "optimizer"))]
 
 
-@pytest.fixture(scope="module", params=[*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *FAST,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+        *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long]) for name in LONG),
+    ],
+)
 def make(request: pytest.FixtureRequest, make_run: Callable[..., Path]) -> Callable[[str], Path]:
     ranks, layout = LAYOUTS.get(request.param, (1, {"parallel__strategy": "single"}))
 
