@@ -46,7 +46,8 @@ def test_one_rank_agrees_with_an_independent_timing(tmp_path: Path) -> None:
         check=True,
     ).stdout
     (device,) = measured.devices
-    assert 1 / 3 < device.matmul_tflops["fp32"] * 1e3 / float(numpy_gflops) < 3
+    # Both are wall-clock times, and other tests may run beside one of them: the unit and the order are what is checked.
+    assert 1 / 6 < device.matmul_tflops["fp32"] * 1e3 / float(numpy_gflops) < 6
     assert measured.allreduce_gb_per_s == 0
     assert {"python", "torch"} <= measured.versions.keys()
 
