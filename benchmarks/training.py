@@ -31,7 +31,7 @@ SIZES = (
     Size("shakespeare-char", {"layers": 4, "heads": 4, "width": 128}, VOCAB_SIZE, 64, 12, 12, 10),
     Size("10M", {"layers": 6, "heads": 6, "width": 384}, VOCAB_SIZE, 256, 4, 4, 1),
 )
-SCALED = Size("10M", {"layers": 6, "heads": 6, "width": 384}, VOCAB_SIZE, 256, 16, 4, 1)
+SCALED = Size("10M", {"layers": 6, "heads": 6, "width": 384}, VOCAB_SIZE, 256, 32, 4, 1)  # 4 micro-batches a rank
 BASELINES = {"plain loop": "plain", "HF Trainer": "trainer", "Accelerate": "accelerated"}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from tasks.gate import Candidate, Verdict, gate
 from tasks.generate import TextGenerator
 from tasks.logged_model import link_or_copy
 from tasks.register import promote, register_model
-from tasks.registry import CLIENT_ENVIRONMENT, aliases_of, lineage, registry_client, resolve, shown
+from tasks.registry import aliases_of, lineage, resolve
 from tests.tasks.conftest import Store
 from training.records import ExportedModel, RunPlan
 
@@ -149,42 +148,6 @@ def test_promote_names_what_there_is(store: Store) -> None:
         promote("tony", tracking_uri=store.uri)
 
 
-@pytest.mark.parametrize("ref", ["tiny", "tiny@champion", "tiny/1"])
-def test_references_lead_to_the_files_where_they_are(store: Store, ref: str) -> None:
-    run_dir = store.finished_run("one", loss=3.0)
-    register_model(run_dir, tracking_uri=store.uri)
-    model = resolve(ref, tracking_uri=store.uri)
-    assert (model.name, model.version, model.aliases) == ("tiny", 1, ("champion",))
-    assert model.export_dir.is_relative_to(store.folder / "artifacts")
-    record = ExportedModel.read(model.export_dir / "export.json")
-    assert {path.name for path in model.export_dir.iterdir()} == {*record.files, "export.json"}
-
-
-@pytest.mark.parametrize("ref", ["", "tiny@", "@champion", "tiny/x", "tiny/", "tiny/1@champion", "a/b/1"])
-def test_references_that_name_nothing_are_refused(store: Store, ref: str) -> None:
-    with pytest.raises(ValueError, match="NAME@champion or NAME/3"):
-        resolve(ref, tracking_uri=store.uri)
-
-
-def test_lineage_walks_back_to_everything_without_the_runs_folder(store: Store) -> None:
-    run_dir = store.finished_run("one", loss=3.0, commit="c0ffee")
-    plan = RunPlan.read(run_dir / "plan.json")
-    register_model(run_dir, tracking_uri=store.uri)
-    run_dir.rename(store.folder / "away")
-    back = lineage("tiny@champion", tracking_uri=store.uri)
-    json.dumps(back)
-    assert back["model"] == {"name": "tiny", "version": 1, "aliases": ["champion"]}
-    assert back["run"] == {"run_id": "one", "mlflow_run_id": plan.mlflow_run_id, "status": "RUNNING"}
-    assert back["git_commit"] == "c0ffee"
-    assert back["config"] == plan.config.model_dump(mode="json")
-    assert back["dataset"]["fingerprint"] == "a" * 64
-    assert len(back["tokenizer"]["sha256"]) == 64
-    assert back["checkpoint"] == {"path": "checkpoints/8", "sha256": "c" * 64, "step": 8}
-    assert back["evaluation"]["loss"] == 3.0
-    assert back["parity"]["argmax_agreement"] == 1.0
-    assert back["reproduce"] == "shardline reproduce one"
-
-
 def test_mlflow_links_the_version_to_run_data_and_model(store: Store) -> None:
     run_dir = store.finished_run("one", loss=3.0)
     mlflow_run_id = RunPlan.read(run_dir / "plan.json").mlflow_run_id
@@ -267,38 +230,6 @@ def test_where_links_cannot_be_files_are_copied(tmp_path: Path, monkeypatch: pyt
     link_or_copy(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "b").read_text() == "weights"
     assert not (tmp_path / "b").samefile(tmp_path / "a")
-
-
-def test_an_mlflow_that_is_away_is_named_soon_in_one_line_and_without_the_password(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    for name in CLIENT_ENVIRONMENT:
-        monkeypatch.delenv(name, raising=False)
-    began = time.monotonic()
-    with pytest.raises(RuntimeError) as stopped:
-        registry_client("http://ada:s%40crat@127.0.0.1:9")
-    assert time.monotonic() - began < 12
-    message = str(stopped.value)
-    assert message.startswith("MLflow at http://***@127.0.0.1:9 does not answer (API request to http://***@127.0.0.1:9")
-    assert message.endswith("start it, or unset MLFLOW_TRACKING_URI")
-    assert not any(secret in message for secret in ("ada", "s%40crat", "s@crat"))
-    assert stopped.value.__suppress_context__  # nor does a traceback quote it
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize(
-    ("uri", "printed"),
-    [
-        ("http://ada:pa@ss@mlflow:5000", "http://***@mlflow:5000"),
-        ("postgresql://ada:secret@db/mlflow", "postgresql://***@db/mlflow"),
-        ("https://token@mlflow", "https://***@mlflow"),
-        ("http://127.0.0.1:5000", "http://127.0.0.1:5000"),
-        ("sqlite:////home/ada@work/mlflow.db", "sqlite:////home/ada@work/mlflow.db"),
-        ("mlruns", "mlruns"),
-    ],
-)
-def test_a_uri_is_shown_without_credentials(uri: str, printed: str) -> None:
-    assert shown(uri) == printed
 
 
 def test_unfinished_runs_are_refused_with_what_is_missing(store: Store) -> None:
