@@ -49,3 +49,17 @@ def test_other_types_and_forms_go_the_usual_way() -> None:
 def test_compiled_graphs_use_them_too() -> None:
     a, b = torch.randn(64, 32), torch.randn(32, 16)
     assert near(torch.compile(lambda x, y: (x @ y).relu())(a, b), (a.double() @ b.double()).relu())
+
+
+def test_memory_that_others_look_at_is_written_not_replaced() -> None:
+    a, b = torch.randn(8, 4), torch.randn(4, 6)
+    whole = torch.zeros(2, 8, 6)
+    torch.mm(a, b, out=whole[1])
+    assert near(whole[1], a.double() @ b.double())
+    assert not whole[0].any()
+    alone, transposed = torch.empty(8, 6), torch.empty(6, 8).t()
+    for out in (alone, transposed):
+        strides = out.stride()
+        assert torch.mm(a, b, out=out) is out
+        assert near(out, a.double() @ b.double())
+        assert out.stride() == strides

@@ -41,7 +41,7 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 def compile_layers(model: LanguageModel) -> None:
-    """Compile layer by layer: equal layers share one graph, so that start-up does not grow with depth.
+    """Compile layer by layer, then what follows: equal layers share one graph, so start-up does not grow with depth.
 
     `fullgraph`: a graph break is an error, not a slow-down nobody sees. Only `forward`, so that hooks (FSDP2 gathers
     weights in them) stay outside.
@@ -50,3 +50,4 @@ def compile_layers(model: LanguageModel) -> None:
     torch._dynamo.config.recompile_limit = max(8, 4 * len(layers))  # layers may differ by a constant (GPT-2's can)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False)
+    model.finish = torch.compile(model.finish, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
