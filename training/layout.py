@@ -1,0 +1,189 @@
+"""Who computes what, and in which precision: ranks, mesh and micro-batch for a config on an inventory, with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from training.config import RunConfig
+from training.cost import DESCRIBED, memory_gib
+from training.records import Device, Inventory, ModelShape
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+BF16_GAIN_ON_CPU = 1.3  # below this bf16 is emulated or memory-bound, and fp32 costs nothing in accuracy
+MEMORY_SHARE = 0.9  # of a device; the rest is left to fragmentation and to other programs
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who computes what, in which precision; `reasons` says why."""
+
+    precision: Precision
+    ranks_per_host: tuple[int, ...]
+    mesh: dict[str, int]
+    micro_batch: int
+    reasons: tuple[str, ...]
+
+
+def choose_layout(config: RunConfig, shape: ModelShape, inventory: Inventory) -> Layout:
+    """Raises ValueError, with the numbers and the cure, for what cannot work."""
+    precision, why_precision = _precision(config, inventory)
+    ranks_per_host, why_ranks = _ranks(config, inventory)
+    mesh = _mesh(config, shape, sum(ranks_per_host))
+    micro_batch, why_micro_batch = _micro_batch(config, shape, inventory, mesh, precision)
+    _check_accumulation(config, mesh, config.train.global_batch // mesh["dp"] // micro_batch)
+    reasons = (
+        f"precision {precision}: {why_precision}",
+        f"ranks {sum(ranks_per_host)}: {why_ranks}",
+        f"micro-batch {micro_batch}: {why_micro_batch}",
+    )
+    return Layout(precision, ranks_per_host, mesh, micro_batch, reasons)
+
+
+def choose_precision(inventory: Inventory) -> tuple[Precision, str]:
+    """The precision for matrix products and why; the weakest device decides for all."""
+    devices = [device for host in inventory.hosts for device in host.devices]
+    if inventory.device_kind == "cuda":
+        weakest = min(devices, key=_capability)
+        if _capability(weakest) >= (8, 0):
+            return "bf16", f"{weakest.name} has compute capability {weakest.compute_capability} (bf16 from 8.0 on)"
+        which = f"{weakest.name} has compute capability {weakest.compute_capability}"
+        if _capability(weakest) >= (7, 0):
+            return "fp16", f"{which}: fp16 tensor cores (from 7.0 on), no bf16 (from 8.0 on)"
+        return "fp32", f"{which}, fp16 needs 7.0 and bf16 8.0"
+    gains = [d.matmul_tflops.get("bf16", 0.0) / max(d.matmul_tflops.get("fp32", 0.0), 1e-9) for d in devices]
+    gain = min(gains)
+    if gain >= BF16_GAIN_ON_CPU:
+        return "bf16", f"bf16 matrix products measured {gain:.1f}x as fast as fp32 on this CPU"
+    return "fp32", f"bf16 measured only {gain:.1f}x as fast as fp32 on this CPU, below {BF16_GAIN_ON_CPU}x"
+
+
+def _capability(device: Device) -> tuple[int, int]:
+    major, _, minor = (device.compute_capability or "0.0").partition(".")
+    return int(major), int(minor or 0)
+
+
+def _precision(config: RunConfig, inventory: Inventory) -> tuple[Precision, str]:
+    chosen, why = choose_precision(inventory)
+    asked = config.parallel.precision
+    if asked == "auto":
+        return chosen, why
+    if inventory.device_kind == "cuda" and (asked, chosen) in {("bf16", "fp16"), ("bf16", "fp32"), ("fp16", "fp32")}:
+        raise ValueError(f"parallel.precision={asked}: {why}: use auto or fp32")
+    return asked, "asked for by parallel.precision"
+
+
+def _ranks(config: RunConfig, inventory: Inventory) -> tuple[tuple[int, ...], str]:
+    """Ranks per host. Automatic: as many as there are devices and the global batch can be dealt to evenly."""
+    slots = [len(host.devices) for host in inventory.hosts]
+    available, batch, asked = sum(slots), config.train.global_batch, config.parallel.ranks
+    layout = f"{len(slots)} host{'s' if len(slots) > 1 else ''} with {available} device{'s' if available > 1 else ''}"
+    if config.parallel.strategy == "single":
+        return (1,), "strategy single is one process"
+    if asked > available:
+        raise ValueError(f"parallel.ranks = {asked}, but {layout}: lower parallel.ranks or set it to 0")
+    model_ranks = config.parallel.tp * config.parallel.pp
+    if available < model_ranks or (asked and asked % model_ranks):
+        per_host_slots = f"{len(slots)} nodes x {slots[0]} devices" if len(set(slots)) == 1 else layout
+        raise ValueError(
+            f"{per_host_slots} = {asked or available} ranks, not divisible by tp*pp = {model_ranks}: "
+            "change parallel.tp, parallel.pp or the host list"
+        )
+    replicas = next(n for n in range(min(available // model_ranks, batch), 0, -1) if batch % n == 0)
+    ranks = asked or replicas * model_ranks
+    why = "asked for by parallel.ranks" if asked else layout
+    if not asked and ranks < available:
+        why += f", of which {ranks} divide train.global_batch = {batch}; {available - ranks} stay idle"
+        if model_ranks > 1:
+            why = f"{layout}, dealt as {replicas} x tp*pp = {model_ranks}; {available - ranks} stay idle"
+    per_host: list[int] = []
+    for slot in slots:
+        per_host.append(min(slot, ranks - sum(per_host)))
+    return tuple(n for n in per_host if n), why
+
+
+def _mesh(config: RunConfig, shape: ModelShape, world_size: int) -> dict[str, int]:
+    """Sizes of the axes, outermost first: tp peers talk in every layer, so they are neighbours on one host."""
+    tp, pp, stages = config.parallel.tp, config.parallel.pp, config.parallel.pp * config.parallel.pp_stages_per_rank
+    if (tp > 1 or pp > 1) and shape.architecture not in DESCRIBED:
+        raise ValueError(
+            f"a {shape.architecture} model has no tensor or pipeline plan (there is one for "
+            f"{', '.join(DESCRIBED)}): set parallel.tp=1 parallel.pp=1 and use ddp, fsdp, zero1, zero2 or zero3"
+        )
+    for what, size in (
+        ("attention heads", shape.heads),
+        ("key/value heads", shape.kv_heads),
+        ("MLP width", shape.mlp_width),
+    ):
+        if size % tp:
+            raise ValueError(f"{size} {what} cannot be shared by parallel.tp = {tp}: choose a tp that divides {size}")
+    if shape.layers < stages:
+        raise ValueError(
+            f"{shape.layers} layers cannot fill parallel.pp x pp_stages_per_rank = {stages} stages: "
+            "lower parallel.pp or parallel.pp_stages_per_rank"
+        )
+    return {"pp": pp, "dp": world_size // (tp * pp), "tp": tp}
+
+
+def _check_accumulation(config: RunConfig, mesh: dict[str, int], accumulation: int) -> None:
+    """1F1B fills its stages with at least as many micro-batches as ranks; interleaved, in rounds of as many.
+
+    DDP's static graph cannot begin with a micro-batch that is not reduced (an assertion in torch 2.13's reducer).
+    """
+    if config.parallel.static_graph and accumulation > 1:
+        raise ValueError(
+            f"parallel.static_graph with {accumulation} accumulated micro-batches is more than DDP can: set "
+            f"train.micro_batch={config.train.global_batch // mesh['dp']} or parallel.static_graph=false"
+        )
+    pp, interleaved = mesh["pp"], config.parallel.pp_stages_per_rank > 1
+    if accumulation < pp or (interleaved and accumulation % pp):
+        need = f"a multiple of {pp}" if interleaved else f"at least {pp}"
+        raise ValueError(
+            f"{accumulation} micro-batches per step and pipeline, parallel.pp = {pp} needs {need}: "
+            "raise train.global_batch or lower train.micro_batch"
+        )
+
+
+def _smallest_device_gib(inventory: Inventory) -> float:
+    return min(device.memory_gib for host in inventory.hosts for device in host.devices)
+
+
+def _micro_batch(
+    config: RunConfig, shape: ModelShape, inventory: Inventory, mesh: Mapping[str, int], precision: str
+) -> tuple[int, str]:
+    sequences, asked = config.train.global_batch // mesh["dp"], config.train.micro_batch
+    limit = MEMORY_SHARE * _smallest_device_gib(inventory)
+
+    def needed(micro_batch: int) -> dict[str, float]:
+        return memory_gib(
+            config,
+            shape,
+            device_kind=inventory.device_kind,
+            mesh=mesh,
+            micro_batch=micro_batch,
+            precision=precision,
+        )
+
+    if asked and sequences % asked:
+        raise ValueError(
+            f"{sequences} sequences per data-parallel rank (train.global_batch = {config.train.global_batch} / "
+            f"{mesh['dp']}) are no multiple of train.micro_batch = {asked}: change one of them, or set "
+            "train.micro_batch=0"
+        )
+    fitting = [n for n in range(sequences, 0, -1) if sequences % n == 0]
+    filling = [n for n in fitting if sequences // n >= mesh["pp"] and sequences // n % mesh["pp"] == 0]
+    candidates = [asked] if asked else filling or fitting
+    for micro_batch in candidates:
+        total = sum(needed(micro_batch).values())
+        if total <= limit:
+            why = f"{total:.2f} GiB predicted of {limit:.2f} GiB usable per rank"
+            return micro_batch, "asked for, " + why if asked else "the largest that fits, " + why
+    parts = needed(candidates[-1])
+    raise ValueError(
+        f"the model does not fit: {sum(parts.values()):.1f} GiB per rank at micro-batch {candidates[-1]} ("
+        + ", ".join(f"{part} {gib:.1f}" for part, gib in parts.items())
+        + f"), {limit:.1f} GiB usable: use a higher ZeRO stage (parallel.strategy=zero3), more ranks, "
+        "a smaller model, or a smaller train.micro_batch or train.context"
+    )
