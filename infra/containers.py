@@ -1,0 +1,283 @@
+"""Containers on a host: start one with the least rights it can do with, see how it is, end it, follow its log.
+
+The labels are the only register of what is ours: whatever bears RUN is Shardline's, on any host, for any launcher.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from docker.errors import APIError, NotFound
+from docker.types import DeviceRequest, LogConfig, Mount, Ulimit
+
+from infra.hosts import HostClient, HostError, in_words
+
+RUN, ATTEMPT, HOST, LAUNCHER = "shardline.run", "shardline.attempt", "shardline.host", "shardline.launcher"
+GIB = 2**30
+SECOND = 10**9  # Docker counts health checks in nanoseconds
+LOG_FILE_MIB, LOG_FILES = 64, 2  # a follower may miss so much of a log in a partition; a new stream reads all of it
+START_S = 60.0
+GONE = {404, 409}  # what there is none of, or what ended or is being removed already
+
+
+@dataclass(frozen=True)
+class Bind:
+    """A folder or file of the host in the container; it must exist, Docker is not let create it."""
+
+    source: str
+    target: str
+    read_only: bool = True
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """The container is healthy while this file was touched less than `max_age_s` ago; the image needs sh and stat."""
+
+    path: str
+    max_age_s: int
+    start_s: int = 60  # after the start the file may be missing for so long
+    every_s: int = 10  # a check starts a process in the container: about 0.1 s of a core
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run, with which rights. The environment shows in `docker inspect`: secrets are start()'s `secret`."""
+
+    image: str
+    command: tuple[str, ...]
+    name: str
+    environment: dict[str, str] = field(default_factory=dict)
+    mounts: tuple[Bind, ...] = ()
+    user: str = "10001:10001"
+    working_dir: str = "/"
+    labels: dict[str, str] = field(default_factory=dict)
+    gpus: int = 0  # -1: all
+    gpu_ids: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()  # such as /dev/infiniband
+    shm_gib: float = 1.0
+    memory_gib: float = 0.0  # 0: no limit
+    cpus: float = 0.0  # 0: all
+    pids: int = 4096
+    memlock: bool = True
+    tmpfs: dict[str, str] = field(default_factory=lambda: {"/tmp": "rw,nosuid,nodev,exec,mode=1777"})
+    heartbeat: Heartbeat | None = None
+
+
+@dataclass(frozen=True)
+class State:
+    """How a container is. `exit_code` counts once `running` is false; 137 says SIGKILL, `oom_killed` says whose."""
+
+    status: str  # created, running, paused, restarting, removing, exited, dead
+    exit_code: int
+    oom_killed: bool
+    health: str  # healthy, unhealthy, starting, or empty without a heartbeat
+    error: str
+    started_at: str  # RFC 3339, UTC
+    finished_at: str
+
+    @property
+    def running(self) -> bool:
+        return self.status in {"running", "paused", "restarting"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A container of ours on a host."""
+
+    id: str
+    name: str
+    run: str
+    attempt: str
+    host: str
+    launcher: str
+    status: str
+
+
+def start(client: HostClient, job: Job, *, secret: bytes = b"") -> str:
+    """Start the job's container and return its id; `secret` comes to its standard input, which is then closed.
+
+    Raises HostError if the host refuses the image, a mount, the GPUs or a limit; then no container is left there.
+    Least privilege as in the CIS Docker Benchmark, sections 5.3 to 5.28.
+    """
+    container = ""
+    try:
+        with in_words(client.host), _patient(client):
+            container = client.api.create_container(
+                job.image,
+                entrypoint=list(job.command[:1]),  # an image's own entrypoint would come between us and the signals
+                command=list(job.command[1:]),
+                name=job.name,
+                user=job.user,
+                environment=job.environment,
+                working_dir=job.working_dir,
+                labels=job.labels,
+                stop_signal="SIGTERM",
+                stdin_open=bool(secret),
+                healthcheck=_health_check(job.heartbeat),
+                host_config=client.api.create_host_config(**_rights(job), **_limits(job)),
+            )["Id"]
+            if secret:
+                _start_with_input(client, container, secret)
+            else:
+                client.api.start(container)
+    except BaseException as error:
+        # Without an id the answer to our request was lost, and the container may be there under its name; but a name
+        # that was taken is another's container.
+        taken = isinstance(error.__cause__, APIError) and error.__cause__.status_code == 409
+        if not taken:
+            with suppress(HostError):
+                remove(client, container or job.name)
+        raise
+    return str(container)
+
+
+@contextmanager
+def _patient(client: HostClient) -> Iterator[None]:
+    """NVIDIA's hook takes 10-20 s for 8 GPUs without persistence mode, and an automount takes its time too."""
+    before = client.api.timeout
+    client.api.timeout = max(before, START_S)
+    try:
+        yield
+    finally:
+        client.api.timeout = before
+
+
+def _start_with_input(client: HostClient, container: str, secret: bytes) -> None:
+    """Attach, start, send, close: StdinOnce makes our closing the end of its input."""
+    stream = client.api.attach_socket(container, params={"stdin": 1, "stream": 1})
+    connection: socket.socket = getattr(stream, "_sock", stream)  # a file object on unix sockets, a TLS socket else
+    try:
+        client.api.start(container)
+        connection.sendall(secret)
+        connection.shutdown(socket.SHUT_WR)
+    except (ConnectionError, ssl.SSLError):
+        now = state(client, container)
+        if now is None or now.running:
+            raise  # else it ended before it read all: its state and log tell why
+    finally:
+        stream.close()
+
+
+def _rights(job: Job) -> dict[str, Any]:
+    requests = []
+    if job.gpu_ids:
+        requests = [DeviceRequest(device_ids=list(job.gpu_ids), capabilities=[["gpu"]])]
+    elif job.gpus:
+        requests = [DeviceRequest(count=job.gpus, capabilities=[["gpu"]])]
+    return {
+        "network_mode": "host",  # ranks meet at the hosts' own addresses, at their full speed
+        "init": True,  # as process 1 a program ignores SIGTERM, and reaps nobody
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "read_only": True,
+        "tmpfs": job.tmpfs,
+        # `binds` would create a folder that is missing, as root; mounts refuse.
+        "mounts": [Mount(bind.target, bind.source, type="bind", read_only=bind.read_only) for bind in job.mounts],
+        "devices": [f"{device}:{device}:rw" for device in job.devices],
+        "device_requests": requests,
+        "restart_policy": {"Name": "no"},  # the launcher restarts the gang as a whole
+    }
+
+
+def _limits(job: Job) -> dict[str, Any]:
+    memory = round(job.memory_gib * GIB) or None
+    return {
+        "shm_size": round(job.shm_gib * GIB),
+        "mem_limit": memory,
+        "memswap_limit": memory,  # no swap on top: a rank that swaps holds up all others
+        "nano_cpus": round(job.cpus * 1e9) or None,
+        "pids_limit": job.pids,
+        "ulimits": [Ulimit(name="memlock", soft=-1, hard=-1)] if job.memlock else [],
+        "log_config": LogConfig(type="json-file", config={"max-size": f"{LOG_FILE_MIB}m", "max-file": str(LOG_FILES)}),
+    }
+
+
+def _health_check(heartbeat: Heartbeat | None) -> dict[str, Any]:
+    if heartbeat is None:
+        return {"test": ["NONE"]}  # an image's own would ask for a server that training has not got
+    age = f"$(( $(date +%s) - $(stat -c %Y '{heartbeat.path}') ))"
+    return {
+        "test": ["CMD-SHELL", f'[ "{age}" -lt {heartbeat.max_age_s} ]'],
+        "interval": heartbeat.every_s * SECOND,
+        "timeout": 10 * SECOND,
+        "start_period": heartbeat.start_s * SECOND,
+        "retries": 1,
+    }
+
+
+def state(client: HostClient, container: str) -> State | None:
+    """None if there is no such container. Raises HostError if the daemon does not answer."""
+    try:
+        with in_words(client.host):
+            found = client.api.inspect_container(container)["State"]
+    except HostError as error:
+        if isinstance(error.__cause__, NotFound):
+            return None
+        raise
+    return State(
+        status=found["Status"],
+        exit_code=found["ExitCode"],
+        oom_killed=found["OOMKilled"],
+        health=(found.get("Health") or {}).get("Status", "").replace("none", ""),
+        error=found["Error"],
+        started_at=found["StartedAt"],
+        finished_at=found["FinishedAt"],
+    )
+
+
+def find(client: HostClient, *, run: str = "", attempt: str = "") -> list[Found]:
+    """Containers of ours on this host, ended ones too: all, or of one run, or of one attempt at it."""
+    labels = [f"{RUN}={run}" if run else RUN] + ([f"{ATTEMPT}={attempt}"] if attempt else [])
+    with in_words(client.host):
+        rows = client.api.containers(all=True, filters={"label": labels})
+    return [
+        Found(
+            id=row["Id"],
+            name=row["Names"][0].lstrip("/") if row["Names"] else "",
+            run=row["Labels"].get(RUN, ""),
+            attempt=row["Labels"].get(ATTEMPT, ""),
+            host=row["Labels"].get(HOST, ""),
+            launcher=row["Labels"].get(LAUNCHER, ""),
+            status=row["State"],
+        )
+        for row in rows
+    ]
+
+
+def stop(client: HostClient, container: str, *, grace_s: float) -> None:
+    """SIGTERM, up to `grace_s` seconds to leave in order, then SIGKILL; returns when it has ended."""
+    with in_words(client.host), _unless_gone():
+        client.api.stop(container, timeout=round(grace_s))
+
+
+def terminate(client: HostClient, container: str) -> None:
+    """SIGTERM, and no wait for what comes of it."""
+    with in_words(client.host), _unless_gone():
+        client.api.kill(container, signal="SIGTERM")
+
+
+def kill(client: HostClient, container: str) -> None:
+    """SIGKILL, now."""
+    with in_words(client.host), _unless_gone():
+        client.api.kill(container)
+
+
+def remove(client: HostClient, container: str) -> None:
+    """Kill it if it runs, and take it away with its log and state."""
+    with in_words(client.host), _unless_gone():
+        client.api.remove_container(container, force=True, v=True)
+
+
+@contextmanager
+def _unless_gone() -> Iterator[None]:
+    """What has ended or gone already needs no ending."""
+    try:
+        yield
+    except APIError as error:
+        if error.status_code not in GONE:
+            raise

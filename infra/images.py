@@ -1,0 +1,163 @@
+"""The training image: built by a host's daemon, pushed to a registry, pulled by digest.
+
+Built over the Docker API, so a daemon is all it takes, near or far. What goes there is pyproject.toml and the
+packages, not the whole folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+from infra.hosts import DockerHost, HostClient, HostError, in_words
+
+ROOT = Path(__file__).parents[1]
+DOCKERFILE = "infra/train.Dockerfile"
+PACKAGES = ("flows", "tasks", "training", "infra")
+EXTRA = "extra"  # the folder of the context whose files train.Dockerfile copies beside pyproject.toml
+LAST_LINES = 15
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # the builder's, around what went to standard error
+
+OnLine = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """`id` is the hash of what is in the image; `digests` are NAME@sha256:… under which registries have it."""
+
+    id: str
+    digests: tuple[str, ...]
+
+
+def build(
+    client: HostClient,
+    *,
+    tag: str,
+    base_image: str = "",
+    build_args: Mapping[str, str] | None = None,
+    wheels: Iterable[Path] = (),
+    ca: Path | None = None,
+    network: str = "",
+    timeout_s: float = 3600,
+    on_line: OnLine = print,
+    root: Path = ROOT,
+) -> str:
+    """Build train.Dockerfile on the client's host; returns the image's id. `on_line` gets the builder's lines.
+
+    `wheels` and `ca` (certificates that pip trusts) are there during the build only. `network`: Docker's for the
+    build, such as host. Raises ValueError for a folder that is no checkout or a password in an argument, HostError
+    with the last lines if the build fails.
+    """
+    arguments = {**(build_args or {}), **({"BASE_IMAGE": base_image} if base_image else {})}
+    for name, value in arguments.items():
+        if urlsplit(value).password:
+            raise ValueError(f"{name} holds a password, which `docker history` shows: use an index without, or wheels")
+    options = {"dockerfile": DOCKERFILE, "buildargs": arguments, "network_mode": network or None}
+    with tempfile.TemporaryFile() as archive:
+        write_context(archive, root=root, wheels=wheels, ca=ca)
+        archive.seek(0)
+        with in_words(client.host):
+            stream = client.api.build(
+                fileobj=archive, custom_context=True, tag=tag, rm=True, forcerm=True, decode=True,
+                timeout=timeout_s, **options,
+            )  # fmt: skip
+            _follow(client.host, stream, what=f"building {tag}", on_line=on_line)
+    return identity(client, tag).id
+
+
+def write_context(file: IO[bytes], *, root: Path = ROOT, wheels: Iterable[Path] = (), ca: Path | None = None) -> None:
+    """What the Dockerfile copies, as a tar archive; without owners and times, so that equal files are cached.
+
+    Raises ValueError if `root` is no checkout of Shardline.
+    """
+    if missing := [name for name in ("pyproject.toml", DOCKERFILE, *PACKAGES) if not (root / name).exists()]:
+        raise ValueError(f"{root} lacks {', '.join(missing)}: build the image from a checkout of Shardline")
+    files = [root / name for name in ("pyproject.toml", "README.md", DOCKERFILE)]
+    files += [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
+    named = [(path, str(path.relative_to(root))) for path in files]
+    named += [(path, f"{EXTRA}/{path.name}") for path in wheels]
+    named += [(ca, f"{EXTRA}/ca.pem")] if ca is not None else []
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for path, name in named:
+            archive.add(path, name, filter=_without_circumstances)
+
+
+def _without_circumstances(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    info.uid = info.gid = info.mtime = 0
+    info.uname = info.gname = ""
+    info.mode = 0o644
+    return info
+
+
+def push(client: HostClient, tag: str, *, on_line: OnLine = print) -> str:
+    """Push to the registry in its name, with docker login's credentials; returns NAME@sha256:… for launch.image.
+
+    Raises ValueError for a name without a registry, HostError if the push fails.
+    """
+    name, version = split_name(tag)
+    with in_words(client.host):
+        stream = client.api.push(name, tag=version, stream=True, decode=True)
+        rows = _follow(client.host, stream, what=f"pushing {tag}", on_line=on_line)
+    digest = next((row["aux"]["Digest"] for row in rows if "Digest" in row.get("aux", {})), "")
+    assert digest, f"the push of {tag} ended without a digest"
+    return f"{name}@{digest}"
+
+
+def split_name(tag: str) -> tuple[str, str]:
+    """(NAME, VERSION) of REGISTRY/NAME[:VERSION]. Raises ValueError without a registry: Docker Hub is not meant."""
+    registry, _, rest = tag.partition("/")
+    if not rest or not ("." in registry or ":" in registry or registry == "localhost"):
+        raise ValueError(f"{tag} names no registry: call it REGISTRY/NAME:VERSION, e.g. registry.example:5000/{tag}")
+    path, _, version = rest.partition(":")
+    return f"{registry}/{path}", version or "latest"
+
+
+def pull(client: HostClient, image: str, *, on_line: OnLine = print) -> Identity:
+    """Pull by digest (NAME@sha256:…) or tag. Raises HostError if the registry has it not or cannot be reached."""
+    with in_words(client.host):
+        stream = client.api.pull(image, stream=True, decode=True)
+        _follow(client.host, stream, what=f"pulling {image}", on_line=on_line)
+    return identity(client, image)
+
+
+def identity(client: HostClient, image: str) -> Identity:
+    """Raises HostError if the host has not got it."""
+    with in_words(client.host):
+        found = client.api.inspect_image(image)
+    return Identity(id=str(found["Id"]), digests=tuple(found["RepoDigests"] or ()))
+
+
+def _follow(host: DockerHost, stream: Iterable[dict[str, Any]], *, what: str, on_line: OnLine) -> list[dict[str, Any]]:
+    """Its rows; lines go to `on_line`, and of a layer's progress only what changes. Raises HostError on an error."""
+    rows, lines, states = [], [""], dict[str, str]()
+    for row in stream:
+        rows.append(row)
+        if "error" in row:
+            last = "\n".join(lines[-LAST_LINES:])
+            raise HostError(f"{host.name}: {what} failed: {row['error'].strip()}\n{last}".rstrip(), hosts=(host.name,))
+        layer, status = row.get("id", ""), row.get("status", "")
+        texts = COLOUR.sub("", row.get("stream", "")).splitlines()
+        if status and states.get(layer) != status:
+            states[layer] = status
+            texts = [f"{layer}: {status}" if layer else status]
+        for text in filter(str.strip, texts):
+            lines.append(text.rstrip())
+            on_line(text.rstrip())
+    return rows
+
+
+def local_daemon() -> DockerHost:
+    """The daemon that `docker` itself would talk to: DOCKER_HOST, DOCKER_TLS_VERIFY and DOCKER_CERT_PATH if set."""
+    folder = os.environ.get("DOCKER_CERT_PATH") or str(Path.home() / ".docker")
+    return DockerHost(
+        name="here",
+        url=os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock",
+        tls_dir=Path(folder) if os.environ.get("DOCKER_TLS_VERIFY") else None,
+    )

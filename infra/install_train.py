@@ -1,0 +1,89 @@
+"""Run by train.Dockerfile: Shardline and what training needs, into /opt/shardline, beside what the base image has.
+
+The base's torch is used as it is: it goes with the base's CUDA and NCCL, and is often a pre-release
+(2.13.0a0+nv26.06) that pip would replace if asked for torch>=2.11.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+
+TARGET = Path("/opt/shardline")
+HERE = Path(__file__).parent
+
+
+def main(part: str) -> None:
+    if part == "dependencies":
+        install_dependencies()
+    else:
+        _pip("--no-deps", ".")
+
+
+def install_dependencies() -> None:
+    project = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]
+    requirements = [*project["dependencies"], *project["optional-dependencies"]["train"]]
+    torch = _installed_torch()
+    if torch:
+        requirements = without_torch(requirements, torch=torch)
+        print(f"keeping the base image's torch {torch}", flush=True)
+        (HERE / "keep.txt").write_text(f"torch=={torch}\n")
+    has_pip = importlib.util.find_spec("pip") is not None
+    venv.create(TARGET, system_site_packages=True, symlinks=True, with_pip=not has_pip)
+    _pip(*(["--constraint", str(HERE / "keep.txt")] if torch else []), *requirements)
+    if torch and list(TARGET.rglob("torch-*.dist-info")):
+        sys.exit(f"pip installed another torch over the base image's {torch}")
+
+
+def without_torch(requirements: list[str], *, torch: str) -> list[str]:
+    """The rest, as the base image has torch. Raises SystemExit, with the cure, if that is too old for Shardline."""
+    wanted = next(word for word in requirements if _name(word) == "torch")
+    if _release(torch) < _release(wanted):
+        sys.exit(f"the base image has torch {torch}, Shardline needs {wanted}: take a newer BASE_IMAGE")
+    return [word for word in requirements if word != wanted]
+
+
+def _pip(*words: str) -> None:
+    """Install, then compile on all cores, as pip uses one; unchecked, as nobody edits what is in an image."""
+    python = str(TARGET / "bin" / "python")
+    options = ["--no-compile", "--no-cache-dir", "--disable-pip-version-check", "--progress-bar", "off"]
+    found = ["--find-links", str(HERE)] if any(HERE.glob("*.whl")) else []
+    ca = {"PIP_CERT": str(HERE / "ca.pem")} if (HERE / "ca.pem").exists() else {}
+    command = [python, "-m", "pip", "install", *options, *found, *words]
+    if (done := subprocess.run(command, cwd=HERE, env={**os.environ, **ca})).returncode:
+        sys.exit(done.returncode)
+    # Some packages hold templates that are no Python; pip does not mind them either.
+    compiling = [python, "-m", "compileall", "-qq", "-j", "0", "--invalidation-mode", "unchecked-hash", str(TARGET)]
+    subprocess.run(compiling, check=False)
+
+
+def _installed_torch() -> str:
+    """Its version; empty if the base has none."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _name(requirement: str) -> str:
+    match = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert match is not None, requirement
+    return match[0]
+
+
+def _release(text: str) -> tuple[int, int]:
+    """(2, 11) of `torch>=2.11`, (2, 13) of `2.13.0a0+nv26.06`."""
+    match = re.search(r"(\d+)\.(\d+)", text)
+    assert match is not None, text
+    return int(match[1]), int(match[2])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,181 @@
+"""A container's log as it comes, into a file here, across cuts of the network and restarts of the daemon."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from io import FileIO
+from itertools import islice
+from pathlib import Path
+
+from infra.containers import state
+from infra.hosts import DockerHost, HostClient, HostError, connect, in_words
+
+logger = logging.getLogger(__name__)
+
+SILENCE_S = 15.0  # a stream with nothing to say for so long is opened anew: it may be one that a partition cut
+RETRY_S = 1.0
+REOPEN_S = 0.1  # a stream ends a moment before its container is said to have ended
+SAVE_S = 1.0
+HEADER = struct.Struct(">BxxxL")  # which stream, and how many bytes follow (Docker's API: "Attach to a container")
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a log was written: so many messages (`seen`) since the whole second `since`, as Docker orders them.
+
+    Not the last message's time: standard output's and standard error's come in an order that is not quite that of
+    their times. For the same reason `since` stays a second behind `second`, the newest.
+    """
+
+    container: str
+    size: int  # of the file
+    since: str = ""  # 2026-01-31T12:34:56
+    seen: int = 0
+    second: str = ""
+    in_second: int = 0
+
+    def after(self, stamp: str, num_bytes: int) -> Position:
+        """With one more message, of this time."""
+        time = stamp[: len("2026-01-31T12:34:56")]
+        since, seen, second, in_second = self.since or time, self.seen, self.second or time, self.in_second
+        if time > second:
+            since, seen, second, in_second = second, in_second, time, 0
+        return Position(
+            self.container,
+            self.size + num_bytes,
+            since=since,
+            seen=seen + (time >= since),
+            second=second,
+            in_second=in_second + (time >= second),
+        )
+
+
+class LogFollower(threading.Thread):
+    """Appends one container's output to a file until the container has ended, whatever the network does meanwhile.
+
+    Nothing is lost and nothing doubled, also when a second launcher goes on where a killed one stood: the position is
+    kept beside the file as .NAME.position, and what came after it is cut off and fetched again. Docker keeps the
+    newest containers.LOG_FILES files of the log for us meanwhile. join() waits for the end, close() ends it early.
+    """
+
+    def __init__(self, host: DockerHost, container: str, path: Path) -> None:
+        super().__init__(name=f"log of {host.name}", daemon=True)
+        self.host, self.container, self.path = host, container, path
+        self._saved = path.with_name(f".{path.name}.position")
+        self._saved_at = 0.0
+        self._closed, self._writing = threading.Event(), threading.Lock()
+        self._warned = False
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.position = self._load()
+        self.start()
+
+    def close(self) -> None:
+        """Nothing is written any more once this returns; the thread itself may hang in a read for SILENCE_S yet."""
+        with self._writing:
+            self._closed.set()
+
+    def run(self) -> None:
+        with self.path.open("ab", buffering=0) as file:
+            while not self._closed.is_set():
+                try:
+                    if self._follow(file):
+                        return
+                    self._closed.wait(REOPEN_S)
+                except HostError as error:
+                    logger.debug("log of %s: %s", self.host.name, error)
+                    self._closed.wait(RETRY_S)
+
+    def _follow(self, file: FileIO) -> bool:
+        """One connection; True if the container has ended and its log is written."""
+        client = connect(self.host)
+        try:
+            found = state(client, self.container)
+            ended = found is None or not found.running
+            try:
+                if found is not None:
+                    self._write(file, self._messages(client, follow=not ended))
+            except OSError as error:  # the disk is full: training may go on, and Docker keeps its log meanwhile
+                self._warn(error)
+                os.ftruncate(file.fileno(), self.position.size)
+                self._closed.wait(0 if ended else RETRY_S)
+            return ended
+        finally:
+            client.close()
+
+    def _messages(self, client: HostClient, *, follow: bool) -> Iterator[tuple[str, bytes]]:
+        """(time, text) of messages from `position.since` on. HostError after SILENCE_S without any."""
+        query: dict[str, str | int] = {"stdout": 1, "stderr": 1, "timestamps": 1, "follow": int(follow)}
+        if self.position.since:
+            query["since"] = int(datetime.fromisoformat(f"{self.position.since}+00:00").timestamp())
+        # client.api.logs() switches the timeout off, and would hang in a partition.
+        url = f"{client.api.base_url}/v{client.api.api_version}/containers/{self.container}/logs"
+        with in_words(self.host), client.api.get(url, params=query, stream=True, timeout=SILENCE_S) as response:
+            response.raise_for_status()
+            while len(header := response.raw.read(HEADER.size)) == HEADER.size:
+                _, length = HEADER.unpack(header)
+                stamp, _, text = response.raw.read(length).partition(b" ")
+                yield stamp.decode(), text
+
+    def _write(self, file: FileIO, messages: Iterator[tuple[str, bytes]]) -> None:
+        """Those that are new."""
+        for stamp, text in islice(messages, self.position.seen, None):
+            with self._writing:
+                if self._closed.is_set():
+                    return
+                written = 0
+                while written < len(text):
+                    written += file.write(text[written:])
+                self.position = self.position.after(stamp, len(text))
+                if time.monotonic() > self._saved_at + SAVE_S:
+                    self._save()
+        self._save()
+
+    def _load(self) -> Position:
+        """Where an earlier follower of this container stood, with the file cut off there; or else the file's end."""
+        self.path.touch()
+        size = self.path.stat().st_size
+        position, saved = Position(self.container, size), self._read_saved()
+        if saved is not None and saved.container == self.container and saved.size <= size:
+            position = saved
+            os.truncate(self.path, saved.size)
+        self.position = position
+        self._save()
+        return position
+
+    def _read_saved(self) -> Position | None:
+        """None without one, or with one that a power cut left empty or broken: the log is fetched once more then."""
+        try:
+            return Position(**json.loads(self._saved.read_bytes()))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            logger.warning("%s is broken (%s): the log may hold some lines twice", self._saved, error)
+            return None
+
+    def _save(self) -> None:
+        partial = self._saved.with_name(f"{self._saved.name}.partial")
+        with suppress(OSError):  # the disk is full: the next launcher fetches a little more anew
+            partial.write_text(json.dumps(asdict(self.position)))
+            os.replace(partial, self._saved)
+        self._saved_at = time.monotonic()
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning("the log of %s cannot be written to %s: %s", self.host.name, self.path, error)
+
+
+def last_lines(client: HostClient, container: str, *, number: int) -> tuple[str, ...]:
+    """Of a container that has ended; without its times. Raises HostError if the daemon does not answer."""
+    with in_words(client.host):
+        text = client.api.logs(container, tail=number, stream=False)
+    return tuple(text.decode(errors="replace").splitlines()[-number:])
