@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from training.data_config import DataConfig, Part
+from training.launch_config import LaunchConfig, TrainerConfig
 from training.train_config import TrainConfig
 
 
@@ -198,6 +199,8 @@ class RunConfig(Part):
     profile: ProfileConfig = Field(ProfileConfig(), description="Where the time goes, on demand.")
     export: ExportConfig = Field(ExportConfig(), description="Bounds that an exported model must keep.")
     registry: RegistryConfig = Field(RegistryConfig(), description="Registered name and the gate to champion.")
+    launch: LaunchConfig = Field(LaunchConfig(), description="Where ranks run, and what to do when a host fails.")
+    trainer: TrainerConfig = Field(TrainerConfig(), description="Another training program than Shardline's.")
 
     @property
     def objective(self) -> Literal["causal", "masked"]:
@@ -211,6 +214,8 @@ class RunConfig(Part):
     @model_validator(mode="after")
     def check(self) -> RunConfig:
         """Refuse combinations over sections that cannot work, with the numbers and the cure."""
+        if self.trainer.given:  # what it makes of its ranks is its own
+            return self
         train, parallel = self.train, self.parallel
         model_ranks = parallel.tp * parallel.pp
         if parallel.ranks % model_ranks:

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from urllib.parse import unquote
+
+# Environment variables that ranks may need, and nothing may print or keep.
+SECRETS = (
+    "MLFLOW_TRACKING_USERNAME",
+    "MLFLOW_TRACKING_PASSWORD",
+    "MLFLOW_TRACKING_TOKEN",
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "HF_TOKEN",
+    "WANDB_API_KEY",
+)
 
 
 def shown(uri: str) -> str:
@@ -18,6 +32,14 @@ def without_credentials(text: str, *, uri: str) -> str:
     for secret in (credentials, unquote(credentials), password, unquote(password)):
         text = text.replace(secret, "***") if secret else text
     return text
+
+
+def without_secrets(text: str, *, more: Iterable[str] = ()) -> str:
+    """`text`, such as a log's, with *** for SECRETS, the credentials of MLFLOW_TRACKING_URI, and `more`."""
+    secrets = {*more, *(os.environ.get(name, "") for name in SECRETS)} - {""}
+    for secret in sorted(secrets, key=len, reverse=True):  # one may be part of another
+        text = without_credentials(text.replace(secret, "***"), uri=secret)
+    return without_credentials(text, uri=os.environ.get("MLFLOW_TRACKING_URI", ""))
 
 
 def _credentials(uri: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from pathlib import Path
@@ -26,11 +27,16 @@ OF_THE_MODEL = {"loss", "val_loss", "grad_norm", "learning_rate"}
 
 
 class MetricsLog:
-    """The metrics rank's log. `write` costs an append; nothing here raises into the loop."""
+    """The metrics rank's log. `write` costs an append; nothing here raises into the loop.
+
+    Rows that a full disk does not take wait for the next one: a checkpoint that is being written may fill it for a
+    moment, and if it stays full that checkpoint's error ends the run, with more to say.
+    """
 
     def __init__(self, run_dir: Path, *, tracking_uri: str, mlflow_run_id: str) -> None:
         self.path = run_dir / "metrics.jsonl"
-        self.file = self.path.open("a", buffering=1)
+        self.file = self.path.open("ab", buffering=0)
+        self.waiting = b""
         self.closing = threading.Event()
         self.sender: threading.Thread | None = None
         if tracking_uri and mlflow_run_id:
@@ -42,10 +48,32 @@ class MetricsLog:
     def write(self, step: int, **values: float) -> None:
         """Append one row; values are plain numbers, MLflow keys."""
         row = {"step": step, "time_ms": int(time.time() * 1000), **values}
-        self.file.write(json.dumps(row) + "\n")
+        waited, self.waiting = bool(self.waiting), self.waiting + json.dumps(row).encode() + b"\n"
+        try:
+            self._append()
+        except OSError as error:
+            if not waited:
+                logger.warning("metrics wait for room in %s (%s)", self.path, error)
+
+    def _append(self) -> None:
+        """All rows that wait, or none: half a row would spoil the next."""
+        size = os.fstat(self.file.fileno()).st_size
+        try:
+            rest = memoryview(self.waiting)
+            while rest:
+                rest = rest[self.file.write(rest) :]
+        except OSError:
+            os.ftruncate(self.file.fileno(), size)
+            raise
+        self.waiting = b""
 
     def close(self, *, timeout_s: float = 10.0) -> None:
-        """Flush, and give the sender a moment; what is left is sent by the flow."""
+        """Write what waits, and give the sender a moment; what is left is sent by the flow.
+
+        Raises OSError if the disk does not take the last rows.
+        """
+        if self.waiting:
+            self._append()
         self.file.close()
         self.closing.set()
         if self.sender is not None:

@@ -169,6 +169,7 @@ class RunPlan(Record):
     """runs/ID/plan.json: everything that a rank needs, written once by the head node.
 
     `mesh`: sizes of the axes pp, dp and tp, outermost first; ranks that share a layer's matrices are neighbours.
+    `hosts`: their names, in the order of ranks; empty in plans that name none.
     `sequences`: in all steps together; fewer than steps x global batch where max_epochs ends within the last batch.
     """
 
@@ -182,6 +183,7 @@ class RunPlan(Record):
     shape: ModelShape
     device_kind: Literal["cpu", "cuda"]
     mesh: dict[str, int]
+    hosts: tuple[str, ...] = ()
     ranks_per_host: tuple[int, ...]
     threads_per_rank: int
     micro_batch: int

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.launch import RunStopped, run_program
+from tasks.causes import RunStopped
+from tasks.local import run_program
 from tests.conftest import REPO, losses, rank_env, torchrun
 from training.records import RunPlan, TrainResult
 
@@ -80,7 +81,8 @@ def test_a_rank_that_stood_still_and_goes_on_is_no_hang(running: tuple[Path, sub
     assert not stacks.exists()
 
 
-@pytest.mark.slow  # torchrun gives the stopped rank 30 s before it kills it
+@pytest.mark.slow
+@pytest.mark.long  # torchrun gives the stopped rank 30 s before it kills it
 def test_a_stopped_rank_ends_the_run_with_the_stack_of_the_other(running: tuple[Path, subprocess.Popen[str]]) -> None:
     plan_path, process = running
     rank_process(process.pid, 1).send_signal(signal.SIGSTOP)
@@ -94,7 +96,7 @@ def test_a_stopped_rank_ends_the_run_with_the_stack_of_the_other(running: tuple[
 def test_ranks_that_do_not_stop_tell_where_they_are_before_they_are_killed(
     make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.launch.STOP_GRACE_S", 2.0)
+    monkeypatch.setattr("tasks.local.STOP_GRACE_S", 2.0)
     plan_path = make_run("killed", ranks=2, train__steps=400, evaluation__every_steps=0)
 
     def interrupt() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,21 @@ def test_a_resume_forgets_what_it_will_write_again(store: tuple[str, str], tmp_p
             file.write(json.dumps(row | {"time_ms": 99}) + "\n")
     send_rows(path, tracking_uri=store[0], mlflow_run_id=store[1])
     assert sent(store) == {step: float(step) for step in range(1, 7)}
+
+
+def test_rows_wait_while_the_disk_is_full(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, tracking_uri="", mlflow_run_id="")
+    log.write(1, loss=2.0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    deaf = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then a write past the limit fails, as on a full disk
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (log.path.stat().st_size + 10, limits[1]))
+        log.write(2, loss=1.5)
+        log.write(3, loss=1.0)
+        assert [row["step"] for row in read_rows(log.path)] == [1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, deaf)
+    log.write(4, loss=0.5)
+    log.close()
+    assert [(row["step"], row["loss"]) for row in read_rows(log.path)] == [(1, 2.0), (2, 1.5), (3, 1.0), (4, 0.5)]

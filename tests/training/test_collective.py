@@ -1,0 +1,86 @@
+"""The network test between real torchrun nodes of one machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPO, rank_env
+from tests.ranks import free_port
+from training.node_record import CollectiveReport
+
+NODES = (2, 1, 1)  # ranks of each
+
+
+def run_nodes(out: Path, *, program: tuple[str, ...], nodes: tuple[int, ...] = NODES) -> list[tuple[int, str]]:
+    """Exit code and output of each node."""
+    port = free_port()
+    processes = []
+    for rank, ranks in enumerate(nodes):
+        options = ["--nnodes", len(nodes), "--node-rank", rank, "--nproc-per-node", ranks]
+        options += ["--master-addr", "127.0.0.1", "--master-port", port, "--local-addr", "127.0.0.1"]
+        command = [sys.executable, "-m", "torch.distributed.run", *map(str, options), *program, str(out)]
+        env = rank_env() | {"SHARDLINE_HOST": f"host{rank}"}
+        processes.append(
+            subprocess.Popen(command, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> CollectiveReport:
+    out = tmp_path_factory.mktemp("collective") / "report.json"
+    for code, output in run_nodes(out, program=("-m", "training.collective")):
+        assert code == 0, output
+    return CollectiveReport.read(out)
+
+
+def test_sums_are_exact_and_bandwidth_is_as_nccl_tests_define_it(report: CollectiveReport) -> None:
+    assert (report.backend, report.num_ranks, report.wrong_ranks) == ("gloo", sum(NODES), ())
+    assert [rate.num_bytes for rate in report.all_reduce] == [2**10, 2**16, 2**20, 2**24][: len(report.all_reduce)]
+    for rate in report.all_reduce:
+        assert rate.algbw_gb_s == pytest.approx(rate.num_bytes / rate.seconds / 1e9)
+        assert rate.busbw_gb_s == pytest.approx(rate.algbw_gb_s * 2 * 3 / 4)
+    assert report.seconds < 60
+
+
+def test_every_two_hosts_are_a_pair_once_the_slowest_first(report: CollectiveReport) -> None:
+    assert report.hosts == ("host0", "host1", "host2")
+    assert {frozenset(pair.hosts) for pair in report.pairs} == {
+        frozenset({"host0", "host1"}),
+        frozenset({"host0", "host2"}),
+        frozenset({"host1", "host2"}),
+    }
+    assert len(report.pairs) == 3
+    rates = [pair.gb_s for pair in report.pairs]
+    assert rates == sorted(rates)
+    assert all(pair.gb_s > 0 and 0 < pair.latency_s < 1 for pair in report.pairs)
+
+
+BROKEN = """
+import sys, torch.distributed as dist
+from pathlib import Path
+from training import collective
+add = dist.all_reduce
+def all_reduce(tensor, *arguments, **named):
+    work = add(tensor, *arguments, **named)
+    if dist.get_rank() == 1 and tensor.numel() == 2**18:
+        tensor[1000] += 1
+    return work
+dist.all_reduce = all_reduce
+collective.main(Path(sys.argv[1]))
+"""
+
+
+def test_one_wrong_addend_is_found_and_its_rank_named(tmp_path: Path) -> None:
+    """A rank whose memory lost a bit, planted."""
+    (tmp_path / "broken.py").write_text(BROKEN)
+    out = tmp_path / "report.json"
+    (code, output), *_ = run_nodes(out, program=(str(tmp_path / "broken.py"),), nodes=(2,))
+    assert code == 1
+    assert "all-reduce gave wrong sums on ranks [1]" in output
+    assert CollectiveReport.read(out).wrong_ranks == (1,)

@@ -1,0 +1,242 @@
+"""Looks at a host from inside a throw-away container, before a run starts there. Needs nothing but Python itself.
+
+    python -m training.host_check '{"host": "gpu1", "folder": "/runs/ID", "token": "…", …}'      see `Asked`
+
+The last line of stdout is one JSON object: `findings`, what is wrong, in words with the cure, and what the host has.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 2**30
+SHARED_MEMORY = Path("/dev/shm")
+SIOCGIFCONF = 0x8912  # all IPv4 addresses with their interfaces' names, in records of 40 bytes
+BUSY_WINDOW_S = 0.2
+MADE_BY_RANKS = ("checkpoints", "metrics.jsonl", "stacks", "profile", "export")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`home`: the shared folder's path on the host. `folder`: the run folder's, inside and for the launcher alike."""
+
+    host: str
+    home: str
+    folder: str
+    token: str
+    address: str
+    interface: str
+    port: int
+    shm_gib: float
+    disk_gib: float
+
+
+def main(asked: Asked) -> None:
+    folder = Path(asked.folder)
+    storage, is_shared, wrote = check_storage(asked, folder)
+    report = {
+        "findings": [
+            *storage,
+            *check_network(asked),
+            *check_room(asked, folder, is_shared=is_shared),
+        ],
+        "wrote": wrote,
+        "hostname": socket.gethostname(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB,
+        "disk_free_gib": shutil.disk_usage(folder).free / GIB if is_shared else 0.0,
+        "shared_memory_gib": shutil.disk_usage(SHARED_MEMORY).total / GIB,
+        "gpus": visible_gpus(),
+        "cpu_model": cpu_model(),
+        "busy_percent": busy_percent(),
+        "driver": driver(),
+        "sources": sources_sha256(Path(__file__).parent),
+    }
+    print(json.dumps(report))
+
+
+# Storage
+
+
+def own_name(token: str) -> str:
+    """The file that the launcher leaves in the run folder for hosts to see."""
+    return f".preflight-{token}"
+
+
+def answer_name(token: str, host: str) -> str:
+    """The file that `host` leaves beside it for the launcher to see."""
+    return f"{own_name(token)}-{host}"
+
+
+def check_storage(asked: Asked, folder: Path) -> tuple[list[str], bool, bool]:
+    """Findings, whether the launcher's file is there, and whether ours was left for it; elsewhere we leave nothing."""
+    cure = "mount the launcher's shared folder there, or set the host's `home` to where it is mounted"
+    try:
+        is_there, is_shared = folder.is_dir(), (folder / own_name(asked.token)).exists()
+    except OSError as error:
+        return [f"uid {os.getuid()} cannot enter {asked.home} ({error.strerror}): {_owner_cure(asked)}"], False, False
+    if not is_there:
+        return [f"{asked.home} is not the launcher's storage, it has no {folder.name}/: {cure}"], False, False
+    findings = []
+    if not is_shared:
+        findings.append(
+            f"{asked.home} is not the launcher's storage, its {folder.name}/ lacks the file that the launcher wrote "
+            f"there just now: {cure}"
+        )
+    wrote = False
+    answer = folder / answer_name(asked.token, asked.host)
+    try:
+        with answer.open("x") as file:
+            file.write(asked.host)
+            file.flush()
+            os.fsync(file.fileno())
+        wrote = is_shared
+        if not is_shared:
+            answer.unlink()
+    except OSError as error:
+        findings.append(_unwritable(folder, asked, why=error.strerror or str(error)))
+    made = [folder / name for name in MADE_BY_RANKS if (folder / name).exists()]
+    findings += [_unwritable(path, asked) for path in made if not os.access(path, os.W_OK)]
+    return findings, is_shared, wrote
+
+
+def _unwritable(path: Path, asked: Asked, *, why: str = "Permission denied") -> str:
+    status = path.stat()
+    return (
+        f"uid {os.getuid()} cannot write {path} ({why}; it belongs to {status.st_uid}:{status.st_gid}, mode "
+        f"{status.st_mode & 0o7777:04o}): {_owner_cure(asked)}"
+    )
+
+
+def _owner_cure(asked: Asked) -> str:
+    return f"`chown -R {os.getuid()}:{os.getgid()} {asked.home}` there, or set launch.user to the folder's owner"
+
+
+# Network
+
+
+def check_network(asked: Asked) -> list[str]:
+    """The address is this host's, on that interface, and the rendezvous port is free."""
+    addresses = local_addresses()
+    listed = ", ".join(f"{name} {address}" for name, address in addresses) or "none"
+    findings = []
+    if asked.address not in {address for _, address in addresses}:
+        findings.append(f"address {asked.address} is not this host's. Its addresses: {listed}: set `address`")
+    names = {name for _, name in socket.if_nameindex()}
+    for interface in filter(None, asked.interface.split(",")):
+        if interface not in names:
+            findings.append(f"there is no interface {interface}. Its addresses: {listed}: set `interface`")
+        elif not any(address == asked.address for name, address in addresses if name.split(":")[0] == interface):
+            findings.append(
+                f"interface {interface} has not the address {asked.address}. Its addresses: {listed}: "
+                "set `interface` or `address`, so that they belong together"
+            )
+    return findings + check_port(asked.port, family=socket.AF_INET6 if ":" in asked.address else socket.AF_INET)
+
+
+def check_port(port: int, *, family: socket.AddressFamily = socket.AF_INET) -> list[str]:
+    """On all addresses, as torch's store listens; a port that lingers from an earlier attempt is free."""
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            return [
+                f"port {port} cannot be had ({error.strerror}): something listens there (`ss -ltnp` there says what): "
+                "stop it, or set launch.port"
+            ]
+    return []
+
+
+def local_addresses() -> list[tuple[str, str]]:
+    """(interface, address) of all that are up: IPv4 by ioctl, since `ip` may not be in the image, IPv6 by /proc."""
+    buffer = array.array("B", bytes(40 * 256))
+    where, length = buffer.buffer_info()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        filled: bytes = fcntl.ioctl(asking, SIOCGIFCONF, struct.pack("iL", length, where))
+    records, found = buffer.tobytes()[: struct.unpack("iL", filled)[0]], []
+    for start in range(0, len(records), 40):
+        name = records[start : start + 16].split(b"\0")[0].decode()
+        found.append((name, socket.inet_ntoa(records[start + 20 : start + 24])))
+    six = Path("/proc/net/if_inet6")
+    for line in six.read_text().splitlines() if six.exists() else []:
+        digits, *_, name = line.split()
+        found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
+    return found
+
+
+# Devices and room
+
+
+def visible_gpus() -> list[str]:
+    """What nvidia-smi lists, with UUIDs, where the image has it; else the device files."""
+    if program := shutil.which("nvidia-smi"):
+        done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=30)
+        return [line.strip() for line in done.stdout.splitlines() if line.startswith("GPU ")]
+    return sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def driver() -> str:
+    """Version of NVIDIA's kernel module; empty without."""
+    path = Path("/proc/driver/nvidia/version")
+    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", path.read_text()) if path.exists() else None
+    return found[1] if found else ""
+
+
+def check_room(asked: Asked, folder: Path, *, is_shared: bool) -> list[str]:
+    findings, memory_gib = [], available_memory_gib()
+    if is_shared and (free_gib := shutil.disk_usage(folder).free / GIB) < asked.disk_gib:
+        findings.append(f"{asked.home} has {free_gib:.2f} GiB free, {asked.disk_gib:g} are needed: free some")
+    if asked.shm_gib > memory_gib:
+        findings.append(f"launch.shm_gib = {asked.shm_gib:g}, but {memory_gib:.1f} GiB of memory are free: lower it")
+    if (shm_gib := shutil.disk_usage(SHARED_MEMORY).free / GIB) < 0.9 * asked.shm_gib:
+        findings.append(f"/dev/shm has {shm_gib:.2f} GiB free, launch.shm_gib = {asked.shm_gib:g}: lower it")
+    return findings
+
+
+def available_memory_gib() -> float:
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) / 2**20
+
+
+def cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def busy_percent() -> float:
+    """Of all the host's cores, by whatever runs there: /proc/stat is the host's in a container too."""
+
+    def ticks() -> tuple[int, int]:
+        values = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        return sum(values), values[3] + values[4]  # idle, and waiting for a disk
+
+    all_before, idle_before = ticks()
+    time.sleep(BUSY_WINDOW_S)
+    all_after, idle_after = ticks()
+    return 100.0 * (1 - (idle_after - idle_before) / max(1, all_after - all_before))
+
+
+def sources_sha256(folder: Path) -> str:
+    """Of all the training programs' text: an image built from other sources would run other code than planned for."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    main(Asked(**json.loads(sys.argv[1])))

@@ -1,0 +1,198 @@
+"""What the ranks of a node print: passed on without ever making them wait, and read for why they failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+
+from training.node_record import RankFailure
+
+MOST_WAITING = 4 * 2**20  # bytes that nobody reads: while a killed dockerd is away a pipe holds 64 KiB, then blocks
+CHUNK = 65_536
+LOOK_EVERY_S = 0.1
+FLUSH_S = 2.0
+LAST_LINES = 25
+LONGEST_CAUSE = 2_000  # characters
+LONGEST_LINE = 65_536  # bytes; what is longer is read as several lines
+
+OF_RANK = re.compile(r"\[rank(\d+)\]: ?(.*)")  # torch's, before each line of an exception that nobody caught
+REPORTED_RANK = re.compile(r"\s+rank\s+: (\d+) \(local_rank: \d+\)")  # torchrun's report
+REPORTED_EXIT = re.compile(r"\s+exitcode\s+: (-?\d+) \(pid: (\d+)\)")
+TOLD_TO_LEAVE = re.compile(r".*Sending process (\d+) closing signal ")  # torchrun, to the siblings of a rank that died
+# NCCL's watchdog ends a rank by abort(), without a Python exception. It says why in its log, and C++ says it once more
+# of the exception that nobody caught; there the rank is its number in a group, which only the default group's all have.
+WATCHDOG = re.compile(r"\[[EF]\d* .*?(Watchdog caught .*|NCCL error.*|CUDA error.*|Terminating the process .*)")
+UNCAUGHT = re.compile(r"\s*what\(\):\s+(.*)")
+IN_DEFAULT_GROUP = re.compile(r"\[(?:PG (?:ID )?0 [^]]*)?Rank (\d+)\]")
+LINE_END = re.compile(rb"\r?\n|\r(?=[^\n])")  # a progress bar is drawn anew after each carriage return
+TORCHRUN_ERRORS = ("ChildFailedError", "SignalException")  # they say that a rank failed, not why
+
+
+class Causes:
+    """Reads lines for exceptions and for torchrun's report of exit codes."""
+
+    def __init__(self) -> None:
+        self.exceptions: dict[int | None, str] = {}  # by rank, None: printed before there was a process group
+        self.aborts: dict[int | None, str] = {}  # what C++ ended a rank for; None: it does not say which
+        self.exits: dict[int, tuple[int, int]] = {}  # code and pid
+        self.told: dict[int, float] = {}  # since when a pid is to leave because a sibling failed
+        self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._in_traceback: set[int | None] = set()
+        self._reported = 0
+        self._is_redrawn = False
+
+    def feed(self, line: str, *, is_redrawn: bool = False) -> None:
+        """`is_redrawn`: the next line takes this one's place, as those of a progress bar do."""
+        if self._is_redrawn:
+            self.last_lines.pop()
+        self._is_redrawn = is_redrawn
+        self.last_lines.append(line)
+        if match := REPORTED_RANK.match(line):
+            self._reported = int(match[1])
+        elif match := REPORTED_EXIT.match(line):
+            self.exits[self._reported] = int(match[1]), int(match[2])
+        elif match := TOLD_TO_LEAVE.match(line):
+            self.told[int(match[1])] = time.monotonic()
+        else:
+            named = OF_RANK.match(line)
+            rank, text = (int(named[1]), named[2]) if named else (None, line)
+            self._look_for_exception(rank, text)
+            self._look_for_abort(rank, text)
+
+    def _look_for_exception(self, rank: int | None, text: str) -> None:
+        """The line after a traceback's indented ones; of a chain of exceptions the last is kept."""
+        if text.startswith("Traceback (most recent call last)"):
+            self._in_traceback.add(rank)
+        elif rank in self._in_traceback and text and not text[0].isspace():
+            self._in_traceback.discard(rank)
+            if not any(name in text for name in TORCHRUN_ERRORS):
+                self.exceptions[rank] = text[:LONGEST_CAUSE]
+
+    def _look_for_abort(self, rank: int | None, text: str) -> None:
+        """The first is kept: what follows are the same words again."""
+        if match := WATCHDOG.match(text):
+            self.aborts.setdefault(rank, match[1][:LONGEST_CAUSE])
+        elif match := UNCAUGHT.match(text):
+            named = IN_DEFAULT_GROUP.match(match[1])
+            self.aborts.setdefault(int(named[1]) if named else rank, match[1][:LONGEST_CAUSE])
+
+    def failures(self, log_dir: Path) -> tuple[RankFailure, ...]:
+        """One for each rank that torchrun reports, in its order, but for those that were ended because one failed."""
+        written = dict(_error_files(log_dir))
+        return tuple(
+            RankFailure(rank=rank, exit_code=code, cause=written.get(rank) or self._cause(rank, code))
+            for rank, (code, pid) in self.exits.items()
+            if not (pid in self.told and code in {-signal.SIGTERM, -signal.SIGKILL})
+        )
+
+    def _cause(self, rank: int, code: int) -> str:
+        """As far as the output tells; error files (torch's @record) know better."""
+        known = self.exceptions.get(rank) or self.aborts.get(rank)
+        if code == -signal.SIGABRT:
+            known = known or self.aborts.get(None)
+        return known or self.exceptions.get(None) or _in_words(code)
+
+
+def _error_files(log_dir: Path) -> Iterable[tuple[int, str]]:
+    """Rank and message of each error.json that torch's `record` left under torchrun's --log-dir."""
+    for path in sorted(log_dir.rglob("error.json")):
+        message = json.loads(path.read_text())["message"]
+        extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+        if "rank" in extra:
+            yield int(extra["rank"]), str(message["message"])[:LONGEST_CAUSE]
+
+
+def _in_words(exit_code: int) -> str:
+    return f"ended by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+
+
+class Output:
+    """Copies a pipe to our stdout from a thread. A reader that is away loses the oldest lines, and is told so.
+
+    Our own messages go the same way (`say`): a log that blocks must not keep us from stopping the ranks.
+    """
+
+    def __init__(self, *, sink: int = 1) -> None:
+        self.causes = Causes()
+        self._source = -1
+        self._sink, self._was_blocking = sink, os.get_blocking(sink)
+        self._waiting, self._lock = bytearray(), threading.Lock()
+        self._rest = bytearray()  # of a line that has not ended yet
+        self._closes, self._close_by = False, float("inf")  # until then something may be said, after the ranks' end too
+        self._read_to_end = threading.Event()
+        self._thread = threading.Thread(target=self._copy, daemon=True, name="output")
+
+    def start(self, source: int) -> None:
+        os.set_blocking(self._sink, False)
+        self._source = source
+        self._thread.start()
+
+    def say(self, text: str) -> None:
+        self._pass_on(f"{time.strftime('%Y-%m-%d %H:%M:%S')} node: {text}\n".encode())
+
+    def drain(self) -> None:
+        """After the ranks' end: wait until all they printed is read."""
+        self._read_to_end.wait(FLUSH_S)
+
+    def close(self) -> None:
+        """What is left is written, if anybody reads it within FLUSH_S."""
+        if self._source < 0:
+            self.start(os.open(os.devnull, os.O_RDONLY))
+        self._close_by = time.monotonic() + FLUSH_S
+        self._closes = True
+        self._thread.join()
+        os.set_blocking(self._sink, self._was_blocking)
+
+    def _copy(self) -> None:
+        is_open = True
+        while (is_open or self._waiting or not self._closes) and time.monotonic() < self._close_by:
+            sinks = [self._sink] if self._waiting else []
+            ready, writable, _ = select.select([self._source] if is_open else [], sinks, [], LOOK_EVERY_S)
+            if ready:
+                chunk = os.read(self._source, CHUNK)
+                self._read_lines(chunk)
+                self._pass_on(chunk)
+                if not chunk:
+                    is_open = False
+                    self._read_to_end.set()
+            if writable:
+                self._write()
+
+    def _write(self) -> None:
+        with self._lock:
+            try:
+                del self._waiting[: os.write(self._sink, self._waiting[:CHUNK])]
+            except BlockingIOError:  # less room than select promised
+                pass
+            except BrokenPipeError:  # nobody will read it any more
+                self._waiting.clear()
+
+    def _pass_on(self, chunk: bytes) -> None:
+        with self._lock:
+            self._waiting += chunk
+            if len(self._waiting) > MOST_WAITING:
+                at_least = len(self._waiting) - MOST_WAITING // 2
+                cut = self._waiting.find(b"\n", at_least) + 1 or at_least
+                self._waiting[:cut] = b"node: the log was not read for a while, %d bytes of it are lost\n" % cut
+
+    def _read_lines(self, chunk: bytes) -> None:
+        """Those that have ended, or are too long; all that is left after the last, empty, chunk."""
+        self._rest += chunk
+        if chunk and len(self._rest) < LONGEST_LINE and not LINE_END.search(chunk):
+            return
+        data, begin = bytes(self._rest), 0
+        for end in LINE_END.finditer(data):
+            self.causes.feed(data[begin : end.start()].decode(errors="replace"), is_redrawn=end[0] == b"\r")
+            begin = end.end()
+        if begin < len(data) and (not chunk or len(data) - begin >= LONGEST_LINE):
+            self.causes.feed(data[begin:].decode(errors="replace"))
+            begin = len(data)
+        self._rest = bytearray(data[begin:])

@@ -1,0 +1,147 @@
+"""The ranks of a node under torchrun: how they are started, found and ended."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from training.node_record import NodeTask
+
+POLL_S = 0.1
+STACK_S = 1.0  # for the stacks of ranks that did not stop in that time, as tasks/launch.py has it
+DEATH_S = 5.0  # for killed processes; one that waits for a dead file server cannot die
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+def torchrun_command(task: NodeTask, *, log_dir: Path) -> list[str]:
+    """Static ranks and explicit addresses: nothing is resolved, elected or restarted behind the launcher's back.
+
+    `--` because torchrun takes a program's `--d` for an ambiguous abbreviation of its own options.
+    """
+    options = {
+        "--nnodes": task.num_nodes,
+        "--node-rank": task.node_rank,
+        "--nproc-per-node": task.num_ranks,
+        "--master-addr": task.master_address,
+        "--master-port": task.master_port,
+        "--local-addr": task.local_address,
+        "--max-restarts": 0,
+        "--log-dir": log_dir,
+    }
+    words = [str(word) for option in options.items() for word in option]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *words, "--no-python", "--"]
+    return [*launcher, *task.prefix, *rank_command(task)]
+
+
+def rank_command(task: NodeTask) -> list[str]:
+    program = ["-m", task.module] if task.module else [task.script]
+    return [sys.executable, "-u", *program, *task.args]
+
+
+def rank_environment(task: NodeTask, secrets: dict[str, str]) -> dict[str, str]:
+    """The container's, the task's and the secrets; ranks also stop if we die (SHARDLINE_LAUNCHER_PID)."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if task.interface else ()
+    interface = dict.fromkeys(names, task.interface)
+    ours = {"SHARDLINE_LAUNCHER_PID": str(os.getpid())}
+    return {**os.environ, **interface, **ours, **task.environment, **secrets}
+
+
+def adopt_orphans() -> None:
+    """Ranks whose torchrun dies become our children, not init's, so that none is out of our sight."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _ranks(task: NodeTask, torchrun: int) -> list[psutil.Process]:
+    """torchrun's children, or ours if it died; what they have started themselves is theirs to stop.
+
+    Under a prefix such as nsys it is the Python below it; a forked loader has its rank's command line too, so that
+    only the topmost is meant.
+    """
+    family = psutil.Process().children(recursive=True)
+    if not task.prefix:
+        return [member for member in family if _parent(member) in {torchrun, os.getpid()} and member.pid != torchrun]
+    alike = {member.pid: member for member in family if _command(member) == rank_command(task)}
+    return [member for member in alike.values() if _parent(member) not in alike]
+
+
+def _parent(process: psutil.Process) -> int:
+    with suppress(psutil.NoSuchProcess):
+        return process.ppid()
+    return 0
+
+
+def _command(process: psutil.Process) -> list[str]:
+    with suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []
+
+
+def stop_ranks(task: NodeTask, process: subprocess.Popen[bytes], *, at_once: Callable[[], bool]) -> bool:
+    """SIGTERM and time for a last checkpoint; ranks that hang say where (SIGUSR1). True if all left by themselves.
+
+    They are told directly: torchrun would kill them 30 s after it was told. There is no more grace when
+    `at_once` says so.
+    """
+    ranks = _ranks(task, process.pid)
+    for rank in ranks:
+        with suppress(psutil.NoSuchProcess):
+            rank.terminate()
+    deadline = time.monotonic() + task.grace_s
+    while time.monotonic() < deadline and not at_once():
+        ranks = [rank for rank in ranks if _is_alive(rank)]
+        if not ranks:
+            return True
+        time.sleep(POLL_S)
+    for rank in ranks:
+        with suppress(psutil.NoSuchProcess):
+            rank.send_signal(signal.SIGUSR1)
+    if not at_once():
+        time.sleep(STACK_S)
+    return False
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def kill_siblings(process: subprocess.Popen[bytes], told: Iterable[int]) -> None:
+    """Ranks that torchrun told to leave because another one failed; torchrun then reports that one and ends.
+
+    By itself it waits 30 s for them, in which other hosts' ranks have failed of it and theirs would be the cause.
+    """
+    for pid in told:
+        with suppress(psutil.NoSuchProcess):
+            rank = psutil.Process(pid)
+            if rank.ppid() == process.pid:
+                for member in [*rank.children(recursive=True), rank]:
+                    member.kill()
+
+
+def end_torchrun(process: subprocess.Popen[bytes], *, patience_s: float) -> int:
+    """Without ranks it need not wait for other hosts; the ranks of one that is killed become ours. Its exit code."""
+    if process.poll() is None and patience_s:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(patience_s)
+    process.kill()
+    return process.wait()
+
+
+def kill_family() -> None:
+    """Whatever descends from us: what ranks left behind would hold devices, ports and the output's pipe."""
+    family = psutil.Process().children(recursive=True)
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(family, timeout=DEATH_S)

@@ -1,0 +1,103 @@
+"""What one host does in one attempt, and how that ended: written by the launcher, and by training/node.py for it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from training.records import Record
+
+NodeEnding = Literal["done", "failed", "stopped", "killed"]
+StopCause = Literal["", "signal", "lease stale", "lease withdrawn"]
+
+
+class NodeTask(Record):
+    """Paths are the container's own. `lease` is one attempt's, so that an old gang cannot live on a newer lease.
+
+    The launcher changes the lease file (its time, or its content) well within `lease_s`; removing it withdraws the
+    lease, and then ranks are killed at once. Empty `lease` or `heartbeat`: none. Heartbeat: best on tmpfs.
+    """
+
+    module: str = ""
+    script: str = ""
+    args: tuple[str, ...] = ()
+    prefix: tuple[str, ...] = ()  # before each rank's command, such as nsys with its options
+    num_nodes: int = 1
+    node_rank: int = 0
+    num_ranks: int = 1  # on this node
+    master_address: str = "127.0.0.1"
+    master_port: int
+    local_address: str = "127.0.0.1"
+    interface: str = ""
+    environment: dict[str, str] = Field({})
+    secrets_on_stdin: bool = False
+    heartbeat: str = ""
+    lease: str = ""
+    lease_s: float = 60.0
+    grace_s: float = 120.0
+    end: str
+
+
+class RankFailure(Record):
+    """`exit_code` below 0 is a signal's number. `cause` is the exception's line, as far as anything told it."""
+
+    rank: int
+    exit_code: int
+    cause: str
+
+
+class NodeEnd(Record):
+    """`exit_code` is torchrun's, which is 1 after a stop in order too; `ending` is what counts.
+
+    done: the ranks came to their end. stopped: told to stop, and they left within the grace. killed: told, and they
+    did not. failed: none of these; `failures` says which ranks, `last_lines` what was printed last.
+    """
+
+    ending: NodeEnding
+    exit_code: int
+    asked: StopCause
+    seconds: float
+    failures: tuple[RankFailure, ...] = ()
+    last_lines: tuple[str, ...] = ()
+
+
+class Bandwidth(Record):
+    """By nccl-tests' definitions: algbw is bytes over time, busbw is algbw * 2(n-1)/n, both in 1e9 bytes/s."""
+
+    num_bytes: int
+    seconds: float
+    algbw_gb_s: float
+    busbw_gb_s: float
+
+
+class PairBandwidth(Record):
+    """Two hosts that send to each other at once, one rank each; `gb_s` is each direction's."""
+
+    hosts: tuple[str, str]
+    gb_s: float
+    latency_s: float  # of the smallest exchange
+
+
+class CollectiveReport(Record):
+    """training/collective.py's: `hosts` in the order of their ranks, `pairs` from the slowest to the fastest."""
+
+    backend: str
+    hosts: tuple[str, ...]
+    num_ranks: int
+    wrong_ranks: tuple[int, ...]  # whose sums are not exact
+    all_reduce: tuple[Bandwidth, ...]
+    pairs: tuple[PairBandwidth, ...]
+    seconds: float
+
+
+def in_words(report: CollectiveReport) -> str:
+    best = max(report.all_reduce, key=lambda rate: rate.busbw_gb_s)
+    text = (
+        f"all-reduce of {best.num_bytes / 2**20:g} MiB over {report.num_ranks} ranks on {len(report.hosts)} hosts: "
+        f"{best.algbw_gb_s:.3g} GB/s, bus bandwidth {best.busbw_gb_s:.3g} GB/s"
+    )
+    if report.pairs:
+        slowest = report.pairs[0]
+        text += f"; slowest pair {' - '.join(slowest.hosts)}: {slowest.gb_s:.3g} GB/s, {slowest.latency_s * 1e6:.0f} µs"
+    return text
