@@ -17,6 +17,10 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+from flows.image_cli import add_image_commands
+from flows.running_cli import add_running_commands
+from flows.tables import print_pairs
+
 DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 130
 
 
@@ -24,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     _set_up_logging(verbose=options.verbose)
     signal.signal(signal.SIGTERM, _interrupt)
-    from tasks.launch import RunStopped
+    from tasks.causes import RunStopped
     from training.credentials import without_credentials
 
     try:
@@ -91,7 +95,9 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     _add_run_commands(command)
+    add_running_commands(command)
     _add_model_commands(command)
+    add_image_commands(commands)
     return parser
 
 
@@ -158,9 +164,14 @@ def _run_pretrain(config: Any, *, run_id: str, force: bool = False, as_json: boo
     if as_json:
         print(outcome.model_dump_json())
         return DONE
+    if config.trainer.given:
+        from flows.trainer import trainer_rows
+
+        print_pairs(f"run {outcome.run_id} is done", trainer_rows(outcome))
+        return DONE
     if outcome.generated:
         print(f"\n{outcome.generated}\n")
-    _print_pairs(f"run {outcome.run_id} is done", outcome_rows(outcome))
+    print_pairs(f"run {outcome.run_id} is done", outcome_rows(outcome))
     return DONE
 
 
@@ -171,7 +182,7 @@ def _run_flow(name: str, *arguments: Any, **named: Any) -> Any:
     wait = start_prefect_server()
     from prefect.exceptions import CancelledRun
 
-    from tasks.launch import RunStopped
+    from tasks.causes import RunStopped
     from tasks.track import connect
 
     flow = getattr(importlib.import_module(f"flows.{name}"), name)
@@ -190,7 +201,7 @@ def _plan(options: argparse.Namespace) -> None:
     from tasks.planning import plan_in_words, plan_run
 
     if options.fields:
-        _print_pairs("fields of the config", field_rows())
+        print_pairs("fields of the config", field_rows())
         return
     config = load_config(options.preset, options.overrides)
     ranks = 1 if config.parallel.strategy == "single" else config.parallel.ranks
@@ -198,7 +209,7 @@ def _plan(options: argparse.Namespace) -> None:
     if options.json:
         print(plan.model_dump_json())
     else:
-        _print_pairs(f"plan of {config.name}", plan_in_words(plan))
+        print_pairs(f"plan of {config.name}", plan_in_words(plan))
 
 
 def _doctor(options: argparse.Namespace) -> None:
@@ -217,7 +228,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     if options.json:
         print(agreement.model_dump_json())
     else:
-        _print_pairs(f"{agreement.original} again, as {agreement.repeated}", agreement_rows(agreement))
+        print_pairs(f"{agreement.original} again, as {agreement.repeated}", agreement_rows(agreement))
     return DONE if agreement.agrees else FAILED
 
 
@@ -243,7 +254,7 @@ def _lineage(options: argparse.Namespace) -> None:
         return
     from tasks.overrides import flattened
 
-    _print_pairs(f"where {options.model} comes from", [(key, str(value)) for key, value in flattened(found)])
+    print_pairs(f"where {options.model} comes from", [(key, str(value)) for key, value in flattened(found)])
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -276,18 +287,6 @@ def _serve(options: argparse.Namespace) -> None:
         tracking_uri=tracking_uri(),
         cache_dir=home() / "models",
     )
-
-
-def _print_pairs(title: str, rows: Sequence[tuple[str, str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=title, show_header=False, title_justify="left", title_style="bold")
-    for label, value in rows:
-        table.add_row(label, Text(value, overflow="fold"))
-    width = None if sys.stdout.isatty() else 140
-    Console(width=width).print(table)
 
 
 if __name__ == "__main__":

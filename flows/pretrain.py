@@ -9,25 +9,32 @@ from prefect import flow
 from prefect.states import Cancelled
 
 from flows import stages
-from tasks.launch import RunStopped
+from flows.lost_runs import reconcile
+from flows.trainer import train_by_program
+from tasks.causes import RunStopped
 from tasks.report import Outcome
 from tasks.track import tracked
+from tasks.trainer import TrainerOutcome
 from training.config import RunConfig
 from training.records import RunPlan
 
 
 @flow(name="Pretrain", flow_run_name="{config.name}", validate_parameters=True)
-def pretrain(config: RunConfig, dry_run: bool = False, run_id: str = "", force: bool = False) -> Outcome | RunPlan:
+def pretrain(
+    config: RunConfig, dry_run: bool = False, run_id: str = "", force: bool = False
+) -> Outcome | TrainerOutcome | RunPlan:
     """Train, evaluate, export, register and promote a language model.
 
     config: what to train, on what, how. dry_run: plan only. run_id: resume this run; force: however `config` changed.
     """
     if dry_run:
         return stages.plan(config, stages.hardware(config))
-    stages.reconcile()
+    reconcile()
     try:
         with tracked(config, run_id=stages.choose_run(run_id, config, force=force), tags=stages.prefect_tags()) as run:
             stages.link(run)
+            if config.trainer.given:
+                return train_by_program(config, run)
             shards_dir, shards = stages.tokenize(config, run)
             plan = stages.plan(config, stages.hardware(config, run), run=run, shards=shards, shards_dir=shards_dir)
             stages.train(plan, run)

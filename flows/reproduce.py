@@ -6,7 +6,8 @@ from prefect import flow
 from prefect.states import Cancelled
 
 from flows import stages
-from tasks.launch import RunStopped
+from flows.lost_runs import reconcile
+from tasks.causes import RunStopped
 from tasks.reproduce import Agreement, compare, find_original, pinned, require_same_data
 from tasks.track import git_commit, tracked
 
@@ -16,7 +17,7 @@ def reproduce(ref: str) -> Agreement:
     """Train again what `ref` (a run's ID, MODEL@ALIAS or MODEL/VERSION) trained, and compare every logged loss."""
     original = find_original(ref)
     config, tags = pinned(original), {"shardline.reproduces": original.run_id}
-    stages.reconcile()
+    reconcile()
     try:
         with tracked(config, run_id=stages.new_run_id(config), tags=stages.prefect_tags() | tags) as run:
             stages.link(run)

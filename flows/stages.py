@@ -10,24 +10,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
-from uuid import UUID
 
 from prefect import task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import State
-from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
-from prefect.states import Crashed
 
 from flows.embedded import is_embedded
-from tasks import corpus, launch, overrides, planning, track
+from tasks import corpus, fleet, launch, local, overrides, planning, track
 from tasks import hardware as machines
 from tasks.generate import TextGenerator, check_prompts
 from tasks.places import command, home, run_folder, tracking_uri
 from tasks.pretrained import check_tokenizer
 from tasks.progress import steps_shown
+from tasks.recovery import attempts_of
 from tasks.register import register_model
 from tasks.registry import resolve
 from tasks.report import Outcome, draw, outcome_rows
@@ -78,18 +74,6 @@ def new_run_id(config: RunConfig) -> str:
     raise RuntimeError(f"1000 runs named {base} in one second")
 
 
-def reconcile() -> None:
-    """Runs that were killed without a word are closed in MLflow, and crashed in Prefect."""
-    with get_client(sync_client=True) as client:
-        for lost in track.reconcile():
-            if lost.prefect_flow_run_id:
-                crashed: State[Any] = Crashed(message="its process was killed; found by the next start")
-                try:
-                    client.set_flow_run_state(UUID(lost.prefect_flow_run_id), crashed, force=True)
-                except ObjectNotFound:
-                    logger.warning("this Prefect server does not know flow run %s", lost.prefect_flow_run_id)
-
-
 def prefect_tags() -> dict[str, str]:
     """The way from the MLflow run to the Prefect run."""
     tags = {"prefect.flow_run_id": flow_run.id, "prefect.flow_run_name": flow_run.name}
@@ -134,7 +118,7 @@ def stage_seconds(run: TrackedRun) -> dict[str, float]:
 @stage("Tokenize the corpus")
 def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
     with timed(run, "tokenize"):
-        launch.check_profiler(config)
+        local.check_profiler(config)
         check_tokenizer(config)
         folder, shards = corpus.prepare_corpus(config.data, tokens_home=home() / "tokens", objective=config.objective)
         check_tokenizer(config, folder / "tokenizer" / "tokenizer.json")
@@ -144,11 +128,22 @@ def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
 
 @stage("Check the hardware")
 def hardware(config: RunConfig, run: TrackedRun | None = None) -> Inventory:
-    ranks = 1 if config.parallel.strategy == "single" else config.parallel.ranks
+    """Of this machine, or of all Docker hosts, once each was found fit for the run."""
     if run is None:
-        return machines.check_hardware(home=home(), ranks=ranks)
+        return _inventory(config, home() / "dry-run")
     with timed(run, "hardware"):
-        return machines.check_hardware(home=home(), ranks=ranks)
+        inventory = _inventory(config, run.folder)
+    if (report := run.folder / fleet.NETWORK).exists():
+        track.log_files(run, report)
+    return inventory
+
+
+def _inventory(config: RunConfig, folder: Path) -> Inventory:
+    if config.launch.launcher == "docker":
+        folder.mkdir(exist_ok=True)
+        return fleet.check_fleet(config, run_dir=folder)
+    ranks = 1 if config.parallel.strategy == "single" else config.parallel.ranks
+    return machines.check_hardware(home=home(), ranks=ranks)
 
 
 @stage("Plan the run")
@@ -178,6 +173,7 @@ def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
             result = launch.train(plan, run_dir=run.folder, on_row=show)
         finally:  # of a run that fails or is stopped they tell most
             track.log_files(run, *sorted((run.folder / "profile").glob("*.json.gz")), folder="profile")
+            log_attempts(run)
     figures = {
         "train/samples_per_s": result.samples_per_s,
         "train/tokens_per_s": result.tokens_per_s,
@@ -191,6 +187,13 @@ def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
     known = {key: value for key, value in figures.items() if value is not None}
     track.log_figures(run, known, step=result.step)
     return result
+
+
+def log_attempts(run: TrackedRun) -> None:
+    """Of a run on Docker hosts: who took part, from which step on, and how each attempt ended."""
+    if attempts := attempts_of(run.folder):
+        write_atomically(run.folder / "attempts.json", json.dumps(attempts, indent=2))
+        track.log_files(run, run.folder / "attempts.json")
 
 
 @stage("Evaluate")

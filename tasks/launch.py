@@ -1,51 +1,34 @@
-"""Run a training program on the plan's ranks, watch it, and stop it in order.
-
-The program runs under torchrun in a session of its own, so that a Ctrl-C in the terminal reaches only us: we
-pass it on as SIGTERM, the ranks save a checkpoint and leave, and nobody is cut off in a collective.
-"""
+"""Training, evaluation and export on the ranks of a plan, here or on Docker hosts; each leaves its record."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-import re
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
-from tasks.places import local_process, process_key, tracking_uri
-from training.config import RunConfig
+from tasks import local, recovery
+from tasks.causes import RunStopped
+from tasks.places import fresh
 from training.limits import is_finished
 from training.metrics import read_rows
-from training.records import EvalReport, ExportedModel, Record, RunPlan, TrainResult
+from training.records import EvalReport, ExportedModel, RunPlan, TrainResult
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.25
-STOP_GRACE_S = 120.0
-CHECKPOINT_GIB_PER_S = 0.1  # the slowest disk that a checkpoint on its way, and the last one, are waited for
-STACK_S = 1.0  # for the stacks of ranks that did not stop in that time
-LAST_LINES = 25
-LOG_LINE = re.compile(r"[\d-]+ [\d:,]+ [A-Z]+ ")
-RANK_WARNING = re.compile(r"[\d-]+ [\d:,]+ WARNING (.*)")  # as training/rank.py formats its log
 
+def run_program(
+    module: str, *, plan: RunPlan, run_dir: Path, ranks: int = 0, on_poll: Callable[[], object] = lambda: None
+) -> None:
+    """Run `python -m MODULE runs/ID/plan.json` on `ranks` ranks (0: the plan's) and wait; output goes to logs/.
 
-class RunStopped(Exception):
-    """The run was asked to stop and did; the message says where it can be taken up again."""
-
-
-class Gang(Record):
-    """runs/ID/gang.json: the launcher process of the ranks that last worked on the run."""
-
-    launcher: str
+    Raises RuntimeError with the log's last lines if it fails, RunStopped if we were interrupted meanwhile.
+    """
+    if plan.config.launch.launcher == "docker":
+        recovery.run(module, run_dir=run_dir, ranks=ranks, on_poll=on_poll)
+    else:
+        local.run_program(module, plan=plan, run_dir=run_dir, ranks=ranks, on_poll=on_poll)
 
 
 def train(plan: RunPlan, *, run_dir: Path, on_row: Callable[[dict[str, float]], None]) -> TrainResult:
@@ -67,7 +50,7 @@ def train(plan: RunPlan, *, run_dir: Path, on_row: Callable[[dict[str, float]], 
             on_row(row)
 
     run_program("training.train", plan=plan, run_dir=run_dir, on_poll=look)
-    result = TrainResult.read(result_path)
+    result = TrainResult.read(fresh(result_path))
     if result.stopped_by == "signal":
         raise RunStopped(f"training was told to stop at step {result.step}: `shardline resume {plan.run_id}` goes on")
     logger.info("training is done%s: step %d of %d, loss %.4f", _ended_by(result), result.step, plan.steps, result.loss)
@@ -79,171 +62,6 @@ def _ended_by(result: TrainResult) -> str:
     fields = {"hours": "train.max_hours", "early stop": "evaluation.early_stop_validations"}
     field = fields.get(result.stopped_by)
     return f" by {field} (`shardline resume RUN {field}=…` trains on)" if field else ""
-
-
-def run_program(
-    module: str, *, plan: RunPlan, run_dir: Path, ranks: int = 0, on_poll: Callable[[], object] = lambda: None
-) -> None:
-    """Run `python -m MODULE runs/ID/plan.json` on `ranks` ranks (0: the plan's) and wait; output goes to logs/.
-
-    Raises RuntimeError with the log's last lines if it fails, RunStopped if we were interrupted meanwhile.
-    """
-    end_earlier_gang(run_dir)
-    log_path = run_dir / "logs" / f"{module.rpartition('.')[2]}.log"
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(run_dir / "stacks", ignore_errors=True)
-    command = command_for(module, plan=plan, run_dir=run_dir, ranks=ranks or plan.world_size)
-    with log_path.open("ab") as log:
-        earlier = log.tell()
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=_environment(plan)
-        )
-    Gang(launcher=process_key(process.pid)).write(run_dir / "gang.json")
-    stacks = Stacks(run_dir / "stacks")
-    try:
-        while process.poll() is None:
-            on_poll()
-            stacks.look()
-            time.sleep(POLL_S)
-        on_poll()
-    except Exception:
-        _stop(process, grace_s=_grace_s(run_dir))
-        raise
-    except BaseException:  # Ctrl-C, or the SIGTERM that Prefect turns into an exception
-        _stop(process, grace_s=_grace_s(run_dir))
-        raise RunStopped(f"interrupted: `shardline resume {plan.run_id}` goes on from the last checkpoint") from None
-    with log_path.open("rb") as log:
-        log.seek(earlier)
-        lines = log.read().decode(errors="replace").splitlines()
-    for line in lines:
-        if match := RANK_WARNING.match(line):
-            logger.warning("%s: %s", module, match[1])
-    if process.returncode:
-        raise RuntimeError(_failure(module, process.returncode, lines, log_path) + stacks.where())
-
-
-def check_profiler(config: RunConfig) -> None:
-    """Raises ValueError if config.profile asks for Nsight Systems, and it is not here."""
-    if config.profile.nsys and shutil.which("nsys") is None:
-        raise ValueError(
-            "profile.nsys=true, but there is no nsys on PATH: install Nsight Systems, "
-            "or use profile.steps=[20,21] for a trace by torch's own profiler"
-        )
-
-
-def command_for(module: str, *, plan: RunPlan, run_dir: Path, ranks: int) -> list[str]:
-    """Under torchrun if there are several ranks, and each under nsys if the plan's config says so."""
-    program = [sys.executable, "-u", "-m", module, str(run_dir / "plan.json")]
-    if plan.config.profile.nsys and module == "training.train":
-        check_profiler(plan.config)
-        (run_dir / "profile").mkdir(exist_ok=True)
-        report = run_dir / "profile" / f"{time.strftime('%Y%m%d-%H%M%S')}-rank-{'%q{RANK}' if ranks > 1 else 0}"
-        program = ["nsys", "profile", "--sample=none", "--trace=cuda,nvtx,osrt", "-o", str(report), *program]
-    if ranks == 1:
-        return program
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*torchrun, "--no-python", *program]
-
-
-class Stacks:
-    """runs/ID/stacks: what ranks write of where they are when no step comes (training/hang.py)."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.seen = folder, False
-
-    def look(self) -> None:
-        """Warn once; a rank empties its file when a step comes after all."""
-        if not self.seen and self._written():
-            self.seen = True
-            logger.warning("no step for a while: the ranks' Python stacks are in %s", self.folder)
-
-    def where(self) -> str:
-        written = ", ".join(path.stem for path in self._written())
-        return f"\nThe Python stacks of {written} are in {self.folder}" if written else ""
-
-    def _written(self) -> list[Path]:
-        return [path for path in sorted(self.folder.glob("rank-*.txt")) if path.stat().st_size]
-
-
-def _environment(plan: RunPlan) -> dict[str, str]:
-    """Our own, plus what ranks need: the tracking URI, threads, and the process they must not outlive."""
-    return {
-        # OpenMP threads that wait by spinning lose their core to whatever else runs: with one other busy process on
-        # 2 cores, 2 threads trained at 217 tokens/s; at 1000 spins 8,266, and as fast as before (20,900) when alone.
-        "GOMP_SPINCOUNT": "1000",
-        **os.environ,
-        "MLFLOW_TRACKING_URI": tracking_uri(),
-        "OMP_NUM_THREADS": str(plan.threads_per_rank),
-        "PYTHONSAFEPATH": "1",  # a folder named `training` where the user stands must not take our place
-        "SHARDLINE_LAUNCHER_PID": str(os.getpid()),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-
-
-def _stop(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
-    """SIGTERM, time for a checkpoint, then SIGKILL; a second Ctrl-C skips the wait."""
-    logger.info("stopping: the ranks save a checkpoint and leave (Ctrl-C again kills them)")
-    try:
-        _end(psutil.Process(process.pid), grace_s=grace_s)
-    except psutil.NoSuchProcess:
-        pass
-    finally:
-        process.wait()
-
-
-def _is_rank(process: psutil.Process) -> bool:
-    """One that runs `python … -m training.X plan.json` itself; not torchrun or nsys, nor a compiler it started."""
-    with suppress(psutil.NoSuchProcess):
-        command = process.cmdline()
-        wrapped = any("torch.distributed.run" in word or Path(word).name.startswith("nsys") for word in command)
-        return not wrapped and bool(command) and command[-1].endswith("plan.json")
-    return False
-
-
-def _grace_s(run_dir: Path) -> float:
-    path = run_dir / "plan.json"
-    gib = RunPlan.read(path).predicted.checkpoint_gib if path.exists() else 0.0
-    return STOP_GRACE_S + 2 * gib / CHECKPOINT_GIB_PER_S
-
-
-def _end(launcher: psutil.Process, *, grace_s: float) -> None:
-    """Stop a launcher and its ranks in order, however long their checkpoint takes within the grace.
-
-    The ranks are told directly: torchrun would kill them 30 s after it was told, and as each is in a session of
-    its own, no process group reaches them all.
-    """
-    family = [launcher, *launcher.children(recursive=True)]
-    try:
-        for rank in filter(_is_rank, family):
-            with suppress(psutil.NoSuchProcess):
-                rank.terminate()
-        _, alive = psutil.wait_procs(family, timeout=grace_s)
-        for member in alive:  # they hang: let them say where
-            with suppress(psutil.NoSuchProcess):
-                member.send_signal(signal.SIGUSR1)
-        _, alive = psutil.wait_procs(alive, timeout=STACK_S)
-    except KeyboardInterrupt:
-        alive = family
-    for member in alive:
-        if member.is_running():
-            member.kill()
-    psutil.wait_procs(alive)
-
-
-def end_earlier_gang(run_dir: Path) -> None:
-    """No two gangs on one run: ranks that outlived their launcher are told to stop, then made to."""
-    path = run_dir / "gang.json"
-    launcher = local_process(Gang.read(path).launcher) if path.exists() else None
-    if launcher is not None:
-        logger.warning("ranks of an earlier start are still alive (pid %d): stopping them first", launcher.pid)
-        _end(launcher, grace_s=_grace_s(run_dir))
-
-
-def _failure(module: str, code: int, lines: list[str], log_path: Path) -> str:
-    causes = [line for line in lines if ("Error:" in line or "NonFiniteLoss:" in line) and not LOG_LINE.match(line)]
-    cause = next((line for line in causes if "ChildFailedError" not in line), f"exit code {code}")
-    tail = "\n".join(lines[-LAST_LINES:])
-    return f"{module} failed: {cause.strip()}\nThe last lines of {log_path}:\n{tail}"
 
 
 class NewRows:
@@ -271,10 +89,10 @@ def evaluate(plan: RunPlan, *, run_dir: Path) -> EvalReport:
     trained, path = TrainResult.read(run_dir / "result.json"), run_dir / "eval.json"
     if not path.exists() or EvalReport.read(path).checkpoint_sha256 != trained.checkpoint_sha256:
         run_program("training.evaluate", plan=plan, run_dir=run_dir)
-    return EvalReport.read(path)
+    return EvalReport.read(fresh(path))
 
 
 def export(plan: RunPlan, *, run_dir: Path) -> ExportedModel:
     """Hugging Face and ONNX files of the last checkpoint, with their parity report; the program skips what is done."""
     run_program("training.export", plan=plan, run_dir=run_dir, ranks=1)
-    return ExportedModel.read(run_dir / "export" / "export.json")
+    return ExportedModel.read(fresh(run_dir / "export" / "export.json"))

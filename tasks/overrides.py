@@ -81,6 +81,8 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("profile.*", "exact", ""),
     ("export.*", "exact", ""),
     ("registry.*", "exact", ""),
+    ("launch.*", "exact", ""),
+    ("trainer.*", "refused", "another program is another run"),
 )
 NOTHING_DONE: tuple[Effect, str] = ("exact", "")
 WORDS: dict[Effect, str] = {

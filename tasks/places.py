@@ -65,6 +65,18 @@ def local_process(key: str) -> psutil.Process | None:
     return psutil.Process(pid) if key and process_key(pid) == key else None
 
 
+def fresh(path: Path) -> Path:
+    """`path`, to be read now: an NFS client remembers for up to 60 s that a file was not there when it last asked.
+
+    It forgets that when it changes the folder itself.
+    """
+    if not path.exists() and path.parent.is_dir():
+        probe = path.with_name(f".look-{os.getpid()}")
+        probe.touch()
+        probe.unlink()
+    return path
+
+
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
     """Hold runs/ID for this process. The lock is the kernel's: it goes with the process, however that ends.
@@ -85,6 +97,15 @@ def owned(folder: Path) -> Iterator[None]:
         lock.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
         lock.flush()
         yield
+
+
+def is_owned(folder: Path) -> bool:
+    """Whether a process holds runs/ID at this moment."""
+    try:
+        with owned(folder):
+            return False
+    except AlreadyOwned:
+        return True
 
 
 class AlreadyOwned(ValueError):

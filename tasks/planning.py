@@ -13,6 +13,7 @@ from training.config import RunConfig
 from training.packing import one_epoch
 from training.plan import make_plan
 from training.records import Inventory, RunPlan, TokenShards
+from training.shards import MANIFEST
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ def plan_run(
     shards_dir: Path | None = None,
 ) -> RunPlan:
     """`make_plan`, with the model's config.json fetched where it is needed. Raises ValueError for what cannot work."""
+    if config.trainer.given:
+        raise ValueError("a run with `trainer` has no plan: it gets a rank on each device, or parallel.ranks of them")
     return make_plan(
         config,
         inventory,
@@ -104,6 +107,60 @@ def _replanned(
             "reasons": (*plan.reasons, f"resumed with other settings: {'; '.join(map(str, changed))}"),
         }
     )
+
+
+def replan(run_dir: Path, *, inventory: Inventory, why: str) -> RunPlan:
+    """The plan for the hosts there are now: the same batches on other ranks, from the checkpoint that any can load.
+
+    plan.json is kept as it is if it was made for these hosts, in whatever order; else it becomes plan-N.json. A plan
+    that the run had before for these hosts is taken up again, to the thread: then results are the same to the bit.
+    Raises ValueError if the run does not fit these hosts.
+    """
+    kept = RunPlan.read(run_dir / "plan.json")
+    if sorted(kept.hosts) == sorted(host.name for host in inventory.hosts):
+        return kept
+    plan = _planned_for(kept, inventory, micro_batch=0)
+    if kept.config.train.micro_batch and plan.micro_batch > kept.micro_batch:  # the user knows that more does not fit
+        share = kept.config.train.global_batch // plan.dp
+        fitting = max(size for size in range(1, kept.micro_batch + 1) if share % size == 0)
+        plan = _planned_for(kept, inventory, micro_batch=fitting)
+    if _layout(plan) == _layout(kept):  # some hosts stay idle either way
+        return kept
+    update = {"config": kept.config, "mlflow_run_id": kept.mlflow_run_id, "reasons": (*plan.reasons, why)}
+    earlier = (RunPlan.read(path) for path in sorted(run_dir.glob("plan-*.json"), key=_number, reverse=True))
+    same = (old for old in earlier if _layout(old) == _layout(plan) and old.config == kept.config)
+    plan = next(same, plan.model_copy(update=update))
+    kept.write(run_dir / f"plan-{len(list(run_dir.glob('plan-*.json'))) + 1}.json")
+    plan.write(run_dir / "plan.json")
+    logger.warning("replanned for %s: %s", ", ".join(plan.hosts), why)
+    return plan
+
+
+def _planned_for(kept: RunPlan, inventory: Inventory, *, micro_batch: int) -> RunPlan:
+    pinned, shards_dir = kept.config.model_dump(mode="json"), Path(kept.shards_dir)
+    asked = kept.config.parallel.ranks if kept.config.parallel.ranks <= _num_devices(inventory) else 0
+    pinned["parallel"] |= {"precision": kept.precision, "ranks": asked}
+    pinned["train"]["micro_batch"] = micro_batch
+    return plan_run(
+        RunConfig.model_validate(pinned),
+        inventory=inventory,
+        run_id=kept.run_id,
+        shards=TokenShards.read(shards_dir / MANIFEST),
+        shards_dir=shards_dir,
+    )
+
+
+def _num_devices(inventory: Inventory) -> int:
+    return sum(len(host.devices) for host in inventory.hosts)
+
+
+def _layout(plan: RunPlan) -> dict[str, int]:
+    """Ranks by host."""
+    return dict(zip(plan.hosts, plan.ranks_per_host, strict=True))
+
+
+def _number(path: Path) -> int:
+    return int(path.stem.rpartition("-")[2])
 
 
 def _check_same_tokens(kept: RunPlan, shards: TokenShards) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from tasks.launch import RunStopped
+from tasks.causes import RunFailed, RunStopped
 from tasks.overrides import Resumptions, flattened
 from tasks.places import (
     AlreadyOwned,
@@ -88,21 +88,24 @@ def tracked(config: RunConfig, *, run_id: str, tags: Mapping[str, str]) -> Itera
 @contextmanager
 def _closed(client: MlflowClient, run: TrackedRun) -> Iterator[None]:
     """Whatever happens inside, the MLflow run gets the status that is true of it."""
-    status, why = "FAILED", ""
+    status, why, cause = "FAILED", "", "error"
     try:
         yield
-        status = "FINISHED"
+        status, cause = "FINISHED", "done"
     except RunStopped as stop:
-        status, why = "KILLED", str(stop)
+        status, why, cause = "KILLED", str(stop), "stopped"
+        raise
+    except RunFailed as failure:
+        why, cause = str(failure), failure.cause
         raise
     except Exception as error:
         why = str(error)
         raise
     except BaseException as interruption:  # Ctrl-C, a Prefect cancel, SIGTERM
-        status, why = "KILLED", f"interrupted ({type(interruption).__name__})"
+        status, why, cause = "KILLED", f"interrupted ({type(interruption).__name__})", "stopped"
         raise
     finally:
-        _close(client, run, status=status, why=why)
+        _close(client, run, status=status, why=why, cause=cause)
 
 
 def _opened(client: MlflowClient, config: RunConfig, *, run_id: str) -> TrackedRun:
@@ -217,10 +220,11 @@ def log_files(run: TrackedRun, *paths: Path, folder: str | None = None) -> None:
         client.log_artifact(run.mlflow_run_id, str(path), folder)
 
 
-def _close(client: MlflowClient, run: TrackedRun, *, status: str, why: str) -> None:
+def _close(client: MlflowClient, run: TrackedRun, *, status: str, why: str, cause: str) -> None:
     """Send the metrics that are left, then the status. What cannot be sent now is sent by the next `reconcile`."""
     try:
         _send_rest(run.folder, run.mlflow_run_id)
+        client.set_tag(run.mlflow_run_id, "shardline.cause", cause)
         if why:
             client.set_tag(run.mlflow_run_id, "shardline.ended_by", why[:4000])
         client.set_terminated(run.mlflow_run_id, status)
@@ -265,6 +269,7 @@ def reconcile() -> list[LostRun]:
 def _close_lost(client: MlflowClient, run_id: str, mlflow_run_id: str) -> None:
     _end_orphans(run_folder(run_id))
     _send_rest(run_folder(run_id), mlflow_run_id)
+    client.set_tag(mlflow_run_id, "shardline.cause", "killed")
     client.set_tag(mlflow_run_id, "shardline.ended_by", "its process was killed")
     client.set_terminated(mlflow_run_id, "KILLED")
     logger.warning("run %s was killed without a word: now marked KILLED; `shardline resume %s` goes on", run_id, run_id)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.launch import check_profiler, command_for
+from tasks.local import check_profiler, command_for
 from tests.conftest import tiny_config
 from training.records import RunPlan
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from tasks.launch import RunStopped
+from tasks.causes import RunStopped
 from tasks.places import run_folder
 from tasks.track import TrackedRun, reconcile, tracked
 from tests.conftest import REPO, tiny_config

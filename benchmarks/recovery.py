@@ -1,0 +1,236 @@
+"""Seconds from a failure to the next training step, and what checkpoints cost, on two Docker hosts of the test rig.
+
+    python -m benchmarks.recovery [--quick]
+
+Needs root and Docker's programs (tests/rig/install.sh). A Llama of 1.3M parameters trains under ddp on 2 + 1 ranks and
+is struck: docker kill of a node and of the first node, kill -9 of a dockerd that comes back after 3 s (training goes
+on meanwhile), a partition that heals, and a host that loses its power for good where launch.min_hosts allows to go on
+without it. The last two contain the time to tell that a host is lost (launch.lost_after_s), and that the cut lasts.
+
+Checkpoint share: how much longer a step takes on average, with a checkpoint every 20 steps, than those steps do while
+none is on its way. The last line is one JSON object: `seconds_to_next_step` by scenario, medians over the repetitions,
+and `checkpoint_share`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.workload import write_corpus
+from tasks.recovery import attempts_of
+from tests.rig.conftest import missing
+from tests.rig.rig import Rig
+from tests.rig.runs import kill_containers, make_docker_run, train
+from training.metrics import read_rows
+
+BETWEEN = 6  # steps between two strikes
+RESTART_S = 3.0  # until a killed dockerd is started again
+EVERY = 20  # steps between two checkpoints
+VOCAB = 256
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`restarts`: the next step is one of the next attempt."""
+
+    name: str
+    strike: Callable[[], object]
+    restarts: bool = True
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long things last; `cycles` of EVERY steps are timed for the checkpoints' share."""
+
+    partition_s: float
+    lost_after_s: float
+    cycles: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    seconds: dict[str, float]  # by scenario
+    checkpoint_share: float
+    step_s: float
+    stall_ms: float
+
+
+QUICK, FULL = Patience(9.0, 5.0, cycles=5), Patience(45.0, 20.0, cycles=9)
+
+
+class AllMeasured(Exception):
+    """Ends a run that has been struck often enough."""
+
+
+class Strikes:
+    """For train(on_row=…): one scenario after the other, each timed to the first step after it.
+
+    `calm`: steps before the first of them; `made` says when each of these was made.
+    """
+
+    def __init__(self, run_dir: Path, scenarios: Sequence[Scenario], *, calm: int) -> None:
+        self.run_dir, self.waiting, self.calm = run_dir, list(scenarios), calm
+        self.made: dict[int, float] = {}
+        self.seconds: dict[str, float] = {}
+        self.current: Scenario | None = None
+        self.since = 0.0  # the newest strike, or the first step after it
+        self.ended, self.steps = 0, 0
+
+    def look(self, row: dict[str, float]) -> None:
+        made = row["time_ms"] / 1000
+        if "loss" not in row or made <= self.since:
+            return
+        if self.current is None:
+            self.steps += 1
+            if row["step"] <= self.calm:
+                self.made[int(row["step"])] = made
+            elif self.steps > BETWEEN:
+                self._strike()
+        elif not self.current.restarts or self._is_of_next_attempt(made):
+            self.seconds[self.current.name] = made - self.since
+            self.current, self.since, self.steps = None, made, 0
+            if not self.waiting:
+                raise AllMeasured
+
+    def _strike(self) -> None:
+        self.current = self.waiting.pop(0)
+        self.ended, self.since = len(attempts_of(self.run_dir)), time.time()
+        self.current.strike()
+
+    def _is_of_next_attempt(self, made: float) -> bool:
+        ended = attempts_of(self.run_dir)[self.ended :]
+        return bool(ended) and made > datetime.fromisoformat(ended[-1]["ended_at"]).timestamp()
+
+
+def scenarios_of(rig: Rig, *, partition_s: float) -> list[Scenario]:
+    first, second, _ = rig.hosts
+
+    def kill_daemon() -> None:
+        rig.kill_daemon(second)
+        threading.Timer(RESTART_S, lambda: rig.start_daemon(second)).start()
+
+    def cut() -> None:
+        rig.partition(second)
+        threading.Timer(partition_s, lambda: rig.heal(second)).start()
+
+    return [
+        Scenario("docker kill", lambda: kill_containers(rig, second)),
+        Scenario("docker kill of the first node", lambda: kill_containers(rig, first)),
+        Scenario("kill -9 of dockerd", kill_daemon, restarts=False),
+        Scenario("partition", cut),
+    ]
+
+
+def make_run(rig: Rig, home: Path, shards: Path, name: str, **overrides: Any) -> Path:
+    settings: dict[str, Any] = {
+        "model__layers": 4,
+        "model__width": 128,
+        "model__dropout": 0.0,
+        "train__context": 128,
+        "train__steps": 100_000,
+        "checkpoint__every_steps": EVERY,
+        "evaluation__every_steps": 0,
+    }
+    return make_docker_run(rig, home, shards, name, 2, 1, **(settings | overrides))
+
+
+def struck(run_dir: Path, scenarios: Sequence[Scenario], *, calm: int = 0) -> Strikes:
+    strikes = Strikes(run_dir, scenarios, calm=calm)
+    try:
+        train(run_dir, on_row=strikes.look)
+    except AllMeasured:
+        return strikes
+    raise AssertionError("the run came to its end before all was measured")
+
+
+def measure(rig: Rig, home: Path, shards: Path, name: str, *, patience: Patience) -> Measured:
+    settings = {"launch__lost_after_s": patience.lost_after_s, "launch__daemon_grace_s": 60.0}
+    run_dir = make_run(rig, home, shards, f"{name}-struck", **settings)
+    strikes = struck(run_dir, scenarios_of(rig, partition_s=patience.partition_s), calm=(1 + patience.cycles) * EVERY)
+    lost = Scenario("host lost, min_hosts=1", lambda: rig.power_off(rig.hosts[1]))
+    fewer = make_run(rig, home, shards, f"{name}-lost", **settings, launch__min_hosts=1)
+    seconds = strikes.seconds | struck(fewer, [lost]).seconds
+    rig.reset()
+    stalls = [
+        row["checkpoint_stall_ms"] for row in read_rows(run_dir / "metrics.jsonl") if "checkpoint_stall_ms" in row
+    ]
+    share, step_s = checkpoint_share(strikes.made)
+    return Measured(seconds=seconds, checkpoint_share=share, step_s=step_s, stall_ms=statistics.median(stalls))
+
+
+def checkpoint_share(made: dict[int, float]) -> tuple[float, float]:
+    """Share, and an undisturbed step's seconds: all steps of a cycle against those of its second half, when the
+    checkpoint has long been published. Each is the median over the cycles; the first one warms up.
+    """
+    took = {step: made[step] - made[step - 1] for step in range(EVERY + 1, max(made) + 1)}
+    cycle = [statistics.median(took[step] for step in took if (step - 1) % EVERY == place) for place in range(EVERY)]
+    undisturbed = statistics.fmean(cycle[EVERY // 2 :])
+    return statistics.fmean(cycle) / undisturbed - 1, undisturbed
+
+
+def run(rig: Rig, *, repetitions: int, patience: Patience) -> dict[str, Any]:
+    home = rig.make_home()
+    os.environ |= {"SHARDLINE_HOME": str(home), "MLFLOW_TRACKING_URI": ""}
+    with tempfile.TemporaryDirectory() as folder:
+        shards = Path(folder) / "shards"
+        write_corpus(shards, vocab_size=VOCAB)
+        measured = [measure(rig, home, shards, f"run{n}", patience=patience) for n in range(repetitions)]
+    names = measured[0].seconds
+    return {
+        "seconds_to_next_step": {
+            name: round(statistics.median(one.seconds[name] for one in measured), 2) for name in names
+        },
+        "checkpoint_share": round(statistics.median(one.checkpoint_share for one in measured), 4),
+        "checkpoint_every_steps": EVERY,
+        "checkpoint_stall_ms": round(statistics.median(one.stall_ms for one in measured), 1),
+        "step_s": round(statistics.median(one.step_s for one in measured), 3),
+        "partition_s": patience.partition_s,
+        "lost_after_s": patience.lost_after_s,
+        "repetitions": repetitions,
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="once, and a short partition, instead of 3 times")
+    quick = parser.parse_args().quick
+    if reason := missing():
+        print(f"there can be no Docker hosts to measure on: {reason}", file=sys.stderr)
+        sys.exit(2)
+    logging.getLogger().setLevel(logging.ERROR)
+    rig = Rig()
+    try:
+        rig.up()
+        patience = QUICK if quick else FULL
+        result = run(rig, repetitions=1 if quick else 3, patience=patience)
+    finally:
+        rig.down()
+    print(f"{'from the failure to the next step':36}{'seconds':>8}")
+    for name, seconds in result["seconds_to_next_step"].items():
+        print(f"{name:36}{seconds:8.1f}")
+    print(
+        f"(a host is lost after {patience.lost_after_s:.0f} s of silence, "
+        f"the partition lasts {patience.partition_s:.0f} s)\n"
+        f"checkpoints every {EVERY} steps of {1000 * result['step_s']:.0f} ms make a step "
+        f"{100 * result['checkpoint_share']:.1f} % longer; training stands still for "
+        f"{result['checkpoint_stall_ms']:.0f} ms each"
+    )
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

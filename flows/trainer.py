@@ -1,0 +1,75 @@
+"""The stage Train where the config names a program of the user's; what needs a checkpoint of ours is left out."""
+
+from __future__ import annotations
+
+import logging
+
+from prefect.artifacts import create_table_artifact
+
+from flows import stages
+from flows.stages import open_mlflow, stage, stage_seconds, timed
+from tasks import track
+from tasks.recovery import attempts_of
+from tasks.track import TrackedRun
+from tasks.trainer import SKIPPED, TrainerOutcome, TrainerPlan, check_trainer, place
+from tasks.trainer_run import run_trainer
+from training.config import RunConfig
+
+logger = logging.getLogger(__name__)
+
+
+def train_by_program(config: RunConfig, run: TrackedRun) -> TrainerOutcome:
+    """Hardware, ranks, the program; what it made of it is in MLflow and where it wrote it. Raises as run_trainer."""
+    check_trainer(config)
+    inventory = stages.hardware(config, run)
+    name = track.connect().get_experiment(run.experiment_id).name
+    plan = place(
+        config,
+        inventory,
+        run_id=run.run_id,
+        mlflow_run_id=run.mlflow_run_id,
+        experiment=(run.experiment_id, name),
+    )
+    return train(plan, run)
+
+
+@stage("Train")
+def train(plan: TrainerPlan, run: TrackedRun) -> TrainerOutcome:
+    with timed(run, "train"):
+        try:
+            run_trainer(plan, run_dir=run.folder)
+        finally:
+            stages.log_attempts(run)
+    logger.info("skipped, as they belong to Shardline's own training: %s", ", ".join(SKIPPED))
+    outcome = TrainerOutcome(
+        run_id=run.run_id,
+        mlflow_run_id=run.mlflow_run_id,
+        program=plan.program,
+        args=plan.config.trainer.args,
+        hosts=dict(zip(plan.hosts, plan.ranks_per_host, strict=True)),
+        attempts=len(attempts_of(run.folder)),
+        skipped=SKIPPED,
+        stage_s=stage_seconds(run),
+        open_mlflow=open_mlflow(),
+    )
+    outcome.write(run.folder / "outcome.json")
+    track.log_files(run, run.folder / "outcome.json")
+    client = track.connect()
+    client.update_run(run.mlflow_run_id, name=run.run_id)  # programs may have given it a name of theirs
+    client.set_tag(run.mlflow_run_id, "shardline.trainer", plan.program)
+    client.set_tag(run.mlflow_run_id, "shardline.skipped", ", ".join(SKIPPED))
+    rows = [{"what": what, "value": value} for what, value in trainer_rows(outcome)]
+    create_table_artifact(rows, key="outcome", description="What the run came to")
+    return outcome
+
+
+def trainer_rows(outcome: TrainerOutcome) -> list[tuple[str, str]]:
+    return [
+        ("run", outcome.run_id),
+        ("program", " ".join((outcome.program, *outcome.args))),
+        ("ranks", " + ".join(f"{name} ({ranks})" for name, ranks in outcome.hosts.items())),
+        ("attempts", str(outcome.attempts)),
+        ("skipped", ", ".join(outcome.skipped)),
+        ("stages", ", ".join(f"{name} {seconds:.0f} s" for name, seconds in outcome.stage_s.items())),
+        ("open MLflow", outcome.open_mlflow),
+    ]

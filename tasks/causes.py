@@ -1,0 +1,188 @@
+"""Why a run ended: one cause, from what every host tells of its container. Pure functions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from training.launch_config import Cause
+from training.node_record import NodeEnd
+from training.records import Record
+
+if TYPE_CHECKING:
+    from infra.containers import State
+
+DONE, SIGKILLED, SIGTERM = 0, 137, 15
+UNKNOWN = 255  # what a daemon says of a container whose end it did not see
+TOLD_TO_STOP = {130, 143}  # training/node.py's exit code; and a shell's, for one that had not started yet
+LAST_LINES = 25
+PEER_IS_GONE = re.compile(
+    r"Connection (closed|reset|refused|was likely closed)|Broken pipe|connectFullMesh|remote process exited|"
+    r"NCCL (WARN|error|communicator was aborted)|ncclRemoteError|DistNetworkError|DistStoreError|No route to host|"
+    r"Network is unreachable|Socket (Timeout|closed)|failed to recv, got 0 bytes|Stale file handle",
+    re.IGNORECASE,
+)
+TIMED_OUT = re.compile(r"timed? ?out|collective operation timeout|watchdog (hang|got stuck)", re.IGNORECASE)
+OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|can't allocate memory|MemoryError|std::bad_alloc")
+TELLING = re.compile(r"Error|Watchdog caught|rank \d+ failed: ")  # of a log's last lines
+
+
+FIRST_CAUSES = {"out of memory", "bad loss", "lost host", "killed"}  # no other host's end can be behind them
+CURES: Mapping[str, str] = {
+    "out of memory": "lower train.micro_batch or train.context, spread the state over the ranks "
+    "(parallel.strategy=zero2, zero3), or raise the host's memory_gib",
+    "lost host": "see that it is on, and that `docker -H URL info` answers; launch.min_hosts goes on without it",
+    "network": "look at the network between the hosts, and at their `address` and `interface`",
+    "daemon": "see what Docker's log says there (journalctl -u docker)",
+    "killed": "something sent SIGKILL or SIGTERM: `dmesg` there tells whether the machine had run out of memory, "
+    "`journalctl -u docker` whether it or its daemon was shut down",
+    "timeout": "one rank waited for another: stacks/ in the run folder says where each was; parallel.timeout_s is how "
+    "long they wait",
+}
+
+
+class RunStopped(Exception):
+    """The run was asked to stop and did; the message says where it can be taken up again."""
+
+
+class RunFailed(RuntimeError):
+    """No other attempt was worth making, or they were used up; the message has cause, cure and last lines."""
+
+    def __init__(self, message: str, *, cause: Cause) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+@dataclass(frozen=True)
+class HostEnd:
+    """What is known of one host: its container's last state, its node's record; `lost` where nobody answers."""
+
+    state: State | None
+    end: NodeEnd | None
+    lost: bool = False
+    gone: bool = False  # somebody removed the container
+    ended_by_us: bool = False  # it went on until we killed it: its end tells nothing
+    last_lines: tuple[str, ...] = ()  # of its log: a node that cannot write its record, on a full disk, still prints
+
+    @property
+    def done(self) -> bool:
+        """By its record; or by the exit code, while a file server does not show us the record yet."""
+        if self.end is not None:
+            return self.end.ending == "done"
+        return self.state is not None and not self.state.running and not self.gone and self.state.exit_code == DONE
+
+    @property
+    def unexplained(self) -> int | None:
+        """Exit code of a container that has ended and left no record of why."""
+        if self.end is not None or self.state is None or self.state.running:
+            return None
+        return self.state.exit_code
+
+    @property
+    def told_to_stop(self) -> bool:
+        """By SIGTERM; a lease that is withdrawn, or not renewed, is another matter."""
+        return self.end.asked == "signal" if self.end is not None else self.unexplained in TOLD_TO_STOP
+
+
+class Ending(Record):
+    """How an attempt ended. `host` is where it began, `detail` one line for people, `lines` the log's last there."""
+
+    cause: Cause | Literal["done", "stopped"]
+    host: str = ""
+    detail: str = ""
+    lines: tuple[str, ...] = ()
+
+
+def classify(hosts: Mapping[str, HostEnd], *, asked: bool = False) -> Ending:
+    """The first cause in this order that any host shows: what kills one host's ranks shows as lost peers on others.
+
+    `asked`: a user wanted the run to stop. Without, a container that was told to is no reason to give the run up:
+    a machine or a daemon that shuts down tells all its containers so.
+    """
+    return next(_endings(hosts, asked=asked))
+
+
+def _endings(hosts: Mapping[str, HostEnd], *, asked: bool) -> Iterator[Ending]:
+    known = {name: host for name, host in hosts.items() if not host.ended_by_us}
+    if all(host.done for host in hosts.values()) and len(known) == len(hosts):
+        yield Ending(cause="done")
+    for name, host in hosts.items():  # also one that we ended: its other ranks may have waited for the one killed
+        if host.state is not None and host.state.oom_killed:
+            yield _ending("out of memory", name, host, "the kernel killed a rank: the container's memory is used up")
+    for name, host, said in _causes(known):
+        if OUT_OF_MEMORY.search(said):
+            yield _ending("out of memory", name, host, said)
+    for name, host, said in _causes(known):
+        if "NonFiniteLoss" in said:
+            yield _ending("bad loss", name, host, said)
+    for name, host, said in _causes(known):
+        if said.startswith(("ValueError", "pydantic", "ModuleNotFoundError", "ImportError")):
+            yield _ending("bad config", name, host, said)
+    for name, host in known.items():
+        if host.lost:
+            yield _ending("lost host", name, host, "its daemon does not answer any more")
+        elif host.end is not None and host.end.asked == "lease stale":
+            yield _ending("lost host", name, host, "it did not see our lease renewed: its storage does not answer")
+        elif host.unexplained == UNKNOWN:
+            yield _ending("lost host", name, host, "its machine or daemon restarted (exit code 255)")
+    for name, host in known.items():
+        if host.told_to_stop:
+            yield _told_to_stop(name, host, asked=asked)
+    for name, host in known.items():
+        if host.end is None and host.gone:
+            yield _ending("killed", name, host, "its container was removed")
+        elif host.unexplained == SIGKILLED:
+            yield _ending("killed", name, host, "its container was killed (exit code 137)")
+        elif host.end is not None and any(failure.exit_code == -9 for failure in host.end.failures):
+            yield _ending("killed", name, host, "a rank was killed (SIGKILL)")
+    yield from _endings_of_several(known)
+    for name, host in known.items():
+        if host.end is not None and host.end.ending in {"stopped", "killed"}:
+            yield _ending("stopped", name, host, f"told to stop ({host.end.asked})")
+    for name, host in known.items():
+        if not host.done:
+            code = host.state.exit_code if host.state is not None else "unknown"
+            yield _ending("error", name, host, f"exit code {code}, and no word of why")
+    yield Ending(cause="error", detail="all hosts were stopped by us")
+
+
+def _endings_of_several(hosts: Mapping[str, HostEnd]) -> Iterator[Ending]:
+    """What one rank failed of shows on all others as a peer that is gone, or did not come in time."""
+    for name, host, said in _causes(hosts):
+        if said and not PEER_IS_GONE.search(said) and not TIMED_OUT.search(said):
+            yield _ending("error", name, host, said)
+    for name, host, said in _causes(hosts):
+        if TIMED_OUT.search(said) and not PEER_IS_GONE.search(said):
+            yield _ending("timeout", name, host, said)
+    for name, host, said in _causes(hosts):
+        if PEER_IS_GONE.search(said):
+            yield _ending("network", name, host, said)
+
+
+def _told_to_stop(name: str, host: HostEnd, *, asked: bool) -> Ending:
+    if asked:
+        return _ending("stopped", name, host, "told to stop (SIGTERM)")
+    if host.state is not None and host.state.running:
+        return _ending("daemon", name, host, "told to stop (SIGTERM) while its daemon was away: it shuts down")
+    return _ending("killed", name, host, "somebody else told its container to stop (SIGTERM): the machine, its daemon")
+
+
+def _causes(hosts: Mapping[str, HostEnd]) -> Iterator[tuple[str, HostEnd, str]]:
+    for name, host in hosts.items():
+        failures = host.end.failures if host.end is not None and host.end.ending == "failed" else ()
+        # torchrun ends the others when one rank fails: that they died of it tells nothing.
+        for failure in [failure for failure in failures if failure.exit_code != -SIGTERM] or failures:
+            yield name, host, failure.cause
+        if not failures and (host.end is None or host.end.ending == "failed"):
+            said = (line for line in reversed(_lines(host)) if TELLING.search(line) and "ChildFailedError" not in line)
+            yield name, host, next(said, "")
+
+
+def _lines(host: HostEnd) -> tuple[str, ...]:
+    return host.end.last_lines if host.end is not None else host.last_lines
+
+
+def _ending(cause: Cause | Literal["stopped"], name: str, host: HostEnd, detail: str) -> Ending:
+    return Ending(cause=cause, host=name, detail=detail, lines=_lines(host)[-LAST_LINES:])

@@ -1,0 +1,146 @@
+"""Docker hosts to inventory: what a container of the run's image, with the run's limits, can do on each of them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+
+from infra.containers import start
+from infra.hosts import DockerHost, HostError, connect, on_all
+from infra.preflight import finish
+from tasks.hardware import (
+    BUSY_PERCENT,
+    MEASURE_TIMEOUT_S,
+    CachedMeasurement,
+    find_cached,
+    keep_cached,
+    last_lines,
+)
+from tasks.preflight import HostFacts, throw_away
+from training.launch_config import LaunchConfig
+from training.records import Device, Host, Inventory, Measured
+
+logger = logging.getLogger(__name__)
+
+
+def measure_hosts(
+    hosts: Sequence[DockerHost],
+    launch: LaunchConfig,
+    *,
+    facts: Mapping[str, HostFacts],
+    slots: Mapping[str, int],
+    home: Path,
+    run_dir: Path,
+    measure_again: bool = False,
+) -> Inventory:
+    """The hosts with one device per slot, strongest first; `facts` are check_hosts', `slots` ranks by host's name.
+
+    What is not in home/hardware.json is measured on all hosts at once, in one container each; none is left. Rates
+    measured beside other work are not kept. Raises HostError if a measurement fails, with the end of its output.
+    """
+    keys = {host.name: cache_key(host, facts[host.name], slots=slots[host.name]) for host in hosts}
+    known = {} if measure_again else {name: found for name, key in keys.items() if (found := find_cached(home, key))}
+    unknown = [host for host in hosts if host.name not in known]
+    begin = time.perf_counter()
+    new = on_all(
+        unknown,
+        lambda host: measure(
+            host, launch, slots=slots[host.name], cores=usable_cores(host, facts[host.name]), home=home, run_dir=run_dir
+        ),
+    )
+    if new:
+        logger.info("hardware: measured %s in %.1f s", ", ".join(new), time.perf_counter() - begin)
+    for name, measured in new.items():
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        known[name] = CachedMeasurement(key=keys[name], measured_at=now, measured=measured)
+        if (busy := facts[name].busy_percent) <= BUSY_PERCENT:
+            keep_cached(home, known[name])
+        else:
+            logger.warning("hardware: %s is kept %.0f%% busy by other programs: its rates are not kept", name, busy)
+    return Inventory(hosts=strongest_first([as_host(host, facts[host.name], known[host.name]) for host in hosts]))
+
+
+def measure(host: DockerHost, launch: LaunchConfig, *, slots: int, cores: int, home: Path, run_dir: Path) -> Measured:
+    """Run training.measure in a container on so many ranks; its record comes through the shared folder."""
+    threads, name = max(1, cores // slots), f"measure-{os.urandom(4).hex()}"
+    out = run_dir / f".{name}-{host.name}.json"
+    launcher = ("torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", f"--nproc-per-node={slots}", "-m")
+    program = (*(launcher if slots > 1 else ()), "training.measure", str(out), str(threads))
+    job = throw_away(
+        host, launch, home=home, run_id=run_dir.name, what=name, command=("python", "-m", *program), threads=threads
+    )
+    try:
+        with closing(connect(host)) as client:
+            output = finish(client, start(client, job), timeout_s=MEASURE_TIMEOUT_S)
+        if output.code != 0:
+            how = f"exit code {output.code}" if output.code is not None else f"no answer in {MEASURE_TIMEOUT_S} s"
+            raise HostError(
+                f"{host.name}: measuring {slots} rank{'s' if slots > 1 else ''} failed ({how}). The end of its "
+                f"output:\n{last_lines(output.stdout + output.stderr)}",
+                hosts=(host.name,),
+            )
+        return Measured.read(out)
+    finally:
+        out.unlink(missing_ok=True)
+
+
+def cache_key(host: DockerHost, facts: HostFacts, *, slots: int) -> dict[str, str]:
+    """All that would change the rates; the image stands for torch, CUDA and the measuring program."""
+    return {
+        "host": f"docker:{host.name}",  # never mixed up with what was measured outside of containers
+        "ranks": str(slots),
+        "machine": facts.hostname,
+        "image": facts.image_id,
+        "cpu": facts.cpu_model,
+        "cores": str(usable_cores(host, facts)),
+        "quota": str(host.cpus),
+        "memory": f"{host.memory_gib:g}",
+        "gpus": ", ".join(facts.gpus),
+        "driver": facts.driver,
+    }
+
+
+def usable_cores(host: DockerHost, facts: HostFacts) -> int:
+    """Whole cores: with `cpus` 1.5, two threads would spend a quarter of the time throttled."""
+    return max(1, min(facts.cores, math.floor(host.cpus + 1e-6))) if host.cpus else facts.cores
+
+
+def as_host(host: DockerHost, facts: HostFacts, cached: CachedMeasurement) -> Host:
+    measured, memory_gib = cached.measured, min(host.memory_gib or math.inf, facts.memory_gib)
+    versions = measured.versions | {"image": facts.image_id} | ({"driver": facts.driver} if facts.driver else {})
+
+    def with_facts(device: Device) -> Device:
+        """A CPU's model, and its rank's share of the container's memory, are not torch's to know."""
+        share_gib = memory_gib / len(measured.devices)
+        return device.model_copy(update={"name": facts.cpu_model or device.name, "memory_gib": share_gib})
+
+    return Host(
+        name=host.name,
+        cores=usable_cores(host, facts),
+        memory_gib=memory_gib,
+        disk_free_gib=facts.disk_free_gib,
+        devices=tuple(device if device.kind == "cuda" else with_facts(device) for device in measured.devices),
+        allreduce_gb_per_s=measured.allreduce_gb_per_s,
+        versions=versions,
+        shared_memory_gib=facts.shared_memory_gib,
+        measured_at=cached.measured_at,
+    )
+
+
+def strongest_first(hosts: Sequence[Host]) -> tuple[Host, ...]:
+    """By the matmul rate of all their devices, in steps of 25%: alike hosts stay in the config's order.
+
+    The first host holds the rendezvous, writes metrics, and is the last to be left out where fewer ranks are wanted.
+    """
+
+    def strength(host: Host) -> tuple[bool, int]:
+        rate = sum(max(device.matmul_tflops.values(), default=0.0) for device in host.devices)
+        return all(device.kind == "cuda" for device in host.devices), round(math.log(max(rate, 1e-9), 1.25))
+
+    return tuple(sorted(hosts, key=strength, reverse=True))

@@ -1,0 +1,150 @@
+"""The Docker hosts of a run: checked, measured, and given what ranks need of the run's folder and of our secrets."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from infra.hosts import DockerHost
+from tasks.docker_hardware import measure_hosts
+from tasks.gang import Gang, Program, new_folder, sweep
+from tasks.hosts import docker_hosts, rank_user, read_hosts, slots
+from tasks.local import grace_s
+from tasks.places import fresh, home, tracking_uri
+from tasks.preflight import HostFacts, HostsNotReady, check_hosts
+from tasks.trainer import TrainerPlan, is_loopback
+from training.config import RunConfig
+from training.credentials import SECRETS, shown
+from training.launch_config import HostConfig, LaunchConfig
+from training.node_record import CollectiveReport, in_words
+from training.records import Inventory, RunPlan
+
+logger = logging.getLogger(__name__)
+
+NETWORK = "network.json"  # the collective test's report
+# NCCL's settings, all in this one place; launch.nccl adds to them and overrides them. The interface comes from each
+# host's `interface` (NCCL_SOCKET_IFNAME), the patience of a collective from parallel.timeout_s.
+NCCL = {
+    "NCCL_DEBUG": "WARN",  # why a link could not be made; INFO also prints which rings and links were chosen
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # a lost peer ends the rank, where NCCL itself would wait for ever
+    "NCCL_IB_TIMEOUT": "22",  # 17 s a try: an InfiniBand switch that reroutes is no lost host (NCCL's default: 20, 4 s)
+}
+
+
+def hosts_of(launch: LaunchConfig) -> tuple[DockerHost, ...]:
+    """All hosts of the config. Raises ValueError for what no daemon needs to be asked about."""
+    return docker_hosts(read_hosts(launch), home=home())
+
+
+def check_fleet(config: RunConfig, *, run_dir: Path) -> Inventory:
+    """Preflight and measurement of all hosts; without those that do not answer, if launch.min_hosts are left.
+
+    Raises HostsNotReady with all that is wrong on any host; nothing was started then.
+    """
+    named = read_hosts(config.launch)
+    hosts = docker_hosts(named, home=home())
+    give_to_ranks(run_dir, config.launch)
+    sweep(hosts, run_dir.name, run_dir, grace_s=grace_s(run_dir))  # a gang that outlived its launcher saves, and ends
+    fit, facts = fit_hosts(hosts, config.launch, run_dir=run_dir)
+    inventory = measure_hosts(
+        fit, config.launch, facts=facts, slots=slots_of(named, facts, config), home=home(), run_dir=run_dir
+    )
+    inventory.write(run_dir / "inventory.json")
+    if config.launch.collective_test and len(fit) > 1:
+        report = try_network(config, fit, inventory, run_dir=run_dir)
+        logger.info("network: %s", in_words(report))
+    return inventory
+
+
+def try_network(
+    config: RunConfig, hosts: Sequence[DockerHost], inventory: Inventory, *, run_dir: Path
+) -> CollectiveReport:
+    """All-reduce between all ranks, and every pair of hosts: right sums, and how fast. Leaves network.json.
+
+    Raises RuntimeError if sums are wrong, or hosts cannot meet, with the last lines of the one that says why.
+    """
+    out, by_name = run_dir / NETWORK, {host.name: host for host in hosts}
+    folder = new_folder(run_dir / "network")
+    give_to_ranks(run_dir, config.launch)
+    out.unlink(missing_ok=True)
+    program = Program(
+        run_id=run_dir.name,
+        ranks={host.name: len(host.devices) for host in inventory.hosts},
+        module="training.collective",
+        args=(str(out),),
+        grace_s=0.0,
+    )
+    ordered = [by_name[host.name] for host in inventory.hosts]
+    with Gang(program, ordered, config.launch, home=home(), folder=folder) as gang:
+        ending = gang.wait(lambda: False)
+    if ending.cause != "done" or not fresh(out).exists():
+        lines = "\n".join(ending.lines)
+        raise RuntimeError(
+            f"the hosts cannot work together: {ending.cause} on {ending.host}: {ending.detail}. Look at the interfaces "
+            f"and firewalls between them (port {config.launch.port} and above); launch.collective_test=false leaves "
+            f"this test out\n{lines}"
+        )
+    return CollectiveReport.read(out)
+
+
+def fit_hosts(
+    hosts: Sequence[DockerHost], launch: LaunchConfig, *, run_dir: Path
+) -> tuple[Sequence[DockerHost], dict[str, HostFacts]]:
+    """Those that are ready. A host that is away is done without if it may be; one that is wrong never is."""
+    try:
+        return hosts, check_hosts(hosts, launch, home=home(), run_dir=run_dir)
+    except HostsNotReady as error:
+        left = [host for host in hosts if host.name not in error.unreachable]
+        if not launch.min_hosts or len(left) < launch.min_hosts or set(error.findings) - error.unreachable:
+            raise
+        logger.warning("going on with %d of %d hosts: %s", len(left), len(hosts), error)
+        return left, check_hosts(left, launch, home=home(), run_dir=run_dir)
+
+
+def slots_of(named: Sequence[HostConfig], facts: Mapping[str, HostFacts], config: RunConfig) -> dict[str, int]:
+    if config.parallel.strategy == "single":
+        return {host.name: 1 for host in named if host.name in facts}
+    return {host.name: slots(host, gpus_found=len(facts[host.name].gpus)) for host in named if host.name in facts}
+
+
+def give_to_ranks(run_dir: Path, launch: LaunchConfig) -> None:
+    """A launcher that is root hands over what ranks write; any other user's ranks are that user's own."""
+    if os.getuid() != 0:
+        return
+    uid, _, gid = rank_user(launch).partition(":")
+    for path in (run_dir, *run_dir.rglob("*")):
+        try:
+            if not path.is_symlink() and path.stat().st_uid != int(uid):
+                os.chown(path, int(uid), int(gid or uid))
+        except FileNotFoundError:  # ranks of an earlier attempt take their files away
+            continue
+        except PermissionError:
+            raise ValueError(
+                f"{path} cannot be given to uid {uid}, whose ranks are to write it: over NFS root has no rights of its "
+                "own (root_squash); start Shardline as the user who owns the shared folder"
+            ) from None
+
+
+def ranks_reach_mlflow(launch: LaunchConfig) -> bool:
+    """Not a store in a file of this machine; nor a server on its loopback, for ranks on other machines."""
+    uri = urlsplit(tracking_uri())
+    far = any(not host.docker.startswith("unix:") for host in read_hosts(launch))
+    return uri.scheme in {"http", "https"} and not (far and is_loopback(uri.hostname or ""))
+
+
+def tracking_for_ranks(plan: RunPlan | TrainerPlan) -> tuple[dict[str, str], dict[str, str]]:
+    """Environment and secrets that lead a rank to the run in MLflow; secrets go over standard input.
+
+    Where they cannot reach it, the launcher sends the metrics.
+    """
+    uri = tracking_uri()
+    secrets = {name: os.environ[name] for name in SECRETS if name in os.environ}
+    if not ranks_reach_mlflow(plan.config.launch):
+        return {"MLFLOW_TRACKING_URI": ""}, secrets
+    environment = {"MLFLOW_RUN_ID": plan.mlflow_run_id}
+    if shown(uri) != uri:
+        return environment, secrets | {"MLFLOW_TRACKING_URI": uri}
+    return environment | {"MLFLOW_TRACKING_URI": uri}, secrets

@@ -1,0 +1,275 @@
+"""One attempt at a program on several Docker hosts: a container on each, watched until all have ended or one failed.
+
+No decision about what comes next is made here: that is tasks/recovery.py's. Nothing here waits for a host that hangs
+longer than ANSWER_S for each thing it is asked, and all hosts are asked at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+
+from infra import containers
+from infra.containers import Heartbeat
+from infra.hosts import DockerHost, HostError, connect, on_each
+from infra.logs import LogFollower
+from tasks.causes import FIRST_CAUSES, Ending, classify
+from tasks.lease import Lease
+from tasks.places import fresh
+from tasks.preflight import throw_away
+from tasks.watcher import ANSWER_S, POLL_S, Watcher
+from training.launch_config import LaunchConfig
+from training.node_record import NodeTask
+
+logger = logging.getLogger(__name__)
+
+SETTLE_S = 2.0  # after the first failure, for the others to tell theirs: peers of a dead rank fail within 0.5 s
+LOG_S = 3.0  # for the last lines of a log
+ASKED = "stop-asked"  # beside an attempt's lease: `shardline stop`, or a resume elsewhere, tells its ranks to stop
+HEARTBEAT = Heartbeat(path="/tmp/heartbeat", max_age_s=60, every_s=15)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What each host's node runs; `ranks` by host's name, in the order of ranks. Secrets go over stdin only."""
+
+    run_id: str
+    ranks: Mapping[str, int]
+    module: str = ""
+    script: str = ""
+    args: tuple[str, ...] = ()
+    working_dir: str = "/"
+    threads: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    grace_s: float = 120.0
+
+
+class Gang:
+    """The containers of one attempt. Leaving the context ends and removes them wherever a daemon answers.
+
+    `left`: hosts where that was not to be had. Their ranks end by themselves when they see that the lease is gone.
+    """
+
+    def __init__(
+        self, program: Program, hosts: Sequence[DockerHost], launch: LaunchConfig, *, home: Path, folder: Path
+    ) -> None:
+        self.program, self.hosts, self.launch, self.home, self.folder = program, hosts, launch, home, folder
+        self.lease = Lease(folder / "lease", lease_s=launch.lease_s)
+        self.watchers: dict[str, Watcher] = {}
+        self.logs: dict[str, LogFollower] = {}
+        self.left: dict[str, HostError] = {}
+        self.taken = False  # by another launcher
+        self.progress_at, self.pace_s = time.monotonic(), 0.0
+
+    def __enter__(self) -> Gang:
+        self.lease.__enter__()
+        try:
+            self._start()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def _start(self) -> None:
+        """All at once; one host that refuses, and none is left anywhere."""
+        started = on_each(self.hosts, self._start_on)
+        errors = {name: result for name, result in started.items() if isinstance(result, HostError)}
+        self.left |= {name: error for name, error in errors.items() if error.unreachable}  # it may have started there
+        if errors:
+            raise HostError(
+                "\n".join(map(str, errors.values())),
+                hosts=tuple(errors),
+                unreachable=all(error.unreachable for error in errors.values()),
+            )
+
+    def _start_on(self, host: DockerHost) -> None:
+        program, number = self.program, [other.name for other in self.hosts].index(host.name)
+        task = NodeTask(
+            module=program.module,
+            script=program.script,
+            args=program.args,
+            num_nodes=len(self.hosts),
+            node_rank=number,
+            num_ranks=program.ranks[host.name],
+            master_address=self.hosts[0].address,
+            master_port=self.launch.port,
+            local_address=host.address,
+            interface=host.interface,
+            environment={
+                **program.environment,
+                **self.launch.nccl,
+                "OMP_NUM_THREADS": str(program.threads),
+                "SHARDLINE_HOST": host.name,
+            },
+            secrets_on_stdin=bool(program.secrets),
+            heartbeat=HEARTBEAT.path,
+            lease=str(self.lease.path),
+            lease_s=self.launch.lease_s,
+            grace_s=program.grace_s,
+            end=str(self.end_path(host.name)),
+        )
+        task_path = self.folder / f"{host.name}.json"
+        task.write(task_path)
+        job = throw_away(
+            host,
+            self.launch,
+            home=self.home,
+            run_id=program.run_id,
+            what=self.folder.name,
+            command=("python", "-m", "training.node", str(task_path)),
+            threads=program.threads,
+        )
+        secret = json.dumps(dict(program.secrets)).encode() if program.secrets else b""
+        with closing(connect(host)) as client:
+            container = containers.start(
+                client, replace(job, heartbeat=HEARTBEAT, working_dir=program.working_dir), secret=secret
+            )
+        # In this thread: an interruption of the main one leaves none unknown.
+        self.watchers[host.name] = Watcher(host, container, end_path=self.end_path(host.name))
+        self.logs[host.name] = LogFollower(host, container, self.folder.parents[1] / "logs" / f"{host.name}.log")
+
+    def end_path(self, name: str) -> Path:
+        return self.folder / f"{name}.end.json"
+
+    # Watching
+
+    def wait(self, on_poll: Callable[[], bool]) -> Ending:
+        """Until all containers have ended, one failed, or a host is lost; `on_poll` says whether steps were made."""
+        while not self._all_ended():
+            if on_poll():
+                now = time.monotonic()
+                self.progress_at, self.pace_s = now, now - self.progress_at
+            if any(watcher.failed for watcher in self.watchers.values()) or self.lost():
+                self._settle()
+                break
+            time.sleep(POLL_S)
+        on_poll()
+        return self._ending()
+
+    def _all_ended(self) -> bool:
+        return all(watcher.ended for watcher in self.watchers.values())
+
+    def lost(self) -> list[str]:
+        """Hosts that were silent for too long: longer, while steps are made, since then their ranks live."""
+        steps_are_due_s = max(self.launch.lost_after_s, 2 * self.pace_s)  # rows may come minutes apart
+        progresses = time.monotonic() - self.progress_at < steps_are_due_s
+        patience_s = self.launch.daemon_grace_s if progresses else self.launch.lost_after_s
+        return [w.host.name for w in self.watchers.values() if not w.ended and w.silent_s > patience_s]
+
+    def _settle(self) -> None:
+        """What failed first to be seen may have failed of another host's end, which is to be seen yet."""
+        deadline = time.monotonic() + SETTLE_S
+        while time.monotonic() < deadline and not self._all_ended() and self._ending().cause not in FIRST_CAUSES:
+            time.sleep(POLL_S / 2)
+
+    def _ending(self) -> Ending:
+        self.taken = not self.lease.path.exists()
+        if self.taken:
+            return Ending(cause="stopped", detail="another launcher has taken the run over: it withdrew our lease")
+        lost = set(self.lost())
+        ends = {name: watcher.end(lost=name in lost) for name, watcher in self.watchers.items()}
+        told = any(end.told_to_stop for end in ends.values())
+        return classify(ends, asked=told and fresh(self.folder / ASKED).exists())
+
+    # Ending
+
+    def stop(self) -> None:
+        """SIGTERM to all at once, so that they save a checkpoint together, and time for it."""
+
+        def tell(host: DockerHost) -> None:
+            with closing(connect(host, timeout_s=ANSWER_S)) as client:
+                containers.terminate(client, self.watchers[host.name].container)
+
+        for name, result in on_each(self._started(), tell).items():
+            if isinstance(result, HostError):
+                logger.warning("%s could not be told to stop, its lease is withdrawn: %s", name, result)
+        deadline = time.monotonic() + self.program.grace_s + SETTLE_S
+        while time.monotonic() < deadline and not self._all_ended():
+            time.sleep(POLL_S)
+
+    def _started(self) -> list[DockerHost]:
+        return [host for host in self.hosts if host.name in self.watchers]
+
+    def _close(self) -> None:
+        """Nothing of this attempt is left alive on a host that answers, nor on one that sees the storage."""
+        for watcher in self.watchers.values():
+            watcher.close()
+        self.lease.withdraw()
+        ended = on_each(self._started(), self._end_on)
+        self.left |= {name: error for name, error in ended.items() if isinstance(error, HostError)}
+
+    def _end_on(self, host: DockerHost) -> None:
+        """Killed; its log's end read; removed."""
+        watcher, log = self.watchers[host.name], self.logs.get(host.name)
+        container = watcher.container
+        try:
+            if watcher.is_silent:  # to ask it once more would only take ANSWER_S; fencing will
+                raise HostError(
+                    f"{host.name}: silent for {watcher.silent_s:.0f} s", hosts=(host.name,), unreachable=True
+                )
+            with closing(connect(host, timeout_s=ANSWER_S)) as client:
+                containers.kill(client, container)
+                if log is not None:
+                    log.join(LOG_S)
+                containers.remove(client, container)
+        finally:
+            if log is not None:
+                log.close()
+
+
+def new_folder(attempts: Path) -> Path:
+    """ATTEMPTS/1, ATTEMPTS/2, …: one attempt's tasks, lease and ends."""
+    taken = [int(path.name) for path in attempts.glob("*") if path.name.isdigit()]
+    folder = attempts / str(max(taken, default=0) + 1)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def sweep(
+    hosts: Sequence[DockerHost], run_id: str, run_dir: Path, *, grace_s: float = 0.0, timeout_s: float = ANSWER_S
+) -> dict[str, HostError]:
+    """Fencing: end and remove what there is of the run on every host, in order if `grace_s` is given.
+
+    Returns the hosts where that failed, each with its error: mostly such as do not answer. On those, ranks end when
+    they see that their attempt's lease is gone.
+    """
+
+    def stop_on(host: DockerHost) -> None:
+        with closing(connect(host, timeout_s=timeout_s)) as client:
+            running = [found for found in containers.find(client, run=run_id) if found.status == "running"]
+        if running:  # Docker answers when they have ended
+            with closing(connect(host, timeout_s=grace_s + timeout_s)) as client:
+                for container in running:
+                    containers.stop(client, container.id, grace_s=grace_s)
+
+    def sweep_on(host: DockerHost) -> int:
+        with closing(connect(host, timeout_s=timeout_s)) as client:
+            found = containers.find(client, run=run_id)
+            for container in found:
+                containers.remove(client, container.id)
+            return len(found)
+
+    if grace_s:
+        for lease in run_dir.glob("*/*/lease"):  # their launcher, if it lives, is not to start them again
+            with suppress(OSError):  # a full disk: the lease, which goes next, tells it too
+                lease.with_name(ASKED).touch()
+        on_each(hosts, stop_on)
+    for lease in run_dir.glob("*/*/lease"):  # before the containers: their launcher, if it lives, is to know why
+        lease.unlink(missing_ok=True)
+    swept = on_each(hosts, sweep_on)
+    for name, found in swept.items():
+        if not isinstance(found, HostError) and found:
+            logger.warning("%s: ended %d containers of an earlier attempt at %s", name, found, run_id)
+    return {name: result for name, result in swept.items() if isinstance(result, HostError)}

@@ -1,0 +1,61 @@
+"""`shardline image`: the training image by the daemon that `docker` itself would use, and into a registry."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from infra import images
+from infra.hosts import connect
+
+logger = logging.getLogger(__name__)
+
+BUILD_S = 3600.0  # a step may be silent while pip resolves, or a base image of 10 GB is pulled
+PUSH_S = 600.0
+
+
+def build_image(
+    name: str,
+    *,
+    base_image: str = "",
+    build_args: Sequence[str] = (),
+    wheels: str = "",
+    ca: str = "",
+    network: str = "",
+) -> str:
+    """Build infra/train.Dockerfile as `name`; returns the image's id. `build_args` are NAME=VALUE.
+
+    Raises ValueError for arguments that cannot be, HostError if the build fails.
+    """
+    if wrong := [argument for argument in build_args if "=" not in argument]:
+        raise ValueError(f"--build-arg {wrong[0]}: write it as NAME=VALUE")
+    for option, path in (("--wheels", wheels), ("--ca", ca)):
+        if path and not Path(path).exists():
+            raise ValueError(f"{option} {path} is not there")
+    found = sorted(Path(wheels).glob("*.whl")) if wheels else []
+    if wheels and not found:
+        raise ValueError(f"--wheels {wheels} holds no .whl file")
+    with closing(connect(images.local_daemon(), timeout_s=BUILD_S)) as client:
+        return images.build(
+            client,
+            tag=name,
+            base_image=base_image,
+            build_args=dict(argument.split("=", 1) for argument in build_args),
+            wheels=found,
+            ca=Path(ca) if ca else None,
+            network=network,
+            timeout_s=BUILD_S,
+            on_line=logger.info,
+        )
+
+
+def push_image(name: str) -> str:
+    """Push it to the registry in its name; returns NAME@sha256:…, as launch.image wants it.
+
+    Raises ValueError for a name without a registry, HostError if the push fails.
+    """
+    images.split_name(name)  # at once, before any daemon is asked
+    with closing(connect(images.local_daemon(), timeout_s=PUSH_S)) as client:
+        return images.push(client, name, on_line=logger.info)

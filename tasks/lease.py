@@ -1,0 +1,56 @@
+"""The launcher's lease on a run's containers: while its file changes they work; once it is gone they are killed.
+
+Each attempt has a lease of its own, so that ranks of an earlier one, on a host that was cut off, cannot take a newer
+lease for theirs: they end by themselves as soon as they see the storage again (training/node.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from types import TracebackType
+
+from training.records import write_atomically
+
+logger = logging.getLogger(__name__)
+
+RENEWALS = 6  # within lease_s: a file server may be slow now and then
+
+
+class Lease:
+    """Renewed by a thread until the context is left; then it is withdrawn."""
+
+    def __init__(self, path: Path, *, lease_s: float) -> None:
+        self.path, self.every_s = path, lease_s / RENEWALS
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+
+    def __enter__(self) -> Lease:
+        write_atomically(self.path, "0\n")
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.withdraw()
+
+    def withdraw(self) -> None:
+        """Ranks that still live, on whatever host sees the storage, are killed within seconds."""
+        self._over.set()
+        self._thread.join()
+        self.path.unlink(missing_ok=True)
+
+    def _renew(self) -> None:
+        count = 0
+        while not self._over.wait(self.every_s):
+            count += 1
+            try:
+                with self.path.open("r+b") as file:  # never made anew: who withdraws it has the last word
+                    file.write(f"{count}\n".encode())
+            except FileNotFoundError:
+                logger.warning("another launcher has withdrawn the lease %s", self.path)
+                return
+            except OSError as error:
+                logger.warning("the lease %s could not be renewed (%s)", self.path, error)

@@ -1,0 +1,219 @@
+"""Before anything starts on them: are all hosts fit for the run? All that is wrong on any, in one error."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from pydantic import ConfigDict
+
+import training
+from infra.containers import ATTEMPT, HOST, LAUNCHER, RUN, Job
+from infra.hosts import DockerHost
+from infra.preflight import Probe, image_findings, probe_all
+from tasks.hosts import binds, rank_user
+from tasks.places import process_key
+from training.host_check import Asked, answer_name, own_name, sources_sha256
+from training.launch_config import LaunchConfig
+from training.records import Record
+
+logger = logging.getLogger(__name__)
+
+LEAST_DISK_GIB = 1.0
+SEEN_S = 5.0  # NFS shows a file that another client made within 3 s as a rule (acregmin)
+POLL_S = 0.05
+
+
+class HostFacts(Record):
+    """What a host's container found there; `image_id` is the same on all of them, or of one digest."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    image_id: str
+    hostname: str
+    cores: int
+    memory_gib: float
+    disk_free_gib: float
+    shared_memory_gib: float
+    gpus: tuple[str, ...]
+    driver: str
+    cpu_model: str
+    busy_percent: float
+    sources: str
+
+
+class HostsNotReady(ValueError):
+    """`findings`: host's name -> what is wrong there, each with its cure. `unreachable`: hosts that did not answer."""
+
+    def __init__(self, message: str, *, findings: Mapping[str, tuple[str, ...]], unreachable: frozenset[str]) -> None:
+        super().__init__(message)
+        self.findings, self.unreachable = findings, unreachable
+
+
+def check_hosts(
+    hosts: Sequence[DockerHost],
+    launch: LaunchConfig,
+    *,
+    home: Path,
+    run_dir: Path,
+    disk_gib: float = LEAST_DISK_GIB,
+    timeout_s: float = 60.0,
+) -> dict[str, HostFacts]:
+    """Host's name -> its facts. Some 2 s: one throw-away container per host, all at once; none is left.
+
+    `home` is SHARDLINE_HOME here, `run_dir` a folder below it that ranks will write; it must be there.
+    Raises HostsNotReady with everything that is wrong on any host.
+    """
+    with token(run_dir) as word:
+        probes = probe_all(
+            hosts,
+            {
+                host.name: throw_away(
+                    host,
+                    launch,
+                    home=home,
+                    run_id=run_dir.name,
+                    what=f"preflight-{word[:8]}",
+                    command=_command(host, launch, run_dir=run_dir, token=word, disk_gib=disk_gib),
+                )
+                for host in hosts
+            },
+            timeout_s=timeout_s,
+        )
+        unseen = unseen_answers(run_dir, word, probes)
+    other_image = image_findings(launch.image, [probes[host.name] for host in hosts])
+    gpus = gpu_findings(hosts, probes)
+    findings = {
+        name: (*probe.findings, *(more[name] for more in (unseen, other_image, gpus) if name in more))
+        for name, probe in probes.items()
+    }
+    raise_findings(hosts, findings, unreachable=frozenset(name for name in probes if not probes[name].reachable))
+    facts = {name: read_facts(probe) for name, probe in probes.items()}
+    warn_of_other_sources(launch.image, facts)
+    return facts
+
+
+def _command(host: DockerHost, launch: LaunchConfig, *, run_dir: Path, token: str, disk_gib: float) -> tuple[str, ...]:
+    asked = Asked(
+        host=host.name,
+        home=host.home,
+        folder=str(run_dir),
+        token=token,
+        address=host.address,
+        interface=host.interface,
+        port=launch.port,
+        shm_gib=launch.shm_gib,
+        disk_gib=disk_gib,
+    )
+    return ("python", "-m", "training.host_check", json.dumps(asdict(asked)))
+
+
+def throw_away(
+    host: DockerHost,
+    launch: LaunchConfig,
+    *,
+    home: Path,
+    run_id: str,
+    what: str,
+    command: tuple[str, ...],
+    threads: int = 1,
+) -> Job:
+    """A container with the rights, limits, devices and mounts of the run's own; `what` is its attempt's label."""
+    return Job(
+        image=launch.image,
+        command=command,
+        name=f"shardline-{what}-{run_id}-{host.name}",
+        environment={"HOME": "/tmp", "OMP_NUM_THREADS": str(threads)},  # the user has no home in the image
+        mounts=binds(host, launch, home=home),
+        user=rank_user(launch),
+        labels={RUN: run_id, ATTEMPT: what, HOST: host.name, LAUNCHER: process_key(os.getpid())},
+        gpus=host.gpus,
+        gpu_ids=host.gpu_ids,
+        shm_gib=launch.shm_gib,
+        memory_gib=host.memory_gib,
+        cpus=host.cpus,
+        pids=launch.pids,
+        memlock=launch.memlock,
+    )
+
+
+# The same storage everywhere
+
+
+@contextmanager
+def token(run_dir: Path) -> Iterator[str]:
+    """A random word in a file of that name in the run folder, gone afterwards with all the hosts' answers to it."""
+    word = secrets.token_hex(16)
+    (run_dir / own_name(word)).touch()
+    try:
+        yield word
+    finally:
+        for path in run_dir.glob(f"{own_name(word)}*"):
+            path.unlink(missing_ok=True)
+
+
+def unseen_answers(run_dir: Path, word: str, probes: Mapping[str, Probe]) -> dict[str, str]:
+    """Hosts that saw our file and wrote theirs, which we do not see."""
+    waiting = {name for name, probe in probes.items() if probe.report.get("wrote")}
+    deadline = time.monotonic() + SEEN_S
+    while waiting := {name for name in waiting if not (run_dir / answer_name(word, name)).exists()}:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S)
+    words = (
+        f"what it wrote in {run_dir} was not seen by the launcher within {SEEN_S:g} s: a copy of the folder will not "
+        "do, mount the launcher's own storage there"
+    )
+    return dict.fromkeys(waiting, words)
+
+
+# What was found
+
+
+def gpu_findings(hosts: Sequence[DockerHost], probes: Mapping[str, Probe]) -> dict[str, str]:
+    """Hosts whose daemon grants the GPUs that are asked for, but whose container sees fewer."""
+    found = {}
+    for host in hosts:
+        probe, wanted = probes[host.name], len(host.gpu_ids) or (1 if host.gpus < 0 else host.gpus)
+        seen = len(probe.report.get("gpus", ()))
+        if probe.has_gpus and probe.report and seen < wanted:
+            found[host.name] = (
+                f"{'all' if host.gpus < 0 else wanted} GPUs were granted, but a container sees {seen}: "
+                "`nvidia-smi -L` there must list them, or set `gpus` or `gpu_ids` to those it lists"
+            )
+    return found
+
+
+def read_facts(probe: Probe) -> HostFacts:
+    return HostFacts.model_validate({**probe.report, "image_id": probe.image_id})
+
+
+def raise_findings(
+    hosts: Sequence[DockerHost], findings: Mapping[str, tuple[str, ...]], *, unreachable: frozenset[str]
+) -> None:
+    wrong = [host for host in hosts if findings[host.name]]
+    if not wrong:
+        return
+    lines = [f"{len(wrong)} of {len(hosts)} hosts {'is' if len(wrong) == 1 else 'are'} not ready, nothing was started:"]
+    for host in wrong:
+        lines += [f"  {host.name} ({host.url})", *(f"    - {finding}" for finding in findings[host.name])]
+    raise HostsNotReady(
+        "\n".join(lines), findings={host.name: findings[host.name] for host in wrong}, unreachable=unreachable
+    )
+
+
+def warn_of_other_sources(image: str, facts: Mapping[str, HostFacts]) -> None:
+    ours = sources_sha256(Path(training.__path__[0]))
+    if any(there.sources != ours for there in facts.values()):
+        logger.warning(
+            "the image %s was built from other sources of training/ than the ones here: ranks run the image's. "
+            "`shardline image build` makes a new one",
+            image,
+        )

@@ -1,0 +1,217 @@
+"""From failure to training again: attempts at a program on Docker hosts until it is done, or no attempt can mend it.
+
+A gang is restarted as a whole, from the newest whole checkpoint. Before each attempt nothing of an earlier one may be
+alive on any host that answers (fencing); one that does not answer takes no part until it has been swept.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from infra.hosts import HostError
+from tasks.causes import CURES, Ending, RunFailed, RunStopped
+from tasks.fleet import NCCL, give_to_ranks, hosts_of, ranks_reach_mlflow, tracking_for_ranks
+from tasks.gang import Gang, Program, new_folder, sweep
+from tasks.local import grace_s
+from tasks.muster import Muster, muster
+from tasks.places import home
+from tasks.signs import Steps, Warnings
+from tasks.trainer import TrainerPlan, experiment_of, placed, program_of
+from training.launch_config import LaunchConfig
+from training.records import Record, RunPlan
+
+logger = logging.getLogger(__name__)
+
+LONGEST_BACKOFF_S = 60.0
+
+
+class Attempt(Record):
+    """runs/ID/attempts/N/attempt.json."""
+
+    number: int
+    program: str
+    hosts: dict[str, int]  # ranks by name
+    from_step: int
+    began_at: str
+    ended_at: str
+    ending: Ending
+
+
+def run(module: str, *, run_dir: Path, ranks: int = 0, on_poll: Callable[[], object]) -> None:
+    """Run `python -m MODULE plan.json` on the plan's hosts, again where that can help. `ranks` 1: on the first alone.
+
+    Raises RunFailed with the cause, its cure and the log's last lines; RunStopped if we were interrupted meanwhile.
+    """
+    launch, run_id = placed(run_dir).config.launch, run_dir.name
+    unswept: set[str] = set()  # hosts where something of this run may be left
+    try:
+        _run(module, launch, run_dir=run_dir, alone=ranks == 1, on_poll=on_poll, unswept=unswept)
+    except (Exception, RunStopped):
+        raise
+    except BaseException:  # Ctrl-C, or the SIGTERM that Prefect turns into an exception
+        raise RunStopped(f"interrupted: `shardline resume {run_id}` goes on from the last checkpoint") from None
+    finally:
+        _sweep_up(unswept, launch, run_dir=run_dir)
+
+
+def _run(
+    module: str,
+    launch: LaunchConfig,
+    *,
+    run_dir: Path,
+    alone: bool,
+    on_poll: Callable[[], object],
+    unswept: set[str],
+) -> None:
+    failures, reached = 0, -1
+    while True:
+        there = muster(run_dir, launch)
+        unswept.clear()
+        unswept |= set(there.away)
+        step = newest_step(run_dir)
+        failures, reached = (0, step) if step > reached else (failures, reached)
+        attempt = _attempt(module, there, run_dir=run_dir, alone=alone, on_poll=on_poll, unswept=unswept)
+        ending, run_id = attempt.ending, there.plan.run_id
+        if ending.cause == "done":
+            return
+        failures += 1
+        words = f"{module} on {', '.join(attempt.hosts)}: {ending.cause} ({ending.host}: {ending.detail})"
+        if ending.cause == "stopped":
+            raise RunStopped(f"{words}: `shardline resume {run_id}` goes on")
+        if ending.cause not in launch.retried:
+            raise RunFailed(
+                _final(words, "no other attempt would end differently", ending, run_dir), cause=ending.cause
+            )
+        if failures >= launch.attempts:
+            why = f"{failures} attempts without a new checkpoint (launch.attempts)"
+            raise RunFailed(_final(words, why, ending, run_dir), cause=ending.cause)
+        pause_s = min(launch.backoff_s * 2 ** (failures - 1), LONGEST_BACKOFF_S)
+        logger.warning("%s: attempt %d of %d follows in %.1f s", words, failures + 1, launch.attempts, pause_s)
+        time.sleep(pause_s)
+
+
+def _final(words: str, why: str, ending: Ending, run_dir: Path) -> str:
+    cure = f". Cure: {CURES[ending.cause]}" if ending.cause in CURES else ""
+    lines = "\n".join(ending.lines)
+    log = run_dir / "logs" / f"{ending.host}.log"
+    return f"{words}; {why}{cure}. `shardline resume {run_dir.name}` goes on from the last whole checkpoint" + (
+        f"\nThe last lines of {log}:\n{lines}" if lines else ""
+    )
+
+
+def _sweep_up(names: set[str], launch: LaunchConfig, *, run_dir: Path) -> None:
+    """What could not be removed when it was due: its host may be back by now."""
+    if not names:
+        return
+    away = sweep([host for host in hosts_of(launch) if host.name in names], run_dir.name, run_dir)
+    for name, error in away.items():
+        logger.warning(
+            "%s: `shardline reap` when it is back: containers of %s may be left (%s)", name, run_dir.name, error
+        )
+
+
+# One attempt
+
+
+def _attempt(
+    module: str,
+    there: Muster,
+    *,
+    run_dir: Path,
+    alone: bool,
+    on_poll: Callable[[], object],
+    unswept: set[str],
+) -> Attempt:
+    plan = there.plan
+    by_name = dict(zip(plan.hosts, plan.ranks_per_host, strict=True))
+    if alone:
+        by_name = {plan.hosts[0]: 1}
+    folder = new_folder(run_dir / "attempts")
+    give_to_ranks(run_dir, plan.config.launch)
+    began_at, from_step = _now(), newest_step(run_dir)
+    environment, secrets = tracking_for_ranks(plan)
+    program = Program(
+        run_id=plan.run_id,
+        ranks=by_name,
+        **program_of(module, plan, run_dir=run_dir),
+        working_dir=str(run_dir) if isinstance(plan, TrainerPlan) else "/",  # where else it may write
+        threads=plan.threads_per_rank,
+        environment=NCCL
+        | environment
+        | experiment_of(plan)
+        | {"GOMP_SPINCOUNT": "1000", "TOKENIZERS_PARALLELISM": "false"},
+        secrets=secrets,
+        grace_s=grace_s(run_dir),
+    )
+    logger.info("attempt %s: %s on %s, from step %d", folder.name, module, _in_words(by_name), from_step)
+    gang = Gang(program, there.hosts[: len(by_name)], plan.config.launch, home=home(), folder=folder)
+    try:
+        ending = _watched(gang, plan, run_dir=run_dir, on_poll=on_poll)
+    finally:
+        unswept |= set(gang.left)
+        if gang.taken:  # what is there now may be the other launcher's
+            unswept.clear()
+    attempt = Attempt(
+        number=int(folder.name),
+        program=module,
+        hosts=by_name,
+        from_step=from_step,
+        began_at=began_at,
+        ended_at=_now(),
+        ending=ending,
+    )
+    try:
+        attempt.write(folder / "attempt.json")
+    except OSError as error:  # a full disk may be what ended it: that is to be told
+        logger.warning("attempt %s could not be recorded (%s): %s, %s", folder.name, error, ending.cause, ending.detail)
+    return attempt
+
+
+def _watched(gang: Gang, plan: RunPlan | TrainerPlan, *, run_dir: Path, on_poll: Callable[[], object]) -> Ending:
+    steps = Steps(run_dir, mlflow_run_id=plan.mlflow_run_id, sends=not ranks_reach_mlflow(plan.config.launch))
+    warnings = Warnings(run_dir, gang.program.ranks)
+
+    def look() -> bool:
+        on_poll()
+        warnings.look()
+        return steps.look()
+
+    try:
+        with gang:
+            try:
+                return gang.wait(look)
+            except BaseException:  # Ctrl-C, Prefect's cancel, or an error of ours
+                logger.info("stopping: the ranks save a checkpoint and leave")
+                gang.stop()
+                on_poll()
+                raise
+    except HostError as error:  # preflight found the config good: a daemon that refuses now has troubles of its own
+        return Ending(
+            cause="lost host" if error.unreachable else "daemon", host=", ".join(error.hosts), detail=str(error)
+        )
+    finally:
+        warnings.look(now=True)
+
+
+def newest_step(run_dir: Path) -> int:
+    """Of the whole checkpoints; 0 without one."""
+    return max((int(path.parent.name) for path in (run_dir / "checkpoints").glob("[0-9]*/manifest.json")), default=0)
+
+
+def _in_words(ranks: dict[str, int]) -> str:
+    return " + ".join(f"{name} ({number})" for name, number in ranks.items())
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def attempts_of(run_dir: Path) -> list[dict[str, Any]]:
+    """All attempts that have ended, oldest first, for reports and tags."""
+    paths = sorted((run_dir / "attempts").glob("*/attempt.json"), key=lambda path: int(path.parent.name))
+    return [Attempt.read(path).model_dump(mode="json") for path in paths]

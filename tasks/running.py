@@ -1,0 +1,287 @@
+"""What runs: containers of ours by their labels on all hosts, the runs of this machine, and who looks after each."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pydantic import ValidationError
+
+from infra import containers
+from infra.containers import Found, State
+from infra.hosts import DockerHost, HostError, connect, on_each
+from tasks.hosts import docker_hosts, read_hosts
+from tasks.local import Gang
+from tasks.places import home, is_owned, local_process, run_folder
+from tasks.track import Owner
+from training.launch_config import LaunchConfig
+from training.node_record import NodeTask
+from training.records import Record
+
+logger = logging.getLogger(__name__)
+
+PLANS = ("plan.json", "trainer.json")  # ours, and that of a program of the user's
+ANSWER_S = 5.0
+THROW_AWAY_S = 600.0  # what checks or measures a host ends long before that (tasks/hardware.py: 180 s)
+TAIL_BYTES = 65_536  # of metrics.jsonl: a row has under 1000
+
+
+class Running(Record):
+    """A container, or the ranks of this machine, or a launcher of this machine that has neither at the moment.
+
+    `looked_after`: whether a launcher lives that will end and remove it; `launcher` says so in words.
+    `step` is the run's newest that was logged. None and empty: not known here.
+    """
+
+    run: str
+    attempt: str
+    host: str
+    container: str
+    ranks: int | None
+    status: str
+    health: str
+    since: str
+    step: int | None
+    looked_after: bool
+    launcher: str
+
+
+class Listing(Record):
+    """`silent`: hosts of which nothing is known now, each with the reason."""
+
+    running: tuple[Running, ...]
+    silent: dict[str, str]
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """A container as its daemon tells of it."""
+
+    found: Found
+    state: State
+
+
+def list_running(hosts: Sequence[DockerHost]) -> Listing:
+    """All that runs on `hosts` and in this SHARDLINE_HOME, ended containers too; by run, attempt and host."""
+    there, silent = ask(hosts)
+    rows = [_row(host, each) for host, found in there.items() for each in found]
+    rows += _of_this_machine({row.run for row in rows})
+    rows.sort(key=lambda row: (row.run, row.attempt, row.host))
+    return Listing(running=tuple(rows), silent={name: str(error) for name, error in silent.items()})
+
+
+def ask(hosts: Sequence[DockerHost], *, run: str = "") -> tuple[dict[str, list[OnHost]], dict[str, HostError]]:
+    """Host's name -> its containers of ours, or of one run; and the hosts that gave no answer."""
+
+    def ask_one(host: DockerHost) -> list[OnHost]:
+        with closing(connect(host, timeout_s=ANSWER_S)) as client:
+            states = [(found, containers.state(client, found.id)) for found in containers.find(client, run=run)]
+        return [OnHost(found=found, state=state) for found, state in states if state is not None]
+
+    there: dict[str, list[OnHost]] = {}
+    silent: dict[str, HostError] = {}
+    for name, answer in on_each(hosts, ask_one).items():
+        if isinstance(answer, HostError):
+            silent[name] = answer
+        else:
+            there[name] = answer
+    return there, silent
+
+
+def _row(host: str, each: OnHost) -> Running:
+    found, state, run_dir = each.found, each.state, run_folder(each.found.run)
+    task = run_dir / "attempts" / found.attempt / f"{found.host}.json"
+    looked_after, launcher = launcher_of(each)
+    return Running(
+        run=found.run,
+        attempt=found.attempt,
+        host=host,
+        container=found.name,
+        ranks=NodeTask.read(task).num_ranks if task.exists() else None,
+        status=state.status if state.running or state.status == "created" else f"{state.status} ({state.exit_code})",
+        health=state.health,
+        since=state.started_at if state.running else state.finished_at,
+        step=newest_step(run_dir),
+        looked_after=looked_after,
+        launcher=launcher,
+    )
+
+
+def newest_step(run_dir: Path) -> int | None:
+    """As logged; None if nothing was, or not by us."""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        whole = file.read().rpartition(b"\n")[0]
+    return int(json.loads(whole.splitlines()[-1])["step"]) if whole else None
+
+
+# Which hosts
+
+
+def known_hosts(hosts_file: str = "") -> list[DockerHost]:
+    """Those of a hosts file, or else of all runs in SHARDLINE_HOME that were launched by Docker; each daemon once."""
+    if hosts_file:
+        return list(docker_hosts(read_hosts(LaunchConfig(hosts_file=hosts_file)), home=home()))
+    hosts: list[DockerHost] = []
+    for folder in run_folders():
+        hosts += hosts_of_run(folder)
+    return each_once(hosts)
+
+
+def each_once(hosts: Iterable[DockerHost]) -> list[DockerHost]:
+    """One entry per daemon; where two daemons have one name, the second's has its URL too."""
+    by_url: dict[str, DockerHost] = {}
+    for host in hosts:
+        if host.url not in by_url:
+            taken = {other.name for other in by_url.values()}
+            by_url[host.url] = replace(host, name=f"{host.name} ({host.url})") if host.name in taken else host
+    return list(by_url.values())
+
+
+def run_folders() -> list[Path]:
+    return sorted(
+        path for path in home().iterdir() if any((path / name).exists() for name in ("plan.json", "run.json"))
+    )
+
+
+def hosts_of_run(run_dir: Path) -> tuple[DockerHost, ...]:
+    """None for a run on this machine's own processes, or whose hosts file is gone."""
+    launch = launch_of(run_dir)
+    if launch.launcher == "local":
+        return ()
+    try:
+        return docker_hosts(read_hosts(launch), home=home())
+    except ValueError as error:
+        logger.warning("the hosts of %s are not known any more: %s", run_dir.name, error)
+        return ()
+
+
+def launch_of(run_dir: Path) -> LaunchConfig:
+    """The newest that the run had: of that field alone, so that runs of other versions can be read too."""
+    path = next((path for name in (*PLANS, "run.json") if (path := run_dir / name).exists()), None)
+    if path is None:
+        return LaunchConfig()
+    content: dict[str, Any] = json.loads(path.read_bytes())["config"].get("launch", {})
+    try:
+        return LaunchConfig.model_validate(content)
+    except ValidationError as error:
+        logger.warning("%s holds a launch that this version does not know: %s", path, error)
+        return LaunchConfig()
+
+
+# Who looks after it
+
+
+def owner_of(run_dir: Path) -> psutil.Process | None:
+    """The process of this machine that works on the run; None if there is none, or it is through with it."""
+    path = run_dir / "owner.json"
+    process = local_process(Owner.read(path).process) if path.exists() else None
+    return process if process is not None and is_owned(run_dir) else None
+
+
+def launcher_of(each: OnHost) -> tuple[bool, str]:
+    """Whether one looks after the container, and where it is, in words.
+
+    Of a launcher on this machine the process tells; of one elsewhere its lease, where this SHARDLINE_HOME has it.
+    """
+    found, run_dir = each.found, run_folder(each.found.run)
+    if owner := owner_of(run_dir):
+        return True, f"alive (pid {owner.pid})"
+    machine, _, process = found.launcher.partition("/")
+    if machine == socket.gethostname():
+        pid = process.partition("/")[0]
+        return (True, f"alive (pid {pid})") if local_process(found.launcher) else (False, f"gone (was pid {pid})")
+    if not run_dir.is_dir():
+        return True, f"on {machine}, of another SHARDLINE_HOME"
+    if not found.attempt.isdigit():
+        young = _age_s(each.state.started_at) < THROW_AWAY_S
+        return young, f"on {machine}" if young else f"gone (was on {machine})"
+    renewed_at = [lease.stat().st_mtime for lease in run_dir.glob(f"*/{found.attempt}/lease")]
+    if not renewed_at:
+        return False, f"gone (was on {machine})"
+    silent_s, lease_s = _storage_time() - max(renewed_at), launch_of(run_dir).lease_s
+    return silent_s < lease_s, f"on {machine}, its lease is {silent_s:.0f} s old"
+
+
+def _storage_time() -> float:
+    """By the clock that SHARDLINE_HOME's storage stamps files with: a lease's age is a difference on one clock."""
+    with tempfile.NamedTemporaryFile(dir=home(), prefix=".clock-") as probe:
+        probe.write(b"\n")
+        probe.flush()
+        return os.stat(probe.name).st_mtime
+
+
+def _age_s(docker_time: str) -> float:
+    """Since a time as Docker writes it: 2026-01-01T00:00:00.123456789Z."""
+    return time.time() - datetime.fromisoformat(docker_time).timestamp()
+
+
+def ago(docker_time: str) -> str:
+    """In words, for people."""
+    if docker_time.startswith("0001"):  # not yet
+        return ""
+    age_s = _age_s(docker_time)
+    for unit, seconds in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if age_s >= 2 * seconds:
+            return f"{age_s / seconds:.0f} {unit}"
+    return f"{age_s:.0f} s"
+
+
+# Runs of this machine
+
+
+def _of_this_machine(in_containers: set[str]) -> list[Running]:
+    """Runs whose ranks, or at least launcher, are processes here."""
+    rows = []
+    for folder in run_folders():
+        gang = local_gang(folder)
+        owner = owner_of(folder)
+        if folder.name not in in_containers and (gang or owner):
+            rows.append(_local_row(folder, gang=gang, owner=owner))
+    return rows
+
+
+def local_gang(run_dir: Path) -> psutil.Process | None:
+    path = run_dir / "gang.json"
+    return local_process(Gang.read(path).launcher) if path.exists() else None
+
+
+def _local_row(run_dir: Path, *, gang: psutil.Process | None, owner: psutil.Process | None) -> Running:
+    process = gang or owner
+    assert process is not None
+    began = datetime.fromtimestamp(process.create_time(), UTC).isoformat(timespec="seconds")
+    return Running(
+        run=run_dir.name,
+        attempt="",
+        host=socket.gethostname(),
+        container="",
+        ranks=_planned_ranks(run_dir) if gang else None,
+        status="running" if gang else "no ranks at the moment",
+        health="",
+        since=began,
+        step=newest_step(run_dir),
+        looked_after=owner is not None,
+        launcher=f"alive (pid {owner.pid})" if owner else "gone",
+    )
+
+
+def _planned_ranks(run_dir: Path) -> int | None:
+    for name in PLANS:
+        if (path := run_dir / name).exists():
+            plan: Mapping[str, Any] = json.loads(path.read_bytes())
+            return sum(plan["ranks_per_host"])
+    return None

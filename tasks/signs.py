@@ -1,0 +1,84 @@
+"""What a run's folder shows of ranks that run elsewhere: steps made, and what they warn of."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from tasks.local import RANK_WARNING
+from tasks.places import tracking_uri
+from training.metrics import send_rows
+
+logger = logging.getLogger(__name__)
+
+SEND_EVERY_S = 5.0
+LOOK_EVERY_S = 1.0
+LOOK_BYTES = 2**20  # of one host's log at one look
+LONGEST_LINE = 65_536  # bytes; a progress bar may never end its line
+
+
+class Steps:
+    """Whether steps were made, by what the metrics rank wrote; and those rows to a store that ranks cannot reach."""
+
+    def __init__(self, run_dir: Path, *, mlflow_run_id: str, sends: bool) -> None:
+        self.path, self.mlflow_run_id, self.uri = run_dir / "metrics.jsonl", mlflow_run_id, tracking_uri()
+        self.seen, self.due = _size(self.path), time.monotonic() + SEND_EVERY_S
+        self.sends = bool(mlflow_run_id) and sends
+
+    def look(self) -> bool:
+        """True if the file has grown, or is another, since the last look."""
+        size = _size(self.path)
+        grown, self.seen = size != self.seen, size
+        if self.sends and size and time.monotonic() > self.due:
+            self.due = time.monotonic() + SEND_EVERY_S
+            try:
+                send_rows(self.path, tracking_uri=self.uri, mlflow_run_id=self.mlflow_run_id)
+            except Exception as error:
+                logger.warning("MLflow did not take metrics (%s); they are kept in %s", error, self.path)
+        return grown
+
+
+class Warnings:
+    """Ranks' warnings in the hosts' logs from now on, said once each: several ranks have the same to say."""
+
+    def __init__(self, run_dir: Path, hosts: Iterable[str]) -> None:
+        self.paths = {name: run_dir / "logs" / f"{name}.log" for name in hosts}
+        self.offsets = {name: _size(path) for name, path in self.paths.items()}
+        self.said: set[str] = set()
+        self.due = 0.0
+
+    def look(self, *, now: bool = False) -> None:
+        if not now and time.monotonic() < self.due:
+            return
+        self.due = time.monotonic() + LOOK_EVERY_S
+        for name, path in self.paths.items():
+            while new := self._new(name, path):
+                self._say(name, new.decode(errors="replace"))
+                if not now:
+                    break
+
+    def _say(self, name: str, text: str) -> None:
+        for line in text.splitlines():
+            match = RANK_WARNING.match(line)
+            if match and match[1] not in self.said:
+                self.said.add(match[1])
+                logger.warning("%s: %s", name, match[1])
+
+    def _new(self, name: str, path: Path) -> bytes:
+        """Up to the end of the last line that has ended; or all, where none does for too long."""
+        if _size(path) <= self.offsets[name]:
+            return b""
+        with path.open("rb") as file:
+            file.seek(self.offsets[name])
+            new = file.read(LOOK_BYTES)
+        end = max(new.rfind(b"\n"), new.rfind(b"\r")) + 1
+        if len(new) - end >= LONGEST_LINE:
+            end = len(new)
+        self.offsets[name] += end
+        return new[:end]
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

@@ -1,0 +1,137 @@
+"""End what runs: a run in order, and whatever container nobody looks after."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from infra.hosts import DockerHost
+from tasks.gang import sweep
+from tasks.local import end_earlier_gang, grace_s
+from tasks.overrides import steps_done
+from tasks.places import AlreadyOwned, home, is_owned, owned, run_folder
+from tasks.running import OnHost, ask, hosts_of_run, launcher_of, local_gang, owner_of, run_folders
+from training.records import Record
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.1
+TELL_EVERY_S = 5.0
+CLOSING_S = 60.0  # after the ranks: logs, MLflow's status, the embedded server
+
+
+class Stopped(Record):
+    """`by`: who ended the ranks. `silent`: hosts that gave no answer; ranks there end once they see the storage."""
+
+    run: str
+    by: Literal["launcher", "stop", ""]
+    checkpoint_step: int
+    seconds: float
+    silent: dict[str, str]
+
+
+class Reaped(Record):
+    """`kept`: containers that someone looks after, with who. Names are HOST/CONTAINER."""
+
+    removed: tuple[str, ...]
+    kept: dict[str, str]
+    silent: dict[str, str]
+    dry_run: bool
+
+
+def stop(run_id: str) -> Stopped:
+    """End a run with a checkpoint: its launcher does that if it lives here, else its ranks are told one by one.
+
+    Raises ValueError for a run that is not there, RuntimeError if its launcher does not come to an end.
+    """
+    began, run_dir = time.monotonic(), run_folder(run_id)
+    if run_dir not in run_folders():
+        raise ValueError(f"there is no run {run_id!r} in {home()}: `ls {home()}` lists the runs")
+    owner, hosts = owner_of(run_dir), hosts_of_run(run_dir)
+    if owner is not None:
+        _stop_launcher(owner, run_dir)
+    there, _ = ask(hosts, run=run_id)
+    left = any(there.values()) or local_gang(run_dir) is not None
+    with _held(run_dir):
+        end_earlier_gang(run_dir)
+        silent = sweep(hosts, run_id, run_dir, grace_s=grace_s(run_dir))
+    return Stopped(
+        run=run_id,
+        by="launcher" if owner is not None else "stop" if left else "",
+        checkpoint_step=steps_done(run_dir),
+        seconds=round(time.monotonic() - began, 1),
+        silent={name: str(error) for name, error in silent.items()},
+    )
+
+
+def _held(run_dir: Path) -> AbstractContextManager[None]:
+    """Nobody resumes it meanwhile. A launcher on another machine holds it itself, and sees its ranks stop."""
+    return nullcontext() if is_owned(run_dir) else owned(run_dir)
+
+
+def _stop_launcher(launcher: psutil.Process, run_dir: Path) -> None:
+    """SIGTERM once (a second one would skip the checkpoint), and wait until it lets go of the run."""
+    began = told = time.monotonic()
+    deadline = began + grace_s(run_dir) + CLOSING_S
+    logger.info("%s: its launcher (pid %d) is told to stop; ranks save a checkpoint", run_dir.name, launcher.pid)
+    launcher.terminate()
+    while owner_of(run_dir) == launcher:
+        now = time.monotonic()
+        if now > deadline:
+            raise RuntimeError(
+                f"pid {launcher.pid} still works on {run_dir.name} {now - began:.0f} s after it was told to stop: "
+                f"`kill -9 {launcher.pid}`, then stop the run again"
+            )
+        if now > told + TELL_EVERY_S:
+            told = now
+            logger.info("%.0f s: not yet; the newest checkpoint is of step %d", now - began, steps_done(run_dir))
+        time.sleep(POLL_S)
+
+
+def reap(hosts: Sequence[DockerHost], *, dry_run: bool = False) -> Reaped:
+    """Remove the containers that no launcher looks after; those of a run with one that does are all left to it.
+
+    Ranks that still work save a checkpoint, all hosts at once. Raises HostError if a daemon answers and refuses.
+    """
+    there, silent = ask(hosts)
+    runs = sorted({each.found.run for found in there.values() for each in found})
+    removed: list[str] = []
+    kept: dict[str, str] = {}
+    for run_id in runs:
+        of_run = {name: [each for each in found if each.found.run == run_id] for name, found in there.items()}
+        names = [f"{host}/{each.found.name}" for host, found in of_run.items() for each in found]
+        if keeper := _keeper(of_run):
+            kept |= dict.fromkeys(names, keeper)
+        elif dry_run or _reap_run([host for host in hosts if of_run.get(host.name)], run_id):
+            removed += names
+        else:
+            kept |= dict.fromkeys(names, "its run was just taken up")
+    return Reaped(
+        removed=tuple(removed),
+        kept=kept,
+        silent={name: str(error) for name, error in silent.items()},
+        dry_run=dry_run,
+    )
+
+
+def _keeper(of_run: dict[str, list[OnHost]]) -> str:
+    """Who looks after any of a run's containers, in words; empty if nobody does."""
+    launchers = (launcher_of(each) for found in of_run.values() for each in found)
+    return next((words for looked_after, words in launchers if looked_after), "")
+
+
+def _reap_run(hosts: Sequence[DockerHost], run_id: str) -> bool:
+    """False if a launcher took the run up since we looked."""
+    run_dir = run_folder(run_id)
+    try:
+        with owned(run_dir) if run_dir.is_dir() else nullcontext():
+            sweep(hosts, run_id, run_dir, grace_s=grace_s(run_dir))
+    except AlreadyOwned:
+        return False
+    return True

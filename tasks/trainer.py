@@ -1,0 +1,204 @@
+"""A training program of the user's in place of ours: whether it can be started, where, and what it is told.
+
+It gets torchrun's environment and the run in MLflow, nothing else of ours: no plan, no shards, no checkpoint to load.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from tasks.hosts import read_hosts
+from tasks.places import home, run_folder, tracking_uri
+from training.config import RunConfig
+from training.credentials import shown
+from training.launch_config import LaunchConfig
+from training.records import Inventory, Record, RunPlan
+
+logger = logging.getLogger(__name__)
+
+PLAN = "trainer.json"
+RUN_DIR = "{run_dir}"
+SKIPPED = ("tokenize", "plan", "evaluate", "export", "register", "generate")  # data and checkpoints of ours
+
+
+class TrainerPlan(Record):
+    """runs/ID/trainer.json: on which ranks the program runs, and where it logs. Made anew at each start."""
+
+    run_id: str
+    config: RunConfig
+    hosts: tuple[str, ...]
+    ranks_per_host: tuple[int, ...]
+    threads_per_rank: int
+    mlflow_run_id: str
+    mlflow_experiment_id: str
+    mlflow_experiment_name: str
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.ranks_per_host)
+
+    @property
+    def program(self) -> str:
+        """In words."""
+        return self.config.trainer.module or self.config.trainer.script
+
+
+class TrainerOutcome(Record):
+    """What such a run came to: outcome.json. `skipped`: stages that there was nothing to do for."""
+
+    run_id: str
+    mlflow_run_id: str
+    program: str
+    args: tuple[str, ...]
+    hosts: dict[str, int]
+    attempts: int
+    skipped: tuple[str, ...]
+    stage_s: dict[str, float]
+    open_mlflow: str
+
+
+# What can be seen of it before anything starts
+
+
+def check_trainer(config: RunConfig) -> None:
+    """Raises ValueError for a program that is not there, or could not reach MLflow."""
+    trainer, launch = config.trainer, config.launch
+    if launch.launcher == "local":
+        if trainer.script and not Path(trainer.script).is_file():
+            raise ValueError(f"trainer.script = {trainer.script} is not there: give the path of a Python file")
+        return
+    check_tracking(launch)
+    if trainer.script:
+        check_script(Path(trainer.script), launch)
+
+
+def check_script(script: Path, launch: LaunchConfig) -> None:
+    """For containers. Raises ValueError for what none of them can see; only hosts know what is in the image."""
+    if not script.is_absolute():
+        raise ValueError(
+            f"trainer.script = {script} is relative: give its path in the container, below {home()} (the shared "
+            "folder), in one of launch.mounts, or in the image"
+        )
+    if script.is_relative_to(home()):
+        if not script.is_file():
+            raise ValueError(f"trainer.script = {script} is not there: put it into SHARDLINE_HOME, {home()}")
+        return
+    targets = [mount.partition(":")[2] for mount in launch.mounts]
+    if not any(script.is_relative_to(target) for target in targets):
+        logger.info("%s is neither in %s nor in launch.mounts: the image must have it", script, home())
+
+
+def check_tracking(launch: LaunchConfig) -> None:
+    """Raises ValueError if a program in containers could not log into the run."""
+    uri, cure = tracking_uri(), "set MLFLOW_TRACKING_URI to a server's, such as http://10.0.0.9:5000"
+    if urlsplit(uri).scheme not in {"http", "https"}:
+        raise ValueError(
+            f"a trainer in containers logs into MLflow by itself, and {shown(uri)} is a file of this machine: start "
+            f"`mlflow server --host 0.0.0.0` and {cure}"
+        )
+    far = [host.name for host in read_hosts(launch) if not host.docker.startswith("unix:")]
+    if far and is_loopback(urlsplit(uri).hostname or ""):
+        raise ValueError(f"MLFLOW_TRACKING_URI = {shown(uri)} is another machine on {', '.join(far)}: {cure}")
+
+
+def is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"
+
+
+# Where it runs
+
+
+def place(
+    config: RunConfig, inventory: Inventory, *, run_id: str, mlflow_run_id: str, experiment: tuple[str, str]
+) -> TrainerPlan:
+    """A rank for each device, or parallel.ranks of them. `experiment`: its ID and name. Leaves trainer.json.
+
+    Raises ValueError for more ranks than there are devices.
+    """
+    layout = ranks_by_host(config, inventory)
+    cores = {host.name: host.cores for host in inventory.hosts}
+    plan = TrainerPlan(
+        run_id=run_id,
+        config=config,
+        hosts=tuple(layout),
+        ranks_per_host=tuple(layout.values()),
+        threads_per_rank=min(max(1, cores[name] // ranks) for name, ranks in layout.items()),
+        mlflow_run_id=mlflow_run_id,
+        mlflow_experiment_id=experiment[0],
+        mlflow_experiment_name=experiment[1],
+    )
+    plan.write(run_folder(run_id) / PLAN)
+    return plan
+
+
+def ranks_by_host(config: RunConfig, inventory: Inventory) -> dict[str, int]:
+    slots = {host.name: len(host.devices) for host in inventory.hosts}
+    left = 1 if config.parallel.strategy == "single" else config.parallel.ranks or sum(slots.values())
+    if left > sum(slots.values()):
+        raise ValueError(
+            f"parallel.ranks = {left}, but there are {sum(slots.values())} devices on {len(slots)} hosts: lower it, or "
+            "set it to 0"
+        )
+    layout = {}
+    for name, number in slots.items():
+        layout[name] = min(number, left)
+        left -= layout[name]
+    return {name: number for name, number in layout.items() if number}
+
+
+def placed(run_dir: Path) -> RunPlan | TrainerPlan:
+    """What the run was last planned as."""
+    path = run_dir / PLAN
+    return TrainerPlan.read(path) if path.exists() else RunPlan.read(run_dir / "plan.json")
+
+
+def place_again(plan: TrainerPlan, inventory: Inventory) -> TrainerPlan:
+    """For the hosts there are now; on fewer of them than parallel.ranks needs, on all of their devices."""
+    devices = sum(len(host.devices) for host in inventory.hosts)
+    parallel = plan.config.parallel
+    ranks = parallel.ranks if parallel.ranks <= devices else 0
+    config = plan.config.model_copy(update={"parallel": parallel.model_copy(update={"ranks": ranks})})
+    experiment = (plan.mlflow_experiment_id, plan.mlflow_experiment_name)
+    layout = ranks_by_host(config, inventory)
+    if layout == dict(zip(plan.hosts, plan.ranks_per_host, strict=True)):
+        return plan
+    again = place(config, inventory, run_id=plan.run_id, mlflow_run_id=plan.mlflow_run_id, experiment=experiment)
+    again = again.model_copy(update={"config": plan.config})
+    again.write(run_folder(plan.run_id) / PLAN)
+    return again
+
+
+# What it is told
+
+
+def program_of(module: str, plan: RunPlan | TrainerPlan, *, run_dir: Path) -> dict[str, Any]:
+    """Fields `module`, `script` and `args` of a node's task: ours with its plan, or the user's with their own."""
+    if isinstance(plan, RunPlan):
+        return {"module": module, "args": (str(run_dir / "plan.json"),)}
+    trainer = plan.config.trainer
+    args = tuple(arg.replace(RUN_DIR, str(run_dir)) for arg in trainer.args)
+    return {"module": trainer.module, "script": trainer.script, "args": args}
+
+
+def experiment_of(plan: RunPlan | TrainerPlan) -> dict[str, str]:
+    """Environment beside MLFLOW_RUN_ID: Accelerate asks by the name, and would make an experiment of its own."""
+    if isinstance(plan, RunPlan):
+        return {}
+    return {
+        "MLFLOW_EXPERIMENT_ID": plan.mlflow_experiment_id,
+        "MLFLOW_EXPERIMENT_NAME": plan.mlflow_experiment_name,
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,134 @@
+"""Run a user's training program: in attempts on Docker hosts, or once on this machine; wait, and tell how it ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tasks import recovery
+from tasks.causes import LAST_LINES, Ending, HostEnd, RunFailed, RunStopped, classify
+from tasks.gang import new_folder
+from tasks.lease import Lease
+from tasks.local import POLL_S, Gang, end_earlier_gang, grace_s
+from tasks.places import process_key, tracking_uri
+from tasks.recovery import Attempt, attempts_of
+from tasks.trainer import TrainerPlan, experiment_of, free_port, program_of
+from training.credentials import without_secrets
+from training.node_record import NodeEnd, NodeTask
+
+logger = logging.getLogger(__name__)
+
+
+def run_trainer(plan: TrainerPlan, *, run_dir: Path) -> None:
+    """Start the program, again where that can help. What came to its end before is not started again.
+
+    Raises RunFailed with the cause and the log's last lines, RunStopped if it, or we, were told to stop.
+    """
+    if is_done(run_dir):
+        logger.info("%s has come to its end already", plan.program)
+    elif plan.config.launch.launcher == "docker":
+        recovery.run(plan.program, run_dir=run_dir, on_poll=lambda: None)
+    else:
+        run_here(plan, run_dir=run_dir)
+
+
+def is_done(run_dir: Path) -> bool:
+    attempts = attempts_of(run_dir)
+    return bool(attempts) and attempts[-1]["ending"]["cause"] == "done"
+
+
+def run_here(plan: TrainerPlan, *, run_dir: Path) -> None:
+    """One attempt, by the same node program as in a container: if we are killed it ends the ranks within lease_s."""
+    end_earlier_gang(run_dir)
+    folder, began_at, log_path = new_folder(run_dir / "attempts"), _now(), run_dir / "logs" / "trainer.log"
+    log_path.parent.mkdir(exist_ok=True)
+    task_path = folder / "node.json"
+    task = _task(plan, folder=folder, run_dir=run_dir)
+    task.write(task_path)
+    logger.info("%s on %d ranks; its output goes to %s", plan.program, plan.world_size, log_path)
+    with Lease(Path(task.lease), lease_s=task.lease_s), log_path.open("ab") as log:
+        # -P: a folder named `training` where the user stands must not take our place. Ranks do not inherit it: a
+        # script finds what lies beside it.
+        node = subprocess.Popen(
+            [sys.executable, "-P", "-m", "training.node", str(task_path)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"MLFLOW_TRACKING_URI": tracking_uri()},  # not in the file: it may hold a password
+            start_new_session=True,
+        )
+        Gang(launcher=process_key(node.pid)).write(run_dir / "gang.json")
+        _wait(node, plan)
+    ending = _ending(Path(task.end), plan, log_path=log_path)
+    Attempt(
+        number=int(folder.name),
+        program=plan.program,
+        hosts=dict(zip(plan.hosts, plan.ranks_per_host, strict=True)),
+        from_step=0,
+        began_at=began_at,
+        ended_at=_now(),
+        ending=ending,
+    ).write(folder / "attempt.json")
+    _raise(ending, plan, log_path=log_path)
+
+
+def _task(plan: TrainerPlan, *, folder: Path, run_dir: Path) -> NodeTask:
+    environment = {"GOMP_SPINCOUNT": "1000"} | dict(os.environ)  # why: tasks/local.py
+    return NodeTask(
+        **program_of("", plan, run_dir=run_dir),
+        num_ranks=plan.world_size,
+        master_port=free_port(),
+        environment={
+            "GOMP_SPINCOUNT": environment["GOMP_SPINCOUNT"],
+            "MLFLOW_RUN_ID": plan.mlflow_run_id,
+            **experiment_of(plan),
+            "OMP_NUM_THREADS": str(plan.threads_per_rank),
+            "TOKENIZERS_PARALLELISM": "false",
+        },
+        lease=str(folder / "lease"),
+        lease_s=plan.config.launch.lease_s,
+        grace_s=grace_s(run_dir),
+        end=str(folder / "node.end.json"),
+    )
+
+
+def _wait(node: subprocess.Popen[bytes], plan: TrainerPlan) -> None:
+    try:
+        while node.poll() is None:
+            time.sleep(POLL_S)
+    except BaseException as interruption:  # Ctrl-C, the SIGTERM that Prefect turns into an exception, or our own error
+        logger.info("stopping: the ranks are told, and may save what they have (Ctrl-C again kills them)")
+        node.terminate()
+        node.wait()
+        if isinstance(interruption, Exception):
+            raise
+        raise RunStopped(f"interrupted: `shardline resume {plan.run_id}` starts {plan.program} again") from None
+
+
+def _ending(path: Path, plan: TrainerPlan, *, log_path: Path) -> Ending:
+    """By the node's record; a node that could not write one, on a full disk, still prints."""
+    end = NodeEnd.read(path) if path.exists() else None
+    lines = log_path.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    host = HostEnd(state=None, end=end, last_lines=tuple(map(without_secrets, lines)))
+    return classify({plan.hosts[0]: host}, asked=True)  # whoever sends signals here is the user
+
+
+def _raise(ending: Ending, plan: TrainerPlan, *, log_path: Path) -> None:
+    again = f"`shardline resume {plan.run_id}` starts it again"
+    if ending.cause == "stopped":
+        raise RunStopped(f"{plan.program}: {ending.detail}; {again}")
+    if ending.cause != "done":
+        lines = "\n".join(ending.lines)
+        raise RunFailed(
+            f"{plan.program}: {ending.cause} ({ending.detail}); {again}\nThe last lines of {log_path}:\n{lines}",
+            cause=ending.cause,
+        )
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

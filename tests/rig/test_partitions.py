@@ -1,0 +1,149 @@
+"""Cut networks and killed daemons: training goes on while its ranks live, and is fenced and taken up where they do not.
+
+Each time the losses are those of a run that nothing happened to.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tasks.causes import RunFailed
+from tasks.fleet import hosts_of
+from tasks.gang import sweep
+from tasks.recovery import attempts_of
+from tests.rig.rig import Rig, RigHost
+from tests.rig.runs import (
+    SLOW_STEPS,
+    assert_nothing_is_left,
+    at_step,
+    causes,
+    curve,
+    curves,
+    make_slow_run,
+    shardline_home,
+    slow_rig,
+    train,
+    undisturbed,
+)
+from training.launch_config import LaunchConfig
+from training.records import RunPlan
+
+__all__ = ["curves", "shardline_home", "slow_rig", "undisturbed"]
+
+BLIP_S, PARTITION_S, RESTART_S = 8.0, 45.0, 3.0
+Undisturbed = Callable[..., dict[int, float]]
+
+
+def after(seconds: float, action: Callable[[], object]) -> threading.Timer:
+    timer = threading.Timer(seconds, action)
+    timer.start()
+    return timer
+
+
+def launch_of(run_dir: Path) -> LaunchConfig:
+    return RunPlan.read(run_dir / "plan.json").config.launch
+
+
+def statuses(rig: Rig, host: RigHost) -> list[str]:
+    return [container.status for container in rig.containers(host)]
+
+
+def test_a_blip_restarts_nothing(
+    slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed
+) -> None:
+    expected, host = undisturbed(), slow_rig.hosts[1]
+    # TCP comes back 6 to 10 s after the network, as a rule; once it took more than 22 s.
+    patient = {"launch__lost_after_s": LaunchConfig().lost_after_s, "parallel__timeout_s": 120}
+    run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "blip", **patient)
+    timers: list[threading.Timer] = []
+
+    def strike() -> None:
+        slow_rig.partition(host)
+        timers.append(after(BLIP_S, lambda: slow_rig.heal(host)))
+
+    train(run_dir, on_row=at_step(8, strike))
+    timers[0].join()
+    assert causes(run_dir) == ["done"]
+    assert curve(run_dir) == expected
+    assert_nothing_is_left(slow_rig)
+
+
+def test_a_partition_is_fenced_and_the_run_taken_up(
+    slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, host = undisturbed(), slow_rig.hosts[1]
+    run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "partition")
+    before_heal: list[list[str]] = []
+
+    def heal() -> None:
+        before_heal.append(statuses(slow_rig, host))
+        slow_rig.heal(host)
+
+    def strike() -> None:
+        slow_rig.partition(host)
+        after(PARTITION_S, heal)
+
+    train(run_dir, on_row=at_step(8, strike))
+    first, second = attempts_of(run_dir)
+    assert (first["ending"]["cause"], first["ending"]["host"]) == ("lost host", "host1")
+    assert second["ending"]["cause"] == "done"
+    assert before_heal == [["exited"]], "its ranks saw that their lease was gone, and ended while it was cut off"
+    assert "waiting for host1" in caplog.text
+    assert "host1: ended 1 containers of an earlier attempt" in caplog.text
+    assert curve(run_dir) == expected
+    assert_nothing_is_left(slow_rig)
+
+
+def test_a_daemon_that_comes_back_restarts_nothing(
+    slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed
+) -> None:
+    expected, host = undisturbed(), slow_rig.hosts[1]
+    run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "daemon")
+    timers: list[threading.Timer] = []
+
+    def strike() -> None:
+        slow_rig.kill_daemon(host)
+        timers.append(after(RESTART_S, lambda: slow_rig.start_daemon(host)))
+
+    train(run_dir, on_row=at_step(8, strike))
+    timers[0].join()
+    assert causes(run_dir) == ["done"]
+    assert curve(run_dir) == expected
+    assert_nothing_is_left(slow_rig)
+
+
+def test_a_daemon_that_stays_away_is_a_lost_host(
+    slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed
+) -> None:
+    expected, host = undisturbed(), slow_rig.hosts[0]
+    impatient = {"launch__lost_after_s": 2.0, "launch__daemon_grace_s": 2.0, "launch__wait_s": 1.0}
+    run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "away", **impatient)
+    with pytest.raises(RunFailed, match=r"host0 of 2 hosts cannot take part.* start Docker.*launch\.wait_s") as failed:
+        train(run_dir, on_row=at_step(4, lambda: slow_rig.kill_daemon(host)))
+    assert failed.value.cause == "lost host"
+    assert causes(run_dir) == ["lost host"]
+    assert max(curve(run_dir)) < SLOW_STEPS, "its ranks did not go on alone"
+    slow_rig.start_daemon(host)
+    assert statuses(slow_rig, host) == ["exited"]
+    train(run_dir)
+    assert causes(run_dir) == ["lost host", "done"]
+    assert curve(run_dir) == expected
+    assert_nothing_is_left(slow_rig)
+
+
+def test_a_daemon_that_is_away_when_training_ends_is_not_waited_for(
+    slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, host = undisturbed(), slow_rig.hosts[1]
+    run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "end")
+    train(run_dir, on_row=at_step(SLOW_STEPS - 8, lambda: slow_rig.kill_daemon(host)))
+    assert causes(run_dir) == ["done"]
+    assert curve(run_dir) == expected
+    assert "host1: `shardline reap` when it is back" in caplog.text
+    slow_rig.start_daemon(host)
+    assert sweep(hosts_of(launch_of(run_dir)), run_dir.name, run_dir) == {}
+    assert_nothing_is_left(slow_rig)

@@ -1,0 +1,154 @@
+"""Hosts that go for good, disks that fill, files that lose their end: what is on the disk decides how a run goes on."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tasks.causes import RunFailed
+from tasks.recovery import attempts_of
+from tests.rig.rig import Rig
+from tests.rig.runs import (
+    assert_nothing_is_left,
+    at_step,
+    causes,
+    curve,
+    curves,
+    kill_containers,
+    make_slow_run,
+    shardline_home,
+    slow_rig,
+    train,
+    undisturbed,
+)
+from training.checkpoint import damage, published
+from training.records import RunPlan
+
+__all__ = ["curves", "shardline_home", "slow_rig", "undisturbed"]
+
+DISK_MIB, SPARE_BYTES = 48, 200_000  # a checkpoint of the tiny model has 0.4 MB
+Undisturbed = Callable[..., dict[int, float]]
+
+
+def test_a_host_that_is_gone_for_good_is_done_without_until_it_is_back(
+    slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed
+) -> None:
+    """Without dropout: ranks draw other units when there are fewer of them."""
+    expected, (first, gone, _) = undisturbed(model__dropout=0.0), slow_rig.hosts
+    fewer = {"launch__min_hosts": 1, "launch__lost_after_s": 5.0, "launch__daemon_grace_s": 5.0}
+    run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "gone", model__dropout=0.0, **fewer)
+    planned = RunPlan.read(run_dir / "plan.json")
+
+    def come_back() -> None:
+        slow_rig.start_daemon(gone)
+        slow_rig.heal(gone)
+        kill_containers(slow_rig, first)
+
+    strikes = [at_step(8, lambda: slow_rig.power_off(gone)), at_step(25, come_back)]
+
+    def look(row: dict[str, float]) -> None:
+        for strike in strikes:
+            strike(row)
+
+    train(run_dir, on_row=look)
+    one, two, three = attempts_of(run_dir)
+    assert [attempt["ending"]["cause"] for attempt in (one, two, three)] == ["lost host", "killed", "done"]
+    assert [attempt["hosts"] for attempt in (one, two, three)] == [
+        {"host0": 2, "host1": 1},
+        {"host0": 2},
+        {"host0": 2, "host1": 1},
+    ]
+    assert RunPlan.read(run_dir / "plan.json") == planned, "it grew back to the plan it had"
+    losses = curve(run_dir)
+    before = {step: loss for step, loss in losses.items() if step <= two["from_step"]}
+    assert before == {step: expected[step] for step in before}, "to the bit"
+    assert losses == pytest.approx(expected, rel=1e-4), "the same batches, added up in another order"
+    assert_nothing_is_left(slow_rig)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_whole(
+    slow_rig: Rig,
+    shardline_home: Path,
+    tiny_shards: Path,
+    undisturbed: Undisturbed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = undisturbed()
+    disk = slow_rig.make_home(size_mib=DISK_MIB)
+    monkeypatch.setenv("SHARDLINE_HOME", str(disk))
+    run_dir = make_slow_run(slow_rig, disk, tiny_shards, "full")
+    ballast = disk / "ballast"
+
+    def fill() -> None:
+        size = DISK_MIB * 2**20 - sum(path.stat().st_blocks * 512 for path in disk.rglob("*")) - SPARE_BYTES
+        with ballast.open("wb") as file:
+            file.write(bytes(size))
+
+    with pytest.raises(RunFailed, match=r"error \(host\d: .*checkpoint of step \d+: .*No space left on device") as full:
+        train(run_dir, on_row=at_step(8, fill))
+    assert str(run_dir / "checkpoints") in str(full.value)
+    assert "free space or mend the disk" in str(full.value)
+    assert causes(run_dir) == ["error"], "no second attempt"
+    assert_nothing_is_left(slow_rig)
+    newest = published(run_dir)[-1]
+    assert damage(newest) is None
+    ballast.unlink()
+    train(run_dir)
+    assert attempts_of(run_dir)[-1]["from_step"] == int(newest.name)
+    assert curve(run_dir) == expected
+    assert_nothing_is_left(slow_rig)
+
+
+def test_a_disk_without_a_byte_left_is_named(
+    slow_rig: Rig,
+    shardline_home: Path,
+    tiny_shards: Path,
+    undisturbed: Undisturbed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Then neither metrics nor the record of the end can be written: the node's log, which Docker keeps, does tell."""
+    expected = undisturbed()
+    disk = slow_rig.make_home(size_mib=DISK_MIB)
+    monkeypatch.setenv("SHARDLINE_HOME", str(disk))
+    run_dir = make_slow_run(slow_rig, disk, tiny_shards, "brimful")
+    ballast = disk / "ballast"
+
+    def fill() -> None:
+        subprocess.run(["dd", "if=/dev/zero", f"of={ballast}", "bs=4k"], capture_output=True)  # until it fails
+
+    with pytest.raises(RunFailed, match="No space left on device") as full:
+        train(run_dir, on_row=at_step(8, fill))
+    assert str(run_dir) in str(full.value)
+    assert_nothing_is_left(slow_rig)
+    assert damage(published(run_dir)[-1]) is None
+    ballast.unlink()
+    train(run_dir)
+    assert curve(run_dir) == expected
+    assert_nothing_is_left(slow_rig)
+
+
+def test_a_truncated_checkpoint_is_passed_over(
+    slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = undisturbed()
+    run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "truncated")
+    cut: list[Path] = []
+
+    def strike() -> None:
+        kill_containers(slow_rig, slow_rig.hosts[0])
+        (file, *_) = sorted(published(run_dir)[-1].glob("model*.safetensors"))
+        content = bytearray(file.read_bytes())
+        content[-100:] = bytes(100)  # as a file whose last block never reached the disk: only its hash tells
+        file.write_bytes(content)
+        cut.append(file)
+
+    train(run_dir, on_row=at_step(18, strike))
+    assert causes(run_dir) == ["killed", "done"]
+    step = int(cut[0].parent.name)
+    assert step >= 15
+    assert f"checkpoint {cut[0].parent} is not whole ({cut[0].name} has another sha256" in caplog.text
+    assert curve(run_dir) == expected
+    assert_nothing_is_left(slow_rig)

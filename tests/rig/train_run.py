@@ -1,0 +1,42 @@
+"""`python -m tests.rig.train_run RUN`: the flow's training stage in a process of its own, to be killed by tests."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from types import FrameType
+
+from tasks import launch
+from tasks.causes import RunStopped
+from tasks.fleet import hosts_of
+from tasks.gang import sweep
+from tasks.local import grace_s
+from tasks.places import run_folder
+from tasks.track import reconcile, tracked
+from training.records import RunPlan
+
+
+def main(run_id: str) -> int:
+    folder = run_folder(run_id)
+    plan = RunPlan.read(folder / "plan.json")
+    reconcile()
+    try:
+        with tracked(plan.config, run_id=run_id, tags={}) as run:
+            plan.model_copy(update={"mlflow_run_id": run.mlflow_run_id}).write(folder / "plan.json")
+            sweep(hosts_of(plan.config.launch), run_id, folder, grace_s=grace_s(folder))  # as check_fleet does
+            launch.train(RunPlan.read(folder / "plan.json"), run_dir=folder, on_row=lambda row: None)
+    except RunStopped as stop:
+        print(stop)
+        return 130
+    return 0
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt  # as flows/cli.py has it
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _interrupt)
+    logging.basicConfig(level=logging.INFO)
+    sys.exit(main(sys.argv[1]))

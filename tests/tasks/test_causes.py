@@ -1,0 +1,142 @@
+"""Why a run ended, from what its hosts tell: what began it counts, not what came of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from infra.containers import State
+from tasks.causes import HostEnd, classify
+from training.launch_config import LaunchConfig
+from training.node_record import NodeEnd, RankFailure
+
+PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:1974"
+
+
+def state(exit_code: int, *, status: str = "exited", oom_killed: bool = False) -> State:
+    return State(
+        status=status,
+        exit_code=exit_code,
+        oom_killed=oom_killed,
+        health="",
+        error="",
+        started_at="",
+        finished_at="",
+    )
+
+
+def failed(cause: str, *, exit_code: int = 1, **more: Any) -> HostEnd:
+    end = NodeEnd(
+        ending="failed",
+        exit_code=1,
+        asked="",
+        seconds=1.0,
+        failures=(RankFailure(rank=0, exit_code=exit_code, cause=cause),),
+    )
+    return HostEnd(state=state(1), end=end, **more)
+
+
+def ended(ending: Any, *, asked: Any = "", exit_code: int = 0) -> HostEnd:
+    return HostEnd(
+        state=state(exit_code), end=NodeEnd(ending=ending, exit_code=exit_code, asked=asked, seconds=1.0), lost=False
+    )
+
+
+DONE, NETWORK, KILLED = ended("done"), failed(PEER), HostEnd(state=state(137), end=None)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "cause", "host"),
+    [
+        (DONE, DONE, "done", ""),
+        (DONE, HostEnd(state=state(0), end=None), "done", ""),  # a file server shows its record later
+        (HostEnd(state=None, end=ended("done").end), DONE, "done", ""),  # its daemon is away
+        (NETWORK, KILLED, "killed", "b"),
+        (NETWORK, failed("ended by signal 9", exit_code=-9), "killed", "b"),
+        (NETWORK, HostEnd(state=state(0, status="running"), end=None, gone=True), "killed", "b"),
+        (NETWORK, HostEnd(state=state(0, status="running"), end=None, lost=True), "lost host", "b"),
+        (NETWORK, ended("stopped", asked="lease stale", exit_code=130), "lost host", "b"),
+        (NETWORK, ended("stopped", asked="signal", exit_code=130), "killed", "b"),  # nobody of ours told it
+        (NETWORK, HostEnd(state=state(143), end=None), "killed", "b"),  # before it had started
+        (NETWORK, HostEnd(state=state(255), end=None), "lost host", "b"),  # its power was cut
+        (DONE, HostEnd(state=state(0, status="running"), end=ended("stopped", asked="signal").end), "daemon", "b"),
+        (DONE, ended("stopped", asked="signal", exit_code=130), "killed", "b"),
+        (
+            NETWORK,
+            HostEnd(state=state(0, status="running", oom_killed=True), end=None, ended_by_us=True),
+            "out of memory",
+            "b",
+        ),
+        (NETWORK, HostEnd(state=state(1, oom_killed=True), end=None), "out of memory", "b"),
+        (KILLED, failed("torch.OutOfMemoryError: CUDA out of memory"), "out of memory", "b"),
+        (NETWORK, failed("NonFiniteLoss: step 7 (loss nan)"), "bad loss", "b"),
+        (NETWORK, failed("ValueError: torchrun started 2 ranks"), "bad config", "b"),
+        (NETWORK, failed("RuntimeError: checkpoint of step 10: No space left on device"), "error", "b"),
+        (NETWORK, failed("RuntimeError: Timed out waiting 30000ms for recv operation"), "timeout", "b"),
+        (NETWORK, HostEnd(state=state(0, status="running"), end=None, ended_by_us=True), "network", "a"),
+        (
+            NETWORK,
+            HostEnd(
+                state=state(1), end=None, last_lines=("rank 0 failed: OSError: No space left", "x.ChildFailedError")
+            ),
+            "error",
+            "b",
+        ),
+        (NETWORK, HostEnd(state=state(3), end=None), "network", "a"),
+    ],
+)
+def test_what_began_it_is_the_cause(first: HostEnd, second: HostEnd, cause: str, host: str) -> None:
+    ending = classify({"a": first, "b": second})
+    assert (ending.cause, ending.host) == (cause, host)
+
+
+def test_what_a_user_asked_to_stop_is_stopped() -> None:
+    told = ended("stopped", asked="signal", exit_code=130)
+    for other in (DONE, NETWORK, KILLED, told):
+        assert classify({"a": other, "b": told}, asked=True).cause == "stopped"
+
+
+STORE = (
+    "RuntimeError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store "
+)
+STORE += "by store->get('0:0'), but store->get('0:0') got error: "
+WATCHDOG = (
+    "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=BROADCAST) ran for 600081 milliseconds"
+)
+HUNG = "Terminating the process after attempting to dump debug info, due to ProcessGroupNCCL watchdog hang."
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        (f"{WATCHDOG} before timing out.", "timeout"),
+        (f"[PG ID 0 PG GUID 0(default_pg) Rank 0] {WATCHDOG} before timing out.", "timeout"),
+        (HUNG, "timeout"),
+        ("NCCL error: remote process exited or there was a network error, NCCL version 2.21.5", "network"),
+        ("torch.distributed.DistBackendError: NCCL communicator was aborted on rank 1.", "network"),
+        (STORE + "Connection was likely closed. Did the remote server shutdown or crash?", "network"),
+        ("torch.distributed.DistNetworkError: failed to recv, got 0 bytes", "network"),
+        ("RuntimeError: failed to recv, got 0 bytes", "network"),
+        ("ConnectionRefusedError: [Errno 111] Connection refused", "network"),
+        ("OSError: [Errno 101] Network is unreachable", "network"),
+        ("RuntimeError: Socket closed", "network"),
+        ("OSError: [Errno 116] Stale file handle: '/home/runs/a/checkpoints/10'", "network"),
+        ("std::bad_alloc", "out of memory"),
+        ("CUDA error: an illegal memory access was encountered", "error"),
+    ],
+)
+def test_a_peer_or_a_network_that_fails_is_worth_another_attempt(said: str, cause: str) -> None:
+    assert classify({"a": failed(said, exit_code=-6), "b": DONE}).cause == cause
+    assert (cause in LaunchConfig().retried) == (cause in {"timeout", "network"})
+    full_disk = (f"2026-11-20 19:00:00 node: rank 0 failed: {said}", "2026-11-20 19:00:01 node: bye")
+    assert classify({"a": HostEnd(state=state(1), end=None, last_lines=full_disk)}).cause == cause
+
+
+def test_ranks_that_torchrun_ended_for_another_tell_nothing() -> None:
+    failures = (
+        RankFailure(rank=0, exit_code=-15, cause="ended by signal 15"),
+        RankFailure(rank=1, exit_code=1, cause=PEER),
+    )
+    end = NodeEnd(ending="failed", exit_code=1, asked="", seconds=1.0, failures=failures)
+    assert classify({"a": HostEnd(state=state(1), end=end), "b": NETWORK}).cause == "network"
