@@ -224,13 +224,17 @@ def _close(client: MlflowClient, run: TrackedRun, *, status: str, why: str, caus
     """Send the metrics that are left, then the status. What cannot be sent now is sent by the next `reconcile`."""
     try:
         _send_rest(run.folder, run.mlflow_run_id)
+    except Exception as error:  # on a full disk, say: the status is true without them
+        told = without_credentials(str(error), uri=tracking_uri())
+        logger.warning("metrics of %s are left to the next start (%s)", run.run_id, told)
+    try:
         client.set_tag(run.mlflow_run_id, "shardline.cause", cause)
         if why:
             client.set_tag(run.mlflow_run_id, "shardline.ended_by", why[:4000])
         client.set_terminated(run.mlflow_run_id, status)
     except Exception as error:
-        why = without_credentials(str(error), uri=tracking_uri())
-        logger.warning("MLflow could not be told that the run ended %s (%s): the next start will", status, why)
+        told = without_credentials(str(error), uri=tracking_uri())
+        logger.warning("MLflow could not be told that the run ended %s (%s): the next start will", status, told)
 
 
 def _send_rest(folder: Path, mlflow_run_id: str) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.flows.test_servers import free_port, wait_for
 from tests.rig.rig import Rig
 
 PROGRAMS = ("dockerd", "containerd", "ip", "tc", "nsenter", "unshare", "openssl")
@@ -58,3 +60,21 @@ def rig(whole_rig: Rig) -> Iterator[Rig]:
 def home(rig: Rig) -> Path:
     """An empty SHARDLINE_HOME that each host sees at this path, and the ranks' user may write."""
     return rig.make_home()
+
+
+@pytest.fixture(scope="session")
+def mlflow_server(whole_rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server that the rig's hosts reach."""
+    folder, port = tmp_path_factory.mktemp("mlflow"), free_port()
+    store = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "files")]
+    place = ["--host", whole_rig.gateway, "--port", str(port), "--workers", "1", "--allowed-hosts", "*"]
+    command = [sys.executable, "-m", "mlflow", "server", *store, *place]
+    with (folder / "server.log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        uri = f"http://{whole_rig.gateway}:{port}"
+        wait_for(f"{uri}/health", server)
+        yield uri
+    finally:
+        server.terminate()
+        server.wait()

@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow import MlflowClient
 
 from tasks import launch
+from tasks.causes import RunFailed, RunStopped
+from tasks.places import tracking_uri
 from tasks.recovery import attempts_of
+from tasks.track import tracked
 from tests.conftest import inventory, losses, tiny_config
 from tests.rig.rig import Rig, RigHost
 from training.metrics import read_rows
 from training.packing import one_epoch
 from training.plan import make_plan
-from training.records import Inventory, TokenShards, TrainResult
+from training.records import Inventory, RunPlan, TokenShards, TrainResult
 
 STEPS = 60
 SLOW = "10mbit"  # a step of the tiny model takes 0.15 s then, whatever the cores do: time to strike in the middle
@@ -73,9 +77,21 @@ def make_docker_run(rig: Rig, home: Path, shards: Path, name: str, *slots: int, 
 
 
 def train(run_dir: Path, *, on_row: Callable[[dict[str, float]], None] = lambda row: None) -> TrainResult:
-    from training.records import RunPlan
-
-    return launch.train(RunPlan.read(run_dir / "plan.json"), run_dir=run_dir, on_row=on_row)
+    """The flow's stage, in the run that it keeps in MLflow; which must say what became of it."""
+    plan, status = RunPlan.read(run_dir / "plan.json"), "FINISHED"
+    try:
+        with tracked(plan.config, run_id=run_dir.name, tags={}) as run:
+            plan = plan.model_copy(update={"mlflow_run_id": run.mlflow_run_id})
+            plan.write(run_dir / "plan.json")
+            return launch.train(plan, run_dir=run_dir, on_row=on_row)
+    except RunFailed:
+        status = "FAILED"
+        raise
+    except RunStopped:
+        status = "KILLED"
+        raise
+    finally:
+        assert MlflowClient(tracking_uri()).get_run(plan.mlflow_run_id).info.status == status
 
 
 def causes(run_dir: Path) -> list[str]:
@@ -91,9 +107,10 @@ def assert_nothing_is_left(rig: Rig) -> None:
 
 
 @pytest.fixture
-def shardline_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def shardline_home(home: Path, mlflow_server: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty one, and a real MLflow server that ranks log to."""
     monkeypatch.setenv("SHARDLINE_HOME", str(home))
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server)
     return home
 
 

@@ -61,7 +61,8 @@ def test_a_host_that_is_gone_for_good_is_done_without_until_it_is_back(
         {"host0": 2},
         {"host0": 2, "host1": 1},
     ]
-    assert RunPlan.read(run_dir / "plan.json") == planned, "it grew back to the plan it had"
+    grown = RunPlan.read(run_dir / "plan.json").model_copy(update={"mlflow_run_id": ""})
+    assert grown == planned, "it grew back to the plan it had"
     losses = curve(run_dir)
     before = {step: loss for step, loss in losses.items() if step <= two["from_step"]}
     assert before == {step: expected[step] for step in before}, "to the bit"

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from mlflow import MlflowClient
 from tasks.trainer import place
 from tasks.trainer_run import run_trainer
 from tests.conftest import inventory
-from tests.flows.test_servers import free_port, wait_for
 from tests.rig.rig import Rig
 from tests.rig.runs import assert_nothing_is_left, causes, docker_config, shardline_home
 from training.config import RunConfig
@@ -29,24 +27,6 @@ REPO = Path(__file__).parents[2]
 STEPS = 5
 
 pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(scope="module")
-def mlflow_server(whole_rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server that the rig's hosts reach."""
-    folder, port = tmp_path_factory.mktemp("mlflow"), free_port()
-    store = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder / "files")]
-    place = ["--host", whole_rig.gateway, "--port", str(port), "--workers", "1", "--allowed-hosts", "*"]
-    command = [sys.executable, "-m", "mlflow", "server", *store, *place]
-    with (folder / "server.log").open("wb") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        uri = f"http://{whole_rig.gateway}:{port}"
-        wait_for(f"{uri}/health", server)
-        yield uri
-    finally:
-        server.terminate()
-        server.wait()
 
 
 def write_config(rig: Rig, home: Path, trainer: dict[str, Any], **launch: Any) -> Path:
