@@ -87,6 +87,8 @@ def _reap(options: argparse.Namespace) -> int:
     from tasks.stopping import reap
 
     reaped = reap(known_hosts(options.hosts_file), dry_run=options.dry_run)
+    if reaped.removed and not options.dry_run:
+        _close_lost()
     if options.json:
         print(reaped.model_dump_json())
     else:

@@ -20,7 +20,7 @@ from infra.containers import Heartbeat
 from infra.hosts import DockerHost, HostError, connect, on_each
 from infra.logs import LogFollower
 from tasks.causes import FIRST_CAUSES, Ending, classify
-from tasks.lease import Lease
+from tasks.lease import Lease, withdraw_leases
 from tasks.places import fresh
 from tasks.preflight import throw_away
 from tasks.watcher import ANSWER_S, POLL_S, Watcher
@@ -44,6 +44,7 @@ class Program:
     module: str = ""
     script: str = ""
     args: tuple[str, ...] = ()
+    images: Mapping[str, str] = field(default_factory=dict)  # ids by host's name, as measured; else launch.image
     working_dir: str = "/"
     threads: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -132,10 +133,10 @@ class Gang:
             threads=program.threads,
         )
         secret = json.dumps(dict(program.secrets)).encode() if program.secrets else b""
+        image = program.images.get(host.name, self.launch.image)
+        job = replace(job, image=image, heartbeat=HEARTBEAT, working_dir=program.working_dir)
         with closing(connect(host)) as client:
-            container = containers.start(
-                client, replace(job, heartbeat=HEARTBEAT, working_dir=program.working_dir), secret=secret
-            )
+            container = containers.start(client, job, secret=secret)
         # In this thread: an interruption of the main one leaves none unknown.
         self.watchers[host.name] = Watcher(host, container, end_path=self.end_path(host.name))
         self.logs[host.name] = LogFollower(host, container, self.folder.parents[1] / "logs" / f"{host.name}.log")
@@ -266,8 +267,7 @@ def sweep(
             with suppress(OSError):  # a full disk: the lease, which goes next, tells it too
                 lease.with_name(ASKED).touch()
         on_each(hosts, stop_on)
-    for lease in run_dir.glob("*/*/lease"):  # before the containers: their launcher, if it lives, is to know why
-        lease.unlink(missing_ok=True)
+    withdraw_leases(run_dir)  # before the containers: their launcher, if it lives, is to know why
     swept = on_each(hosts, sweep_on)
     for name, found in swept.items():
         if not isinstance(found, HostError) and found:

@@ -15,7 +15,17 @@ from training.records import write_atomically
 
 logger = logging.getLogger(__name__)
 
+# Ranks look at their lease each second, and are killed in the next tenth once it is gone.
+FENCE_S = 3.0
 RENEWALS = 6  # within lease_s: a file server may be slow now and then
+
+
+def withdraw_leases(run_dir: Path) -> bool:
+    """Those of all attempts at a run, by whatever launcher; whether there were any."""
+    leases = [*run_dir.glob("*/*/lease")]
+    for lease in leases:
+        lease.unlink(missing_ok=True)
+    return bool(leases)
 
 
 class Lease:

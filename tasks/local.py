@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from tasks.causes import RunStopped
+from tasks.lease import FENCE_S, withdraw_leases
 from tasks.places import local_process, process_key, tracking_uri
 from training.config import RunConfig
 from training.records import Record, RunPlan
@@ -50,6 +51,7 @@ def run_program(
     Raises RuntimeError with the log's last lines if it fails, RunStopped if we were interrupted meanwhile.
     """
     end_earlier_gang(run_dir)
+    end_containers(run_dir)
     log_path = run_dir / "logs" / f"{module.rpartition('.')[2]}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(run_dir / "stacks", ignore_errors=True)
@@ -201,6 +203,16 @@ def end_earlier_gang(run_dir: Path) -> None:
     if launcher is not None:
         logger.warning("ranks of an earlier start are still alive (pid %d): stopping them first", launcher.pid)
         _end(launcher, grace_s=grace_s(run_dir))
+
+
+def end_containers(run_dir: Path) -> None:
+    """No two gangs either where a run on Docker hosts, whose launcher was killed, is resumed on this machine."""
+    if withdraw_leases(run_dir):
+        logger.warning(
+            "ranks of an earlier start on Docker hosts may be alive: their lease is withdrawn, which ends them; "
+            "`shardline reap` removes their containers"
+        )
+        time.sleep(FENCE_S)
 
 
 def _failure(module: str, code: int, lines: list[str], log_path: Path) -> str:

@@ -12,6 +12,7 @@ from infra.hosts import DockerHost, HostError
 from tasks.causes import CURES, RunFailed
 from tasks.fleet import hosts_of
 from tasks.gang import sweep
+from tasks.lease import FENCE_S
 from tasks.places import home
 from tasks.planning import replan
 from tasks.preflight import HostsNotReady, check_hosts
@@ -22,8 +23,6 @@ from training.records import Inventory, RunPlan
 logger = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 2.0  # hosts that are waited for
-# Ranks on hosts that do not answer look at their lease each second and are killed in the next tenth once it is gone.
-FENCE_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,11 @@ class Muster:
     away: dict[str, HostError]
 
 
-def muster(run_dir: Path, launch: LaunchConfig) -> Muster:
+def muster(run_dir: Path, launch: LaunchConfig, *, alone: bool = False) -> Muster:
     """Fence, wait for the hosts that are needed, and plan for those that are there.
 
-    A host that was away is swept first, then checked: it may have come back without its storage.
+    A host that was away is swept first, then checked: it may have come back without its storage. `alone`: one host of
+    the plan will do, whichever comes first in its order.
     Raises RunFailed if too few hosts come within launch.wait_s, or the run does not fit those that did.
     """
     plan, inventory = placed(run_dir), Inventory.read(run_dir / "inventory.json")
@@ -48,7 +48,7 @@ def muster(run_dir: Path, launch: LaunchConfig) -> Muster:
     away = sweep(hosts_of(launch), plan.run_id, run_dir)
     newcomers = [host for host in hosts if host.name not in {*plan.hosts, *away}]
     away |= _unfit(newcomers, launch, run_dir=run_dir)
-    while missing := _missing(hosts, away, plan=plan, launch=launch):
+    while missing := _missing(hosts, away, plan=plan, launch=launch, alone=alone):
         if time.monotonic() > began + launch.wait_s:
             raise RunFailed(_too_few(missing, away, hosts=hosts, launch=launch, plan=plan), cause="lost host")
         logger.warning("waiting for %s", ", ".join(missing))
@@ -61,14 +61,23 @@ def muster(run_dir: Path, launch: LaunchConfig) -> Muster:
     if away:
         time.sleep(max(0.0, began + FENCE_S - time.monotonic()))
     there = {host.name: host for host in hosts if host.name not in away}
+    if alone:
+        return Muster(plan=plan, hosts=tuple(there[name] for name in plan.hosts if name in there), away=away)
     plan = _planned(run_dir, inventory, there=set(there), away=away, plan=plan, launch=launch)
     return Muster(plan=plan, hosts=tuple(there[name] for name in plan.hosts), away=away)
 
 
 def _missing(
-    hosts: Sequence[DockerHost], away: dict[str, HostError], *, plan: RunPlan | TrainerPlan, launch: LaunchConfig
+    hosts: Sequence[DockerHost],
+    away: dict[str, HostError],
+    *,
+    plan: RunPlan | TrainerPlan,
+    launch: LaunchConfig,
+    alone: bool,
 ) -> list[str]:
     """Names of hosts to wait for; none if there are enough."""
+    if alone:
+        return [] if set(plan.hosts) - set(away) else list(plan.hosts)
     if not launch.min_hosts:
         return [name for name in plan.hosts if name in away]
     names = [host.name for host in hosts if host.name in away]

@@ -17,13 +17,13 @@ from infra.hosts import HostError
 from tasks.causes import CURES, Ending, RunFailed, RunStopped
 from tasks.fleet import NCCL, give_to_ranks, hosts_of, ranks_reach_mlflow, tracking_for_ranks
 from tasks.gang import Gang, Program, new_folder, sweep
-from tasks.local import grace_s
+from tasks.local import end_earlier_gang, grace_s
 from tasks.muster import Muster, muster
 from tasks.places import home
 from tasks.signs import Steps, Warnings
 from tasks.trainer import TrainerPlan, experiment_of, placed, program_of
 from training.launch_config import LaunchConfig
-from training.records import Record, RunPlan
+from training.records import Inventory, Record, RunPlan
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ def run(module: str, *, run_dir: Path, ranks: int = 0, on_poll: Callable[[], obj
     Raises RunFailed with the cause, its cure and the log's last lines; RunStopped if we were interrupted meanwhile.
     """
     launch, run_id = placed(run_dir).config.launch, run_dir.name
+    end_earlier_gang(run_dir)  # of a start on this machine
     unswept: set[str] = set()  # hosts where something of this run may be left
     try:
         _run(module, launch, run_dir=run_dir, alone=ranks == 1, on_poll=on_poll, unswept=unswept)
@@ -70,7 +71,7 @@ def _run(
 ) -> None:
     failures, reached = 0, -1
     while True:
-        there = muster(run_dir, launch)
+        there = muster(run_dir, launch, alone=alone)
         unswept.clear()
         unswept |= set(there.away)
         step = newest_step(run_dir)
@@ -130,7 +131,7 @@ def _attempt(
     plan = there.plan
     by_name = dict(zip(plan.hosts, plan.ranks_per_host, strict=True))
     if alone:
-        by_name = {plan.hosts[0]: 1}
+        by_name = {there.hosts[0].name: 1}
     folder = new_folder(run_dir / "attempts")
     give_to_ranks(run_dir, plan.config.launch)
     began_at, from_step = _now(), newest_step(run_dir)
@@ -139,6 +140,7 @@ def _attempt(
         run_id=plan.run_id,
         ranks=by_name,
         **program_of(module, plan, run_dir=run_dir),
+        images=_images(run_dir),
         working_dir=str(run_dir) if isinstance(plan, TrainerPlan) else "/",  # where else it may write
         threads=plan.threads_per_rank,
         environment=NCCL
@@ -177,9 +179,14 @@ def _watched(gang: Gang, plan: RunPlan | TrainerPlan, *, run_dir: Path, on_poll:
     warnings = Warnings(run_dir, gang.program.ranks)
 
     def look() -> bool:
-        on_poll()
-        warnings.look()
-        return steps.look()
+        """A file server's hiccup, or metrics that a rank just replaced, is no reason to end a gang."""
+        try:
+            on_poll()
+            warnings.look()
+            return steps.look()
+        except OSError as error:
+            logger.warning("the run's folder could not be read just now (%s)", error)
+            return False
 
     try:
         with gang:
@@ -201,6 +208,12 @@ def _watched(gang: Gang, plan: RunPlan | TrainerPlan, *, run_dir: Path, on_poll:
 def newest_step(run_dir: Path) -> int:
     """Of the whole checkpoints; 0 without one."""
     return max((int(path.parent.name) for path in (run_dir / "checkpoints").glob("[0-9]*/manifest.json")), default=0)
+
+
+def _images(run_dir: Path) -> dict[str, str]:
+    """Ids by host, as preflight found them: a name that was pulled anew on one host would mix two programs."""
+    hosts = Inventory.read(run_dir / "inventory.json").hosts
+    return {host.name: host.versions["image"] for host in hosts if "image" in host.versions}
 
 
 def _in_words(ranks: dict[str, int]) -> str:
