@@ -127,7 +127,10 @@ def undisturbed(shop: Shop, first: dict[str, Any]) -> dict[int, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=lambda signum: signum.name)
+@pytest.mark.parametrize(
+    "signum",
+    [pytest.param(signal.SIGINT, id="SIGINT"), pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.long)],
+)
 def test_a_stop_saves_a_checkpoint_says_killed_and_resume_goes_on_to_the_bit(
     signum: signal.Signals, shop: Shop, undisturbed: dict[int, float]
 ) -> None:

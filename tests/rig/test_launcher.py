@@ -102,6 +102,7 @@ def test_a_killed_launcher_leaves_no_rank_behind_and_its_run_goes_on(
     assert_nothing_is_left(rig)
 
 
+@pytest.mark.long
 def test_a_resume_takes_over_a_gang_that_still_lives(
     rig: Rig, make: Callable[[str], Path], undisturbed: dict[int, float]
 ) -> None:

@@ -52,6 +52,7 @@ def statuses(rig: Rig, host: RigHost) -> list[str]:
     return [container.status for container in rig.containers(host)]
 
 
+@pytest.mark.long
 def test_a_blip_restarts_nothing(
     slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed
 ) -> None:
@@ -98,6 +99,7 @@ def test_a_partition_is_fenced_and_the_run_taken_up(
     assert_nothing_is_left(slow_rig)
 
 
+@pytest.mark.long
 def test_a_daemon_that_comes_back_restarts_nothing(
     slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed
 ) -> None:
@@ -116,6 +118,7 @@ def test_a_daemon_that_comes_back_restarts_nothing(
     assert_nothing_is_left(slow_rig)
 
 
+@pytest.mark.long
 def test_a_daemon_that_stays_away_is_a_lost_host(
     slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed
 ) -> None:
@@ -135,6 +138,7 @@ def test_a_daemon_that_stays_away_is_a_lost_host(
     assert_nothing_is_left(slow_rig)
 
 
+@pytest.mark.long
 def test_a_daemon_that_is_away_when_training_ends_is_not_waited_for(
     slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed, caplog: pytest.LogCaptureFixture
 ) -> None:

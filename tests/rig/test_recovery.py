@@ -34,7 +34,7 @@ __all__ = ["curves", "shardline_home", "slow_rig", "undisturbed"]
 MOST_S = 30.0
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero2", marks=pytest.mark.long)])
 def test_two_hosts_with_unequal_ranks(rig: Rig, shardline_home: Path, tiny_shards: Path, strategy: str) -> None:
     run_dir = make_docker_run(rig, shardline_home, tiny_shards, "a", 2, 1, parallel__strategy=strategy)
     result = train(run_dir)
@@ -44,7 +44,9 @@ def test_two_hosts_with_unequal_ranks(rig: Rig, shardline_home: Path, tiny_shard
     assert_nothing_is_left(rig)
 
 
-@pytest.mark.parametrize("killed", [1, 0], ids=["node", "first-node"])
+@pytest.mark.parametrize(
+    "killed", [pytest.param(1, marks=pytest.mark.long, id="node"), pytest.param(0, id="first-node")]
+)
 def test_a_killed_node_costs_seconds(
     slow_rig: Rig,
     shardline_home: Path,
@@ -76,6 +78,7 @@ def test_a_killed_node_costs_seconds(
     assert_nothing_is_left(slow_rig)
 
 
+@pytest.mark.long
 def test_a_removed_container_is_a_killed_one(
     slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Callable[..., dict[int, float]]
 ) -> None:

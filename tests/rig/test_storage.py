@@ -33,6 +33,7 @@ DISK_MIB, SPARE_BYTES = 48, 200_000  # a checkpoint of the tiny model has 0.4 MB
 Undisturbed = Callable[..., dict[int, float]]
 
 
+@pytest.mark.long
 def test_a_host_that_is_gone_for_good_is_done_without_until_it_is_back(
     slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed
 ) -> None:
@@ -70,6 +71,7 @@ def test_a_host_that_is_gone_for_good_is_done_without_until_it_is_back(
     assert_nothing_is_left(slow_rig)
 
 
+@pytest.mark.long
 def test_a_full_disk_leaves_the_last_checkpoint_whole(
     slow_rig: Rig,
     shardline_home: Path,
@@ -103,6 +105,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(
     assert_nothing_is_left(slow_rig)
 
 
+@pytest.mark.long
 def test_a_disk_without_a_byte_left_is_named(
     slow_rig: Rig,
     shardline_home: Path,

@@ -57,8 +57,10 @@ def pretrain(config: Path, *, uri: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("script", "args"),
-    [("hf_trainer.py", ["{run_dir}/out", str(STEPS)]), ("accelerated.py", [str(STEPS)])],
-    ids=["Hugging Face Trainer", "Accelerate"],
+    [
+        pytest.param("hf_trainer.py", ["{run_dir}/out", str(STEPS)], id="Hugging Face Trainer"),
+        pytest.param("accelerated.py", [str(STEPS)], marks=pytest.mark.long, id="Accelerate"),
+    ],
 )
 def test_a_script_of_others_logs_into_the_flows_run(
     rig: Rig, shardline_home: Path, mlflow_server: str, script: str, args: list[str]
@@ -86,6 +88,7 @@ def test_a_script_of_others_logs_into_the_flows_run(
     assert_nothing_is_left(rig)
 
 
+@pytest.mark.long
 def test_a_script_that_fails_is_told_with_its_error(rig: Rig, shardline_home: Path, mlflow_server: str) -> None:
     script = shardline_home / "broken.py"
     script.write_text("raise ValueError('no such corpus: verses')\n")
@@ -101,6 +104,7 @@ def test_a_script_that_fails_is_told_with_its_error(rig: Rig, shardline_home: Pa
     assert_nothing_is_left(rig)
 
 
+@pytest.mark.long
 def test_a_script_whose_rank_is_killed_is_started_again(rig: Rig, shardline_home: Path) -> None:
     script = shardline_home / "fragile.py"
     script.write_text(

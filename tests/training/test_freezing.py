@@ -93,12 +93,17 @@ def test_metrics_say_how_many_parameters_are_trained(alone: Path) -> None:
     [
         ("fsdp", 2, {"parallel__strategy": "fsdp"}),
         pytest.param("ddp", 2, {}, marks=pytest.mark.slow),
-        pytest.param("tp2", 2, {"parallel__tp": 2}, marks=pytest.mark.slow),
+        pytest.param("tp2", 2, {"parallel__tp": 2}, marks=[pytest.mark.slow, pytest.mark.long]),
         ("pp2", 2, {"parallel__pp": 2}),
         ("zero3", 2, {"parallel__strategy": "zero3"}),
         pytest.param("zero2", 2, {"parallel__strategy": "zero2"}, marks=pytest.mark.slow),
-        pytest.param("zero1", 2, {"parallel__strategy": "zero1"}, marks=pytest.mark.slow),
-        pytest.param("fsdp2-tp2", 4, {"parallel__strategy": "fsdp", "parallel__tp": 2}, marks=pytest.mark.slow),
+        pytest.param("zero1", 2, {"parallel__strategy": "zero1"}, marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(
+            "fsdp2-tp2",
+            4,
+            {"parallel__strategy": "fsdp", "parallel__tp": 2},
+            marks=[pytest.mark.slow, pytest.mark.long],
+        ),
     ],
 )
 def test_every_strategy_freezes_the_same(

@@ -93,6 +93,7 @@ def test_a_stopped_rank_ends_the_run_with_the_stack_of_the_other(running: tuple[
     assert not (plan_path.parent / "result.json").exists()
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_stop_tell_where_they_are_before_they_are_killed(
     make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

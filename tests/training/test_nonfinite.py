@@ -102,7 +102,8 @@ def test_skip_leaves_the_step_out_counts_it_and_trains_on(plan_with: Callable[..
     assert f"left out step {BAD_STEP} (loss nan on rank {BAD_RANK}," in warnings[0]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("zero2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
 def test_a_diverging_run_stops_under_other_strategies_too(strategy: str, make_run: Callable[..., Path]) -> None:
     plan_path = make_run(
         f"diverges-{strategy}",

@@ -18,9 +18,9 @@ from training.records import TrainResult
 
 STEPS = 60
 DEADLINE_S = 100
-FAST = ("single", "ddp", "fsdp")
-SLOW = ("ddp 4", "zero2", "zero3", "tp", "pp", "tp x pp")
-LONG = ("fsdp x tp", "zero1", "pp interleaved", "dp x pp", "zero3 offload")
+FAST = ("single", "ddp")
+SLOW = ("ddp 4", "fsdp", "zero2", "zero3", "tp", "pp")
+LONG = ("tp x pp", "fsdp x tp", "zero1", "pp interleaved", "dp x pp", "zero3 offload")
 
 
 def interrupt(plan_path: Path, *, at_step: int, signum: signal.Signals) -> None:

@@ -31,6 +31,8 @@ SLOW = {
     "pp 4",
     "dp x pp",
     "dp x pp interleaved",
+    "dp x tp",
+    "fsdp x tp",
     *EIGHT_RANKS,
 }
 COMMON = {
@@ -114,7 +116,14 @@ def test_document_masks_padding_and_an_uneven_last_batch(
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "bert"])
-@pytest.mark.parametrize("layout", ["tp", "pp", pytest.param("tp x pp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("tp", marks=pytest.mark.slow),
+        "pp",
+        pytest.param("tp x pp", marks=[pytest.mark.slow, pytest.mark.long]),
+    ],
+)
 def test_other_architectures_have_tensor_and_pipeline_plans(
     layout: str, architecture: str, alone: Callable[..., Path], make_run: Callable[..., Path]
 ) -> None:
@@ -138,7 +147,12 @@ def test_an_untied_head_is_a_matrix_of_its_own(
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize(
-    "layout", ["single", "fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero3", "tp", "pp"))]
+    "layout",
+    [
+        "single",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "zero3", "pp")),
+        pytest.param("tp", marks=[pytest.mark.slow, pytest.mark.long]),
+    ],
 )
 def test_activation_checkpointing_changes_nothing_but_memory(
     layout: str, kind: str, alone: Callable[..., Path], make_run: Callable[..., Path]
