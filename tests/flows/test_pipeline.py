@@ -93,6 +93,7 @@ def test_generate_prints_a_continuation_of_the_prompt(first: dict[str, Any], sho
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_second_run_does_not_tokenize_again_and_an_equal_model_stays_challenger(
     first: dict[str, Any], shop: Shop
 ) -> None:
@@ -105,6 +106,7 @@ def test_a_second_run_does_not_tokenize_again_and_an_equal_model_stays_challenge
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_reproduce_finds_the_same_losses_to_the_bit(first: dict[str, Any], shop: Shop) -> None:
     out, _ = shop.run("reproduce", "verses@champion", "--json")
     agreement = json.loads(out)

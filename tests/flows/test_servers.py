@@ -23,7 +23,7 @@ from tests.shop import CONFIG
 
 READY_WITHIN_S = 90
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def free_port() -> int:

@@ -118,7 +118,8 @@ def test_a_resume_takes_over_a_gang_that_still_lives(
     assert_nothing_is_left(rig)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.long
 def test_a_cancel_stops_all_hosts_with_a_checkpoint(
     rig: Rig, make: Callable[[str], Path], undisturbed: dict[int, float], number: signal.Signals
 ) -> None:

@@ -49,6 +49,7 @@ def make_long_run(rig: Rig, home: Path, shards: Path, name: str) -> Path:
     return make_docker_run(rig, home, shards, name, 2, 1, train__global_batch=96, train__steps=1000)
 
 
+@pytest.mark.long
 def test_a_run_that_is_looked_after(rig: Rig, shardline_home: Path, tiny_shards: Path, shardline: Shardline) -> None:
     run_dir = make_long_run(rig, shardline_home, tiny_shards, "kept")
     process = launcher(run_dir)
@@ -101,6 +102,7 @@ def test_a_run_without_its_launcher(rig: Rig, shardline_home: Path, tiny_shards:
     assert_nothing_is_left(rig)
 
 
+@pytest.mark.long
 def test_a_run_of_this_machine(
     make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, shardline: Shardline
 ) -> None:

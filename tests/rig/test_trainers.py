@@ -26,7 +26,7 @@ SCRIPTS = Path(__file__).parent / "trainers"
 REPO = Path(__file__).parents[2]
 STEPS = 5
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def write_config(rig: Rig, home: Path, trainer: dict[str, Any], **launch: Any) -> Path:

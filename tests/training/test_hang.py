@@ -68,6 +68,7 @@ def running(make_run: Callable[..., Path], request: pytest.FixtureRequest) -> tu
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_stood_still_and_goes_on_is_no_hang(running: tuple[Path, subprocess.Popen[str]]) -> None:
     plan_path, process = running
     stacks = plan_path.parent / "stacks"

@@ -19,8 +19,8 @@ from training.records import TrainResult
 STEPS = 60
 DEADLINE_S = 100
 FAST = ("single", "ddp")
-SLOW = ("ddp 4", "fsdp", "zero2", "zero3", "tp", "pp")
-LONG = ("tp x pp", "fsdp x tp", "zero1", "pp interleaved", "dp x pp", "zero3 offload")
+SLOW = ("ddp 4", "zero2", "tp")
+LONG = ("fsdp", "zero3", "pp", "tp x pp", "fsdp x tp", "zero1", "pp interleaved", "dp x pp", "zero3 offload")
 
 
 def interrupt(plan_path: Path, *, at_step: int, signum: signal.Signals) -> None:

@@ -21,20 +21,15 @@ LOSS_BOUND = 2e-6
 
 SLOW = {
     "zero1",
-    "zero2 offload",
     "zero3 offload",
     "ddp 4",
-    "fsdp 4",
-    "zero1 4",
-    "zero2 4",
     "zero3 4",
-    "pp 4",
     "dp x pp",
-    "dp x pp interleaved",
     "dp x tp",
     "fsdp x tp",
     *EIGHT_RANKS,
 }
+LONG = {"zero2 offload", "fsdp 4", "zero1 4", "zero2 4", "pp 4", "dp x pp interleaved"}
 COMMON = {
     "model__dropout": 0.0,
     "model__layers": 4,
@@ -88,7 +83,11 @@ def test_every_strategy_has_a_layout() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS]
+    "layout",
+    [
+        pytest.param(name, marks=[*[pytest.mark.slow] * (name in SLOW | LONG), *[pytest.mark.long] * (name in LONG)])
+        for name in LAYOUTS
+    ],
 )
 def test_ranks_that_accumulate_and_clip_equal_one_process(
     layout: str, alone: Callable[..., Path], make_run: Callable[..., Path]
@@ -150,8 +149,8 @@ def test_an_untied_head_is_a_matrix_of_its_own(
     "layout",
     [
         "single",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "zero3", "pp")),
-        pytest.param("tp", marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param("fsdp", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long]) for name in ("zero3", "tp", "pp")),
     ],
 )
 def test_activation_checkpointing_changes_nothing_but_memory(
@@ -178,7 +177,7 @@ def test_activation_checkpointing_repeats_the_dropout(make_run: Callable[..., Pa
 
 @pytest.mark.parametrize(
     ("architecture", "steps", "rate"),
-    [("gpt2", 80, 3e-3), pytest.param("bert", 300, 1e-2, marks=pytest.mark.slow)],
+    [("gpt2", 80, 3e-3), pytest.param("bert", 300, 1e-2, marks=[pytest.mark.slow, pytest.mark.long])],
 )
 def test_other_architectures_learn_under_ddp(
     architecture: str, steps: int, rate: float, make_run: Callable[..., Path]
