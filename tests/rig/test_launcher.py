@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from tasks.places import tracking_uri
 from tasks.recovery import attempts_of
 from tasks.track import read_run
 from tests.rig.rig import Rig
@@ -47,10 +47,8 @@ def make(rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: dict[in
 
 
 def launcher(run_dir: Path) -> subprocess.Popen[str]:
-    env = {**os.environ, "MLFLOW_TRACKING_URI": ""}
     return subprocess.Popen(
         [sys.executable, "-m", "tests.rig.train_run", run_dir.name],
-        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -71,7 +69,7 @@ def reaches(run_dir: Path, step: int) -> Callable[[], bool]:
 
 
 def mlflow_status(run_dir: Path) -> str:
-    client = MlflowClient(f"sqlite:///{run_dir.parent}/mlflow.db")
+    client = MlflowClient(tracking_uri())
     return str(client.get_run(read_run(run_dir.name).mlflow_run_id).info.status)
 
 
