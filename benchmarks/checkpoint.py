@@ -33,9 +33,10 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from training.config import RunConfig
+from training.inventory import Device, Host, Inventory
 from training.plan import make_plan
 from training.rank import entered
-from training.records import Device, Host, Inventory, RunPlan, TokenShards
+from training.records import RunPlan, TokenShards
 from training.saver import Saver
 from training.shards import write_shard
 from training.train import Training, prepare

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.race import Contestant, race, ratio
 from benchmarks.workload import Size, inventory, measure, write_corpus, write_plan
-from training.records import Measured
+from training.inventory import Measured
 from training.shape import flops_per_token
 
 BASELINES = {"plain loop": "plain", "HF Trainer": "trainer"}

@@ -22,8 +22,8 @@ from typing import Any
 
 from benchmarks.race import Contestant, loss_difference, race, ratio
 from benchmarks.workload import Size, inventory, measure, write_corpus, write_plan
+from training.inventory import Measured
 from training.measure import visible_cores
-from training.records import Measured
 from training.shape import flops_per_token
 
 VOCAB_SIZE = 65  # tiny Shakespeare's

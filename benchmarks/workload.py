@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from training.config import RunConfig
+from training.inventory import Host, Inventory, Measured
 from training.plan import make_plan
-from training.records import Host, Inventory, Measured, RunPlan, TokenShards
+from training.records import RunPlan, TokenShards
 from training.shards import MANIFEST, token_dtype, write_shard
 
 CORPUS_CHARACTERS = 2_000_000

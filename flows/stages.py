@@ -30,10 +30,10 @@ from tasks.report import Outcome, draw, outcome_rows
 from tasks.track import TrackedRun
 from training.config import RunConfig
 from training.credentials import shown
+from training.inventory import Inventory
 from training.records import (
     EvalReport,
     ExportedModel,
-    Inventory,
     RegisteredModel,
     RunPlan,
     TokenShards,

@@ -23,8 +23,8 @@ from tasks.hardware import (
     last_lines,
 )
 from tasks.preflight import HostFacts, throw_away
+from training.inventory import Device, Host, Inventory, Measured
 from training.launch_config import LaunchConfig
-from training.records import Device, Host, Inventory, Measured
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from training.inventory import Device, Host, Inventory
 from training.layout import choose_precision
-from training.records import Device, Host, Inventory
 
 BYTES_PER_PARAMETER = 16  # fp32 weights 4, gradients 4, AdamW's two moments 8
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # weights and moments

@@ -18,9 +18,10 @@ from tasks.preflight import HostFacts, HostsNotReady, check_hosts
 from tasks.trainer import TrainerPlan, is_loopback
 from training.config import RunConfig
 from training.credentials import SECRETS, shown
+from training.inventory import Inventory
 from training.launch_config import HostConfig, LaunchConfig
 from training.node_record import CollectiveReport, in_words
-from training.records import Inventory, RunPlan
+from training.records import RunPlan
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,8 @@ from tasks.machine import (
     usable_memory_bytes,
     visible_gpus,
 )
-from training.records import Device, Host, Inventory, Measured, Record
+from training.inventory import Device, Host, Inventory, Measured
+from training.records import Record
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,9 @@ from tasks.places import home
 from tasks.planning import replan
 from tasks.preflight import HostsNotReady, check_hosts
 from tasks.trainer import TrainerPlan, place_again, placed
+from training.inventory import Inventory
 from training.launch_config import LaunchConfig
-from training.records import Inventory, RunPlan
+from training.records import RunPlan
 
 logger = logging.getLogger(__name__)
 

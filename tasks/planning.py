@@ -10,9 +10,10 @@ from tasks.overrides import Change, changes, read_plan, remember
 from tasks.pretrained import hf_config
 from tasks.track import TrackedRun
 from training.config import RunConfig
+from training.inventory import Inventory
 from training.packing import one_epoch
 from training.plan import make_plan
-from training.records import Inventory, RunPlan, TokenShards
+from training.records import RunPlan, TokenShards
 from training.shards import MANIFEST
 
 logger = logging.getLogger(__name__)

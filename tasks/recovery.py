@@ -22,8 +22,9 @@ from tasks.muster import Muster, muster
 from tasks.places import home
 from tasks.signs import Steps, Warnings
 from tasks.trainer import TrainerPlan, experiment_of, placed, program_of
+from training.inventory import Inventory
 from training.launch_config import LaunchConfig
-from training.records import Inventory, Record, RunPlan
+from training.records import Record, RunPlan
 
 logger = logging.getLogger(__name__)
 

@@ -31,8 +31,9 @@ from tasks.places import (
 from tasks.registry import registry_client
 from training.config import RunConfig
 from training.credentials import without_credentials
+from training.inventory import Inventory
 from training.metrics import send_rows
-from training.records import Inventory, Record, RunPlan, TokenShards, sha256_config
+from training.records import Record, RunPlan, TokenShards, sha256_config
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -16,8 +16,9 @@ from tasks.hosts import read_hosts
 from tasks.places import home, run_folder, tracking_uri
 from training.config import RunConfig
 from training.credentials import shown
+from training.inventory import Inventory
 from training.launch_config import LaunchConfig
-from training.records import Inventory, Record, RunPlan
+from training.records import Record, RunPlan
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,11 @@ import pytest
 
 from tests.ranks import Ranks
 from training.config import RunConfig
+from training.inventory import Device, Host, Inventory
 from training.metrics import read_rows
 from training.packing import one_epoch
 from training.plan import make_plan
-from training.records import Device, Host, Inventory, RunPlan, TokenShards
+from training.records import RunPlan, TokenShards
 from training.shards import write_shard
 
 REPO = Path(__file__).parents[1]

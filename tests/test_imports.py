@@ -18,6 +18,8 @@ CONTRACT = {
     "train_config",
     "launch_config",
     "host_check",
+    "inventory",
+    "parallel_config",
     "records",
     "shape",
     "plan",

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from training.data_config import DataConfig, Part
 from training.launch_config import LaunchConfig, TrainerConfig
+from training.parallel_config import ParallelConfig
 from training.train_config import TrainConfig
 
 
@@ -62,62 +63,6 @@ class ModelConfig(Part):
         if self.heads % kv_heads:
             raise ValueError(
                 f"model.heads = {self.heads} is not divisible by model.kv_heads = {kv_heads}: change one of them"
-            )
-        return self
-
-
-class ParallelConfig(Part):
-    strategy: Literal["single", "ddp", "fsdp", "zero1", "zero2", "zero3"] = Field(
-        "ddp",
-        description="How data-parallel ranks share weights, gradients and optimizer: one process, DDP (each has all), "
-        "FSDP2 (each has a shard), or DeepSpeed ZeRO stage 1, 2, 3.",
-    )
-    tp: int = Field(1, ge=1, le=1024, description="Tensor parallelism: ranks that share each layer's matrices.")
-    pp: int = Field(1, ge=1, le=1024, description="Pipeline parallelism: stages that the layers are dealt to.")
-    pp_stages_per_rank: int = Field(
-        1, ge=1, le=64, description="Pipeline stages on each rank: 1 runs 1F1B, more run interleaved 1F1B."
-    )
-    offload: Literal["none", "optimizer", "parameters"] = Field(
-        "none",
-        description="Keep in host memory: optimizer state (zero1-3), or weights and optimizer state (zero3, fsdp).",
-    )
-    ranks: int = Field(
-        0, ge=0, le=100_000, description="Processes; 0: one per GPU, or up to two per host where there is none."
-    )
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto",
-        description="Arithmetic of matrix products; weights and optimizer stay fp32. fp16 scales the loss dynamically. "
-        "auto: measured.",
-    )
-    bucket_mib: int = Field(25, ge=1, le=4096, description="ddp, zero1-3: MiB of gradients per reduction.")
-    gradient_as_bucket_view: bool = Field(
-        True, description="ddp: gradients live in the buckets, which saves a copy of them."
-    )
-    static_graph: bool = Field(
-        False, description="ddp: promise that every step uses the same parameters in the same way."
-    )
-    timeout_s: int = Field(600, ge=10, le=86_400, description="Give up on a collective after this many seconds.")
-
-    @model_validator(mode="after")
-    def check(self) -> ParallelConfig:
-        """What can be combined: pp with ddp, tp with ddp and fsdp, offload with zero1-3 and fsdp."""
-        if self.pp > 1 and self.strategy != "ddp":
-            raise ValueError(
-                f"parallel.pp = {self.pp} runs with parallel.strategy=ddp, not {self.strategy}: "
-                "gradients must stay whole on each rank until the last micro-batch"
-            )
-        if self.pp == 1 and self.pp_stages_per_rank > 1:
-            raise ValueError(
-                f"parallel.pp_stages_per_rank = {self.pp_stages_per_rank} needs a pipeline: set parallel.pp above 1"
-            )
-        if self.tp > 1 and self.strategy not in {"ddp", "fsdp"}:
-            raise ValueError(f"parallel.tp = {self.tp} runs with parallel.strategy=ddp or fsdp, not {self.strategy}")
-        offloads = {"zero1": ("optimizer",), "zero2": ("optimizer",), "zero3": ("optimizer", "parameters")}
-        possible = ("none", *({"fsdp": ("parameters",)} | offloads).get(self.strategy, ()))
-        if self.offload not in possible:
-            raise ValueError(
-                f"parallel.offload={self.offload} is not there for parallel.strategy={self.strategy}: "
-                f"it can have {', '.join(possible)}"
             )
         return self
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 
 from training.config import RunConfig
-from training.records import Device, Inventory, ModelShape, Prediction
+from training.inventory import Device, Inventory
+from training.records import ModelShape, Prediction
 from training.shape import flops_per_token
 
 GIB = 2**30

@@ -8,7 +8,8 @@ from typing import Literal
 
 from training.config import RunConfig
 from training.cost import DESCRIBED, memory_gib
-from training.records import Device, Inventory, ModelShape
+from training.inventory import Device, Inventory
+from training.records import ModelShape
 
 Precision = Literal["fp32", "bf16", "fp16"]
 

@@ -22,8 +22,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from training.inventory import Device, Measured
 from training.matmul import prefer_onednn
-from training.records import Device, Measured
 
 WINDOW_S = 0.11  # longer than the 100 ms period of a CPU quota: a shorter burst would run unthrottled
 WINDOWS = 3

@@ -11,9 +11,10 @@ from typing import Any
 
 from training.config import RunConfig
 from training.cost import DESCRIBED, predict
+from training.inventory import Host, Inventory
 from training.layout import choose_layout
 from training.packing import Epoch
-from training.records import Host, Inventory, ModelShape, RunPlan, TokenShards
+from training.records import ModelShape, RunPlan, TokenShards
 from training.schedule import check_schedule
 from training.shape import ASSUMED_VOCAB, model_shape, vocab_size
 

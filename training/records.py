@@ -91,51 +91,6 @@ class TokenShards(Record):
         return sum(shard.text_bytes for shard in self.shards if shard.split == split)
 
 
-# 2. hosts -> inventory
-
-
-class Device(Record):
-    """A GPU, or the share of a CPU host's cores that one rank gets. Rates are measured, not looked up."""
-
-    kind: Literal["cpu", "cuda"]
-    name: str
-    memory_gib: float
-    compute_capability: str | None = None
-    matmul_tflops: dict[str, float] = {}
-    memory_gb_per_s: float = 0.0
-
-
-class Measured(Record):
-    """What training/measure.py found on one host: devices by local rank, and the bus bandwidth between them."""
-
-    devices: tuple[Device, ...]
-    allreduce_gb_per_s: float
-    versions: dict[str, str]
-
-
-class Host(Record):
-    """`cores` and `memory_gib` are what a container's limits leave; `shared_memory_gib` is the size of /dev/shm."""
-
-    name: str
-    cores: int
-    memory_gib: float
-    disk_free_gib: float
-    devices: tuple[Device, ...]
-    allreduce_gb_per_s: float = 0.0
-    versions: dict[str, str] = {}
-    shared_memory_gib: float | None = None
-    measured_at: str = ""
-
-
-class Inventory(Record):
-    hosts: tuple[Host, ...]
-
-    @property
-    def device_kind(self) -> Literal["cpu", "cuda"]:
-        """cuda only if every host has a GPU: a rank without one would set the pace for all."""
-        return "cuda" if all(device.kind == "cuda" for host in self.hosts for device in host.devices) else "cpu"
-
-
 # 3. the plan
 
 

@@ -18,10 +18,11 @@ from tasks.recovery import attempts_of
 from tasks.track import tracked
 from tests.conftest import inventory, losses, tiny_config
 from tests.rig.rig import Rig, RigHost
+from training.inventory import Inventory
 from training.metrics import read_rows
 from training.packing import one_epoch
 from training.plan import make_plan
-from training.records import Inventory, RunPlan, TokenShards, TrainResult
+from training.records import RunPlan, TokenShards, TrainResult
 
 STEPS = 60
 SLOW = "10mbit"  # a step of the tiny model takes 0.15 s then, whatever the cores do: time to strike in the middle

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from tasks.doctor import doctor_record, doctor_report, find_warnings
-from training.records import Device, Host, Inventory
+from training.inventory import Device, Host, Inventory
 
 
 def cpu_host(*, num_devices: int = 2, bf16: float = 0.4, **changes: Any) -> Host:

@@ -11,7 +11,7 @@ import pytest
 
 from tasks.hardware import CachedMeasurement, HardwareCache, check_hardware, keep_cached, read_cache, run_measure
 from tasks.machine import Gpu, cpu_quota, driver_gpus, usable_cores, usable_memory_bytes, visible_gpus
-from training.records import Device, Measured
+from training.inventory import Device, Measured
 
 
 def cgroup(folder: Path, membership: str, files: dict[str, str]) -> dict[str, Path]:

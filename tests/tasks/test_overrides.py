@@ -23,7 +23,8 @@ from tasks.planning import write_plan
 from tasks.track import TrackedRun
 from tests.conftest import inventory, tiny_config
 from training.config import RunConfig
-from training.records import Inventory, RunPlan, TokenShards
+from training.inventory import Inventory
+from training.records import RunPlan, TokenShards
 
 FIELDS = [name for name, _ in flattened(RunConfig().model_dump(mode="json"))]
 STEPS = 100

@@ -8,9 +8,10 @@ import pytest
 
 from tasks.planning import replan
 from tests.conftest import inventory, tiny_config
+from training.inventory import Inventory
 from training.packing import one_epoch
 from training.plan import make_plan
-from training.records import Inventory, RunPlan, TokenShards
+from training.records import RunPlan, TokenShards
 
 
 def planned(folder: Path, shards: Path, *, micro_batch: int) -> RunPlan:

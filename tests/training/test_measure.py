@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasks.machine import driver_gpus
-from training.records import Measured
+from training.inventory import Measured
 
 # GFLOP/s of numpy's matrix product on one thread, the median of some 0.3 s: another library, another clock loop.
 NUMPY_GFLOPS = """

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.conftest import inventory, tiny_config
+from training.inventory import Device, Host, Inventory
 from training.layout import choose_precision
 from training.model import build_model
 from training.packing import Epoch, Packing, one_epoch
 from training.plan import make_plan
-from training.records import Device, Host, Inventory
 from training.shape import flops_per_token
 
 EPOCH = Epoch(sequences=100, tokens=1600)
