@@ -29,7 +29,11 @@ class Measured(Record):
 
 
 class Host(Record):
-    """`cores` and `memory_gib` are what a container's limits leave; `shared_memory_gib` is the size of /dev/shm."""
+    """`cores` and `memory_gib` are what a container's limits leave; `shared_memory_gib` is the size of /dev/shm.
+
+    Bus bandwidths and latencies of an all-reduce: between the ranks here, and over the network to other hosts; 0: not
+    measured.
+    """
 
     name: str
     cores: int
@@ -37,6 +41,9 @@ class Host(Record):
     disk_free_gib: float
     devices: tuple[Device, ...]
     allreduce_gb_per_s: float = 0.0
+    allreduce_latency_us: float = 0.0
+    network_gb_per_s: float = 0.0
+    network_latency_us: float = 0.0
     versions: dict[str, str] = Field(default_factory=dict)
     shared_memory_gib: float | None = None
     measured_at: str = ""
