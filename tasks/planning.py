@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tasks.overrides import Change, changes, read_plan, remember
 from tasks.pretrained import hf_config
@@ -95,7 +96,8 @@ def _replanned(
     if "parallel.precision" not in {change.field for change in changed}:
         pinned["parallel"]["precision"] = kept.precision
     if exact:
-        pinned["parallel"]["ranks"], pinned["train"]["micro_batch"] = kept.world_size, kept.micro_batch
+        for section, chosen in kept.chosen.items():
+            pinned[section] |= chosen
     plan = plan_run(
         RunConfig.model_validate(pinned), inventory=inventory, run_id=kept.run_id, shards=shards, shards_dir=shards_dir
     )
@@ -115,6 +117,7 @@ def replan(run_dir: Path, *, inventory: Inventory, why: str) -> RunPlan:
 
     plan.json is kept as it is if it was made for these hosts, in whatever order; else it becomes plan-N.json. A plan
     that the run had before for these hosts is taken up again, to the thread: then results are the same to the bit.
+    The strategy is kept where it still fits; else the plan chooses anew, as far as the config leaves it to it.
     Raises ValueError if the run does not fit these hosts.
     """
     kept = RunPlan.read(run_dir / "plan.json")
@@ -138,17 +141,30 @@ def replan(run_dir: Path, *, inventory: Inventory, why: str) -> RunPlan:
 
 
 def _planned_for(kept: RunPlan, inventory: Inventory, *, micro_batch: int) -> RunPlan:
-    pinned, shards_dir = kept.config.model_dump(mode="json"), Path(kept.shards_dir)
+    """As it was laid out before, as far as that goes on these hosts; `micro_batch` 0: the most that fits."""
+    left_open, shards_dir = kept.config.model_dump(mode="json"), Path(kept.shards_dir)
     asked = kept.config.parallel.ranks if kept.config.parallel.ranks <= _num_devices(inventory) else 0
-    pinned["parallel"] |= {"precision": kept.precision, "ranks": asked}
-    pinned["train"]["micro_batch"] = micro_batch
-    return plan_run(
-        RunConfig.model_validate(pinned),
-        inventory=inventory,
-        run_id=kept.run_id,
-        shards=TokenShards.read(shards_dir / MANIFEST),
-        shards_dir=shards_dir,
-    )
+    left_open["parallel"] |= {"precision": kept.precision, "ranks": asked}
+    left_open["train"]["micro_batch"] = micro_batch
+    pinned = {section: left_open[section] | kept.chosen[section] for section in kept.chosen}
+    pinned["parallel"]["ranks"], pinned["train"]["micro_batch"] = asked, micro_batch
+
+    def planned(config: dict[str, Any]) -> RunPlan:
+        return plan_run(
+            RunConfig.model_validate(config),
+            inventory=inventory,
+            run_id=kept.run_id,
+            shards=TokenShards.read(shards_dir / MANIFEST),
+            shards_dir=shards_dir,
+        )
+
+    if kept.config.parallel.strategy == "auto" and kept.strategy == "single" and _num_devices(inventory) > 1:
+        return planned(left_open)  # it was for want of a second device
+    try:
+        return planned(left_open | pinned)
+    except ValueError as error:
+        plan, why = planned(left_open), f"chosen anew, since as it was it cannot go on here: {error}"
+        return plan.model_copy(update={"reasons": (*plan.reasons, why)})
 
 
 def _num_devices(inventory: Inventory) -> int:
@@ -195,7 +211,7 @@ def plan_in_words(plan: RunPlan) -> list[tuple[str, str]]:
     return [
         ("model", f"{shape.architecture}, {shape.layers} layers x {shape.width}, {shape.parameters:,} parameters"),
         ("vocabulary, context", f"{plan.vocab_size:,} tokens, {plan.config.train.context} positions"),
-        ("strategy", f"{plan.config.parallel.strategy} on {layout} {plan.device_kind} ranks, {plan.precision}"),
+        ("strategy", f"{plan.strategy} on {layout} {plan.device_kind} ranks, {plan.precision}"),
         (
             "global batch",
             f"{plan.config.train.global_batch} sequences = {plan.batch_tokens:,} tokens: {plan.world_size} ranks x "

@@ -84,7 +84,7 @@ def _stage_notes(
     return {
         "tokenize": f"{plan.vocab_size:,} tokens\nvocabulary",
         "hardware": f"{plan.world_size} {plan.device_kind} ranks\n{plan.precision}",
-        "plan": f"{plan.config.parallel.strategy}, {plan.shape.parameters / 1e6:.1f} M\nparameters",
+        "plan": f"{plan.strategy}, {plan.shape.parameters / 1e6:.1f} M\nparameters",
         "train": f"{result.step:,} steps\n{result.tokens_per_s:,.0f} tokens/s",
         "evaluate": f"loss {report.loss:.3f}{bits}",
         "export": f"ONNX, max diff\n{exported.parity.max_logit_difference:.1e}",

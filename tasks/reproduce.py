@@ -96,8 +96,8 @@ def pinned(original: Original) -> RunConfig:
     """The original's config with its automatic choices made fixed, so that this machine cannot choose otherwise."""
     plan = original.plan
     content = json.loads(original.config.model_dump_json())
-    content["parallel"] |= {"ranks": plan.world_size, "precision": plan.precision}
-    content["train"]["micro_batch"] = plan.micro_batch
+    content["parallel"] |= plan.chosen["parallel"]
+    content["train"] |= plan.chosen["train"]
     return RunConfig.model_validate(content)
 
 

@@ -76,7 +76,7 @@ def test_a_yaml_file_is_a_preset_too(tmp_path: Path) -> None:
         ("quickstart", ["train.steps={a"], "the value is not YAML"),
         ("quickstart", ["steps"], "write section.field=value"),
         ("quickstart", ["name.x=1"], "name is a field, not a section"),
-        ("quickstart", ["parallel.strategy=magic"], "Input should be 'single', 'ddp'"),
+        ("quickstart", ["parallel.strategy=magic"], "Input should be 'auto', 'single', 'ddp'"),
     ],
 )
 def test_bad_input_is_named(preset: str, overrides: list[str], message: str) -> None:

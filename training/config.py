@@ -162,7 +162,7 @@ class RunConfig(Part):
         if self.trainer.given:  # what it makes of its ranks is its own
             return self
         train, parallel = self.train, self.parallel
-        model_ranks = parallel.tp * parallel.pp
+        model_ranks = max(1, parallel.tp) * max(1, parallel.pp)
         if parallel.ranks % model_ranks:
             raise ValueError(
                 f"parallel.ranks = {parallel.ranks} is not divisible by tp*pp = {model_ranks}: "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from training.config import RunConfig
 from training.cost import DESCRIBED, memory_gib
 from training.inventory import Device, Inventory
+from training.parallel_config import OFFLOADS, Strategy
 from training.records import ModelShape
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -17,10 +18,16 @@ BF16_GAIN_ON_CPU = 1.3  # below this bf16 is emulated or memory-bound, and fp32 
 MEMORY_SHARE = 0.9  # of a device; the rest is left to fragmentation and to other programs
 
 
+class DoesNotFit(ValueError):
+    """No micro-batch is small enough."""
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Who computes what, in which precision; `reasons` says why."""
+    """Who computes what, in which precision; `reasons` says why. `config` has the choices that were left to us made."""
 
+    config: RunConfig
+    strategy: Strategy
     precision: Precision
     ranks_per_host: tuple[int, ...]
     mesh: dict[str, int]
@@ -29,7 +36,61 @@ class Layout:
 
 
 def choose_layout(config: RunConfig, shape: ModelShape, inventory: Inventory) -> Layout:
-    """Raises ValueError, with the numbers and the cure, for what cannot work."""
+    """The simplest way that fits. Raises ValueError, with the numbers and the cure, for what cannot work."""
+    unfit: list[str] = []
+    for way in ways(config, inventory):
+        try:
+            layout = _layout(way, shape, inventory)
+        except DoesNotFit as error:
+            unfit.append(str(error))
+            continue
+        skipped = [f"not simpler: {why}" for why in unfit]
+        chosen = f"strategy {layout.strategy}: " + (
+            "asked for by parallel.strategy" if config.parallel.strategy != "auto" else "the simplest that fits"
+        )
+        return replace(layout, reasons=(*layout.reasons, chosen, *skipped))
+    raise ValueError(unfit[-1])
+
+
+def ways(config: RunConfig, inventory: Inventory) -> Iterator[RunConfig]:
+    """`config` with the choices made that it leaves open, from the simplest on: what each needs less memory for, it
+    pays with talk, then with computing again, then with the bus to the host."""
+    parallel, devices = config.parallel, sum(len(host.devices) for host in inventory.hosts)
+    tp, pp = max(1, parallel.tp), max(1, parallel.pp)
+    alone = parallel.ranks == 1 or devices == 1
+    for offload in ("none", "optimizer", "parameters") if parallel.offload == "auto" else (parallel.offload,):
+        for again in _again(config):
+            for strategy in _strategies(config, alone=alone):
+                if offload not in ("none", *OFFLOADS.get(strategy, ())):
+                    continue
+                resolved = {"strategy": strategy, "tp": tp, "pp": pp, "offload": offload}
+                yield config.model_copy(
+                    update={
+                        "parallel": parallel.model_copy(update=resolved),
+                        "train": config.train.model_copy(update={"activation_checkpointing": again}),
+                    }
+                )
+
+
+def _again(config: RunConfig) -> tuple[str, ...]:
+    asked = config.train.activation_checkpointing
+    return ("none", "full") if asked == "auto" else (asked,)
+
+
+def _strategies(config: RunConfig, *, alone: bool) -> tuple[Strategy, ...]:
+    parallel = config.parallel
+    if parallel.strategy != "auto":
+        return (parallel.strategy,)
+    if parallel.pp > 1:
+        return ("ddp",)
+    if parallel.tp > 1:
+        return ("ddp", "fsdp")
+    zero3: tuple[Strategy, ...] = () if config.train.compile else ("zero3",)
+    return ("single", "zero1", *zero3) if alone else ("ddp", "zero2", "fsdp", *zero3)
+
+
+def _layout(config: RunConfig, shape: ModelShape, inventory: Inventory) -> Layout:
+    """Of a config that leaves none of these open. Raises DoesNotFit."""
     precision, why_precision = _precision(config, inventory)
     ranks_per_host, why_ranks = _ranks(config, inventory)
     mesh = _mesh(config, shape, sum(ranks_per_host))
@@ -40,7 +101,8 @@ def choose_layout(config: RunConfig, shape: ModelShape, inventory: Inventory) ->
         f"ranks {sum(ranks_per_host)}: {why_ranks}",
         f"micro-batch {micro_batch}: {why_micro_batch}",
     )
-    return Layout(precision, ranks_per_host, mesh, micro_batch, reasons)
+    assert config.parallel.strategy != "auto"
+    return Layout(config, config.parallel.strategy, precision, ranks_per_host, mesh, micro_batch, reasons)
 
 
 def choose_precision(inventory: Inventory) -> tuple[Precision, str]:
@@ -182,8 +244,9 @@ def _micro_batch(
             why = f"{total:.2f} GiB predicted of {limit:.2f} GiB usable per rank"
             return micro_batch, "asked for, " + why if asked else "the largest that fits, " + why
     parts = needed(candidates[-1])
-    raise ValueError(
-        f"the model does not fit: {sum(parts.values()):.1f} GiB per rank at micro-batch {candidates[-1]} ("
+    raise DoesNotFit(
+        f"{config.parallel.strategy}: the model does not fit: {sum(parts.values()):.1f} GiB per rank at micro-batch "
+        f"{candidates[-1]} ("
         + ", ".join(f"{part} {gib:.1f}" for part, gib in parts.items())
         + f"), {limit:.1f} GiB usable: use a higher ZeRO stage (parallel.strategy=zero3), more ranks, "
         "a smaller model, or a smaller train.micro_batch or train.context"

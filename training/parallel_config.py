@@ -8,21 +8,45 @@ from pydantic import Field, model_validator
 
 from training.data_config import Part
 
+Strategy = Literal["single", "ddp", "fsdp", "zero1", "zero2", "zero3"]
+# What goes with what: the config refuses the rest, and the plan chooses among these.
+WITH_TP = ("ddp", "fsdp")
+WITH_PP = ("ddp",)
+OFFLOADS: dict[str, tuple[str, ...]] = {
+    "zero1": ("optimizer",),
+    "zero2": ("optimizer",),
+    "zero3": ("optimizer", "parameters"),
+    "fsdp": ("parameters",),
+}
+
 
 class ParallelConfig(Part):
-    strategy: Literal["single", "ddp", "fsdp", "zero1", "zero2", "zero3"] = Field(
-        "ddp",
+    strategy: Literal["auto", Strategy] = Field(
+        "auto",
         description="How data-parallel ranks share weights, gradients and optimizer: one process, DDP (each has all), "
-        "FSDP2 (each has a shard), or DeepSpeed ZeRO stage 1, 2, 3.",
+        "FSDP2 (each has a shard), or DeepSpeed ZeRO stage 1, 2, 3. auto: the fastest that fits, by the plan.",
     )
-    tp: int = Field(1, ge=1, le=1024, description="Tensor parallelism: ranks that share each layer's matrices.")
-    pp: int = Field(1, ge=1, le=1024, description="Pipeline parallelism: stages that the layers are dealt to.")
+    tp: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="Tensor parallelism: ranks that share each layer's matrices; 0: by the plan (1 if a strategy is "
+        "set).",
+    )
+    pp: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="Pipeline parallelism: stages that the layers are dealt to; 0: by the plan (1 if a strategy is "
+        "set).",
+    )
     pp_stages_per_rank: int = Field(
         1, ge=1, le=64, description="Pipeline stages on each rank: 1 runs 1F1B, more run interleaved 1F1B."
     )
-    offload: Literal["none", "optimizer", "parameters"] = Field(
-        "none",
-        description="Keep in host memory: optimizer state (zero1-3), or weights and optimizer state (zero3, fsdp).",
+    offload: Literal["auto", "none", "optimizer", "parameters"] = Field(
+        "auto",
+        description="Keep in host memory: optimizer state (zero1-3), or weights and optimizer state (zero3, fsdp). "
+        "auto: only where nothing else fits.",
     )
     ranks: int = Field(
         0, ge=0, le=100_000, description="Processes; 0: one per GPU, or up to two per host where there is none."
@@ -44,20 +68,20 @@ class ParallelConfig(Part):
     @model_validator(mode="after")
     def check(self) -> ParallelConfig:
         """What can be combined: pp with ddp, tp with ddp and fsdp, offload with zero1-3 and fsdp."""
-        if self.pp > 1 and self.strategy != "ddp":
+        anyhow = self.strategy == "auto"
+        if self.pp > 1 and not (anyhow or self.strategy in WITH_PP):
             raise ValueError(
                 f"parallel.pp = {self.pp} runs with parallel.strategy=ddp, not {self.strategy}: "
                 "gradients must stay whole on each rank until the last micro-batch"
             )
-        if self.pp == 1 and self.pp_stages_per_rank > 1:
+        if self.pp <= 1 and self.pp_stages_per_rank > 1:
             raise ValueError(
                 f"parallel.pp_stages_per_rank = {self.pp_stages_per_rank} needs a pipeline: set parallel.pp above 1"
             )
-        if self.tp > 1 and self.strategy not in {"ddp", "fsdp"}:
+        if self.tp > 1 and not (anyhow or self.strategy in WITH_TP):
             raise ValueError(f"parallel.tp = {self.tp} runs with parallel.strategy=ddp or fsdp, not {self.strategy}")
-        offloads = {"zero1": ("optimizer",), "zero2": ("optimizer",), "zero3": ("optimizer", "parameters")}
-        possible = ("none", *({"fsdp": ("parameters",)} | offloads).get(self.strategy, ()))
-        if self.offload not in possible:
+        possible = ("none", *OFFLOADS.get(self.strategy, ()))
+        if self.offload not in ("auto", *possible) and not anyhow:
             raise ValueError(
                 f"parallel.offload={self.offload} is not there for parallel.strategy={self.strategy}: "
                 f"it can have {', '.join(possible)}"

@@ -44,7 +44,7 @@ def make_plan(
     reasons = [f"{steps} steps: {limit}", *_assumptions(config, shards, steps=steps)]
     layout = choose_layout(config, shape, inventory)
     hosts = inventory.hosts[: len(layout.ranks_per_host)]
-    predicted = predict(config, shape, inventory, layout.mesh, steps, layout.micro_batch, layout.precision)
+    predicted = predict(layout.config, shape, inventory, layout.mesh, steps, layout.micro_batch, layout.precision)
     _check_disk(config, predicted.checkpoint_gib, steps, hosts[0])
     return RunPlan(
         run_id=run_id,
@@ -56,6 +56,9 @@ def make_plan(
         mask_id=shards.mask_id if shards else None,
         shape=shape,
         device_kind=inventory.device_kind,
+        strategy=layout.strategy,
+        offload=layout.config.parallel.offload,
+        activation_checkpointing=layout.config.train.activation_checkpointing,
         mesh=layout.mesh,
         hosts=tuple(host.name for host in hosts),
         ranks_per_host=layout.ranks_per_host,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
 from training.config import RunConfig
+from training.parallel_config import Strategy
 
 
 class Record(BaseModel):
@@ -123,6 +124,7 @@ class Prediction(Record):
 class RunPlan(Record):
     """runs/ID/plan.json: everything that a rank needs, written once by the head node.
 
+    `config` is what was asked for, the rest what was chosen: where they say the same thing, ranks go by the latter.
     `mesh`: sizes of the axes pp, dp and tp, outermost first; ranks that share a layer's matrices are neighbours.
     `hosts`: their names, in the order of ranks; empty in plans that name none.
     `sequences`: in all steps together; fewer than steps x global batch where max_epochs ends within the last batch.
@@ -137,6 +139,9 @@ class RunPlan(Record):
     mask_id: int | None
     shape: ModelShape
     device_kind: Literal["cpu", "cuda"]
+    strategy: Strategy
+    offload: Literal["none", "optimizer", "parameters"]
+    activation_checkpointing: Literal["none", "selective", "full"]
     mesh: dict[str, int]
     hosts: tuple[str, ...] = ()
     ranks_per_host: tuple[int, ...]
@@ -153,6 +158,20 @@ class RunPlan(Record):
     @property
     def world_size(self) -> int:
         return sum(self.ranks_per_host)
+
+    @property
+    def chosen(self) -> dict[str, dict[str, Any]]:
+        """Fields of the config by section that pin, on the same machines, what this plan chose."""
+        parallel = {
+            "strategy": self.strategy,
+            "tp": self.mesh["tp"],
+            "pp": self.mesh["pp"],
+            "offload": self.offload,
+            "ranks": self.world_size,
+            "precision": self.precision,
+        }
+        again = self.activation_checkpointing
+        return {"parallel": parallel, "train": {"micro_batch": self.micro_batch, "activation_checkpointing": again}}
 
     @property
     def dp(self) -> int:

@@ -70,7 +70,7 @@ class Saver:
         manifest = Manifest(
             step=step,
             tokens=tokens,
-            strategy=self.plan.config.parallel.strategy,
+            strategy=self.plan.strategy,
             mesh=self.plan.mesh,
             world_size=self.rank.world_size,
             config_sha256=sha256_config(self.plan.config),

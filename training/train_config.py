@@ -54,10 +54,10 @@ class TrainConfig(Part):
     freeze: tuple[str, ...] = Field(
         (), description="Parameters that stay as they are: shell patterns of their Hugging Face names, e.g. `*embed*`."
     )
-    activation_checkpointing: Literal["none", "selective", "full"] = Field(
-        "none",
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] = Field(
+        "auto",
         description="What backward computes again instead of keeping. selective: all but matrix products and "
-        "attention. full: whole layers.",
+        "attention. full: whole layers. auto: by the plan.",
     )
     compile: bool = Field(False, description="Compile the model's layers with torch.compile (needs a C++ compiler).")
     deterministic: bool = Field(False, description="Only kernels that give the same bits each time; some are slower.")

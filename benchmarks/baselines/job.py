@@ -43,7 +43,7 @@ def read_job(run_dir: Path) -> Job:
 def huggingface_model(plan: RunPlan) -> Any:
     """The same class as Shardline trains, with the same weights, ready to train."""
     model: Any = build_model(plan).hf
-    if plan.config.train.activation_checkpointing == "full":
+    if plan.activation_checkpointing == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.to(plan.device_kind).train()
 

@@ -46,7 +46,7 @@ def main(run_dir: Path) -> None:
         max_grad_norm=train.clip_norm,
         logging_steps=train.log_every_steps,
         bf16=job.plan.precision == "bf16",
-        gradient_checkpointing=train.activation_checkpointing == "full",
+        gradient_checkpointing=job.plan.activation_checkpointing == "full",
         use_cpu=job.device.type == "cpu",
         train_sampling_strategy="sequential",
         remove_unused_columns=False,

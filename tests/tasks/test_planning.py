@@ -14,12 +14,20 @@ from training.plan import make_plan
 from training.records import RunPlan, TokenShards
 
 
-def planned(folder: Path, shards: Path, *, micro_batch: int) -> RunPlan:
-    """On 2 + 1 ranks of two hosts."""
-    config = tiny_config(train__global_batch=12, train__micro_batch=micro_batch, parallel__strategy="ddp")
+def planned(
+    folder: Path,
+    shards: Path,
+    *,
+    micro_batch: int,
+    strategy: str = "ddp",
+    global_batch: int = 12,
+    hosts: Inventory | None = None,
+) -> RunPlan:
+    """On 2 + 1 ranks of two hosts, if they are not given."""
+    config = tiny_config(train__global_batch=global_batch, train__micro_batch=micro_batch, parallel__strategy=strategy)
     plan = make_plan(
         config,
-        inventory(2, 1),
+        hosts or inventory(2, 1),
         run_id=folder.name,
         shards=TokenShards.read(shards / "manifest.json"),
         shards_dir=str(shards),
@@ -52,3 +60,23 @@ def test_a_micro_batch_never_grows_beyond_what_was_asked_for(
     now = replan(tmp_path, inventory=first_host(), why="host1 is away")
     assert now.micro_batch <= at_most
     assert now.micro_batch * now.accumulation * now.dp == now.config.train.global_batch
+
+
+def test_fewer_hosts_keep_what_was_chosen_and_more_of_them_are_used(tmp_path: Path, tiny_shards: Path) -> None:
+    """Left to the plan: fsdp pinned by what was chosen before, single only for want of a second device."""
+    before = planned(tmp_path / "two", tiny_shards, micro_batch=0, strategy="auto")
+    kept = before.model_copy(update={"strategy": "fsdp", "activation_checkpointing": "full"})
+    kept.write(tmp_path / "two" / "plan.json")
+    now = replan(tmp_path / "two", inventory=first_host(), why="host1 is away")
+    assert (now.strategy, now.activation_checkpointing, now.config.parallel.strategy) == ("fsdp", "full", "auto")
+    alone = planned(tmp_path / "one", tiny_shards, micro_batch=0, strategy="auto", hosts=inventory(1))
+    assert alone.strategy == "single"
+    assert replan(tmp_path / "one", inventory=inventory(2, 1), why="a host came").world_size == 3
+
+
+def test_what_no_longer_fits_as_it_was_is_chosen_anew_and_said(tmp_path: Path, tiny_shards: Path) -> None:
+    kept = planned(tmp_path, tiny_shards, micro_batch=0, strategy="auto", global_batch=4, hosts=inventory(2, 2))
+    kept.model_copy(update={"mesh": {"pp": 1, "dp": 1, "tp": 4}}).write(tmp_path / "plan.json")
+    now = replan(tmp_path, inventory=first_host(), why="host1 is away")
+    assert now.world_size == 2
+    assert any("as it was it cannot go on here" in reason for reason in now.reasons)

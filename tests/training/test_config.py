@@ -29,7 +29,10 @@ COMBINATIONS = [
     ({"parallel__strategy": "zero1", "parallel__tp": 2}, "runs with parallel.strategy=ddp or fsdp, not zero1"),
     ({"parallel__strategy": "fsdp", "parallel__pp": 2}, "parallel.pp = 2 runs with parallel.strategy=ddp, not fsdp"),
     ({"parallel__pp_stages_per_rank": 2}, "pp_stages_per_rank = 2 needs a pipeline: set parallel.pp above 1"),
-    ({"parallel__offload": "optimizer"}, "offload=optimizer is not there for parallel.strategy=ddp: it can have none"),
+    (
+        {"parallel__strategy": "ddp", "parallel__offload": "optimizer"},
+        "offload=optimizer is not there for parallel.strategy=ddp: it can have none",
+    ),
     (
         {"parallel__strategy": "zero2", "parallel__offload": "parameters"},
         "offload=parameters is not there for parallel.strategy=zero2: it can have none, optimizer",

@@ -71,17 +71,16 @@ def parallelize(
     `model` is on the host, unfilled; each rank takes its part of the whole `weights`. It goes to the device when it has
     shrunk: fsdp and zero3 take it there layer by layer, since a model that they are chosen for would not fit whole.
     """
-    config = plan.config
     if plan.mesh["tp"] > 1:
         tensor.share_matrices(model, mesh["tp"])
     if plan.mesh["pp"] > 1:
         pipeline.keep_own_stages(plan, mesh, model)
-    if config.parallel.strategy not in {"fsdp", "zero3"}:
+    if plan.strategy not in {"fsdp", "zero3"}:
         model.to(device)
-    if config.train.activation_checkpointing != "none":
-        recompute_in_backward(model, config.train.activation_checkpointing)
-    if config.train.compile:
+    if plan.activation_checkpointing != "none":
+        recompute_in_backward(model, plan.activation_checkpointing)
+    if plan.config.train.compile:
         compile_layers(model)
     if plan.mesh["pp"] > 1:
         return pipeline.build(plan, mesh, model, weights)
-    return STRATEGIES[config.parallel.strategy](plan, mesh, model, weights)
+    return STRATEGIES[plan.strategy](plan, mesh, model, weights)

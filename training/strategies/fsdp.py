@@ -25,7 +25,7 @@ def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mappin
     options: dict[str, Any] = {"mesh": mesh["dp"]}
     if plan.precision == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    if plan.config.parallel.offload == "parameters":
+    if plan.offload == "parameters":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=plan.device_kind == "cuda")
     for layer in layers_of(model.hf):
         fully_shard(layer, **options)

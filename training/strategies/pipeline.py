@@ -34,7 +34,7 @@ def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mappin
 
 def own_stages(plan: RunPlan, mesh: DeviceMesh) -> list[int]:
     """This rank's stages of pp x pp_stages_per_rank: every pp-th, so that a micro-batch goes round."""
-    stages = plan.config.parallel.pp * plan.config.parallel.pp_stages_per_rank
+    stages = plan.mesh["pp"] * plan.config.parallel.pp_stages_per_rank
     return list(range(mesh["pp"].get_local_rank(), stages, plan.mesh["pp"]))
 
 
@@ -42,7 +42,7 @@ def keep_own_stages(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> No
     """Drop the layers of other ranks; those that stay keep their names. `model.stages`: own layers by stage."""
     assert model.anatomy is not None, "the plan refuses pp for such models"
     layers, owned = layers_of(model.hf), own_stages(plan, mesh)
-    last = plan.config.parallel.pp * plan.config.parallel.pp_stages_per_rank - 1
+    last = plan.mesh["pp"] * plan.config.parallel.pp_stages_per_rank - 1
     dealt = np.array_split(np.arange(len(layers)), last + 1)
     model.stages = {stage: [layers[i] for i in dealt[stage]] for stage in owned}
     kept = {id(layer) for stage in model.stages.values() for layer in stage}
@@ -73,7 +73,7 @@ class Stage(nn.Module):
 class Pipeline(Torch):
     def __init__(self, plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
         self.plan, self.pp = plan, mesh["pp"]
-        self.last_stage = plan.config.parallel.pp * plan.config.parallel.pp_stages_per_rank - 1
+        self.last_stage = plan.mesh["pp"] * plan.config.parallel.pp_stages_per_rank - 1
         self.stages = {
             stage: Stage(model, layers, first=stage == 0, last=stage == self.last_stage)
             for stage, layers in model.stages.items()

@@ -34,16 +34,15 @@ def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mappin
 
 def deepspeed_config(plan: RunPlan) -> dict[str, Any]:
     """DeepSpeed's JSON for this plan; batch sizes and stage follow from the plan."""
-    parallel = plan.config.parallel
-    bucket = parallel.bucket_mib * 2**18  # in fp32 numbers
+    bucket = plan.config.parallel.bucket_mib * 2**18  # in fp32 numbers
     zero: dict[str, Any] = {
-        "stage": ZERO_STAGE[parallel.strategy],
+        "stage": ZERO_STAGE[plan.strategy],
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
     }
-    if parallel.offload != "none":
+    if plan.offload != "none":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": plan.device_kind == "cuda"}
-    if parallel.offload == "parameters":
+    if plan.offload == "parameters":
         zero["offload_param"] = {"device": "cpu", "pin_memory": plan.device_kind == "cuda"}
     return {
         "train_micro_batch_size_per_gpu": plan.micro_batch,
@@ -85,7 +84,7 @@ class Zero:
         deepspeed = _import_deepspeed()
         train = plan.config.train
         self.model, self.rank = model, mesh["dp"].get_local_rank()
-        self.stage = ZERO_STAGE[plan.config.parallel.strategy]
+        self.stage = ZERO_STAGE[plan.strategy]
         adamw = build_adamw(model, train, fused=True)
         if self.stage == 3:
             _shard_before_it_moves(model, plan)
