@@ -27,6 +27,7 @@ CONTRACT = {
     "layout",
     "packing",
     "shards",
+    "shares",
     "metrics",
     "node_record",
     "schedule",

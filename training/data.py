@@ -53,17 +53,17 @@ class Share:
 class Loader:
     """The shares of one data-parallel rank: of each step's global batch, the same slice of sequences every time.
 
+    `plan` is the one in force: its micro-batches may change between steps (training/rebalance.py).
+
     `ahead`: steps that a thread prepares beforehand. For a GPU STEPS_AHEAD, in pinned memory. For a CPU 0: a share
     of 12 x 64 tokens takes 0.04 ms (0.11 with documents) of a 58 ms step on one thread, and preparing it in another
     thread made the step 0.99 to 1.005 times as long (600 steps of each, in turns).
     """
 
     def __init__(self, plan: RunPlan, *, dp_rank: int, device: torch.device, ahead: int | None = None) -> None:
-        self.plan, self.device, train = plan, device, plan.config.train
+        self.plan, self.dp_rank, self.device, train = plan, dp_rank, device, plan.config.train
         self.stream = TokenStream(Path(plan.shards_dir), "train")
         self.sequences = sequences_of(self.stream, packing=train.packing, context=train.context)
-        per_rank = train.global_batch // plan.dp
-        self._own = slice(dp_rank * per_rank, (dp_rank + 1) * per_rank)
         self._steps_at_once = max(1, ORDERED_AT_ONCE // train.global_batch)
         self._ordered = functools.lru_cache(2)(self._order)
         self._ahead = (STEPS_AHEAD if device.type == "cuda" else 0) if ahead is None else ahead
@@ -77,14 +77,20 @@ class Loader:
         """
         whole, num_targets = self._prepare(step) if self._thread is None else self._take(step)
         whole = whole.each(lambda tensor: tensor.to(self.device, non_blocking=True))
-        rows = self.plan.micro_batch
+        rows = self.plan.micro_batches[self.dp_rank]
         starts = range(0, len(whole.inputs), rows)
         return Share([whole.each(operator.itemgetter(slice(start, start + rows))) for start in starts], num_targets)
+
+    def follow(self, plan: RunPlan) -> None:
+        """From the next step on with other micro-batches; what was prepared is prepared again."""
+        for future in self._coming.values():
+            future.cancel()
+        self._coming, self.plan = {}, plan
 
     def spans(self, step: int) -> np.ndarray:
         """int64 [sequences of this rank, 3]: what they are read from (training/packing.py)."""
         spans, _ = self._ordered(step // self._steps_at_once)
-        return spans[step % self._steps_at_once, self._own]
+        return spans[step % self._steps_at_once, own_sequences(self.plan, self.dp_rank)]
 
     def num_tokens(self, step: int) -> int:
         """Tokens in all ranks' shares of `step` together, padding left out; masked models predict some of them."""
@@ -113,10 +119,10 @@ class Loader:
 
     def _prepare(self, step: int) -> tuple[Batch, int]:
         """All sequences of this rank for `step` in one Batch in host memory, and the step's number of targets."""
-        _, num_targets = self._ordered(step // self._steps_at_once)
-        first = step * self.plan.config.train.global_batch
-        places = range(first + self._own.start, first + self._own.stop)
-        batch = make_batch(self.plan, self.stream, self.spans(step), keys=places)
+        spans, num_targets = self._ordered(step // self._steps_at_once)
+        own, first = own_sequences(self.plan, self.dp_rank), step * self.plan.config.train.global_batch
+        places = range(first + own.start, first + own.stop)
+        batch = make_batch(self.plan, self.stream, spans[step % self._steps_at_once, own], keys=places)
         if self.device.type == "cuda":
             batch = batch.each(Tensor.pin_memory)
         return batch, int(num_targets[step % self._steps_at_once])
@@ -137,6 +143,12 @@ class Loader:
         return spans, num_predicted(self.plan, spans[..., 2] - spans[..., 1]).sum(axis=1)
 
 
+def own_sequences(plan: RunPlan, dp_rank: int) -> slice:
+    """Places in a step's global batch: replica after replica, each of them all its micro-batches."""
+    first, own = sum(plan.micro_batches[:dp_rank]), plan.micro_batches[dp_rank]
+    return slice(first * plan.accumulation, (first + own) * plan.accumulation)
+
+
 def documents_in(plan: RunPlan, *, step: int, dp_rank: int) -> list[int]:
     """Numbers, within the training split, of the documents that a rank's share of `step` holds tokens of."""
     loader = Loader(plan, dp_rank=dp_rank, device=torch.device("cpu"))
@@ -147,21 +159,22 @@ def documents_in(plan: RunPlan, *, step: int, dp_rank: int) -> list[int]:
 def held_out(plan: RunPlan, *, rank: int, world_size: int, device: torch.device, limit: int = 0) -> Iterator[Batch]:
     """The validation split once, in order, dealt to the data-parallel ranks batch by batch.
 
-    Every batch is [micro_batch, context], and every rank gets as many: compiled graphs and pipelines want one shape,
-    sharded models every rank in every forward pass. What is short of it is padding.
+    Every batch is [micro-batch, context], and every rank gets as many: compiled graphs and pipelines want one shape,
+    sharded models every rank in every forward pass. What is short of it is padding. A rank's micro-batch is the plan's;
+    where the ranks are others than in training, the smallest.
     `limit` > 0 takes only that many sequences, evenly spaced over the split.
     """
-    train, rows = plan.config.train, plan.micro_batch
-    stream = TokenStream(Path(plan.shards_dir), "validation")
+    train, stream = plan.config.train, TokenStream(Path(plan.shards_dir), "validation")
     sequences = sequences_of(stream, packing=train.packing, context=train.context, partial=True)
     numbers = np.arange(len(sequences))
     if limit and limit < len(sequences):
         numbers = np.linspace(0, len(sequences) - 1, limit).astype(int)
-    rounds = -(-len(numbers) // (rows * world_size))
-    spans = np.zeros((rounds * world_size * rows, 3), np.int64)
+    micro_batches = plan.micro_batches if world_size == plan.dp else (min(plan.micro_batches),) * world_size
+    together = sum(micro_batches)
+    spans = np.zeros((-(-len(numbers) // together) * together, 3), np.int64)
     spans[: len(numbers)] = sequences.spans(numbers)
-    for first in range(rank * rows, len(spans), world_size * rows):
-        own = spans[first : first + rows]
+    for first in range(sum(micro_batches[:rank]), len(spans), together):
+        own = spans[first : first + micro_batches[rank]]
         batch = make_batch(plan, stream, own, keys=own[:, 1].tolist(), partial=True)
         yield batch.each(lambda tensor: tensor.to(device, non_blocking=True))
 

@@ -63,7 +63,7 @@ def make_plan(
         hosts=tuple(host.name for host in hosts),
         ranks_per_host=layout.ranks_per_host,
         threads_per_rank=min(max(1, host.cores // n) for host, n in zip(hosts, layout.ranks_per_host, strict=True)),
-        micro_batch=layout.micro_batch,
+        micro_batches=(layout.micro_batch,) * layout.mesh["dp"],
         accumulation=config.train.global_batch // layout.mesh["dp"] // layout.micro_batch,
         precision=layout.precision,
         steps=steps,

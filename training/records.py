@@ -127,6 +127,7 @@ class RunPlan(Record):
     `config` is what was asked for, the rest what was chosen: where they say the same thing, ranks go by the latter.
     `mesh`: sizes of the axes pp, dp and tp, outermost first; ranks that share a layer's matrices are neighbours.
     `hosts`: their names, in the order of ranks; empty in plans that name none.
+    `micro_batches`: sequences per forward pass, by data-parallel replica; all make `accumulation` of them a step.
     `sequences`: in all steps together; fewer than steps x global batch where max_epochs ends within the last batch.
     """
 
@@ -146,7 +147,7 @@ class RunPlan(Record):
     hosts: tuple[str, ...] = ()
     ranks_per_host: tuple[int, ...]
     threads_per_rank: int
-    micro_batch: int
+    micro_batches: tuple[int, ...]
     accumulation: int
     precision: Literal["fp32", "bf16", "fp16"]
     steps: int
@@ -177,6 +178,11 @@ class RunPlan(Record):
     def dp(self) -> int:
         """Data-parallel ranks: each holds (with its tp and pp peers) the whole model and takes its share of a batch."""
         return self.mesh["dp"]
+
+    @property
+    def micro_batch(self) -> int:
+        """The largest one."""
+        return max(self.micro_batches)
 
     @property
     def batch_tokens(self) -> int:

@@ -249,6 +249,48 @@ def test_nobody_looks_at_the_padding_of_masked_models(shards: Path) -> None:
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("model", [{}, BERT], ids=["llama", "bert"])
+def test_unequal_shares_cut_the_same_global_batch(packing: str, model: dict[str, Any], shards: Path) -> None:
+    common = {"train__packing": packing, "train__global_batch": 12, "train__micro_batch": 1} | model
+    plan = plan_of(shards, ranks=3, **common)
+    unequal = plan.model_copy(update={"micro_batches": (3, 2, 1), "accumulation": 2})
+    for step in (0, 3):
+        expected, num_targets = global_batch(plan, step)
+        found, found_targets = global_batch(unequal, step)
+        assert torch.equal(found, expected)
+        assert found_targets == num_targets
+    sizes = [[len(b.inputs) for b in Loader(unequal, dp_rank=rank, device=CPU).share(0).batches] for rank in range(3)]
+    assert sizes == [[3, 3], [2, 2], [1, 1]]
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_shares_that_change_in_between_leave_the_data_order_as_it_is(ahead: int, shards: Path) -> None:
+    plan = plan_of(shards, ranks=3, train__global_batch=12, train__micro_batch=1, train__steps=6)
+    loaders = [Loader(plan, dp_rank=rank, device=CPU, ahead=ahead) for rank in range(3)]
+    for step, sizes in enumerate([(1, 1, 1), (1, 1, 1), (4, 1, 1), (4, 1, 1), (2, 3, 1), (1, 1, 4)]):
+        now = plan.model_copy(update={"micro_batches": sizes, "accumulation": 12 // sum(sizes)})
+        if step in (2, 4, 5):
+            for loader in loaders:
+                loader.follow(now)
+        found = torch.cat([rows(batch) for loader in loaders for batch in loader.share(step).batches])
+        assert torch.equal(found, global_batch(plan, step)[0]), f"step {step}"
+    for loader in loaders:
+        loader.close()
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_held_out_is_dealt_in_the_plans_shares(packing: str, shards: Path) -> None:
+    plan = plan_of(shards, ranks=3, train__packing=packing, train__global_batch=6)
+    plan = plan.model_copy(update={"micro_batches": (3, 2, 1), "accumulation": 1})
+    dealt = [list(held_out(plan, rank=rank, world_size=3, device=CPU)) for rank in range(3)]
+    assert [{len(batch.inputs) for batch in batches} for batches in dealt] == [{3}, {2}, {1}]
+    assert len({len(batches) for batches in dealt}) == 1
+    targets = torch.cat([batch.targets.flatten() for batches in dealt for batch in batches]).numpy()
+    first = 0 if packing == "padded" else 1
+    assert (np.sort(targets[targets != IGNORED]) == np.arange(first, NUM_TOKENS["validation"]) + FIRST).all()
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_held_out_predicts_every_token_once_whatever_the_ranks(ranks: int, packing: str, shards: Path) -> None:
     plan = plan_of(shards, train__packing=packing, train__micro_batch=4)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.conftest import losses, run_ranks
 from tests.training.layouts import EIGHT_RANKS, LAYOUTS
+from training.records import RunPlan
 from training.strategies import STRATEGIES
 from training.tensor_files import TensorFiles
 
@@ -70,7 +71,7 @@ def alone(make_run: Callable[..., Path]) -> Callable[..., Path]:
     def run(name: str, **overrides: Any) -> Path:
         if name not in made:
             single = {"parallel__strategy": "single", "train__micro_batch": 8}
-            made[name] = make_run(f"alone-{name}", **COMMON, **single, **overrides)
+            made[name] = make_run(f"alone-{name}", **COMMON, **(single | overrides))
             run_ranks(made[name])
         return made[name]
 
@@ -196,6 +197,44 @@ def test_other_architectures_learn_under_ddp(
     run_ranks(plan_path)
     logged = list(losses(plan_path).values())
     assert sum(logged[-50:]) / 50 < sum(logged[:20]) / 20 - 0.1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shares", "packing"),
+    [
+        ("ddp", (3, 1), "uneven"),
+        *(
+            pytest.param(name, (5, 3, 1), "uneven", marks=pytest.mark.slow)
+            for name in ("ddp", "fsdp", "zero1", "zero2")
+        ),
+        *(
+            pytest.param(name, (5, 3, 1), "stream", marks=[pytest.mark.slow, pytest.mark.long])
+            for name in ("fsdp", "zero2", "zero3", "fsdp x tp", "dp x pp")
+        ),
+    ],
+)
+def test_unequal_shares_make_the_update_of_one_process(
+    strategy: str, shares: tuple[int, ...], packing: str, alone: Callable[..., Path], make_run: Callable[..., Path]
+) -> None:
+    """Two micro-batches each, of unequal sizes, and sequences of unequal lengths."""
+    ranks, overrides = LAYOUTS[strategy]
+    replicas, model_ranks = len(shares), ranks // 2 if " x " in strategy else 1
+    batch = {"train__global_batch": 2 * sum(shares)}
+    plan_path = make_run(
+        f"shares {strategy} {replicas} {packing}",
+        ranks=replicas * model_ranks,
+        **COMMON,
+        **DATA[packing],
+        **overrides,
+        **batch,
+        train__micro_batch=1,
+    )
+    plan = RunPlan.read(plan_path)
+    plan.model_copy(update={"micro_batches": shares, "accumulation": 2}).write(plan_path)
+    run_ranks(plan_path)
+    one = {"train__micro_batch": 2 * sum(shares)}
+    expected = alone(f"{packing} {sum(shares)}", **DATA[packing], **batch, **one)
+    assert_equal_training(expected, plan_path)
 
 
 def test_what_ddp_can_be_told_changes_no_result(alone: Callable[..., Path], make_run: Callable[..., Path]) -> None:

@@ -106,7 +106,7 @@ class Pipeline(Torch):
     def _schedule(self) -> Schedule1F1B | ScheduleInterleaved1F1B:
         """Shapes are told, not tried out: a trial forward pass would use up random numbers."""
         plan, device = self.plan, next(self.model.parameters()).device
-        shape = (plan.micro_batch, plan.config.train.context)
+        shape = (plan.micro_batches[self.mesh["dp"].get_local_rank()], plan.config.train.context)
         ids = torch.empty(shape, dtype=torch.int64, device="meta")
         hidden = torch.empty((*shape, plan.shape.width), device="meta", requires_grad=True)
         stages = [

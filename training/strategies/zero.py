@@ -45,7 +45,7 @@ def deepspeed_config(plan: RunPlan) -> dict[str, Any]:
     if plan.offload == "parameters":
         zero["offload_param"] = {"device": "cpu", "pin_memory": plan.device_kind == "cuda"}
     return {
-        "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "train_micro_batch_size_per_gpu": plan.micro_batch,  # it only counts samples with it: shares may be unequal
         "gradient_accumulation_steps": plan.accumulation,
         "gradient_clipping": plan.config.train.clip_norm,
         "zero_optimization": zero,

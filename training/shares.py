@@ -1,0 +1,144 @@
+"""A global batch dealt to unlike devices: to each data-parallel replica in proportion to its speed, within its memory.
+
+All replicas make the same number of micro-batches a step, of different sizes: fsdp and ZeRO reduce after each of them,
+and a replica that made fewer would leave the others waiting. The update is that of equal shares: strategies divide the
+summed loss by the number of targets of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+MIN_GAIN = 1.05  # two replicas that differ by 10%; like CPUs measure within that, and shall go on with equal shares
+MORE_ACCUMULATION = 1.02  # each further micro-batch costs launches, under fsdp and ZeRO a reduction: it must save this
+ACCUMULATIONS_TRIED = 16
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A data-parallel replica. `speed` of its slowest device, in TFLOP/s or any other unit; `most`: sequences in the
+    largest micro-batch that the smallest memory among its devices takes.
+    """
+
+    device: str
+    speed: float
+    most: int
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Each replica's micro-batch, `accumulation` times a step."""
+
+    micro_batches: tuple[int, ...]
+    accumulation: int
+    reason: str
+
+
+def deal(num_sequences: int, *, speeds: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
+    """Whole micro-batches that add up to `num_sequences`, of which the slowest is done soonest; each at least 1.
+
+    Whoever would finish its next sequence first gets it: found by bisection over the time, so that millions of
+    sequences cost no more than a few. Raises ValueError if there are too many sequences for the memory, or too few.
+    """
+    if not len(speeds) <= num_sequences <= sum(most):
+        raise ValueError(
+            f"{num_sequences} sequences cannot be dealt to {len(speeds)} replicas that take 1 to {list(most)}: "
+            "change train.global_batch or train.micro_batch"
+        )
+
+    def done_by(time: float) -> list[int]:
+        return [max(1, min(limit, math.floor(time * speed))) for speed, limit in zip(speeds, most, strict=True)]
+
+    low, high = 0.0, num_sequences / min(speeds)
+    for _ in range(64):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(done_by(middle)) <= num_sequences else (low, middle)
+    dealt = done_by(low)
+    open_to_more = [i for i, limit in enumerate(most) if dealt[i] < limit]
+    open_to_more.sort(key=lambda i: (dealt[i] + 1) / speeds[i])
+    for i in open_to_more[: num_sequences - sum(dealt)]:  # those that tie
+        dealt[i] += 1
+    assert sum(dealt) == num_sequences
+    return tuple(dealt)
+
+
+def step_time(micro_batches: Sequence[int], accumulation: int, speeds: Sequence[float]) -> float:
+    """Of the slowest, in sequences by the unit of `speeds`."""
+    return accumulation * max(size / speed for size, speed in zip(micro_batches, speeds, strict=True))
+
+
+def choose_shares(
+    replicas: Sequence[Replica], *, global_batch: int, equal: Shares, possible: Callable[[int], bool] = lambda _: True
+) -> Shares:
+    """`equal`, or shares in proportion to speed where a step takes that much less time.
+
+    `possible`: whether a step may have so many micro-batches; a pipeline wants at least its stages.
+    """
+    speeds = [replica.speed for replica in replicas]
+    if min(speeds) <= 0:
+        return equal
+    tried = []
+    for accumulation in _accumulations(replicas, global_batch, possible):
+        dealt = deal(global_batch // accumulation, speeds=speeds, most=[replica.most for replica in replicas])
+        tried.append((step_time(dealt, accumulation, speeds), accumulation, dealt))
+    if not tried:
+        return equal
+    soonest = min(tried)[0]
+    time, accumulation, dealt = next(one for one in tried if one[0] <= MORE_ACCUMULATION * soonest)
+    gain = step_time(equal.micro_batches, equal.accumulation, speeds) / time
+    if gain < MIN_GAIN:
+        return equal
+    return Shares(dealt, accumulation, f"{in_words(replicas, dealt)}; equal shares would take {gain:.2f}x as long")
+
+
+def _accumulations(replicas: Sequence[Replica], global_batch: int, possible: Callable[[int], bool]) -> Iterable[int]:
+    """Fewest micro-batches first; beyond the first few that fit, steps only get longer."""
+    smallest, largest = len(replicas), sum(replica.most for replica in replicas)
+    fitting = (
+        n
+        for n in range(1, global_batch // smallest + 1)
+        if global_batch % n == 0 and global_batch // n <= largest and possible(n)
+    )
+    return [n for n, _ in zip(fitting, range(ACCUMULATIONS_TRIED), strict=False)]
+
+
+def in_words(replicas: Sequence[Replica], micro_batches: Sequence[int]) -> str:
+    """`A100 64, 3090 32: in proportion to 312 and 142 TFLOP/s`; like replicas once."""
+    alike: dict[tuple[str, int, str, bool], int] = {}
+    for replica, size in zip(replicas, micro_batches, strict=True):
+        one = (replica.device, size, f"{replica.speed:.3g}", size == replica.most)
+        alike[one] = alike.get(one, 0) + 1
+    sizes = ", ".join(
+        (f"{count} x " if count > 1 else "") + f"{device} {size}" + " (all that its memory takes)" * full
+        for (device, size, _, full), count in alike.items()
+    )
+    rates = " and ".join(dict.fromkeys(rate for _, _, rate, _ in alike))
+    return f"{sizes}: in proportion to {rates} TFLOP/s, measured"
+
+
+def largest_that_fits(fits: Callable[[int], bool], at_most: int) -> int:
+    """The largest micro-batch up to `at_most` that fits; 0: not even 1. Memory grows with the micro-batch."""
+    low, high = 0, at_most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def followed(
+    micro_batches: Sequence[int], *, seconds: Sequence[float], most: Sequence[int]
+) -> tuple[tuple[int, ...], float]:
+    """Half way from these micro-batches to those that the replicas' measured seconds ask for; and how many times as
+    long a step takes now as it would there.
+
+    Half way, since one measurement is not the whole truth: part of the seconds does not depend on the micro-batch.
+    Whatever that part is, the shares settle where all replicas take the same time.
+    """
+    speeds = [size / time for size, time in zip(micro_batches, seconds, strict=True)]
+    wanted = deal(sum(micro_batches), speeds=speeds, most=most)
+    gain = max(seconds) / step_time(wanted, 1, speeds)
+    half = [(size + goal) / 2 for size, goal in zip(micro_batches, wanted, strict=True)]
+    nearer = deal(sum(micro_batches), speeds=half, most=most)
+    return (wanted if nearer == tuple(micro_batches) else nearer), gain
