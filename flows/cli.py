@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     pretrain = command("pretrain", _pretrain, "text in, served model out: the whole pipeline")
-    plan = command("plan", _plan, "what a run would do on this machine, without doing it")
+    plan = command("plan", _plan, "what a run would do, here or on other machines (--hosts), without doing it")
     for added in (pretrain, plan):
         nargs = "?" if added is plan else None
         about = "a preset's name, or the path of a YAML file"
@@ -111,6 +111,8 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         about = "for example data.path=my_texts"
         added.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=about)
     plan.add_argument("--fields", action="store_true", help="list every field of the config, with its default")
+    about = "plan for machines that are not there, for example 16x8xH100-80GB-SXM,400Gb (docs/hardware.md)"
+    plan.add_argument("--hosts", metavar="HOSTSxGPUSxNAME,NETWORK", help=about)
     doctor = command("doctor", _doctor, "measure this machine, and say what it means for a run")
     doctor.add_argument("--again", action="store_true", help="measure again, whatever was measured before")
     doctor.add_argument("--ranks", type=int, default=0, help="CPU ranks to measure with (default: up to two)")
@@ -196,20 +198,28 @@ def _run_flow(name: str, *arguments: Any, **named: Any) -> Any:
 
 def _plan(options: argparse.Namespace) -> None:
     from flows.presets import field_rows, load_config
-    from tasks.hardware import check_hardware
-    from tasks.places import home
     from tasks.planning import plan_in_words, plan_run
 
     if options.fields:
         print_pairs("fields of the config", field_rows())
         return
     config = load_config(options.preset, options.overrides)
-    ranks = 1 if config.parallel.strategy == "single" else config.parallel.ranks
-    plan = plan_run(config, inventory=check_hardware(home=home(), ranks=ranks))
+    plan = plan_run(config, inventory=_inventory(config, hosts=options.hosts))
     if options.json:
         print(plan.model_dump_json())
     else:
         print_pairs(f"plan of {config.name}", plan_in_words(plan))
+
+
+def _inventory(config: Any, *, hosts: str | None) -> Any:
+    """Of the machines that `hosts` describes; else of this one, measured."""
+    from tasks.hardware import check_hardware
+    from tasks.places import home
+    from training.stand_in import stand_in_inventory
+
+    if hosts:
+        return stand_in_inventory(hosts)
+    return check_hardware(home=home(), ranks=1 if config.parallel.strategy == "single" else config.parallel.ranks)
 
 
 def _doctor(options: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from training.inventory import Device, Host, Inventory
+from training.known_gpus import PRECISIONS, slow_devices
 from training.layout import choose_precision
 
 BYTES_PER_PARAMETER = 16  # fp32 weights 4, gradients 4, AdamW's two moments 8
@@ -19,8 +20,6 @@ CHECKPOINT_BYTES_PER_PARAMETER = 12  # weights and moments
 GIB = 2**30
 LEAST_DISK_GIB = 5.0
 LEAST_SHARED_MEMORY_GIB = 0.5  # Docker's default is 64 MiB
-UNEQUAL = 0.9  # a GPU below this share of the fastest one's rate holds the others up
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 
 def doctor_record(inventory: Inventory) -> dict[str, Any]:
@@ -61,7 +60,8 @@ def all_devices(inventory: Inventory) -> list[Device]:
 
 def find_warnings(inventory: Inventory) -> list[str]:
     found = [warning for host in inventory.hosts for warning in host_warnings(host)]
-    return found + unequal_gpus(inventory)
+    slow = [f"{host}: {why}." for (host, _), why in slow_devices(inventory).items()]
+    return found + unlike_gpus(inventory) + slow
 
 
 def host_warnings(host: Host) -> list[str]:
@@ -104,26 +104,11 @@ def unused_driver(versions: dict[str, str]) -> str:
     )
 
 
-def unequal_gpus(inventory: Inventory) -> list[str]:
-    """GPUs of several kinds, and GPUs slower than others of their kind."""
-    gpus = [(host.name, i, gpu) for host in inventory.hosts for i, gpu in enumerate(host.devices) if gpu.kind == "cuda"]
-    if not gpus:
+def unlike_gpus(inventory: Inventory) -> list[str]:
+    names = sorted({f"{gpu.name} ({gpu.memory_gib:.0f} GiB)" for gpu in all_devices(inventory) if gpu.kind == "cuda"})
+    if len(names) < 2:
         return []
-    precision, _ = choose_precision(inventory)
-    found = []
-    names = sorted({f"{gpu.name} ({gpu.memory_gib:.0f} GiB)" for _, _, gpu in gpus})
-    if len(names) > 1:
-        found.append(f"unlike GPUs, {' and '.join(names)}: with equal shares of the batch the slowest sets the pace.")
-    for name in sorted({gpu.name for _, _, gpu in gpus}):
-        alike = [(host, i, gpu.matmul_tflops[precision]) for host, i, gpu in gpus if gpu.name == name]
-        best = max(rate for _, _, rate in alike)
-        found += [
-            f"{host}: GPU {i} ({name}) reaches {rate:.0f} TFLOP/s in {precision}, another of its kind {best:.0f}: "
-            "look at its temperature, power limit and other users (nvidia-smi -q -d PERFORMANCE)."
-            for host, i, rate in alike
-            if rate < UNEQUAL * best
-        ]
-    return found
+    return [f"unlike GPUs, {' and '.join(names)}: with equal shares of the batch the slowest sets the pace."]
 
 
 # The report

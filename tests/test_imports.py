@@ -19,6 +19,8 @@ CONTRACT = {
     "launch_config",
     "host_check",
     "inventory",
+    "known_gpus",
+    "stand_in",
     "parallel_config",
     "records",
     "shape",

@@ -12,11 +12,13 @@ from typing import Any
 from training.config import RunConfig
 from training.cost import DESCRIBED, predict
 from training.inventory import Host, Inventory
+from training.known_gpus import slow_devices
 from training.layout import choose_layout
 from training.packing import Epoch
 from training.records import ModelShape, RunPlan, TokenShards
 from training.schedule import check_schedule
 from training.shape import ASSUMED_VOCAB, model_shape, vocab_size
+from training.stand_in import assumptions
 
 
 def make_plan(
@@ -42,6 +44,7 @@ def make_plan(
     steps, sequences, limit = length(config, epoch)
     check_schedule(config.train, steps=steps)
     reasons = [f"{steps} steps: {limit}", *_assumptions(config, shards, steps=steps)]
+    reasons += [*assumptions(inventory), *(f"{host}: {why}" for (host, _), why in slow_devices(inventory).items())]
     layout = choose_layout(config, shape, inventory)
     hosts = inventory.hosts[: len(layout.ranks_per_host)]
     predicted = predict(layout.config, shape, inventory, layout.mesh, steps, layout.micro_batch, layout.precision)

@@ -1,0 +1,133 @@
+"""Inventories of machines that are not there: `16x8xH100-80GB-SXM,400Gb` is 16 hosts of 8 such GPUs each.
+
+HOSTSxGPUSxNAME[,NETWORK], several groups of unlike hosts joined by `+`. NETWORK is what one host has in all, in one
+direction, shared by its GPUs: `400Gb`, or `8x400Gb` where it has eight adapters. A number alone could mean either; we
+take the smaller, since a plan that runs faster than it said does less harm than one that runs slower.
+
+Rates are those that others measured on such GPUs (training/known_gpus.py), links what NCCL makes of the datasheet's:
+- NVLink: 0.80 of one direction; 370 of 450 GB/s on 8 H100 (NVIDIA/nccl-tests issue 212), 232 of 300 on 8 A100 (175).
+  Bridges between two cards are not counted on: in a ring over more than two, PCIe decides (issue 178: 20 GB/s).
+- PCIe: 0.45 of one direction; 28 of 64 GB/s on 8 RTX 5090 (NVIDIA/nccl issue 1639).
+- network: 0.92 of the adapters; 46 of 50 GB/s each (NVIDIA/nccl-tests issue 290).
+- latency of a small all-reduce: NCCL's own estimate for trees, LL protocol (NVIDIA/nccl, src/graph/tuning.cc):
+  6.8 us + 2 x (0.6 us an NVLink hop, 1.0 us over PCIe, 5.0 us a network hop).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from training.inventory import Device, Host, Inventory
+from training.known_gpus import COPY_SHARE, KnownGpu, find_gpu, known_gpus, nearest_names
+
+NVLINK_SHARE, PCIE_SHARE, NETWORK_SHARE = 0.8, 0.45, 0.92
+START_US, NVLINK_HOP_US, PCIE_HOP_US, NETWORK_HOP_US = 6.8, 0.6, 1.0, 5.0
+CORES_PER_GPU = 12
+HOST_MEMORY = 2.0  # of the GPUs' together, as DGX systems have: 2 TB for 8 x 80 GB and 8 x 141 GB
+DISK_GIB = 100_000.0  # a file system of its size: not what such a plan is about
+STAND_IN = "stand-in"  # among a host's versions
+EXAMPLE = "16x8xH100-80GB-SXM,400Gb, or 1x8xA100-80GB-SXM,200Gb+1x4xRTX-3090"
+GROUP = re.compile(r"(\d+)x(\d+)x([^,+]+)(?:,\s*(.+))?")
+NETWORK = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)\s*([MGT])(?:b|bit|bps|bit/s|b/s)", re.IGNORECASE)
+
+
+def stand_in_inventory(text: str) -> Inventory:
+    """Raises ValueError, with the nearest names known, for what cannot be read."""
+    groups = [_group(part.strip()) for part in text.split("+")]
+    num_hosts = sum(number for number, _, _, _ in groups)
+    given = [gb_per_s for _, _, _, gb_per_s in groups if gb_per_s]
+    if num_hosts > 1 and not given:
+        raise ValueError(f"--hosts {text}: {num_hosts} hosts need a network between them: append one, such as ,100Gb")
+    hosts: list[Host] = []
+    for number, num_gpus, gpu, gb_per_s in groups:
+        slowest = gb_per_s or min(given, default=0.0)  # a group that says nothing is no faster than the others
+        for _ in range(number):
+            host = _host(f"stand-in-{len(hosts)}", gpu, num_gpus)
+            network = {"network_gb_per_s": slowest, "network_latency_us": _network_latency_us(host, num_hosts)}
+            hosts.append(host.model_copy(update=network if num_hosts > 1 else {}))
+    return Inventory(hosts=tuple(hosts))
+
+
+def assumptions(inventory: Inventory) -> list[str]:
+    """What is taken for granted of hosts that are not there, for the plan's reasons."""
+    hosts = [host for host in inventory.hosts if STAND_IN in host.versions]
+    if not hosts:
+        return []
+    gpus = sorted({host.versions[STAND_IN] for host in hosts})
+    found = [
+        f"stand-in hosts, nothing was measured: rates of matrix products as others measured them ({'; '.join(gpus)}), "
+        "links as NCCL reaches of the datasheet's"
+    ]
+    if len(inventory.hosts) > 1:
+        rates = sorted({f"{host.network_gb_per_s / NETWORK_SHARE * 8:.0f}" for host in hosts}, key=float)
+        found.append(
+            f"network: {' and '.join(rates)} Gbit/s a host, shared by its GPUs (8x400Gb would be eight adapters of "
+            "400 Gbit/s)"
+        )
+    return found
+
+
+def _group(text: str) -> tuple[int, int, KnownGpu, float]:
+    """Hosts, GPUs on each, which, and the network's GB/s (0: not given)."""
+    match = GROUP.fullmatch(text)
+    if match is None:
+        raise ValueError(f"--hosts: {text!r} is not HOSTSxGPUSxNAME,NETWORK: write it as in {EXAMPLE}")
+    number, num_gpus, name, network = match.groups()
+    if not int(number) or not int(num_gpus):
+        raise ValueError(f"--hosts: {text!r} has no hosts or no GPUs: write at least 1x1x{name}")
+    gpu = find_gpu(name.strip())
+    if gpu is None:
+        near = nearest_names(name)
+        raise ValueError(
+            f"--hosts: no GPU named {name!r} is known; "
+            + (f"did you mean {', '.join(near)}?" if near else f"these are: {', '.join(known_gpus())}")
+        )
+    return int(number), int(num_gpus), gpu, _network_gb_per_s(network) if network else 0.0
+
+
+def _network_gb_per_s(text: str) -> float:
+    """What collectives reach of it, in GB/s, one direction."""
+    match = NETWORK.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"--hosts: {text!r} is no network: write what a host has, such as 400Gb, 8x400Gb or 100Mb")
+    adapters, number, unit = match.groups()
+    gbit = int(adapters or 1) * float(number) * {"M": 1e-3, "G": 1.0, "T": 1e3}[unit.upper()]
+    return NETWORK_SHARE * gbit / 8
+
+
+def _host(name: str, gpu: KnownGpu, num_gpus: int) -> Host:
+    device = Device(
+        kind="cuda",
+        name=gpu.name,
+        memory_gib=gpu.memory_gib,
+        compute_capability=gpu.compute_capability,
+        matmul_tflops=gpu.attainable_tflops,
+        memory_gb_per_s=COPY_SHARE * gpu.memory_gb_per_s,
+    )
+    by_nvlink = _by_nvlink(gpu)
+    share, link = (NVLINK_SHARE, gpu.nvlink_gb_per_s) if by_nvlink else (PCIE_SHARE, gpu.pcie_gb_per_s)
+    return Host(
+        name=name,
+        cores=CORES_PER_GPU * num_gpus,
+        memory_gib=HOST_MEMORY * num_gpus * gpu.memory_gib,
+        disk_free_gib=DISK_GIB,
+        devices=(device,) * num_gpus,
+        allreduce_gb_per_s=share * link / 2 if num_gpus > 1 else 0.0,
+        allreduce_latency_us=START_US + 2 * (num_gpus - 1) * _hop_us(by_nvlink) if num_gpus > 1 else 0.0,
+        versions={STAND_IN: f"{gpu.name}: {gpu.source}, shares measured on {gpu.measured_as}"},
+    )
+
+
+def _by_nvlink(gpu: KnownGpu) -> bool:
+    return bool(gpu.nvlink_gb_per_s) and not gpu.is_bridged
+
+
+def _hop_us(by_nvlink: bool) -> float:
+    return NVLINK_HOP_US if by_nvlink else PCIE_HOP_US
+
+
+def _network_latency_us(host: Host, num_hosts: int) -> float:
+    """A tree: along each host's GPUs, then up and down through log2 of the hosts."""
+    along_host = max(0.0, host.allreduce_latency_us - START_US)
+    return START_US + along_host + 2 * math.log2(num_hosts) * NETWORK_HOP_US if num_hosts > 1 else 0.0
