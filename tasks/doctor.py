@@ -108,7 +108,10 @@ def unlike_gpus(inventory: Inventory) -> list[str]:
     names = sorted({f"{gpu.name} ({gpu.memory_gib:.0f} GiB)" for gpu in all_devices(inventory) if gpu.kind == "cuda"})
     if len(names) < 2:
         return []
-    return [f"unlike GPUs, {' and '.join(names)}: with equal shares of the batch the slowest sets the pace."]
+    return [
+        f"unlike GPUs, {' and '.join(names)}: parallel.shares=auto deals the batch by their speed and memory; where "
+        "they share a layer or a pipeline, the slowest sets the pace."
+    ]
 
 
 # The report

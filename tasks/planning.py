@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -148,6 +149,9 @@ def _planned_for(kept: RunPlan, inventory: Inventory, *, micro_batch: int) -> Ru
     left_open["train"]["micro_batch"] = micro_batch
     pinned = {section: left_open[section] | kept.chosen[section] for section in kept.chosen}
     pinned["parallel"]["ranks"], pinned["train"]["micro_batch"] = asked, micro_batch
+    for config in (left_open, pinned):  # other replicas need other shares
+        config["parallel"]["shares"] = "equal" if kept.config.parallel.shares == "equal" else "auto"
+        config["parallel"]["rebalance"] = kept.config.parallel.rebalance
 
     def planned(config: dict[str, Any]) -> RunPlan:
         return plan_run(
@@ -202,6 +206,15 @@ def _check_same_shape(plan: RunPlan, kept: RunPlan) -> None:
         )
 
 
+def _micro_batches(plan: RunPlan) -> str:
+    """`2 ranks x 1 accumulated x micro-batch 8`, or `3 ranks, 1 accumulated x micro-batches 2 x 7 + 2`."""
+    if not plan.is_unequal:
+        return f"{plan.world_size} ranks x {plan.accumulation} accumulated x micro-batch {plan.micro_batch}"
+    runs = [(size, len(list(alike))) for size, alike in itertools.groupby(plan.micro_batches)]
+    shares = " + ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in runs)
+    return f"{plan.world_size} ranks, {plan.accumulation} accumulated x micro-batches {shares}"
+
+
 def plan_in_words(plan: RunPlan) -> list[tuple[str, str]]:
     """Label and value pairs for the terminal and for Prefect's table."""
     shape, predicted = plan.shape, plan.predicted
@@ -214,8 +227,7 @@ def plan_in_words(plan: RunPlan) -> list[tuple[str, str]]:
         ("strategy", f"{plan.strategy} on {layout} {plan.device_kind} ranks, {plan.precision}"),
         (
             "global batch",
-            f"{plan.config.train.global_batch} sequences = {plan.batch_tokens:,} tokens: {plan.world_size} ranks x "
-            f"{plan.accumulation} accumulated x micro-batch {plan.micro_batch}",
+            f"{plan.config.train.global_batch} sequences = {plan.batch_tokens:,} tokens: {_micro_batches(plan)}",
         ),
         ("steps", f"{plan.steps:,} steps, {plan.steps * plan.batch_tokens:,} tokens"),
         ("memory per rank", f"{memory:.2f} GiB predicted ({parts})"),

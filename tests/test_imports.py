@@ -30,6 +30,7 @@ CONTRACT = {
     "packing",
     "shards",
     "shares",
+    "replicas",
     "metrics",
     "node_record",
     "schedule",

@@ -95,7 +95,7 @@ def _layout(config: RunConfig, shape: ModelShape, inventory: Inventory) -> Layou
     ranks_per_host, why_ranks = _ranks(config, inventory)
     mesh = _mesh(config, shape, sum(ranks_per_host))
     micro_batch, why_micro_batch = _micro_batch(config, shape, inventory, mesh, precision)
-    _check_accumulation(config, mesh, config.train.global_batch // mesh["dp"] // micro_batch)
+    check_accumulation(config, mesh, config.train.global_batch // mesh["dp"] // micro_batch)
     reasons = (
         f"precision {precision}: {why_precision}",
         f"ranks {sum(ranks_per_host)}: {why_ranks}",
@@ -190,7 +190,7 @@ def _mesh(config: RunConfig, shape: ModelShape, world_size: int) -> dict[str, in
     return {"pp": pp, "dp": world_size // (tp * pp), "tp": tp}
 
 
-def _check_accumulation(config: RunConfig, mesh: dict[str, int], accumulation: int) -> None:
+def check_accumulation(config: RunConfig, mesh: dict[str, int], accumulation: int) -> None:
     """1F1B fills its stages with at least as many micro-batches as ranks; interleaved, in rounds of as many.
 
     DDP's static graph cannot begin with a micro-batch that is not reduced (an assertion in torch 2.13's reducer).

@@ -56,6 +56,17 @@ class ParallelConfig(Part):
         description="Arithmetic of matrix products; weights and optimizer stay fp32. fp16 scales the loss dynamically. "
         "auto: measured.",
     )
+    shares: Literal["auto", "equal"] | tuple[int, ...] = Field(
+        "auto",
+        description="Sequences per forward pass of each data-parallel replica. auto: equal, but where devices differ "
+        "in proportion to their measured speed, within their memory. equal. Or a list, one number for each replica.",
+    )
+    rebalance: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="While running, let shares follow the measured times of steps; the batch and its order stay, sums "
+        "are taken in another order, so that two such runs differ by rounding. auto: where the plan's shares are "
+        "unequal.",
+    )
     bucket_mib: int = Field(25, ge=1, le=4096, description="ddp, zero1-3: MiB of gradients per reduction.")
     gradient_as_bucket_view: bool = Field(
         True, description="ddp: gradients live in the buckets, which saves a copy of them."
@@ -85,5 +96,15 @@ class ParallelConfig(Part):
             raise ValueError(
                 f"parallel.offload={self.offload} is not there for parallel.strategy={self.strategy}: "
                 f"it can have {', '.join(possible)}"
+            )
+        if self.rebalance == "on" and self.pp > 1:
+            raise ValueError(
+                f"parallel.rebalance=on is not there for parallel.pp = {self.pp}: a pipeline's schedule is built for "
+                "one micro-batch; set parallel.rebalance=off, the plan's shares may still be unequal"
+            )
+        if not isinstance(self.shares, str) and (not self.shares or min(self.shares) < 1):
+            raise ValueError(
+                f"parallel.shares = {list(self.shares)}: each replica needs at least 1 sequence; give one number "
+                "for each, or set parallel.shares=auto"
             )
         return self

@@ -16,6 +16,7 @@ from training.known_gpus import slow_devices
 from training.layout import choose_layout
 from training.packing import Epoch
 from training.records import ModelShape, RunPlan, TokenShards
+from training.replicas import deal_batch
 from training.schedule import check_schedule
 from training.shape import ASSUMED_VOCAB, model_shape, vocab_size
 from training.stand_in import assumptions
@@ -46,8 +47,11 @@ def make_plan(
     reasons = [f"{steps} steps: {limit}", *_assumptions(config, shards, steps=steps)]
     reasons += [*assumptions(inventory), *(f"{host}: {why}" for (host, _), why in slow_devices(inventory).items())]
     layout = choose_layout(config, shape, inventory)
+    dealt = deal_batch(layout, shape, inventory)
     hosts = inventory.hosts[: len(layout.ranks_per_host)]
-    predicted = predict(layout.config, shape, inventory, layout.mesh, steps, layout.micro_batch, layout.precision)
+    predicted = predict(
+        layout.config, shape, inventory, layout.mesh, steps, max(dealt.micro_batches), layout.precision, dealt.gain
+    )
     _check_disk(config, predicted.checkpoint_gib, steps, hosts[0])
     return RunPlan(
         run_id=run_id,
@@ -66,13 +70,15 @@ def make_plan(
         hosts=tuple(host.name for host in hosts),
         ranks_per_host=layout.ranks_per_host,
         threads_per_rank=min(max(1, host.cores // n) for host, n in zip(hosts, layout.ranks_per_host, strict=True)),
-        micro_batches=(layout.micro_batch,) * layout.mesh["dp"],
-        accumulation=config.train.global_batch // layout.mesh["dp"] // layout.micro_batch,
+        micro_batches=dealt.micro_batches,
+        largest_micro_batches=dealt.largest,
+        accumulation=dealt.accumulation,
+        rebalance=dealt.rebalance,
         precision=layout.precision,
         steps=steps,
         sequences=sequences,
         predicted=predicted,
-        reasons=(*reasons, *layout.reasons),
+        reasons=(*reasons, *layout.reasons, *dealt.reasons),
     )
 
 

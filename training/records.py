@@ -128,6 +128,7 @@ class RunPlan(Record):
     `mesh`: sizes of the axes pp, dp and tp, outermost first; ranks that share a layer's matrices are neighbours.
     `hosts`: their names, in the order of ranks; empty in plans that name none.
     `micro_batches`: sequences per forward pass, by data-parallel replica; all make `accumulation` of them a step.
+    `rebalance` lets them change while the run goes on, each up to its `largest_micro_batches`.
     `sequences`: in all steps together; fewer than steps x global batch where max_epochs ends within the last batch.
     """
 
@@ -148,7 +149,9 @@ class RunPlan(Record):
     ranks_per_host: tuple[int, ...]
     threads_per_rank: int
     micro_batches: tuple[int, ...]
+    largest_micro_batches: tuple[int, ...]
     accumulation: int
+    rebalance: bool
     precision: Literal["fp32", "bf16", "fp16"]
     steps: int
     sequences: int
@@ -170,9 +173,14 @@ class RunPlan(Record):
             "offload": self.offload,
             "ranks": self.world_size,
             "precision": self.precision,
+            "shares": self.micro_batches if self.is_unequal else "equal",
+            "rebalance": "on" if self.rebalance else "off",
         }
-        again = self.activation_checkpointing
-        return {"parallel": parallel, "train": {"micro_batch": self.micro_batch, "activation_checkpointing": again}}
+        train = {
+            "micro_batch": 0 if self.is_unequal else self.micro_batch,
+            "activation_checkpointing": self.activation_checkpointing,
+        }
+        return {"parallel": parallel, "train": train}
 
     @property
     def dp(self) -> int:
@@ -183,6 +191,11 @@ class RunPlan(Record):
     def micro_batch(self) -> int:
         """The largest one."""
         return max(self.micro_batches)
+
+    @property
+    def is_unequal(self) -> bool:
+        """Whether replicas have shares of different sizes."""
+        return len(set(self.micro_batches)) > 1
 
     @property
     def batch_tokens(self) -> int:

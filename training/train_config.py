@@ -26,7 +26,10 @@ class TrainConfig(Part):
     context: int = Field(256, ge=8, le=1_000_000, description="Tokens per sequence.")
     global_batch: int = Field(16, ge=1, le=1_000_000, description="Sequences per optimizer step, over all ranks.")
     micro_batch: int = Field(
-        0, ge=0, le=100_000, description="Sequences per rank and forward pass; 0: the most that fits."
+        0,
+        ge=0,
+        le=100_000,
+        description="Sequences per rank and forward pass, on unlike devices their mean; 0: the most that fits.",
     )
     packing: Literal["stream", "documents", "padded"] = Field(
         "stream",

@@ -208,3 +208,81 @@ def test_a_model_without_a_tensor_plan_is_told_which_strategies_it_can_have() ->
 def test_strategies_that_do_not_go_together_are_refused(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tiny_config(**overrides)
+
+
+def unlike(*rates: float, memory_gib: float = 12.0) -> Inventory:
+    """Hosts of one CPU rank each, with such fp32 rates; the last one with that much memory."""
+    hosts = inventory(*(1 for _ in rates)).hosts
+    devices = [
+        host.devices[0].model_copy(update={"matmul_tflops": {"fp32": rate}})
+        for host, rate in zip(hosts, rates, strict=True)
+    ]
+    devices[-1] = devices[-1].model_copy(update={"memory_gib": memory_gib})
+    return Inventory(hosts=tuple(h.model_copy(update={"devices": (d,)}) for h, d in zip(hosts, devices, strict=True)))
+
+
+def test_unlike_hosts_get_unequal_shares_and_the_plan_says_why() -> None:
+    plan = make_plan(tiny_config(train__global_batch=24, train__micro_batch=0), unlike(0.2, 0.1))
+    assert (plan.micro_batches, plan.accumulation, plan.rebalance) == ((16, 8), 1, True)
+    (why,) = (reason for reason in plan.reasons if reason.startswith("shares: "))
+    assert why == (
+        "shares: cpu 16, cpu 8: in proportion to 0.2 and 0.1 TFLOP/s, measured; equal shares would take 1.50x as long"
+    )
+    assert plan.predicted.tokens_per_s == pytest.approx(
+        make_plan(tiny_config(train__global_batch=24, train__micro_batch=0), unlike(0.15, 0.15)).predicted.tokens_per_s
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"parallel__shares": "equal"}, ((12, 12), 1, False)),
+        ({"parallel__shares": "equal", "parallel__rebalance": "on"}, ((12, 12), 1, True)),
+        ({"parallel__shares": (5, 3)}, ((5, 3), 3, True)),
+        ({"parallel__shares": (5, 3), "parallel__rebalance": "off"}, ((5, 3), 3, False)),
+        ({"train__micro_batch": 6}, ((8, 4), 2, True)),  # 6 on average
+    ],
+)
+def test_shares_can_be_pinned(asked: dict[str, Any], expected: tuple[tuple[int, ...], int, bool]) -> None:
+    config = tiny_config(**{"train__global_batch": 24, "train__micro_batch": 0, **asked})
+    plan = make_plan(config, unlike(0.2, 0.1))
+    assert (plan.micro_batches, plan.accumulation, plan.rebalance) == expected
+    pinned = config.model_dump()
+    for section, chosen in plan.chosen.items():
+        pinned[section] |= chosen
+    again = make_plan(type(config).model_validate(pinned), unlike(0.1, 0.3))
+    assert (again.micro_batches, again.accumulation, again.rebalance) == expected
+
+
+def test_ranks_of_one_cpu_share_its_cores_and_so_the_chances_of_a_measurement() -> None:
+    (host,) = inventory(2).hosts
+    devices = [
+        d.model_copy(update={"matmul_tflops": {"fp32": r}}) for d, r in zip(host.devices, (0.1, 0.15), strict=True)
+    ]
+    machine = Inventory(hosts=(host.model_copy(update={"devices": tuple(devices)}),))
+    plan = make_plan(tiny_config(parallel__strategy="ddp"), machine)
+    assert not plan.is_unequal
+    assert not plan.rebalance
+
+
+def test_a_replica_is_as_fast_as_its_slowest_device() -> None:
+    """dp lies between pp and tp: with tp replica 0 is hosts 0 and 1, with pp hosts 0 and 2; one of them is slow."""
+    config = tiny_config(train__global_batch=24, train__micro_batch=0, parallel__tp=2, parallel__strategy="ddp")
+    assert make_plan(config, unlike(0.2, 0.2, 0.2, 0.1)).micro_batches == (16, 8)
+    config = tiny_config(train__global_batch=24, train__micro_batch=0, parallel__pp=2, parallel__strategy="ddp")
+    plan = make_plan(config, unlike(0.2, 0.1, 0.2, 0.2))
+    assert (plan.micro_batches, plan.accumulation) == ((8, 4), 2)
+    assert not plan.rebalance
+    assert any("a pipeline's schedule is built for one micro-batch" in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize(
+    ("shares", "why"),
+    [
+        ((4, 2, 1), "are 3 shares, 7 sequences together: there are 2 data-parallel replicas"),
+        ((4, 3), "must be a multiple of the shares"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(shares: tuple[int, ...], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        make_plan(tiny_config(train__global_batch=24, parallel__shares=shares), unlike(0.2, 0.1))
