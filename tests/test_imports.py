@@ -12,6 +12,7 @@ import pytest
 
 REPO = Path(__file__).parents[1]
 CONTRACT = {
+    "communication",
     "credentials",
     "config",
     "data_config",

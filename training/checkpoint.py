@@ -4,6 +4,7 @@
         model.safetensors, config.json    weights by Hugging Face name: `from_pretrained` loads the folder
         optimizer.safetensors             AdamW moments by parameter name, and the step count
         rng-0.safetensors …               torch's generators, per rank
+        own-0.safetensors …               what a rank alone holds: compression's residuals, if there are any
         manifest.json                     step, tokens, config hash, size and sha256 of each file; written last
 
 Several ranks write KIND-00001-of-00004.safetensors …, and KIND.safetensors.index.json says which tensor is where.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -115,20 +117,45 @@ def weights_for(model: LanguageModel, folder: Path) -> TensorFiles:
 
 
 def load_state(folder: Path, *, strategy: Strategy, rank: Rank, mesh: dict[str, int]) -> Manifest:
-    """Put a checkpoint's optimizer moments and generators back; the latter only where ranks have the places they had:
-    tp peers must draw alike.
+    """Put a checkpoint's optimizer moments back; generators and what each rank alone holds only where ranks have the
+    places they had: tp peers must draw alike.
     """
     strategy.load_optimizer_state(TensorFiles(folder, "optimizer"))
     manifest = Manifest.read(folder / MANIFEST)
     if manifest.mesh == mesh:
         _set_rng_state(load_file(folder / rng_name(rank)), rank.device)
+        _load_own_state(folder, strategy, rank)
     else:
         logger.warning(
-            "checkpoint of ranks %s loaded on %s: dropout goes on with fresh generators, all else is as it was",
+            "checkpoint of ranks %s loaded on %s: dropout goes on with fresh generators%s, all else is as it was",
             manifest.mesh,
             mesh,
+            ", what each rank kept for itself begins anew" if (folder / own_name(0)).exists() else "",
         )
     return manifest
+
+
+def _load_own_state(folder: Path, strategy: Strategy, rank: Rank) -> None:
+    path, expected = folder / own_name(rank.rank), strategy.own_state()
+    saved = load_file(path) if path.exists() else {}
+    if {name: tensor.shape for name, tensor in saved.items()} == {name: t.shape for name, t in expected.items()}:
+        strategy.load_own_state(saved)
+    elif rank.rank == 0:
+        logger.warning(
+            "checkpoint %s holds %s of what each rank keeps for itself, this run has %s: it begins anew, all else is "
+            "as it was; parallel.strategy, parallel.compression or their settings were others",
+            folder,
+            _in_words(saved),
+            _in_words(expected),
+        )
+
+
+def _in_words(tensors: Mapping[str, Tensor]) -> str:
+    return f"{len(tensors)} tensors of {sum(tensor.nbytes for tensor in tensors.values()) / 2**20:.1f} MiB"
+
+
+def own_name(rank: int) -> str:
+    return f"own-{rank}.safetensors"
 
 
 def rng_name(rank: Rank) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from training.communication import check_compression
 from training.config import RunConfig
 from training.cost import DESCRIBED, memory_gib
 from training.inventory import Device, Inventory
@@ -94,6 +95,7 @@ def _layout(config: RunConfig, shape: ModelShape, inventory: Inventory) -> Layou
     precision, why_precision = _precision(config, inventory)
     ranks_per_host, why_ranks = _ranks(config, inventory)
     mesh = _mesh(config, shape, sum(ranks_per_host))
+    check_compression(config, dp=mesh["dp"], precision=precision)
     micro_batch, why_micro_batch = _micro_batch(config, shape, inventory, mesh, precision)
     check_accumulation(config, mesh, config.train.global_batch // mesh["dp"] // micro_batch)
     reasons = (

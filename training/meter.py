@@ -99,6 +99,8 @@ class Meter:
         self.latest: StepOutcome | None = None  # the newest step since the last row whose update was made
         self.loss_scale, self.is_paused = 1.0, False
         self.since = time.perf_counter()
+        self.sent_bytes = 0  # since the last row, by this rank
+        self.last_row_step = start
         self.first_row: tuple[int, float] | None = None  # step, and when
 
     def add(self, stats: StepStats, *, num_tokens: int) -> None:
@@ -106,6 +108,7 @@ class Meter:
         self.step += 1
         self.tokens += num_tokens
         self.unread.append((self.step, stats))
+        self.sent_bytes += stats.sent_bytes
         if not self.is_paused:
             batch = self.plan.config.train.global_batch
             self.recent.steps += 1
@@ -122,7 +125,9 @@ class Meter:
             row["loss_scale"] = self.loss_scale
         if self.finite.skipped:
             row["skipped_steps"] = self.finite.skipped
-        self.latest = None
+        if self.sent_bytes:
+            row["communication_mib"] = self.sent_bytes / (self.step - self.last_row_step) / 2**20
+        self.latest, self.sent_bytes, self.last_row_step = None, 0, self.step
         return row
 
     def require_finite(self) -> None:

@@ -74,6 +74,16 @@ class ParallelConfig(Part):
     static_graph: bool = Field(
         False, description="ddp: promise that every step uses the same parameters in the same way."
     )
+    compression: Literal["none", "bf16", "topk", "powersgd"] = Field(
+        "none",
+        description="ddp: how gradients travel, for slow links. bf16: half the bytes. topk: the largest numbers only, "
+        "the rest is kept for later steps (error feedback). powersgd: as products of thin matrices, the rest kept too.",
+    )
+    topk_ratio: float = Field(0.1, gt=0, lt=1, description="Compression topk: share of the numbers that is sent.")
+    powersgd_rank: int = Field(4, ge=1, le=1024, description="Compression powersgd: columns of the thin matrices.")
+    compress_after_steps: int = Field(
+        0, ge=0, le=100_000_000, description="Updates whose gradients still travel whole, before compression begins."
+    )
     timeout_s: int = Field(600, ge=10, le=86_400, description="Give up on a collective after this many seconds.")
 
     @model_validator(mode="after")
@@ -106,5 +116,17 @@ class ParallelConfig(Part):
             raise ValueError(
                 f"parallel.shares = {list(self.shares)}: each replica needs at least 1 sequence; give one number "
                 "for each, or set parallel.shares=auto"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_compression(self) -> ParallelConfig:
+        """What compression can be combined with: DDP reduces by hooks of ours, nothing else does."""
+        if self.compression == "none":
+            return self
+        if self.strategy != "ddp" or self.pp > 1:
+            raise ValueError(
+                f"parallel.compression={self.compression} runs with parallel.strategy=ddp and parallel.pp=1, not "
+                f"{self.strategy} and {self.pp}: change them, or set parallel.compression=none"
             )
         return self

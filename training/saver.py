@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.checkpoint import Manifest, checkpoint_folder, rng_name, rng_state
+from training.checkpoint import Manifest, checkpoint_folder, own_name, rng_name, rng_state
 from training.finite import NonFiniteLoss
 from training.model import LanguageModel
 from training.rank import Rank
@@ -101,12 +101,10 @@ class Saver:
 
     def _files(self) -> dict[str, dict[str, Tensor]]:
         rank = self.rank
-        files = {
-            file_name(kind, number=rank.rank, of=rank.world_size): tensors
-            for kind, tensors in self.staging.fill(self.strategy).items()
-            if tensors
-        }
-        return {**files, rng_name(rank): rng_state(rank.device)}
+        staged = self.staging.fill(self.strategy)
+        files = {file_name(kind, number=rank.rank, of=rank.world_size): staged[kind] for kind in ("model", "optimizer")}
+        files[own_name(rank.rank)] = staged["own"]
+        return {name: tensors for name, tensors in files.items() if tensors} | {rng_name(rank): rng_state(rank.device)}
 
     def advance(self) -> None:
         """Look after the checkpoint on its way, once per step. Costs nothing while there is none.

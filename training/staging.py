@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -17,13 +19,14 @@ ALIGNED_BYTES = 64
 class Staging:
     """Of each whole tensor that a strategy yields, one rank of the pipeline stage keeps a copy.
 
-    So each rank holds, and writes, 12 bytes per parameter / world size. The buffers serve every checkpoint.
+    So each rank holds, and writes, 12 bytes per parameter / world size, and what it alone has. The buffers serve every
+    checkpoint.
     """
 
     def __init__(self, plan: RunPlan, rank: Rank) -> None:
         self.rank = rank
         self.stage_ranks = rank.world_size // plan.mesh["pp"]  # pp is the outermost axis: they are neighbours
-        self._buffers: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+        self._buffers: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "own": {}}
         self._block = torch.empty(0, dtype=torch.uint8)  # what is left of the newest one
 
     def fill(self, strategy: Strategy) -> dict[str, dict[str, Tensor]]:
@@ -33,15 +36,19 @@ class Staging:
         """
         loads = [0] * self.stage_ranks
         for kind, tensors in (("model", strategy.weights()), ("optimizer", strategy.optimizer_state())):
-            known, filled = self._buffers[kind], dict[str, Tensor]()
-            for name, tensor in tensors:
-                if self._is_mine(name, tensor, kind=kind, loads=loads):
-                    filled[name] = known[name] if name in known else self._buffer_like(tensor)
-                    filled[name].copy_(tensor, non_blocking=True)
-            self._buffers[kind] = filled
+            mine = ((name, t) for name, t in tensors if self._is_mine(name, t, kind=kind, loads=loads))
+            self._copy(kind, mine)
+        self._copy("own", strategy.own_state().items())
         if self.rank.device.type == "cuda":
             torch.cuda.current_stream(self.rank.device).synchronize()
         return self._buffers
+
+    def _copy(self, kind: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        known, filled = self._buffers[kind], dict[str, Tensor]()
+        for name, tensor in tensors:
+            filled[name] = known[name] if name in known else self._buffer_like(tensor)
+            filled[name].copy_(tensor, non_blocking=True)
+        self._buffers[kind] = filled
 
     def _is_mine(self, name: str, tensor: Tensor, *, kind: str, loads: list[int]) -> bool:
         """The rank with the fewest bytes so far takes it; the same on all ranks of the stage. Updates `loads`."""

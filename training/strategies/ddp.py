@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from training.communication import all_reduce_bytes
 from training.data import Batch, Share
 from training.model import LanguageModel
 from training.records import RunPlan
+from training.strategies.compression import Compression, compress
 from training.strategies.single import Torch
 from training.strategies.stats import StepStats
 
@@ -36,19 +38,41 @@ class Ddp(Torch):
                 init_sync=False,  # every rank loads the same weights
             )
         super().__init__(plan, mesh, model, weights, module=module, averaged_over=replicas)
-        self.order_matters = replicas > 2  # a + b is b + a
+        self.compression: Compression | None = None
+        if parallel.compression != "none" and isinstance(module, DistributedDataParallel):
+            self.compression = compress(module, parallel, trained=self.trained)
+        self.compress_after, self.updates = parallel.compress_after_steps, 0
+        self.dense_bytes = all_reduce_bytes(sum(p.nbytes for p in self.parameters), replicas)
+        self.settled = replicas <= 2 and self.compression is None  # a + b is b + a
 
     def step(self, share: Share, *, learning_rate: float) -> StepStats:
-        if self.order_matters:
-            self.order_matters = False
+        if not self.settled:
+            self.settled = True
             self._settle_buckets(share.batches[0])
-        return super().step(share, learning_rate=learning_rate)
+        if self.compression is not None:
+            self.compression.mode = "compress" if self.updates >= self.compress_after else "whole"
+        stats = super().step(share, learning_rate=learning_rate)
+        self.updates += not stats.skipped
+        return stats
+
+    def sent_bytes(self) -> int:
+        return self.dense_bytes if self.compression is None else self.compression.sent_since_last()
+
+    def own_state(self) -> dict[str, Tensor]:
+        return {} if self.compression is None else self.compression.state()
+
+    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
+        super().load_optimizer_state(state)
+        self.updates = int(state["step"])
 
     def _settle_buckets(self, batch: Batch) -> None:
         """DDP puts gradients into other buckets after its first backward. Where a gradient lies decides in which order
-        its ranks' shares are added: a resumed run's first step would differ from the same step of one that was not
-        stopped, by rounding. So a backward that counts for nothing comes first: one micro-batch's time per start.
+        its ranks' shares are added, and which of its numbers compression sends: a resumed run's first step would differ
+        from the same step of one that was not stopped. So a backward that counts for nothing comes first: one
+        micro-batch's time per start.
         """
+        if self.compression is not None:
+            self.compression.mode = "drop"
         device = batch.inputs.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             self.module(batch.inputs, batch.targets, batch.positions, batch.documents).backward()

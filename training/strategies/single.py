@@ -103,7 +103,12 @@ class Torch:
             grad_norm=norm,
             loss_scale=scale,
             skipped=skipped,
+            sent_bytes=self.sent_bytes(),
         )
+
+    def sent_bytes(self) -> int:
+        """What this rank sent in the step that ends; 0: not counted."""
+        return 0
 
     @staticmethod
     def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
@@ -158,6 +163,13 @@ class Torch:
                 "exp_avg_sq": self.own(name, state[f"{name}.exp_avg_sq"], parameter),
             }
         self.scale.load(state)
+
+    def own_state(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.own_state().items():
+            tensor.copy_(state[name])
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """From this rank's part of a parameter or its moment. Collective."""

@@ -13,4 +13,5 @@ class StepStats:
     num_targets: int  # of all ranks together
     grad_norm: Tensor  # []: of the global gradient, before clipping; the same on all ranks
     loss_scale: float = 1.0  # fp16: what the loss was multiplied by
+    sent_bytes: int = 0  # by this rank to the other data-parallel ones: weights, gradients; 0: not counted
     skipped: bool = False  # loss or gradient was not finite, and config says to leave such updates out

@@ -159,6 +159,12 @@ class Zero:
             partition["step"].copy_(state["step"])
         self.scale.load(state)
 
+    def own_state(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
+        """There is none."""
+
     def _set_moment(self, parameter: torch.nn.Parameter, moment: str, value: Tensor) -> None:
         from deepspeed.utils import (
             safe_get_local_optimizer_state,
