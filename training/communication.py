@@ -18,6 +18,11 @@ def gather_bytes(num_bytes: int, ranks: int) -> int:
     return num_bytes * (ranks - 1)
 
 
+def own_bytes(config: RunConfig, parameters: float) -> float:
+    """What a rank with so many of the model's parameters holds that no other rank has, and that checkpoints keep."""
+    return 4 * parameters if config.parallel.compression in KEEPS_RESIDUALS else 0
+
+
 def check_compression(config: RunConfig, *, dp: int, precision: str) -> None:
     """Raises ValueError for a compression that cannot work on so many data-parallel ranks, or sends more than none."""
     parallel = config.parallel

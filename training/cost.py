@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from training.communication import own_bytes
 from training.config import RunConfig
 from training.inventory import Device, Inventory
 from training.records import ModelShape, Prediction
@@ -46,7 +47,8 @@ def memory_gib(
         "DeepSpeed's copy of its weights": 4 * p / n if config.parallel.strategy in {"zero1", "zero2"} else 0,
         "optimizer": 0 if offload != "none" else 8 * p / (n if stage >= 1 else 1),
         "cast weights": 0 if precision == "fp32" else 2 * p / (shape.layers if stage >= 3 else 1),
-        "checkpoint being written": 12 * p / n if staged else 0,
+        "kept by compression": own_bytes(config, p),
+        "checkpoint being written": 12 * p / n + own_bytes(config, p) if staged else 0,
         "activations": shape.layers / pp * layer * in_flight,
         "logits": _logits_bytes(shape, tokens=tokens, tp=tp, width_bytes=width_bytes),
         "process": PROCESS_GIB[device_kind] * GIB,
@@ -99,5 +101,5 @@ def predict(
         peak_tflops=slowest,
         tokens_per_s=tokens_per_s,
         train_s=tokens / tokens_per_s if tokens_per_s else 0.0,
-        checkpoint_gib=12 * shape.parameters / GIB,
+        checkpoint_gib=(12 * shape.parameters + mesh["dp"] * own_bytes(config, shape.parameters)) / GIB,
     )
