@@ -19,6 +19,7 @@ from prefect.runtime import flow_run
 from flows.embedded import is_embedded
 from tasks import corpus, fleet, launch, local, overrides, planning, track
 from tasks import hardware as machines
+from tasks.doctor import hardware_rows
 from tasks.generate import TextGenerator, check_prompts
 from tasks.places import command, home, run_folder, tracking_uri
 from tasks.pretrained import check_tokenizer
@@ -135,6 +136,7 @@ def hardware(config: RunConfig, run: TrackedRun | None = None) -> Inventory:
         inventory = _inventory(config, run.folder)
     if (report := run.folder / fleet.NETWORK).exists():
         track.log_files(run, report)
+    create_table_artifact(hardware_rows(inventory), key="hardware", description="Devices, as measured")
     return inventory
 
 

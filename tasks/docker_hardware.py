@@ -25,6 +25,7 @@ from tasks.hardware import (
 from tasks.preflight import HostFacts, throw_away
 from training.inventory import Device, Host, Inventory, Measured
 from training.launch_config import LaunchConfig
+from training.node_record import CollectiveReport
 
 logger = logging.getLogger(__name__)
 
@@ -127,10 +128,32 @@ def as_host(host: DockerHost, facts: HostFacts, cached: CachedMeasurement) -> Ho
         disk_free_gib=facts.disk_free_gib,
         devices=tuple(device if device.kind == "cuda" else with_facts(device) for device in measured.devices),
         allreduce_gb_per_s=measured.allreduce_gb_per_s,
+        allreduce_latency_us=measured.allreduce_latency_us,
+        links=measured.links,
         versions=versions,
         shared_memory_gib=facts.shared_memory_gib,
         measured_at=cached.measured_at,
     )
+
+
+def with_network(inventory: Inventory, report: CollectiveReport) -> Inventory:
+    """The hosts with what the collective test found of the network between them.
+
+    The all-reduce over all ranks went as fast as the slowest host let it: that host gets its bus bandwidth, each other
+    one more, in proportion to the best exchange that it had with any host.
+    """
+    if not report.pairs or not report.all_reduce:
+        return inventory
+    best = {name: max(pair.gb_s for pair in report.pairs if name in pair.hosts) for name in report.hosts}
+    bus_gb_per_s, small = max(rate.busbw_gb_s for rate in report.all_reduce), report.all_reduce[0]
+
+    def measured(host: Host) -> Host:
+        if host.name not in best:
+            return host
+        rate = bus_gb_per_s * best[host.name] / min(best.values())
+        return host.model_copy(update={"network_gb_per_s": rate, "network_latency_us": 1e6 * small.seconds})
+
+    return Inventory(hosts=tuple(map(measured, inventory.hosts)))
 
 
 def strongest_first(hosts: Sequence[Host]) -> tuple[Host, ...]:

@@ -11,9 +11,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from training.inventory import Device, Host, Inventory
+from training.inventory import Device, Host, Inventory, Link
 from training.known_gpus import PRECISIONS, slow_devices
-from training.layout import choose_precision
+from training.precision import choose_precision
 
 BYTES_PER_PARAMETER = 16  # fp32 weights 4, gradients 4, AdamW's two moments 8
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # weights and moments
@@ -125,6 +125,8 @@ def doctor_report(inventory: Inventory, *, width: int = 110) -> str:
         console.print(Text(host_line(host), style="bold"))
         console.print(Text(", ".join(f"{name} {version}" for name, version in host.versions.items())))
         console.print(device_table(host))
+        if host.links:
+            console.print(Text(links_line(host)))
     console.print(Text("What it means for a run"))
     for line in [*meaning_lines(inventory), *(f"! {warning}" for warning in find_warnings(inventory))]:
         console.print(Padding(Text(line), (0, 0, 0, 2)))
@@ -161,6 +163,42 @@ def device_table(host: Host) -> Table:
     return table
 
 
+def links_line(host: Host) -> str:
+    """Links of one kind in one phrase, the fastest kind first."""
+    kinds: dict[str, list[Link]] = {}
+    for link in host.links:
+        kinds.setdefault(link.kind + ("" if link.peer_access else ", no peer access"), []).append(link)
+    phrases = []
+    for kind, links in sorted(kinds.items(), key=lambda item: -max(link.gb_per_s for link in item[1])):
+        slowest = min(links, key=lambda link: link.gb_per_s)
+        fastest = max(link.gb_per_s for link in links)
+        phrases.append(
+            f"{len(links)} x {kind} {slowest.gb_per_s:.3g} to {fastest:.3g} GB/s (slowest {slowest.ranks[0]}-"
+            f"{slowest.ranks[1]})"
+        )
+    return f"between GPUs, copying one way: {'; '.join(phrases)}"
+
+
+def hardware_rows(inventory: Inventory) -> list[dict[str, Any]]:
+    """One row per device, for Prefect's table."""
+    slow = slow_devices(inventory)
+    return [
+        {
+            "host": host.name,
+            "rank": i,
+            "device": device.name,
+            "memory GiB": round(device.memory_gib, 1),
+            **{f"{p} TFLOP/s": round(device.matmul_tflops[p], 3) for p in PRECISIONS if p in device.matmul_tflops},
+            "memory GB/s": round(device.memory_gb_per_s, 1),
+            "all-reduce GB/s": round(host.allreduce_gb_per_s, 2) or "-",
+            "network GB/s": round(host.network_gb_per_s, 2) or "-",
+            "slow": slow.get((host.name, i), ""),
+        }
+        for host in inventory.hosts
+        for i, device in enumerate(host.devices)
+    ]
+
+
 def meaning_lines(inventory: Inventory) -> list[str]:
     facts = meaning(inventory)
     ranks, threads = facts["ranks"], facts["threads_per_rank"]
@@ -176,7 +214,8 @@ def meaning_lines(inventory: Inventory) -> list[str]:
         if seconds is not None:
             lines.append(
                 f"all-reduce on {host.name}: {host.allreduce_gb_per_s:.3g} GB/s bus bandwidth between "
-                f"{len(host.devices)} ranks, {seconds:.2g} s for the fp32 gradients of 100M parameters"
+                f"{len(host.devices)} ranks, {seconds:.2g} s for the fp32 gradients of 100M parameters; "
+                f"{host.allreduce_latency_us:.0f} us for a small one"
             )
         checkpoints = int(host.disk_free_gib * GIB / (CHECKPOINT_BYTES_PER_PARAMETER * 100_000_000))
         lines.append(f"disk on {host.name}: room for {checkpoints} checkpoints of 100M parameters (1.2 GB each)")

@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from infra.hosts import DockerHost
-from tasks.docker_hardware import measure_hosts
+from tasks.docker_hardware import measure_hosts, with_network
 from tasks.gang import Gang, Program, new_folder, sweep
 from tasks.hosts import docker_hosts, rank_user, read_hosts, slots
 from tasks.local import grace_s
@@ -53,10 +53,11 @@ def check_fleet(config: RunConfig, *, run_dir: Path) -> Inventory:
     inventory = measure_hosts(
         fit, config.launch, facts=facts, slots=slots_of(named, facts, config), home=home(), run_dir=run_dir
     )
-    inventory.write(run_dir / "inventory.json")
     if config.launch.collective_test and len(fit) > 1:
         report = try_network(config, fit, inventory, run_dir=run_dir)
         logger.info("network: %s", in_words(report))
+        inventory = with_network(inventory, report)
+    inventory.write(run_dir / "inventory.json")
     return inventory
 
 

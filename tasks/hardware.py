@@ -100,6 +100,8 @@ def check_hardware(*, home: Path, ranks: int = 0, measure_again: bool = False) -
                 disk_free_gib=shutil.disk_usage(home).free / GIB,
                 devices=tuple(with_host_facts(d, memory_gib / len(measured.devices)) for d in measured.devices),
                 allreduce_gb_per_s=measured.allreduce_gb_per_s,
+                allreduce_latency_us=measured.allreduce_latency_us,
+                links=measured.links,
                 versions=measured.versions | head_versions(gpus),
                 shared_memory_gib=shutil.disk_usage(SHARED_MEMORY).total / GIB if SHARED_MEMORY.is_dir() else None,
                 measured_at=cached.measured_at,
@@ -119,7 +121,7 @@ def with_host_facts(device: Device, memory_share_gib: float) -> Device:
 
 
 def cache_key(*, cores: int, gpus: tuple[Gpu, ...], ranks: int) -> dict[str, str]:
-    program = Path(training.__path__[0]) / "measure.py"
+    programs = [Path(training.__path__[0]) / name for name in ("measure.py", "links.py")]
     return {
         "host": socket.gethostname(),
         "ranks": str(ranks),
@@ -129,7 +131,7 @@ def cache_key(*, cores: int, gpus: tuple[Gpu, ...], ranks: int) -> dict[str, str
         "gpus": ", ".join(f"{gpu.name} {gpu.uuid}" for gpu in gpus),
         "driver": gpus[0].driver if gpus else "",
         "torch": importlib.metadata.version("torch"),
-        "program": hashlib.sha256(program.read_bytes()).hexdigest()[:12],
+        "program": hashlib.sha256(b"".join(program.read_bytes() for program in programs)).hexdigest()[:12],
     }
 
 

@@ -29,6 +29,7 @@ CONTRACT = {
     "cost",
     "layout",
     "packing",
+    "precision",
     "shards",
     "shares",
     "replicas",

@@ -20,19 +20,33 @@ class Device(Record):
     memory_gb_per_s: float = 0.0
 
 
+class Link(Record):
+    """Between two of a host's GPUs, by local rank. `kind` in nvidia-smi's words (NV12, PIX, PXB, PHB, NODE, SYS).
+
+    `gb_per_s` is measured, of a copy, one direction; without `peer_access` it goes through the host's memory.
+    """
+
+    ranks: tuple[int, int]
+    kind: str
+    peer_access: bool
+    gb_per_s: float
+
+
 class Measured(Record):
-    """What training/measure.py found on one host: devices by local rank, and the bus bandwidth between them."""
+    """What training/measure.py found on one host: devices by local rank, and an all-reduce between them."""
 
     devices: tuple[Device, ...]
     allreduce_gb_per_s: float
+    allreduce_latency_us: float = 0.0
+    links: tuple[Link, ...] = ()
     versions: dict[str, str]
 
 
 class Host(Record):
     """`cores` and `memory_gib` are what a container's limits leave; `shared_memory_gib` is the size of /dev/shm.
 
-    Bus bandwidths and latencies of an all-reduce: between the ranks here, and over the network to other hosts; 0: not
-    measured.
+    Bus bandwidths of a large all-reduce, and times of a small one: between the ranks here, and between all ranks of all
+    hosts over the network; 0: not measured. A host's network counts as a whole, in one direction, for all its ranks.
     """
 
     name: str
@@ -44,6 +58,7 @@ class Host(Record):
     allreduce_latency_us: float = 0.0
     network_gb_per_s: float = 0.0
     network_latency_us: float = 0.0
+    links: tuple[Link, ...] = ()
     versions: dict[str, str] = Field(default_factory=dict)
     shared_memory_gib: float | None = None
     measured_at: str = ""

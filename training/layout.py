@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from training.communication import check_compression
 from training.config import RunConfig
 from training.cost import DESCRIBED, memory_gib
-from training.inventory import Device, Inventory
+from training.inventory import Inventory
 from training.parallel_config import OFFLOADS, Strategy
+from training.precision import Precision, resolved_precision
 from training.records import ModelShape
 
-Precision = Literal["fp32", "bf16", "fp16"]
-
-BF16_GAIN_ON_CPU = 1.3  # below this bf16 is emulated or memory-bound, and fp32 costs nothing in accuracy
 MEMORY_SHARE = 0.9  # of a device; the rest is left to fragmentation and to other programs
 
 
@@ -92,7 +89,7 @@ def _strategies(config: RunConfig, *, alone: bool) -> tuple[Strategy, ...]:
 
 def _layout(config: RunConfig, shape: ModelShape, inventory: Inventory) -> Layout:
     """Of a config that leaves none of these open. Raises DoesNotFit."""
-    precision, why_precision = _precision(config, inventory)
+    precision, why_precision = resolved_precision(config, inventory)
     ranks_per_host, why_ranks = _ranks(config, inventory)
     mesh = _mesh(config, shape, sum(ranks_per_host))
     check_compression(config, dp=mesh["dp"], precision=precision)
@@ -105,39 +102,6 @@ def _layout(config: RunConfig, shape: ModelShape, inventory: Inventory) -> Layou
     )
     assert config.parallel.strategy != "auto"
     return Layout(config, config.parallel.strategy, precision, ranks_per_host, mesh, micro_batch, reasons)
-
-
-def choose_precision(inventory: Inventory) -> tuple[Precision, str]:
-    """The precision for matrix products and why; the weakest device decides for all."""
-    devices = [device for host in inventory.hosts for device in host.devices]
-    if inventory.device_kind == "cuda":
-        weakest = min(devices, key=_capability)
-        if _capability(weakest) >= (8, 0):
-            return "bf16", f"{weakest.name} has compute capability {weakest.compute_capability} (bf16 from 8.0 on)"
-        which = f"{weakest.name} has compute capability {weakest.compute_capability}"
-        if _capability(weakest) >= (7, 0):
-            return "fp16", f"{which}: fp16 tensor cores (from 7.0 on), no bf16 (from 8.0 on)"
-        return "fp32", f"{which}, fp16 needs 7.0 and bf16 8.0"
-    gains = [d.matmul_tflops.get("bf16", 0.0) / max(d.matmul_tflops.get("fp32", 0.0), 1e-9) for d in devices]
-    gain = min(gains)
-    if gain >= BF16_GAIN_ON_CPU:
-        return "bf16", f"bf16 matrix products measured {gain:.1f}x as fast as fp32 on this CPU"
-    return "fp32", f"bf16 measured only {gain:.1f}x as fast as fp32 on this CPU, below {BF16_GAIN_ON_CPU}x"
-
-
-def _capability(device: Device) -> tuple[int, int]:
-    major, _, minor = (device.compute_capability or "0.0").partition(".")
-    return int(major), int(minor or 0)
-
-
-def _precision(config: RunConfig, inventory: Inventory) -> tuple[Precision, str]:
-    chosen, why = choose_precision(inventory)
-    asked = config.parallel.precision
-    if asked == "auto":
-        return chosen, why
-    if inventory.device_kind == "cuda" and (asked, chosen) in {("bf16", "fp16"), ("bf16", "fp32"), ("fp16", "fp32")}:
-        raise ValueError(f"parallel.precision={asked}: {why}: use auto or fp32")
-    return asked, "asked for by parallel.precision"
 
 
 def _ranks(config: RunConfig, inventory: Inventory) -> tuple[tuple[int, ...], str]:

@@ -23,20 +23,29 @@ import torch
 import torch.distributed as dist
 
 from training.inventory import Device, Measured
+from training.links import measure_links
 from training.matmul import prefer_onednn
 
 WINDOW_S = 0.11  # longer than the 100 ms period of a CPU quota: a shorter burst would run unthrottled
 WINDOWS = 3
 BUDGET_S = 0.8  # no new window after this, where one operation alone is slow (bf16 emulated in software)
 CPU_MATMUL = 1024  # 2.1 GFLOP: within 2% of the rate at 1536, and still 0.02 s on one core with AVX-512
-CUDA_MATMUL = {"fp32": 4096, "tf32": 8192, "bf16": 8192, "fp16": 8192}
+CUDA_MATMUL = {"fp32": 4096, "tf32": 8192, "bf16": 8192, "fp16": 8192, "fp8": 8192}
 COPY_BYTES = {
     "cpu": 64 << 20,
     "cuda": 1 << 30,
 }  # beyond a core's last-level cache; more costs 0.4 s per 64 MiB in page faults
 ALLREDUCE_BYTES = {"cpu": 25 << 20, "cuda": 256 << 20}  # cpu: one gradient bucket of DDP
 ALLREDUCE_ROUNDS = 7
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SMALL_BYTES, SMALL_ROUNDS = 1024, 50  # of an all-reduce whose time is all latency
+DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
+FP8_CAPABILITY = (8, 9)
 
 
 def main(out: Path, threads: int | None = None) -> None:
@@ -44,6 +53,7 @@ def main(out: Path, threads: int | None = None) -> None:
     device = pick_device(rank)
     torch.set_num_threads(threads or max(1, visible_cores() // world_size))
     prefer_onednn()  # as training does: the plan counts on what the ranks will use
+    links = measure_links() if device.type == "cuda" and rank == 0 else ()  # the others wait for it below
     if world_size > 1:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -51,10 +61,16 @@ def main(out: Path, threads: int | None = None) -> None:
             device_id=device if device.type == "cuda" else None,
         )
     here = measure_device(device, world_size)
-    bus_gb_per_s = allreduce_gb_per_s(device)
+    bus_gb_per_s, latency_us = allreduce_gb_per_s(device), allreduce_latency_us(device)
     devices = gather(here)
     if rank == 0:
-        Measured(devices=devices, allreduce_gb_per_s=bus_gb_per_s, versions=versions(device)).write(out)
+        Measured(
+            devices=devices,
+            allreduce_gb_per_s=bus_gb_per_s,
+            allreduce_latency_us=latency_us,
+            links=tuple(link for link in links if max(link.ranks) < world_size),
+            versions=versions(device),
+        ).write(out)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -83,6 +99,8 @@ def measure_device(device: torch.device, world_size: int) -> Device:
         capability, precisions = f"{properties.major}.{properties.minor}", ["fp32", "fp16"]
         if properties.major >= 8:  # below, torch computes tf32 as fp32 and emulates bf16
             precisions += ["tf32", "bf16"]
+        if (properties.major, properties.minor) >= FP8_CAPABILITY:
+            precisions += ["fp8"]
     else:
         name, capability, precisions = platform.machine(), None, ["fp32", "bf16"]
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // world_size
@@ -101,8 +119,18 @@ def matmul_tflops(device: torch.device, precision: str) -> float:
     n = CUDA_MATMUL[precision] if device.type == "cuda" else CPU_MATMUL
     torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
     a, b = (torch.randn(n, n, device=device).to(DTYPES[precision]) for _ in range(2))
+    return 2 * n**3 / seconds_per_call(product(a, b), device) / 1e12
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """a @ b as a call; in fp8 as float8 training does it: b by columns, one scale for each, the result in bf16."""
+    if a.dtype == DTYPES["fp8"]:
+        scale, columns = torch.ones((), device=a.device), b.t().contiguous().t()
+        return lambda: torch._scaled_mm(
+            a, columns, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
     out = torch.empty_like(a)
-    return 2 * n**3 / seconds_per_call(lambda: torch.mm(a, b, out=out), device) / 1e12
+    return lambda: torch.mm(a, b, out=out)
 
 
 def copy_gb_per_s(device: torch.device) -> float:
@@ -119,10 +147,23 @@ def allreduce_gb_per_s(device: torch.device) -> float:
     """Bus bandwidth in GB/s as nccl-tests define it: bytes / seconds * 2 (n - 1) / n; 0 with one rank."""
     if not dist.is_initialized():
         return 0.0
-    world_size = dist.get_world_size()
-    tensor = torch.zeros(ALLREDUCE_BYTES[device.type] // 4, device=device)
+    world_size, num_bytes = dist.get_world_size(), ALLREDUCE_BYTES[device.type]
+    seconds = allreduce_seconds(device, num_bytes=num_bytes, rounds=ALLREDUCE_ROUNDS)
+    return num_bytes / seconds * 2 * (world_size - 1) / world_size / 1e9
+
+
+def allreduce_latency_us(device: torch.device) -> float:
+    """Microseconds of an all-reduce of 1 KiB; 0 with one rank."""
+    if not dist.is_initialized():
+        return 0.0
+    return 1e6 * allreduce_seconds(device, num_bytes=SMALL_BYTES, rounds=SMALL_ROUNDS)
+
+
+def allreduce_seconds(device: torch.device, *, num_bytes: int, rounds: int) -> float:
+    """The median on the slowest rank."""
+    tensor = torch.zeros(num_bytes // 4, device=device)
     seconds = []
-    for _ in range(1 + ALLREDUCE_ROUNDS):  # the first opens the connections
+    for _ in range(1 + rounds):  # the first opens the connections
         barrier(device)
         start = time.perf_counter()
         dist.all_reduce(tensor)
@@ -130,7 +171,7 @@ def allreduce_gb_per_s(device: torch.device) -> float:
         seconds.append(time.perf_counter() - start)
     slowest = torch.tensor(median(seconds[1:]), device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return tensor.nbytes / slowest.item() * 2 * (world_size - 1) / world_size / 1e9
+    return slowest.item()
 
 
 def seconds_per_call(operation: Callable[[], object], device: torch.device) -> float:

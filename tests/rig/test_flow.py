@@ -13,6 +13,7 @@ from mlflow import MlflowClient
 
 from tests.rig.rig import Rig
 from tests.rig.runs import assert_nothing_is_left, shardline_home
+from training.inventory import Inventory
 
 __all__ = ["shardline_home"]
 
@@ -64,6 +65,8 @@ def test_text_in_registered_model_out(rig: Rig, shardline_home: Path, tmp_path: 
     assert {"plan.json", "inventory.json", "network.json", "summary.png"} <= artifacts
     plan = json.loads((run_dir / "plan.json").read_text())
     assert dict(zip(plan["hosts"], plan["ranks_per_host"], strict=True)) == {"host0": 2, "host1": 1}
+    machines = Inventory.read(run_dir / "inventory.json").hosts
+    assert all(0.01 < host.network_gb_per_s < 200 and 1 < host.network_latency_us < 1e6 for host in machines)
     logs = {path.name: path.read_text() for path in (run_dir / "logs").glob("*.log")}
     assert set(logs) == {"host0.log", "host1.log"}
     assert all("not-to-be-seen" not in path.read_text() for path in run_dir.rglob("*.json"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tasks.doctor import doctor_record, doctor_report, find_warnings
-from training.inventory import Device, Host, Inventory
+from tasks.doctor import doctor_record, doctor_report, find_warnings, hardware_rows
+from training.inventory import Device, Host, Inventory, Link
 
 
 def cpu_host(*, num_devices: int = 2, bf16: float = 0.4, **changes: Any) -> Host:
@@ -110,3 +110,21 @@ def test_unlike_and_slow_gpus_are_named() -> None:
     mixed = cpu_host(devices=(gpu(), gpu("NVIDIA Other", memory_gib=24, bf16=70.0)), versions=versions)
     (warning,) = find_warnings(Inventory(hosts=(mixed,)))
     assert "NVIDIA A100 (80 GiB) and NVIDIA Other (24 GiB)" in warning
+
+
+def test_links_are_told_by_kind_with_the_slowest_of_each() -> None:
+    links = (
+        Link(ranks=(0, 1), kind="NV12", peer_access=True, gb_per_s=250),
+        Link(ranks=(0, 2), kind="SYS", peer_access=False, gb_per_s=9),
+        Link(ranks=(1, 2), kind="SYS", peer_access=False, gb_per_s=11),
+    )
+    text = report(cpu_host(devices=(gpu(),) * 3, links=links, versions={"c++": "12", "driver": "580.1"}))
+    assert "1 x NV12 250 to 250 GB/s (slowest 0-1); 2 x SYS, no peer access 9 to 11 GB/s (slowest 0-2)" in text
+
+
+def test_the_table_of_devices_has_a_row_each_and_says_which_is_slow() -> None:
+    rows = hardware_rows(Inventory(hosts=(cpu_host(devices=(gpu(), gpu(bf16=200.0))), cpu_host(name="other"))))
+    assert [(row["host"], row["rank"]) for row in rows] == [("bench", 0), ("bench", 1), ("other", 0), ("other", 1)]
+    assert rows[0]["slow"] == ""
+    assert "200 TFLOP/s in bf16, 20% below" in rows[1]["slow"]
+    assert rows[2]["fp32 TFLOP/s"] == 0.1

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tasks.machine import driver_gpus
 from training.inventory import Measured
+from training.measure import DTYPES, product
 
 # GFLOP/s of numpy's matrix product on one thread, the median of some 0.3 s: another library, another clock loop.
 NUMPY_GFLOPS = """
@@ -48,7 +52,7 @@ def test_one_rank_agrees_with_an_independent_timing(tmp_path: Path) -> None:
     (device,) = measured.devices
     # Both are wall-clock times, and other tests may run beside one of them: the unit and the order are what is checked.
     assert 1 / 6 < device.matmul_tflops["fp32"] * 1e3 / float(numpy_gflops) < 6
-    assert measured.allreduce_gb_per_s == 0
+    assert measured.allreduce_gb_per_s == measured.allreduce_latency_us == 0
     assert {"python", "torch"} <= measured.versions.keys()
 
 
@@ -57,11 +61,33 @@ def test_two_ranks_measure_themselves_and_the_link_between_them(tmp_path: Path) 
     measured = measure(tmp_path / "two.json", ranks=2, threads=1)
     assert len(measured.devices) == 2
     assert 0.01 < measured.allreduce_gb_per_s < 200
+    assert 1 < measured.allreduce_latency_us < 1e6
+    assert measured.links == ()
     for device in measured.devices:
         assert device.kind == "cpu"
         assert device.matmul_tflops.keys() == {"fp32", "bf16"}
         assert all(0.0005 < rate < 10 for rate in device.matmul_tflops.values())
         assert 0.3 < device.memory_gb_per_s < 1000
+
+
+def test_the_fp8_product_that_is_timed_is_a_product() -> None:
+    a, b = (torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    eighths = product(*(matrix.to(DTYPES["fp8"]) for matrix in (a, b)))()
+    assert (eighths.float() - a @ b).abs().mean() < 0.1 * (a @ b).abs().mean()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not driver_gpus(), reason="no NVIDIA driver")
+def test_every_two_gpus_have_a_link(tmp_path: Path) -> None:
+    num_gpus = len(driver_gpus())
+    if num_gpus < 2:
+        pytest.skip("one GPU has no link to another")
+    measured = measure(tmp_path / "gpus.json", ranks=num_gpus, threads=1)
+    assert {link.ranks for link in measured.links} == set(itertools.combinations(range(num_gpus), 2))
+    for link in measured.links:
+        assert re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS|same board|\?", link.kind)
+        assert 1 < link.gb_per_s < 1000
+    assert 1 < measured.allreduce_latency_us < 1e4
 
 
 @pytest.mark.gpu
@@ -78,3 +104,5 @@ def test_a_gpu_is_measured_in_every_precision_it_has(tmp_path: Path) -> None:
     if float(device.compute_capability or 0) >= 8:
         assert rates["fp32"] < rates["tf32"] < rates["bf16"]
         assert 0.5 < rates["fp16"] / rates["bf16"] < 2
+    if float(device.compute_capability or 0) >= 8.9:
+        assert rates["fp8"] > 1.2 * rates["bf16"]

@@ -10,10 +10,10 @@ import torch
 
 from tests.conftest import inventory, tiny_config
 from training.inventory import Device, Host, Inventory
-from training.layout import choose_precision
 from training.model import build_model
 from training.packing import Epoch, Packing, one_epoch
 from training.plan import make_plan
+from training.precision import choose_precision
 from training.shape import flops_per_token
 
 EPOCH = Epoch(sequences=100, tokens=1600)
@@ -122,7 +122,7 @@ def test_the_weakest_gpu_decides_the_precision_and_is_named() -> None:
     assert choose_precision(gpu_inventory("8.0", "9.0"))[0] == "bf16"
     precision, why = choose_precision(gpu_inventory("8.6", "7.5"))
     assert precision == "fp16"
-    assert "GPU 7.5" in why
+    assert "the weakest of 2 devices, device 1 of h (GPU 7.5), has compute capability 7.5" in why
     assert choose_precision(gpu_inventory("9.0", "6.1"))[0] == "fp32"
     with pytest.raises(ValueError, match=r"no bf16 \(from 8\.0 on\): use auto or fp32"):
         make_plan(tiny_config(parallel__precision="bf16"), gpu_inventory("7.5"))

@@ -1,0 +1,61 @@
+"""The arithmetic of matrix products: what every device of a run can do, and why that one; the weakest decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from training.config import RunConfig
+from training.inventory import Device, Inventory
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+BF16_GAIN_ON_CPU = 1.3  # below this bf16 is emulated or memory-bound, and fp32 costs nothing in accuracy
+
+
+def resolved_precision(config: RunConfig, inventory: Inventory) -> tuple[Precision, str]:
+    """As asked for, or chosen; and why. Raises ValueError for what the weakest device cannot do."""
+    chosen, why = choose_precision(inventory)
+    asked = config.parallel.precision
+    if asked == "auto":
+        return chosen, why
+    if inventory.device_kind == "cuda" and (asked, chosen) in {("bf16", "fp16"), ("bf16", "fp32"), ("fp16", "fp32")}:
+        raise ValueError(f"parallel.precision={asked}: {why}: use auto or fp32")
+    return asked, "asked for by parallel.precision"
+
+
+def choose_precision(inventory: Inventory) -> tuple[Precision, str]:
+    """bf16 from Ampere on (compute capability 8.0), fp16 on Volta and Turing (7.0, 7.5), else fp32; on CPUs by rate."""
+    if inventory.device_kind == "cuda":
+        weakest, which = _weakest(inventory, capability)
+        which += f" has compute capability {weakest.compute_capability}"
+        if capability(weakest) >= (8, 0):
+            return "bf16", f"{which} (bf16 from 8.0 on)"
+        if capability(weakest) >= (7, 0):
+            return "fp16", f"{which}: fp16 tensor cores (from 7.0 on), no bf16 (from 8.0 on)"
+        return "fp32", f"{which}, fp16 needs 7.0 and bf16 8.0"
+    weakest, which = _weakest(inventory, _bf16_gain)
+    on = "this CPU" if which == weakest.name else which
+    gain = _bf16_gain(weakest)
+    if gain >= BF16_GAIN_ON_CPU:
+        return "bf16", f"bf16 matrix products measured {gain:.1f}x as fast as fp32 on {on}"
+    return "fp32", f"bf16 measured only {gain:.1f}x as fast as fp32 on {on}, below {BF16_GAIN_ON_CPU}x"
+
+
+def capability(device: Device) -> tuple[int, int]:
+    major, _, minor = (device.compute_capability or "0.0").partition(".")
+    return int(major), int(minor or 0)
+
+
+def _bf16_gain(device: Device) -> float:
+    rates = device.matmul_tflops
+    return rates.get("bf16", 0.0) / max(rates.get("fp32", 0.0), 1e-9)
+
+
+def _weakest(inventory: Inventory, measure: Callable[[Device], object]) -> tuple[Device, str]:
+    """The device that decides, and its name; with its place where there are unlike ones to tell it from."""
+    placed = [(host.name, i, device) for host in inventory.hosts for i, device in enumerate(host.devices)]
+    host, i, weakest = min(placed, key=lambda place: measure(place[2]))  # type: ignore[arg-type, return-value]
+    if len({device.name for _, _, device in placed}) == 1:
+        return weakest, weakest.name
+    return weakest, f"the weakest of {len(placed)} devices, device {i} of {host} ({weakest.name}),"
