@@ -17,7 +17,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
 from flows.embedded import is_embedded
-from tasks import corpus, fleet, launch, local, overrides, planning, track
+from tasks import corpus, fleet, launch, nsight, overrides, planning, track
 from tasks import hardware as machines
 from tasks.doctor import hardware_rows
 from tasks.generate import TextGenerator, check_prompts
@@ -119,7 +119,7 @@ def stage_seconds(run: TrackedRun) -> dict[str, float]:
 @stage("Tokenize the corpus")
 def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
     with timed(run, "tokenize"):
-        local.check_profiler(config)
+        nsight.check_here(config)
         check_tokenizer(config)
         folder, shards = corpus.prepare_corpus(config.data, tokens_home=home() / "tokens", objective=config.objective)
         check_tokenizer(config, folder / "tokenizer" / "tokenizer.json")

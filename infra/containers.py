@@ -84,6 +84,11 @@ class State:
     def running(self) -> bool:
         return self.status in {"running", "paused", "restarting"}
 
+    @property
+    def hangs(self) -> bool:
+        """Its heartbeat is too old."""
+        return self.running and self.health == "unhealthy"
+
 
 @dataclass(frozen=True)
 class Found:

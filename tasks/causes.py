@@ -26,6 +26,8 @@ PEER_IS_GONE = re.compile(
 )
 TIMED_OUT = re.compile(r"timed? ?out|collective operation timeout|watchdog (hang|got stuck)", re.IGNORECASE)
 OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|can't allocate memory|MemoryError|std::bad_alloc")
+SENT_A_SIGNAL = re.compile(r"Signal (9|15)\b")  # as torchrun says it of a rank
+BAD_CONFIG = ("ValueError", "pydantic", "ModuleNotFoundError", "ImportError")
 TELLING = re.compile(r"Error|Watchdog caught|rank \d+ failed: ")  # of a log's last lines
 
 
@@ -55,6 +57,21 @@ class RunFailed(RuntimeError):
         self.cause = cause
 
 
+def cause_of(said: str) -> Cause:
+    """What the line that a rank ended with tells by itself."""
+    if OUT_OF_MEMORY.search(said):
+        return "out of memory"
+    if "NonFiniteLoss" in said:
+        return "bad loss"
+    if said.startswith(BAD_CONFIG):
+        return "bad config"
+    if PEER_IS_GONE.search(said):
+        return "network"
+    if TIMED_OUT.search(said):
+        return "timeout"
+    return "killed" if SENT_A_SIGNAL.search(said) else "error"
+
+
 @dataclass(frozen=True)
 class HostEnd:
     """What is known of one host: its container's last state, its node's record; `lost` where nobody answers."""
@@ -72,6 +89,11 @@ class HostEnd:
         if self.end is not None:
             return self.end.ending == "done"
         return self.state is not None and not self.state.running and not self.gone and self.state.exit_code == DONE
+
+    @property
+    def hangs(self) -> bool:
+        """Given up though its daemon answers: its node has stopped."""
+        return self.lost and self.state is not None and self.state.hangs
 
     @property
     def unexplained(self) -> int | None:
@@ -111,17 +133,11 @@ def _endings(hosts: Mapping[str, HostEnd], *, asked: bool) -> Iterator[Ending]:
     for name, host in hosts.items():  # also one that we ended: its other ranks may have waited for the one killed
         if host.state is not None and host.state.oom_killed:
             yield _ending("out of memory", name, host, "the kernel killed a rank: the container's memory is used up")
-    for name, host, said in _causes(known):
-        if OUT_OF_MEMORY.search(said):
-            yield _ending("out of memory", name, host, said)
-    for name, host, said in _causes(known):
-        if "NonFiniteLoss" in said:
-            yield _ending("bad loss", name, host, said)
-    for name, host, said in _causes(known):
-        if said.startswith(("ValueError", "pydantic", "ModuleNotFoundError", "ImportError")):
-            yield _ending("bad config", name, host, said)
+    yield from _told(known, "out of memory", "bad loss", "bad config")
     for name, host in known.items():
-        if host.lost:
+        if host.hangs:
+            yield _ending("lost host", name, host, "its node hangs: no heartbeat, and no steps")
+        elif host.lost:
             yield _ending("lost host", name, host, "its daemon does not answer any more")
         elif host.end is not None and host.end.asked == "lease stale":
             yield _ending("lost host", name, host, "it did not see our lease renewed: its storage does not answer")
@@ -137,7 +153,8 @@ def _endings(hosts: Mapping[str, HostEnd], *, asked: bool) -> Iterator[Ending]:
             yield _ending("killed", name, host, "its container was killed (exit code 137)")
         elif host.end is not None and any(failure.exit_code == -9 for failure in host.end.failures):
             yield _ending("killed", name, host, "a rank was killed (SIGKILL)")
-    yield from _endings_of_several(known)
+    # What one rank failed of shows on all others as a peer that is gone, or did not come in time.
+    yield from _told(known, "error", "killed", "timeout", "network")
     for name, host in known.items():
         if host.end is not None and host.end.ending in {"stopped", "killed"}:
             yield _ending("stopped", name, host, f"told to stop ({host.end.asked})")
@@ -148,17 +165,12 @@ def _endings(hosts: Mapping[str, HostEnd], *, asked: bool) -> Iterator[Ending]:
     yield Ending(cause="error", detail="all hosts were stopped by us")
 
 
-def _endings_of_several(hosts: Mapping[str, HostEnd]) -> Iterator[Ending]:
-    """What one rank failed of shows on all others as a peer that is gone, or did not come in time."""
-    for name, host, said in _causes(hosts):
-        if said and not PEER_IS_GONE.search(said) and not TIMED_OUT.search(said):
-            yield _ending("error", name, host, said)
-    for name, host, said in _causes(hosts):
-        if TIMED_OUT.search(said) and not PEER_IS_GONE.search(said):
-            yield _ending("timeout", name, host, said)
-    for name, host, said in _causes(hosts):
-        if PEER_IS_GONE.search(said):
-            yield _ending("network", name, host, said)
+def _told(hosts: Mapping[str, HostEnd], *causes: Cause) -> Iterator[Ending]:
+    """What ranks said themselves, in the order of `causes`."""
+    for cause in causes:
+        for name, host, said in _causes(hosts):
+            if said and cause_of(said) == cause:
+                yield _ending(cause, name, host, said)
 
 
 def _told_to_stop(name: str, host: HostEnd, *, asked: bool) -> Ending:

@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from infra.hosts import DockerHost
+from tasks import nsight
 from tasks.docker_hardware import measure_hosts, with_network
 from tasks.gang import Gang, Program, new_folder, sweep
 from tasks.hosts import docker_hosts, rank_user, read_hosts, slots
@@ -50,6 +51,7 @@ def check_fleet(config: RunConfig, *, run_dir: Path) -> Inventory:
     give_to_ranks(run_dir, config.launch)
     sweep(hosts, run_dir.name, run_dir, grace_s=grace_s(run_dir))  # a gang that outlived its launcher saves, and ends
     fit, facts = fit_hosts(hosts, config.launch, run_dir=run_dir)
+    nsight.check_image(config, facts)
     inventory = measure_hosts(
         fit, config.launch, facts=facts, slots=slots_of(named, facts, config), home=home(), run_dir=run_dir
     )

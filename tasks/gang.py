@@ -44,6 +44,7 @@ class Program:
     module: str = ""
     script: str = ""
     args: tuple[str, ...] = ()
+    prefix: tuple[str, ...] = ()  # before each rank's command
     images: Mapping[str, str] = field(default_factory=dict)  # ids by host's name, as measured; else launch.image
     working_dir: str = "/"
     threads: int = 1
@@ -101,6 +102,7 @@ class Gang:
             module=program.module,
             script=program.script,
             args=program.args,
+            prefix=program.prefix,
             num_nodes=len(self.hosts),
             node_rank=number,
             num_ranks=program.ranks[host.name],
@@ -163,11 +165,18 @@ class Gang:
         return all(watcher.ended for watcher in self.watchers.values())
 
     def lost(self) -> list[str]:
-        """Hosts that were silent for too long: longer, while steps are made, since then their ranks live."""
+        """Hosts that were silent for too long: longer, while steps are made, since then their ranks live.
+
+        And such as have no heartbeat any more, once steps are overdue too.
+        """
         steps_are_due_s = max(self.launch.lost_after_s, 2 * self.pace_s)  # rows may come minutes apart
         progresses = time.monotonic() - self.progress_at < steps_are_due_s
         patience_s = self.launch.daemon_grace_s if progresses else self.launch.lost_after_s
-        return [w.host.name for w in self.watchers.values() if not w.ended and w.silent_s > patience_s]
+        return [
+            w.host.name
+            for w in self.watchers.values()
+            if not w.ended and (w.silent_s > patience_s or (w.hangs and not progresses))
+        ]
 
     def _settle(self) -> None:
         """What failed first to be seen may have failed of another host's end, which is to be seen yet."""

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tasks import local, recovery
-from tasks.causes import RunStopped
+from tasks.causes import RunFailed, RunStopped
 from tasks.places import fresh
 from training.limits import is_finished
 from training.metrics import read_rows
-from training.records import EvalReport, ExportedModel, RunPlan, TrainResult
+from training.records import EvalReport, ExportedModel, RunPlan, TrainFailure, TrainResult, train_failure
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ def train(plan: RunPlan, *, run_dir: Path, on_row: Callable[[dict[str, float]], 
     """
     result_path = run_dir / "result.json"
     if result_path.exists():
-        result = TrainResult.read(result_path)
-        if is_finished(plan, result, read_rows(run_dir / "metrics.jsonl")):
+        result = None if train_failure(result_path) else TrainResult.read(result_path)
+        if result is not None and is_finished(plan, result, read_rows(run_dir / "metrics.jsonl")):
             logger.info("training is done already%s: step %d, loss %.4f", _ended_by(result), result.step, result.loss)
             return result
         result_path.unlink()
@@ -49,12 +49,26 @@ def train(plan: RunPlan, *, run_dir: Path, on_row: Callable[[dict[str, float]], 
         for row in rows.read():
             on_row(row)
 
-    run_program("training.train", plan=plan, run_dir=run_dir, on_poll=look)
+    try:
+        run_program("training.train", plan=plan, run_dir=run_dir, on_poll=look)
+    except RunFailed as failed:
+        _record(failed, run_dir=run_dir)
+        raise
     result = TrainResult.read(fresh(result_path))
     if result.stopped_by == "signal":
         raise RunStopped(f"training was told to stop at step {result.step}: `shardline resume {plan.run_id}` goes on")
     logger.info("training is done%s: step %d of %d, loss %.4f", _ended_by(result), result.step, plan.steps, result.loss)
     return result
+
+
+def _record(failed: RunFailed, *, run_dir: Path) -> None:
+    step = recovery.newest_step(run_dir)
+    checkpoint, detail = f"checkpoints/{step:08d}" if step else "", str(failed).partition("\n")[0]
+    failure = TrainFailure(step=step, checkpoint=checkpoint, stopped_by=failed.cause, detail=detail)
+    try:
+        failure.write(run_dir / "result.json")
+    except OSError as error:  # a full disk may be what it failed of
+        logger.warning("the failure could not be recorded in %s (%s)", run_dir / "result.json", error)
 
 
 def _ended_by(result: TrainResult) -> str:

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import psutil
 
-from tasks.causes import RunStopped
+from tasks import nsight
+from tasks.causes import RunFailed, RunStopped, cause_of
 from tasks.lease import FENCE_S, withdraw_leases
 from tasks.places import local_process, process_key, tracking_uri
-from training.config import RunConfig
 from training.records import Record, RunPlan
 
 logger = logging.getLogger(__name__)
@@ -82,26 +82,16 @@ def run_program(
         if match := RANK_WARNING.match(line):
             logger.warning("%s: %s", module, match[1])
     if process.returncode:
-        raise RuntimeError(_failure(module, process.returncode, lines, log_path) + stacks.where())
-
-
-def check_profiler(config: RunConfig) -> None:
-    """Raises ValueError if config.profile asks for Nsight Systems, and it is not here."""
-    if config.profile.nsys and shutil.which("nsys") is None:
-        raise ValueError(
-            "profile.nsys=true, but there is no nsys on PATH: install Nsight Systems, "
-            "or use profile.steps=[20,21] for a trace by torch's own profiler"
-        )
+        said = _said(process.returncode, lines)
+        raise RunFailed(_failure(module, said, lines, log_path) + stacks.where(), cause=cause_of(said))
 
 
 def command_for(module: str, *, plan: RunPlan, run_dir: Path, ranks: int) -> list[str]:
     """Under torchrun if there are several ranks, and each under nsys if the plan's config says so."""
-    program = [sys.executable, "-u", "-m", module, str(run_dir / "plan.json")]
-    if plan.config.profile.nsys and module == "training.train":
-        check_profiler(plan.config)
-        (run_dir / "profile").mkdir(exist_ok=True)
-        report = run_dir / "profile" / f"{time.strftime('%Y%m%d-%H%M%S')}-rank-{'%q{RANK}' if ranks > 1 else 0}"
-        program = ["nsys", "profile", "--sample=none", "--trace=cuda,nvtx,osrt", "-o", str(report), *program]
+    wrapped = nsight.prefix(module, plan.config, run_dir=run_dir, rank="%q{RANK}" if ranks > 1 else "0")
+    if wrapped:
+        nsight.check_here(plan.config)
+    program = [*wrapped, sys.executable, "-u", "-m", module, str(run_dir / "plan.json")]
     if ranks == 1:
         return program
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -215,8 +205,14 @@ def end_containers(run_dir: Path) -> None:
         time.sleep(FENCE_S)
 
 
-def _failure(module: str, code: int, lines: list[str], log_path: Path) -> str:
+def _said(code: int, lines: list[str]) -> str:
+    """The line that tells why: an exception's, or torchrun's of the signal that a rank died of."""
     causes = [line for line in lines if ("Error:" in line or "NonFiniteLoss:" in line) and not LOG_LINE.match(line)]
-    cause = next((line for line in causes if "ChildFailedError" not in line), f"exit code {code}")
+    signals = [line for line in lines if "Signal" in line and "received by PID" in line]
+    told = [line.strip() for line in causes if "ChildFailedError" not in line]
+    return next(iter(told or signals), f"exit code {code}" if code > 0 else f"Signal {-code}").strip()
+
+
+def _failure(module: str, said: str, lines: list[str], log_path: Path) -> str:
     tail = "\n".join(lines[-LAST_LINES:])
-    return f"{module} failed: {cause.strip()}\nThe last lines of {log_path}:\n{tail}"
+    return f"{module} failed: {said}\nThe last lines of {log_path}:\n{tail}"

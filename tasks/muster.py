@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,11 +35,13 @@ class Muster:
     away: dict[str, HostError]
 
 
-def muster(run_dir: Path, launch: LaunchConfig, *, alone: bool = False) -> Muster:
+def muster(run_dir: Path, launch: LaunchConfig, *, alone: bool = False, lost: Collection[str] = frozenset()) -> Muster:
     """Fence, wait for the hosts that are needed, and plan for those that are there.
 
-    A host that was away is swept first, then checked: it may have come back without its storage. `alone`: one host of
-    the plan will do, whichever comes first in its order.
+    A host that was away is swept first, then checked: it may have come back without its storage. One of the plan's that
+    could be done without is still asked for launch.lost_after_s, which a daemon's restart or a blip takes, unless it is
+    among the `lost`: those were silent for that long already. `alone`: one host of the plan will do, whichever comes
+    first in its order.
     Raises RunFailed if too few hosts come within launch.wait_s, or the run does not fit those that did.
     """
     plan, inventory = placed(run_dir), Inventory.read(run_dir / "inventory.json")
@@ -49,8 +51,11 @@ def muster(run_dir: Path, launch: LaunchConfig, *, alone: bool = False) -> Muste
     away = sweep(hosts_of(launch), plan.run_id, run_dir)
     newcomers = [host for host in hosts if host.name not in {*plan.hosts, *away}]
     away |= _unfit(newcomers, launch, run_dir=run_dir)
-    while missing := _missing(hosts, away, plan=plan, launch=launch, alone=alone):
-        if time.monotonic() > began + launch.wait_s:
+    while missing := (
+        _missing(hosts, away, plan=plan, launch=launch, alone=alone)
+        or _perhaps_back(away, lost, plan=plan, launch=launch, alone=alone, waited_s=time.monotonic() - began)
+    ):
+        if time.monotonic() > began + max(launch.wait_s, launch.lost_after_s):
             raise RunFailed(_too_few(missing, away, hosts=hosts, launch=launch, plan=plan), cause="lost host")
         logger.warning("waiting for %s", ", ".join(missing))
         time.sleep(ASK_AGAIN_S)
@@ -83,6 +88,21 @@ def _missing(
         return [name for name in plan.hosts if name in away]
     names = [host.name for host in hosts if host.name in away]
     return names if len(hosts) - len(names) < launch.min_hosts else []
+
+
+def _perhaps_back(
+    away: dict[str, HostError],
+    lost: Collection[str],
+    *,
+    plan: RunPlan | TrainerPlan,
+    launch: LaunchConfig,
+    alone: bool,
+    waited_s: float,
+) -> list[str]:
+    """Names of hosts that are worth a moment's wait, though there are enough without them."""
+    if alone or waited_s > launch.lost_after_s:
+        return []
+    return [name for name in plan.hosts if name in away and name not in lost]
 
 
 def _unfit(hosts: Sequence[DockerHost], launch: LaunchConfig, *, run_dir: Path) -> dict[str, HostError]:

@@ -52,11 +52,25 @@ def command(name: str) -> str:
 
 
 def process_key(pid: int) -> str:
-    """Names a process beyond the reuse of its pid and a reboot: host, pid and start time. Empty if it is gone."""
+    """Names a process beyond the reuse of its pid: HOST/PID/START/KERNEL. Empty if it is gone."""
     try:
-        return f"{socket.gethostname()}/{pid}/{psutil.Process(pid).create_time():.2f}"
+        return f"{socket.gethostname()}/{pid}/{psutil.Process(pid).create_time():.2f}/{_kernel()}"
     except psutil.NoSuchProcess:
         return ""
+
+
+def _kernel() -> str:
+    """Whose pids they are: this boot's, in this container's namespace. Cloned machines have one name, but not this."""
+    boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    if not boot.exists():
+        return ""
+    return f"{boot.read_text().strip()[:8]}-{pids.stat().st_ino}"
+
+
+def is_local(key: str) -> bool:
+    """Whether the process of that key, if it lives, would be seen here."""
+    host, _, rest = key.partition("/")
+    return host == socket.gethostname() and rest.rpartition("/")[2] == _kernel()
 
 
 def local_process(key: str) -> psutil.Process | None:

@@ -47,6 +47,7 @@ class HostFacts(Record):
     cpu_model: str
     busy_percent: float
     sources: str
+    nsys: bool
 
 
 class HostsNotReady(ValueError):

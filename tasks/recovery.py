@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from infra.hosts import HostError
+from tasks import nsight
 from tasks.causes import CURES, Ending, RunFailed, RunStopped
 from tasks.fleet import NCCL, give_to_ranks, hosts_of, ranks_reach_mlflow, tracking_for_ranks
 from tasks.gang import Gang, Program, new_folder, sweep
 from tasks.local import end_earlier_gang, grace_s
 from tasks.muster import Muster, muster
-from tasks.places import home
+from tasks.places import fresh, home
 from tasks.signs import Steps, Warnings
 from tasks.trainer import TrainerPlan, experiment_of, placed, program_of
 from training.inventory import Inventory
 from training.launch_config import LaunchConfig
-from training.records import Record, RunPlan
+from training.records import Record, RunPlan, TrainResult
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +71,9 @@ def _run(
     on_poll: Callable[[], object],
     unswept: set[str],
 ) -> None:
-    failures, reached = 0, -1
+    failures, reached, lost = 0, -1, frozenset[str]()
     while True:
-        there = muster(run_dir, launch, alone=alone)
+        there = muster(run_dir, launch, alone=alone, lost=lost)
         unswept.clear()
         unswept |= set(there.away)
         step = newest_step(run_dir)
@@ -82,6 +83,7 @@ def _run(
         if ending.cause == "done":
             return
         failures += 1
+        lost = frozenset(ending.host.split(", ")) if ending.cause == "lost host" else frozenset()
         words = f"{module} on {', '.join(attempt.hosts)}: {ending.cause} ({ending.host}: {ending.detail})"
         if ending.cause == "stopped":
             raise RunStopped(f"{words}: `shardline resume {run_id}` goes on")
@@ -136,11 +138,38 @@ def _attempt(
     folder = new_folder(run_dir / "attempts")
     give_to_ranks(run_dir, plan.config.launch)
     began_at, from_step = _now(), newest_step(run_dir)
+    program = _program(module, plan, by_name, run_dir=run_dir)
+    logger.info("attempt %s: %s on %s, from step %d", folder.name, module, _in_words(by_name), from_step)
+    gang = Gang(program, there.hosts[: len(by_name)], plan.config.launch, home=home(), folder=folder)
+    ending = Ending(cause="stopped", detail="the launcher was interrupted")
+    try:
+        ending = _watched(gang, plan, run_dir=run_dir, on_poll=on_poll)
+        if ending.cause == "done" and module == "training.train" and _stopped_early(run_dir):
+            ending = Ending(cause="killed", detail="its ranks were told to stop (SIGTERM), and not by us")
+    finally:
+        unswept |= set(gang.left)
+        if gang.taken:  # what is there now may be the other launcher's
+            unswept.clear()
+        attempt = Attempt(
+            number=int(folder.name),
+            program=module,
+            hosts=by_name,
+            from_step=from_step,
+            began_at=began_at,
+            ended_at=_now(),
+            ending=ending,
+        )
+        _record(attempt, folder)
+    return attempt
+
+
+def _program(module: str, plan: RunPlan | TrainerPlan, ranks: dict[str, int], *, run_dir: Path) -> Program:
     environment, secrets = tracking_for_ranks(plan)
-    program = Program(
+    return Program(
         run_id=plan.run_id,
-        ranks=by_name,
+        ranks=ranks,
         **program_of(module, plan, run_dir=run_dir),
+        prefix=nsight.prefix(module, plan.config, run_dir=run_dir),
         images=_images(run_dir),
         working_dir=str(run_dir) if isinstance(plan, TrainerPlan) else "/",  # where else it may write
         threads=plan.threads_per_rank,
@@ -151,28 +180,20 @@ def _attempt(
         secrets=secrets,
         grace_s=grace_s(run_dir),
     )
-    logger.info("attempt %s: %s on %s, from step %d", folder.name, module, _in_words(by_name), from_step)
-    gang = Gang(program, there.hosts[: len(by_name)], plan.config.launch, home=home(), folder=folder)
-    try:
-        ending = _watched(gang, plan, run_dir=run_dir, on_poll=on_poll)
-    finally:
-        unswept |= set(gang.left)
-        if gang.taken:  # what is there now may be the other launcher's
-            unswept.clear()
-    attempt = Attempt(
-        number=int(folder.name),
-        program=module,
-        hosts=by_name,
-        from_step=from_step,
-        began_at=began_at,
-        ended_at=_now(),
-        ending=ending,
-    )
+
+
+def _stopped_early(run_dir: Path) -> bool:
+    """By a signal to the ranks themselves: a node that is told to stop ends otherwise than done."""
+    path = fresh(run_dir / "result.json")
+    return path.exists() and TrainResult.read(path).stopped_by == "signal"
+
+
+def _record(attempt: Attempt, folder: Path) -> None:
     try:
         attempt.write(folder / "attempt.json")
     except OSError as error:  # a full disk may be what ended it: that is to be told
+        ending = attempt.ending
         logger.warning("attempt %s could not be recorded (%s): %s, %s", folder.name, error, ending.cause, ending.detail)
-    return attempt
 
 
 def _watched(gang: Gang, plan: RunPlan | TrainerPlan, *, run_dir: Path, on_poll: Callable[[], object]) -> Ending:

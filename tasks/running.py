@@ -23,7 +23,7 @@ from infra.containers import Found, State
 from infra.hosts import DockerHost, HostError, connect, on_each
 from tasks.hosts import docker_hosts, read_hosts
 from tasks.local import Gang
-from tasks.places import home, is_owned, local_process, run_folder
+from tasks.places import home, is_local, is_owned, local_process, run_folder
 from tasks.track import Owner
 from training.launch_config import LaunchConfig
 from training.node_record import NodeTask
@@ -202,7 +202,7 @@ def launcher_of(each: OnHost) -> tuple[bool, str]:
     if owner := owner_of(run_dir):
         return True, f"alive (pid {owner.pid})"
     machine, _, process = found.launcher.partition("/")
-    if machine == socket.gethostname():
+    if is_local(found.launcher):
         pid = process.partition("/")[0]
         return (True, f"alive (pid {pid})") if local_process(found.launcher) else (False, f"gone (was pid {pid})")
     if not run_dir.is_dir():

@@ -100,7 +100,7 @@ def _closed(client: MlflowClient, run: TrackedRun) -> Iterator[None]:
         why, cause = str(failure), failure.cause
         raise
     except Exception as error:
-        why = str(error)
+        why, cause = str(error), "bad config" if isinstance(error, ValueError) else "error"
         raise
     except BaseException as interruption:  # Ctrl-C, a Prefect cancel, SIGTERM
         status, why, cause = "KILLED", f"interrupted ({type(interruption).__name__})", "stopped"

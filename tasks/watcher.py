@@ -58,6 +58,10 @@ class Watcher(threading.Thread):
         """Its daemon was asked, and did not answer in time."""
         return not self.gone and not _has_ended(self.state) and self.silent_s > ANSWER_S
 
+    @property
+    def hangs(self) -> bool:
+        return self.state is not None and self.state.hangs
+
     def close(self) -> None:
         self._over.set()
 

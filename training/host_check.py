@@ -63,6 +63,7 @@ def main(asked: Asked) -> None:
         "cpu_model": cpu_model(),
         "busy_percent": busy_percent(),
         "driver": driver(),
+        "nsys": shutil.which("nsys") is not None,
         "sources": sources_sha256(Path(__file__).parent),
     }
     print(json.dumps(report))

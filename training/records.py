@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -10,6 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict
 
 from training.config import RunConfig
+from training.launch_config import Cause
 from training.parallel_config import Strategy
 
 
@@ -209,6 +211,21 @@ class RunPlan(Record):
 StoppedBy = Literal["steps", "signal", "hours", "early stop"]
 
 
+class TrainFailure(Record):
+    """result.json where training failed, until a resume succeeds: why, and the newest whole checkpoint, if any."""
+
+    step: int
+    checkpoint: str
+    stopped_by: Cause
+    detail: str
+
+
+def train_failure(path: Path) -> TrainFailure | None:
+    """What a result.json says of a failure; None if training came to its end."""
+    content = json.loads(path.read_bytes())
+    return TrainFailure.model_validate(content) if "detail" in content else None
+
+
 class TrainResult(Record):
     """How training ended. Rates are of the last attempt, over all ranks, without first step, validation, checkpoints.
 
@@ -231,6 +248,16 @@ class TrainResult(Record):
     checkpoint_sha256: str
     stopped_by: StoppedBy
     train_s: float
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises ValueError if training failed."""
+        if failure := train_failure(path):
+            raise ValueError(
+                f"{path}: training ended by {failure.stopped_by} ({failure.detail}), its newest checkpoint is of step "
+                f"{failure.step}: `shardline resume {path.parent.name}` goes on"
+            )
+        return super().read(path)
 
 
 class Sample(Record):

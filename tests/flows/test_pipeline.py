@@ -16,7 +16,7 @@ import pytest
 from tasks.places import local_process
 from tests.conftest import losses
 from tests.shop import DEADLINE_S, Shop, wait_for_step
-from training.records import TrainResult, sha256_file
+from training.records import TrainResult, sha256_file, train_failure
 
 
 @pytest.fixture(scope="module")
@@ -211,4 +211,11 @@ def test_a_failing_rank_ends_with_1_and_its_cause(shop: Shop, first: dict[str, A
     assert "lower train.learning_rate" in err
     (run_dir,) = [path for path in shop.run_dirs() if path not in known]
     assert shop.mlflow_run(run_dir).info.status == "FAILED"
-    assert "lower train.learning_rate" in shop.mlflow_run(run_dir).data.tags["shardline.ended_by"]
+    tags = shop.mlflow_run(run_dir).data.tags
+    assert "lower train.learning_rate" in tags["shardline.ended_by"]
+    failure = train_failure(run_dir / "result.json")
+    assert failure is not None
+    assert failure.stopped_by == tags["shardline.cause"] == "bad loss"
+    assert "lower train.learning_rate" in failure.detail
+    with pytest.raises(ValueError, match=rf"training ended by bad loss.*shardline resume {run_dir.name}"):
+        TrainResult.read(run_dir / "result.json")

@@ -6,7 +6,8 @@ Each time the losses are those of a run that nothing happened to.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from tests.rig.runs import (
     causes,
     curve,
     curves,
+    kill_containers,
     make_slow_run,
     shardline_home,
     slow_rig,
@@ -36,6 +38,19 @@ __all__ = ["curves", "shardline_home", "slow_rig", "undisturbed"]
 
 BLIP_S, PARTITION_S, RESTART_S = 8.0, 45.0, 3.0
 Undisturbed = Callable[..., dict[int, float]]
+
+
+@contextmanager
+def outage(seconds: float, begin: Callable[[], object], end: Callable[[], object]) -> Iterator[Callable[[], None]]:
+    """Yields what begins it; so many seconds later it ends, before the block does at the latest."""
+    timers: list[threading.Timer] = []
+
+    def strike() -> None:
+        begin()
+        timers.append(after(seconds, end))
+
+    yield strike
+    timers[0].join()
 
 
 def after(seconds: float, action: Callable[[], object]) -> threading.Timer:
@@ -60,14 +75,8 @@ def test_a_blip_restarts_nothing(
     # TCP comes back 6 to 10 s after the network, as a rule; once it took more than 22 s.
     patient = {"launch__lost_after_s": LaunchConfig().lost_after_s, "parallel__timeout_s": 120}
     run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "blip", **patient)
-    timers: list[threading.Timer] = []
-
-    def strike() -> None:
-        slow_rig.partition(host)
-        timers.append(after(BLIP_S, lambda: slow_rig.heal(host)))
-
-    train(run_dir, on_row=at_step(8, strike))
-    timers[0].join()
+    with outage(BLIP_S, lambda: slow_rig.partition(host), lambda: slow_rig.heal(host)) as strike:
+        train(run_dir, on_row=at_step(8, strike))
     assert causes(run_dir) == ["done"]
     assert curve(run_dir) == expected
     assert_nothing_is_left(slow_rig)
@@ -105,15 +114,27 @@ def test_a_daemon_that_comes_back_restarts_nothing(
 ) -> None:
     expected, host = undisturbed(), slow_rig.hosts[1]
     run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "daemon")
-    timers: list[threading.Timer] = []
-
-    def strike() -> None:
-        slow_rig.kill_daemon(host)
-        timers.append(after(RESTART_S, lambda: slow_rig.start_daemon(host)))
-
-    train(run_dir, on_row=at_step(8, strike))
-    timers[0].join()
+    with outage(RESTART_S, lambda: slow_rig.kill_daemon(host), lambda: slow_rig.start_daemon(host)) as strike:
+        train(run_dir, on_row=at_step(8, strike))
     assert causes(run_dir) == ["done"]
+    assert curve(run_dir) == expected
+    assert_nothing_is_left(slow_rig)
+
+
+@pytest.mark.long
+def test_a_host_that_reboots_is_waited_for_though_it_could_be_done_without(
+    slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed
+) -> None:
+    expected, host = undisturbed(), slow_rig.hosts[1]
+    run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "reboot", launch__min_hosts=1)
+
+    def go_down() -> None:
+        kill_containers(slow_rig, host)
+        slow_rig.kill_daemon(host)
+
+    with outage(2 * RESTART_S, go_down, lambda: slow_rig.start_daemon(host)) as strike:
+        train(run_dir, on_row=at_step(8, strike))
+    assert [attempt["hosts"] for attempt in attempts_of(run_dir)] == 2 * [{"host0": 2, "host1": 1}]
     assert curve(run_dir) == expected
     assert_nothing_is_left(slow_rig)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from infra.containers import Heartbeat
+from tasks import gang
 from tasks.causes import RunFailed
 from tasks.recovery import attempts_of, newest_step
 from tests.rig.rig import Rig
@@ -45,7 +49,8 @@ def test_two_hosts_with_unequal_ranks(rig: Rig, shardline_home: Path, tiny_shard
 
 
 @pytest.mark.parametrize(
-    "killed", [pytest.param(1, marks=pytest.mark.long, id="node"), pytest.param(0, id="first-node")]
+    ("killed", "strategy"),
+    [pytest.param(1, "zero2", marks=pytest.mark.long, id="node"), pytest.param(0, "ddp", id="first-node")],
 )
 def test_a_killed_node_costs_seconds(
     slow_rig: Rig,
@@ -54,9 +59,10 @@ def test_a_killed_node_costs_seconds(
     undisturbed: Callable[..., dict[int, float]],
     capsys: pytest.CaptureFixture[str],
     killed: int,
+    strategy: str,
 ) -> None:
-    expected = undisturbed()
-    run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "killed")
+    expected = undisturbed(parallel__strategy=strategy)
+    run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "killed", parallel__strategy=strategy)
     times: list[float] = []
     saved: list[int] = []
 
@@ -95,6 +101,53 @@ def test_a_removed_container_is_a_killed_one(
     assert causes(run_dir) == ["killed", "done"]
     assert curve(run_dir) == expected
     assert_nothing_is_left(slow_rig)
+
+
+@pytest.mark.long
+def test_ranks_that_were_told_to_stop_by_nobody_of_ours_go_on(
+    slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Callable[..., dict[int, float]]
+) -> None:
+    """SIGTERM past their node: they save and leave in order, and nobody asked for that."""
+    expected = undisturbed()
+    run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "told")
+    train(run_dir, on_row=at_step(12, lambda: signal_processes(slow_rig, 1, signal.SIGTERM, of="training.train")))
+    assert causes(run_dir) == ["killed", "done"]
+    assert attempts_of(run_dir)[1]["from_step"] >= 12, "the checkpoint that they left"
+    assert curve(run_dir) == expected
+    assert_nothing_is_left(slow_rig)
+
+
+@pytest.mark.long
+def test_a_node_that_hangs_is_a_lost_host(
+    slow_rig: Rig,
+    shardline_home: Path,
+    tiny_shards: Path,
+    undisturbed: Callable[..., dict[int, float]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its daemon answers, its container runs: only the heartbeat tells, and the steps that do not come."""
+    expected = undisturbed()
+    monkeypatch.setattr(gang, "HEARTBEAT", Heartbeat(path="/tmp/heartbeat", max_age_s=4, every_s=1))
+    run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "hung", parallel__timeout_s=300)
+    train(run_dir, on_row=at_step(12, lambda: signal_processes(slow_rig, 1, signal.SIGSTOP, of="python")))
+    first, second = attempts_of(run_dir)
+    assert (first["ending"]["cause"], first["ending"]["host"]) == ("lost host", "host1")
+    assert "no heartbeat" in first["ending"]["detail"]
+    assert second["ending"]["cause"] == "done"
+    assert curve(run_dir) == expected
+    assert_nothing_is_left(slow_rig)
+
+
+def signal_processes(rig: Rig, host: int, number: signal.Signals, *, of: str) -> None:
+    """To every process with `of` in its command line in the containers of a host."""
+    client = rig.daemons[host].client()
+    try:
+        for container in rig.containers(rig.hosts[host]):
+            for pid, command in client.api.top(container.id, "-eo pid,args")["Processes"]:
+                if of in command and "torch.distributed.run" not in command:
+                    os.kill(int(pid), number)
+    finally:
+        client.close()
 
 
 def test_no_memory_is_no_reason_to_try_again(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from infra.containers import State
-from tasks.causes import HostEnd, classify
+from tasks.causes import HostEnd, cause_of, classify
 from training.launch_config import LaunchConfig
 from training.node_record import NodeEnd, RankFailure
 
@@ -131,6 +131,21 @@ def test_a_peer_or_a_network_that_fails_is_worth_another_attempt(said: str, caus
     assert (cause in LaunchConfig().retried) == (cause in {"timeout", "network"})
     full_disk = (f"2026-11-20 19:00:00 node: rank 0 failed: {said}", "2026-11-20 19:00:01 node: bye")
     assert classify({"a": HostEnd(state=state(1), end=None, last_lines=full_disk)}).cause == cause
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "out of memory"),
+        ("training.finite.NonFiniteLoss: step 12: loss nan on rank 3", "bad loss"),
+        ("ValueError: the model's lm_head.weight is [256, 32]", "bad config"),
+        ("  traceback : Signal 9 (SIGKILL) received by PID 4711", "killed"),
+        ("  traceback : Signal 11 (SIGSEGV) received by PID 4711", "error"),
+        ("exit code 3", "error"),
+    ],
+)
+def test_a_rank_of_this_machine_is_told_by_its_last_words(said: str, cause: str) -> None:
+    assert cause_of(said) == cause
 
 
 def test_ranks_that_torchrun_ended_for_another_tell_nothing() -> None:

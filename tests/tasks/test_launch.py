@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.local import check_profiler, command_for
+from tasks.local import command_for
+from tasks.nsight import check_here
 from tests.conftest import tiny_config
 from training.records import RunPlan
 
@@ -48,5 +49,5 @@ def test_one_rank_has_no_torchrun_and_evaluation_no_nsys(plan_path: Path) -> Non
 def test_nsys_that_is_not_installed_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match=r"install Nsight Systems, or use profile.steps"):
-        check_profiler(tiny_config(profile__nsys=True))
-    check_profiler(tiny_config())
+        check_here(tiny_config(profile__nsys=True))
+    check_here(tiny_config())

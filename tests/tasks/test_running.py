@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
+from infra.containers import Found, State
 from infra.hosts import DockerHost
-from tasks.places import is_owned, owned
-from tasks.running import ago, each_once, launch_of, list_running, newest_step, run_folders
+from tasks.places import is_owned, owned, process_key
+from tasks.running import OnHost, ago, each_once, launch_of, launcher_of, list_running, newest_step, run_folders
 
 
 def test_each_daemon_is_asked_once_under_a_name_of_its_own() -> None:
@@ -45,6 +47,28 @@ def test_runs_of_other_versions_do_not_keep_the_others_from_being_seen(
     assert [folder.name for folder in run_folders()] == ["newer", "old"]
     assert {launch_of(folder).launcher for folder in run_folders()} == {"local"}
     assert list_running([]).running == ()
+
+
+def test_a_launcher_of_an_equal_name_on_another_machine_is_judged_by_its_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path))
+    lease = tmp_path / "run" / "attempts" / "1" / "lease"
+    lease.parent.mkdir(parents=True)
+    lease.touch()
+    ours = process_key(os.getpid())
+    dead = ours.replace(f"/{os.getpid()}/", "/4194304/")
+    assert launcher_of(container(launcher=ours))[0]
+    assert not launcher_of(container(launcher=dead))[0]
+    assert launcher_of(container(launcher=f"{dead}-cloned"))[0], "a pid that only the clone could look for"
+    os.utime(lease, (1.0, 1.0))
+    assert not launcher_of(container(launcher=f"{dead}-cloned"))[0]
+
+
+def container(*, launcher: str) -> OnHost:
+    found = Found(id="1", name="node", run="run", attempt="1", host="host0", launcher=launcher, status="running")
+    began = "2026-01-01T00:00:00Z"
+    return OnHost(found, State("running", 0, oom_killed=False, health="", error="", started_at=began, finished_at=""))
 
 
 def test_a_run_is_owned_while_a_process_holds_it(tmp_path: Path) -> None:

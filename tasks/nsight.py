@@ -1,0 +1,41 @@
+"""Nsight Systems around the ranks, where profile.nsys asks for it."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tasks.preflight import HostFacts
+from training.config import RunConfig
+
+CURE = "or use profile.steps=[20,21] for a trace by torch's own profiler"
+
+
+def check_here(config: RunConfig) -> None:
+    """Raises ValueError if config.profile asks for Nsight Systems, and it is not on this machine."""
+    if config.profile.nsys and config.launch.launcher == "local" and shutil.which("nsys") is None:
+        raise ValueError(f"profile.nsys=true, but there is no nsys on PATH: install Nsight Systems, {CURE}")
+
+
+def check_image(config: RunConfig, facts: Mapping[str, HostFacts]) -> None:
+    """Raises ValueError if it is not in the image that a host has."""
+    without = [name for name, there in facts.items() if not there.nsys]
+    if config.profile.nsys and without:
+        raise ValueError(
+            f"profile.nsys=true, but the image {config.launch.image} has no nsys on PATH (looked on "
+            f"{', '.join(without)}): build it on a base that has Nsight Systems, as NVIDIA's PyTorch images do, {CURE}"
+        )
+
+
+def prefix(module: str, config: RunConfig, *, run_dir: Path, rank: str = "%q{RANK}") -> tuple[str, ...]:
+    """What goes before each rank's command; nsys writes runs/ID/profile/TIME-rank-N.nsys-rep. Makes that folder.
+
+    `rank`: its number, or nsys' word for an environment variable.
+    """
+    if not config.profile.nsys or module != "training.train":
+        return ()
+    (run_dir / "profile").mkdir(exist_ok=True)
+    report = run_dir / "profile" / f"{time.strftime('%Y%m%d-%H%M%S')}-rank-{rank}"
+    return ("nsys", "profile", "--sample=none", "--trace=cuda,nvtx,osrt", "-o", str(report))
