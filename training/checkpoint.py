@@ -36,7 +36,9 @@ MANIFEST = "manifest.json"
 
 
 class Manifest(Record):
-    """`val_loss`: of the newest validation at this step or before, nats per token; None: there was none yet."""
+    """`val_loss`: of the newest validation at this step or before, nats per token; None: there was none yet.
+    `micro_batches`: by replica, as they were at this step.
+    """
 
     step: int
     tokens: int
@@ -45,6 +47,7 @@ class Manifest(Record):
     world_size: int
     config_sha256: str
     val_loss: float | None
+    micro_batches: tuple[int, ...] = ()
     files: dict[str, WrittenFile]
 
 

@@ -143,6 +143,11 @@ class Meter:
         if made:
             self.latest, self.loss = made[-1], made[-1].loss
 
+    def follow(self, plan: RunPlan) -> None:
+        """Read what was made under the plan so far; from here on a lost rank's documents are those of this one."""
+        self.require_finite()
+        self.finite.plan = plan
+
     def _gather(self) -> list[list[float]]:
         """Per rank: losses and gradient norms of the unread steps, then what the gauges show, which is kept."""
         device, now = self.rank.device, self.gauges.memory()

@@ -6,7 +6,7 @@ Such a step is left out of the rates: the profiler slows it by 10-30% on small C
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -19,18 +19,27 @@ from training.tracing import emit_nvtx, recorded
 
 SPLITS_IN_A_RUN = 10
 SHORTEST_PERIOD = 10  # steps: in runs of under a hundred, fewer are timed
+REBALANCING_PERIOD = 50  # where shares follow them: a step that is 30% longer, once in fifty
 TRACED_RANKS = 8  # a trace of one rank does not show whom it waits for; of all of a cluster's it would be too much
 ORDINARY = nullcontext()  # made once: the loop asks at every step
+
+OnSplit = Callable[[int, Sequence[dict[str, float]]], None]
 
 logger = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Records the steps that are due: times by part to the metrics, traces to runs/ID/profile. Collective."""
+    """Records the steps that are due: times by part to the metrics, traces to runs/ID/profile. Collective.
 
-    def __init__(self, plan: RunPlan, *, meter: Meter, log: MetricsLog | None, run_dir: Path) -> None:
+    `on_split` gets a split step's number and all ranks' times, on all of them.
+    """
+
+    def __init__(
+        self, plan: RunPlan, *, meter: Meter, log: MetricsLog | None, run_dir: Path, on_split: OnSplit | None = None
+    ) -> None:
         wanted = plan.config.profile
-        self.period = wanted.split_every_steps or max(SHORTEST_PERIOD, plan.steps // SPLITS_IN_A_RUN)
+        self.on_split, period = on_split, max(SHORTEST_PERIOD, plan.steps // SPLITS_IN_A_RUN)
+        self.period = wanted.split_every_steps or (min(period, REBALANCING_PERIOD) if plan.rebalance else period)
         self.traced, self.first = frozenset(wanted.steps), meter.start + 1
         self.meter, self.log, self.rank, self.folder = meter, log, meter.rank, run_dir / "profile"
         self.under_nsys = wanted.nsys
@@ -67,3 +76,5 @@ class Profiler:
             parts = dict.fromkeys(part for own in ranks for part in own)
             mean_ms = {part: sum(own.get(part, 0.0) for own in ranks) / len(ranks) for part in parts}
             self.log.write(step, **{f"split/{part}_ms": ms for part, ms in mean_ms.items()})
+        if self.on_split is not None:
+            self.on_split(step, ranks)

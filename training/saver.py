@@ -59,8 +59,12 @@ class Saver:
             if self.in_flight and self.writer is not None:
                 self.writer.abandon()
 
-    def save(self, step: int, *, tokens: int, val_loss: float | None) -> float:
+    def save(
+        self, step: int, *, tokens: int, val_loss: float | None, micro_batches: tuple[int, ...] | None = None
+    ) -> float:
         """Begin the checkpoint of `step`; returns the seconds that training stood still.
+
+        `micro_batches`: those in force, where they are not the plan's any more.
 
         Raises RuntimeError if the one before it is still on its way, and fails for good.
         """
@@ -75,6 +79,7 @@ class Saver:
             world_size=self.rank.world_size,
             config_sha256=sha256_config(self.plan.config),
             val_loss=val_loss,
+            micro_batches=self.plan.micro_batches if micro_batches is None else micro_batches,
             files={},
         )
         folder = checkpoint_folder(self.run_dir, step)

@@ -31,6 +31,7 @@ from training.meter import Meter
 from training.model import LanguageModel, unfilled_model
 from training.profiling import Profiler
 from training.rank import Rank, StopFlag, entered
+from training.rebalance import Rebalancer, in_force
 from training.records import RunPlan, StoppedBy, TrainResult, sha256_file
 from training.retention import prune, reading, sweep
 from training.saver import Saver
@@ -79,7 +80,7 @@ def _prepared(plan: RunPlan, found: Path | None, *, rank: Rank, run_dir: Path) -
     torch.manual_seed(plan.config.train.seed + rank.rank // plan.mesh["tp"])
     resumed = checkpoint.load_state(found, strategy=strategy, rank=rank, mesh=plan.mesh) if found is not None else None
     start = resumed.step if resumed is not None else 0
-    loader = Loader(plan, dp_rank=mesh["dp"].get_local_rank(), device=rank.device)
+    loader = Loader(in_force(plan, resumed), dp_rank=mesh["dp"].get_local_rank(), device=rank.device)
     return Training(plan, rank, run_dir, mesh, model, num_trained, strategy, loader, start, resumed)
 
 
@@ -137,7 +138,8 @@ def train(
         if stopped_by or _every(step, config.checkpoint.every_steps):
             with meter.paused():
                 meter.require_finite()
-                stalled_s = saver.save(step, tokens=meter.tokens, val_loss=val_loss)
+                sizes = state.loader.plan.micro_batches
+                stalled_s = saver.save(step, tokens=meter.tokens, val_loss=val_loss, micro_batches=sizes)
             if log is not None:
                 log.write(step, checkpoint_stall_ms=1000 * stalled_s)
         if _every(step, COLLECT_EVERY_STEPS):
@@ -197,7 +199,9 @@ def main(plan_path: Path) -> None:
                 log.write(0, trainable_parameters=state.trainable_parameters)
         tokens = state.resumed.tokens if state.resumed is not None else 0
         meter = Meter(plan, rank=rank, start=state.start, tokens=tokens, rows=rows)
-        profiler = Profiler(plan, meter=meter, log=log, run_dir=run_dir)
+        meter.follow(state.loader.plan)
+        rebalancer = Rebalancer(plan, loader=state.loader, meter=meter, log=log, run_dir=run_dir)
+        profiler = Profiler(plan, meter=meter, log=log, run_dir=run_dir, on_split=rebalancer.look)
         with Saver(run_dir, plan=plan, strategy=state.strategy, model=state.model, rank=rank) as saver:
             limits = _agreed(Limits(plan, rows, decides=rank.is_metrics_rank))
             stopped_by = train(state, meter=meter, profiler=profiler, log=log, limits=limits, saver=saver, watch=watch)

@@ -40,14 +40,15 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def compile_layers(model: LanguageModel) -> None:
+def compile_layers(model: LanguageModel, *, one_shape: bool) -> None:
     """Compile layer by layer, then what follows: equal layers share one graph, so start-up does not grow with depth.
 
     `fullgraph`: a graph break is an error, not a slow-down nobody sees. Only `forward`, so that hooks (FSDP2 gathers
-    weights in them) stay outside.
+    weights in them) stay outside. Where micro-batches change (not `one_shape`), the first change compiles once more,
+    for any number of sequences.
     """
-    layers = layers_of(model.hf)
+    layers, dynamic = layers_of(model.hf), False if one_shape else None
     torch._dynamo.config.recompile_limit = max(8, 4 * len(layers))  # layers may differ by a constant (GPT-2's can)
     for layer in layers:
-        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False)
-    model.finish = torch.compile(model.finish, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=dynamic)
+    model.finish = torch.compile(model.finish, fullgraph=True, dynamic=dynamic)  # type: ignore[method-assign]

@@ -1,0 +1,140 @@
+"""Shares follow the devices' speed while a run goes on; the batch, its order and the updates stay."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import run_ranks
+from tests.ranks import Ranks
+from tests.training.test_strategies import assert_equal_training
+from training.checkpoint import Manifest
+from training.metrics import read_rows
+from training.rebalance import in_force
+from training.records import RunPlan
+
+STEPS = 30
+COMMON: dict[str, Any] = {
+    "model__dropout": 0.0,
+    "model__layers": 4,
+    "model__width": 64,
+    "train__context": 64,
+    "train__global_batch": 64,
+    "train__clip_norm": 0.5,
+    "train__steps": STEPS,
+    "evaluation__every_steps": 0,
+    "checkpoint__every_steps": 1000,
+    "profile__split_every_steps": 2,
+}
+DEADLINE_S = 100
+
+
+@contextmanager
+def throttled(ranks: Ranks, rank: int) -> Iterator[None]:
+    """The rank may run a third of the time, as under a CPU quota: 5 ms of 15."""
+    pid, ended = ranks.processes[rank].pid, threading.Event()
+    assert pid is not None
+
+    def throttle() -> None:
+        while not ended.wait(0.005):
+            try:
+                os.kill(pid, signal.SIGSTOP)
+                ended.wait(0.01)
+                os.kill(pid, signal.SIGCONT)
+            except ProcessLookupError:
+                return
+
+    thread = threading.Thread(target=throttle)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def rebalances(plan_path: Path) -> list[dict[str, Any]]:
+    return read_rows(plan_path.parent / "rebalances.jsonl")
+
+
+def rebalanced(plan_path: Path) -> list[dict[str, Any]]:
+    """Start the run with a throttled rank; once shares have moved end it, with a checkpoint. What was written of it."""
+    ranks, deadline = Ranks(plan_path), time.monotonic() + DEADLINE_S
+    with throttled(ranks, 1):
+        while not rebalances(plan_path):
+            assert time.monotonic() < deadline, f"no share moved within {DEADLINE_S} s\n{ranks.log()}"
+            assert all(process.is_alive() for process in ranks.processes), ranks.log()
+            time.sleep(0.01)
+        ranks.signal(signal.SIGTERM)
+        ranks.finish()
+    return rebalances(plan_path)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [
+        ("ddp", {}),
+        *(
+            pytest.param(strategy, settings, marks=pytest.mark.long)
+            for strategy, settings in (("fsdp", {}), ("zero1", {}), ("zero2", {}), ("ddp", {"train__compile": True}))
+        ),
+    ],
+)
+@pytest.mark.slow
+def test_a_rank_that_is_slower_than_planned_gets_less_and_a_resumed_run_goes_on_so(
+    strategy: str, settings: dict[str, Any], make_run: Callable[..., Path]
+) -> None:
+    parallel = {"parallel__strategy": strategy, "parallel__rebalance": "on"}
+    plan_path = make_run(
+        f"throttled {strategy} {len(settings)}", ranks=2, train__micro_batch=32, **COMMON, **parallel, **settings
+    )
+    moved = rebalanced(plan_path)
+    assert moved[0]["before"] == [32, 32]
+    fast, slow = moved[-1]["after"]
+    assert fast > slow
+    assert fast + slow == 64
+    (folder,) = (plan_path.parent / "checkpoints").iterdir()
+    manifest = Manifest.read(folder / "manifest.json")
+    assert manifest.micro_batches == (fast, slow)
+    run_ranks(plan_path)
+    resumed = [row for row in read_rows(plan_path.parent / "metrics.jsonl") if row["step"] == manifest.step]
+    assert [row["micro_batch/replica_0"] for row in resumed if "micro_batch/replica_0" in row][-1] == fast
+    assert sum("loss" in row for row in read_rows(plan_path.parent / "metrics.jsonl")) == STEPS
+    alone = make_run(f"alone {strategy} {len(settings)}", **COMMON, parallel__strategy="single", train__micro_batch=64)
+    run_ranks(alone)
+    assert_equal_training(alone, plan_path)
+
+
+def test_the_shares_of_a_checkpoint_are_taken_up_only_where_they_fit(make_run: Callable[..., Path]) -> None:
+    plan = RunPlan.read(make_run("in force", ranks=2, parallel__strategy="ddp", parallel__rebalance="on"))
+    assert plan.micro_batches == (2, 2)
+    made = Manifest(
+        step=3,
+        tokens=1,
+        strategy="ddp",
+        mesh=plan.mesh,
+        world_size=2,
+        config_sha256="",
+        val_loss=None,
+        micro_batches=(3, 1),
+        files={},
+    )
+
+    def taken_up(manifest: Manifest | None = made, **of_the_plan: Any) -> tuple[int, ...]:
+        return in_force(plan.model_copy(update=of_the_plan), manifest).micro_batches
+
+    assert taken_up() == (3, 1)
+    assert taken_up(None) == (2, 2)
+    assert taken_up(rebalance=False) == (2, 2)
+    assert taken_up(largest_micro_batches=(2, 4)) == (2, 2)
+    assert taken_up(micro_batches=(4, 4)) == (4, 4), "another batch, or another number of micro-batches"
+    assert taken_up(made.model_copy(update={"mesh": {"pp": 1, "dp": 1, "tp": 2}})) == (2, 2)
+    assert taken_up(made.model_copy(update={"micro_batches": ()})) == (2, 2), "written by an older version"
