@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.manifests import write_manifest
 from tests.ranks import Ranks
 from training.config import RunConfig
 from training.inventory import Device, Host, Inventory
@@ -60,20 +61,7 @@ def tiny_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokens[99::100] = END
         ends = [*range(100, length + 1, 100)]
         shards.append(write_shard(folder, split=split, index=0, tokens=tokens, ends=ends, text_bytes=length))
-    TokenShards(
-        fingerprint="f" * 64,
-        sources=(),
-        tokenizer="characters",
-        tokenizer_sha256="0" * 64,
-        vocab_size=VOCAB,
-        end_id=END,
-        mask_id=MASK,
-        dtype="uint16",
-        split_rule="tail",
-        shards=tuple(shards),
-        skipped=0,
-        skipped_examples=(),
-    ).write(folder / "manifest.json")
+    write_manifest(folder, shards, vocab_size=VOCAB, end_id=END, mask_id=MASK)
     return folder
 
 

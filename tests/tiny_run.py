@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tests.conftest import inventory
+from tests.manifests import write_manifest
 from training.config import RunConfig
 from training.plan import make_plan
 from training.records import EvalReport, ExportedModel, RunPlan, TokenShards, TrainResult, sha256_config, sha256_file
@@ -49,20 +50,8 @@ def byte_shards(folder: Path, *, text: str = TEXT, fingerprint: str = "a" * 64) 
         write_shard(folder, split=split, index=0, tokens=part, ends=(), text_bytes=len(part))
         for split, part in (("train", tokens[:-400]), ("validation", tokens[-400:]))
     ]
-    TokenShards(
-        fingerprint=fingerprint,
-        sources=(),
-        tokenizer="bytes",
-        tokenizer_sha256=sha256_file(folder / "tokenizer" / "tokenizer.json"),
-        vocab_size=VOCAB,
-        end_id=END,
-        mask_id=MASK,
-        dtype="uint16",
-        split_rule="tail",
-        shards=tuple(shards),
-        skipped=0,
-        skipped_examples=(),
-    ).write(folder / "manifest.json")
+    tokenizer = {"tokenizer": "bytes", "tokenizer_sha256": sha256_file(folder / "tokenizer" / "tokenizer.json")}
+    write_manifest(folder, shards, vocab_size=VOCAB, end_id=END, mask_id=MASK, fingerprint=fingerprint, **tokenizer)
     return folder
 
 

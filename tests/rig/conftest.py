@@ -6,13 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.flows.test_servers import free_port, wait_for
 from tests.rig.rig import Rig
+from tests.rig.runs import SLOW, SLOW_STEPS, curve, make_slow_run, train
 
 PROGRAMS = ("dockerd", "containerd", "ip", "tc", "nsenter", "unshare", "openssl")
 
@@ -70,7 +72,8 @@ def mlflow_server(whole_rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> I
     place = ["--host", whole_rig.gateway, "--port", str(port), "--workers", "1", "--allowed-hosts", "*"]
     command = [sys.executable, "-m", "mlflow", "server", *store, *place]
     with (folder / "server.log").open("wb") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        without_jobs = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # its workers take a core at start
+        server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=without_jobs)
     try:
         uri = f"http://{whole_rig.gateway}:{port}"
         wait_for(f"{uri}/health", server)
@@ -78,3 +81,43 @@ def mlflow_server(whole_rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> I
     finally:
         server.terminate()
         server.wait()
+
+
+@pytest.fixture
+def shardline_home(home: Path, mlflow_server: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty one, and a real MLflow server that ranks log to."""
+    monkeypatch.setenv("SHARDLINE_HOME", str(home))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server)
+    return home
+
+
+@pytest.fixture
+def slow_rig(rig: Rig) -> Rig:
+    """The rig, with lines that make steps long enough to strike between two of them."""
+    for host in rig.hosts:
+        rig.shape(host, SLOW)
+    return rig
+
+
+@pytest.fixture(scope="session")
+def curves() -> dict[str, dict[int, float]]:
+    """Losses of undisturbed runs, by what they were given."""
+    return {}
+
+
+@pytest.fixture
+def undisturbed(
+    rig: Rig, shardline_home: Path, tiny_shards: Path, curves: dict[str, dict[int, float]]
+) -> Callable[..., dict[int, float]]:
+    """undisturbed(**overrides) -> the losses of such a run on two hosts that nothing happens to, once per session."""
+
+    def find(**overrides: Any) -> dict[int, float]:
+        key = repr(sorted(overrides.items()))
+        if key not in curves:
+            run_dir = make_slow_run(rig, shardline_home, tiny_shards, "undisturbed", **overrides)
+            train(run_dir)
+            curves[key] = curve(run_dir)
+            assert sorted(curves[key]) == list(range(1, SLOW_STEPS + 1))
+        return curves[key]
+
+    return find

@@ -8,7 +8,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import pytest
 from mlflow import MlflowClient
 
 from tasks import launch
@@ -107,47 +106,7 @@ def assert_nothing_is_left(rig: Rig) -> None:
     assert {host.name: rig.containers(host) for host in rig.hosts} == {host.name: [] for host in rig.hosts}
 
 
-@pytest.fixture
-def shardline_home(home: Path, mlflow_server: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty one, and a real MLflow server that ranks log to."""
-    monkeypatch.setenv("SHARDLINE_HOME", str(home))
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server)
-    return home
-
-
 # Runs that something happens to
-
-
-@pytest.fixture
-def slow_rig(rig: Rig) -> Rig:
-    """The rig, with lines that make steps long enough to strike between two of them."""
-    for host in rig.hosts:
-        rig.shape(host, SLOW)
-    return rig
-
-
-@pytest.fixture(scope="session")
-def curves() -> dict[str, dict[int, float]]:
-    """Losses of undisturbed runs, by what they were given."""
-    return {}
-
-
-@pytest.fixture
-def undisturbed(
-    rig: Rig, shardline_home: Path, tiny_shards: Path, curves: dict[str, dict[int, float]]
-) -> Callable[..., dict[int, float]]:
-    """undisturbed(**overrides) -> the losses of such a run on two hosts that nothing happens to, once per session."""
-
-    def find(**overrides: Any) -> dict[int, float]:
-        key = repr(sorted(overrides.items()))
-        if key not in curves:
-            run_dir = make_slow_run(rig, shardline_home, tiny_shards, "undisturbed", **overrides)
-            train(run_dir)
-            curves[key] = curve(run_dir)
-            assert sorted(curves[key]) == list(range(1, SLOW_STEPS + 1))
-        return curves[key]
-
-    return find
 
 
 def make_slow_run(rig: Rig, home: Path, shards: Path, name: str, **overrides: Any) -> Path:

@@ -12,10 +12,8 @@ import yaml
 from mlflow import MlflowClient
 
 from tests.rig.rig import Rig
-from tests.rig.runs import assert_nothing_is_left, shardline_home
+from tests.rig.runs import assert_nothing_is_left
 from training.inventory import Inventory
-
-__all__ = ["shardline_home"]
 
 REPO = Path(__file__).parents[2]
 

@@ -16,9 +16,7 @@ from tasks.places import tracking_uri
 from tasks.recovery import attempts_of
 from tasks.track import read_run
 from tests.rig.rig import Rig
-from tests.rig.runs import assert_nothing_is_left, curve, make_docker_run, shardline_home, train
-
-__all__ = ["shardline_home"]
+from tests.rig.runs import assert_nothing_is_left, curve, make_docker_run, train
 
 UNTIL_S = 90.0
 LEASE_S = 5.0

@@ -23,18 +23,12 @@ from tests.rig.runs import (
     at_step,
     causes,
     curve,
-    curves,
     kill_containers,
     make_slow_run,
-    shardline_home,
-    slow_rig,
     train,
-    undisturbed,
 )
 from training.launch_config import LaunchConfig
 from training.records import RunPlan
-
-__all__ = ["curves", "shardline_home", "slow_rig", "undisturbed"]
 
 BLIP_S, PARTITION_S, RESTART_S = 8.0, 45.0, 3.0
 Undisturbed = Callable[..., dict[int, float]]

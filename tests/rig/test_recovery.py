@@ -20,19 +20,13 @@ from tests.rig.runs import (
     at_step,
     causes,
     curve,
-    curves,
     kill_containers,
     make_docker_run,
     make_slow_run,
     seconds_to_next_step,
-    shardline_home,
-    slow_rig,
     train,
-    undisturbed,
 )
 from training.records import RunPlan
-
-__all__ = ["curves", "shardline_home", "slow_rig", "undisturbed"]
 
 # On two quiet cores it is 6 s; three ranks that import torch at once on busy ones take the rest.
 MOST_S = 30.0

@@ -21,10 +21,8 @@ from infra.containers import ATTEMPT, LAUNCHER, RUN, Job
 from infra.hosts import connect
 from tasks.places import process_key
 from tests.rig.rig import Rig, RigHost
-from tests.rig.runs import assert_nothing_is_left, curve, make_docker_run, shardline_home
+from tests.rig.runs import assert_nothing_is_left, curve, make_docker_run
 from tests.rig.test_launcher import launcher, mlflow_status, reaches, until
-
-__all__ = ["shardline_home"]
 
 Shardline = Callable[..., dict[str, Any]]
 

@@ -11,23 +11,9 @@ import pytest
 from tasks.causes import RunFailed
 from tasks.recovery import attempts_of
 from tests.rig.rig import Rig
-from tests.rig.runs import (
-    assert_nothing_is_left,
-    at_step,
-    causes,
-    curve,
-    curves,
-    kill_containers,
-    make_slow_run,
-    shardline_home,
-    slow_rig,
-    train,
-    undisturbed,
-)
+from tests.rig.runs import assert_nothing_is_left, at_step, causes, curve, kill_containers, make_slow_run, train
 from training.checkpoint import damage, published
 from training.records import RunPlan
-
-__all__ = ["curves", "shardline_home", "slow_rig", "undisturbed"]
 
 DISK_MIB, SPARE_BYTES = 48, 200_000  # a checkpoint of the tiny model has 0.4 MB
 Undisturbed = Callable[..., dict[int, float]]

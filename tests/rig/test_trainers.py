@@ -17,10 +17,8 @@ from tasks.trainer import place
 from tasks.trainer_run import run_trainer
 from tests.conftest import inventory
 from tests.rig.rig import Rig
-from tests.rig.runs import assert_nothing_is_left, causes, docker_config, shardline_home
+from tests.rig.runs import assert_nothing_is_left, causes, docker_config
 from training.config import RunConfig
-
-__all__ = ["shardline_home"]
 
 SCRIPTS = Path(__file__).parent / "trainers"
 REPO = Path(__file__).parents[2]

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.conftest import END, MASK, inventory, tiny_config
+from tests.manifests import write_manifest
 from training.data import Batch, Loader, documents_in, held_out, shuffled
 from training.loss import IGNORED
 from training.packing import one_epoch
@@ -45,20 +46,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
             tokens = np.arange(start + FIRST, stop + FIRST, dtype="uint16")
             shard = write_shard(folder, split=split, index=index, tokens=tokens, ends=here.tolist(), text_bytes=1)
             written.append(shard)
-    TokenShards(
-        fingerprint="f" * 64,
-        sources=(),
-        tokenizer="characters",
-        tokenizer_sha256="0" * 64,
-        vocab_size=1100,
-        end_id=END,
-        mask_id=MASK,
-        dtype="uint16",
-        split_rule="tail",
-        shards=tuple(written),
-        skipped=0,
-        skipped_examples=(),
-    ).write(folder / "manifest.json")
+    write_manifest(folder, written, vocab_size=1100, end_id=END, mask_id=MASK)
     return folder
 
 

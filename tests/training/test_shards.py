@@ -4,9 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from training.records import Shard, TokenShards, sha256_file
+from tests.manifests import write_manifest
+from training.records import Shard, sha256_file
 from training.shards import (
-    MANIFEST,
     TokenStream,
     discard_damaged,
     finished_shards,
@@ -29,27 +29,15 @@ def folder(tmp_path: Path) -> Path:
         ),
         write_shard(tmp_path, split="validation", index=1, tokens=np.array([7, 9], "uint16"), ends=[2], text_bytes=4),
     ]
-    write_manifest(tmp_path, shards)
+    finish(tmp_path, shards)
     return tmp_path
 
 
-def write_manifest(folder: Path, shards: list[Shard]) -> None:
+def finish(folder: Path, shards: list[Shard]) -> None:
     (folder / "tokenizer").mkdir(exist_ok=True)
     (folder / "tokenizer" / "tokenizer.json").write_text("{}")
-    TokenShards(
-        fingerprint="f" * 64,
-        sources=(),
-        tokenizer="bytes",
-        tokenizer_sha256=sha256_file(folder / "tokenizer" / "tokenizer.json"),
-        vocab_size=257,
-        end_id=256,
-        mask_id=None,
-        dtype="uint16",
-        split_rule="tail",
-        shards=tuple(shards),
-        skipped=0,
-        skipped_examples=(),
-    ).write(folder / MANIFEST)
+    sha256 = sha256_file(folder / "tokenizer" / "tokenizer.json")
+    write_manifest(folder, shards, vocab_size=257, end_id=256, tokenizer="bytes", tokenizer_sha256=sha256)
 
 
 def test_tokens_read_across_shards_are_those_written(folder: Path) -> None:
@@ -82,7 +70,7 @@ def test_documents_begin_and_end_where_their_tokens_do(folder: Path) -> None:
 
 def test_tokens_after_the_last_listed_end_are_a_document(tmp_path: Path) -> None:
     tokens = np.arange(5, dtype="uint16")
-    write_manifest(tmp_path, [write_shard(tmp_path, split="train", index=0, tokens=tokens, ends=[3], text_bytes=5)])
+    finish(tmp_path, [write_shard(tmp_path, split="train", index=0, tokens=tokens, ends=[3], text_bytes=5)])
     stream = TokenStream(tmp_path, "train")
     assert stream.document_bounds().tolist() == [0, 3, 5]
     assert stream.document_ids(0, 5).tolist() == [0, 0, 0, 1, 1]
