@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+from flows.compare_cli import add_compare_command, is_comparison, resume_comparison
 from flows.image_cli import add_image_commands
 from flows.running_cli import add_running_commands
 from flows.tables import print_pairs
@@ -95,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     _add_run_commands(command)
+    add_compare_command(command, _run_flow)
     add_running_commands(command)
     _add_model_commands(command)
     add_image_commands(commands)
@@ -154,6 +156,8 @@ def _resume(options: argparse.Namespace) -> int:
     from tasks.track import read_run
 
     run = read_run(options.run)
+    if is_comparison(run.folder):
+        return resume_comparison(run, options, _run_flow)
     config = with_overrides(latest_config(run.folder, begun_with=run.config).model_dump(), options.overrides)
     accepted(run.folder, config, begun_with=run.config, force=options.force)  # at once, before any server is started
     return _run_pretrain(config, run_id=options.run, force=options.force, as_json=options.json)

@@ -11,16 +11,17 @@ from pydantic import BaseModel, ValidationError
 
 from training.config import RunConfig
 
+PRETRAIN = "flows.pretrain.pretrain"
 PRESETS_FILE = Path(__file__).parents[1] / "prefect.yaml"
 
 
 def presets(path: Path = PRESETS_FILE) -> dict[str, dict[str, Any]]:
-    """Name -> config of every deployment that has one."""
+    """Name -> config of every deployment that trains one."""
     content = yaml.safe_load(path.read_text())
     return {
         deployment["name"]: deployment["parameters"]["config"]
         for deployment in content["deployments"]
-        if "config" in deployment.get("parameters", {})
+        if deployment["entrypoint"] == PRETRAIN
     }
 
 

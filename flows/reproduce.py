@@ -19,7 +19,7 @@ def reproduce(ref: str) -> Agreement:
     config, tags = pinned(original), {"shardline.reproduces": original.run_id}
     reconcile()
     try:
-        with tracked(config, run_id=stages.new_run_id(config), tags=stages.prefect_tags() | tags) as run:
+        with tracked(config, run_id=stages.new_run_id(config.name), tags=stages.prefect_tags() | tags) as run:
             stages.link(run)
             shards_dir, shards = stages.tokenize(config, run)
             require_same_data(original, shards)

@@ -56,22 +56,22 @@ def stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def choose_run(run_id: str, config: RunConfig, *, force: bool) -> str:
     """The ID of a new run; or `run_id`, having said what `config` changes of it. Raises ValueError if it cannot."""
     if not run_id:
-        return new_run_id(config)
+        return new_run_id(config.name)
     run = track.read_run(run_id)
     for change in overrides.accepted(run.folder, config, begun_with=run.config, force=force):
         logger.warning("resumed with %s", change)
     return run_id
 
 
-def new_run_id(config: RunConfig) -> str:
+def new_run_id(name: str) -> str:
     """NAME-YYYYMMDD-HHMMSS, with a number behind it if two runs start in one second; claims the folder."""
-    base = f"{config.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    for name in (base, *(f"{base}-{n}" for n in range(2, 1000))):
+    base = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    for run_id in (base, *(f"{base}-{n}" for n in range(2, 1000))):
         try:
-            run_folder(name).mkdir()
+            run_folder(run_id).mkdir()
         except FileExistsError:
             continue
-        return name
+        return run_id
     raise RuntimeError(f"1000 runs named {base} in one second")
 
 

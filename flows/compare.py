@@ -1,0 +1,213 @@
+"""Strategies side by side: each is a child run of one parent, on the same tokens, seed and global batch; one report."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
+from prefect import flow, task
+from prefect.artifacts import create_table_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.states import Cancelled
+
+from flows import stages
+from flows.lost_runs import reconcile
+from flows.presets import with_overrides
+from tasks import track
+from tasks.causes import RunStopped
+from tasks.choices import Choice, read_choices
+from tasks.comparison import (
+    REQUEST,
+    CompareRequest,
+    Comparison,
+    Ending,
+    check,
+    compare_runs,
+    ending_of,
+    machine_in_words,
+    one_device,
+)
+from tasks.comparison_page import write_page
+from tasks.comparison_picture import draw
+from tasks.comparison_report import headline, table, write_csv
+from tasks.places import command, run_folder, tracking_uri
+from tasks.track import TrackedRun, tracked
+from training.config import RunConfig
+from training.credentials import without_credentials
+from training.inventory import Inventory
+from training.records import TokenShards
+
+logger = logging.getLogger(__name__)
+
+INVENTORY = "inventory.json"
+CSV, PICTURE, PAGE, RECORD, CONFIG = (f"comparison.{kind}" for kind in ("csv", "png", "html", "json", "yaml"))
+
+
+@flow(name="Compare", flow_run_name="compare {config.name}", validate_parameters=True)
+def compare(
+    config: RunConfig, strategies: list[str], target_loss: float = 0.0, baseline: bool = True, run_id: str = ""
+) -> Comparison:
+    """Train `config` under each of `strategies` and report how they compare.
+
+    strategies: ddp, fsdp+tp2, NAME=section.field=value, … target_loss: count the steps to it; 0: to the lowest that
+    all reach. baseline: run on one device as well. run_id: go on with this comparison.
+    """
+    check(config)
+    choices = read_choices(strategies, baseline=baseline)
+    request = CompareRequest(strategies=tuple(strategies), target_loss=target_loss, baseline=baseline)
+    reconcile()
+    run_id = run_id or stages.new_run_id(f"{config.name}-compare")
+    tags = {"shardline.comparison": ", ".join(choice.name for choice in choices)}
+    try:
+        with tracked(config, run_id=run_id, tags=stages.prefect_tags() | tags) as parent:
+            stages.link(parent)
+            request.write(parent.folder / REQUEST)
+            return _compared(config, choices, request, parent)
+    except RunStopped as stop:
+        return Cancelled(message=str(stop))  # type: ignore[return-value]
+
+
+def _compared(config: RunConfig, choices: Sequence[Choice], request: CompareRequest, parent: TrackedRun) -> Comparison:
+    shards_dir, shards = stages.tokenize(config, parent)
+    children = Children(config, parent, shards_dir, shards)
+    endings: dict[str, Ending] = {}
+    try:
+        for place, choice in enumerate(choices, 1):
+            logger.info("strategy %d of %d, %s: %s", place, len(choices), choice.name, " ".join(choice.overrides))
+            endings[choice.name] = _ending(children, choice)
+    except BaseException as stop:  # Ctrl-C, mostly as the RunStopped that stage Train makes of it
+        endings[choice.name] = children.ended(choice, RunStopped("interrupted"))
+        _report_what_there_is(children, choices, endings, request)
+        if isinstance(stop, RunStopped):
+            raise RunStopped(f"stopped at {choice.name}: `shardline resume {parent.run_id}` goes on") from None
+        raise
+    comparison = report(children, choices, endings, request)
+    if not comparison.succeeded:
+        causes = "; ".join(f"{row.strategy}: {row.cause}" for row in comparison.rows)
+        raise RuntimeError(f"no strategy came to its end ({comparison.report} has more): {causes}")
+    return comparison
+
+
+def _ending(children: Children, choice: Choice) -> Ending:
+    """What fails is a row with its cause; what is stopped stops the comparison."""
+    try:
+        return train_child(children, choice)
+    except RunStopped:
+        raise
+    except Exception as error:
+        ending = children.ended(choice, error)
+        logger.error("strategy %s %s: %s", choice.name, ending.outcome, ending.cause)
+        return ending
+
+
+def _report_what_there_is(
+    children: Children, choices: Sequence[Choice], endings: Mapping[str, Ending], request: CompareRequest
+) -> None:
+    try:
+        logger.info("report of what there is: %s", report(children, choices, endings, request).report)
+    except Exception as error:
+        logger.warning("no report of what there is: %s", error)
+
+
+class Children:
+    """What the strategies share, and where each one's run is."""
+
+    def __init__(self, config: RunConfig, parent: TrackedRun, shards_dir: Path, shards: TokenShards) -> None:
+        self.config, self.parent, self.shards_dir, self.shards = config, parent, shards_dir, shards
+        self.inventories: dict[int, Inventory] = {}  # by ranks asked for: rates of one moment for all
+
+    def run_id(self, choice: Choice) -> str:
+        return f"{self.parent.run_id}-{choice.slug}"
+
+    def folder(self, choice: Choice) -> Path:
+        return run_folder(self.run_id(choice))
+
+    def config_of(self, choice: Choice) -> RunConfig:
+        """Raises ValueError for what does not go together."""
+        return with_overrides(self.config.model_dump(mode="json"), choice.overrides)
+
+    def inventory(self, config: RunConfig, run: TrackedRun) -> Inventory:
+        """A single process gets one of the devices that the others share. Docker hosts are asked each time."""
+        one, parallel = config.parallel.strategy == "single", config.parallel
+        if one:
+            parallel = self.config.parallel.model_copy(update={"strategy": "auto"})
+        if config.launch.launcher == "docker" or parallel.ranks not in self.inventories:
+            found = stages.hardware(config.model_copy(update={"parallel": parallel}), run)
+            self.inventories[parallel.ranks] = found
+            found.write(self.parent.folder / INVENTORY)
+        found = self.inventories[parallel.ranks]
+        return one_device(found) if one else found
+
+    def ended(self, choice: Choice, error: Exception) -> Ending:
+        """The run may not have come to be."""
+        path, ending = self.folder(choice) / "run.json", ending_of(error)
+        update = {"cause": without_credentials(ending.cause, uri=tracking_uri())}
+        if path.exists():
+            update |= {"run_id": self.run_id(choice), "mlflow_run_id": TrackedRun.read(path).mlflow_run_id}
+        return ending.model_copy(update=update)
+
+
+@task(name="Strategy", task_run_name="Train with {choice.name}", cache_policy=NO_CACHE, persist_result=False)
+def train_child(children: Children, choice: Choice) -> Ending:
+    """A run of its own, under the parent; skipped if it is done. Raises what its stages raise."""
+    config, parent = children.config_of(choice), children.parent
+    tags = {"mlflow.parentRunId": parent.mlflow_run_id, "shardline.strategy": choice.name}
+    with tracked(config, run_id=children.run_id(choice), tags=stages.prefect_tags() | tags) as run:
+        inventory = children.inventory(config, run)
+        plan = stages.plan(config, inventory, run=run, shards=children.shards, shards_dir=children.shards_dir)
+        stages.train(plan, run)
+        return Ending(outcome="done", run_id=run.run_id, mlflow_run_id=run.mlflow_run_id)
+
+
+@stages.stage("Report")
+def report(
+    children: Children, choices: Sequence[Choice], endings: Mapping[str, Ending], request: CompareRequest
+) -> Comparison:
+    """comparison.json, .csv, .png, .html and .yaml in the parent's folder and in MLflow; a table in Prefect."""
+    parent, folder = children.parent, children.parent.folder
+    folders = {choice.name: children.folder(choice) for choice in choices if children.folder(choice).is_dir()}
+    rows, target = compare_runs(choices, endings, folders=folders, target_loss=request.target_loss)
+    comparison = Comparison(
+        run_id=parent.run_id,
+        mlflow_run_id=parent.mlflow_run_id,
+        name=parent.config.name,
+        rows=rows,
+        target_loss=target,
+        target_was_given=bool(request.target_loss),
+        machine=machine_in_words(Inventory.read(path)) if (path := folder / INVENTORY).exists() else (),
+        commit=track.git_commit()[0],
+        command=_command(folder / CONFIG, request),
+        open_mlflow=stages.open_mlflow(),
+        report=str(folder / PAGE),
+    )
+    text = yaml.safe_dump(parent.config.model_dump(mode="json"), sort_keys=False)
+    (folder / CONFIG).write_text(text)
+    write_csv(folder / CSV, comparison)
+    draw(folder / PICTURE, comparison, folders=folders)
+    write_page(folder / PAGE, comparison, picture=folder / PICTURE, config=text)
+    comparison.write(folder / RECORD)
+    track.log_files(parent, *(folder / name for name in (CSV, PICTURE, PAGE, RECORD, CONFIG)))
+    _log_to_children(comparison)
+    headings, cells = table(comparison)
+    shown = [dict(zip(headings, line, strict=True)) for line in cells]
+    create_table_artifact(shown, key="comparison", description=headline(comparison))
+    return comparison
+
+
+def _command(config_path: Path, request: CompareRequest) -> str:
+    """What makes this report again, whatever becomes of the preset."""
+    words = [command("shardline"), "compare", str(config_path), "--strategies", ",".join(request.strategies)]
+    words += ["--target-loss", f"{request.target_loss:g}"] if request.target_loss else []
+    return shlex.join([*words, *([] if request.baseline else ["--no-baseline"])])
+
+
+def _log_to_children(comparison: Comparison) -> None:
+    """So that MLflow's own table of the child runs shows them side by side."""
+    keys = ("speedup", "scaling_efficiency", "exposed_communication_ms", "steps_to_target", "seconds_to_target")
+    for row in comparison.rows:
+        if row.run_id and row.steps is not None:
+            figures = {f"compare/{key}": value for key in keys if (value := getattr(row, key)) is not None}
+            track.log_figures(track.read_run(row.run_id), figures, step=row.steps)

@@ -1,0 +1,239 @@
+"""Strategies side by side: what each child run measured, against the run on one device and against its plan.
+
+Figures come from runs/ID/plan.json and metrics.jsonl alone, so a run that was stopped has them too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from tasks.causes import OUT_OF_MEMORY, RunFailed, RunStopped
+from tasks.choices import BASELINE, Choice
+from tasks.run_figures import Rows, loss_difference, measure, reaches, warmup
+from training.config import RunConfig
+from training.inventory import Inventory
+from training.metrics import read_rows
+from training.records import Record, RunPlan
+
+REQUEST = "compare.json"
+PROGRAM_FAILED = re.compile(r"^training\.\w+ failed: (\[rank\d+\]: )?(\w+\.)*(?=\w+:)")  # before the error of a rank
+
+Outcome = Literal["done", "refused", "out of memory", "bad loss", "killed", "failed", "stopped", "not run"]
+
+
+class CompareRequest(Record):
+    """runs/ID/compare.json (REQUEST): what was asked for. `shardline resume ID` goes on with it."""
+
+    strategies: tuple[str, ...]
+    target_loss: float
+    baseline: bool
+
+
+class Ending(Record):
+    """How a strategy's run came out; `cause` in one line."""
+
+    outcome: Outcome
+    cause: str = ""
+    run_id: str = ""
+    mlflow_run_id: str = ""
+
+
+class StrategyRow(Record):
+    """A row of the report; None where it was not measured. Batches are sequences, rates are over all ranks.
+
+    `batch_per_device`: of a data-parallel rank, in one step. `exposed_communication_ms`: of a step, median of those
+    that were profiled. `speedup`: in samples/s over the run on one device; `scaling_efficiency`: that per device.
+    Errors are measured / predicted - 1. `loss_difference`: largest of any logged step, against the run on one device.
+    """
+
+    strategy: str
+    outcome: Outcome
+    cause: str = ""
+    run_id: str = ""
+    mlflow_run_id: str = ""
+    overrides: tuple[str, ...] = ()
+    devices: int | None = None
+    layout: str = ""
+    precision: str = ""
+    warmup_steps: int | None = None
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    batch_per_device: int | None = None
+    total_batch: int | None = None
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    step_ms: float | None = None
+    speedup: float | None = None
+    scaling_efficiency: float | None = None
+    mfu: float | None = None
+    device_utilisation: float | None = None
+    exposed_communication_ms: float | None = None
+    peak_memory_gib: float | None = None
+    average_memory_gib: float | None = None
+    predicted_tokens_per_s: float | None = None
+    speed_error: float | None = None
+    predicted_memory_gib: float | None = None
+    memory_error: float | None = None
+    steps: int | None = None
+    loss: float | None = None
+    lowest_loss: float | None = None
+    loss_difference: float | None = None
+    steps_to_target: int | None = None
+    seconds_to_target: float | None = None
+
+
+class Comparison(Record):
+    """runs/ID/comparison.json: the whole report as one record."""
+
+    run_id: str
+    mlflow_run_id: str
+    name: str
+    rows: tuple[StrategyRow, ...]
+    target_loss: float | None
+    target_was_given: bool
+    machine: tuple[str, ...]
+    commit: str
+    command: str
+    open_mlflow: str
+    report: str
+
+    @property
+    def succeeded(self) -> list[StrategyRow]:
+        return [row for row in self.rows if row.outcome == "done"]
+
+
+# The rows of the report
+
+
+def describe(plan: RunPlan) -> dict[str, Any]:
+    """What the plan makes of the strategy, and expects of it."""
+    return {
+        "devices": plan.world_size,
+        "layout": layout_in_words(plan),
+        "precision": plan.precision,
+        "warmup_steps": warmup(plan.steps),
+        "micro_batch": plan.micro_batch,
+        "accumulation": plan.accumulation,
+        "batch_per_device": plan.micro_batch * plan.accumulation,
+        "total_batch": plan.config.train.global_batch,
+        "predicted_tokens_per_s": plan.predicted.tokens_per_s or None,
+        "predicted_memory_gib": sum(plan.predicted.memory_gib.values()),
+    }
+
+
+def layout_in_words(plan: RunPlan) -> str:
+    """As the plan chose it, which may be more than the strategy's name says."""
+    parts = [plan.strategy, " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1)]
+    if plan.activation_checkpointing != "none":
+        parts.append(f"{plan.activation_checkpointing} recomputation")
+    if plan.offload != "none":
+        parts.append(f"{plan.offload} offloaded")
+    return ", ".join(filter(None, parts))
+
+
+def compare_runs(
+    choices: Sequence[Choice], endings: Mapping[str, Ending], *, folders: Mapping[str, Path], target_loss: float
+) -> tuple[tuple[StrategyRow, ...], float | None]:
+    """A row for each choice, and the target loss: `target_loss`, or if that is 0 the lowest that all have reached.
+
+    `folders`: run folders by name, where there are any. A run that failed has its cause, and no figures.
+    """
+    known = {choice.name: endings.get(choice.name, Ending(outcome="not run")) for choice in choices}
+    metrics = {
+        name: read_rows(folder / "metrics.jsonl")
+        for name, folder in folders.items()
+        if known[name].outcome in {"done", "stopped"}
+    }
+    rows = [_row(choice, known[choice.name], folders.get(choice.name), metrics) for choice in choices]
+    reached = [row.lowest_loss for row in rows if row.outcome == "done" and row.lowest_loss is not None]
+    target = target_loss or max(reached, default=None)
+    return tuple(_set_against(row, rows, metrics, target) for row in rows), target
+
+
+def _row(choice: Choice, ending: Ending, folder: Path | None, metrics: Mapping[str, Rows]) -> StrategyRow:
+    figures: dict[str, Any] = {}
+    if folder is not None and (folder / "plan.json").exists():
+        plan = RunPlan.read(folder / "plan.json")
+        figures = describe(plan)
+        if choice.name in metrics:
+            figures |= measure(metrics[choice.name], steps=plan.steps)
+    known = {"strategy": choice.name, "overrides": choice.overrides, **ending.model_dump(), **figures}
+    row = StrategyRow.model_validate(known)
+    errors = {
+        "speed_error": _error(row.tokens_per_s, row.predicted_tokens_per_s),
+        "memory_error": _error(row.peak_memory_gib, row.predicted_memory_gib),
+    }
+    return row.model_copy(update=errors)
+
+
+def _error(found: float | None, predicted: float | None) -> float | None:
+    return found / predicted - 1 if found is not None and predicted else None
+
+
+def _set_against(
+    row: StrategyRow,
+    rows: Sequence[StrategyRow],
+    metrics: Mapping[str, Rows],
+    target: float | None,
+) -> StrategyRow:
+    one = next((other for other in rows if other.strategy == BASELINE), None)
+    update: dict[str, Any] = {}
+    if one is not None and one.outcome == "done" and one.samples_per_s and row.samples_per_s and row.devices:
+        update["speedup"] = row.samples_per_s / one.samples_per_s
+        update["scaling_efficiency"] = update["speedup"] / row.devices
+    if row.strategy in metrics:
+        if one is not None and one.strategy in metrics and row is not one:
+            update["loss_difference"] = loss_difference(metrics[row.strategy], metrics[one.strategy])
+        if target is not None and (found := reaches(metrics[row.strategy], target)):
+            update["steps_to_target"], update["seconds_to_target"] = found
+    return row.model_copy(update=update)
+
+
+# Around the runs
+
+
+def one_device(inventory: Inventory) -> Inventory:
+    """The first host's first device with its share of the cores: what the other strategies give to each rank."""
+    host = inventory.hosts[0]
+    share = max(1, host.cores // len(host.devices))
+    return Inventory(hosts=(host.model_copy(update={"devices": host.devices[:1], "cores": share}),))
+
+
+def ending_of(error: Exception) -> Ending:
+    """An error as the cause of a row: its first line; the run's logs have more."""
+    message = str(error) or type(error).__name__
+    return Ending(outcome=_outcome_of(error, message), cause=PROGRAM_FAILED.sub("", message.partition("\n")[0]))
+
+
+def _outcome_of(error: Exception, message: str) -> Outcome:
+    if isinstance(error, RunStopped):
+        return "stopped"
+    if isinstance(error, ValueError):
+        return "refused"
+    cause = error.cause if isinstance(error, RunFailed) else ""
+    if cause == "out of memory" or OUT_OF_MEMORY.search(message):
+        return "out of memory"
+    if cause == "bad loss" or "NonFiniteLoss" in message:
+        return "bad loss"
+    return "killed" if cause == "killed" or "SIGKILL" in message else "failed"
+
+
+def check(config: RunConfig) -> None:
+    """Raises ValueError for a config that cannot be compared."""
+    if config.trainer.given:
+        raise ValueError("a run with `trainer` has no strategies to compare: leave trainer.module and .script out")
+
+
+def machine_in_words(inventory: Inventory) -> tuple[str, ...]:
+    """A line for each host."""
+    return tuple(
+        f"{host.name}: {len(host.devices)} x {device.name or device.kind}"
+        + (f" ({host.cores} cores in all)" if device.kind == "cpu" else f" ({device.memory_gib:.0f} GiB)")
+        + f", {host.memory_gib:.1f} GiB memory"
+        + (f"; {', '.join(f'{name} {version}' for name, version in host.versions.items())}" if host.versions else "")
+        for host in inventory.hosts
+        for device in host.devices[:1]
+    )

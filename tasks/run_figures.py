@@ -1,0 +1,68 @@
+"""What a run measured, from the rows of its metrics: medians after warm-up, and when its loss came down to a target."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+WINDOW = 5  # rows of metrics that a loss is averaged over before it is held against the target
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def warmup(steps: int) -> int:
+    """Steps that are left out of all figures."""
+    return max(1, steps // 10)
+
+
+def measured(rows: Rows, *, after: int) -> Rows:
+    """The rows of metrics whose steps all came after step `after`."""
+    logged = [row for row in rows if "tokens_per_s" in row]
+    return [row for before, row in pairwise(logged) if before["step"] >= after]
+
+
+def median_of(rows: Rows, key: str) -> float | None:
+    values = [float(row[key]) for row in rows if key in row]
+    return statistics.median(values) if values else None
+
+
+def smoothed(rows: Rows) -> list[tuple[int, float, float]]:
+    """(step, elapsed seconds, mean loss of the last WINDOW rows)."""
+    logged = [row for row in rows if "loss" in row]
+    means = [
+        statistics.fmean(float(row["loss"]) for row in logged[max(0, end - WINDOW) : end])
+        for end in range(1, len(logged) + 1)
+    ]
+    return [(row["step"], row.get("elapsed_s", 0.0), mean) for row, mean in zip(logged, means, strict=True)]
+
+
+def reaches(rows: Rows, target: float) -> tuple[int, float] | None:
+    """Step, and seconds of training, at which the loss came down to `target`; None if it never did."""
+    return next(((step, seconds) for step, seconds, loss in smoothed(rows) if loss <= target), None)
+
+
+def loss_difference(rows: Rows, others: Rows) -> float | None:
+    """The largest of any step that both logged."""
+    ours, theirs = ({row["step"]: row["loss"] for row in each if "loss" in row} for each in (rows, others))
+    return max((abs(ours[step] - theirs[step]) for step in ours.keys() & theirs.keys()), default=None)
+
+
+def measure(rows: Rows, *, steps: int) -> dict[str, Any]:
+    """Medians after warm-up; memory of the rank that has most, at the last row."""
+    counted = measured(rows, after=warmup(steps))
+    split = [row for row in rows if "split/exposed_communication_ms" in row]
+    last: Mapping[str, Any] = next((row for row in reversed(rows) if "tokens_per_s" in row), {})
+    held = "allocated_gib" if "memory/allocated_gib" in last else "resident_gib"
+    rates = ("samples_per_s", "tokens_per_s", "step_ms", "mfu", "device_utilisation")
+    curve = smoothed(rows)
+    return {
+        **{key: median_of(counted, key) for key in rates},
+        "exposed_communication_ms": median_of(split, "split/exposed_communication_ms"),
+        "peak_memory_gib": last.get(f"memory_peak/{held}"),
+        "average_memory_gib": last.get(f"memory_average/{held}"),
+        "steps": last.get("step"),
+        "loss": curve[-1][2] if curve else None,
+        "lowest_loss": min((loss for _, _, loss in curve), default=None),
+    }

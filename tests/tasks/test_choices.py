@@ -1,0 +1,73 @@
+"""Strategies as they are written: what each changes of the config, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from flows.presets import with_overrides
+from tasks.choices import read_choices
+from tests.conftest import tiny_config
+from training.config import RunConfig
+
+
+def chosen(text: str, **config: object) -> dict[str, RunConfig]:
+    """Name -> the config that it makes of the tiny one."""
+    base = tiny_config(**config).model_dump(mode="json")
+    return {
+        choice.name: with_overrides(RunConfig.model_validate(base).model_dump(mode="json"), choice.overrides)
+        for choice in read_choices([text], baseline=False)
+    }
+
+
+def test_words_put_together_with_plus_become_settings() -> None:
+    configs = chosen("ddp,fsdp+tp2+full,pp2,zero3+parameters+mb4")
+    assert list(configs) == ["ddp", "fsdp+tp2+full", "pp2", "zero3+parameters+mb4"]
+    fsdp, pipeline, zero3 = (list(configs.values())[place] for place in (1, 2, 3))
+    assert (fsdp.parallel.strategy, fsdp.parallel.tp, fsdp.train.activation_checkpointing) == ("fsdp", 2, "full")
+    assert (pipeline.parallel.strategy, pipeline.parallel.pp) == ("ddp", 2)
+    assert (zero3.parallel.offload, zero3.train.micro_batch) == ("parameters", 4)
+
+
+def test_a_strategy_in_words_has_nothing_of_the_configs_own_strategy() -> None:
+    config = chosen("ddp", parallel__strategy="zero3", parallel__offload="parameters")["ddp"]
+    assert (config.parallel.strategy, config.parallel.offload) == ("ddp", "auto")
+    config = chosen("zero2", parallel__pp=2, parallel__pp_stages_per_rank=2)["zero2"]
+    assert (config.parallel.pp, config.parallel.pp_stages_per_rank) == (0, 1)
+    assert chosen("single,ddp", parallel__ranks=2)["single"].parallel.ranks == 0, (
+        "one process, whatever the others have"
+    )
+
+
+def test_a_name_with_settings_is_one_strategy_up_to_the_next_name() -> None:
+    text = "ddp,big=parallel.bucket_mib=50,train.micro_batch=4,profile.steps=[2,3],fsdp"
+    configs = chosen(text, parallel__strategy="ddp")
+    assert list(configs) == ["ddp", "big", "fsdp"]
+    assert (configs["big"].parallel.bucket_mib, configs["big"].train.micro_batch) == (50, 4)
+    assert configs["big"].profile.steps == (2, 3)
+
+
+def test_the_run_on_one_device_comes_first_and_once() -> None:
+    assert [choice.name for choice in read_choices(["ddp", "zero2"])] == ["single", "ddp", "zero2"]
+    assert [choice.name for choice in read_choices(["ddp,single"])] == ["single", "ddp"]
+    assert [choice.name for choice in read_choices(["ddp"], baseline=False)] == ["ddp"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("magic", "'magic' .* is no strategy: put together auto, single, ddp"),
+        ("ddp+tpx", "'tpx' .* is no strategy"),
+        ("ddp+fsdp", "'ddp\\+fsdp' sets parallel.strategy twice: ddp and fsdp"),
+        ("ddp,ddp", "ddp comes more than once"),
+        ("fsdp+tp2,fsdp-tp2=parallel.tp=2", "fsdp-tp2 comes more than once"),
+        ("mine=train.seed=2", "changes train.seed, which is the same for all"),
+        ("mine=data.path=other", "changes data.path"),
+        ("mine=fast", "'fast' is no override"),
+        ("a b", "its name is of letters"),
+        ("single", "there is nothing to compare"),
+        ("", "there is nothing to compare"),
+    ],
+)
+def test_what_is_no_strategy_is_named(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_choices([text])
