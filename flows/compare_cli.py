@@ -30,7 +30,7 @@ def add_compare_command(command: Callable[..., argparse.ArgumentParser], run_flo
 
 def _compare(options: argparse.Namespace, run_flow: Callable[..., Any]) -> int:
     from flows.presets import load_config
-    from tasks.choices import read_choices
+    from tasks.choices import check_for_all, read_choices
     from tasks.comparison import CompareRequest, check
 
     hosts = ["launch.launcher=docker", f"launch.hosts_file={options.hosts}"] if options.hosts else []
@@ -39,6 +39,7 @@ def _compare(options: argparse.Namespace, run_flow: Callable[..., Any]) -> int:
         strategies=tuple(options.strategies), target_loss=options.target_loss, baseline=not options.no_baseline
     )
     check(config)
+    check_for_all(options.overrides)
     read_choices(request.strategies, baseline=request.baseline)  # at once, before any server is started
     return _run(config, request, run_flow, run_id="", as_json=options.json)
 

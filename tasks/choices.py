@@ -98,6 +98,17 @@ def _read(text: str) -> Choice:
     return Choice(name=name, written=text, overrides=overrides)
 
 
+def check_for_all(overrides: Iterable[str]) -> None:
+    """Raises ValueError for what each strategy says for itself: it would be lost."""
+    for override in overrides:
+        field = override.partition("=")[0]
+        if field == "parallel.strategy" or field in dict(_reset()):
+            raise ValueError(
+                f"{override} cannot be set for all strategies of a comparison: say it of one, in words (fsdp+tp2, "
+                f"zero2+optimizer) or as NAME=parallel.strategy=…,{override}"
+            )
+
+
 def _in_words(name: str) -> tuple[str, ...]:
     words, said = known_words(), dict[str, str]()
     for term in name.split("+"):

@@ -10,18 +10,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tasks.causes import OUT_OF_MEMORY, RunFailed, RunStopped
+from tasks.causes import RunFailed, RunStopped
 from tasks.choices import BASELINE, Choice
 from tasks.run_figures import Rows, loss_difference, measure, reaches, warmup
 from training.config import RunConfig
 from training.inventory import Inventory
+from training.launch_config import Cause
 from training.metrics import read_rows
 from training.records import Record, RunPlan
 
 REQUEST = "compare.json"
 PROGRAM_FAILED = re.compile(r"^training\.\w+ failed: (\[rank\d+\]: )?(\w+\.)*(?=\w+:)")  # before the error of a rank
 
-Outcome = Literal["done", "refused", "out of memory", "bad loss", "killed", "failed", "stopped", "not run"]
+Outcome = Literal["done", "refused", "stopped", "not run"] | Cause
 
 
 class CompareRequest(Record):
@@ -44,9 +45,10 @@ class Ending(Record):
 class StrategyRow(Record):
     """A row of the report; None where it was not measured. Batches are sequences, rates are over all ranks.
 
-    `batch_per_device`: of a data-parallel rank, in one step. `exposed_communication_ms`: of a step, median of those
-    that were profiled. `speedup`: in samples/s over the run on one device; `scaling_efficiency`: that per device.
-    Errors are measured / predicted - 1. `loss_difference`: largest of any logged step, against the run on one device.
+    `batches_per_device`: of each data-parallel rank, in one step. `exposed_communication_ms`: of a step, median of
+    those that were profiled. `communication_mib`: what a rank sends in a step, where that is counted. `speedup`: in
+    samples/s over the run on one device; `scaling_efficiency`: that per device. Errors are measured / predicted - 1.
+    `loss_difference`: largest of any logged step, against the run on one device.
     """
 
     strategy: str
@@ -59,9 +61,9 @@ class StrategyRow(Record):
     layout: str = ""
     precision: str = ""
     warmup_steps: int | None = None
-    micro_batch: int | None = None
+    micro_batches: tuple[int, ...] | None = None
     accumulation: int | None = None
-    batch_per_device: int | None = None
+    batches_per_device: tuple[int, ...] | None = None
     total_batch: int | None = None
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
@@ -71,6 +73,7 @@ class StrategyRow(Record):
     mfu: float | None = None
     device_utilisation: float | None = None
     exposed_communication_ms: float | None = None
+    communication_mib: float | None = None
     peak_memory_gib: float | None = None
     average_memory_gib: float | None = None
     predicted_tokens_per_s: float | None = None
@@ -115,9 +118,9 @@ def describe(plan: RunPlan) -> dict[str, Any]:
         "layout": layout_in_words(plan),
         "precision": plan.precision,
         "warmup_steps": warmup(plan.steps),
-        "micro_batch": plan.micro_batch,
+        "micro_batches": plan.micro_batches,
         "accumulation": plan.accumulation,
-        "batch_per_device": plan.micro_batch * plan.accumulation,
+        "batches_per_device": tuple(size * plan.accumulation for size in plan.micro_batches),
         "total_batch": plan.config.train.global_batch,
         "predicted_tokens_per_s": plan.predicted.tokens_per_s or None,
         "predicted_memory_gib": sum(plan.predicted.memory_gib.values()),
@@ -205,20 +208,15 @@ def one_device(inventory: Inventory) -> Inventory:
 def ending_of(error: Exception) -> Ending:
     """An error as the cause of a row: its first line; the run's logs have more."""
     message = str(error) or type(error).__name__
-    return Ending(outcome=_outcome_of(error, message), cause=PROGRAM_FAILED.sub("", message.partition("\n")[0]))
+    return Ending(outcome=_outcome_of(error), cause=PROGRAM_FAILED.sub("", message.partition("\n")[0]))
 
 
-def _outcome_of(error: Exception, message: str) -> Outcome:
+def _outcome_of(error: Exception) -> Outcome:
     if isinstance(error, RunStopped):
         return "stopped"
-    if isinstance(error, ValueError):
-        return "refused"
-    cause = error.cause if isinstance(error, RunFailed) else ""
-    if cause == "out of memory" or OUT_OF_MEMORY.search(message):
-        return "out of memory"
-    if cause == "bad loss" or "NonFiniteLoss" in message:
-        return "bad loss"
-    return "killed" if cause == "killed" or "SIGKILL" in message else "failed"
+    if isinstance(error, RunFailed):
+        return error.cause
+    return "refused" if isinstance(error, ValueError) else "error"
 
 
 def check(config: RunConfig) -> None:

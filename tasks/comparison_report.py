@@ -31,11 +31,16 @@ def in_short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:,.1f}"
 
 
+def _sizes(values: tuple[int, ...]) -> str:
+    """`64`, or `64 / 32` where devices have unlike shares."""
+    return " / ".join(f"{size:,}" for size in sorted(set(values), reverse=True))
+
+
 Column = tuple[str, str, str, Callable[[Any], str]]  # heading, unit or gloss, field, how it is shown
 
 COLUMNS: tuple[Column, ...] = (
     ("strategy", "", "strategy", str),
-    ("batch per device", "sequences", "batch_per_device", _number()),
+    ("batch per device", "sequences", "batches_per_device", _sizes),
     ("total batch", "sequences", "total_batch", _number()),
     ("speed", "samples/s", "samples_per_s", in_short),
     ("average memory", "GiB", "average_memory_gib", _number(2)),
@@ -48,17 +53,26 @@ COLUMNS: tuple[Column, ...] = (
     ("MFU", "of matmul rate", "mfu", _percent),
     ("device", "utilisation", "device_utilisation", _percent),
     ("exposed", "comm., ms", "exposed_communication_ms", _number(1)),
+    ("sent", "MiB a step", "communication_mib", in_short),
     ("peak memory", "GiB", "peak_memory_gib", _number(2)),
     ("speed", "vs predicted", "speed_error", _signed_percent),
     ("memory", "vs predicted", "memory_error", _signed_percent),
     ("loss", "at the end", "loss", _number(3)),
 )
-NOT_BRIEF = {"step_ms", "device_utilisation", "speed_error", "memory_error", "loss", "seconds_to_target"}
+NOT_BRIEF = {
+    "step_ms",
+    "device_utilisation",
+    "speed_error",
+    "memory_error",
+    "loss",
+    "seconds_to_target",
+    "communication_mib",
+}
 MORE_COLUMNS: tuple[Column, ...] = (
     ("strategy", "", "strategy", str),
     ("layout", "by the plan", "layout", str),
     ("devices", "", "devices", _number()),
-    ("micro-batch", "x accumulated", "micro_batch", _number()),
+    ("micro-batch", "x accumulated", "micro_batches", _sizes),
     ("precision", "", "precision", str),
     ("predicted", "tokens/s", "predicted_tokens_per_s", in_short),
     ("predicted", "GiB", "predicted_memory_gib", _number(2)),
@@ -72,7 +86,7 @@ def cell(row: StrategyRow, field: str, shown: Callable[[Any], str]) -> str:
     if value is None or value == "":
         return ""
     text = shown(value)
-    return f"{text} x {row.accumulation:,}" if field == "micro_batch" else text
+    return f"{text} x {row.accumulation:,}" if field == "micro_batches" else text
 
 
 def table(comparison: Comparison, *, brief: bool = False) -> tuple[list[str], list[list[str]]]:
@@ -126,5 +140,6 @@ def write_csv(path: Path, comparison: Comparison) -> None:
     writer = csv.DictWriter(text, list(StrategyRow.model_fields))
     writer.writeheader()
     for row in comparison.rows:
-        writer.writerow(row.model_dump() | {"overrides": " ".join(row.overrides)})
+        values = {name: " ".join(map(str, value)) if isinstance(value, tuple) else value for name, value in row}
+        writer.writerow(values)
     path.write_text(text.getvalue())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flows.presets import with_overrides
-from tasks.choices import read_choices
+from tasks.choices import check_for_all, read_choices
 from tests.conftest import tiny_config
 from training.config import RunConfig
 
@@ -71,3 +71,14 @@ def test_the_run_on_one_device_comes_first_and_once() -> None:
 def test_what_is_no_strategy_is_named(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_choices([text])
+
+
+def test_what_each_strategy_says_for_itself_cannot_be_set_for_all() -> None:
+    check_for_all(["train.steps=5", "parallel.bucket_mib=5"])
+    with pytest.raises(ValueError, match=r"parallel.tp=2 cannot be set for all"):
+        check_for_all(["train.steps=5", "parallel.tp=2"])
+
+
+def test_compression_is_a_word() -> None:
+    config = chosen("ddp+topk,ddp")
+    assert (config["ddp+topk"].parallel.compression, config["ddp"].parallel.compression) == ("topk", "none")
