@@ -45,8 +45,13 @@ def docker_config(rig: Rig, *slots: int, **overrides: Any) -> dict[str, Any]:
     return {f"launch__{key}": value for key, value in (fields | overrides).items()}
 
 
-def make_docker_run(rig: Rig, home: Path, shards: Path, name: str, *slots: int, **overrides: Any) -> Path:
-    """runs/NAME with its plan and inventory; `overrides` as tiny_config takes them. Returns the run's folder."""
+def make_docker_run(
+    rig: Rig, home: Path, shards: Path, name: str, *slots: int, machines: Inventory | None = None, **overrides: Any
+) -> Path:
+    """runs/NAME with its plan and inventory; `overrides` as tiny_config takes them. Returns the run's folder.
+
+    `machines`: as measured; else made up.
+    """
     tokens = home / "tokens"
     if not tokens.exists():
         shutil.copytree(shards, tokens)
@@ -61,7 +66,7 @@ def make_docker_run(rig: Rig, home: Path, shards: Path, name: str, *slots: int, 
         "evaluation__every_steps": 20,
     }
     config = tiny_config(**(settings | docker_config(rig, *slots) | overrides))
-    machines = inventory(*slots)
+    machines = machines or inventory(*slots)
     plan = make_plan(
         config,
         machines,

@@ -1,0 +1,162 @@
+"""Unlike devices: what shares in proportion to speed gain over equal ones, planned beforehand or found while running.
+
+    python -m benchmarks.heterogeneous [--quick]
+
+Needs root and Docker's programs (tests/rig/install.sh). Two Docker hosts of the test rig may use 1.0 and 0.5 cores; a
+Llama of 1.3M parameters trains on one rank each under ddp, always on the same global batches:
+
+    equal        equal shares, as if the hosts were alike
+    planned      shares by the hosts' rates, measured in their containers before
+    rebalanced   equal shares at first, which follow the measured steps; timed in the second half of the run
+
+A step's time is the median over a run's steps, the speed-up the median over the repetitions. Twice the speed on one of
+two hosts can gain 1.5x at most. The last line is one JSON object; `loss` is each run's after the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.workload import write_corpus
+from tasks.fleet import check_fleet
+from tests.conftest import tiny_config
+from tests.rig.conftest import missing
+from tests.rig.rig import Rig
+from tests.rig.runs import docker_config, make_docker_run, train
+from training.inventory import Inventory
+from training.metrics import read_rows
+from training.records import RunPlan
+
+CPUS = (1.0, 0.5)
+VOCAB, GLOBAL_BATCH = 256, 48
+WARM_UP = 4  # steps: allocation, and what the first containers' start still takes of the cores
+SPLIT_EVERY = 2  # steps: shares move, half way at a time, after three of these
+WAYS: dict[str, dict[str, Any]] = {
+    "equal": {"parallel__shares": "equal", "parallel__rebalance": "off"},
+    "planned": {"parallel__shares": "auto", "parallel__rebalance": "off"},
+    "rebalanced": {"parallel__shares": "equal", "parallel__rebalance": "on"},
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`step_s`: median; `train_s`: of all steps after the warm-up, split ones too; `micro_batches`: in the end."""
+
+    step_s: float
+    train_s: float
+    micro_batches: tuple[int, ...]
+    loss: float
+
+
+def settings(rig: Rig, *, steps: int) -> dict[str, Any]:
+    hosts = tuple(rig.host_config(i, slots=1, cpus=cpus) for i, cpus in enumerate(CPUS))
+    return {
+        **docker_config(rig, hosts=hosts, lost_after_s=30.0, lease_s=120.0, collective_test=False),
+        "model__layers": 4,
+        "model__width": 128,
+        "model__dropout": 0.0,
+        "train__context": 128,
+        "train__steps": steps,
+        "train__global_batch": GLOBAL_BATCH,
+        "train__micro_batch": GLOBAL_BATCH // len(CPUS),
+        "checkpoint__every_steps": 100_000,
+        "evaluation__every_steps": 0,
+        "profile__split_every_steps": SPLIT_EVERY,
+    }
+
+
+def measured(home: Path, common: dict[str, Any]) -> Inventory:
+    """The hosts as a flow would measure them: in containers, with the run's quotas."""
+    run_dir = home / "measured"
+    run_dir.mkdir()
+    return check_fleet(tiny_config(**common), run_dir=run_dir)
+
+
+def run_one(run_dir: Path) -> Outcome:
+    train(run_dir)
+    plan, changes = RunPlan.read(run_dir / "plan.json"), read_rows(run_dir / "rebalances.jsonl")
+    steps = [row for row in read_rows(run_dir / "metrics.jsonl") if "loss" in row]
+    settled = plan.steps // 2 if plan.rebalance else WARM_UP
+    return Outcome(
+        step_s=statistics.median(row["step_ms"] for row in steps if row["step"] > settled) / 1000,
+        train_s=(steps[-1]["time_ms"] - steps[WARM_UP]["time_ms"]) / 1000,
+        micro_batches=tuple(changes[-1]["after"]) if changes else plan.micro_batches,
+        loss=steps[-1]["loss"],
+    )
+
+
+def unlike_speeds(rig: Rig, home: Path, shards: Path, *, steps: int, rounds: int) -> dict[str, Any]:
+    """What shares gain: one run after the other, of each kind in turns, so that a slow minute meets all of them."""
+    common = settings(rig, steps=steps)
+    machines = measured(home, common)
+    outcomes: dict[str, list[Outcome]] = {way: [] for way in WAYS}
+    for number in range(rounds):
+        for way, shares in WAYS.items():
+            run_dir = make_docker_run(rig, home, shards, f"{way}-{number}", 1, 1, machines=machines, **common, **shares)
+            outcomes[way].append(run_one(run_dir))
+
+    def speedup(way: str, what: str = "step_s") -> float:
+        pairs = zip(outcomes["equal"], outcomes[way], strict=True)
+        return round(statistics.median(getattr(equal, what) / getattr(other, what) for equal, other in pairs), 3)
+
+    return {
+        "speedup_planned_vs_equal": speedup("planned"),
+        "speedup_rebalanced_vs_equal": speedup("rebalanced"),
+        "speedup_rebalanced_from_the_start": speedup("rebalanced", "train_s"),
+        "measured_gflops": {
+            host.name: round(1000 * host.devices[0].matmul_tflops["fp32"], 1) for host in machines.hosts
+        },
+        "micro_batches": {way: each[-1].micro_batches for way, each in outcomes.items()},
+        "step_s": {way: round(statistics.median(one.step_s for one in each), 3) for way, each in outcomes.items()},
+        "loss": {way: each[-1].loss for way, each in outcomes.items()},
+        "tokens": steps * GLOBAL_BATCH * common["train__context"],
+    }
+
+
+def run(rig: Rig, *, quick: bool) -> dict[str, Any]:
+    home = rig.make_home()
+    os.environ |= {"SHARDLINE_HOME": str(home), "MLFLOW_TRACKING_URI": ""}
+    with tempfile.TemporaryDirectory() as folder:
+        shards = Path(folder) / "shards"
+        write_corpus(shards, vocab_size=VOCAB)
+        return unlike_speeds(rig, home, shards, steps=28 if quick else 60, rounds=1 if quick else 3)
+
+
+def show(result: dict[str, Any]) -> None:
+    tokens = f"after {result['tokens']:,} tokens"
+    print(f"{'shares':12}{'sequences':>12}{'s a step':>10}{'speed-up':>10}{'loss':>10} {tokens}")
+    for way, step_s in result["step_s"].items():
+        sizes, gain = " + ".join(map(str, result["micro_batches"][way])), result["step_s"]["equal"] / step_s
+        print(f"{way:12}{sizes:>12}{step_s:10.3f}{gain:10.2f}{result['loss'][way]:10.5f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="once, and 28 steps a run, instead of 3 times 60")
+    quick = parser.parse_args().quick
+    if reason := missing():
+        print(f"there can be no Docker hosts to measure on: {reason}", file=sys.stderr)
+        sys.exit(2)
+    logging.getLogger().setLevel(logging.ERROR)
+    began, rig = time.monotonic(), Rig()
+    try:
+        rig.up()
+        result = run(rig, quick=quick)
+    finally:
+        rig.down()
+    show(result)
+    print(json.dumps(result | {"cpus": CPUS, "seconds": round(time.monotonic() - began)}))
+
+
+if __name__ == "__main__":
+    main()
