@@ -17,7 +17,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
 from flows.embedded import is_embedded
-from tasks import corpus, fleet, launch, nsight, overrides, planning, track
+from tasks import corpus, fleet, launch, nsight, overrides, planning, track, trial
 from tasks import hardware as machines
 from tasks.doctor import hardware_rows
 from tasks.generate import TextGenerator, check_prompts
@@ -161,6 +161,7 @@ def plan(
     else:
         with timed(run, "plan"):
             made = planning.write_plan(config, run=run, inventory=inventory, shards=shards, shards_dir=shards_dir)
+            made = trial.confirmed(made, run=run, inventory=inventory)
             track.log_plan(made, inventory, shards)
             track.log_resumptions(run, made.config, overrides.read_resumptions(run.folder))
     rows = [{"what": what, "value": value} for what, value in planning.plan_in_words(made)]

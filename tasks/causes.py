@@ -50,11 +50,14 @@ class RunStopped(Exception):
 
 
 class RunFailed(RuntimeError):
-    """No other attempt was worth making, or they were used up; the message has cause, cure and last lines."""
+    """No other attempt was worth making, or they were used up; the message has cause, cure and last lines.
 
-    def __init__(self, message: str, *, cause: Cause) -> None:
+    `detail`: where it began and what was said there, in one line.
+    """
+
+    def __init__(self, message: str, *, cause: Cause, detail: str = "") -> None:
         super().__init__(message)
-        self.cause = cause
+        self.cause, self.detail = cause, detail
 
 
 def cause_of(said: str) -> Cause:

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from tasks import nsight
-from tasks.causes import RunFailed, RunStopped, cause_of
+from tasks.causes import OUT_OF_MEMORY, RunFailed, RunStopped, cause_of
 from tasks.lease import FENCE_S, withdraw_leases
 from tasks.places import local_process, process_key, tracking_uri
 from training.records import Record, RunPlan
@@ -56,6 +56,7 @@ def run_program(
     log_path.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(run_dir / "stacks", ignore_errors=True)
     command = command_for(module, plan=plan, run_dir=run_dir, ranks=ranks or plan.world_size)
+    kills = kernel_kills()
     with log_path.open("ab") as log:
         earlier = log.tell()
         process = subprocess.Popen(
@@ -82,8 +83,8 @@ def run_program(
         if match := RANK_WARNING.match(line):
             logger.warning("%s: %s", module, match[1])
     if process.returncode:
-        said = _said(process.returncode, lines)
-        raise RunFailed(_failure(module, said, lines, log_path) + stacks.where(), cause=cause_of(said))
+        said = _said(process.returncode, lines, memory_was_used_up=kernel_kills() > kills)
+        raise RunFailed(_failure(module, said, lines, log_path) + stacks.where(), cause=cause_of(said), detail=said)
 
 
 def command_for(module: str, *, plan: RunPlan, run_dir: Path, ranks: int) -> list[str]:
@@ -205,12 +206,26 @@ def end_containers(run_dir: Path) -> None:
         time.sleep(FENCE_S)
 
 
-def _said(code: int, lines: list[str]) -> str:
-    """The line that tells why: an exception's, or torchrun's of the signal that a rank died of."""
+def kernel_kills() -> int:
+    """Processes that the kernel has killed so far because memory, or a control group's share of it, was used up."""
+    path = Path("/proc/vmstat")
+    counted = re.search(r"^oom_kill (\d+)", path.read_text(), flags=re.MULTILINE) if path.exists() else None
+    return int(counted[1]) if counted else 0
+
+
+def _said(code: int, lines: list[str], *, memory_was_used_up: bool) -> str:
+    """The line that tells why: an exception's, or torchrun's of the signal that a rank died of.
+
+    Want of memory comes first, wherever it stands: the ranks that lost a peer by it have their own exceptions.
+    """
     causes = [line for line in lines if ("Error:" in line or "NonFiniteLoss:" in line) and not LOG_LINE.match(line)]
-    signals = [line for line in lines if "Signal" in line and "received by PID" in line]
+    signals = [line.strip() for line in lines if "Signal" in line and "received by PID" in line]
     told = [line.strip() for line in causes if "ChildFailedError" not in line]
-    return next(iter(told or signals), f"exit code {code}" if code > 0 else f"Signal {-code}").strip()
+    memory = [line for line in told if OUT_OF_MEMORY.search(line)]
+    killed = [*(line for line in signals if "Signal 9" in line), *(["Signal 9"] if code == -signal.SIGKILL else [])]
+    if memory_was_used_up and killed and not memory:
+        return f"MemoryError: the kernel killed a rank, since memory was used up ({killed[0]})"
+    return next(iter(memory or told or signals), f"exit code {code}" if code > 0 else f"Signal {-code}")
 
 
 def _failure(module: str, said: str, lines: list[str], log_path: Path) -> str:

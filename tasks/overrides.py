@@ -69,6 +69,7 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("parallel.precision", "breaks", "other arithmetic from here on"),
     # who does it, and how
     ("train.micro_batch", "rounding", ""),
+    ("train.micro_batch_trial", "rounding", ""),
     ("train.activation_checkpointing", "rounding", ""),
     ("train.compile", "rounding", ""),
     ("train.deterministic", "rounding", ""),

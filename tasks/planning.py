@@ -17,6 +17,7 @@ from training.packing import one_epoch
 from training.plan import make_plan
 from training.records import RunPlan, TokenShards
 from training.shards import MANIFEST
+from training.trial_record import read_trials
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,9 @@ def replan(run_dir: Path, *, inventory: Inventory, why: str) -> RunPlan:
     if sorted(kept.hosts) == sorted(host.name for host in inventory.hosts):
         return kept
     plan = _planned_for(kept, inventory, micro_batch=0)
-    if kept.config.train.micro_batch and plan.micro_batch > kept.micro_batch:  # the user knows that more does not fit
+    trials = read_trials(run_dir)
+    more_is_too_much = kept.config.train.micro_batch or (trials is not None and trials.lowered)
+    if more_is_too_much and plan.micro_batch > kept.micro_batch:  # as the user, or a trial, found out
         share = kept.config.train.global_batch // plan.dp
         fitting = max(size for size in range(1, kept.micro_batch + 1) if share % size == 0)
         plan = _planned_for(kept, inventory, micro_batch=fitting)
@@ -139,6 +142,27 @@ def replan(run_dir: Path, *, inventory: Inventory, why: str) -> RunPlan:
     plan.write(run_dir / "plan.json")
     logger.warning("replanned for %s: %s", ", ".join(plan.hosts), why)
     return plan
+
+
+def with_micro_batches(plan: RunPlan, micro_batches: tuple[int, ...], *, inventory: Inventory) -> RunPlan:
+    """The same plan with other micro-batches, and what it predicts of them; none may grow beyond its size again."""
+    alike, pinned = len(set(micro_batches)) == 1, plan.config.model_dump(mode="json")
+    for section, chosen in plan.chosen.items():
+        pinned[section] |= chosen
+    pinned["parallel"]["shares"] = "equal" if alike else micro_batches
+    pinned["train"]["micro_batch"] = micro_batches[0] if alike else 0
+    shards_dir = Path(plan.shards_dir)
+    lower = plan_run(
+        RunConfig.model_validate(pinned),
+        inventory=inventory,
+        run_id=plan.run_id,
+        shards=TokenShards.read(shards_dir / MANIFEST),
+        shards_dir=shards_dir,
+    )
+    update = {name: getattr(lower, name) for name in ("micro_batches", "accumulation", "predicted")}
+    sizes = zip(micro_batches, plan.micro_batches, plan.largest_micro_batches, strict=True)
+    largest = [max(size, min(limit, before - 1)) for size, before, limit in sizes]  # `before` was too much for one
+    return plan.model_copy(update=update | {"largest_micro_batches": tuple(largest)})
 
 
 def _planned_for(kept: RunPlan, inventory: Inventory, *, micro_batch: int) -> RunPlan:

@@ -88,15 +88,18 @@ def _run(
         if ending.cause == "stopped":
             raise RunStopped(f"{words}: `shardline resume {run_id}` goes on")
         if ending.cause not in launch.retried:
-            raise RunFailed(
-                _final(words, "no other attempt would end differently", ending, run_dir), cause=ending.cause
-            )
+            why = "no other attempt would end differently"
+            raise RunFailed(_final(words, why, ending, run_dir), cause=ending.cause, detail=_where(ending))
         if failures >= launch.attempts:
             why = f"{failures} attempts without a new checkpoint (launch.attempts)"
-            raise RunFailed(_final(words, why, ending, run_dir), cause=ending.cause)
+            raise RunFailed(_final(words, why, ending, run_dir), cause=ending.cause, detail=_where(ending))
         pause_s = min(launch.backoff_s * 2 ** (failures - 1), LONGEST_BACKOFF_S)
         logger.warning("%s: attempt %d of %d follows in %.1f s", words, failures + 1, launch.attempts, pause_s)
         time.sleep(pause_s)
+
+
+def _where(ending: Ending) -> str:
+    return f"{ending.host}: {ending.detail}"
 
 
 def _final(words: str, why: str, ending: Ending, run_dir: Path) -> str:

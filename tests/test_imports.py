@@ -22,6 +22,7 @@ CONTRACT = {
     "inventory",
     "known_gpus",
     "stand_in",
+    "trial_record",
     "parallel_config",
     "records",
     "shape",

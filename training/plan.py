@@ -20,6 +20,7 @@ from training.replicas import deal_batch
 from training.schedule import check_schedule
 from training.shape import ASSUMED_VOCAB, model_shape, vocab_size
 from training.stand_in import assumptions
+from training.trial_record import wants_trial
 
 
 def make_plan(
@@ -45,6 +46,8 @@ def make_plan(
     steps, sequences, limit = length(config, epoch)
     check_schedule(config.train, steps=steps)
     reasons = [f"{steps} steps: {limit}", *_assumptions(config, shards, steps=steps)]
+    if wants_trial(config, inventory.device_kind):
+        reasons.append("micro-batch: as predicted; a trial of some steps confirms it before training")
     reasons += [*assumptions(inventory), *(f"{host}: {why}" for (host, _), why in slow_devices(inventory).items())]
     layout = choose_layout(config, shape, inventory)
     dealt = deal_batch(layout, shape, inventory)

@@ -65,10 +65,11 @@ def prepare(plan: RunPlan, *, rank: Rank, run_dir: Path) -> Training:
     """Model, strategy and data, at the newest whole checkpoint if there is one. Collective."""
     found = _agree_on_checkpoint(run_dir, rank)
     with reading(found):
-        return _prepared(plan, found, rank=rank, run_dir=run_dir)
+        return prepared(plan, found, rank=rank, run_dir=run_dir)
 
 
-def _prepared(plan: RunPlan, found: Path | None, *, rank: Rank, run_dir: Path) -> Training:
+def prepared(plan: RunPlan, found: Path | None, *, rank: Rank, run_dir: Path) -> Training:
+    """At the checkpoint `found`; without one, at the start. Collective."""
     model, weights = unfilled_model(plan)
     if found is not None:
         weights = checkpoint.weights_for(model, found)

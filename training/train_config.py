@@ -31,6 +31,11 @@ class TrainConfig(Part):
         le=100_000,
         description="Sequences per rank and forward pass, on unlike devices their mean; 0: the most that fits.",
     )
+    micro_batch_trial: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Make a few steps before training, in a launch of their own, and lower the micro-batch until it "
+        "fits. auto: on GPUs, where micro_batch is 0.",
+    )
     packing: Literal["stream", "documents", "padded"] = Field(
         "stream",
         description="How documents fill sequences. stream: end to end, attention may look over a document's start. "

@@ -1,0 +1,100 @@
+"""The largest micro-batch that fits: found by the plan, confirmed by a short launch of its own before training.
+
+The ranks of a trial make a few steps of the plan (training/trial.py). If one runs out of memory its process ends, the
+others are ended with it, and the next smaller micro-batch is tried. So all ranks agree, since all get the same plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from tasks import launch, planning, track
+from tasks.causes import RunFailed
+from tasks.places import fresh
+from tasks.track import TrackedRun
+from training.inventory import Inventory
+from training.records import RunPlan
+from training.trial_record import (
+    MEASURED,
+    TRIALS,
+    Trial,
+    TrialMeasured,
+    Trials,
+    read_trials,
+    smaller,
+    wants_trial,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def confirmed(plan: RunPlan, *, run: TrackedRun, inventory: Inventory) -> RunPlan:
+    """The plan, or one with smaller micro-batches, after a trial in which it fitted: in plan.json, trial.json, MLflow.
+
+    Skipped where the config wants none, or this plan was confirmed before. Raises RunFailed if not even the smallest
+    fits, or if a trial fails of anything else.
+    """
+    earlier = read_trials(run.folder)
+    if not wants_trial(plan.config, plan.device_kind) or (earlier is not None and earlier.confirm(plan)):
+        return plan
+    trials: list[Trial] = []
+    while not trials or trials[-1].measured is None:
+        trials.append(_try(plan, run_dir=run.folder))
+        logger.info("%s", trials[-1])
+        if trials[-1].measured is None:
+            plan = planning.with_micro_batches(plan, _smaller(plan, trials[-1]), inventory=inventory)
+            plan.write(run.folder / "plan.json")
+    plan = plan.model_copy(update={"reasons": (*plan.reasons, *map(str, trials))})
+    plan.write(run.folder / "plan.json")
+    record = Trials(strategy=plan.strategy, mesh=plan.mesh, ranks_per_host=plan.ranks_per_host, trials=tuple(trials))
+    record.write(run.folder / TRIALS)
+    _log(record, plan, run)
+    return plan
+
+
+def _smaller(plan: RunPlan, trial: Trial) -> tuple[int, ...]:
+    less = smaller(plan)
+    if less is None:
+        raise RunFailed(
+            f"{trial}; there is no smaller one: spread the model over the ranks (parallel.strategy=fsdp or zero3, or "
+            "more ranks), keep less of it (train.activation_checkpointing=full), or lower train.context",
+            cause="out of memory",
+            detail=trial.detail,
+        )
+    return less
+
+
+def _log(record: Trials, plan: RunPlan, run: TrackedRun) -> None:
+    measured = record.trials[-1].measured
+    assert measured is not None
+    track.log_files(run, run.folder / TRIALS)
+    figures = {
+        "trial/launches": float(len(record.trials)),
+        "trial/peak_memory_gib": max(measured.peak_gib),
+        "trial/predicted_memory_gib": sum(plan.predicted.memory_gib.values()),
+        "trial/step_s": measured.step_s,
+        "trial/seconds": sum(trial.seconds for trial in record.trials),
+    }
+    track.log_figures(run, figures, step=0)
+
+
+def _try(plan: RunPlan, *, run_dir: Path) -> Trial:
+    """One launch; raises what it fails of, other than memory."""
+    path, began = run_dir / MEASURED, time.perf_counter()
+    path.unlink(missing_ok=True)
+    try:
+        launch.run_program("training.trial", plan=plan, run_dir=run_dir)
+        measured, detail = TrialMeasured.read(fresh(path)), ""
+    except RunFailed as failure:
+        if failure.cause != "out of memory":
+            raise
+        measured, detail = None, failure.detail
+    return Trial(
+        micro_batches=plan.micro_batches,
+        accumulation=plan.accumulation,
+        detail=detail,
+        measured=measured,
+        seconds=round(time.perf_counter() - began, 2),
+    )

@@ -1,0 +1,53 @@
+"""The micro-batch confirmed by trial on Docker hosts, of which the kernel leaves one too little memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tasks import trial
+from tasks.recovery import attempts_of
+from tasks.track import tracked
+from tests.rig.rig import Rig
+from tests.rig.runs import assert_nothing_is_left, make_docker_run, shardline_home
+from training.inventory import Inventory
+from training.records import RunPlan
+from training.trial_record import read_trials
+
+__all__ = ["shardline_home"]
+
+
+@pytest.mark.long
+def test_a_host_that_runs_out_of_memory_lowers_the_micro_batch_of_all(
+    rig: Rig, shardline_home: Path, tiny_shards: Path
+) -> None:
+    """A rank takes 1.9 GiB at micro-batch 64, 1.4 at 32. The kernel kills it; its peer on the other host is ended."""
+    run_dir = make_docker_run(
+        rig,
+        shardline_home,
+        tiny_shards,
+        "tried",
+        1,
+        1,
+        model__layers=6,
+        train__context=256,
+        train__global_batch=128,
+        train__micro_batch=0,
+        train__micro_batch_trial="always",
+        evaluation__every_steps=0,
+        launch__hosts=(rig.host_config(0, slots=1), rig.host_config(1, slots=1, memory_gib=1.6)),
+    )
+    plan, machines = RunPlan.read(run_dir / "plan.json"), Inventory.read(run_dir / "inventory.json")
+    assert plan.micro_batches == (64, 64)
+    with tracked(plan.config, run_id=run_dir.name, tags={}) as run:
+        plan = plan.model_copy(update={"mlflow_run_id": run.mlflow_run_id})
+        plan = trial.confirmed(plan, run=run, inventory=machines)
+    first, second = (read_trials(run_dir) or pytest.fail("no record")).trials
+    assert first.measured is None
+    assert first.detail.startswith("host1: the kernel killed a rank")
+    assert (plan.micro_batches, second.micro_batches) == ((32, 32), (32, 32))
+    assert RunPlan.read(run_dir / "plan.json") == plan
+    endings = [(attempt["program"], attempt["ending"]["cause"]) for attempt in attempts_of(run_dir)]
+    assert endings == [("training.trial", "out of memory"), ("training.trial", "done")]
+    assert_nothing_is_left(rig)

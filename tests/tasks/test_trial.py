@@ -1,0 +1,176 @@
+"""The micro-batch confirmed by trial: with real ranks, of which one has less memory than the plan was told."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from mlflow import MlflowClient
+
+from tasks import planning, trial
+from tasks.causes import RunFailed
+from tasks.places import tracking_uri
+from tasks.track import tracked
+from tests.conftest import inventory, tiny_config
+from training.config import RunConfig
+from training.inventory import Inventory
+from training.plan import make_plan
+from training.records import RunPlan, TokenShards
+from training.trial_record import Trial, TrialMeasured, Trials, read_trials, smaller, wants_trial
+
+# A rank's memory as a machine that is short of it has it: allocations beyond the limit fail. Resident memory of these
+# ranks is 2.1 GiB at micro-batch 64, 1.4 at 32, of which 1.0 are torch's and transformers' own.
+LIMITED = """
+import os, resource
+if os.environ.get("LOCAL_RANK") == "1":
+    limit = int(float(os.environ["RANK_1_GIB"]) * 2**30)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+"""
+
+
+# What comes next, and whether at all
+
+
+@pytest.mark.parametrize(
+    ("hosts", "overrides", "sizes"),
+    [
+        ((2,), {}, [(4, 4), (2, 2), (1, 1)]),
+        ((1,), {"train__global_batch": 6, "train__micro_batch": 6, "parallel__strategy": "single"}, [(3,), (2,), (1,)]),
+        ((2,), {"parallel__pp": 2, "train__micro_batch": 4, "train__global_batch": 24}, [(3,), (2,), (1,)]),
+        ((2,), {"parallel__shares": (6, 2), "train__global_batch": 16}, [(3, 1), (1, 1)]),
+    ],
+)
+def test_the_next_smaller_micro_batches_divide_the_batch_as_before(
+    hosts: tuple[int, ...], overrides: dict[str, Any], sizes: list[tuple[int, ...]]
+) -> None:
+    settings = {"train__global_batch": 16, "train__micro_batch": 0, "parallel__strategy": "ddp"} | overrides
+    machines = inventory(*hosts)
+    plan = make_plan(tiny_config(**settings), machines)
+    tried = []
+    while (less := smaller(plan)) is not None:
+        tried.append(less)
+        batch = plan.config.train.global_batch
+        assert batch % sum(less) == 0
+        plan = plan.model_copy(update={"micro_batches": less, "accumulation": batch // sum(less)})
+    assert tried == sizes
+
+
+def test_gpus_have_trials_where_the_plan_chose_and_cpus_where_asked() -> None:
+    chosen, pinned = tiny_config(train__micro_batch=0), tiny_config()
+    assert [wants_trial(chosen, "cuda"), wants_trial(pinned, "cuda"), wants_trial(chosen, "cpu")] == [
+        True,
+        False,
+        False,
+    ]
+    assert wants_trial(tiny_config(train__micro_batch_trial="always"), "cpu")
+    assert not wants_trial(tiny_config(train__micro_batch=0, train__micro_batch_trial="never"), "cuda")
+    reasons = make_plan(chosen, inventory(1, kind="cuda")).reasons
+    assert "micro-batch: as predicted; a trial of some steps confirms it before training" in reasons
+
+
+def test_a_plan_is_confirmed_once_for_its_layout() -> None:
+    plan = make_plan(tiny_config(), inventory(2))
+    fits = Trial(
+        micro_batches=plan.micro_batches,
+        accumulation=plan.accumulation,
+        measured=TrialMeasured(step_s=0.1, peak_gib=(1.0, 1.25)),
+        seconds=5.0,
+    )
+    record = Trials(strategy=plan.strategy, mesh=plan.mesh, ranks_per_host=plan.ranks_per_host, trials=(fits,))
+    assert record.confirm(plan)
+    assert not record.confirm(plan.model_copy(update={"micro_batches": (4, 4)}))
+    assert not record.confirm(plan.model_copy(update={"strategy": "fsdp"}))
+    assert "micro-batch 2 fits, 3 steps and a validation took 1.25 GiB on rank 1" in str(fits)
+
+
+# Real ranks
+
+
+@pytest.fixture
+def short_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Give rank 1 so many GiB."""
+    (tmp_path / "sitecustomize.py").write_text(LIMITED)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return lambda gib: monkeypatch.setenv("RANK_1_GIB", str(gib))
+
+
+def asked(**overrides: Any) -> tuple[RunConfig, Inventory]:
+    """A run of 2 CPU ranks that takes the micro-batch that the plan finds to fit; and machines with 12 GiB a rank."""
+    settings = {
+        "model__layers": 6,
+        "train__context": 256,
+        "train__global_batch": 128,
+        "train__micro_batch": 0,
+        "train__micro_batch_trial": "always",
+        "train__steps": 2,
+        "parallel__strategy": "ddp",
+        "parallel__ranks": 2,
+        "parallel__timeout_s": 600,  # what a rank would wait for a peer that is gone
+        "evaluation__every_steps": 0,
+    }
+    config = tiny_config(**(settings | overrides))
+    return config, inventory(2)
+
+
+@pytest.mark.slow
+def test_a_micro_batch_too_large_for_one_rank_is_lowered_for_all_and_nobody_hangs(
+    tiny_shards: Path, short_of_memory: Callable[[float], None]
+) -> None:
+    short_of_memory(1.6)
+    config, machines = asked()
+    with tracked(config, run_id="trial", tags={}) as run:
+        plan = planning.write_plan(
+            config,
+            run=run,
+            inventory=machines,
+            shards=TokenShards.read(tiny_shards / "manifest.json"),
+            shards_dir=tiny_shards,
+        )
+        assert plan.micro_batches == (64, 64)
+        plan = trial.confirmed(plan, run=run, inventory=machines)
+        first, second = (read_trials(run.folder) or pytest.fail("no record")).trials
+        again = trial.confirmed(plan, run=run, inventory=machines)
+    assert first.measured is None
+    assert re.search(r"can't allocate memory|bad_alloc|MemoryError", first.detail)
+    assert second.measured is not None
+    assert (first.micro_batches, second.micro_batches) == ((64, 64), (32, 32))
+    assert max(first.seconds, second.seconds) < 120, "not the timeout of a collective"
+    assert second.measured.peak_gib[1] < 1.6
+    assert (plan.micro_batches, plan.largest_micro_batches, plan.accumulation) == ((32, 32), (63, 63), 2)
+    assert any("trial: micro-batch 64 ran out of memory" in reason for reason in plan.reasons)
+    assert any("trial: micro-batch 32 fits" in reason for reason in plan.reasons)
+    assert RunPlan.read(run.folder / "plan.json") == plan == again, "what ranks go by; not tried again"
+    logged = MlflowClient(tracking_uri()).get_run(run.mlflow_run_id).data.metrics
+    assert logged["trial/launches"] == 2
+    assert logged["trial/peak_memory_gib"] == pytest.approx(max(second.measured.peak_gib))
+    assert not [child for child in psutil.Process().children(recursive=True) if "training.trial" in child.cmdline()]
+
+
+@pytest.mark.slow
+def test_where_nothing_fits_the_run_fails_with_the_cure(
+    tiny_shards: Path, short_of_memory: Callable[[float], None]
+) -> None:
+    short_of_memory(0.8)
+    config, machines = asked(train__global_batch=2, model__width=512, model__layers=8)
+
+    def run_it() -> None:
+        with tracked(config, run_id="nothing", tags={}) as run:
+            shards = TokenShards.read(tiny_shards / "manifest.json")
+            plan = make_plan(config, machines, run_id="nothing", shards=shards, shards_dir=str(tiny_shards))
+            plan.write(run.folder / "plan.json")
+            trial.confirmed(plan, run=run, inventory=machines)
+
+    with pytest.raises(RunFailed, match=r"micro-batch 1 ran out of memory .*; there is no smaller one") as failed:
+        run_it()
+    assert failed.value.cause == "out of memory"
+    client = MlflowClient(tracking_uri())
+    (found,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    assert (found.info.status, found.data.tags["shardline.cause"]) == ("FAILED", "out of memory")

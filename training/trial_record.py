@@ -1,0 +1,90 @@
+"""Trials of a micro-batch: whether a run has them, what they leave, and what to try after one that did not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from training.config import RunConfig
+from training.records import Record, RunPlan
+from training.shares import deal
+
+STEPS = 3  # the first fills the allocator, and later ones meet what it left
+TRIALS, MEASURED = "trial.json", "trial-measured.json"  # in the run folder
+
+
+class TrialMeasured(Record):
+    """What the ranks of a trial that fits leave: seconds of a step, and the most memory that each rank took."""
+
+    step_s: float
+    peak_gib: tuple[float, ...]
+
+
+class Trial(Record):
+    """One launch. `detail`: of one that ran out of memory, where and what was said there; it measured nothing."""
+
+    micro_batches: tuple[int, ...]
+    accumulation: int
+    detail: str = ""
+    measured: TrialMeasured | None = None
+    seconds: float
+
+    def __str__(self) -> str:
+        size = in_words(self.micro_batches)
+        if self.measured is None:
+            return f"trial: micro-batch {size} ran out of memory ({self.detail})"
+        peak = max(self.measured.peak_gib)
+        return (
+            f"trial: micro-batch {size} fits, {STEPS} steps and a validation took {peak:.2f} GiB on rank "
+            f"{self.measured.peak_gib.index(peak)}"
+        )
+
+
+class Trials(Record):
+    """runs/ID/trial.json: all launches for one layout, in their order; the last one fits."""
+
+    strategy: str
+    mesh: dict[str, int]
+    ranks_per_host: tuple[int, ...]
+    trials: tuple[Trial, ...]
+
+    def confirm(self, plan: RunPlan) -> bool:
+        """Whether it was this plan that was found to fit."""
+        same = (self.strategy, self.mesh, self.ranks_per_host) == (plan.strategy, plan.mesh, plan.ranks_per_host)
+        return same and self.trials[-1].micro_batches == plan.micro_batches
+
+    @property
+    def lowered(self) -> bool:
+        """Whether the plan had asked for more than fits."""
+        return len(self.trials) > 1
+
+
+def read_trials(run_dir: Path) -> Trials | None:
+    return Trials.read(run_dir / TRIALS) if (run_dir / TRIALS).exists() else None
+
+
+def wants_trial(config: RunConfig, device_kind: str) -> bool:
+    """By train.micro_batch_trial; auto: on GPUs, where the plan chose the micro-batch."""
+    if config.train.micro_batch_trial != "auto":
+        return config.train.micro_batch_trial == "always"
+    return device_kind == "cuda" and not config.train.micro_batch and isinstance(config.parallel.shares, str)
+
+
+def smaller(plan: RunPlan) -> tuple[int, ...] | None:
+    """The next smaller micro-batches, in the proportions of the plan's; None: there are none.
+
+    As many a step as divide the global batch evenly, and fill the stages of a pipeline.
+    """
+    batch, pp = plan.config.train.global_batch, plan.mesh["pp"]
+    for accumulation in range(plan.accumulation + 1, batch // plan.dp + 1):
+        if batch % accumulation or accumulation % pp or (not plan.is_unequal and batch % (accumulation * plan.dp)):
+            continue
+        if not plan.is_unequal:
+            return (batch // accumulation // plan.dp,) * plan.dp
+        dealt = deal(batch // accumulation, speeds=plan.micro_batches, most=plan.micro_batches)
+        if max(dealt) < plan.micro_batch:
+            return dealt
+    return None
+
+
+def in_words(micro_batches: tuple[int, ...]) -> str:
+    return str(micro_batches[0]) if len(set(micro_batches)) == 1 else " + ".join(map(str, micro_batches))
