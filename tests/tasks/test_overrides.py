@@ -209,7 +209,7 @@ def test_an_exact_change_keeps_ranks_threads_micro_batch_and_precision(run: Any)
     begun = run(**AUTOMATIC)
     first = read_plan(begun.folder)
     again = begun.replan(begun.with_overrides(checkpoint__every_steps=9), inventory(4))
-    for what in ("mesh", "ranks_per_host", "micro_batch", "accumulation", "precision", "threads_per_rank"):
+    for what in ("mesh", "ranks_per_host", "micro_batches", "accumulation", "precision", "threads_per_rank"):
         assert getattr(again, what) == getattr(first, what), what
     assert again.config.parallel.ranks == 0, "what was left to the plan stays so"
 

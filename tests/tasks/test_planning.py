@@ -80,3 +80,14 @@ def test_what_no_longer_fits_as_it_was_is_chosen_anew_and_said(tmp_path: Path, t
     now = replan(tmp_path, inventory=first_host(), why="host1 is away")
     assert now.world_size == 2
     assert any("as it was it cannot go on here" in reason for reason in now.reasons)
+
+
+def test_other_hosts_get_other_shares_and_those_that_come_back_their_own(tmp_path: Path, tiny_shards: Path) -> None:
+    slow = inventory(1).hosts[0].devices[0].model_copy(update={"matmul_tflops": {"fp32": 0.02}})
+    first, second = inventory(2, 1).hosts
+    unlike = Inventory(hosts=(first, second.model_copy(update={"devices": (slow,)})))
+    before = planned(tmp_path, tiny_shards, micro_batch=0, global_batch=18, hosts=unlike)
+    assert before.micro_batches == (8, 8, 2)
+    now = replan(tmp_path, inventory=first_host(), why="host1 is away")
+    assert (now.micro_batches, now.rebalance) == ((9, 9), False)
+    assert replan(tmp_path, inventory=unlike, why="host1 came back") == before
