@@ -14,6 +14,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from training.checkpoint import Manifest
 from training.data import Loader
 from training.meter import Meter
@@ -23,6 +26,7 @@ from training.shares import MIN_GAIN, followed
 
 logger = logging.getLogger(__name__)
 
+FILLED = 0.9  # of a GPU's memory at most, as in the plan
 SPLITS = 3  # steps that one decision looks at: their median, since one of them may have met something else
 
 
@@ -47,15 +51,29 @@ class Rebalancer:
             return
         plan, seconds = self.loader.plan, [statistics.median(replica) for replica in zip(*self.seen, strict=True)]
         self.seen.clear()
-        sizes, gain = followed(plan.micro_batches, seconds=seconds, most=plan.largest_micro_batches)
+        sizes, gain = followed(plan.micro_batches, seconds=seconds, most=self._limits(plan))
         if gain >= MIN_GAIN and sizes != plan.micro_batches:
             self._change(step, sizes, seconds, gain)
 
     def _own_seconds(self, ranks_ms: Sequence[dict[str, float]]) -> list[float]:
         """By replica: its slowest rank's."""
         own = [(ms["step"] - ms["exposed_communication"]) / 1000 for ms in ranks_ms]
+        return [max(seconds) for seconds in self._by_replica(own)]
+
+    def _by_replica(self, ranks: Sequence[float]) -> list[list[float]]:
         tp, dp = self.mesh["tp"], self.mesh["dp"]
-        return [max(seconds for rank, seconds in enumerate(own) if rank // tp % dp == replica) for replica in range(dp)]
+        return [[value for rank, value in enumerate(ranks) if rank // tp % dp == replica] for replica in range(dp)]
+
+    def _limits(self, plan: RunPlan) -> tuple[int, ...]:
+        """The plan's, which are predicted; on GPUs no more than the peak of the steps before leaves room for either."""
+        device = self.meter.rank.device
+        if device.type == "cpu":
+            return plan.largest_micro_batches
+        usable = FILLED * torch.cuda.get_device_properties(device).total_memory
+        ranks = [0.0] * self.meter.rank.world_size
+        dist.all_gather_object(ranks, usable / torch.cuda.max_memory_allocated(device))
+        room = [min(rooms) for rooms in self._by_replica(ranks)]
+        return with_room(plan.micro_batches, room=room, most=plan.largest_micro_batches)
 
     def _change(self, step: int, sizes: tuple[int, ...], seconds: Sequence[float], gain: float) -> None:
         before, plan = self.loader.plan, self.loader.plan.model_copy(update={"micro_batches": sizes})
@@ -78,6 +96,11 @@ class Rebalancer:
                 file.write(json.dumps({**row, "own_s": seconds, "expected_gain": gain, "why": why}) + "\n")
         except OSError as error:
             logger.warning("%s could not be written (%s); metrics have the micro-batches too", self.path, error)
+
+
+def with_room(sizes: Sequence[int], *, room: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
+    """The largest micro-batches where memory takes `room` times what it holds now: it grows no faster than they do."""
+    return tuple(max(size, min(limit, int(size * times))) for size, times, limit in zip(sizes, room, most, strict=True))
 
 
 def in_force(plan: RunPlan, resumed: Manifest | None) -> RunPlan:

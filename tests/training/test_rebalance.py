@@ -18,7 +18,7 @@ from tests.ranks import Ranks
 from tests.training.test_strategies import assert_equal_training
 from training.checkpoint import Manifest
 from training.metrics import read_rows
-from training.rebalance import in_force
+from training.rebalance import in_force, with_room
 from training.records import RunPlan
 
 STEPS = 30
@@ -138,3 +138,9 @@ def test_the_shares_of_a_checkpoint_are_taken_up_only_where_they_fit(make_run: C
     assert taken_up(micro_batches=(4, 4)) == (4, 4), "another batch, or another number of micro-batches"
     assert taken_up(made.model_copy(update={"mesh": {"pp": 1, "dp": 1, "tp": 2}})) == (2, 2)
     assert taken_up(made.model_copy(update={"micro_batches": ()})) == (2, 2), "written by an older version"
+
+
+def test_a_share_grows_by_no_more_than_the_memory_that_is_left() -> None:
+    """Held now: 60%, 95% and 45% of what may be held; the plan's own limit for the last one is lower."""
+    assert with_room((12, 12, 12), room=[1 / 0.6, 1 / 0.95, 1 / 0.45], most=(64, 64, 16)) == (20, 12, 16)
+    assert with_room((12, 12), room=[0.9, 1.0], most=(64, 64)) == (12, 12), "what is there already may stay"
