@@ -8,6 +8,7 @@ summed loss by the number of targets of all ranks.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -90,7 +91,9 @@ def choose_shares(
     gain = step_time(equal.micro_batches, equal.accumulation, speeds) / time
     if gain < MIN_GAIN:
         return equal
-    return Shares(dealt, accumulation, f"{in_words(replicas, dealt)}; equal shares would take {gain:.2f}x as long")
+    rates = " and ".join(dict.fromkeys(f"{speed:.3g}" for speed in speeds))
+    why = f"in proportion to {rates} TFLOP/s; equal shares would take {gain:.2f}x as long"
+    return Shares(dealt, accumulation, f"{in_words(replicas, dealt)}: {why}")
 
 
 def _accumulations(replicas: Sequence[Replica], global_batch: int, possible: Callable[[int], bool]) -> Iterable[int]:
@@ -105,17 +108,12 @@ def _accumulations(replicas: Sequence[Replica], global_batch: int, possible: Cal
 
 
 def in_words(replicas: Sequence[Replica], micro_batches: Sequence[int]) -> str:
-    """`A100 64, 3090 32: in proportion to 312 and 142 TFLOP/s`; like replicas once."""
-    alike: dict[tuple[str, int, str, bool], int] = {}
-    for replica, size in zip(replicas, micro_batches, strict=True):
-        one = (replica.device, size, f"{replica.speed:.3g}", size == replica.most)
-        alike[one] = alike.get(one, 0) + 1
-    sizes = ", ".join(
-        (f"{count} x " if count > 1 else "") + f"{device} {size}" + " (all that its memory takes)" * full
-        for (device, size, _, full), count in alike.items()
+    """`A100 64, 2 x RTX 3090 32`."""
+    alike = Counter(
+        f"{replica.device} {size}" + " (all that its memory takes)" * (size == replica.most)
+        for replica, size in zip(replicas, micro_batches, strict=True)
     )
-    rates = " and ".join(dict.fromkeys(rate for _, _, rate, _ in alike))
-    return f"{sizes}: in proportion to {rates} TFLOP/s, measured"
+    return ", ".join(f"{count} x {share}" if count > 1 else share for share, count in alike.items())
 
 
 def largest_that_fits(fits: Callable[[int], bool], at_most: int) -> int:

@@ -47,7 +47,7 @@ def test_twice_as_fast_gets_twice_as_much() -> None:
     shares = choose_shares(replicas, global_batch=96, equal=equal(24, 2, 2))
     assert (shares.micro_batches, shares.accumulation) == ((64, 32), 1)
     assert shares.reason == (
-        "A100 64, RTX 3090 32: in proportion to 312 and 156 TFLOP/s, measured; equal shares would take 1.50x as long"
+        "A100 64, RTX 3090 32: in proportion to 312 and 156 TFLOP/s; equal shares would take 1.50x as long"
     )
 
 
