@@ -15,11 +15,13 @@ from training.config import RunConfig
 from training.inventory import Inventory
 from training.packing import one_epoch
 from training.plan import make_plan
-from training.records import RunPlan, TokenShards
+from training.records import RankedChoice, RunPlan, TokenShards
 from training.shards import MANIFEST
 from training.trial_record import read_trials
 
 logger = logging.getLogger(__name__)
+
+CHOICES_SHOWN = 4
 
 
 def plan_run(
@@ -239,11 +241,25 @@ def _micro_batches(plan: RunPlan) -> str:
     return f"{plan.world_size} ranks, {plan.accumulation} accumulated x micro-batches {shares}"
 
 
+def _choice_in_words(choice: RankedChoice) -> str:
+    sizes = "".join(
+        f" {axis} {size}" for axis, size in (("tp", choice.tp), ("pp", choice.pp), ("dp", choice.dp)) if size > 1
+    )
+    saving = "" if choice.activation_checkpointing == "none" else f", {choice.activation_checkpointing} checkpointing"
+    saving += "" if choice.offload == "none" else f", {choice.offload} offloaded"
+    speed = choice.why_not if choice.tokens_per_s is None else f"{choice.tokens_per_s:,.0f} tokens/s"
+    if choice.exposed_communication_s:
+        speed += f", {1000 * choice.exposed_communication_s:,.1f} ms of talk not hidden"
+    return f"{choice.strategy}{sizes}, micro-batch {choice.micro_batch}{saving}: {speed}, {choice.memory_gib:.2f} GiB"
+
+
 def plan_in_words(plan: RunPlan) -> list[tuple[str, str]]:
     """Label and value pairs for the terminal and for Prefect's table."""
     shape, predicted = plan.shape, plan.predicted
-    memory = sum(predicted.memory_gib.values())
+    memory, step_s = sum(predicted.memory_gib.values()), sum(predicted.step_s.values())
     parts = ", ".join(f"{part} {gib:.2f}" for part, gib in predicted.memory_gib.items())
+    shares = ", ".join(f"{part} {seconds / step_s:.0%}" for part, seconds in predicted.step_s.items())
+    mfu = "" if predicted.mfu is None else f", {predicted.mfu:.1%} of the measured matmul rate"
     layout = " + ".join(map(str, plan.ranks_per_host))
     return [
         ("model", f"{shape.architecture}, {shape.layers} layers x {shape.width}, {shape.parameters:,} parameters"),
@@ -256,7 +272,9 @@ def plan_in_words(plan: RunPlan) -> list[tuple[str, str]]:
         ("steps", f"{plan.steps:,} steps, {plan.steps * plan.batch_tokens:,} tokens"),
         ("memory per rank", f"{memory:.2f} GiB predicted ({parts})"),
         ("compute", f"{predicted.flops_per_token / 1e6:,.1f} MFLOP per token (6N + 12LHQT)"),
-        ("speed", f"{predicted.tokens_per_s:,.0f} tokens/s predicted, {predicted.train_s / 60:,.1f} min in all"),
+        ("speed", f"{predicted.tokens_per_s:,.0f} tokens/s predicted{mfu}, {predicted.train_s / 60:,.1f} min in all"),
+        ("step", f"{1000 * step_s:,.1f} ms predicted ({shares})"),
+        *(("choice", _choice_in_words(choice)) for choice in plan.ranking[:CHOICES_SHOWN]),
         ("checkpoint", f"{predicted.checkpoint_gib:.2f} GiB each, {plan.config.checkpoint.keep_last} kept"),
         *(("because", reason) for reason in plan.reasons),
     ]

@@ -12,6 +12,11 @@ import pytest
 
 REPO = Path(__file__).parents[1]
 CONTRACT = {
+    "recipe",
+    "memory",
+    "machines",
+    "step_time",
+    "choice",
     "communication",
     "credentials",
     "config",

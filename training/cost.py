@@ -1,105 +1,141 @@
-"""What a plan costs per rank, as arithmetic: memory by part, time, the size of a checkpoint."""
+"""What a choice costs a run: memory by part and seconds by part, for our own engine, on the machines there are."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from training.communication import own_bytes
 from training.config import RunConfig
-from training.inventory import Device, Inventory
+from training.machines import Machines
+from training.memory import GIB, memory_gib, stage_parameters
+from training.recipe import SHARING, Choice, Job, Recipe, our_recipe
 from training.records import ModelShape, Prediction
 from training.shape import flops_per_token
+from training.step_time import exposed_s, step_s
 
-GIB = 2**30
-PROCESS_GIB = {"cpu": 0.6, "cuda": 1.5}  # torch + transformers resident; CUDA context and NCCL buffers
-ASSUMED_UTILISATION = 0.5  # of the measured matmul rate; runs record how far this was off
-ZERO_STAGE = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}  # fsdp shards what stage 3 does
-DESCRIBED = ("llama", "gpt2", "bert")  # architectures with an entry in training/anatomy.py
-CHUNK_TOKENS = 2048  # logits are made for so many tokens at a time (training/loss.py)
+MEMORY_SHARE = 0.9  # of a device; the rest is left to other programs, and to what the arithmetic leaves out
+MIN_ROWS = 64  # PowerSGD and others: a matrix of fewer columns is not worth its factors
 
 
-def memory_gib(
-    config: RunConfig, shape: ModelShape, *, device_kind: str, mesh: Mapping[str, int], micro_batch: int, precision: str
-) -> dict[str, float]:
-    """GiB per rank by part, for fp32 weights, gradients and AdamW moments (16 bytes per parameter in all).
+@dataclass(frozen=True)
+class Price:
+    """Of one choice. `seconds` of a step by part; empty where it does not fit."""
 
-    ZeRO stage 1 shards the moments, 2 also gradients, 3 also weights (Rajbhandari et al. 2020, section 5).
-    Activations: s*b*h*(18 + 4*mlp/h) bytes a layer in 16 bits without attention scores, which SDPA never
-    stores (Korthikanti et al. 2022, eq. 2: 34 = 18 + 16 for mlp = 4h); gated MLPs hold one product more. With full
-    activation checkpointing only each layer's input. tp and pp divide a model before stages do; what is offloaded to
-    the host does not count on a GPU.
-    """
-    offload = config.parallel.offload if device_kind == "cuda" else "none"
-    tp, pp = mesh["tp"], mesh["pp"]
-    stage, n, p = ZERO_STAGE[config.parallel.strategy], mesh["dp"], shape.parameters / (tp * pp)
-    width_bytes = 4 if precision == "fp32" else 2
-    tokens = micro_batch * config.train.context
-    mlp_factor = 6 if shape.architecture not in {"gpt2", "bert"} else 4
-    layer = tokens * shape.width * (18 + mlp_factor * shape.mlp_width / shape.width / tp) * width_bytes / 2
-    if config.train.activation_checkpointing == "full":
-        layer = tokens * shape.width * width_bytes
-    in_flight = pp  # 1F1B: the first stage holds as many micro-batches as there are stages
-    staged = device_kind == "cpu" and config.checkpoint.asynchronous  # on a GPU host they are not the device's
-    parts = {
-        "weights": 0 if offload == "parameters" else 4 * p / (n if stage >= 3 else 1),
-        "gradients": 4 * p / (n if stage >= 2 else 1),
-        "DeepSpeed's copy of its weights": 4 * p / n if config.parallel.strategy in {"zero1", "zero2"} else 0,
-        "optimizer": 0 if offload != "none" else 8 * p / (n if stage >= 1 else 1),
-        "cast weights": 0 if precision == "fp32" else 2 * p / (shape.layers if stage >= 3 else 1),
-        "kept by compression": own_bytes(config, p),
-        "checkpoint being written": 12 * p / n + own_bytes(config, p) if staged else 0,
-        "activations": shape.layers / pp * layer * in_flight,
-        "logits": _logits_bytes(shape, tokens=tokens, tp=tp, width_bytes=width_bytes),
-        "process": PROCESS_GIB[device_kind] * GIB,
-    }
-    return {part: num_bytes / GIB for part, num_bytes in parts.items() if num_bytes}
+    choice: Choice
+    memory: Mapping[str, float]
+    usable_gib: float
+    seconds: Mapping[str, float]
+
+    @property
+    def needed_gib(self) -> float:
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_gib <= self.usable_gib
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def missing_gib(self) -> float:
+        return self.needed_gib - self.usable_gib
 
 
-def _logits_bytes(shape: ModelShape, *, tokens: int, tp: int, width_bytes: int) -> float:
-    """A chunk of them, their gradient, and the fp32 gradient of the output layer (training/loss.py).
+def job_of(config: RunConfig, shape: ModelShape, precision: str) -> Job:
+    return Job(
+        shape=shape,
+        context=config.train.context,
+        global_batch=config.train.global_batch,
+        precision=precision,  # type: ignore[arg-type]
+        dropout=config.model.dropout,
+    )
 
-    Classes that we do not describe make them whole: in `width_bytes`, in fp32, their softmax, and two gradients.
-    """
-    if shape.architecture not in DESCRIBED:
-        return tokens * shape.vocab_size * (12 + 2 * width_bytes)
-    return shape.vocab_size / tp * (min(tokens, CHUNK_TOKENS) * (8 + width_bytes) + 4 * shape.width)
+
+def recipe_of(config: RunConfig, job: Job, choice: Choice, machines: Machines) -> Recipe:
+    parallel = config.parallel
+    return our_recipe(
+        job,
+        choice.strategy,
+        kind=machines.kind,
+        compiled=config.train.compile,
+        copies_gradients=choice.strategy == "ddp" and choice.pp == 1 and not parallel.gradient_as_bucket_view,
+        bucket_bytes=2.0 * parallel.bucket_mib * 2**20,
+        reduce_bytes=_reduce_bytes(config, choice.dp, job.shape.width),
+    )
 
 
-def matmul_tflops(device: Device, precision: str) -> float:
-    """As measured; fp32 products run as tf32 where a GPU has it (training/rank.py). 0: not measured."""
-    measured = device.matmul_tflops
-    return measured.get("tf32" if precision == "fp32" and "tf32" in measured else precision, 0.0)
+def _reduce_bytes(config: RunConfig, dp: int, width: int) -> float:
+    """Per gradient, as an all-reduce of so many bytes would take (training/strategies: DDP's hooks)."""
+    parallel = config.parallel
+    if parallel.compression == "bf16":
+        return 2.0
+    if parallel.compression == "topk":  # an index and a value each, to all others
+        return min(4.0, parallel.topk_ratio * 8 * dp / 2)
+    if parallel.compression == "powersgd":
+        return min(4.0, 8.0 * parallel.powersgd_rank / max(MIN_ROWS, width))
+    return 4.0
+
+
+def num_shards(choice: Choice, machines: Machines) -> int:
+    """Ranks over which a sharded state is spread: all replicas, or those of a host."""
+    if not SHARING[choice.strategy].in_host or machines.num_hosts == 1:
+        return choice.dp
+    here = max(1, machines.most_on_a_host // choice.tp)
+    return next(n for n in range(min(here, choice.dp), 0, -1) if choice.dp % n == 0)
+
+
+def memory_of(config: RunConfig, job: Job, choice: Choice, machines: Machines) -> dict[str, float]:
+    """GiB by part, at the peak of a step of ours."""
+    recipe, shards = recipe_of(config, job, choice, machines), num_shards(choice, machines)
+    parts = memory_gib(job, choice, recipe, num_shards=shards)
+    parameters = stage_parameters(job, choice, stage=0)
+    own = own_bytes(config, parameters)
+    if own:
+        parts["kept by compression"] = own / GIB
+    if machines.kind == "cpu" and config.checkpoint.asynchronous:  # on a GPU host they are not the device's
+        parts["checkpoint being written"] = (12 * parameters / choice.dp + own) / GIB
+    return parts
+
+
+def price(config: RunConfig, job: Job, choice: Choice, machines: Machines) -> Price:
+    memory, usable = memory_of(config, job, choice, machines), MEMORY_SHARE * machines.memory_gib
+    found = Price(choice, memory, usable, {})
+    if not found.fits:
+        return found
+    recipe, shards = recipe_of(config, job, choice, machines), num_shards(choice, machines)
+    return Price(choice, memory, usable, step_s(job, choice, recipe, machines, num_shards=shards))
 
 
 def predict(
     config: RunConfig,
-    shape: ModelShape,
-    inventory: Inventory,
-    mesh: Mapping[str, int],
-    steps: int,
-    micro_batch: int,
-    precision: str,
+    job: Job,
+    best: Price,
+    machines: Machines,
+    *,
+    num_steps: int,
+    largest_micro_batch: int,
     gain: float = 1.0,
 ) -> Prediction:
     """`gain`: how much sooner a step ends than with equal shares, which wait for the slowest device."""
-    devices = [device for host in inventory.hosts for device in host.devices]
-    slowest = min(matmul_tflops(device, precision) for device in devices)
-    tokens_per_s = gain * math.prod(mesh.values()) * slowest * 1e12 * ASSUMED_UTILISATION / flops_per_token(shape)
-    tokens = steps * config.train.global_batch * config.train.context
-    parts = memory_gib(
-        config,
-        shape,
-        device_kind=inventory.device_kind,
-        mesh=mesh,
-        micro_batch=micro_batch,
-        precision=precision,
-    )
+    shape, choice = job.shape, best.choice
+    largest = replace(choice, micro_batch=largest_micro_batch)
+    seconds = {part: each / gain for part, each in best.seconds.items()}
+    whole = sum(seconds.values())
+    tokens_per_s = config.train.global_batch * config.train.context / whole
+    peak = machines.matmul_tflops if machines.is_measured else 0.0
+    flops = flops_per_token(shape)
+    own = own_bytes(config, shape.parameters)
     return Prediction(
-        memory_gib=parts,
-        flops_per_token=flops_per_token(shape),
-        peak_tflops=slowest,
+        memory_gib=memory_of(config, job, largest, machines),
+        step_s=seconds,
+        exposed_communication_s=exposed_s(seconds),
+        flops_per_token=flops,
+        peak_tflops=peak,
+        mfu=tokens_per_s * flops / (peak * 1e12 * choice.world_size) if peak else None,
         tokens_per_s=tokens_per_s,
-        train_s=tokens / tokens_per_s if tokens_per_s else 0.0,
-        checkpoint_gib=(12 * shape.parameters + mesh["dp"] * own_bytes(config, shape.parameters)) / GIB,
+        train_s=num_steps * whole,
+        checkpoint_gib=(12 * shape.parameters + choice.dp * own) / GIB,
     )

@@ -1,19 +1,24 @@
-"""Who computes what, and in which precision: ranks, mesh and micro-batch for a config on an inventory, with reasons."""
+"""Who computes what, and in which precision: the best of all choices on an inventory, and why, in words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from training.choice import Ranking, rank_choices
 from training.communication import check_compression
 from training.config import RunConfig
-from training.cost import DESCRIBED, memory_gib
+from training.cost import Price, memory_of
 from training.inventory import Inventory
-from training.parallel_config import OFFLOADS, Strategy
+from training.machines import Machines
+from training.parallel_config import Strategy
 from training.precision import Precision, resolved_precision
-from training.records import ModelShape
+from training.recipe import Choice, Job
+from training.records import ModelShape, RankedChoice
+from training.shape import flops_per_token
+from training.step_time import exposed_s
 
-MEMORY_SHARE = 0.9  # of a device; the rest is left to fragmentation and to other programs
+RANKED, UNFIT = 8, 4  # of each so many are kept in the plan
 
 
 class DoesNotFit(ValueError):
@@ -30,190 +35,171 @@ class Layout:
     ranks_per_host: tuple[int, ...]
     mesh: dict[str, int]
     micro_batch: int
+    best: Price
+    job: Job
+    machines: Machines
+    ranking: tuple[RankedChoice, ...]
     reasons: tuple[str, ...]
+
+    def memory_gib(self, micro_batch: int) -> float:
+        """That a rank would need for micro-batches of another size."""
+        choice = replace(self.best.choice, micro_batch=micro_batch)
+        return sum(memory_of(self.config, self.job, choice, self.machines).values())
 
 
 def choose_layout(config: RunConfig, shape: ModelShape, inventory: Inventory) -> Layout:
-    """The simplest way that fits. Raises ValueError, with the numbers and the cure, for what cannot work."""
-    unfit: list[str] = []
-    for way in ways(config, inventory):
-        try:
-            layout = _layout(way, shape, inventory)
-        except DoesNotFit as error:
-            unfit.append(str(error))
-            continue
-        skipped = [f"not simpler: {why}" for why in unfit]
-        chosen = f"strategy {layout.strategy}: " + (
-            "asked for by parallel.strategy" if config.parallel.strategy != "auto" else "the simplest that fits"
-        )
-        return replace(layout, reasons=(*layout.reasons, chosen, *skipped))
-    raise ValueError(unfit[-1])
-
-
-def ways(config: RunConfig, inventory: Inventory) -> Iterator[RunConfig]:
-    """`config` with the choices made that it leaves open, from the simplest on: what each needs less memory for, it
-    pays with talk, then with computing again, then with the bus to the host."""
-    parallel, devices = config.parallel, sum(len(host.devices) for host in inventory.hosts)
-    tp, pp = max(1, parallel.tp), max(1, parallel.pp)
-    alone = parallel.ranks == 1 or devices == 1
-    for offload in ("none", "optimizer", "parameters") if parallel.offload == "auto" else (parallel.offload,):
-        for again in _again(config):
-            for strategy in _strategies(config, alone=alone):
-                if offload not in ("none", *OFFLOADS.get(strategy, ())):
-                    continue
-                resolved = {"strategy": strategy, "tp": tp, "pp": pp, "offload": offload}
-                yield config.model_copy(
-                    update={
-                        "parallel": parallel.model_copy(update=resolved),
-                        "train": config.train.model_copy(update={"activation_checkpointing": again}),
-                    }
-                )
-
-
-def _again(config: RunConfig) -> tuple[str, ...]:
-    asked = config.train.activation_checkpointing
-    return ("none", "full") if asked == "auto" else (asked,)
-
-
-def _strategies(config: RunConfig, *, alone: bool) -> tuple[Strategy, ...]:
-    parallel = config.parallel
-    if parallel.strategy != "auto":
-        return (parallel.strategy,)
-    if parallel.pp > 1:
-        return ("ddp",)
-    if parallel.tp > 1:
-        return ("ddp", "fsdp")
-    zero3: tuple[Strategy, ...] = () if config.train.compile else ("zero3",)
-    return ("single", "zero1", *zero3) if alone else ("ddp", "zero2", "fsdp", *zero3)
-
-
-def _layout(config: RunConfig, shape: ModelShape, inventory: Inventory) -> Layout:
-    """Of a config that leaves none of these open. Raises DoesNotFit."""
+    """The fastest choice that fits. Raises ValueError, with the numbers and the cure, for what cannot work."""
     precision, why_precision = resolved_precision(config, inventory)
-    ranks_per_host, why_ranks = _ranks(config, inventory)
-    mesh = _mesh(config, shape, sum(ranks_per_host))
-    check_compression(config, dp=mesh["dp"], precision=precision)
-    micro_batch, why_micro_batch = _micro_batch(config, shape, inventory, mesh, precision)
-    check_accumulation(config, mesh, config.train.global_batch // mesh["dp"] // micro_batch)
+    ranking = rank_choices(config, shape, inventory, precision=precision)
+    if not ranking.fitting:
+        raise DoesNotFit(_does_not_fit(ranking)) if ranking.unfitting else ValueError(ranking.refused[0])
+    best = ranking.fitting[0]
+    choice, placed = best.choice, ranking.placed(best.choice)
+    check_compression(config, dp=choice.dp, precision=precision)
+    why = "asked for by parallel.strategy" if config.parallel.strategy != "auto" else _why_best(ranking)
     reasons = (
         f"precision {precision}: {why_precision}",
-        f"ranks {sum(ranks_per_host)}: {why_ranks}",
-        f"micro-batch {micro_batch}: {why_micro_batch}",
+        f"ranks {choice.world_size}: {placed.why_ranks}",
+        f"strategy {choice.strategy}: {why}",
+        f"micro-batch {choice.micro_batch}: {_why_micro_batch(config, best)}",
+        *_why_rest(config, ranking),
     )
-    assert config.parallel.strategy != "auto"
-    return Layout(config, config.parallel.strategy, precision, ranks_per_host, mesh, micro_batch, reasons)
-
-
-def _ranks(config: RunConfig, inventory: Inventory) -> tuple[tuple[int, ...], str]:
-    """Ranks per host. Automatic: as many as there are devices and the global batch can be dealt to evenly."""
-    slots = [len(host.devices) for host in inventory.hosts]
-    available, batch, asked = sum(slots), config.train.global_batch, config.parallel.ranks
-    layout = f"{len(slots)} host{'s' if len(slots) > 1 else ''} with {available} device{'s' if available > 1 else ''}"
-    if config.parallel.strategy == "single":
-        return (1,), "strategy single is one process"
-    if asked > available:
-        raise ValueError(f"parallel.ranks = {asked}, but {layout}: lower parallel.ranks or set it to 0")
-    model_ranks = config.parallel.tp * config.parallel.pp
-    if available < model_ranks or (asked and asked % model_ranks):
-        per_host_slots = f"{len(slots)} nodes x {slots[0]} devices" if len(set(slots)) == 1 else layout
-        raise ValueError(
-            f"{per_host_slots} = {asked or available} ranks, not divisible by tp*pp = {model_ranks}: "
-            "change parallel.tp, parallel.pp or the host list"
-        )
-    replicas = next(n for n in range(min(available // model_ranks, batch), 0, -1) if batch % n == 0)
-    ranks = asked or replicas * model_ranks
-    why = "asked for by parallel.ranks" if asked else layout
-    if not asked and ranks < available:
-        why += f", of which {ranks} divide train.global_batch = {batch}; {available - ranks} stay idle"
-        if model_ranks > 1:
-            why = f"{layout}, dealt as {replicas} x tp*pp = {model_ranks}; {available - ranks} stay idle"
-    per_host: list[int] = []
-    for slot in slots:
-        per_host.append(min(slot, ranks - sum(per_host)))
-    return tuple(n for n in per_host if n), why
-
-
-def _mesh(config: RunConfig, shape: ModelShape, world_size: int) -> dict[str, int]:
-    """Sizes of the axes, outermost first: tp peers talk in every layer, so they are neighbours on one host."""
-    tp, pp, stages = config.parallel.tp, config.parallel.pp, config.parallel.pp * config.parallel.pp_stages_per_rank
-    if (tp > 1 or pp > 1) and shape.architecture not in DESCRIBED:
-        raise ValueError(
-            f"a {shape.architecture} model has no tensor or pipeline plan (there is one for "
-            f"{', '.join(DESCRIBED)}): set parallel.tp=1 parallel.pp=1 and use ddp, fsdp, zero1, zero2 or zero3"
-        )
-    for what, size in (
-        ("attention heads", shape.heads),
-        ("key/value heads", shape.kv_heads),
-        ("MLP width", shape.mlp_width),
-    ):
-        if size % tp:
-            raise ValueError(f"{size} {what} cannot be shared by parallel.tp = {tp}: choose a tp that divides {size}")
-    if shape.layers < stages:
-        raise ValueError(
-            f"{shape.layers} layers cannot fill parallel.pp x pp_stages_per_rank = {stages} stages: "
-            "lower parallel.pp or parallel.pp_stages_per_rank"
-        )
-    return {"pp": pp, "dp": world_size // (tp * pp), "tp": tp}
-
-
-def check_accumulation(config: RunConfig, mesh: dict[str, int], accumulation: int) -> None:
-    """1F1B fills its stages with at least as many micro-batches as ranks; interleaved, in rounds of as many.
-
-    DDP's static graph cannot begin with a micro-batch that is not reduced (an assertion in torch 2.13's reducer).
-    """
-    if config.parallel.static_graph and accumulation > 1:
-        raise ValueError(
-            f"parallel.static_graph with {accumulation} accumulated micro-batches is more than DDP can: set "
-            f"train.micro_batch={config.train.global_batch // mesh['dp']} or parallel.static_graph=false"
-        )
-    pp, interleaved = mesh["pp"], config.parallel.pp_stages_per_rank > 1
-    if accumulation < pp or (interleaved and accumulation % pp):
-        need = f"a multiple of {pp}" if interleaved else f"at least {pp}"
-        raise ValueError(
-            f"{accumulation} micro-batches per step and pipeline, parallel.pp = {pp} needs {need}: "
-            "raise train.global_batch or lower train.micro_batch"
-        )
-
-
-def _smallest_device_gib(inventory: Inventory) -> float:
-    return min(device.memory_gib for host in inventory.hosts for device in host.devices)
-
-
-def _micro_batch(
-    config: RunConfig, shape: ModelShape, inventory: Inventory, mesh: Mapping[str, int], precision: str
-) -> tuple[int, str]:
-    sequences, asked = config.train.global_batch // mesh["dp"], config.train.micro_batch
-    limit = MEMORY_SHARE * _smallest_device_gib(inventory)
-
-    def needed(micro_batch: int) -> dict[str, float]:
-        return memory_gib(
-            config,
-            shape,
-            device_kind=inventory.device_kind,
-            mesh=mesh,
-            micro_batch=micro_batch,
-            precision=precision,
-        )
-
-    if asked and sequences % asked:
-        raise ValueError(
-            f"{sequences} sequences per data-parallel rank (train.global_batch = {config.train.global_batch} / "
-            f"{mesh['dp']}) are no multiple of train.micro_batch = {asked}: change one of them, or set "
-            "train.micro_batch=0"
-        )
-    fitting = [n for n in range(sequences, 0, -1) if sequences % n == 0]
-    filling = [n for n in fitting if sequences // n >= mesh["pp"] and sequences // n % mesh["pp"] == 0]
-    candidates = [asked] if asked else filling or fitting
-    for micro_batch in candidates:
-        total = sum(needed(micro_batch).values())
-        if total <= limit:
-            why = f"{total:.2f} GiB predicted of {limit:.2f} GiB usable per rank"
-            return micro_batch, "asked for, " + why if asked else "the largest that fits, " + why
-    parts = needed(candidates[-1])
-    raise DoesNotFit(
-        f"{config.parallel.strategy}: the model does not fit: {sum(parts.values()):.1f} GiB per rank at micro-batch "
-        f"{candidates[-1]} ("
-        + ", ".join(f"{part} {gib:.1f}" for part, gib in parts.items())
-        + f"), {limit:.1f} GiB usable: use a higher ZeRO stage (parallel.strategy=zero3), more ranks, "
-        "a smaller model, or a smaller train.micro_batch or train.context"
+    return Layout(
+        config=_resolved(config, choice),
+        strategy=choice.strategy,
+        precision=precision,
+        ranks_per_host=placed.ranks_per_host,
+        mesh={"pp": choice.pp, "dp": choice.dp, "tp": choice.tp},
+        micro_batch=choice.micro_batch,
+        best=best,
+        job=ranking.job,
+        machines=placed.machines,
+        ranking=_table(ranking),
+        reasons=reasons,
     )
+
+
+def _resolved(config: RunConfig, choice: Choice) -> RunConfig:
+    """`config` with nothing left open that the choice decides."""
+    parallel = {"strategy": choice.strategy, "tp": choice.tp, "pp": choice.pp, "offload": choice.offload}
+    train = {"activation_checkpointing": choice.recompute}
+    return config.model_copy(
+        update={
+            "parallel": config.parallel.model_copy(update=parallel),
+            "train": config.train.model_copy(update=train),
+        }
+    )
+
+
+# In words
+
+
+def tokens_per_s(ranking: Ranking, each: Price) -> float:
+    return ranking.job.global_batch * ranking.job.context / each.step_s
+
+
+def _best_by_kind(prices: tuple[Price, ...]) -> list[Price]:
+    """The first of each kind: micro-batches of another size are no other way to run."""
+    found: dict[tuple[object, ...], Price] = {}
+    for each in prices:
+        choice = each.choice
+        kind = (choice.strategy, choice.tp, choice.pp, choice.recompute, choice.offload)
+        found.setdefault(kind, each)
+    return list(found.values())
+
+
+def _why_best(ranking: Ranking) -> str:
+    best, *others = _best_by_kind(ranking.fitting)
+    speed = f"{tokens_per_s(ranking, best):,.0f} tokens/s predicted"
+    if not others:
+        return f"the only one that fits, {speed}"
+    next_best = min(others, key=lambda each: each.step_s)
+    slower = next_best.step_s / best.step_s - 1
+    if slower < 0:
+        return f"{speed}; {next_best.choice} would be {-slower:.1%} faster, which is less than this arithmetic can tell"
+    return f"the fastest that fits, {speed}; next is {next_best.choice}, {slower:.1%} slower"
+
+
+def _why_micro_batch(config: RunConfig, best: Price) -> str:
+    why = f"{best.needed_gib:.2f} GiB predicted of {best.usable_gib:.2f} GiB usable per rank"
+    return f"asked for, {why}" if config.train.micro_batch else f"the fastest that fits, {why}"
+
+
+def _why_rest(config: RunConfig, ranking: Ranking) -> list[str]:
+    """What was chosen besides, what did not fit, and what was assumed."""
+    choice, reasons = ranking.fitting[0].choice, []
+    if choice.recompute != "none" and config.train.activation_checkpointing == "auto":
+        reasons.append(f"activation checkpointing {choice.recompute}: {_without(ranking, 'recompute')}")
+    if choice.offload != "none" and config.parallel.offload == "auto":
+        reasons.append(f"offload {choice.offload}: {_without(ranking, 'offload')}")
+    if config.parallel.strategy == "auto":
+        fitting = {each.choice.strategy for each in ranking.fitting if each.choice.is_undivided}
+        closest: dict[str, Price] = {}
+        for each in ranking.unfitting:
+            if each.choice.is_undivided and each.choice.strategy not in fitting:
+                closest.setdefault(each.choice.strategy, each)
+        reasons += [f"does not fit: {_misses(each)}" for each in closest.values()]
+    if assumed := ranking.placed(choice).machines.assumed:
+        reasons.append(f"not measured, assumed: {', '.join(assumed)}")
+    return reasons
+
+
+def _without(ranking: Ranking, field: str) -> str:
+    """Why not "none" of it."""
+    plain = [each for each in ranking.fitting if getattr(each.choice, field) == "none"]
+    if plain:
+        slower = min(each.step_s for each in plain) / ranking.fitting[0].step_s - 1
+        return f"without it the fastest that fits is {slower:.1%} slower"
+    unfit = next((each for each in ranking.unfitting if getattr(each.choice, field) == "none"), None)
+    return f"nothing fits without it: {_misses(unfit)}" if unfit else "nothing is possible without it"
+
+
+def _misses(each: Price) -> str:
+    return (
+        f"{each.choice} needs {each.needed_gib:.1f} GiB per rank, {each.missing_gib:.1f} GiB more than the "
+        f"{each.usable_gib:.1f} usable"
+    )
+
+
+def _does_not_fit(ranking: Ranking) -> str:
+    least = ranking.unfitting[0]
+    parts = ", ".join(f"{part} {gib:.1f}" for part, gib in least.memory.items())
+    return (
+        f"{least.choice.strategy}: the model does not fit: {least.needed_gib:.1f} GiB per rank at micro-batch "
+        f"{least.choice.micro_batch} ({parts}), {least.usable_gib:.1f} GiB usable, {least.missing_gib:.1f} GiB too "
+        "few: use a higher ZeRO stage (parallel.strategy=zero3), more ranks, a smaller model, or a smaller "
+        "train.micro_batch or train.context"
+    )
+
+
+def _table(ranking: Ranking) -> tuple[RankedChoice, ...]:
+    fitting = _best_by_kind(ranking.fitting)[:RANKED]
+    unfitting = _best_by_kind(ranking.unfitting)[:UNFIT]
+    return tuple(_ranked(ranking, each) for each in (*fitting, *unfitting))
+
+
+def _ranked(ranking: Ranking, each: Price) -> RankedChoice:
+    choice, found = each.choice, ranking.placed(each.choice).machines
+    speed = tokens_per_s(ranking, each) if each.fits else None
+    peak = found.matmul_tflops * 1e12 * choice.world_size
+    return RankedChoice(
+        strategy=choice.strategy,
+        tp=choice.tp,
+        pp=choice.pp,
+        dp=choice.dp,
+        micro_batch=choice.micro_batch,
+        accumulation=choice.accumulation,
+        activation_checkpointing=choice.recompute,
+        offload=choice.offload,
+        memory_gib=each.needed_gib,
+        usable_gib=each.usable_gib,
+        step_s=each.step_s if each.fits else None,
+        tokens_per_s=speed,
+        mfu=speed * flops_per_token(ranking.job.shape) / peak if speed and found.is_measured else None,
+        exposed_communication_s=exposed_s(dict(each.seconds)) if each.fits else None,
+        why_not="" if each.fits else f"{each.missing_gib:.2f} GiB too few",
+    )
+
+
+def parts_in_words(parts: Mapping[str, float], unit: str) -> str:
+    return ", ".join(f"{part} {value:.2f}{unit}" for part, value in parts.items())

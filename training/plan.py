@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from training.config import RunConfig
-from training.cost import DESCRIBED, predict
+from training.cost import predict
 from training.inventory import Host, Inventory
 from training.known_gpus import slow_devices
 from training.layout import choose_layout
 from training.packing import Epoch
+from training.recipe import DESCRIBED
 from training.records import ModelShape, RunPlan, TokenShards
 from training.replicas import deal_batch
 from training.schedule import check_schedule
@@ -53,7 +54,13 @@ def make_plan(
     dealt = deal_batch(layout, shape, inventory)
     hosts = inventory.hosts[: len(layout.ranks_per_host)]
     predicted = predict(
-        layout.config, shape, inventory, layout.mesh, steps, max(dealt.micro_batches), layout.precision, dealt.gain
+        layout.config,
+        layout.job,
+        layout.best,
+        layout.machines,
+        num_steps=steps,
+        largest_micro_batch=max(dealt.micro_batches),
+        gain=dealt.gain,
     )
     _check_disk(config, predicted.checkpoint_gib, steps, hosts[0])
     return RunPlan(
@@ -81,6 +88,7 @@ def make_plan(
         steps=steps,
         sequences=sequences,
         predicted=predicted,
+        ranking=layout.ranking,
         reasons=(*reasons, *layout.reasons, *dealt.reasons),
     )
 

@@ -113,14 +113,40 @@ class ModelShape(Record):
 
 
 class Prediction(Record):
-    """Per rank; what the plan expects, to be compared with what the run measures."""
+    """Per rank; what the plan expects, to be compared with what the run measures.
+
+    `memory_gib` and `step_s` by part, which add up. `mfu`: share of the measured matmul rate (None: not measured).
+    """
 
     memory_gib: dict[str, float]
+    step_s: dict[str, float]
+    exposed_communication_s: float
     flops_per_token: float
     peak_tflops: float  # measured for matrix products in the plan's precision, on the slowest device
+    mfu: float | None
     tokens_per_s: float
     train_s: float
     checkpoint_gib: float
+
+
+class RankedChoice(Record):
+    """One way to run the job, priced; `why_not`: why it cannot be had. Times are None where it does not fit."""
+
+    strategy: Strategy
+    tp: int
+    pp: int
+    dp: int
+    micro_batch: int
+    accumulation: int
+    activation_checkpointing: Literal["none", "selective", "full"]
+    offload: Literal["none", "optimizer", "parameters"]
+    memory_gib: float
+    usable_gib: float
+    step_s: float | None
+    tokens_per_s: float | None
+    mfu: float | None
+    exposed_communication_s: float | None
+    why_not: str
 
 
 class RunPlan(Record):
@@ -131,6 +157,7 @@ class RunPlan(Record):
     `hosts`: their names, in the order of ranks; empty in plans that name none.
     `micro_batches`: sequences per forward pass, by data-parallel replica; all make `accumulation` of them a step.
     `rebalance` lets them change while the run goes on, each up to its `largest_micro_batches`.
+    `ranking`: the choices there were, the one taken first; at the end some that do not fit.
     `sequences`: in all steps together; fewer than steps x global batch where max_epochs ends within the last batch.
     """
 
@@ -158,6 +185,7 @@ class RunPlan(Record):
     steps: int
     sequences: int
     predicted: Prediction
+    ranking: tuple[RankedChoice, ...]
     reasons: tuple[str, ...]
     mlflow_run_id: str = ""
 

@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from training.cost import GIB, matmul_tflops, memory_gib
+from training.choice import check_accumulation
+from training.cost import MEMORY_SHARE
 from training.inventory import Device, Inventory
-from training.layout import MEMORY_SHARE, DoesNotFit, Layout, check_accumulation
+from training.layout import DoesNotFit, Layout
+from training.machines import matmul_tflops
+from training.memory import GIB
 from training.records import ModelShape
 from training.shares import Replica, Shares, choose_shares, in_words, largest_that_fits, step_time
 
@@ -86,25 +89,14 @@ def _replica(ranks: Sequence[tuple[Device, float]], layout: Layout, shape: Model
     slowest, speed = min(ranks, key=lambda rank: rank[1])
     smallest = min((device for device, _ in ranks), key=lambda device: device.memory_gib)
 
-    def needed_gib(micro_batch: int) -> float:
-        parts = memory_gib(
-            config,
-            shape,
-            device_kind=smallest.kind,
-            mesh=layout.mesh,
-            micro_batch=micro_batch,
-            precision=layout.precision,
-        )
-        return sum(parts.values())
-
     usable_gib = MEMORY_SHARE * smallest.memory_gib
     at_most = config.train.global_batch - (dp - 1)
-    most = largest_that_fits(lambda micro_batch: needed_gib(micro_batch) <= usable_gib, at_most)
+    most = largest_that_fits(lambda micro_batch: layout.memory_gib(micro_batch) <= usable_gib, at_most)
     if most == 0:
         raise DoesNotFit(
             f"{config.parallel.strategy}: the model does not fit on {smallest.name}: one sequence needs "
-            f"{needed_gib(1) * GIB:,.0f} bytes, {usable_gib * GIB:,.0f} are usable: leave this device out, or use a "
-            "higher ZeRO stage (parallel.strategy=zero3) or parallel.offload"
+            f"{layout.memory_gib(1) * GIB:,.0f} bytes, {usable_gib * GIB:,.0f} are usable: leave this device out, or "
+            "use a higher ZeRO stage (parallel.strategy=zero3) or parallel.offload"
         )
     return Replica(slowest.name, speed, most)
 
@@ -114,7 +106,7 @@ def _is_possible(layout: Layout, equal: Shares, accumulation: int) -> bool:
     if layout.config.train.micro_batch and accumulation != equal.accumulation:
         return False
     try:
-        check_accumulation(layout.config, layout.mesh, accumulation)
+        check_accumulation(layout.config, accumulation, pp=layout.mesh["pp"], dp=layout.mesh["dp"])
     except ValueError:
         return False
     return True
@@ -128,7 +120,7 @@ def _as_asked(asked: Sequence[int], replicas: Sequence[Replica], layout: Layout)
             f"data-parallel replicas, and train.global_batch = {global_batch} must be a multiple of the shares: "
             "change one of them, or set parallel.shares=auto"
         )
-    check_accumulation(layout.config, layout.mesh, global_batch // together)
+    check_accumulation(layout.config, global_batch // together, pp=layout.mesh["pp"], dp=layout.mesh["dp"])
     for size, replica in zip(asked, replicas, strict=True):
         if size > replica.most:
             raise ValueError(

@@ -226,9 +226,10 @@ def test_unlike_hosts_get_unequal_shares_and_the_plan_says_why() -> None:
     assert (plan.micro_batches, plan.accumulation, plan.rebalance) == ((16, 8), 1, True)
     (why,) = (reason for reason in plan.reasons if reason.startswith("shares: "))
     assert why == ("shares: cpu 16, cpu 8: in proportion to 0.2 and 0.1 TFLOP/s; equal shares would take 1.50x as long")
-    assert plan.predicted.tokens_per_s == pytest.approx(
-        make_plan(tiny_config(train__global_batch=24, train__micro_batch=0), unlike(0.15, 0.15)).predicted.tokens_per_s
+    equal = make_plan(
+        tiny_config(train__global_batch=24, train__micro_batch=0, parallel__shares="equal"), unlike(0.2, 0.1)
     )
+    assert plan.predicted.tokens_per_s == pytest.approx(1.5 * equal.predicted.tokens_per_s)
 
 
 @pytest.mark.parametrize(

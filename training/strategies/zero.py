@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from training.cost import ZERO_STAGE
 from training.data import Batch, Share
 from training.model import LanguageModel
 from training.optim import LossScale, build_adamw, set_learning_rate
+from training.recipe import ZERO_STAGE
 from training.records import RunPlan
 from training.strategies.stats import StepStats
 from training.tracing import part

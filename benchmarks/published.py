@@ -1,0 +1,261 @@
+"""Published measurements of training runs, each with its source: what planner_vs_published.py compares with.
+
+Read from the sources below; nothing here was measured by us. `rate`: TFLOP/s a GPU as the source counts them, tokens/s
+a GPU, or seconds a step; `GiB`: the largest peak of any GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SOURCES = {
+    "N1": "Narayanan et al. 2021, arXiv:2104.04473, Table 1; micro-batches and stages from "
+    "github.com/NVIDIA/Megatron-LM at 79a3bb6, examples/sc21/run_table_1.sh",
+    "N2": "Narayanan et al. 2021, arXiv:2104.04473, Table 2 (530B by PTD-P: 3 stages a rank assumed, as in Table 1)",
+    "K5": "Korthikanti et al. 2022, arXiv:2205.05198, Table 5; configurations from its Table 3",
+    "TT": "github.com/pytorch/torchtitan at 31a17bf, benchmarks/llama3_h100_202412_torchtitan.md, Tables 1 to 5; Table "
+    "2 without context parallelism; Table 5's micro-batches are torchtitan's default, as many as pipeline stages",
+    "TA": "github.com/pytorch/torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md, vanilla TP in bf16",
+    "TP": "github.com/pytorch/torchtitan at 0413364, docs/performance.md",
+    "AO": "github.com/pytorch/ao at 9519beb, torchao/float8/README.md, Training benchmarks",
+    "MH": "github.com/mosaicml/llm-foundry at 061f2c7, scripts/train/benchmarking/README.md, H100 80GB BF16",
+    "MA": "github.com/mosaicml/llm-foundry at 061f2c7, scripts/train/benchmarking/README.md, A100 80GB",
+    "IB": "github.com/foundation-model-stack/fms-fsdp at 0d31998, README.md",
+    "PAI": "Alibaba Cloud PAI, Benchmarks of training performance (Dec 22, 2023), "
+    "alibabacloud.com/help/en/pai/user-guide/benchmarks-of-training-performance",
+}
+
+# name: layers, width, heads, key/value heads, MLP width, words, matrices in the MLP (3: gated), tied
+MODELS = """
+gpt-1.7b     24   2304  24  24   9216  51200 2 tied
+gpt-3.6b     30   3072  32  32  12288  51200 2 tied
+gpt-7.5b     36   4096  32  32  16384  51200 2 tied
+gpt-18b      40   6144  48  48  24576  51200 2 tied
+gpt-22b      48   6144  64  64  24576  51200 2 tied
+gpt-39b      48   8192  64  64  32768  51200 2 tied
+gpt-76b      60  10240  80  80  40960  51200 2 tied
+gpt-145b     80  12288  96  96  49152  51200 2 tied
+gpt-175b     96  12288  96  96  49152  51200 2 tied
+gpt-310b     96  16384 128 128  65536  51200 2 tied
+gpt-530b    105  20480 128 128  81920  51200 2 tied
+gpt-1t      128  25600 160 160 102400  51200 2 tied
+gpt-1.3b     24   2048  32  32   8192  50304 2 tied
+llama3-8b    32   4096  32   8  14336 128256 3 -
+llama3-70b   80   8192  64   8  28672 128256 3 -
+llama3-405b 126  16384 128   8  53248 128256 3 -
+llama2-7b    32   4096  32  32  11008  32000 3 -
+llama2-13b   40   5120  40  40  13824  32000 3 -
+llama2-34b   48   8192  64   8  22016  32000 3 -
+llama2-70b   80   8192  64   8  28672  32000 3 -
+mpt-760m     24   1536  12  12   6144  50368 2 tied
+mpt-1b       24   2048  16  16   8192  50368 2 tied
+mpt-3b       32   2560  20  20  10240  50368 2 tied
+mpt-7b       32   4096  32  32  16384  50368 2 tied
+mpt-13b      40   5120  40  40  20480  50368 2 tied
+mpt-30b      48   7168  56  56  28672  50368 2 tied
+mpt-70b      80   8192  64  64  32768  50368 2 tied
+"""
+
+# source, model, context, machines, GPUs, strategy, tp, pp, stages a rank, micro-batch, global batch, recomputation,
+# program (planner_vs_published.py), rate and its unit, GiB (-: not reported). *: an efficiency was fitted to this row.
+# b: blind; these rows were added after all fits, and nothing was changed for them: all that MH and MA have besides, of
+# 760m to 30b on 8 GPUs at 1,024 to 16,384 tokens, and 7b at 32,768. PAI's rates are left out: it does not say how its
+# GPUs are joined.
+ROWS = """
+N1  gpt-1.7b    2048 A100   32  ddp  1  1 1 16  512 full      megatron21  137 TF    -    *
+N1  gpt-3.6b    2048 A100   64  ddp  2  1 1 16  512 full      megatron21  138 TF    -
+N1  gpt-7.5b    2048 A100  128  ddp  4  1 1 16  512 full      megatron21  142 TF    -
+N1  gpt-18b     2048 A100  256  ddp  8  1 1  8 1024 full      megatron21  135 TF    -
+N1  gpt-39b     2048 A100  512  ddp  8  2 1  4 1536 full      megatron21l 138 TF    -
+N1  gpt-76b     2048 A100 1024  ddp  8  4 3  2 1792 full      megatron21l 140 TF    -
+N1  gpt-145b    2048 A100 1536  ddp  8  8 2  2 2304 full      megatron21l 148 TF    -    *
+N1  gpt-310b    2048 A100 1920  ddp  8 16 2  1 2160 full      megatron21l 155 TF    -
+N1  gpt-530b    2048 A100 2520  ddp  8 35 3  1 2520 full      megatron21l 163 TF    -
+N1  gpt-1t      2048 A100 3072  ddp  8 64 1  1 3072 full      megatron21l 163 TF    -
+N2  gpt-175b    2048 A100  384 zero3 1  1 1  4 1536 full      zero3       144 TF    -    *
+N2  gpt-175b    2048 A100  768 zero3 1  1 1  2 1536 full      zero3        88 TF    -
+N2  gpt-175b    2048 A100 1536 zero3 1  1 1  1 1536 full      zero3        44 TF    -
+N2  gpt-530b    2048 A100  640 zero3 1  1 1  4 2560 full      zero3       138 TF    -
+N2  gpt-530b    2048 A100 1120 zero3 1  1 1  2 2240 full      zero3        98 TF    -
+N2  gpt-530b    2048 A100 2240 zero3 1  1 1  1 2240 full      zero3        48 TF    -
+N2  gpt-175b    2048 A100  384  ddp  8 12 1  1 1536 full      megatron21l 153 TF    -
+N2  gpt-175b    2048 A100  768  ddp  8 12 1  1 1536 full      megatron21l 149 TF    -
+N2  gpt-175b    2048 A100 1536  ddp  8 12 1  1 1536 full      megatron21l 141 TF    -
+N2  gpt-530b    2048 A100  560  ddp  8 35 3  1 2240 full      megatron21l 171 TF    -
+N2  gpt-530b    2048 A100 1120  ddp  8 35 3  1 2240 full      megatron21l 167 TF    -
+N2  gpt-530b    2048 A100 2240  ddp  8 35 3  1 2240 full      megatron21l 159 TF    -
+K5  gpt-22b     2048 A100    8  ddp  8  1 1  4    4 full      megatron22  1.42 s    -
+K5  gpt-175b    2048 A100   64  ddp  8  8 3  1   64 full      megatron22 18.13 s    -
+K5  gpt-530b    2048 A100  280  ddp  8 35 3  1  280 full      megatron22 49.05 s    -
+K5  gpt-1t      2048 A100  512  ddp  8 64 1  1  512 full      megatron22 94.42 s    -
+K5  gpt-22b     2048 A100    8  ddp  8  1 1  4    4 selective megatron22s 1.10 s    -
+K5  gpt-175b    2048 A100   64  ddp  8  8 3  1   64 selective megatron22s 13.75 s   -
+K5  gpt-530b    2048 A100  280  ddp  8 35 3  1  280 selective megatron22s 37.83 s   -
+K5  gpt-1t      2048 A100  512  ddp  8 64 1  1  512 selective megatron22s 71.49 s   -
+TT  llama3-8b   8192 H100T   8 fsdp  1  1 1  2   16 selective titan     5762 tok/s 82.4  *
+TT  llama3-8b   8192 H100T   8 fsdp  1  1 1  2   16 selective titanc    6667 tok/s 77.0  *
+TT  llama3-8b   8192 H100T 128 fsdp  1  1 1  2  256 selective titan     5605 tok/s 67.0
+TT  llama3-8b   8192 H100T 128 fsdp  1  1 1  2  256 selective titanc    6514 tok/s 62.0
+TT  llama3-8b   8192 H100T   8 fsdp  1  1 1  2   16 selective titan8    8532 tok/s 76.8  *
+TT  llama3-8b   8192 H100T 128 fsdp  1  1 1  2  256 selective titan8    8380 tok/s 61.8
+TT  llama3-8b  32768 H100T   8 fsdp  1  1 1  1    8 full      titan8    3890 tok/s 83.9
+TT  llama3-70b  8192 H100T 256 fsdp  8  1 1 16  512 full      titan8     829 tok/s 71.9
+TT  llama3-405b 8192 H100T 512 fsdp  8  8 1  4  256 full      titan8     100 tok/s 82.5
+TT  llama3-405b 8192 H100T 512 fsdp  8  8 2  4  256 full      titan8     128 tok/s 72.7
+TA  llama3-70b  8192 H100T 256 fsdp  8  1 1 16  512 full      titanc   597.3 tok/s -
+TA  llama3-8b   8192 H100T  64 fsdp  8  1 1 12   96 selective titanc    4378 tok/s -
+AO  llama3-8b   8192 H100    8 fsdp  1  1 1  1    8 selective titanc    6150 tok/s 47.65
+TP  llama3-8b   8192 A100S  64 fsdp  1  1 1  1   64 selective titanc    2973 tok/s -
+TP  llama3-70b  8192 A100S  64 fsdp  1  1 1  1   64 full      titanc     331 tok/s -
+TP  llama2-13b  4096 A100S  64 fsdp  1  1 1  2  128 none      titanc    2162 tok/s -
+TP  llama2-13b  4096 A100S  64 fsdp  1  1 1  2  128 selective titanc    1904 tok/s -
+TP  llama2-70b  4096 A100S  64 fsdp  1  1 1  1   64 selective titanc     355 tok/s -
+TP  llama2-70b  4096 A100S  64 fsdp  1  1 1  2  128 full      titanc     353 tok/s -
+MA  mpt-760m    2048 A100M   8 fsdp  1  1 1 24  384 none      mpt      32434 tok/s -
+MA  mpt-1b      2048 A100M   8 fsdp  1  1 1 14  448 none      mpt      20513 tok/s -
+MA  mpt-3b      2048 A100M   8 fsdp  1  1 1 10  160 none      mpt      10811 tok/s - *
+MA  mpt-3b     16384 A100M   8 fsdp  1  1 1  1   48 none      mpt       5529 tok/s - *
+MA  mpt-7b      2048 A100M   8 fsdp  1  1 1  6   96 none      mpt       4641 tok/s -
+MA  mpt-7b      8192 A100M   8 fsdp  1  1 1  8  128 full      mpt       3206 tok/s -
+MA  mpt-7b     65536 A100M   8 fsdp  1  1 1  1   16 full      mpt       1013 tok/s -
+MA  mpt-13b     2048 A100M   8 fsdp  1  1 1  2   48 none      mpt       2262 tok/s -
+MA  mpt-13b     4096 A100M   8 fsdp  1  1 1 10  240 full      mpt       2060 tok/s -
+MA  mpt-30b     2048 A100M   8 fsdp  1  1 1  3  504 full      mpt        916 tok/s -
+MA  mpt-70b     2048 A100M  32 fsdp  1  1 1  2 1024 full      mpt16      373 tok/s -
+MA  mpt-70b     2048 A100M  64 fsdp  1  1 1  8 2048 full      mpt16      410 tok/s -
+MH  mpt-760m    2048 H100M   8 fsdp  1  1 1 24  384 none      mpth     63147 tok/s -
+MH  mpt-1b      2048 H100M   8 fsdp  1  1 1 14  112 none      mpth     45455 tok/s -
+MH  mpt-1b      2048 H100M  64 fsdp  1  1 1 20 1280 none      mpth     44402 tok/s -
+MH  mpt-3b      2048 H100M  16 fsdp  1  1 1 10  480 none      mpth     24142 tok/s - *
+MH  mpt-3b     16384 H100M   8 fsdp  1  1 1  1   48 none      mpth     11152 tok/s - *
+MH  mpt-7b      2048 H100M   8 fsdp  1  1 1  6   48 none      mpth     10643 tok/s -
+MH  mpt-7b      8192 H100M   8 fsdp  1  1 1  8  128 full      mpth      6935 tok/s -
+MH  mpt-7b     65536 H100M   8 fsdp  1  1 1  1   16 full      mpth      1956 tok/s -
+MH  mpt-13b     2048 H100M  64 fsdp  1  1 1  2  128 none      mpth      4800 tok/s - *
+MH  mpt-13b     4096 H100M   8 fsdp  1  1 1 10  240 full      mpth      4717 tok/s -
+MH  mpt-30b     2048 H100M   8 fsdp  1  1 1  3  504 full      mpth      2002 tok/s -
+MH  mpt-30b     2048 H100M  32 fsdp  1  1 1 14 1344 full      mpth      2308 tok/s -
+MH  mpt-70b     2048 H100M  32 fsdp  1  1 1  2 1024 full      mpth       882 tok/s -
+MH  mpt-70b     2048 H100M  64 fsdp  1  1 1  8 2048 full      mpth      1039 tok/s -
+MH  mpt-13b    16384 H100M   8 fsdp  1  1 1  3   72 full      mpth       2985 tok/s - b
+MH  mpt-13b     1024 H100M   8 fsdp  1  1 1 40  960 full      mpth       5502 tok/s - b
+MH  mpt-30b     8192 H100M   8 fsdp  1  1 1  1  168 full      mpth       1384 tok/s - b
+MH  mpt-30b     4096 H100M   8 fsdp  1  1 1  1  168 full      mpth       1802 tok/s - b
+MH  mpt-30b     1024 H100M   8 fsdp  1  1 1  6 1008 full      mpth       2084 tok/s - b
+MH  mpt-7b     32768 H100M   8 fsdp  1  1 1  2   32 full      mpth       3318 tok/s - b
+MH  mpt-7b      4096 H100M   8 fsdp  1  1 1 16  256 full      mpth       8611 tok/s - b
+MH  mpt-7b      1024 H100M   8 fsdp  1  1 1 64 1024 full      mpth      10203 tok/s - b
+MH  mpt-3b      8192 H100M   8 fsdp  1  1 1  3  144 none      mpth      16578 tok/s - b
+MH  mpt-3b      4096 H100M   8 fsdp  1  1 1  5  240 none      mpth      20964 tok/s - b
+MH  mpt-3b      1024 H100M   8 fsdp  1  1 1 20  960 none      mpth      27046 tok/s - b
+MH  mpt-1b     16384 H100M   8 fsdp  1  1 1  2   64 none      mpth      19649 tok/s - b
+MH  mpt-1b      8192 H100M   8 fsdp  1  1 1  3   96 none      mpth      29157 tok/s - b
+MH  mpt-1b      4096 H100M   8 fsdp  1  1 1  7  224 none      mpth      38535 tok/s - b
+MH  mpt-1b      1024 H100M   8 fsdp  1  1 1 18  576 none      mpth      48910 tok/s - b
+MH  mpt-760m   16384 H100M   8 fsdp  1  1 1  3   48 none      mpth      27815 tok/s - b
+MH  mpt-760m    8192 H100M   8 fsdp  1  1 1  6   96 none      mpth      41825 tok/s - b
+MH  mpt-760m    4096 H100M   8 fsdp  1  1 1 12  192 none      mpth      55459 tok/s - b
+MH  mpt-760m    1024 H100M   8 fsdp  1  1 1 48  768 none      mpth      78581 tok/s - b
+MA  mpt-13b    16384 A100M   8 fsdp  1  1 1  3   72 full      mpt        1431 tok/s - b
+MA  mpt-13b     8192 A100M   8 fsdp  1  1 1  5  120 full      mpt        1795 tok/s - b
+MA  mpt-13b     1024 A100M   8 fsdp  1  1 1 40  960 full      mpt        2330 tok/s - b
+MA  mpt-30b     8192 A100M   8 fsdp  1  1 1  1  168 full      mpt         574 tok/s - b
+MA  mpt-30b     4096 A100M   8 fsdp  1  1 1  1  168 full      mpt         814 tok/s - b
+MA  mpt-30b     1024 A100M   8 fsdp  1  1 1  6 1008 full      mpt         946 tok/s - b
+MA  mpt-7b     32768 A100M   8 fsdp  1  1 1  2   32 full      mpt        1672 tok/s - b
+MA  mpt-7b     16384 A100M   8 fsdp  1  1 1  4   64 full      mpt        2453 tok/s - b
+MA  mpt-7b      4096 A100M   8 fsdp  1  1 1 16  256 full      mpt        3684 tok/s - b
+MA  mpt-7b      1024 A100M   8 fsdp  1  1 1 64 1024 full      mpt        4357 tok/s - b
+MA  mpt-3b      8192 A100M   8 fsdp  1  1 1  3  144 none      mpt        7695 tok/s - b
+MA  mpt-3b      4096 A100M   8 fsdp  1  1 1  5  240 none      mpt        9457 tok/s - b
+MA  mpt-3b      1024 A100M   8 fsdp  1  1 1 20  960 none      mpt       11580 tok/s - b
+MA  mpt-1b     16384 A100M   8 fsdp  1  1 1  2   64 none      mpt        9956 tok/s - b
+MA  mpt-1b      8192 A100M   8 fsdp  1  1 1  3   96 none      mpt       13814 tok/s - b
+MA  mpt-1b      4096 A100M   8 fsdp  1  1 1  7  224 none      mpt       17807 tok/s - b
+MA  mpt-1b      1024 A100M   8 fsdp  1  1 1 18  576 none      mpt       22112 tok/s - b
+MA  mpt-760m   16384 A100M   8 fsdp  1  1 1  3   48 none      mpt       14274 tok/s - b
+MA  mpt-760m    8192 A100M   8 fsdp  1  1 1  6   96 none      mpt       20933 tok/s - b
+MA  mpt-760m    4096 A100M   8 fsdp  1  1 1 12  192 none      mpt       27351 tok/s - b
+MA  mpt-760m    1024 A100M   8 fsdp  1  1 1 48  768 none      mpt       29765 tok/s - b
+IB  llama2-7b   4096 A100I 128 hsdp  1  1 1  2  256 none      titanc    3760 tok/s -
+IB  llama2-13b  4096 A100I 128 hsdp  1  1 1  1  128 none      titanc    1700 tok/s -
+IB  llama2-34b  4096 A100I 128 fsdp  1  1 1  8 1024 full      titanc     772 tok/s -
+IB  llama2-70b  4096 A100I 128 fsdp  1  1 1  6  768 full      titanc     380 tok/s -
+PAI gpt-1.3b    1024 V100    4  ddp  1  1 1  1    4 none      megatron16 - seq/s 24.47
+PAI gpt-1.3b    1024 V100    4 zero1 1  1 1  1    4 none      megatron16 - seq/s 15.34
+PAI gpt-1.3b    1024 V100    4 zero2 1  1 1  1    4 none      megatron16 - seq/s 15.33
+"""
+
+
+@dataclass(frozen=True)
+class Model:
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    mlp_width: int
+    words: int
+    is_gated: bool
+    is_tied: bool
+
+
+@dataclass(frozen=True)
+class Row:
+    source: str
+    model: str
+    context: int
+    machines: str
+    gpus: int
+    strategy: str
+    tp: int
+    pp: int
+    stages_per_rank: int
+    micro_batch: int
+    global_batch: int
+    recompute: str
+    program: str
+    rate: float | None
+    unit: str
+    memory_gib: float | None
+    role: str  # fitted, blind, or held out
+
+    @property
+    def dp(self) -> int:
+        return self.gpus // (self.tp * self.pp)
+
+
+def models() -> dict[str, Model]:
+    found = {}
+    for line in MODELS.strip().splitlines():
+        name, *numbers, gated, tied = line.split()
+        layers, width, heads, kv_heads, mlp_width, words = map(int, numbers)
+        found[name] = Model(layers, width, heads, kv_heads, mlp_width, words, gated == "3", tied == "tied")
+    return found
+
+
+def rows() -> list[Row]:
+    return [_row(line.split()) for line in ROWS.strip().splitlines()]
+
+
+def _row(words: list[str]) -> Row:
+    source, model, context, machines, gpus, strategy, tp, pp, stages, micro, batch, recompute, program = words[:13]
+    rate, unit, gib, *mark = words[13:]
+    return Row(
+        source,
+        model,
+        int(context),
+        machines,
+        int(gpus),
+        strategy,
+        int(tp),
+        int(pp),
+        int(stages),
+        int(micro),
+        int(batch),
+        recompute,
+        program,
+        None if rate == "-" else float(rate),
+        unit,
+        None if gib == "-" else float(gib),
+        {"*": "fitted", "b": "blind"}["".join(mark)] if mark else "held out",
+    )

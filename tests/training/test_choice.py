@@ -1,0 +1,122 @@
+"""The choice: what is priced, what is pinned, what is left out, and what is said of it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.conftest import inventory, tiny_config
+from training.config import RunConfig
+from training.inventory import Inventory
+from training.plan import make_plan
+from training.records import RunPlan
+from training.stand_in import stand_in_inventory
+
+LLAMA_1B = {"layers": 22, "width": 2048, "heads": 32, "kv_heads": 8, "mlp_width": 5632, "tie_embeddings": False}
+LLAMA_8B = {"layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "mlp_width": 14336, "tie_embeddings": False}
+LLAMA_70B = {"layers": 80, "width": 8192, "heads": 64, "kv_heads": 8, "mlp_width": 28672, "tie_embeddings": False}
+
+
+def planned(model: dict[str, Any], machines: str, *, context: int = 4096, batch: int = 512, **parallel: Any) -> RunPlan:
+    config = RunConfig.model_validate(
+        {
+            "model": model,
+            "data": {"tokenizer": {"kind": "bpe", "vocab_size": 32_768}},
+            "train": {"context": context, "global_batch": batch},
+            "parallel": parallel,
+        }
+    )
+    return make_plan(config, stand_in_inventory(machines))
+
+
+def test_a_small_model_is_replicated_and_a_large_one_sharded() -> None:
+    assert planned(LLAMA_1B, "1x8xH100-80GB-SXM", strategy="ddp").predicted.memory_gib["weights"] > 4
+    small = make_plan(tiny_config(train__micro_batch=0), inventory(4, kind="cuda"))
+    assert (small.strategy, small.mesh["dp"]) == ("ddp", 4)
+    large = planned(LLAMA_8B, "2x8xA100-40GB-SXM,8x200Gb")
+    assert large.strategy in {"fsdp", "zero3"}
+    assert any(reason.startswith("does not fit: ddp") and "GiB more than" in reason for reason in large.reasons)
+
+
+def test_what_fits_no_other_way_is_cut_by_tensor_or_pipeline_inside_hosts() -> None:
+    plan = planned(LLAMA_70B, "16x8xH100-80GB-SXM,8x400Gb", strategy="ddp", tp=8, pp=8)
+    assert plan.mesh == {"pp": 8, "dp": 2, "tp": 8}
+    by_itself = planned(LLAMA_70B, "16x8xH100-80GB-SXM,8x400Gb")
+    assert by_itself.mesh["tp"] <= 8
+    assert sum(by_itself.predicted.memory_gib.values()) < 0.9 * 80
+
+
+def test_recomputing_and_offload_are_the_last_resorts_and_say_so() -> None:
+    plan = planned(LLAMA_8B, "1x8xRTX-4090")
+    assert plan.activation_checkpointing != "none"
+    (why,) = (reason for reason in plan.reasons if reason.startswith("activation checkpointing"))
+    assert "without it" in why
+    alone = planned(LLAMA_8B, "1x1xA100-80GB-SXM", batch=8)
+    assert alone.offload != "none"
+    assert any(reason.startswith(f"offload {alone.offload}: nothing fits without it") for reason in alone.reasons)
+    assert planned(LLAMA_1B, "1x1xA100-80GB-SXM", batch=8).offload == "none"
+
+
+def test_the_runner_up_and_its_distance_are_named() -> None:
+    plan = planned(LLAMA_1B, "2x8xA100-80GB-SXM,8x200Gb")
+    first, second = plan.ranking[0], plan.ranking[1]
+    assert (first.strategy, first.micro_batch) == (plan.strategy, plan.micro_batch)
+    assert first.tokens_per_s == pytest.approx(plan.predicted.tokens_per_s)
+    assert second.tokens_per_s is not None
+    (why,) = (reason for reason in plan.reasons if reason.startswith("strategy "))
+    assert second.strategy in why
+    assert first.tokens_per_s is not None
+    assert f"{first.tokens_per_s / second.tokens_per_s - 1:.1%} slower" in why
+    assert any(choice.why_not.endswith("GiB too few") for choice in plan.ranking)
+
+
+@pytest.mark.parametrize(
+    "pinned",
+    [
+        {"strategy": "zero2"},
+        {"strategy": "fsdp", "tp": 2},
+        {"tp": 4},
+        {"pp": 2},
+        {"offload": "parameters"},
+        {"strategy": "ddp", "tp": 2, "pp": 4},
+    ],
+)
+def test_every_choice_can_be_pinned(pinned: dict[str, Any]) -> None:
+    plan = planned(LLAMA_1B, "2x8xA100-80GB-SXM,8x200Gb", **pinned)
+    asked = {"strategy": plan.strategy, "offload": plan.offload, "tp": plan.mesh["tp"], "pp": plan.mesh["pp"]}
+    assert pinned.items() <= asked.items()
+    assert {choice.strategy for choice in plan.ranking} == {plan.strategy} or "strategy" not in pinned
+
+
+def test_the_arithmetic_adds_up() -> None:
+    plan = planned(LLAMA_1B, "2x8xA100-80GB-SXM,8x200Gb")
+    predicted = plan.predicted
+    step_s = sum(predicted.step_s.values())
+    assert predicted.tokens_per_s == pytest.approx(plan.batch_tokens / step_s)
+    exposed = sum(each for part, each in predicted.step_s.items() if part.startswith("dp exposed"))
+    assert predicted.exposed_communication_s == pytest.approx(exposed)
+    assert predicted.train_s == pytest.approx(plan.steps * step_s)
+    rate = predicted.tokens_per_s * predicted.flops_per_token
+    assert predicted.mfu == pytest.approx(rate / (predicted.peak_tflops * 1e12 * plan.world_size))
+
+
+def test_a_slow_network_costs_those_who_talk_over_it() -> None:
+    fast, slow = (planned(LLAMA_1B, f"2x8xA100-80GB-SXM,{network}") for network in ("8x200Gb", "1Gb"))
+    assert slow.predicted.tokens_per_s < 0.5 * fast.predicted.tokens_per_s
+    assert slow.predicted.exposed_communication_s > 10 * fast.predicted.exposed_communication_s
+
+
+def test_sixteen_hosts_are_searched_in_well_under_a_second() -> None:
+    began = time.process_time()
+    planned(LLAMA_70B, "16x8xH100-80GB-SXM,8x400Gb", batch=2048)
+    assert time.process_time() - began < 2
+
+
+def test_what_was_not_measured_is_assumed_and_said() -> None:
+    unmeasured: Inventory = inventory(4, 4, kind="cuda")
+    plan = make_plan(tiny_config(), unmeasured)
+    (why,) = (reason for reason in plan.reasons if reason.startswith("not measured, assumed"))
+    assert "GB/s between hosts" in why
+    assert "matrix products" not in why

@@ -1,0 +1,149 @@
+"""What the prices of a step need to know of an inventory: the slowest device, the links, and who shares them.
+
+Times of collectives are those of rings: bytes over bus bandwidth as nccl-tests define it, and a latency (Thakur et al.
+2005; nccl-tests, doc/PERFORMANCE.md). What was not measured is assumed, and the plan says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal
+
+from training.inventory import Device, Host, Inventory
+
+# Per kind of device, where an inventory does not say: TFLOP/s, GB/s of memory, of an all-reduce in the host and between
+# hosts, and us of a small one. Modest ones: a run that is faster than its plan does less harm than one that is slower.
+ASSUMED = {
+    "cpu": {"matmul": 0.1, "memory": 10.0, "inside": 1.0, "network": 0.1, "inside_us": 100.0, "network_us": 500.0},
+    "cuda": {"matmul": 50.0, "memory": 900.0, "inside": 20.0, "network": 10.0, "inside_us": 20.0, "network_us": 60.0},
+}
+CPU_SCALING = 0.9  # of n times a core's rate that n threads of one process reach (2 threads: 1.8, docs/planning.md)
+PCIE_GB_PER_S = 20.0  # host memory to a GPU and back, pinned, over 16 lanes of PCIe 4
+HOST_ADAM_GB_PER_S = 20.0  # that an optimizer on the host moves
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Of a group of ranks: bus bandwidth that each of its collectives gets, and the latency of a small one."""
+
+    gb_per_s: float
+    latency_us: float
+
+    def all_reduce_s(self, num_bytes: float, ranks: int, *, calls: float = 1) -> float:
+        if ranks == 1:
+            return 0.0
+        return 2 * (ranks - 1) / ranks * num_bytes / self.gb_per_s / 1e9 + calls * self.latency_us / 1e6
+
+    def gather_s(self, num_bytes: float, ranks: int, *, calls: float = 1) -> float:
+        """An all-gather of `num_bytes` in all, or a reduce-scatter: half an all-reduce."""
+        return self.all_reduce_s(num_bytes, ranks, calls=calls) / 2
+
+    def send_s(self, num_bytes: float) -> float:
+        return num_bytes / self.gb_per_s / 1e9 + self.latency_us / 2e6
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Rates are one rank's, of the slowest device; links are the slowest host's. `assumed`: what was not measured."""
+
+    kind: Literal["cpu", "cuda"]
+    ranks_per_host: tuple[int, ...]
+    memory_gib: float
+    matmul_tflops: float
+    memory_gb_per_s: float
+    inside: Ring
+    network: Ring
+    assumed: tuple[str, ...] = ()
+    is_measured: bool = True  # the rate of matrix products
+
+    @property
+    def num_hosts(self) -> int:
+        return len(self.ranks_per_host)
+
+    @property
+    def most_on_a_host(self) -> int:
+        return max(self.ranks_per_host)
+
+    def link(self, ranks: int, *, stride: int = 1) -> Ring:
+        """Of a group of `ranks` ranks, each `stride` from the next.
+
+        Where it reaches over hosts, the groups that talk at the same time share their network: `stride` of them on a
+        full host, each with its part of the host's bus bandwidth.
+        """
+        here = self.most_on_a_host
+        if ranks * stride <= here or self.num_hosts == 1:
+            return self.inside
+        sharing = min(stride, here)
+        gb_per_s = self.network.gb_per_s / sharing
+        if here > 1 and stride < here:
+            gb_per_s = min(gb_per_s, self.inside.gb_per_s)
+        return Ring(gb_per_s, self.network.latency_us)
+
+
+def matmul_tflops(device: Device, precision: str) -> float:
+    """As measured; fp32 products run as tf32 where a GPU has it (training/rank.py). 0: not measured."""
+    measured = device.matmul_tflops
+    return measured.get("tf32" if precision == "fp32" and "tf32" in measured else precision, 0.0)
+
+
+def machines(inventory: Inventory, ranks_per_host: Sequence[int], *, precision: str) -> Machines:
+    """As the ranks will find them. CPU ranks share their host's cores: what was measured with one on each "device"
+    is spread over as many as there will be."""
+    kind, hosts = inventory.device_kind, inventory.hosts[: len(ranks_per_host)]
+    guess, assumed = ASSUMED[kind], []
+
+    def known(values: Sequence[float], what: str, default: float, *, needed: bool = True) -> float:
+        found = min(values, default=0.0)
+        if not found and needed:
+            assumed.append(f"{what} {default:g}")
+        return found or default
+
+    shares = [_shares(host, ranks) for host, ranks in zip(hosts, ranks_per_host, strict=True)]
+    rates = [[matmul_tflops(device, precision) for device in host.devices] for host in hosts]
+    slowest = known([_rate(each, kind) for each in rates], "TFLOP/s of matrix products", guess["matmul"])
+    memory = known(
+        [device.memory_gb_per_s for host in hosts for device in host.devices], "GB/s of memory", guess["memory"]
+    )
+    inside, apart = max(ranks_per_host) > 1, len(hosts) > 1
+    links = {
+        "inside": known(_links(hosts, "allreduce_gb_per_s"), "GB/s in a host", guess["inside"], needed=inside),
+        "inside_us": known(
+            _links(hosts, "allreduce_latency_us"), "us of latency in a host", guess["inside_us"], needed=inside
+        ),
+        "network": known(_links(hosts, "network_gb_per_s"), "GB/s between hosts", guess["network"], needed=apart),
+        "network_us": known(
+            _links(hosts, "network_latency_us"), "us of latency between hosts", guess["network_us"], needed=apart
+        ),
+    }
+    share = min(shares) if kind == "cpu" else 1.0
+    threads = share ** math.log2(2 * CPU_SCALING) if share > 1 else share
+    return Machines(
+        kind=kind,
+        ranks_per_host=tuple(ranks_per_host),
+        memory_gib=share * min(device.memory_gib for host in hosts for device in host.devices),
+        matmul_tflops=threads * slowest,
+        memory_gb_per_s=threads * memory,
+        inside=Ring(links["inside"], links["inside_us"]),
+        network=Ring(links["network"], links["network_us"]),
+        assumed=tuple(assumed),
+        is_measured=all(min(each) > 0 for each in rates),
+    )
+
+
+def _shares(host: Host, ranks: int) -> float:
+    """Measured "devices" that a rank gets."""
+    return len(host.devices) / ranks
+
+
+def _rate(rates: Sequence[float], kind: str) -> float:
+    """CPU ranks of one host share its cores: that one of them measured faster than the next is chance."""
+    return min(rates) if kind == "cuda" or not min(rates) else fmean(rates)
+
+
+def _links(hosts: Sequence[Host], field: str) -> list[float]:
+    """Of the hosts that measured it; the slowest: most GB/s are least, but the latency is the longest."""
+    found = [float(getattr(host, field)) for host in hosts if getattr(host, field)]
+    return [max(found)] if found and field.endswith("_us") else found

@@ -1,0 +1,150 @@
+"""What one rank holds at the peak of a step, by part: arithmetic of a job, a choice and a recipe (recipe.py).
+
+Weights, gradients and optimizer by ZeRO's stages (Rajbhandari et al. 2020, section 5); activations by Korthikanti et
+al. 2022 (arXiv:2205.05198): section 4 for tensor and sequence parallelism, eq. 5 for pipelines, section 5 for
+recomputation; attention scores only where a recipe stores them. Peaks of parts that never come together are not added.
+"""
+
+from __future__ import annotations
+
+from training.recipe import CHUNK_TOKENS, SHARING, Choice, Job, Recipe
+from training.records import ModelShape
+
+GIB = 2**30
+DOES_NOT_COUNT = ("process", "fragmentation")  # what a GPU's allocator is not asked for
+LAYERS_GATHERED = 2  # the one that computes, and the next
+
+
+def memory_gib(job: Job, choice: Choice, recipe: Recipe, *, num_shards: int) -> dict[str, float]:
+    """GiB by part, of the rank that holds most. `num_shards`: ranks over which a sharded state is spread."""
+    stages = {0, choice.pp - 1}
+    ranks = [_bytes_of_stage(job, choice, recipe, stage=stage, num_shards=num_shards) for stage in sorted(stages)]
+    largest = max(ranks, key=lambda parts: sum(parts.values()))
+    return {part: num_bytes / GIB for part, num_bytes in largest.items() if num_bytes}
+
+
+def layer_parameters(job: Job) -> float:
+    return (job.shape.parameters - _outside_layers(job.shape)) / job.shape.layers
+
+
+def _outside_layers(shape: ModelShape) -> int:
+    """Embeddings and output layer: all but some norms."""
+    words = shape.vocab_size * shape.width * (1 if shape.tied else 2)
+    return words + (shape.context * shape.width if shape.architecture in {"gpt2", "bert"} else 0)
+
+
+def stage_layers(job: Job, choice: Choice) -> int:
+    """Of the rank with most of them; numpy.array_split gives the first stages one more."""
+    stages = choice.pp * choice.stages_per_rank
+    return -(-job.shape.layers // stages) * choice.stages_per_rank
+
+
+def stage_parameters(job: Job, choice: Choice, *, stage: int) -> float:
+    """Of one rank before data parallelism shards them. A tied embedding lies on the first stage and on the last."""
+    outside = _outside_layers(job.shape) if choice.pp == 1 else job.shape.vocab_size * job.shape.width
+    ends = outside if stage in (0, choice.pp - 1) else 0
+    return (stage_layers(job, choice) * layer_parameters(job) + ends) / choice.tp
+
+
+def _bytes_of_stage(job: Job, choice: Choice, recipe: Recipe, *, stage: int, num_shards: int) -> dict[str, float]:
+    sharing, n = SHARING[choice.strategy], num_shards
+    parameters = stage_parameters(job, choice, stage=stage)
+    on_host, states_on_host = choice.offload == "parameters", choice.offload != "none"
+    activations = _activations(job, choice, recipe, stage=stage)
+    passing = {
+        "activations": activations,
+        "layer being recomputed": _recomputed(job, choice, recipe),
+        "logits": _logits(job, choice, recipe) if stage == choice.pp - 1 else 0.0,
+        "gathered sequence": _gathered_sequence(job, choice, recipe),
+    }
+    gradients = recipe.gradient_bytes * parameters / (n if sharing.stage >= 2 else 1)
+    if on_host:
+        gradients = 0.0
+    elif recipe.frees_before_gradients and choice.accumulation == 1:
+        gradients = max(0.0, gradients - sum(passing.values()))
+    working = _working_weights(job, choice, recipe, parameters=parameters)
+    parts = {
+        "weights": 0.0 if on_host else recipe.weight_bytes * parameters / (n if sharing.stage >= 3 else 1),
+        "gradients": gradients,
+        "optimizer": 0.0 if states_on_host else recipe.optimizer_bytes * parameters / (n if sharing.stage >= 1 else 1),
+        "optimizer's copy of the weights": recipe.copy_bytes * parameters / n,
+        "buckets": recipe.bucket_bytes if choice.dp > 1 else 0.0,
+        "gathered or cast weights": working,
+        **passing,
+    }
+    parts["fragmentation"] = recipe.fragmentation * (working + sum(passing.values()))
+    parts["process"] = recipe.process_gib * GIB
+    return parts
+
+
+def _working_weights(job: Job, choice: Choice, recipe: Recipe, *, parameters: float) -> float:
+    """Stage 3: the gathered layers, what lies outside of them (kept from forward to backward), and whole gradients: of
+    the output layer, and of the layer whose are on their way to the shards. Else copies for matrix products."""
+    if SHARING[choice.strategy].stage < 3:
+        return recipe.cast_bytes * parameters
+    layer, outside = layer_parameters(job) / choice.tp, _outside_layers(job.shape) / choice.tp
+    casts = recipe.cast_bytes if recipe.gather_bytes == 4 else 0.0
+    if choice.pp > 1:  # torchtitan: gathered, and gradients whole, until the last micro-batch; ours has no such pair
+        return parameters * (recipe.gather_bytes + recipe.reduce_bytes)
+    words = job.shape.vocab_size * job.shape.width / choice.tp
+    travelling = layer * (recipe.gather_bytes + recipe.reduce_bytes) + words * recipe.gather_bytes
+    return (LAYERS_GATHERED * layer + outside) * (recipe.gather_bytes + casts) + travelling
+
+
+def _tokens(job: Job, choice: Choice) -> int:
+    return choice.micro_batch * job.context
+
+
+def in_flight(choice: Choice, *, stage: int = 0) -> float:
+    """Micro-batches whose activations a rank holds: 1F1B, and interleaved (Korthikanti et al. 2022, section 4.2.3)."""
+    held = min(choice.pp - stage, choice.accumulation)
+    more = (choice.pp - 1) / (choice.pp * choice.stages_per_rank) if choice.stages_per_rank > 1 else 0.0
+    return held * (1 + more)
+
+
+def _activations(job: Job, choice: Choice, recipe: Recipe, *, stage: int) -> float:
+    """Of all layers and micro-batches in flight, and of the few tensors around the output layer."""
+    tokens, shape = _tokens(job, choice), job.shape
+    shared = choice.tp if recipe.sequence_parallel else 1
+    ends = 3 * recipe.boundary_bytes * shape.width * tokens / shared if stage == choice.pp - 1 else 0.0
+    return in_flight(choice, stage=stage) * stage_layers(job, choice) * kept_bytes(job, choice, recipe) * tokens + ends
+
+
+def kept_bytes(job: Job, choice: Choice, recipe: Recipe) -> float:
+    """Per token and layer, from forward to backward."""
+    shape, tp = job.shape, choice.tp
+    boundary = recipe.boundary_bytes * shape.width / (tp if recipe.sequence_parallel else 1)
+    everything = recipe.kept.bytes_per_token(job, tp, sequence_parallel=recipe.sequence_parallel)
+    if choice.recompute == "none":
+        return everything
+    if choice.recompute == "full":
+        return boundary
+    if recipe.recomputes_scores_only:
+        return everything - recipe.kept.scores * shape.heads * job.context / tp
+    shared = (shape.width + 2 * job.kv_width + (2 if job.is_gated else 1) * shape.mlp_width) / tp
+    summed = 2 * shape.width / (tp if recipe.sequence_parallel else 1)  # what tp ranks sum, all of them have whole
+    selected = job.width_bytes * (recipe.products_kept * (shared + summed) + shape.width / tp)
+    return boundary + selected + 4 * shape.heads / tp
+
+
+def _recomputed(job: Job, choice: Choice, recipe: Recipe) -> float:
+    """One layer's activations, whole again in its backward pass."""
+    if choice.recompute == "none":
+        return 0.0
+    whole = recipe.kept.bytes_per_token(job, choice.tp, sequence_parallel=recipe.sequence_parallel)
+    return _tokens(job, choice) * max(0.0, whole - kept_bytes(job, choice, recipe))
+
+
+def _gathered_sequence(job: Job, choice: Choice, recipe: Recipe) -> float:
+    """Sequence parallelism: what a layer's matrices take and give is whole, and so are the gradients of both."""
+    if not recipe.sequence_parallel or choice.tp == 1:
+        return 0.0
+    return 4 * recipe.boundary_bytes * job.shape.width * _tokens(job, choice)
+
+
+def _logits(job: Job, choice: Choice, recipe: Recipe) -> float:
+    """Whole; or a chunk of them with its gradient, and the fp32 gradient of the output layer (training/loss.py)."""
+    words, tokens = job.shape.vocab_size / choice.tp, _tokens(job, choice)
+    if not recipe.chunked_logits:
+        return words * tokens * recipe.logit_bytes
+    return words * (min(tokens, CHUNK_TOKENS) * recipe.logit_bytes + 4 * job.shape.width)

@@ -1,0 +1,247 @@
+"""How a training program works, as far as memory and time follow from it: ours, and parameters for those of others.
+
+The functions of memory.py and step_time.py know formulas; a Recipe says which bytes a program keeps, how often it
+moves them, and what it can do at the same time. benchmarks/planner_vs_published.py prices Megatron's and torchtitan's
+published runs by the same functions with recipes of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from training.parallel_config import Strategy
+from training.records import ModelShape
+
+Offload = Literal["none", "optimizer", "parameters"]
+Recompute = Literal["none", "selective", "full"]
+
+DESCRIBED = ("llama", "gpt2", "bert")  # architectures with an entry in training/anatomy.py
+CHUNK_TOKENS = 2048  # logits are made for so many tokens at a time (training/loss.py)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one optimizer step trains."""
+
+    shape: ModelShape
+    context: int
+    global_batch: int
+    precision: Literal["fp32", "bf16", "fp16"]
+    dropout: float = 0.0
+
+    @property
+    def width_bytes(self) -> int:
+        """Of a number that matrix products take."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def kv_width(self) -> int:
+        return self.shape.kv_heads * (self.shape.width // self.shape.heads)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP has three matrices, as Llama's; two, as GPT-2's and BERT's."""
+        return self.shape.architecture not in {"gpt2", "bert"}
+
+    @property
+    def is_causal(self) -> bool:
+        return self.shape.architecture != "bert"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run a job. `accumulation`: micro-batches of `micro_batch` sequences that each replica makes a step."""
+
+    strategy: Strategy
+    tp: int
+    pp: int
+    dp: int
+    micro_batch: int
+    accumulation: int
+    recompute: Recompute = "none"
+    offload: Offload = "none"
+    stages_per_rank: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def is_undivided(self) -> bool:
+        """Whether each rank has all layers, and all of each."""
+        return self.tp == self.pp == 1
+
+    def __str__(self) -> str:
+        sizes = [f"{axis} {size}" for axis, size in (("tp", self.tp), ("pp", self.pp), ("dp", self.dp)) if size > 1]
+        if self.stages_per_rank > 1:
+            sizes.append(f"{self.stages_per_rank} stages a rank")
+        words = [" ".join([self.strategy, *sizes]), f"micro-batch {self.micro_batch}"]
+        words += [f"{self.recompute} activation checkpointing"] if self.recompute != "none" else []
+        words += [f"{self.offload} offloaded"] if self.offload != "none" else []
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How data-parallel ranks share weights, gradients and optimizer state.
+
+    `stage`: ZeRO's (Rajbhandari et al. 2020, section 5): 1 shards the optimizer's state, 2 also gradients, 3 also
+    weights. `gathers`: of the whole weights in one micro-batch. `reduces_each`: gradients travel after each
+    micro-batch, not once a step. `gathers_update`: the updated weights travel after the step. `hides`: communication
+    runs beside computing. `in_host`: it shards over the ranks of a host only, and sums over hosts. `ops`: what its
+    hooks launch for each layer's forward pass, in host time of so many operations (assumed, not measured).
+    """
+
+    stage: int
+    gathers: int = 0
+    reduces_each: bool = False
+    gathers_update: bool = False
+    hides: bool = True
+    in_host: bool = False
+    ops: float = 0.0
+
+
+SHARING: dict[str, Sharing] = {
+    "single": Sharing(stage=0),
+    "ddp": Sharing(stage=0),
+    # DeepSpeed 0.19, overlap_comm unset: stages 1 and 2 reduce in line, stage 3 prefetches.
+    "zero1": Sharing(stage=1, gathers_update=True, hides=False, ops=10),
+    "zero2": Sharing(stage=2, reduces_each=True, gathers_update=True, hides=False, ops=10),
+    "zero3": Sharing(stage=3, gathers=2, reduces_each=True, ops=100),
+    "fsdp": Sharing(stage=3, gathers=2, reduces_each=True, ops=30),
+    "hsdp": Sharing(stage=3, gathers=2, reduces_each=True, in_host=True, ops=30),
+    "local-sgd": Sharing(stage=0),
+}
+ZERO_STAGE = {name: sharing.stage for name, sharing in SHARING.items()}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that a layer's forward pass keeps for its backward pass, per token: coefficients of the model's widths.
+
+    `whole` x width is on every tp rank, `split` x width, `kv` x key/value width and `mlp` x MLP width are shared out
+    (Korthikanti et al. 2022, section 4.2, where whole = 10, split = 8, mlp = 4 and the MLP is 4 x wide). `scores`:
+    bytes kept per head and pair of tokens, their 5as/h; 0 where attention never stores them.
+    """
+
+    whole: float
+    split: float
+    kv: float
+    mlp: float
+    scores: float = 0.0
+
+    def bytes_per_token(self, job: Job, tp: int, *, sequence_parallel: bool) -> float:
+        shape = job.shape
+        shared = self.split * shape.width + self.kv * job.kv_width + self.mlp * shape.mlp_width
+        shared += self.scores * shape.heads * job.context
+        return self.whole * shape.width / (tp if sequence_parallel else 1) + shared / tp
+
+
+# Ours, by architecture and by what carries a layer's numbers: all fp32; fp32 between layers and 16 bits inside them
+# (autocast); 16 bits in both (fsdp). Measured with torch's saved_tensors_hooks on transformers 5.23's classes, exact
+# for widths from 64 to 192; a GPU keeps gpt2's 16 x mlp under autocast, whose power of 3 is made in fp32 there.
+OUR_KEPT: dict[tuple[str, str], Kept] = {
+    ("llama", "fp32"): Kept(24, 8, 8, 16),
+    ("llama", "autocast"): Kept(26, 4, 4, 8),
+    ("llama", "16 bits"): Kept(16, 4, 4, 8),
+    ("gpt2", "fp32"): Kept(16, 16, 0, 20),
+    ("gpt2", "autocast"): Kept(12, 8, 0, 10),
+    ("gpt2", "16 bits"): Kept(8, 8, 0, 10),
+    ("bert", "fp32"): Kept(16, 16, 0, 8),
+    ("bert", "autocast"): Kept(16, 8, 0, 4),
+    ("bert", "16 bits"): Kept(8, 8, 0, 4),
+}
+DROPOUT_KEPT = {"gpt2": 8.0, "bert": 8.0}  # bytes x width more; llama's is on attention only
+CPU_SCORES = 12.0  # bytes per head and pair of tokens: with dropout, attention on a CPU keeps its scores
+SUSTAINED = {"cpu": 1.0, "cuda": 0.85}  # 0.90 of 265 TFLOP/s on A100, 0.78 of 791 on H100: planner_vs_published
+# A CPU's caches take some of the traffic: 4 layers of 128, 43 ms a step compiled and 50 eager (docs/benchmarks.md).
+PASSES = {("cpu", True): 1.4, ("cpu", False): 1.8, ("cuda", True): 1.6, ("cuda", False): 2.8}
+TORCH_GIB = {"cpu": 0.6, "cuda": 1.5}  # torch + transformers resident; CUDA context and NCCL buffers
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Bytes are per parameter where nothing else is said; `kept` without recomputation."""
+
+    kept: Kept
+    weight_bytes: float = 4.0
+    gradient_bytes: float = 4.0
+    optimizer_bytes: float = 8.0
+    cast_bytes: float = 0.0  # copies of the weights for matrix products, made in each forward pass
+    copy_bytes: float = 0.0  # an optimizer's own copy of what it updates
+    boundary_bytes: float = 4.0  # per number that goes from layer to layer
+    products_kept: float = 1.0  # share of the matrix products that selective recomputation keeps
+    recomputes_scores_only: bool = False  # selective recomputation drops attention's scores, nothing else
+    sequence_parallel: bool = False
+    frees_before_gradients: bool = False  # a step's gradients grow while its activations go
+    chunked_logits: bool = True
+    logit_bytes: float = 10.0  # per logit that exists at one time
+    bucket_bytes: float = 0.0  # buffers that gradients travel in
+    process_gib: float = 0.0
+    fragmentation: float = 0.0  # share of what comes and goes
+    # Time
+    sustained: float = 1.0  # share of the measured matmul rate that a long step keeps up: clocks fall
+    passes: float = 2.8  # bytes that a forward pass moves per byte it keeps
+    score_passes: float = 2.6  # and per byte of scores
+    attention_share: float = 0.5  # of the matmul rate that fused attention reaches
+    skips_masked: bool = True  # attention computes only what a causal mask leaves
+    ops: float = 70.0  # operations of a layer's forward pass, launched one by one
+    op_us: float = 0.0  # of host time each; a GPU waits only where it is faster than that
+    hides_ops: bool = True  # launching goes on while the device computes
+    gather_bytes: float = 4.0  # per weight, where weights are gathered
+    reduce_bytes: float = 4.0  # per gradient
+    hides: float = 0.8  # share of computing that communication can go on beside
+    contention: float = 0.5  # seconds that computing loses per second of communication beside it
+    scatters_boundary: bool = False  # tp ranks send a tp-th each from stage to stage (Narayanan et al. 2021, 4.1)
+    update_bytes: float = 40.0  # moved per parameter by clipping and AdamW
+
+
+def our_recipe(
+    job: Job,
+    strategy: Strategy,
+    *,
+    kind: Literal["cpu", "cuda"],
+    compiled: bool = False,
+    copies_gradients: bool = False,
+    bucket_bytes: float = 0.0,
+    reduce_bytes: float = 4.0,
+) -> Recipe:
+    """Of our own training program (training/strategies/) under `strategy`."""
+    carried = "fp32" if job.precision == "fp32" else "16 bits" if _is_16_bit(strategy, job) else "autocast"
+    architecture = job.shape.architecture if job.shape.architecture in DESCRIBED else "llama"
+    kept = OUR_KEPT[architecture, carried]
+    if job.dropout:
+        more = DROPOUT_KEPT.get(architecture, 0.0)
+        kept = replace(kept, whole=kept.whole + more, scores=CPU_SCORES if kind == "cpu" else 0.0)
+    if kind == "cuda" and (architecture, carried) == ("gpt2", "autocast"):
+        kept = replace(kept, mlp=16)
+    low = job.precision != "fp32"
+    sharing = SHARING[strategy]
+    described = job.shape.architecture in DESCRIBED
+    return Recipe(
+        kept=replace(kept, mlp=kept.mlp * 0.8) if compiled else kept,
+        gradient_bytes=8.0 if copies_gradients else 4.0,
+        bucket_bytes=bucket_bytes if strategy != "single" else 0.0,
+        reduce_bytes=reduce_bytes,
+        cast_bytes=2.0 if low else 0.0,
+        copy_bytes=4.0 if strategy in {"zero1", "zero2"} else 0.0,
+        boundary_bytes=2.0 if carried == "16 bits" else 4.0,
+        frees_before_gradients=strategy == "single",
+        chunked_logits=described,
+        logit_bytes=8 + job.width_bytes if described else 12 + 2 * job.width_bytes,
+        process_gib=TORCH_GIB[kind],
+        fragmentation=0.05 if kind == "cuda" else 0.0,
+        sustained=SUSTAINED[kind],
+        passes=PASSES[kind, compiled],
+        ops=(20.0 if compiled else 70.0) + sharing.ops,
+        op_us=8.0 if kind == "cuda" else 12.0,
+        hides_ops=kind == "cuda",
+        gather_bytes=2.0 if carried == "16 bits" else 4.0,
+        hides=0.8 if kind == "cuda" and sharing.hides else 0.0,
+    )
+
+
+def _is_16_bit(strategy: Strategy, job: Job) -> bool:
+    """fsdp gathers weights in bf16 and carries bf16 from layer to layer (training/strategies/fsdp.py)."""
+    return job.precision == "bf16" and strategy in {"fsdp", "hsdp"}
