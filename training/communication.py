@@ -1,8 +1,11 @@
-"""What ranks send each other, as arithmetic: bytes by collective, and which compression of gradients pays."""
+"""Which ranks talk to which, how often and in how many bytes, as arithmetic: groups, compression, collectives."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from training.config import RunConfig
+from training.parallel_config import IN_GROUPS
 
 KEEPS_RESIDUALS = ("topk", "powersgd")
 
@@ -18,20 +21,45 @@ def gather_bytes(num_bytes: int, ranks: int) -> int:
     return num_bytes * (ranks - 1)
 
 
-def own_bytes(config: RunConfig, parameters: float) -> float:
-    """What a rank with so many of the model's parameters holds that no other rank has, and that checkpoints keep."""
-    return 4 * parameters if config.parallel.compression in KEEPS_RESIDUALS else 0
+def choose_groups(config: RunConfig, *, dp: int, tp: int, ranks_per_host: Sequence[int]) -> tuple[int, str]:
+    """Data-parallel ranks in a group, and why; 0 for strategies without groups.
 
-
-def check_compression(config: RunConfig, *, dp: int, precision: str) -> None:
-    """Raises ValueError for a compression that cannot work on so many data-parallel ranks, or sends more than none."""
+    Raises ValueError, with the numbers and the cure, where ranks cannot be dealt to equal groups.
+    """
     parallel = config.parallel
-    if parallel.compression in KEEPS_RESIDUALS and (precision == "fp16" or config.train.on_nonfinite == "skip"):
+    if parallel.strategy not in IN_GROUPS:
+        return 0, ""
+    ranks, why = parallel.group_ranks, "asked for by parallel.group_ranks"
+    if not ranks:
+        ranks, why = ranks_per_host[0] // tp, "one per host"
+        if len(set(ranks_per_host)) > 1 or ranks_per_host[0] % tp:
+            raise ValueError(
+                f"parallel.strategy={parallel.strategy}: hosts of {', '.join(map(str, ranks_per_host))} ranks and tp = "
+                f"{tp} make no equal groups: set parallel.group_ranks to a divisor of {dp}"
+            )
+    if dp % ranks:
         raise ValueError(
-            f"parallel.compression={parallel.compression} adds what it did not send to the next step's gradient, where "
-            f"an infinite one would stay for ever, and precision {precision} with train.on_nonfinite="
-            f"{config.train.on_nonfinite} goes on after such steps: set parallel.precision=fp32 or bf16 and "
-            "train.on_nonfinite=stop, or parallel.compression=bf16"
+            f"{dp} data-parallel ranks cannot be dealt to groups of parallel.group_ranks = {ranks}: set it to a "
+            f"divisor of {dp}"
+        )
+    if dp == ranks:
+        why += "; a single group has nobody to agree with"
+    return ranks, f"{dp // ranks} groups of {ranks} data-parallel ranks: {why}"
+
+
+def check_communication(config: RunConfig, *, dp: int, precision: str) -> None:
+    """Raises ValueError for what cannot work on so many data-parallel ranks, or sends more than it saves."""
+    parallel, skips = config.parallel, precision == "fp16" or config.train.on_nonfinite == "skip"
+    why = ""
+    if parallel.strategy == "local-sgd":
+        why = "parallel.strategy=local-sgd lets each group see its own gradient only"
+    elif parallel.compression in KEEPS_RESIDUALS:
+        why = f"parallel.compression={parallel.compression} adds what it did not send to the next step's gradient"
+    if why and skips:
+        raise ValueError(
+            f"{why}, so that it cannot leave out a step that is not finite, as precision {precision} with "
+            f"train.on_nonfinite={config.train.on_nonfinite} does: set "
+            "parallel.precision=fp32 or bf16, and train.on_nonfinite=stop"
         )
     if parallel.compression == "topk" and parallel.topk_ratio * dp >= 1:
         raise ValueError(
@@ -39,3 +67,21 @@ def check_compression(config: RunConfig, *, dp: int, precision: str) -> None:
             f"compression, or more, as each rank gets every other's places and values: set it below {1 / dp:.2g}, "
             "or use parallel.compression=powersgd, whose bytes do not grow with the ranks"
         )
+
+
+def kept_bytes(config: RunConfig, parameters: float, *, group_ranks: int) -> float:
+    """What a rank with so many of the model's parameters holds besides weights, gradients and AdamW's moments.
+
+    topk, powersgd: the residual. local-sgd: its part of the agreed weights and of the outer momentum, and while it
+    validates between outer steps the groups' mean.
+    """
+    if config.parallel.strategy == "local-sgd":
+        return (8 / group_ranks + (4 if config.evaluation.every_steps else 0)) * parameters
+    return 4 * parameters if config.parallel.compression in KEEPS_RESIDUALS else 0
+
+
+def own_bytes(config: RunConfig, parameters: float, *, group_ranks: int) -> float:
+    """What a checkpoint keeps of each rank alone: the residual; its part of what its group alone has."""
+    if config.parallel.strategy == "local-sgd":
+        return 20 / group_ranks * parameters
+    return 4 * parameters if config.parallel.compression in KEEPS_RESIDUALS else 0

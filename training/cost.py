@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from training.communication import own_bytes
+from training.communication import kept_bytes, own_bytes
 from training.config import RunConfig
 from training.machines import Machines
 from training.memory import GIB, memory_gib, stage_parameters
@@ -63,38 +63,51 @@ def recipe_of(config: RunConfig, job: Job, choice: Choice, machines: Machines) -
         compiled=config.train.compile,
         copies_gradients=choice.strategy == "ddp" and choice.pp == 1 and not parallel.gradient_as_bucket_view,
         bucket_bytes=2.0 * parallel.bucket_mib * 2**20,
-        reduce_bytes=_reduce_bytes(config, choice.dp, job.shape.width),
+        reduce_bytes=_reduce_bytes(config, choice, job.shape.width),
+        across_bytes=_across_bytes(config, choice),
     )
 
 
-def _reduce_bytes(config: RunConfig, dp: int, width: int) -> float:
+def _across_bytes(config: RunConfig, choice: Choice) -> float:
+    """Per gradient and step: local-sgd's groups talk once in so many steps (training/strategies/local_sgd.py)."""
+    if choice.strategy != "local-sgd":
+        return 4.0
+    return (2.0 if config.parallel.compression == "bf16" else 4.0) / config.parallel.outer_every_steps
+
+
+def _reduce_bytes(config: RunConfig, choice: Choice, width: int) -> float:
     """Per gradient, as an all-reduce of so many bytes would take (training/strategies: DDP's hooks)."""
     parallel = config.parallel
+    if choice.strategy != "ddp":
+        return 4.0
     if parallel.compression == "bf16":
         return 2.0
     if parallel.compression == "topk":  # an index and a value each, to all others
-        return min(4.0, parallel.topk_ratio * 8 * dp / 2)
+        return min(4.0, parallel.topk_ratio * 8 * choice.dp / 2)
     if parallel.compression == "powersgd":
         return min(4.0, 8.0 * parallel.powersgd_rank / max(MIN_ROWS, width))
     return 4.0
 
 
-def num_shards(choice: Choice, machines: Machines) -> int:
-    """Ranks over which a sharded state is spread: all replicas, or those of a host."""
-    if not SHARING[choice.strategy].in_host or machines.num_hosts == 1:
+def num_shards(config: RunConfig, choice: Choice, machines: Machines) -> int:
+    """Ranks that share, or sum up, among each other at every step: all replicas, or those of a group."""
+    asked = config.parallel.group_ranks
+    if not SHARING[choice.strategy].in_groups or (machines.num_hosts == 1 and not asked):
         return choice.dp
+    if asked and choice.dp % asked == 0:
+        return asked
     here = max(1, machines.most_on_a_host // choice.tp)
     return next(n for n in range(min(here, choice.dp), 0, -1) if choice.dp % n == 0)
 
 
 def memory_of(config: RunConfig, job: Job, choice: Choice, machines: Machines) -> dict[str, float]:
     """GiB by part, at the peak of a step of ours."""
-    recipe, shards = recipe_of(config, job, choice, machines), num_shards(choice, machines)
+    recipe, shards = recipe_of(config, job, choice, machines), num_shards(config, choice, machines)
     parts = memory_gib(job, choice, recipe, num_shards=shards)
     parameters = stage_parameters(job, choice, stage=0)
-    own = own_bytes(config, parameters)
-    if own:
-        parts["kept by compression"] = own / GIB
+    kept, own = (each(config, parameters, group_ranks=shards) for each in (kept_bytes, own_bytes))
+    if kept:
+        parts["kept from step to step"] = kept / GIB
     if machines.kind == "cpu" and config.checkpoint.asynchronous:  # on a GPU host they are not the device's
         parts["checkpoint being written"] = (12 * parameters / choice.dp + own) / GIB
     return parts
@@ -105,7 +118,7 @@ def price(config: RunConfig, job: Job, choice: Choice, machines: Machines) -> Pr
     found = Price(choice, memory, usable, {})
     if not found.fits:
         return found
-    recipe, shards = recipe_of(config, job, choice, machines), num_shards(choice, machines)
+    recipe, shards = recipe_of(config, job, choice, machines), num_shards(config, choice, machines)
     return Price(choice, memory, usable, step_s(job, choice, recipe, machines, num_shards=shards))
 
 
@@ -127,7 +140,7 @@ def predict(
     tokens_per_s = config.train.global_batch * config.train.context / whole
     peak = machines.matmul_tflops if machines.is_measured else 0.0
     flops = flops_per_token(shape)
-    own = own_bytes(config, shape.parameters)
+    own = own_bytes(config, shape.parameters, group_ranks=num_shards(config, choice, machines))
     return Prediction(
         memory_gib=memory_of(config, job, largest, machines),
         step_s=seconds,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from training.choice import Ranking, rank_choices
-from training.communication import check_compression
+from training.communication import check_communication, choose_groups
 from training.config import RunConfig
 from training.cost import Price, memory_of
 from training.inventory import Inventory
@@ -55,17 +55,19 @@ def choose_layout(config: RunConfig, shape: ModelShape, inventory: Inventory) ->
         raise DoesNotFit(_does_not_fit(ranking)) if ranking.unfitting else ValueError(ranking.refused[0])
     best = ranking.fitting[0]
     choice, placed = best.choice, ranking.placed(best.choice)
-    check_compression(config, dp=choice.dp, precision=precision)
+    check_communication(config, dp=choice.dp, precision=precision)
+    group_ranks, why_groups = choose_groups(config, dp=choice.dp, tp=choice.tp, ranks_per_host=placed.ranks_per_host)
     why = "asked for by parallel.strategy" if config.parallel.strategy != "auto" else _why_best(ranking)
     reasons = (
         f"precision {precision}: {why_precision}",
         f"ranks {choice.world_size}: {placed.why_ranks}",
         f"strategy {choice.strategy}: {why}",
         f"micro-batch {choice.micro_batch}: {_why_micro_batch(config, best)}",
+        *([why_groups] if why_groups else []),
         *_why_rest(config, ranking),
     )
     return Layout(
-        config=_resolved(config, choice),
+        config=_resolved(config, choice, group_ranks=group_ranks),
         strategy=choice.strategy,
         precision=precision,
         ranks_per_host=placed.ranks_per_host,
@@ -79,9 +81,10 @@ def choose_layout(config: RunConfig, shape: ModelShape, inventory: Inventory) ->
     )
 
 
-def _resolved(config: RunConfig, choice: Choice) -> RunConfig:
+def _resolved(config: RunConfig, choice: Choice, *, group_ranks: int) -> RunConfig:
     """`config` with nothing left open that the choice decides."""
     parallel = {"strategy": choice.strategy, "tp": choice.tp, "pp": choice.pp, "offload": choice.offload}
+    parallel |= {"group_ranks": group_ranks}
     train = {"activation_checkpointing": choice.recompute}
     return config.model_copy(
         update={

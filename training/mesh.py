@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from training.records import RunPlan
 
+ACROSS, INSIDE = "across_groups", "inside_group"
+
 
 def build_mesh(plan: RunPlan) -> DeviceMesh:
     """The plan's mesh, axes in the plan's order; strategies take their sub-meshes from it by name."""
@@ -20,6 +22,17 @@ def build_mesh(plan: RunPlan) -> DeviceMesh:
     for axis in plan.mesh:  # groups that do not span the world are made with torch's 30 minutes
         dist.distributed_c10d._set_pg_timeout(timeout(plan), mesh[axis].get_group())
     return mesh
+
+
+def group_mesh(plan: RunPlan) -> DeviceMesh:
+    """The dp axis as groups of plan.group_ranks neighbours: axes ACROSS and INSIDE groups. Collective."""
+    num_groups, tp = plan.dp // plan.group_ranks, plan.mesh["tp"]
+    assert plan.mesh["pp"] == 1
+    names = (ACROSS, INSIDE, "tp")
+    mesh = init_device_mesh(plan.device_kind, (num_groups, plan.group_ranks, tp), mesh_dim_names=names)
+    for axis in names:
+        dist.distributed_c10d._set_pg_timeout(timeout(plan), mesh[axis].get_group())
+    return mesh[ACROSS, INSIDE]
 
 
 def timeout(plan: RunPlan) -> datetime.timedelta:

@@ -171,7 +171,7 @@ class Meter:
         return StepOutcome(
             step=step,
             loss=sum(losses) / stats.num_targets,
-            grad_norm=ranks[0][len(self.unread) + place],
+            grad_norm=sum(rank[len(self.unread) + place] for rank in ranks) / len(ranks),  # local-sgd's groups differ
             loss_scale=stats.loss_scale,
             skipped=stats.skipped,
             lost_ranks=tuple(rank for rank, loss in enumerate(losses) if not math.isfinite(loss)),

@@ -8,23 +8,28 @@ from pydantic import Field, model_validator
 
 from training.data_config import Part
 
-Strategy = Literal["single", "ddp", "fsdp", "zero1", "zero2", "zero3"]
+Strategy = Literal["single", "ddp", "fsdp", "hsdp", "local-sgd", "zero1", "zero2", "zero3"]
 # What goes with what: the config refuses the rest, and the plan chooses among these.
-WITH_TP = ("ddp", "fsdp")
+WITH_TP = ("ddp", "fsdp", "hsdp")
 WITH_PP = ("ddp",)
 OFFLOADS: dict[str, tuple[str, ...]] = {
     "zero1": ("optimizer",),
     "zero2": ("optimizer",),
     "zero3": ("optimizer", "parameters"),
     "fsdp": ("parameters",),
+    "hsdp": ("parameters",),
 }
+COMPRESSIONS: dict[str, tuple[str, ...]] = {"ddp": ("bf16", "topk", "powersgd"), "local-sgd": ("bf16",)}
+IN_GROUPS = ("hsdp", "local-sgd")
 
 
 class ParallelConfig(Part):
     strategy: Literal["auto", Strategy] = Field(
         "auto",
         description="How data-parallel ranks share weights, gradients and optimizer: one process, DDP (each has all), "
-        "FSDP2 (each has a shard), or DeepSpeed ZeRO stage 1, 2, 3. auto: the fastest that fits, by the plan.",
+        "FSDP2 (each has a shard), or DeepSpeed ZeRO stage 1, 2, 3; or in groups of ranks: hsdp is FSDP2 in groups "
+        "that hold the same, local-sgd is DDP in groups that seldom agree (DiLoCo). auto: the fastest that fits, by "
+        "the plan.",
     )
     tp: int = Field(
         0,
@@ -76,13 +81,27 @@ class ParallelConfig(Part):
     )
     compression: Literal["none", "bf16", "topk", "powersgd"] = Field(
         "none",
-        description="ddp: how gradients travel, for slow links. bf16: half the bytes. topk: the largest numbers only, "
-        "the rest is kept for later steps (error feedback). powersgd: as products of thin matrices, the rest kept too.",
+        description="ddp: how gradients travel, for slow links. bf16: half the bytes (also local-sgd's). topk: "
+        "the largest numbers only, the rest is kept for later steps (error feedback). powersgd: as products of thin "
+        "matrices, the rest kept too.",
     )
     topk_ratio: float = Field(0.1, gt=0, lt=1, description="Compression topk: share of the numbers that is sent.")
     powersgd_rank: int = Field(4, ge=1, le=1024, description="Compression powersgd: columns of the thin matrices.")
     compress_after_steps: int = Field(
         0, ge=0, le=100_000_000, description="Updates whose gradients still travel whole, before compression begins."
+    )
+    group_ranks: int = Field(
+        0, ge=0, le=100_000, description="hsdp, local-sgd: data-parallel ranks in a group; 0: those of a host."
+    )
+    outer_every_steps: int = Field(
+        500, ge=1, le=1_000_000, description="local-sgd: steps that groups make by themselves between two outer steps."
+    )
+    outer_learning_rate: float = Field(0.7, gt=0, le=10, description="local-sgd: learning rate of the outer steps.")
+    outer_momentum: float = Field(
+        0.9,
+        ge=0,
+        lt=1,
+        description="local-sgd: Nesterov momentum of the outer steps; 0 and rate 1 average the weights.",
     )
     timeout_s: int = Field(600, ge=10, le=86_400, description="Give up on a collective after this many seconds.")
 
@@ -120,13 +139,17 @@ class ParallelConfig(Part):
         return self
 
     @model_validator(mode="after")
-    def check_compression(self) -> ParallelConfig:
-        """What compression can be combined with: DDP reduces by hooks of ours, nothing else does."""
-        if self.compression == "none":
-            return self
-        if self.strategy != "ddp" or self.pp > 1:
+    def check_communication(self) -> ParallelConfig:
+        """Which strategies compress, which have groups."""
+        possible = ("none", *COMPRESSIONS.get(self.strategy, ()))
+        if self.compression not in possible or (self.compression != "none" and self.pp > 1):
             raise ValueError(
-                f"parallel.compression={self.compression} runs with parallel.strategy=ddp and parallel.pp=1, not "
-                f"{self.strategy} and {self.pp}: change them, or set parallel.compression=none"
+                f"parallel.compression={self.compression} is not there for parallel.strategy={self.strategy} with "
+                f"parallel.pp = {self.pp}: it can have {', '.join(possible)}; ddp has them all, without a pipeline"
+            )
+        if self.group_ranks and self.strategy not in IN_GROUPS:
+            raise ValueError(
+                f"parallel.group_ranks = {self.group_ranks} would not be used by parallel.strategy={self.strategy}: "
+                f"set it to 0, or choose {' or '.join(IN_GROUPS)}"
             )
         return self

@@ -77,6 +77,7 @@ def make_plan(
         offload=layout.config.parallel.offload,
         activation_checkpointing=layout.config.train.activation_checkpointing,
         mesh=layout.mesh,
+        group_ranks=layout.config.parallel.group_ranks,
         hosts=tuple(host.name for host in hosts),
         ranks_per_host=layout.ranks_per_host,
         threads_per_rank=min(max(1, host.cores // n) for host, n in zip(hosts, layout.ranks_per_host, strict=True)),

@@ -89,7 +89,7 @@ class Sharing:
     `stage`: ZeRO's (Rajbhandari et al. 2020, section 5): 1 shards the optimizer's state, 2 also gradients, 3 also
     weights. `gathers`: of the whole weights in one micro-batch. `reduces_each`: gradients travel after each
     micro-batch, not once a step. `gathers_update`: the updated weights travel after the step. `hides`: communication
-    runs beside computing. `in_host`: it shards over the ranks of a host only, and sums over hosts. `ops`: what its
+    runs beside computing. `in_groups`: ranks do so within their group only; groups add up gradients. `ops`: what its
     hooks launch for each layer's forward pass, in host time of so many operations (assumed, not measured).
     """
 
@@ -98,7 +98,7 @@ class Sharing:
     reduces_each: bool = False
     gathers_update: bool = False
     hides: bool = True
-    in_host: bool = False
+    in_groups: bool = False
     ops: float = 0.0
 
 
@@ -110,8 +110,8 @@ SHARING: dict[str, Sharing] = {
     "zero2": Sharing(stage=2, reduces_each=True, gathers_update=True, hides=False, ops=10),
     "zero3": Sharing(stage=3, gathers=2, reduces_each=True, ops=100),
     "fsdp": Sharing(stage=3, gathers=2, reduces_each=True, ops=30),
-    "hsdp": Sharing(stage=3, gathers=2, reduces_each=True, in_host=True, ops=30),
-    "local-sgd": Sharing(stage=0),
+    "hsdp": Sharing(stage=3, gathers=2, reduces_each=True, in_groups=True, ops=30),
+    "local-sgd": Sharing(stage=0, in_groups=True),
 }
 ZERO_STAGE = {name: sharing.stage for name, sharing in SHARING.items()}
 
@@ -191,6 +191,7 @@ class Recipe:
     hides_ops: bool = True  # launching goes on while the device computes
     gather_bytes: float = 4.0  # per weight, where weights are gathered
     reduce_bytes: float = 4.0  # per gradient
+    across_bytes: float = 4.0  # per gradient and step, between groups
     hides: float = 0.8  # share of computing that communication can go on beside
     contention: float = 0.5  # seconds that computing loses per second of communication beside it
     scatters_boundary: bool = False  # tp ranks send a tp-th each from stage to stage (Narayanan et al. 2021, 4.1)
@@ -206,6 +207,7 @@ def our_recipe(
     copies_gradients: bool = False,
     bucket_bytes: float = 0.0,
     reduce_bytes: float = 4.0,
+    across_bytes: float = 4.0,
 ) -> Recipe:
     """Of our own training program (training/strategies/) under `strategy`."""
     carried = "fp32" if job.precision == "fp32" else "16 bits" if _is_16_bit(strategy, job) else "autocast"
@@ -224,6 +226,7 @@ def our_recipe(
         gradient_bytes=8.0 if copies_gradients else 4.0,
         bucket_bytes=bucket_bytes if strategy != "single" else 0.0,
         reduce_bytes=reduce_bytes,
+        across_bytes=across_bytes,
         cast_bytes=2.0 if low else 0.0,
         copy_bytes=4.0 if strategy in {"zero1", "zero2"} else 0.0,
         boundary_bytes=2.0 if carried == "16 bits" else 4.0,

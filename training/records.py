@@ -174,6 +174,7 @@ class RunPlan(Record):
     offload: Literal["none", "optimizer", "parameters"]
     activation_checkpointing: Literal["none", "selective", "full"]
     mesh: dict[str, int]
+    group_ranks: int = 0  # data-parallel ranks in a group, for hsdp and local-sgd
     hosts: tuple[str, ...] = ()
     ranks_per_host: tuple[int, ...]
     threads_per_rank: int
@@ -200,6 +201,7 @@ class RunPlan(Record):
             "strategy": self.strategy,
             "tp": self.mesh["tp"],
             "pp": self.mesh["pp"],
+            "group_ranks": self.group_ranks,
             "offload": self.offload,
             "ranks": self.world_size,
             "precision": self.precision,

@@ -214,7 +214,8 @@ def dp_s(
     """What data parallelism's gathers and reductions take beyond what they can hide behind.
 
     ddp hides in the last micro-batch's backward; fsdp and ZeRO-3 in every pass, but for the first layer's gather and
-    the last one's reduction; a pipeline reduces after its schedule.
+    the last one's reduction; a pipeline reduces after its schedule. Groups add up in hsdp's last backward, and agree
+    after local-sgd's update.
     """
     if choice.dp == 1:
         return 0.0
@@ -229,18 +230,17 @@ def dp_s(
     else:
         scatter = link.gather_s if machines.kind == "cuda" else link.all_reduce_s  # gloo has no reduce-scatter
         reduce = scatter(recipe.reduce_bytes * parameters, n, calls=layers)
-    if num_shards < choice.dp:  # sharded in a host, summed over hosts
-        hosts = choice.dp // num_shards
-        over = machines.link(hosts, stride=num_shards * choice.tp)
-        reduce += over.all_reduce_s(recipe.reduce_bytes * parameters / num_shards, hosts, calls=layers)
+    num_groups = choice.dp // num_shards
+    over = machines.link(num_groups, stride=num_shards * choice.tp)
+    across = over.all_reduce_s(recipe.across_bytes * parameters / num_shards, num_groups)
     forth = sharing.gathers / 2 * gather
     back = forth + reduce
     hides = recipe.hides if choice.pp == 1 else 0.0
     hidden_forth, hidden_back = hides * forward.computing(), hides * backward.computing()
     if not sharing.reduces_each:
-        return _exposed(reduce, hidden_back, recipe, layers)
+        return _exposed(reduce, hidden_back, recipe, layers) + across
     exposed = _exposed(forth, hidden_forth, recipe, layers) + _exposed(back, hidden_back, recipe, layers)
-    return exposed * (choice.accumulation if choice.pp == 1 else 1)
+    return exposed * (choice.accumulation if choice.pp == 1 else 1) + max(0.0, across - max(0.0, hidden_back - back))
 
 
 def _exposed(talk: float, hidden: float, recipe: Recipe, layers: int) -> float:

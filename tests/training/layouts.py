@@ -6,8 +6,17 @@ from typing import Any
 
 Layout = tuple[int, dict[str, Any]]
 
+# A single group, whose outer step changes nothing: then it is ddp.
+LOCAL_SGD: dict[str, Any] = {
+    "parallel__strategy": "local-sgd",
+    "parallel__outer_every_steps": 1,
+    "parallel__outer_learning_rate": 1.0,
+    "parallel__outer_momentum": 0.0,
+}
 TWO_RANKS: dict[str, Layout] = {
     **{name: (2, {"parallel__strategy": name}) for name in ("ddp", "fsdp", "zero1", "zero2", "zero3")},
+    "hsdp": (2, {"parallel__strategy": "hsdp", "parallel__group_ranks": 1}),
+    "local-sgd": (2, {**LOCAL_SGD, "parallel__group_ranks": 2}),
     "zero2 offload": (2, {"parallel__strategy": "zero2", "parallel__offload": "optimizer"}),
     "zero3 offload": (2, {"parallel__strategy": "zero3", "parallel__offload": "parameters"}),
     "tp": (2, {"parallel__tp": 2}),
@@ -16,6 +25,7 @@ TWO_RANKS: dict[str, Layout] = {
 }
 FOUR_RANKS: dict[str, Layout] = {
     "ddp 4": (4, {"parallel__strategy": "ddp"}),
+    "hsdp 4": (4, {"parallel__strategy": "hsdp", "parallel__group_ranks": 2}),
     "fsdp 4": (4, {"parallel__strategy": "fsdp"}),
     "zero1 4": (4, {"parallel__strategy": "zero1"}),
     "zero2 4": (4, {"parallel__strategy": "zero2"}),
@@ -27,5 +37,8 @@ FOUR_RANKS: dict[str, Layout] = {
     "fsdp x tp": (4, {"parallel__strategy": "fsdp", "parallel__tp": 2}),
     "tp x pp": (4, {"parallel__tp": 2, "parallel__pp": 2}),
 }
-EIGHT_RANKS: dict[str, Layout] = {"dp x tp x pp": (8, {"parallel__tp": 2, "parallel__pp": 2})}
+EIGHT_RANKS: dict[str, Layout] = {
+    "hsdp x tp": (8, {"parallel__strategy": "hsdp", "parallel__group_ranks": 2, "parallel__tp": 2}),
+    "dp x tp x pp": (8, {"parallel__tp": 2, "parallel__pp": 2}),
+}
 LAYOUTS = TWO_RANKS | FOUR_RANKS | EIGHT_RANKS

@@ -137,9 +137,12 @@ def test_ddps_settings_leave_compression_as_it_is(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"parallel__strategy": "fsdp"}, "compression=topk runs with parallel.strategy=ddp"),
-        ({"parallel__pp": 2}, "compression=topk runs with parallel.strategy=ddp and parallel.pp=1"),
-        ({"train__on_nonfinite": "skip"}, "set parallel.precision=fp32 or bf16 and train.on_nonfinite=stop"),
+        (
+            {"parallel__strategy": "fsdp"},
+            "compression=topk is not there for parallel.strategy=fsdp .* ddp has them all",
+        ),
+        ({"parallel__pp": 2}, "compression=topk is not there for parallel.strategy=ddp with parallel.pp = 2"),
+        ({"train__on_nonfinite": "skip"}, "set parallel.precision=fp32 or bf16, and train.on_nonfinite=stop"),
         ({"parallel__topk_ratio": 0.5}, "topk_ratio = 0.5 on 2 data-parallel ranks sends as much as no compression"),
     ],
 )

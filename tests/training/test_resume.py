@@ -12,15 +12,34 @@ import pytest
 
 from tests.conftest import losses, run_ranks
 from tests.ranks import Ranks
-from tests.training.layouts import LAYOUTS
+from tests.training.layouts import LAYOUTS, Layout
 from training.checkpoint import Manifest
 from training.records import TrainResult
 
 STEPS = 60
 DEADLINE_S = 100
 FAST = ("single", "ddp")
-SLOW = ("ddp 4", "zero2", "tp")
-LONG = ("fsdp", "zero3", "pp", "tp x pp", "fsdp x tp", "zero1", "pp interleaved", "dp x pp", "zero3 offload")
+OWN: dict[str, Layout] = {  # ranks hold what no other has
+    "topk": (2, {"parallel__strategy": "ddp", "parallel__compression": "topk"}),
+    "powersgd": (2, {"parallel__strategy": "ddp", "parallel__compression": "powersgd", "parallel__powersgd_rank": 2}),
+    "groups": (2, {"parallel__strategy": "local-sgd", "parallel__group_ranks": 1, "parallel__outer_every_steps": 7}),
+    "groups 4": (4, {"parallel__strategy": "local-sgd", "parallel__group_ranks": 2, "parallel__outer_every_steps": 7}),
+}
+SLOW = ("ddp 4", "zero2", "tp", "topk", "groups")
+LONG = (
+    "powersgd",
+    "groups 4",
+    "hsdp 4",
+    "fsdp",
+    "zero3",
+    "pp",
+    "tp x pp",
+    "fsdp x tp",
+    "zero1",
+    "pp interleaved",
+    "dp x pp",
+    "zero3 offload",
+)
 
 
 def interrupt(plan_path: Path, *, at_step: int, signum: signal.Signals) -> None:
@@ -42,7 +61,7 @@ def interrupt(plan_path: Path, *, at_step: int, signum: signal.Signals) -> None:
 def weight_hashes(plan_path: Path) -> list[str]:
     folder = plan_path.parent / "checkpoints" / f"{STEPS:08d}"
     files = Manifest.read(folder / "manifest.json").files
-    return [str(file) for name, file in sorted(files.items()) if name.startswith(("model", "optimizer"))]
+    return [str(file) for name, file in sorted(files.items()) if name.startswith(("model", "optimizer", "own"))]
 
 
 @pytest.fixture(
@@ -54,7 +73,7 @@ def weight_hashes(plan_path: Path) -> list[str]:
     ],
 )
 def make(request: pytest.FixtureRequest, make_run: Callable[..., Path]) -> Callable[[str], Path]:
-    ranks, layout = LAYOUTS.get(request.param, (1, {"parallel__strategy": "single"}))
+    ranks, layout = (LAYOUTS | OWN).get(request.param, (1, {"parallel__strategy": "single"}))
 
     def make_named(name: str) -> Path:
         return make_run(

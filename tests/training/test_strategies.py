@@ -28,9 +28,10 @@ SLOW = {
     "dp x pp",
     "dp x tp",
     "fsdp x tp",
+    "hsdp 4",
     *EIGHT_RANKS,
 }
-LONG = {"zero2 offload", "fsdp 4", "zero1 4", "zero2 4", "pp 4", "dp x pp interleaved"}
+LONG = {"zero2 offload", "fsdp 4", "zero1 4", "zero2 4", "pp 4", "dp x pp interleaved", "hsdp x tp"}
 COMMON = {
     "model__dropout": 0.0,
     "model__layers": 4,

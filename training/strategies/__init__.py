@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from training.data import Batch, Share
 from training.model import LanguageModel
 from training.records import RunPlan
-from training.strategies import ddp, fsdp, pipeline, single, tensor, zero
+from training.strategies import ddp, fsdp, local_sgd, pipeline, single, tensor, zero
 from training.strategies.layers import compile_layers, recompute_in_backward
 from training.strategies.stats import StepStats
 
@@ -63,6 +63,8 @@ STRATEGIES: dict[str, Build] = {
     "single": single.build,
     "ddp": ddp.build,
     "fsdp": fsdp.build,
+    "hsdp": fsdp.build,
+    "local-sgd": local_sgd.build,
     "zero1": zero.build,
     "zero2": zero.build,
     "zero3": zero.build,
@@ -75,13 +77,13 @@ def parallelize(
     """Tensor, then activation checkpointing, then compile, then the pipeline's stages or data parallelism.
 
     `model` is on the host, unfilled; each rank takes its part of the whole `weights`. It goes to the device when it has
-    shrunk: fsdp and zero3 take it there layer by layer, since a model that they are chosen for would not fit whole.
+    shrunk: fsdp, hsdp and zero3 take it there layer by layer, since a model they are chosen for would not fit whole.
     """
     if plan.mesh["tp"] > 1:
         tensor.share_matrices(model, mesh["tp"])
     if plan.mesh["pp"] > 1:
         pipeline.keep_own_stages(plan, mesh, model)
-    if plan.strategy not in {"fsdp", "zero3"}:
+    if plan.strategy not in {"fsdp", "hsdp", "zero3"}:
         model.to(device)
     if plan.activation_checkpointing != "none":
         recompute_in_backward(model, plan.activation_checkpointing)

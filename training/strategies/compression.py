@@ -8,7 +8,7 @@ bucket, while DDP deals the gradients into other buckets after the first step of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -183,7 +183,7 @@ class PowerSGD(Compression):
         bases: dict[Tensor, Tensor] = {}
         for half in self.halfway:
             half.work.wait()
-            _unpack(half.flat.div_(self.ranks), half.whole + half.left)
+            unpack(half.flat.div_(self.ranks), half.whole + half.left)
             for (p, matrix), left in zip(half.thin, half.left, strict=True):
                 bases[p], _ = torch.linalg.qr(left)
                 torch.mm(matrix.t(), bases[p], out=self.right[p])
@@ -192,7 +192,7 @@ class PowerSGD(Compression):
             right = [self.right[p] for p in bases]
             flat = torch.cat([tensor.flatten() for tensor in right])
             self.start_sum(flat).wait()
-            _unpack(flat.div_(self.ranks), right)
+            unpack(flat.div_(self.ranks), right)
         for half in self.halfway:
             for p, matrix in half.thin:
                 torch.mm(bases[p], self.right[p].t(), out=matrix)
@@ -204,7 +204,8 @@ class PowerSGD(Compression):
         return residuals | {f"right.{name}": self.right[p] for p, name in self.names.items()}
 
 
-def _unpack(flat: Tensor, tensors: list[Tensor]) -> None:
+def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy the parts of `flat` into tensors of their sizes."""
     for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(piece.view_as(tensor))
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -24,22 +25,33 @@ def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mappin
 
 
 class Ddp(Torch):
-    def __init__(self, plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
-        parallel, replicas = plan.config.parallel, mesh["dp"].size()
+    """`group`: the ranks that average their gradients, if they are not all of the data-parallel ones."""
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        mesh: DeviceMesh,
+        model: LanguageModel,
+        weights: Mapping[str, Tensor],
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        parallel, group = plan.config.parallel, group or mesh["dp"].get_group()
+        replicas = group.size()
         module: nn.Module = model
         if replicas > 1:
             module = DistributedDataParallel(
                 model,
-                process_group=mesh["dp"].get_group(),
+                process_group=group,
                 bucket_cap_mb=parallel.bucket_mib,
                 gradient_as_bucket_view=parallel.gradient_as_bucket_view,
                 static_graph=parallel.static_graph,
                 broadcast_buffers=False,  # none of them changes while training
                 init_sync=False,  # every rank loads the same weights
             )
-        super().__init__(plan, mesh, model, weights, module=module, averaged_over=replicas)
+        super().__init__(plan, mesh, model, weights, module=module, averaged_over=plan.dp)
         self.compression: Compression | None = None
-        if parallel.compression != "none" and isinstance(module, DistributedDataParallel):
+        if plan.strategy == "ddp" and parallel.compression != "none" and isinstance(module, DistributedDataParallel):
             self.compression = compress(module, parallel, trained=self.trained)
         self.compress_after, self.updates = parallel.compress_after_steps, 0
         self.dense_bytes = all_reduce_bytes(sum(p.nbytes for p in self.parameters), replicas)

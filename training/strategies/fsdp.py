@@ -3,11 +3,15 @@
 (Zhao et al. 2023; torch.distributed.fsdp.fully_shard.) Gradients are reduced after each micro-batch: kept whole
 until the last one they would take as much memory as ddp's. In bf16 weights travel as bf16, and so is what goes from
 layer to layer (under the other strategies that is fp32); gradients are summed in fp32.
+
+hsdp shards over the ranks of a group only, and the groups hold the same (section 3.2.2 there): what is gathered stays
+within a group, and between groups travel only the sums of gradients, once a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,18 +20,62 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from training.anatomy import layers_of
+from training.communication import all_reduce_bytes, gather_bytes
+from training.mesh import INSIDE, group_mesh
 from training.model import LanguageModel
 from training.records import RunPlan
 from training.strategies.single import Torch
 
 
-def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Torch:
-    options: dict[str, Any] = {"mesh": mesh["dp"]}
+def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Fsdp:
+    groups = group_mesh(plan) if plan.strategy == "hsdp" else mesh["dp"]
+    options: dict[str, Any] = {"mesh": groups}
     if plan.precision == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if plan.offload == "parameters":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=plan.device_kind == "cuda")
+    inside = groups[INSIDE] if plan.strategy == "hsdp" else groups
+    sent = _step_bytes(plan, model, inside=inside.size())
     for layer in layers_of(model.hf):
         fully_shard(layer, **options)
     fully_shard(model, **options)
-    return Torch(plan, mesh, model, weights, module=model, averaged_over=plan.dp, axes=("dp",))
+    return Fsdp(plan, mesh, model, weights, inside=inside, sent=sent)
+
+
+def _step_bytes(plan: RunPlan, model: LanguageModel, *, inside: int) -> int:
+    """What a rank sends in a step. In each micro-batch layers are gathered twice, what is outside of them once."""
+
+    def shard_numbers(parameters: Iterable[Tensor]) -> int:  # a rank's, padded
+        return sum(-(-len(p) // inside) * (p.numel() // len(p)) for p in parameters)
+
+    layers = {p for layer in layers_of(model.hf) for p in layer.parameters()}
+    trained = shard_numbers(p for p in model.parameters() if p.requires_grad)
+    gathered = shard_numbers(model.parameters()) + shard_numbers(layers)
+    width_bytes = 2 if plan.precision == "bf16" else 4
+    micro_batch = gather_bytes(width_bytes * gathered, inside) + gather_bytes(4 * trained, inside)
+    return plan.accumulation * micro_batch + all_reduce_bytes(4 * trained, plan.dp // inside)
+
+
+class Fsdp(Torch):
+    def __init__(
+        self,
+        plan: RunPlan,
+        mesh: DeviceMesh,
+        model: LanguageModel,
+        weights: Mapping[str, Tensor],
+        *,
+        inside: DeviceMesh,
+        sent: int,
+    ) -> None:
+        different = (inside.get_group(),)
+        super().__init__(plan, mesh, model, weights, module=model, averaged_over=plan.dp, different=different)
+        self.sent, self.several_groups = sent, inside.size() < plan.dp
+
+    def backward_context(self, *, last: bool) -> AbstractContextManager[None]:
+        """Groups add up their gradients after the last micro-batch."""
+        if self.several_groups:
+            self.module.set_requires_all_reduce(last)  # type: ignore[operator]
+        return nullcontext()
+
+    def sent_bytes(self) -> int:
+        return self.sent

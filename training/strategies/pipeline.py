@@ -81,7 +81,7 @@ class Pipeline(Torch):
         self.has_first, self.has_last = 0 in self.stages, self.last_stage in self.stages
         self.tie_group = self._tie_group(mesh) if model.tied else None
         self.has_copy = model.tied and self.has_last
-        super().__init__(plan, mesh, model, weights, module=model, axes=("pp",))
+        super().__init__(plan, mesh, model, weights, module=model, different=(self.pp.get_group(),))
         if self.has_copy:  # the first stage counts and saves the embedding
             self.counted = [parameter for parameter in self.counted if parameter is not model.output()[0]]
         self.weight, self.losses = 0.0, list[Tensor]()

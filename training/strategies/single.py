@@ -29,7 +29,7 @@ class Torch:
 
     The loss is summed, then divided by the number of targets of all ranks, so that unequal micro-batches weigh
     right; `averaged_over` takes back the mean that the module's gradient reduction makes over its ranks.
-    `axes` are those over which ranks hold different gradients: the global norm is summed over them.
+    In groups that are `different` ranks hold different gradients: the global norm is summed over them.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class Torch:
         *,
         module: nn.Module,
         averaged_over: int = 1,
-        axes: tuple[str, ...] = (),
+        different: tuple[dist.ProcessGroup, ...] = (),
     ) -> None:
         train = plan.config.train
         self.model, self.module, self.mesh, self.averaged_over = model, module, mesh, averaged_over
         self.clip_norm, self.may_skip = train.clip_norm, train.on_nonfinite == "skip" or plan.precision == "fp16"
         self.optimizer = build_adamw(model, train, fused=True)
         self.scale = LossScale(dynamic=plan.precision == "fp16")
-        self.axes = (*axes, "tp") if plan.mesh["tp"] > 1 else axes
+        self.different = (*different, mesh["tp"].get_group()) if plan.mesh["tp"] > 1 else different
         self.counts_replicated = mesh["tp"].get_local_rank() == 0  # tp peers hold the same norms and biases
         self.named = self.saved_names()  # once: while FSDP2 holds weights gathered, the model shows those instead
         self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
@@ -119,11 +119,11 @@ class Torch:
     def global_norm(self) -> Tensor:
         """L2 norm [] of the whole gradient, each of its numbers counted once."""
         norm = nn.utils.get_total_norm(self.gradients(self.counted))
-        if not self.axes:
+        if not self.different:
             return norm
         squares = norm.square().to(self.parameters[0].device)
-        for axis in self.axes:
-            dist.all_reduce(squares, group=self.mesh[axis].get_group())
+        for group in self.different:
+            dist.all_reduce(squares, group=group)
         return squares.sqrt()
 
     def loss(self, batch: Batch) -> Tensor:

@@ -1,0 +1,179 @@
+"""Groups that train by themselves and agree seldom make the steps of the published algorithm."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import inventory, losses, run_ranks, tiny_config
+from tests.ranks import Ranks
+from tests.training.test_strategies import LOSS_BOUND, WEIGHT_BOUND, final
+from training.data import Loader, held_out
+from training.metrics import read_rows
+from training.model import build_model
+from training.optim import build_adamw, set_learning_rate
+from training.plan import make_plan
+from training.records import RunPlan
+from training.schedule import learning_rate
+
+STEPS, EVERY, VALIDATED, GROUPS = 8, 3, 4, 2
+SETTINGS: dict[str, Any] = {
+    "parallel__strategy": "local-sgd",
+    "parallel__outer_every_steps": EVERY,
+    "model__dropout": 0.0,
+    "train__steps": STEPS,
+    "train__clip_norm": 0.5,
+    "train__micro_batch": 1,
+    "evaluation__every_steps": VALIDATED,
+    "checkpoint__every_steps": 7,
+}
+
+
+class Reference:
+    """DiLoCo's algorithm 1 on one process, on whole batches; a group's gradient is that of its part of the batch."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        self.plan, self.device = plan, torch.device("cpu")
+        first = build_model(plan).train()
+        self.models = [first, *(copy.deepcopy(first) for _ in range(GROUPS - 1))]
+        self.adamws = [build_adamw(model, plan.config.train, fused=True) for model in self.models]
+        self.agreed = copy.deepcopy(first)
+        parallel = plan.config.parallel
+        self.sgd = torch.optim.SGD(
+            self.agreed.parameters(),
+            lr=parallel.outer_learning_rate,
+            momentum=parallel.outer_momentum,
+            nesterov=parallel.outer_momentum > 0,
+        )
+        self.loaders = [Loader(plan, dp_rank=rank, device=self.device) for rank in range(plan.dp)]
+
+    def step(self, step: int) -> float:
+        """Mean loss over the groups."""
+        total, train = 0.0, self.plan.config.train
+        for group, (model, adamw) in enumerate(zip(self.models, self.adamws, strict=True)):
+            ranks = self.loaders[group * self.plan.group_ranks : (group + 1) * self.plan.group_ranks]
+            for share in (loader.share(step - 1) for loader in ranks):
+                for batch in share.batches:
+                    loss = model(batch.inputs, batch.targets) / share.num_targets
+                    (GROUPS * loss).backward()
+                    total += loss.item()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip_norm)
+            set_learning_rate(adamw.param_groups, learning_rate(step - 1, train, steps=self.plan.steps))
+            adamw.step()
+            adamw.zero_grad()
+        if step % EVERY == 0:
+            for parameter, mean in zip(self.agreed.parameters(), self.mean().parameters(), strict=True):
+                parameter.grad = (parameter - mean).detach()
+            self.sgd.step()
+            for model in self.models:
+                model.load_state_dict(self.agreed.state_dict())
+        return total
+
+    @torch.no_grad()
+    def mean(self) -> Any:
+        mean = copy.deepcopy(self.models[0])
+        for parameter, *theirs in zip(mean.parameters(), *(model.parameters() for model in self.models), strict=True):
+            parameter.copy_(torch.stack(theirs).mean(0))
+        return mean
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        limit = self.plan.config.evaluation.quick_sequences
+        batches = list(held_out(self.plan, rank=0, world_size=1, device=self.device, limit=limit))
+        targets = sum(int((batch.targets >= 0).sum()) for batch in batches)
+        model = self.mean().eval()
+        return sum(model(batch.inputs, batch.targets).item() for batch in batches) / targets
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (2, {"parallel__group_ranks": 1}),
+        pytest.param(4, {"parallel__group_ranks": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            {"parallel__group_ranks": 1, "parallel__outer_learning_rate": 1.0, "parallel__outer_momentum": 0.0},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["one rank each", "two ranks each", "plain averages"],
+)
+def test_groups_make_the_published_steps(ranks: int, overrides: dict[str, Any], make_run: Callable[..., Path]) -> None:
+    plan_path = make_run(f"groups {ranks} {overrides}", ranks=ranks, **SETTINGS, **overrides)
+    run_ranks(plan_path)
+    reference, expected, validations = Reference(RunPlan.read(plan_path)), dict[int, float](), dict[int, float]()
+    for step in range(1, STEPS + 1):
+        expected[step] = reference.step(step)
+        if step % VALIDATED == 0:
+            validations[step] = reference.validate()
+    assert losses(plan_path) == pytest.approx(expected, rel=LOSS_BOUND * expected[1])
+    rows = read_rows(plan_path.parent / "metrics.jsonl")
+    validated = {row["step"]: row["val_loss"] for row in rows if "val_loss" in row}
+    assert validated == pytest.approx(validations, rel=LOSS_BOUND * expected[1])
+    weights = dict(reference.mean().hf.named_parameters())
+    got = final(plan_path)
+    for name in got:
+        assert (got[name] - weights[name]).abs().max() < WEIGHT_BOUND, name
+
+
+def test_only_outer_steps_cross_the_slow_link(make_run: Callable[..., Path]) -> None:
+    """Each of two ranks, a group each, sends every fp32 number once, at every third step."""
+    plan_path = make_run("bytes", ranks=2, parallel__group_ranks=1, **SETTINGS)
+    run_ranks(plan_path)
+    sent = {row["step"]: row.get("communication_mib", 0) for row in read_rows(plan_path.parent / "metrics.jsonl")}
+    whole = 4 * RunPlan.read(plan_path).shape.parameters / 2**20
+    assert [sent[step] for step in range(1, STEPS + 1)] == [whole if step % EVERY == 0 else 0 for step in range(1, 9)]
+
+
+@pytest.mark.slow
+def test_other_groups_go_on_from_the_mean_and_say_so(make_run: Callable[..., Path]) -> None:
+    """Four groups of one rank, then one process."""
+    groups = make_run("four groups", ranks=4, parallel__group_ranks=1, **SETTINGS)
+    run_ranks(groups)
+    later = {**SETTINGS, "parallel__strategy": "single", "train__steps": STEPS + 2, "train__micro_batch": 8}
+    alone = make_run("one process", **later)
+    shutil.copytree(groups.parent / "checkpoints", alone.parent / "checkpoints")
+    ranks = Ranks(alone)
+    ranks.finish()
+    assert "what each rank kept for itself begins anew" in ranks.log()
+    assert losses(alone)[STEPS + 1] == pytest.approx(losses(groups)[STEPS], abs=0.15)  # after 4.1 at first
+
+
+@pytest.mark.parametrize(
+    ("hosts", "overrides", "message"),
+    [
+        ((2, 1), {"train__global_batch": 6}, "hosts of 2, 1 ranks and tp = 1 make no equal groups: set parallel.group"),
+        ((2, 2), {"parallel__group_ranks": 3}, "4 data-parallel ranks cannot be dealt to groups of .* = 3"),
+        ((2, 2), {"parallel__precision": "fp16"}, "local-sgd lets each group see its own gradient only"),
+        ((2, 2), {"parallel__compression": "topk"}, "it can have none, bf16"),
+        ((2, 2), {"parallel__strategy": "fsdp", "parallel__group_ranks": 2}, "group_ranks = 2 would not be used"),
+        ((2, 2), {"parallel__tp": 2}, "parallel.tp = 2 runs with parallel.strategy=ddp or fsdp"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused_with_the_cure(
+    hosts: tuple[int, ...], overrides: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_plan(tiny_config(**{"parallel__strategy": "local-sgd", **overrides}), inventory(*hosts))
+
+
+@pytest.mark.parametrize("strategy", ["hsdp", "local-sgd"])
+def test_a_host_is_a_group_unless_the_config_says_otherwise(strategy: str) -> None:
+    plan = make_plan(tiny_config(parallel__strategy=strategy), inventory(2, 2))
+    assert plan.group_ranks == 2
+    assert any("2 groups of 2 data-parallel ranks: one per host" in reason for reason in plan.reasons)
+
+
+def test_hsdp_needs_the_memory_of_its_group_and_local_sgd_that_of_its_outer_step() -> None:
+    parts = {
+        name: make_plan(tiny_config(parallel__strategy=name), inventory(2, 2)).predicted.memory_gib
+        for name in ("fsdp", "hsdp", "ddp", "local-sgd")
+    }
+    assert parts["hsdp"]["weights"] == 2 * parts["fsdp"]["weights"]
+    assert parts["local-sgd"]["kept from step to step"] == pytest.approx(2 * parts["ddp"]["weights"])

@@ -1,0 +1,152 @@
+"""Groups of ranks that train by themselves and agree seldom, for links far slower than the arithmetic.
+
+DiLoCo (Douillard et al. 2023, arXiv:2311.08105, algorithm 1): inside a group gradients are averaged at every step, as
+in ddp, and AdamW makes the inner steps; after every H of them the mean over groups of what each has moved by is the
+gradient of an outer step, SGD with Nesterov momentum, whose result all groups go on from. AdamW's moments stay each
+group's own. With an outer learning rate of 1 and no momentum this is local SGD: plain averages of weights (Stich 2019).
+
+Each rank of a group does the outer step for some of the parameters: so everything crosses the slow link once per group,
+and the outer state is dealt out over the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from training.communication import all_reduce_bytes, gather_bytes
+from training.data import Batch, Share
+from training.mesh import ACROSS, INSIDE, group_mesh
+from training.model import LanguageModel
+from training.records import RunPlan
+from training.strategies.compression import unpack
+from training.strategies.ddp import Ddp
+from training.strategies.stats import StepStats
+from training.tracing import part
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> LocalSgd:
+    return LocalSgd(plan, mesh, model, weights)
+
+
+class LocalSgd(Ddp):
+    """`weights`, `optimizer_state` and `loss` are of the mean over groups: what all of them have learnt by then.
+
+    A group's gradient is its part of the global batch's, times the number of groups: their mean is the whole one.
+    """
+
+    def __init__(self, plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
+        groups, parallel = group_mesh(plan), plan.config.parallel
+        self.inside, self.across = groups[INSIDE].get_group(), groups[ACROSS].get_group()
+        super().__init__(plan, mesh, model, weights, group=self.inside)
+        self.every = parallel.outer_every_steps
+        self.outer_rate, self.momentum = parallel.outer_learning_rate, parallel.outer_momentum
+        self.travels_as = torch.bfloat16 if parallel.compression == "bf16" else torch.float32
+        self.dealt = _dealt(self.trained, self.inside.size())
+        self.owned = self.dealt[self.inside.rank()]
+        self.agreed = {name: p.detach().clone() for name, p in self.owned.items()}  # by the last outer step
+        self.velocity = {name: torch.zeros_like(p) for name, p in self.agreed.items()}
+        self.means: list[Tensor] = []  # of the groups' weights, once they were asked for at this step
+
+    def step(self, share: Share, *, learning_rate: float) -> StepStats:
+        self.means.clear()
+        stats = super().step(share, learning_rate=learning_rate)
+        if self.updates % self.every:
+            return stats
+        with part("outer_step"), torch.no_grad():
+            sent = self._outer_step() + self._take_over([list(theirs.values()) for theirs in self.dealt])
+        return replace(stats, sent_bytes=stats.sent_bytes + sent)
+
+    def _outer_step(self) -> int:
+        """On this rank's parameters; returns the bytes it sent."""
+        if not self.owned:  # nor has its peer in any other group
+            return 0
+        agreed, velocity = list(self.agreed.values()), list(self.velocity.values())
+        moved = torch._foreach_sub(agreed, list(self.owned.values()))
+        flat = torch.cat([tensor.flatten() for tensor in moved]).to(self.travels_as)
+        dist.all_reduce(flat, group=self.across)
+        unpack(flat.float() / self.across.size(), moved)
+        torch._foreach_mul_(velocity, self.momentum)
+        torch._foreach_add_(velocity, moved)
+        torch._foreach_add_(moved, velocity, alpha=self.momentum)  # Nesterov's look ahead, as torch.optim.SGD makes it
+        torch._foreach_add_(agreed, moved, alpha=-self.outer_rate)
+        torch._foreach_copy_(list(self.owned.values()), agreed)
+        return all_reduce_bytes(flat.nbytes, self.across.size())
+
+    def _take_over(self, dealt: list[list[Tensor]]) -> int:
+        """Each rank's tensors for all ranks of its group; returns the bytes that this one sent."""
+        sent, ranks = 0, self.inside.size()
+        for owner, tensors in enumerate(dealt):
+            if tensors and ranks > 1:
+                flat = torch.cat([tensor.flatten() for tensor in tensors])
+                dist.broadcast(flat, group=self.inside, group_src=owner)
+                unpack(flat, tensors)
+                sent += gather_bytes(flat.nbytes, ranks) if owner == self.inside.rank() else 0
+        return sent
+
+    def loss(self, batch: Batch) -> Tensor:
+        with self._at_the_means():
+            return super().loss(batch)
+
+    @contextmanager
+    def _at_the_means(self) -> Iterator[None]:
+        """The groups' mean for weights; right after an outer step all have the same."""
+        if self.updates % self.every == 0:
+            yield
+            return
+        if not self.means:
+            self.means = [self.whole(name, p.detach()) for name, p in self.trained.items()]
+        own = [p.data for p in self.parameters]
+        _point(self.parameters, self.means)
+        try:
+            yield
+        finally:
+            _point(self.parameters, own)
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """The mean over groups; a frozen weight is the same in all."""
+        whole = super().whole(name, tensor)
+        if name not in self.trained or self.across.size() == 1:
+            return whole
+        mean = whole.clone()
+        dist.all_reduce(mean, group=self.across)
+        return mean.div_(self.across.size())
+
+    def own_state(self) -> dict[str, Tensor]:
+        """This rank's part of the group's weights and moments, and of the outer step."""
+        state = {f"group.{name}": p.detach() for name, p in self.owned.items()}
+        for name, p in self.owned.items():
+            state |= {f"group.{name}.{moment}": self.optimizer.state[p][moment] for moment in MOMENTS}
+        state |= {f"agreed.{name}": tensor for name, tensor in self.agreed.items()}
+        return state | {f"velocity.{name}": tensor for name, tensor in self.velocity.items()}
+
+    @torch.no_grad()
+    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
+        super().load_own_state(state)
+        self._take_over([list(theirs.values()) for theirs in self.dealt])
+        for moment in MOMENTS:
+            self._take_over([[self.optimizer.state[p][moment] for p in theirs.values()] for theirs in self.dealt])
+
+
+def _dealt(parameters: Mapping[str, nn.Parameter], ranks: int) -> list[dict[str, nn.Parameter]]:
+    """Each to the rank that has least so far."""
+    dealt: list[dict[str, nn.Parameter]] = [{} for _ in range(ranks)]
+    loads = [0] * ranks
+    for name, parameter in parameters.items():
+        owner = loads.index(min(loads))
+        dealt[owner][name] = parameter
+        loads[owner] += parameter.numel()
+    return dealt
+
+
+def _point(parameters: list[nn.Parameter], tensors: list[Tensor]) -> None:
+    for parameter, tensor in zip(parameters, tensors, strict=True):
+        parameter.data = tensor
