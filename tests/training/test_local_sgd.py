@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,15 @@ SETTINGS: dict[str, Any] = {
     "evaluation__every_steps": VALIDATED,
     "checkpoint__every_steps": 7,
 }
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Two that wait for each other on a busy machine take a hundred times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Reference:
@@ -91,6 +100,7 @@ class Reference:
         return sum(model(batch.inputs, batch.targets).item() for batch in batches) / targets
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
