@@ -14,6 +14,7 @@ from training.cost import Price, job_of, price
 from training.inventory import Inventory
 from training.machines import Machines, machines
 from training.parallel_config import OFFLOADS, WITH_PP, WITH_TP, Strategy
+from training.precision import check_fp8_sizes
 from training.recipe import DESCRIBED, Choice, Job, Offload, Recompute
 from training.records import ModelShape
 
@@ -243,6 +244,8 @@ def check_mesh(config: RunConfig, shape: ModelShape, *, tp: int, pp: int) -> Non
             f"{shape.layers} layers cannot fill parallel.pp x pp_stages_per_rank = {stages} stages: "
             "lower parallel.pp or parallel.pp_stages_per_rank"
         )
+    if config.parallel.precision == "fp8":
+        check_fp8_sizes(shape, tp=tp)
 
 
 def check_accumulation(config: RunConfig, accumulation: int, *, pp: int, dp: int) -> None:

@@ -86,6 +86,8 @@ class Machines:
 def matmul_tflops(device: Device, precision: str) -> float:
     """As measured; fp32 products run as tf32 where a GPU has it (training/rank.py). 0: not measured."""
     measured = device.matmul_tflops
+    if precision == "fp8" and "fp8" not in measured:  # a CPU, which is slower still
+        precision = "bf16"
     return measured.get("tf32" if precision == "fp32" and "tf32" in measured else precision, 0.0)
 
 

@@ -21,7 +21,7 @@ from training.records import RunPlan
 from training.shape import dropout_fields
 from training.weights import FreshWeights, fill
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 
 
 class LanguageModel(nn.Module):

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from training.data_config import Part
 
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Strategy = Literal["single", "ddp", "fsdp", "hsdp", "local-sgd", "zero1", "zero2", "zero3"]
 # What goes with what: the config refuses the rest, and the plan chooses among these.
 WITH_TP = ("ddp", "fsdp", "hsdp")
@@ -56,10 +57,10 @@ class ParallelConfig(Part):
     ranks: int = Field(
         0, ge=0, le=100_000, description="Processes; 0: one per GPU, or up to two per host where there is none."
     )
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+    precision: Literal["auto", Precision] = Field(
         "auto",
         description="Arithmetic of matrix products; weights and optimizer stay fp32. fp16 scales the loss dynamically. "
-        "auto: measured.",
+        "fp8: the layers' products only, with bf16 around them. auto: bf16, fp16 or fp32, by what the devices have.",
     )
     shares: Literal["auto", "equal"] | tuple[int, ...] = Field(
         "auto",

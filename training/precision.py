@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 from training.config import RunConfig
 from training.inventory import Device, Inventory
+from training.parallel_config import Precision
+from training.recipe import DESCRIBED
+from training.records import ModelShape
 
-Precision = Literal["fp32", "bf16", "fp16"]
-
+FP8_CAPABILITY = (8, 9)
+FP8_MULTIPLE = 16  # of every dimension of a product (torch._scaled_mm)
 BF16_GAIN_ON_CPU = 1.3  # below this bf16 is emulated or memory-bound, and fp32 costs nothing in accuracy
 
 
@@ -19,6 +21,8 @@ def resolved_precision(config: RunConfig, inventory: Inventory) -> tuple[Precisi
     asked = config.parallel.precision
     if asked == "auto":
         return chosen, why
+    if asked == "fp8":
+        return asked, _check_fp8(inventory)
     if inventory.device_kind == "cuda" and (asked, chosen) in {("bf16", "fp16"), ("bf16", "fp32"), ("fp16", "fp32")}:
         raise ValueError(f"parallel.precision={asked}: {why}: use auto or fp32")
     return asked, "asked for by parallel.precision"
@@ -40,6 +44,39 @@ def choose_precision(inventory: Inventory) -> tuple[Precision, str]:
     if gain >= BF16_GAIN_ON_CPU:
         return "bf16", f"bf16 matrix products measured {gain:.1f}x as fast as fp32 on {on}"
     return "fp32", f"bf16 measured only {gain:.1f}x as fast as fp32 on {on}, below {BF16_GAIN_ON_CPU}x"
+
+
+def _check_fp8(inventory: Inventory) -> str:
+    """Raises ValueError for a device that has it not."""
+    if inventory.device_kind == "cpu":
+        return "asked for by parallel.precision; CPUs emulate it, slower than bf16"
+    weakest, which = _weakest(inventory, capability)
+    if capability(weakest) < FP8_CAPABILITY:
+        raise ValueError(
+            f"parallel.precision=fp8: {which} has compute capability {weakest.compute_capability}, fp8 needs 8.9 (Ada, "
+            "Hopper or later): leave that device out, or use auto"
+        )
+    return "asked for by parallel.precision: the layers' products in fp8, the rest in bf16"
+
+
+def check_fp8_sizes(shape: ModelShape, *, tp: int) -> None:
+    """Raises ValueError for products that torch._scaled_mm cannot make."""
+    if shape.architecture not in DESCRIBED:
+        raise ValueError(
+            f"parallel.precision=fp8 is there for {', '.join(DESCRIBED)} models, not for {shape.architecture}: use bf16"
+        )
+    sizes = {
+        "width / tp": shape.width / tp,
+        "width of keys / tp": shape.width / shape.heads * shape.kv_heads / tp,
+        "MLP width / tp": shape.mlp_width / tp,
+        "train.context": shape.context,
+    }
+    if odd := {what: size for what, size in sizes.items() if size % FP8_MULTIPLE}:
+        words = ", ".join(f"{what} = {size:g}" for what, size in odd.items())
+        raise ValueError(
+            f"parallel.precision=fp8 multiplies matrices whose sizes are multiples of {FP8_MULTIPLE}, not {words}: "
+            "change them, or set parallel.precision=bf16"
+        )
 
 
 def capability(device: Device) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from training.parallel_config import Strategy
+from training.parallel_config import Precision, Strategy
 from training.records import ModelShape
 
 Offload = Literal["none", "optimizer", "parameters"]
@@ -27,7 +27,7 @@ class Job:
     shape: ModelShape
     context: int
     global_batch: int
-    precision: Literal["fp32", "bf16", "fp16"]
+    precision: Precision
     dropout: float = 0.0
 
     @property

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from training.config import RunConfig
 from training.launch_config import Cause
-from training.parallel_config import Strategy
+from training.parallel_config import Precision, Strategy
 
 
 class Record(BaseModel):
@@ -182,7 +182,7 @@ class RunPlan(Record):
     largest_micro_batches: tuple[int, ...]
     accumulation: int
     rebalance: bool
-    precision: Literal["fp32", "bf16", "fp16"]
+    precision: Precision
     steps: int
     sequences: int
     predicted: Prediction

@@ -10,12 +10,10 @@ from tasks import trial
 from tasks.recovery import attempts_of
 from tasks.track import tracked
 from tests.rig.rig import Rig
-from tests.rig.runs import assert_nothing_is_left, make_docker_run, shardline_home
+from tests.rig.runs import assert_nothing_is_left, make_docker_run
 from training.inventory import Inventory
 from training.records import RunPlan
 from training.trial_record import read_trials
-
-__all__ = ["shardline_home"]
 
 
 @pytest.mark.long
@@ -33,7 +31,7 @@ def test_a_host_that_runs_out_of_memory_lowers_the_micro_batch_of_all(
         model__layers=6,
         train__context=256,
         train__global_batch=128,
-        train__micro_batch=0,
+        train__micro_batch=64,
         train__micro_batch_trial="always",
         evaluation__every_steps=0,
         launch__hosts=(rig.host_config(0, slots=1), rig.host_config(1, slots=1, memory_gib=1.6)),

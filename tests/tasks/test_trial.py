@@ -103,12 +103,12 @@ def short_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
 
 
 def asked(**overrides: Any) -> tuple[RunConfig, Inventory]:
-    """A run of 2 CPU ranks that takes the micro-batch that the plan finds to fit; and machines with 12 GiB a rank."""
+    """A run of 2 CPU ranks at a micro-batch that fits in 12 GiB a rank; and machines that claim to have them."""
     settings = {
         "model__layers": 6,
         "train__context": 256,
         "train__global_batch": 128,
-        "train__micro_batch": 0,
+        "train__micro_batch": 64,
         "train__micro_batch_trial": "always",
         "train__steps": 2,
         "parallel__strategy": "ddp",
@@ -159,7 +159,7 @@ def test_where_nothing_fits_the_run_fails_with_the_cure(
     tiny_shards: Path, short_of_memory: Callable[[float], None]
 ) -> None:
     short_of_memory(0.8)
-    config, machines = asked(train__global_batch=2, model__width=512, model__layers=8)
+    config, machines = asked(train__global_batch=2, train__micro_batch=1, model__width=512, model__layers=8)
 
     def run_it() -> None:
         with tracked(config, run_id="nothing", tags={}) as run:

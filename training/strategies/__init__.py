@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from training.anatomy import layers_of
 from training.data import Batch, Share
+from training.float8 import use_float8
 from training.model import LanguageModel
 from training.records import RunPlan
 from training.strategies import ddp, fsdp, local_sgd, pipeline, single, tensor, zero
@@ -74,7 +76,7 @@ STRATEGIES: dict[str, Build] = {
 def parallelize(
     plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, *, weights: Mapping[str, Tensor], device: torch.device
 ) -> Strategy:
-    """Tensor, then activation checkpointing, then compile, then the pipeline's stages or data parallelism.
+    """Tensor, then fp8, then activation checkpointing, then compile, then the pipeline's stages or data parallelism.
 
     `model` is on the host, unfilled; each rank takes its part of the whole `weights`. It goes to the device when it has
     shrunk: fsdp, hsdp and zero3 take it there layer by layer, since a model they are chosen for would not fit whole.
@@ -85,6 +87,8 @@ def parallelize(
         pipeline.keep_own_stages(plan, mesh, model)
     if plan.strategy not in {"fsdp", "hsdp", "zero3"}:
         model.to(device)
+    if plan.precision == "fp8":
+        use_float8(layers_of(model.hf))
     if plan.activation_checkpointing != "none":
         recompute_in_backward(model, plan.activation_checkpointing)
     if plan.config.train.compile:

@@ -30,7 +30,7 @@ from training.strategies.single import Torch
 def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Fsdp:
     groups = group_mesh(plan) if plan.strategy == "hsdp" else mesh["dp"]
     options: dict[str, Any] = {"mesh": groups}
-    if plan.precision == "bf16":
+    if plan.precision in {"bf16", "fp8"}:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if plan.offload == "parameters":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=plan.device_kind == "cuda")

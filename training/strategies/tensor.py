@@ -66,6 +66,7 @@ class _Shared(nn.Module):
     def __init__(self, whole: Any, cut: Any, *, column: bool, blocks: int, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.column, self.group, self.transposed = column, group, not isinstance(whole, nn.Linear)
+        self.linear = F.linear  # or what training/float8.py puts in its place
         self.weight: nn.Parameter = cut(whole.weight, Cut(int(column == self.transposed), blocks))
         keeps_bias = whole.bias is None or not column
         self.bias: nn.Parameter | None = whole.bias if keeps_bias else cut(whole.bias, Cut(0, blocks))
@@ -73,8 +74,8 @@ class _Shared(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self.transposed else self.weight
         if self.column:
-            return F.linear(same_for_all(x, self.group), weight, self.bias)
-        result = sum_over(F.linear(x, weight), self.group)
+            return self.linear(same_for_all(x, self.group), weight, self.bias)
+        result = sum_over(self.linear(x, weight), self.group)
         return result if self.bias is None else result + self.bias
 
 

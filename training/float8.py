@@ -1,0 +1,85 @@
+"""Matrix products of the layers in 8 bits (parallel.precision=fp8), for GPUs from compute capability 8.9 on.
+
+Inputs and weights as e4m3, gradients as e5m2 (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3),
+each tensor with one scale, taken from its own largest number when it is cast: no history, no state, nothing to save.
+Scales are powers of two, so that scaling itself rounds nothing. Everything else is as in bf16: attention, norms, the
+output layer, and validation; weights, gradients and moments stay fp32. CPUs have no such instructions: torch computes
+the same products there, slowly, which is how this is tested.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SMALLEST = 1e-12  # a tensor of zeros has some scale, too
+
+
+def use_float8(layers: list[Any]) -> None:
+    """Every linear layer inside computes in fp8 from now on, and each rank's pieces of one (strategies/tensor.py)."""
+    for layer in layers:
+        for module in layer.modules():
+            if hasattr(module, "linear"):
+                module.linear = linear
+            elif isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+                module.forward = functools.partial(_forward, module)
+
+
+def _forward(module: Any, x: Tensor) -> Tensor:
+    """GPT-2's Conv1D holds [inputs, outputs]."""
+    return linear(x, module.weight if isinstance(module, nn.Linear) else module.weight.t(), module.bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear with its product, and those of its backward, in fp8; the result is bf16."""
+    if not torch.is_grad_enabled():
+        return F.linear(x, weight, bias)
+    y: Tensor = _Product.apply(x.flatten(0, -2), weight)
+    y = y.unflatten(0, x.shape[:-1])
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """x [tokens, inputs] @ weight [outputs, inputs].t(), in bf16.
+
+    Backward casts the weight again: where ranks share it (fsdp, zero3), a kept copy would be the whole of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        x8, x_scale = _cast(x, E4M3)
+        weight8, weight_scale = _cast(weight, E4M3)
+        ctx.save_for_backward(x8, x_scale, weight)
+        ctx.x_dtype = x.dtype
+        return _scaled(x8, weight8.t(), x_scale, weight_scale, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x8, x_scale, weight = ctx.saved_tensors
+        grad8, grad_scale = _cast(grads[0], E5M2)
+        weight8, weight_scale = _cast(weight, E4M3)
+        of_x = _scaled(grad8, _by_columns(weight8), grad_scale, weight_scale)
+        of_weight = _scaled(grad8.t().contiguous(), _by_columns(x8), grad_scale, x_scale)
+        return of_x.to(ctx.x_dtype), of_weight.to(weight.dtype)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """In 8 bits, and what to multiply it by to have it back: fp32 []."""
+    largest = tensor.detach().abs().max().float().clamp(min=SMALLEST)
+    scale = torch.exp2(torch.floor(torch.log2(torch.finfo(dtype).max / largest)))
+    return (tensor.float() * scale).to(dtype).contiguous(), scale.reciprocal()
+
+
+def _by_columns(matrix: Tensor) -> Tensor:
+    """The same matrix laid out by columns, as the second factor has to be."""
+    return matrix.t().contiguous().t()
+
+
+def _scaled(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, *, fast: bool = False) -> Tensor:
+    """`fast`: with the tensor cores' own accumulators, which are exact enough for activations."""
+    return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
