@@ -236,9 +236,14 @@ def _micro_batches(plan: RunPlan) -> str:
     """`2 ranks x 1 accumulated x micro-batch 8`, or `3 ranks, 1 accumulated x micro-batches 2 x 7 + 2`."""
     if not plan.is_unequal:
         return f"{plan.world_size} ranks x {plan.accumulation} accumulated x micro-batch {plan.micro_batch}"
-    runs = [(size, len(list(alike))) for size, alike in itertools.groupby(plan.micro_batches)]
-    shares = " + ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in runs)
+    shares = _sum_in_words(plan.micro_batches)
     return f"{plan.world_size} ranks, {plan.accumulation} accumulated x micro-batches {shares}"
+
+
+def _sum_in_words(sizes: Sequence[int]) -> str:
+    """`16 x 8`, `2 x 7 + 2`."""
+    runs = [(size, len(list(alike))) for size, alike in itertools.groupby(sizes)]
+    return " + ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in runs)
 
 
 def _choice_in_words(choice: RankedChoice) -> str:
@@ -260,7 +265,7 @@ def plan_in_words(plan: RunPlan) -> list[tuple[str, str]]:
     parts = ", ".join(f"{part} {gib:.2f}" for part, gib in predicted.memory_gib.items())
     shares = ", ".join(f"{part} {seconds / step_s:.0%}" for part, seconds in predicted.step_s.items())
     mfu = "" if predicted.mfu is None else f", {predicted.mfu:.1%} of the measured matmul rate"
-    layout = " + ".join(map(str, plan.ranks_per_host))
+    layout = _sum_in_words(plan.ranks_per_host)
     return [
         ("model", f"{shape.architecture}, {shape.layers} layers x {shape.width}, {shape.parameters:,} parameters"),
         ("vocabulary, context", f"{plan.vocab_size:,} tokens, {plan.config.train.context} positions"),
