@@ -118,33 +118,38 @@ def price(config: RunConfig, job: Job, choice: Choice, machines: Machines) -> Pr
     found = Price(choice, memory, usable, {})
     if not found.fits:
         return found
+    return Price(choice, memory, usable, seconds_of(config, job, choice, machines))
+
+
+def seconds_of(config: RunConfig, job: Job, choice: Choice, machines: Machines) -> dict[str, float]:
+    """Of a step by part."""
     recipe, shards = recipe_of(config, job, choice, machines), num_shards(config, choice, machines)
-    return Price(choice, memory, usable, step_s(job, choice, recipe, machines, num_shards=shards))
+    return step_s(job, choice, recipe, machines, num_shards=shards)
 
 
 def predict(
     config: RunConfig,
     job: Job,
-    best: Price,
+    choice: Choice,
     machines: Machines,
     *,
     num_steps: int,
     largest_micro_batch: int,
-    gain: float = 1.0,
+    seconds: Mapping[str, float],
+    peak_tflops: float,
 ) -> Prediction:
-    """`gain`: how much sooner a step ends than with equal shares, which wait for the slowest device."""
-    shape, choice = job.shape, best.choice
+    """`seconds` of a step by part, on the replica that is the last to be done; `peak_tflops`: the ranks' mean."""
+    shape = job.shape
     largest = replace(choice, micro_batch=largest_micro_batch)
-    seconds = {part: each / gain for part, each in best.seconds.items()}
     whole = sum(seconds.values())
     tokens_per_s = config.train.global_batch * config.train.context / whole
-    peak = machines.matmul_tflops if machines.is_measured else 0.0
+    peak = peak_tflops if machines.is_measured else 0.0
     flops = flops_per_token(shape)
     own = own_bytes(config, shape.parameters, group_ranks=num_shards(config, choice, machines))
     return Prediction(
         memory_gib=memory_of(config, job, largest, machines),
-        step_s=seconds,
-        exposed_communication_s=exposed_s(seconds),
+        step_s=dict(seconds),
+        exposed_communication_s=exposed_s(dict(seconds)),
         flops_per_token=flops,
         peak_tflops=peak,
         mfu=tokens_per_s * flops / (peak * 1e12 * choice.world_size) if peak else None,

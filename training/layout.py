@@ -11,6 +11,7 @@ from training.config import RunConfig
 from training.cost import Price, memory_of
 from training.inventory import Inventory
 from training.machines import Machines
+from training.memory import GIB
 from training.parallel_config import Strategy
 from training.precision import Precision, resolved_precision
 from training.recipe import Choice, Job
@@ -52,7 +53,7 @@ def choose_layout(config: RunConfig, shape: ModelShape, inventory: Inventory) ->
     precision, why_precision = resolved_precision(config, inventory)
     ranking = rank_choices(config, shape, inventory, precision=precision)
     if not ranking.fitting:
-        raise DoesNotFit(_does_not_fit(ranking)) if ranking.unfitting else ValueError(ranking.refused[0])
+        raise DoesNotFit(_does_not_fit(ranking, inventory)) if ranking.unfitting else ValueError(ranking.refused[0])
     best = ranking.fitting[0]
     choice, placed = best.choice, ranking.placed(best.choice)
     check_communication(config, dp=choice.dp, precision=precision)
@@ -164,14 +165,19 @@ def _misses(each: Price) -> str:
     )
 
 
-def _does_not_fit(ranking: Ranking) -> str:
-    least = ranking.unfitting[0]
+def _does_not_fit(ranking: Ranking, inventory: Inventory) -> str:
+    """In bytes, and on which device: unlike ones may be left out."""
+    least, devices = ranking.unfitting[0], [(host, device) for host in inventory.hosts for device in host.devices]
+    host, smallest = min(devices, key=lambda found: found[1].memory_gib)
+    largest_gib = max(device.memory_gib for _, device in devices)
     parts = ", ".join(f"{part} {gib:.1f}" for part, gib in least.memory.items())
+    leave_out = f"leave {host.name} out (others have up to {largest_gib:.1f} GiB), "
     return (
-        f"{least.choice.strategy}: the model does not fit: {least.needed_gib:.1f} GiB per rank at micro-batch "
+        f"{least.choice.strategy}: the model does not fit on {smallest.name} of {host.name}: "
+        f"{least.needed_gib * GIB:,.0f} bytes = {least.needed_gib:.1f} GiB per rank at micro-batch "
         f"{least.choice.micro_batch} ({parts}), {least.usable_gib:.1f} GiB usable, {least.missing_gib:.1f} GiB too "
-        "few: use a higher ZeRO stage (parallel.strategy=zero3), more ranks, a smaller model, or a smaller "
-        "train.micro_batch or train.context"
+        f"few: {leave_out if largest_gib > smallest.memory_gib else ''}use a higher ZeRO stage "
+        "(parallel.strategy=zero3), more ranks, a smaller model, or a smaller train.micro_batch or train.context"
     )
 
 

@@ -51,16 +51,17 @@ def make_plan(
         reasons.append("micro-batch: as predicted; a trial of some steps confirms it before training")
     reasons += [*assumptions(inventory), *(f"{host}: {why}" for (host, _), why in slow_devices(inventory).items())]
     layout = choose_layout(config, shape, inventory)
-    dealt = deal_batch(layout, shape, inventory)
+    dealt = deal_batch(layout, inventory)
     hosts = inventory.hosts[: len(layout.ranks_per_host)]
     predicted = predict(
         layout.config,
         layout.job,
-        layout.best,
+        layout.best.choice,
         layout.machines,
         num_steps=steps,
         largest_micro_batch=max(dealt.micro_batches),
-        gain=dealt.gain,
+        seconds=dealt.seconds,
+        peak_tflops=dealt.peak_tflops,
     )
     _check_disk(config, predicted.checkpoint_gib, steps, hosts[0])
     return RunPlan(

@@ -122,7 +122,7 @@ class Prediction(Record):
     step_s: dict[str, float]
     exposed_communication_s: float
     flops_per_token: float
-    peak_tflops: float  # measured for matrix products in the plan's precision, on the slowest device
+    peak_tflops: float  # measured for matrix products in the plan's precision, mean over ranks
     mfu: float | None
     tokens_per_s: float
     train_s: float

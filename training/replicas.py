@@ -1,104 +1,182 @@
 """The data-parallel replicas of a layout: how fast each of them is, what its memory takes, and so its share of a batch.
 
-A replica is as fast as the slowest of its devices, and holds what the smallest of them holds.
+A replica is as fast as the slowest of its devices, and holds what the smallest of them holds. Speeds are what the cost
+model makes of each device's measured rates: of matrix products, and of what memory bounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from training.choice import check_accumulation
-from training.cost import MEMORY_SHARE
-from training.inventory import Device, Inventory
-from training.layout import DoesNotFit, Layout
-from training.machines import matmul_tflops
-from training.memory import GIB
-from training.records import ModelShape
-from training.shares import Replica, Shares, choose_shares, in_words, largest_that_fits, step_time
+from training.cost import MEMORY_SHARE, seconds_of
+from training.inventory import Inventory
+from training.layout import Layout
+from training.machines import Machines, machines
+from training.shares import Replica, Shares, choose_shares, largest_that_fits
+
+COMPUTING = ("products", "attention", "memory-bound", "recomputing")
 
 
 @dataclass(frozen=True)
 class Dealt:
     """`largest`: the micro-batch that each replica's memory takes; `rebalance`: whether shares may move within that
-    while the run goes on. With equal shares a step takes `gain` times as long.
+    while the run goes on. `seconds` of a step by part, on the replica that is the last to be done; `peak_tflops`: of a
+    rank, the mean over them.
     """
 
     micro_batches: tuple[int, ...]
     accumulation: int
     largest: tuple[int, ...]
     rebalance: bool
-    gain: float
+    seconds: Mapping[str, float]
+    peak_tflops: float
     reasons: tuple[str, ...]
 
 
-def deal_batch(layout: Layout, shape: ModelShape, inventory: Inventory) -> Dealt:
+@dataclass(frozen=True)
+class Device:
+    """One rank's. `machines`: as if all were like it; `slowdown`: times as long as the fastest it takes to launch."""
+
+    name: str
+    machines: Machines
+    slowdown: float
+
+
+@dataclass(frozen=True)
+class Paced(Replica):
+    """A replica and the device that sets its pace."""
+
+    slowest: Device
+
+
+def deal_batch(layout: Layout, inventory: Inventory) -> Dealt:
     """Each replica's micro-batch, by `parallel.shares`. Raises ValueError for shares that cannot be."""
     config, dp = layout.config, layout.mesh["dp"]
-    asked, global_batch = config.parallel.shares, config.train.global_batch
-    equal = Shares((layout.micro_batch,) * dp, global_batch // dp // layout.micro_batch, "")
-    if dp == 1:
-        return Dealt(equal.micro_batches, equal.accumulation, equal.micro_batches, False, 1.0, ())
-    replicas = _replicas(layout, shape, inventory)
-    if asked == "equal":
-        shares = equal
-    elif asked == "auto":
-        shares = choose_shares(
-            replicas, global_batch=global_batch, equal=equal, possible=lambda n: _is_possible(layout, equal, n)
-        )
-    else:
-        shares = _as_asked(asked, replicas, layout)
-    largest = tuple(replica.most for replica in replicas)
+    shares, why_shares = Shares((layout.micro_batch,) * dp, config.train.global_batch // dp // layout.micro_batch), ""
+    devices = _devices(layout, inventory)
+    replicas, seconds = _replicas(layout, devices) if dp > 1 else [], layout.best.seconds
+    if dp > 1:
+        shares, why_shares = _choose(layout, replicas, equal=shares)
+        seconds = _step_s(layout, replicas, shares)
+    largest = tuple(replica.most for replica in replicas) or shares.micro_batches
     rebalance, why = _rebalances(layout, shares, largest)
-    reasons = tuple(reason for reason in (shares.reason and f"shares: {shares.reason}", why) if reason)
-    return Dealt(shares.micro_batches, shares.accumulation, largest, rebalance, _gain(shares, equal, replicas), reasons)
+    return Dealt(
+        micro_batches=shares.micro_batches,
+        accumulation=shares.accumulation,
+        largest=largest,
+        rebalance=rebalance,
+        seconds=seconds,
+        peak_tflops=fmean(device.machines.matmul_tflops for device in devices),
+        reasons=tuple(reason for reason in (why_shares, why) if reason),
+    )
 
 
-def _gain(shares: Shares, equal: Shares, replicas: Sequence[Replica]) -> float:
-    speeds = [replica.speed for replica in replicas]
-    if min(speeds) <= 0:
-        return 1.0
-    times = [step_time(each.micro_batches, each.accumulation, speeds) for each in (equal, shares)]
-    return times[0] / times[1]
+# Devices and replicas
 
 
-def _replicas(layout: Layout, shape: ModelShape, inventory: Inventory) -> list[Replica]:
+def _devices(layout: Layout, inventory: Inventory) -> list[Device]:
+    """By rank. CPU ranks of one host share its cores, and so its rate; launching is their cores' work too."""
+    names, found = list[str](), list[Machines]()
+    for host, ranks in zip(inventory.hosts, layout.ranks_per_host, strict=False):
+        names += [device.name for device in host.devices[:ranks]]
+        if inventory.device_kind == "cpu":
+            found += [machines(Inventory(hosts=(host,)), (ranks,), precision=layout.precision)] * ranks
+            continue
+        for device in host.devices[:ranks]:
+            alone = Inventory(hosts=(host.model_copy(update={"devices": (device,)}),))
+            found.append(machines(alone, (1,), precision=layout.precision))
+    fastest = max(each.matmul_tflops for each in found)
+    memory_known = all(device.memory_gb_per_s for host in inventory.hosts for device in host.devices)
+    return [
+        Device(
+            name=name,
+            machines=replace(
+                layout.machines,
+                matmul_tflops=each.matmul_tflops,
+                memory_gb_per_s=each.memory_gb_per_s if memory_known else layout.machines.memory_gb_per_s,
+                memory_gib=each.memory_gib,
+            ),
+            slowdown=fastest / each.matmul_tflops if each.kind == "cpu" else 1.0,
+        )
+        for name, each in zip(names, found, strict=True)
+    ]
+
+
+def _replicas(layout: Layout, devices: Sequence[Device]) -> list[Paced]:
     """In the order of the mesh's dp axis; ranks count through pp, dp and tp, innermost last."""
     dp, tp = layout.mesh["dp"], layout.mesh["tp"]
-    ranks = _devices(layout, inventory)
-    return [_replica([at for n, at in enumerate(ranks) if n // tp % dp == i], layout, shape) for i in range(dp)]
+    speed = functools.cache(lambda device: _speed(layout, device))  # thousands of ranks, a few kinds of device
+    most = functools.cache(lambda device: _most(layout, device))
+    replicas = []
+    for number in range(dp):
+        own = [device for rank, device in enumerate(devices) if rank // tp % dp == number]
+        slowest = min(own, key=speed)
+        smallest = min(own, key=lambda device: device.machines.memory_gib)
+        replicas.append(Paced(slowest.name, speed(slowest), most(smallest), slowest))
+    return replicas
 
 
-def _devices(layout: Layout, inventory: Inventory) -> list[tuple[Device, float]]:
-    """Each rank's device and its rate. CPU ranks of one host share its cores: that one of them measured faster than
-    the next is chance, and all have their mean.
-    """
-    found = []
-    for host, ranks in zip(inventory.hosts, layout.ranks_per_host, strict=False):
-        rates = [matmul_tflops(device, layout.precision) for device in host.devices[:ranks]]
-        if inventory.device_kind == "cpu":
-            rates = [fmean(rates)] * ranks
-        found += list(zip(host.devices[:ranks], rates, strict=True))
-    return found
+def _speed(layout: Layout, device: Device) -> float:
+    """Sequences/s that it computes."""
+    choice = layout.best.choice
+    seconds = _seconds(layout, device, choice.micro_batch, choice.accumulation)
+    computing = sum(seconds.get(part, 0.0) for part in COMPUTING)
+    return choice.micro_batch * choice.accumulation / computing
 
 
-def _replica(ranks: Sequence[tuple[Device, float]], layout: Layout, shape: ModelShape) -> Replica:
-    """Raises DoesNotFit, with the number of bytes, for a device on which a single sequence is too much."""
-    config, dp = layout.config, layout.mesh["dp"]
-    slowest, speed = min(ranks, key=lambda rank: rank[1])
-    smallest = min((device for device, _ in ranks), key=lambda device: device.memory_gib)
+def _most(layout: Layout, device: Device) -> int:
+    """The largest micro-batch; the layout fits the smallest device, so there is one."""
+    usable_gib = MEMORY_SHARE * device.machines.memory_gib
+    at_most = layout.config.train.global_batch - (layout.mesh["dp"] - 1)
+    return max(1, largest_that_fits(lambda micro_batch: layout.memory_gib(micro_batch) <= usable_gib, at_most))
 
-    usable_gib = MEMORY_SHARE * smallest.memory_gib
-    at_most = config.train.global_batch - (dp - 1)
-    most = largest_that_fits(lambda micro_batch: layout.memory_gib(micro_batch) <= usable_gib, at_most)
-    if most == 0:
-        raise DoesNotFit(
-            f"{config.parallel.strategy}: the model does not fit on {smallest.name}: one sequence needs "
-            f"{layout.memory_gib(1) * GIB:,.0f} bytes, {usable_gib * GIB:,.0f} are usable: leave this device out, or "
-            "use a higher ZeRO stage (parallel.strategy=zero3) or parallel.offload"
-        )
-    return Replica(slowest.name, speed, most)
+
+def _seconds(layout: Layout, device: Device, micro_batch: int, accumulation: int) -> dict[str, float]:
+    """Of a step by part, if all replicas were this one."""
+    choice = replace(layout.best.choice, micro_batch=micro_batch, accumulation=accumulation)
+    parts = seconds_of(layout.config, layout.job, choice, device.machines)
+    return {part: seconds * (device.slowdown if part == "launching" else 1.0) for part, seconds in parts.items()}
+
+
+def _step_s(layout: Layout, replicas: Sequence[Paced], shares: Shares) -> dict[str, float]:
+    """Of the replica that is the last to be done."""
+    different = {(replica.slowest, size) for replica, size in zip(replicas, shares.micro_batches, strict=True)}
+    priced = [_seconds(layout, device, size, shares.accumulation) for device, size in different]
+    return max(priced, key=lambda parts: sum(parts.values()))
+
+
+# Shares
+
+
+def _choose(layout: Layout, replicas: Sequence[Paced], *, equal: Shares) -> tuple[Shares, str]:
+    asked = layout.config.parallel.shares
+    if asked == "equal" or (asked == "auto" and not layout.machines.is_measured):
+        return equal, ""
+    if asked != "auto":
+        return _as_asked(asked, replicas, layout)
+    shares, gain = choose_shares(
+        replicas,
+        global_batch=layout.config.train.global_batch,
+        equal=equal,
+        step_s=lambda shares: sum(_step_s(layout, replicas, shares).values()),
+        possible=lambda accumulation: _is_possible(layout, equal, accumulation),
+    )
+    if shares.are_equal:
+        return shares, ""
+    speeds = " and ".join(
+        dict.fromkeys(f"{replica.speed:,.{0 if replica.speed >= 100 else 1}f}" for replica in replicas)
+    )
+    rates = " and ".join(dict.fromkeys(f"{replica.slowest.machines.matmul_tflops:.3g}" for replica in replicas))
+    return shares, (
+        f"shares: {in_words(replicas, shares)}: in proportion to {speeds} sequences/s, predicted from matrix products "
+        f"at {rates} TFLOP/s; with equal shares ({equal.accumulation} x {equal.micro_batches[0]} each) a step would "
+        f"take {gain:.2f}x as long"
+    )
 
 
 def _is_possible(layout: Layout, equal: Shares, accumulation: int) -> bool:
@@ -112,7 +190,7 @@ def _is_possible(layout: Layout, equal: Shares, accumulation: int) -> bool:
     return True
 
 
-def _as_asked(asked: Sequence[int], replicas: Sequence[Replica], layout: Layout) -> Shares:
+def _as_asked(asked: Sequence[int], replicas: Sequence[Replica], layout: Layout) -> tuple[Shares, str]:
     global_batch, dp, together = layout.config.train.global_batch, len(replicas), sum(asked)
     if len(asked) != dp or global_batch % together:
         raise ValueError(
@@ -127,12 +205,22 @@ def _as_asked(asked: Sequence[int], replicas: Sequence[Replica], layout: Layout)
                 f"parallel.shares = {list(asked)}: the memory of {replica.device} takes {replica.most} of {size} "
                 "sequences: lower its share, or set parallel.shares=auto"
             )
-    return Shares(tuple(asked), global_batch // together, f"{in_words(replicas, asked)}: asked for by parallel.shares")
+    shares = Shares(tuple(asked), global_batch // together)
+    return shares, f"shares: {in_words(replicas, shares)}: asked for by parallel.shares"
+
+
+def in_words(replicas: Sequence[Replica], shares: Shares) -> str:
+    """`A100 64, 2 x RTX 3090 32`."""
+    alike = Counter(
+        f"{replica.device} {size}" + " (all that its memory takes)" * (size == replica.most)
+        for replica, size in zip(replicas, shares.micro_batches, strict=True)
+    )
+    return ", ".join(f"{count} x {share}" if count > 1 else share for share, count in alike.items())
 
 
 def _rebalances(layout: Layout, shares: Shares, largest: tuple[int, ...]) -> tuple[bool, str]:
     asked = layout.config.parallel.rebalance
-    if asked == "off" or (asked == "auto" and len(set(shares.micro_batches)) == 1):
+    if len(largest) == 1 or asked == "off" or (asked == "auto" and shares.are_equal):
         return False, ""
     if layout.mesh["pp"] > 1:
         return False, "shares stay as they are: a pipeline's schedule is built for one micro-batch"

@@ -8,19 +8,18 @@ summed loss by the number of targets of all ranks.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 MIN_GAIN = 1.05  # two replicas that differ by 10%; like CPUs measure within that, and shall go on with equal shares
-MORE_ACCUMULATION = 1.02  # each further micro-batch costs launches, under fsdp and ZeRO a reduction: it must save this
+AS_FAST = 1.02  # what the arithmetic cannot tell apart: then as few micro-batches a step as possible
 ACCUMULATIONS_TRIED = 16
 
 
 @dataclass(frozen=True)
 class Replica:
-    """A data-parallel replica. `speed` of its slowest device, in TFLOP/s or any other unit; `most`: sequences in the
-    largest micro-batch that the smallest memory among its devices takes.
+    """A data-parallel replica. `speed`: sequences/s that its slowest device computes; `most`: sequences in the largest
+    micro-batch that the smallest memory among its devices takes.
     """
 
     device: str
@@ -34,7 +33,10 @@ class Shares:
 
     micro_batches: tuple[int, ...]
     accumulation: int
-    reason: str
+
+    @property
+    def are_equal(self) -> bool:
+        return len(set(self.micro_batches)) == 1
 
 
 def deal(num_sequences: int, *, speeds: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
@@ -65,35 +67,30 @@ def deal(num_sequences: int, *, speeds: Sequence[float], most: Sequence[int]) ->
     return tuple(dealt)
 
 
-def step_time(micro_batches: Sequence[int], accumulation: int, speeds: Sequence[float]) -> float:
-    """Of the slowest, in sequences by the unit of `speeds`."""
-    return accumulation * max(size / speed for size, speed in zip(micro_batches, speeds, strict=True))
-
-
 def choose_shares(
-    replicas: Sequence[Replica], *, global_batch: int, equal: Shares, possible: Callable[[int], bool] = lambda _: True
-) -> Shares:
-    """`equal`, or shares in proportion to speed where a step takes that much less time.
+    replicas: Sequence[Replica],
+    *,
+    global_batch: int,
+    equal: Shares,
+    step_s: Callable[[Shares], float],
+    possible: Callable[[int], bool] = lambda _: True,
+) -> tuple[Shares, float]:
+    """`equal`, or shares in proportion to speed where a step takes that much less time; and how many times as long it
+    takes with equal ones.
 
     `possible`: whether a step may have so many micro-batches; a pipeline wants at least its stages.
     """
-    speeds = [replica.speed for replica in replicas]
-    if min(speeds) <= 0:
-        return equal
+    speeds, most = [replica.speed for replica in replicas], [replica.most for replica in replicas]
     tried = []
     for accumulation in _accumulations(replicas, global_batch, possible):
-        dealt = deal(global_batch // accumulation, speeds=speeds, most=[replica.most for replica in replicas])
-        tried.append((step_time(dealt, accumulation, speeds), accumulation, dealt))
+        shares = Shares(deal(global_batch // accumulation, speeds=speeds, most=most), accumulation)
+        tried.append((step_s(shares), shares))
     if not tried:
-        return equal
-    soonest = min(tried)[0]
-    time, accumulation, dealt = next(one for one in tried if one[0] <= MORE_ACCUMULATION * soonest)
-    gain = step_time(equal.micro_batches, equal.accumulation, speeds) / time
-    if gain < MIN_GAIN:
-        return equal
-    rates = " and ".join(dict.fromkeys(f"{speed:.3g}" for speed in speeds))
-    why = f"in proportion to {rates} TFLOP/s; equal shares would take {gain:.2f}x as long"
-    return Shares(dealt, accumulation, f"{in_words(replicas, dealt)}: {why}")
+        return equal, 1.0
+    soonest = min(seconds for seconds, _ in tried)
+    seconds, shares = next(one for one in tried if one[0] <= AS_FAST * soonest)
+    gain = step_s(equal) / seconds
+    return (shares, gain) if gain >= MIN_GAIN and not shares.are_equal else (equal, 1.0)
 
 
 def _accumulations(replicas: Sequence[Replica], global_batch: int, possible: Callable[[int], bool]) -> Iterable[int]:
@@ -105,15 +102,6 @@ def _accumulations(replicas: Sequence[Replica], global_batch: int, possible: Cal
         if global_batch % n == 0 and global_batch // n <= largest and possible(n)
     )
     return [n for n, _ in zip(fitting, range(ACCUMULATIONS_TRIED), strict=False)]
-
-
-def in_words(replicas: Sequence[Replica], micro_batches: Sequence[int]) -> str:
-    """`A100 64, 2 x RTX 3090 32`."""
-    alike = Counter(
-        f"{replica.device} {size}" + " (all that its memory takes)" * (size == replica.most)
-        for replica, size in zip(replicas, micro_batches, strict=True)
-    )
-    return ", ".join(f"{count} x {share}" if count > 1 else share for share, count in alike.items())
 
 
 def largest_that_fits(fits: Callable[[int], bool], at_most: int) -> int:
@@ -136,7 +124,7 @@ def followed(
     """
     speeds = [size / time for size, time in zip(micro_batches, seconds, strict=True)]
     wanted = deal(sum(micro_batches), speeds=speeds, most=most)
-    gain = max(seconds) / step_time(wanted, 1, speeds)
+    gain = max(seconds) / max(size / speed for size, speed in zip(wanted, speeds, strict=True))
     half = [(size + goal) / 2 for size, goal in zip(micro_batches, wanted, strict=True)]
     nearer = deal(sum(micro_batches), speeds=half, most=most)
     return (wanted if nearer == tuple(micro_batches) else nearer), gain

@@ -83,9 +83,13 @@ def test_what_no_longer_fits_as_it_was_is_chosen_anew_and_said(tmp_path: Path, t
 
 
 def test_other_hosts_get_other_shares_and_those_that_come_back_their_own(tmp_path: Path, tiny_shards: Path) -> None:
-    slow = inventory(1).hosts[0].devices[0].model_copy(update={"matmul_tflops": {"fp32": 0.02}})
-    first, second = inventory(2, 1).hosts
-    unlike = Inventory(hosts=(first, second.model_copy(update={"devices": (slow,)})))
+    hosts = []
+    for host, rate in zip(inventory(2, 1).hosts, (0.08, 0.02), strict=True):
+        rates = {"matmul_tflops": {"fp32": rate}, "memory_gb_per_s": 100 * rate}
+        devices = tuple(device.model_copy(update=rates) for device in host.devices)
+        network = {"network_gb_per_s": 10.0, "network_latency_us": 1.0}  # tiny steps are not to be all talk
+        hosts.append(host.model_copy(update={"devices": devices, **network}))
+    unlike = Inventory(hosts=tuple(hosts))
     before = planned(tmp_path, tiny_shards, micro_batch=0, global_batch=18, hosts=unlike)
     assert before.micro_batches == (8, 8, 2)
     now = replan(tmp_path, inventory=first_host(), why="host1 is away")

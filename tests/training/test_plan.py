@@ -14,6 +14,7 @@ from training.model import build_model
 from training.packing import Epoch, Packing, one_epoch
 from training.plan import make_plan
 from training.precision import choose_precision
+from training.replicas import COMPUTING
 from training.shape import flops_per_token
 
 EPOCH = Epoch(sequences=100, tokens=1600)
@@ -95,7 +96,11 @@ REFUSED = [
         "parallel.static_graph with 2 accumulated micro-batches.*: set train.micro_batch=4 or",
     ),
     ({"parallel__tp": 4}, (2,), r"1 nodes x 2 devices = 2 ranks, not divisible by tp\*pp = 4: change parallel.tp"),
-    ({"model__width": 65_536, "model__layers": 100, "model__kv_heads": 0}, (1,), "does not fit: .*strategy=zero3"),
+    (
+        {"model__width": 65_536, "model__layers": 100, "model__kv_heads": 0},
+        (1,),
+        "does not fit on cpu.*strategy=zero3",
+    ),
 ]
 
 
@@ -211,10 +216,10 @@ def test_strategies_that_do_not_go_together_are_refused(overrides: dict[str, Any
 
 
 def unlike(*rates: float, memory_gib: float = 12.0) -> Inventory:
-    """Hosts of one CPU rank each, with such fp32 rates; the last one with that much memory."""
+    """Hosts of one CPU rank each, with such fp32 rates and as fast a memory; the last one with so much of it."""
     hosts = inventory(*(1 for _ in rates)).hosts
     devices = [
-        host.devices[0].model_copy(update={"matmul_tflops": {"fp32": rate}})
+        host.devices[0].model_copy(update={"matmul_tflops": {"fp32": rate}, "memory_gb_per_s": 100 * rate})
         for host, rate in zip(hosts, rates, strict=True)
     ]
     devices[-1] = devices[-1].model_copy(update={"memory_gib": memory_gib})
@@ -225,11 +230,37 @@ def test_unlike_hosts_get_unequal_shares_and_the_plan_says_why() -> None:
     plan = make_plan(tiny_config(train__global_batch=24, train__micro_batch=0), unlike(0.2, 0.1))
     assert (plan.micro_batches, plan.accumulation, plan.rebalance) == ((16, 8), 1, True)
     (why,) = (reason for reason in plan.reasons if reason.startswith("shares: "))
-    assert why == ("shares: cpu 16, cpu 8: in proportion to 0.2 and 0.1 TFLOP/s; equal shares would take 1.50x as long")
     equal = make_plan(
         tiny_config(train__global_batch=24, train__micro_batch=0, parallel__shares="equal"), unlike(0.2, 0.1)
     )
-    assert plan.predicted.tokens_per_s == pytest.approx(1.5 * equal.predicted.tokens_per_s)
+    gain = plan.predicted.tokens_per_s / equal.predicted.tokens_per_s
+    assert 1.05 < gain < 1.5
+    assert why == (
+        "shares: cpu 16, cpu 8: in proportion to 3,872 and 1,936 sequences/s, predicted from matrix products at "
+        f"0.2 and 0.1 TFLOP/s; with equal shares (1 x 12 each) a step would take {gain:.2f}x as long"
+    )
+    computing = [sum(each.predicted.step_s.get(part, 0.0) for part in COMPUTING) for each in (plan, equal)]
+    assert computing[1] == pytest.approx(1.5 * computing[0], rel=0.05)
+
+
+def test_a_device_that_the_model_does_not_fit_on_is_named_with_the_bytes() -> None:
+    bytes_needed, cure = (
+        r"7\d\d,\d\d\d,\d\d\d bytes = 0.7 GiB per rank",
+        r"leave host1 out \(others have up to 12.0 GiB\)",
+    )
+    why = f"does not fit on cpu of host1: {bytes_needed} .* too few: {cure}"
+    with pytest.raises(ValueError, match=why):
+        make_plan(tiny_config(parallel__strategy="ddp"), unlike(0.2, 0.2, memory_gib=0.5))
+
+
+def test_a_smaller_memory_bounds_its_share() -> None:
+    """11 of 32 would be in proportion; 9 fit, and a third micro-batch would cost more than that."""
+    large = {"model__width": 512, "train__context": 256, "train__global_batch": 64, "train__micro_batch": 0}
+    config = tiny_config(**large, parallel__strategy="zero2")
+    plan = make_plan(config, unlike(0.2, 0.1, memory_gib=1.2))
+    assert plan.largest_micro_batches[1] == 9
+    assert (plan.micro_batches, plan.accumulation) == ((23, 9), 2)
+    assert any("cpu 23, cpu 9 (all that its memory takes)" in reason for reason in plan.reasons)
 
 
 @pytest.mark.parametrize(
