@@ -77,6 +77,8 @@ class StrategyRow(Record):
     peak_memory_gib: float | None = None
     average_memory_gib: float | None = None
     predicted_tokens_per_s: float | None = None
+    predicted_step_ms: float | None = None
+    predicted_exposed_ms: float | None = None
     speed_error: float | None = None
     predicted_memory_gib: float | None = None
     memory_error: float | None = None
@@ -123,6 +125,8 @@ def describe(plan: RunPlan) -> dict[str, Any]:
         "batches_per_device": tuple(size * plan.accumulation for size in plan.micro_batches),
         "total_batch": plan.config.train.global_batch,
         "predicted_tokens_per_s": plan.predicted.tokens_per_s or None,
+        "predicted_step_ms": 1000 * sum(plan.predicted.step_s.values()) or None,
+        "predicted_exposed_ms": 1000 * plan.predicted.exposed_communication_s,
         "predicted_memory_gib": sum(plan.predicted.memory_gib.values()),
     }
 

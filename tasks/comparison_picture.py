@@ -109,18 +109,20 @@ def _mark(axes: Any, predicted: Sequence[float]) -> None:
 
 
 def _draw_step(axes: Any, rows: Sequence[StrategyRow], colors: Mapping[str, str]) -> None:
-    places = _bars(axes, rows, title="Time of a step", label="ms (hatched: exposed communication)")
+    places = _bars(axes, rows, title="Time of a step", label="ms (hatched: exposed communication, |: predicted)")
     values = _values(rows, "step_ms")
     exposed = list(map(min, _values(rows, "exposed_communication_ms"), values))
     inner = [value - part for value, part in zip(values, exposed, strict=True)]
     colored = [colors[row.strategy] for row in rows]
     axes.barh(places, inner, color=colored, alpha=0.85, **BAR)
     axes.barh(places, exposed, left=inner, color="white", edgecolor=colored, hatch="////", linewidth=1, **BAR)
+    predicted = _predicted(rows, "predicted_step_ms", values)
+    _mark(axes, predicted)
     texts = [
         in_short(value) + (f"  ({in_short(part)} exposed)" if part else "") if value else ""
         for value, part in zip(values, exposed, strict=True)
     ]
-    _beside(axes, values, texts)
+    _beside(axes, list(map(max, values, predicted)), texts)
 
 
 def _draw_memory(axes: Any, rows: Sequence[StrategyRow], colors: Mapping[str, str]) -> None:
@@ -152,7 +154,7 @@ def _draw_losses(
         axes.plot(x, y, color=colors[name], linewidth=1.2, alpha=0.45 if what == "tokens" else 0.95, label=name)
         if what == "tokens" and len(curves) > 1:
             turns = (place * DASH, (DASH, DASH * (len(curves) - 1)))
-            axes.plot(x, y, color=colors[name], linewidth=3, linestyle=turns, dash_capstyle="butt")
+            axes.plot(x, y, color=colors[name], linewidth=3, linestyle=turns, dash_capstyle="butt", zorder=3)
     if target is not None:
         axes.axhline(target, color=GREY, linewidth=1, linestyle="--")
         at, place_of = (0.01, target), ("axes fraction", "data")

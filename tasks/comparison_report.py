@@ -75,6 +75,8 @@ MORE_COLUMNS: tuple[Column, ...] = (
     ("micro-batch", "x accumulated", "micro_batches", _sizes),
     ("precision", "", "precision", str),
     ("predicted", "tokens/s", "predicted_tokens_per_s", in_short),
+    ("predicted", "step, ms", "predicted_step_ms", _number(1)),
+    ("predicted", "exposed comm., ms", "predicted_exposed_ms", _number(1)),
     ("predicted", "GiB", "predicted_memory_gib", _number(2)),
     ("loss difference", "largest, to single", "loss_difference", lambda value: f"{value:.1e}"),
 )
