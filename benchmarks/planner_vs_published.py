@@ -20,9 +20,9 @@ from typing import Any
 
 from benchmarks.published import SOURCES, Model, Row, models, rows
 from training.machines import Machines, machines
-from training.memory import DOES_NOT_COUNT, memory_gib
+from training.memory import memory_gib
 from training.recipe import Choice, Job, Kept, Recipe
-from training.records import ModelShape
+from training.records import NOT_ALLOCATED, ModelShape
 from training.shape import count_parameters
 from training.stand_in import stand_in_inventory
 from training.step_time import step_s
@@ -129,7 +129,7 @@ def predict(row: Row) -> Predicted:
     recipe, shards = RECIPES[row.program], min(8, row.dp) if row.strategy == "hsdp" else row.dp
     seconds = step_s(job, choice, recipe, machines_of(row), num_shards=shards)
     memory = memory_gib(job, choice, recipe, num_shards=shards)
-    gib = sum(each for part, each in memory.items() if part not in DOES_NOT_COUNT)
+    gib = sum(each for part, each in memory.items() if part not in NOT_ALLOCATED)
     return Predicted(_in_unit(row, sum(seconds.values()), shape), gib, seconds, memory)
 
 

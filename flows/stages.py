@@ -27,7 +27,7 @@ from tasks.progress import steps_shown
 from tasks.recovery import attempts_of
 from tasks.register import register_model
 from tasks.registry import resolve
-from tasks.report import Outcome, draw, outcome_rows
+from tasks.report import Outcome, against_plan, draw, outcome_rows
 from tasks.track import TrackedRun
 from training.config import RunConfig
 from training.credentials import shown
@@ -180,11 +180,10 @@ def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
     figures = {
         "train/samples_per_s": result.samples_per_s,
         "train/tokens_per_s": result.tokens_per_s,
-        "train/predicted_tokens_per_s": plan.predicted.tokens_per_s,
         "train/mfu": result.mfu,
         "train/device_utilisation": result.device_utilisation,
         "train/peak_memory_gib": result.peak_memory_gib,
-        "train/predicted_memory_gib": sum(plan.predicted.memory_gib.values()),
+        **{f"train/{what}": value for what, value in against_plan(plan, result).items()},
         **{f"train/memory/{what}": value for what, value in result.memory.items()},
     }
     known = {key: value for key, value in figures.items() if value is not None}
@@ -277,6 +276,7 @@ def report(plan: RunPlan, run: TrackedRun, model: RegisteredModel, *, generated:
         samples_per_s=result.samples_per_s,
         mfu=result.mfu,
         peak_memory_gib=result.peak_memory_gib,
+        against_plan=against_plan(plan, result),
         checkpoint=str(run.folder / result.checkpoint),
         model=model.name,
         version=model.version,

@@ -125,9 +125,9 @@ def describe(plan: RunPlan) -> dict[str, Any]:
         "batches_per_device": tuple(size * plan.accumulation for size in plan.micro_batches),
         "total_batch": plan.config.train.global_batch,
         "predicted_tokens_per_s": plan.predicted.tokens_per_s or None,
-        "predicted_step_ms": 1000 * sum(plan.predicted.step_s.values()) or None,
+        "predicted_step_ms": plan.predicted.step_ms or None,
         "predicted_exposed_ms": 1000 * plan.predicted.exposed_communication_s,
-        "predicted_memory_gib": sum(plan.predicted.memory_gib.values()),
+        "predicted_memory_gib": plan.predicted.peak_gib(plan.device_kind),
     }
 
 

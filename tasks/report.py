@@ -13,7 +13,10 @@ FIRST_CJK = "\u2e80"
 
 
 class Outcome(Record):
-    """The whole run in one record, for the terminal, --json and the caller of the flow."""
+    """The whole run in one record, for the terminal, --json and the caller of the flow.
+
+    `against_plan`: what the plan predicted, beside what was measured.
+    """
 
     run_id: str
     mlflow_run_id: str
@@ -25,6 +28,7 @@ class Outcome(Record):
     samples_per_s: float
     mfu: float | None
     peak_memory_gib: float
+    against_plan: dict[str, float]
     checkpoint: str
     model: str
     version: int
@@ -36,6 +40,35 @@ class Outcome(Record):
     serve: str
 
 
+def against_plan(plan: RunPlan, result: TrainResult) -> dict[str, float]:
+    """Step time and memory as predicted and as measured; errors are measured / predicted - 1, in percent.
+
+    A run that was resumed when all its steps were done has measured no step.
+    """
+    predicted = {
+        "predicted_step_ms": plan.predicted.step_ms,
+        "predicted_tokens_per_s": plan.predicted.tokens_per_s,
+        "predicted_memory_gib": plan.predicted.peak_gib(plan.device_kind),
+    }
+    memory = {"memory_error_percent": 100 * (result.peak_memory_gib / predicted["predicted_memory_gib"] - 1)}
+    if not result.step_ms:
+        return predicted | memory
+    error = 100 * (result.step_ms / predicted["predicted_step_ms"] - 1)
+    return predicted | {"step_ms": result.step_ms, "step_error_percent": error} | memory
+
+
+def _against_plan_in_words(outcome: Outcome) -> str:
+    found = outcome.against_plan
+    memory = (
+        f"memory {outcome.peak_memory_gib:.2f} GiB, {found['predicted_memory_gib']:.2f} predicted "
+        f"({found['memory_error_percent']:+.0f}%)"
+    )
+    if "step_ms" not in found:
+        return memory
+    step = f"step {found['step_ms']:,.1f} ms, {found['predicted_step_ms']:,.1f} predicted"
+    return f"{step} ({found['step_error_percent']:+.0f}%); {memory}"
+
+
 def outcome_rows(outcome: Outcome) -> list[tuple[str, str]]:
     bits = "-" if outcome.bits_per_byte is None else f"{outcome.bits_per_byte:.3f}"
     mfu = "" if outcome.mfu is None else f", {outcome.mfu:.1%} of the measured matmul rate"
@@ -45,6 +78,7 @@ def outcome_rows(outcome: Outcome) -> list[tuple[str, str]]:
         ("bits per byte", bits),
         ("speed", f"{outcome.tokens_per_s:,.0f} tokens/s, {outcome.samples_per_s:,.1f} samples/s{mfu}"),
         ("peak memory", f"{outcome.peak_memory_gib:.2f} GiB per rank"),
+        ("against the plan", _against_plan_in_words(outcome)),
         ("checkpoint", outcome.checkpoint),
         ("model", f"{outcome.model} version {outcome.version}, alias {outcome.alias or 'none'}"),
         ("gate", outcome.verdict),

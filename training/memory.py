@@ -11,7 +11,6 @@ from training.recipe import CHUNK_TOKENS, SHARING, Choice, Job, Recipe
 from training.records import ModelShape
 
 GIB = 2**30
-DOES_NOT_COUNT = ("process", "fragmentation")  # what a GPU's allocator is not asked for
 LAYERS_GATHERED = 2  # the one that computes, and the next
 
 

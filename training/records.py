@@ -112,6 +112,9 @@ class ModelShape(Record):
     parameters: int
 
 
+NOT_ALLOCATED = ("process", "fragmentation")  # parts of a GPU's memory that torch's allocator does not count
+
+
 class Prediction(Record):
     """Per rank; what the plan expects, to be compared with what the run measures.
 
@@ -127,6 +130,15 @@ class Prediction(Record):
     tokens_per_s: float
     train_s: float
     checkpoint_gib: float
+
+    @property
+    def step_ms(self) -> float:
+        return 1000 * sum(self.step_s.values())
+
+    def peak_gib(self, device_kind: str) -> float:
+        """What TrainResult.peak_memory_gib measures: on a CPU all that is resident, on a GPU what torch allocates."""
+        unseen = NOT_ALLOCATED if device_kind == "cuda" else ()
+        return sum(gib for part, gib in self.memory_gib.items() if part not in unseen)
 
 
 class RankedChoice(Record):

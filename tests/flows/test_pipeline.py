@@ -52,6 +52,12 @@ def test_mlflow_has_config_metrics_data_and_a_true_status(first: dict[str, Any],
     history = shop.mlflow.get_metric_history(run.info.run_id, "loss")
     assert {metric.step: metric.value for metric in history} == losses(run_dir / "plan.json")
     assert run.data.metrics["eval/loss"] == first["val_loss"]
+    against_plan = first["against_plan"]
+    assert against_plan.items() <= {key.removeprefix("train/"): it for key, it in run.data.metrics.items()}.items()
+    step_error = against_plan["step_ms"] / against_plan["predicted_step_ms"] - 1
+    assert against_plan["step_error_percent"] == pytest.approx(100 * step_error)
+    memory_error = first["peak_memory_gib"] / against_plan["predicted_memory_gib"] - 1
+    assert against_plan["memory_error_percent"] == pytest.approx(100 * memory_error)
     assert run.inputs.dataset_inputs[0].dataset.digest
     artifacts = {artifact.path for artifact in shop.mlflow.list_artifacts(run.info.run_id)}
     assert {"config.json", "plan.json", "dataset.json", "inventory.json", "summary.png", "eval.json"} <= artifacts
