@@ -19,7 +19,7 @@ from training.recipe import DESCRIBED, Choice, Job, Offload, Recompute
 from training.records import ModelShape
 
 # In the order of their simplicity: where two are as fast as the arithmetic can tell, the simpler is taken.
-AUTOMATIC: tuple[Strategy, ...] = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3")
+AUTOMATIC: tuple[Strategy, ...] = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOAD: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 AS_FAST = 1.02
@@ -72,6 +72,8 @@ def rank_choices(config: RunConfig, shape: ModelShape, inventory: Inventory, *, 
             continue
         if tp > 1 and config.parallel.tp == 0 and any(ranks % tp for ranks in ranks_per_host):
             continue
+        if strategy == "hsdp" and config.parallel.strategy == "auto" and len(set(ranks_per_host)) > 1:
+            continue  # its groups are hosts
         places[key(whole)] = Placed(ranks_per_host, on(ranks_per_host), why)
         for micro_batch, accumulation in sizes:
             for recompute, offload in _savings(config, strategy):
@@ -139,6 +141,8 @@ def _strategies(config: RunConfig, *, devices: int, num_hosts: int) -> tuple[Str
     several = [strategy for strategy in AUTOMATIC if strategy != "single"]
     if config.train.compile:
         several.remove("zero3")
+    if num_hosts == 1:
+        several.remove("hsdp")
     if devices > 1:
         return tuple(several)
     alone: tuple[Strategy, ...] = ("single", "fsdp", "zero1", "zero2", "zero3")

@@ -154,6 +154,7 @@ OUR_KEPT: dict[tuple[str, str], Kept] = {
 }
 DROPOUT_KEPT = {"gpt2": 8.0, "bert": 8.0}  # bytes x width more; llama's is on attention only
 CPU_SCORES = 12.0  # bytes per head and pair of tokens: with dropout, attention on a CPU keeps its scores
+FP8_GAIN, FP8_SUSTAINED = 1.8, 0.85  # its products' rate to bf16's, in which attention stays; with casts 1.5 is left
 SUSTAINED = {"cpu": 1.0, "cuda": 0.85}  # 0.90 of 265 TFLOP/s on A100, 0.78 of 791 on H100: planner_vs_published
 # A CPU's caches take some of the traffic: 4 layers of 128, 43 ms a step compiled and 50 eager (docs/benchmarks.md).
 PASSES = {("cpu", True): 1.4, ("cpu", False): 1.8, ("cuda", True): 1.6, ("cuda", False): 2.8}
@@ -235,7 +236,8 @@ def our_recipe(
         logit_bytes=8 + job.width_bytes if described else 12 + 2 * job.width_bytes,
         process_gib=TORCH_GIB[kind],
         fragmentation=0.05 if kind == "cuda" else 0.0,
-        sustained=SUSTAINED[kind],
+        sustained=SUSTAINED[kind] * (FP8_SUSTAINED if job.precision == "fp8" else 1.0),
+        attention_share=0.5 / (FP8_GAIN if job.precision == "fp8" else 1.0),
         passes=PASSES[kind, compiled],
         ops=(20.0 if compiled else 70.0) + sharing.ops,
         op_us=8.0 if kind == "cuda" else 12.0,
@@ -247,4 +249,4 @@ def our_recipe(
 
 def _is_16_bit(strategy: Strategy, job: Job) -> bool:
     """fsdp gathers weights in bf16 and carries bf16 from layer to layer (training/strategies/fsdp.py)."""
-    return job.precision == "bf16" and strategy in {"fsdp", "hsdp"}
+    return job.precision in {"bf16", "fp8"} and strategy in {"fsdp", "hsdp"}
