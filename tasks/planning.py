@@ -15,7 +15,8 @@ from training.config import RunConfig
 from training.inventory import Inventory
 from training.packing import one_epoch
 from training.plan import make_plan
-from training.records import RankedChoice, RunPlan, TokenShards
+from training.prediction import RankedChoice
+from training.records import RunPlan, TokenShards
 from training.shards import MANIFEST
 from training.trial_record import read_trials
 

@@ -13,6 +13,7 @@ import pytest
 REPO = Path(__file__).parents[1]
 CONTRACT = {
     "recipe",
+    "prediction",
     "memory",
     "machines",
     "step_time",
