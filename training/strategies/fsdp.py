@@ -43,7 +43,9 @@ def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mappin
 
 
 def _step_bytes(plan: RunPlan, model: LanguageModel, *, inside: int) -> int:
-    """What a rank sends in a step. In each micro-batch layers are gathered twice, what is outside of them once."""
+    """What a rank sends in a step. In each micro-batch layers are gathered twice, what is outside of them once, and
+    gradients reduced; gloo sums all of them on all ranks for that, which is twice as much.
+    """
 
     def shard_numbers(parameters: Iterable[Tensor]) -> int:  # a rank's, padded
         return sum(-(-len(p) // inside) * (p.numel() // len(p)) for p in parameters)
@@ -52,7 +54,8 @@ def _step_bytes(plan: RunPlan, model: LanguageModel, *, inside: int) -> int:
     trained = shard_numbers(p for p in model.parameters() if p.requires_grad)
     gathered = shard_numbers(model.parameters()) + shard_numbers(layers)
     width_bytes = 2 if plan.precision == "bf16" else 4
-    micro_batch = gather_bytes(width_bytes * gathered, inside) + gather_bytes(4 * trained, inside)
+    reduced = gather_bytes(4 * trained, inside) * (2 if plan.device_kind == "cpu" else 1)
+    micro_batch = gather_bytes(width_bytes * gathered, inside) + reduced
     return plan.accumulation * micro_batch + all_reduce_bytes(4 * trained, plan.dp // inside)
 
 
