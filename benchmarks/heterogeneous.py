@@ -10,7 +10,8 @@ Llama of 1.3M parameters trains on one rank each under ddp, always on the same g
     rebalanced   equal shares at first, which follow the measured steps; timed in the second half of the run
 
 A step's time is the median over a run's steps, the speed-up the median over the repetitions. Twice the speed on one of
-two hosts can gain 1.5x at most. The last line is one JSON object; `loss` is each run's after the same tokens.
+two hosts can gain 1.5x at most. Then benchmarks/slow_link.py: compressed gradients at 100 Mbit. The last line is one
+JSON object with the figures of both; `loss` is each run's after the same tokens.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.slow_link import show as show_link
+from benchmarks.slow_link import slow_link
 from benchmarks.workload import write_corpus
 from tasks.fleet import check_fleet
 from tests.conftest import tiny_config
@@ -129,7 +132,8 @@ def run(rig: Rig, *, quick: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         shards = Path(folder) / "shards"
         write_corpus(shards, vocab_size=VOCAB)
-        return unlike_speeds(rig, home, shards, steps=28 if quick else 60, rounds=1 if quick else 3)
+        shares = unlike_speeds(rig, home, shards, steps=28 if quick else 60, rounds=1 if quick else 3)
+        return shares | slow_link(rig, home, shards, quick=quick)
 
 
 def show(result: dict[str, Any]) -> None:
@@ -142,7 +146,7 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="once, and 28 steps a run, instead of 3 times 60")
+    parser.add_argument("--quick", action="store_true", help="once, and fewer steps, instead of 3 times")
     quick = parser.parse_args().quick
     if reason := missing():
         print(f"there can be no Docker hosts to measure on: {reason}", file=sys.stderr)
@@ -155,6 +159,8 @@ def main() -> None:
     finally:
         rig.down()
     show(result)
+    print()
+    show_link(result)
     print(json.dumps(result | {"cpus": CPUS, "seconds": round(time.monotonic() - began)}))
 
 

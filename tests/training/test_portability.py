@@ -12,7 +12,7 @@ from tests.training.layouts import LAYOUTS, Layout
 from tests.training.test_strategies import LOSS_BOUND, WEIGHT_BOUND, final
 
 LEG_STEPS = 3
-CHAIN = ("ddp", "fsdp 4", "zero2", "dp x tp", "pp interleaved", "zero3", "fsdp x tp", "single", "zero1", "tp x pp")
+CHAIN = ("ddp", "hsdp 4", "zero2", "dp x tp", "pp interleaved", "zero3", "fsdp x tp", "single", "zero1", "tp x pp")
 
 
 @pytest.mark.parametrize("packing", ["stream", pytest.param("padded", marks=pytest.mark.slow)])
