@@ -100,23 +100,36 @@ class Reference:
         return sum(model(batch.inputs, batch.targets).item() for batch in batches) / targets
 
 
+@pytest.fixture(scope="module")
+def trained(make_run: Callable[..., Path]) -> Callable[..., Path]:
+    """The plan of a run in two groups that is done; made once per kind."""
+    made: dict[str, Path] = {}
+
+    def run(ranks: int, **overrides: Any) -> Path:
+        name = f"groups {ranks} {overrides}"
+        if name not in made:
+            group = {"parallel__group_ranks": ranks // GROUPS}
+            made[name] = make_run(name, ranks=ranks, **SETTINGS, **group, **overrides)
+            run_ranks(made[name])
+        return made[name]
+
+    return run
+
+
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
-        (2, {"parallel__group_ranks": 1}),
-        pytest.param(4, {"parallel__group_ranks": 2}, marks=pytest.mark.slow),
+        (2, {}),
+        pytest.param(4, {}, marks=pytest.mark.slow),
         pytest.param(
-            2,
-            {"parallel__group_ranks": 1, "parallel__outer_learning_rate": 1.0, "parallel__outer_momentum": 0.0},
-            marks=pytest.mark.slow,
+            2, {"parallel__outer_learning_rate": 1.0, "parallel__outer_momentum": 0.0}, marks=pytest.mark.slow
         ),
     ],
     ids=["one rank each", "two ranks each", "plain averages"],
 )
-def test_groups_make_the_published_steps(ranks: int, overrides: dict[str, Any], make_run: Callable[..., Path]) -> None:
-    plan_path = make_run(f"groups {ranks} {overrides}", ranks=ranks, **SETTINGS, **overrides)
-    run_ranks(plan_path)
+def test_groups_make_the_published_steps(ranks: int, overrides: dict[str, Any], trained: Callable[..., Path]) -> None:
+    plan_path = trained(ranks, **overrides)
     reference, expected, validations = Reference(RunPlan.read(plan_path)), dict[int, float](), dict[int, float]()
     for step in range(1, STEPS + 1):
         expected[step] = reference.step(step)
@@ -132,10 +145,9 @@ def test_groups_make_the_published_steps(ranks: int, overrides: dict[str, Any], 
         assert (got[name] - weights[name]).abs().max() < WEIGHT_BOUND, name
 
 
-def test_only_outer_steps_cross_the_slow_link(make_run: Callable[..., Path]) -> None:
+def test_only_outer_steps_cross_the_slow_link(trained: Callable[..., Path]) -> None:
     """Each of two ranks, a group each, sends every fp32 number once, at every third step."""
-    plan_path = make_run("bytes", ranks=2, parallel__group_ranks=1, **SETTINGS)
-    run_ranks(plan_path)
+    plan_path = trained(2)
     sent = {row["step"]: row.get("communication_mib", 0) for row in read_rows(plan_path.parent / "metrics.jsonl")}
     whole = 4 * RunPlan.read(plan_path).shape.parameters / 2**20
     assert [sent[step] for step in range(1, STEPS + 1)] == [whole if step % EVERY == 0 else 0 for step in range(1, 9)]
