@@ -21,9 +21,8 @@ from typing import Any
 from benchmarks.published import SOURCES, Model, Row, models, rows
 from training.machines import Machines, machines
 from training.memory import memory_gib
-from training.prediction import NOT_ALLOCATED
+from training.prediction import NOT_ALLOCATED, ModelShape
 from training.recipe import Choice, Job, Kept, Recipe
-from training.records import ModelShape
 from training.shape import count_parameters
 from training.stand_in import stand_in_inventory
 from training.step_time import step_s

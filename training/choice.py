@@ -15,8 +15,8 @@ from training.inventory import Inventory
 from training.machines import Machines, machines
 from training.parallel_config import OFFLOADS, WITH_PP, WITH_TP, Strategy
 from training.precision import check_fp8_sizes
+from training.prediction import ModelShape
 from training.recipe import DESCRIBED, Choice, Job, Offload, Recompute
-from training.records import ModelShape
 
 # In the order of their simplicity: where two are as fast as the arithmetic can tell, the simpler is taken.
 AUTOMATIC: tuple[Strategy, ...] = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")

@@ -9,9 +9,8 @@ from training.communication import kept_bytes, own_bytes
 from training.config import RunConfig
 from training.machines import Machines
 from training.memory import GIB, memory_gib, stage_parameters
-from training.prediction import Prediction
+from training.prediction import ModelShape, Prediction
 from training.recipe import SHARING, Choice, Job, Recipe, our_recipe
-from training.records import ModelShape
 from training.shape import flops_per_token
 from training.step_time import exposed_s, step_s
 

@@ -14,9 +14,8 @@ from training.machines import Machines
 from training.memory import GIB
 from training.parallel_config import Strategy
 from training.precision import Precision, resolved_precision
-from training.prediction import RankedChoice
+from training.prediction import ModelShape, RankedChoice
 from training.recipe import Choice, Job
-from training.records import ModelShape
 from training.shape import flops_per_token
 from training.step_time import exposed_s
 

@@ -7,8 +7,8 @@ recomputation; attention scores only where a recipe stores them. Peaks of parts 
 
 from __future__ import annotations
 
+from training.prediction import ModelShape
 from training.recipe import CHUNK_TOKENS, SHARING, Choice, Job, Recipe
-from training.records import ModelShape
 
 GIB = 2**30
 LAYERS_GATHERED = 2  # the one that computes, and the next

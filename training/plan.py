@@ -15,8 +15,9 @@ from training.inventory import Host, Inventory
 from training.known_gpus import slow_devices
 from training.layout import choose_layout
 from training.packing import Epoch
+from training.prediction import ModelShape
 from training.recipe import DESCRIBED
-from training.records import ModelShape, RunPlan, TokenShards
+from training.records import RunPlan, TokenShards
 from training.replicas import deal_batch
 from training.schedule import check_schedule
 from training.shape import ASSUMED_VOCAB, model_shape, vocab_size

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from training.config import RunConfig
 from training.inventory import Device, Inventory
 from training.parallel_config import Precision
+from training.prediction import ModelShape
 from training.recipe import DESCRIBED
-from training.records import ModelShape
 
 FP8_CAPABILITY = (8, 9)
 FP8_MULTIPLE = 16  # of every dimension of a product (torch._scaled_mm)

@@ -1,4 +1,4 @@
-"""What the plan expects of a run, and the ways to run it that there were: parts of plan.json."""
+"""Parts of plan.json: the model as numbers, what is expected of the run, and the ways to run it that there were."""
 
 from __future__ import annotations
 
@@ -13,6 +13,21 @@ NOT_ALLOCATED = ("process", "fragmentation")  # parts of a GPU's memory that tor
 
 class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelShape(Frozen):
+    """The numbers that memory and speed follow from."""
+
+    architecture: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    mlp_width: int
+    vocab_size: int
+    context: int
+    tied: bool
+    parameters: int
 
 
 class Prediction(Frozen):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from training.parallel_config import Precision, Strategy
-from training.records import ModelShape
+from training.prediction import ModelShape
 
 Offload = Literal["none", "optimizer", "parameters"]
 Recompute = Literal["none", "selective", "full"]

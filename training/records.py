@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from training.config import RunConfig
 from training.launch_config import Cause
 from training.parallel_config import Precision, Strategy
-from training.prediction import Prediction, RankedChoice
+from training.prediction import ModelShape, Prediction, RankedChoice
 
 
 class Record(BaseModel):
@@ -96,21 +96,6 @@ class TokenShards(Record):
 
 
 # 3. the plan
-
-
-class ModelShape(Record):
-    """The numbers that memory and speed follow from."""
-
-    architecture: str
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    mlp_width: int
-    vocab_size: int
-    context: int
-    tied: bool
-    parameters: int
 
 
 class RunPlan(Record):
