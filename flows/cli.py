@@ -202,7 +202,8 @@ def _run_flow(name: str, *arguments: Any, **named: Any) -> Any:
 
 def _plan(options: argparse.Namespace) -> None:
     from flows.presets import field_rows, load_config
-    from tasks.planning import plan_in_words, plan_run
+    from tasks.plan_words import plan_in_words
+    from tasks.planning import plan_run
 
     if options.fields:
         print_pairs("fields of the config", field_rows())

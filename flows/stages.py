@@ -22,6 +22,7 @@ from tasks import hardware as machines
 from tasks.doctor import hardware_rows
 from tasks.generate import TextGenerator, check_prompts
 from tasks.places import command, home, run_folder, tracking_uri
+from tasks.plan_words import plan_in_words
 from tasks.pretrained import check_tokenizer
 from tasks.progress import steps_shown
 from tasks.recovery import attempts_of
@@ -164,7 +165,7 @@ def plan(
             made = trial.confirmed(made, run=run, inventory=inventory)
             track.log_plan(made, inventory, shards)
             track.log_resumptions(run, made.config, overrides.read_resumptions(run.folder))
-    rows = [{"what": what, "value": value} for what, value in planning.plan_in_words(made)]
+    rows = [{"what": what, "value": value} for what, value in plan_in_words(made)]
     create_table_artifact(rows, key="plan", description="The plan")
     return made
 

@@ -1,10 +1,9 @@
-"""Config, inventory and shards to runs/ID/plan.json; and the plan in words."""
+"""Config, inventory and shards to runs/ID/plan.json."""
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,20 @@ from training.config import RunConfig
 from training.inventory import Inventory
 from training.packing import one_epoch
 from training.plan import make_plan
-from training.prediction import RankedChoice
 from training.records import RunPlan, TokenShards
 from training.shards import MANIFEST
 from training.trial_record import read_trials
 
 logger = logging.getLogger(__name__)
 
-CHOICES_SHOWN = 4
+KEPT = {
+    "strategy",
+    "tp",
+    "pp",
+    "offload",
+    "group_ranks",
+    "activation_checkpointing",
+}  # of a plan, by one for other hosts
 
 
 def plan_run(
@@ -95,17 +100,23 @@ def _replanned(
     """On the machines there are now, with the arithmetic it had.
 
     Changes that are exact to the bit keep ranks, threads and micro-batches too, whatever this inventory would suggest.
+    Others keep the strategy where it still fits, if they are not about who computes what.
     """
-    exact = all(change.effect == "exact" for change in changed)
+    exact, fields = all(change.effect == "exact" for change in changed), {change.field for change in changed}
     pinned = config.model_dump(mode="json")
-    if "parallel.precision" not in {change.field for change in changed}:
+
+    def planned(content: dict[str, Any]) -> RunPlan:
+        asked = RunConfig.model_validate(content)
+        return plan_run(asked, inventory=inventory, run_id=kept.run_id, shards=shards, shards_dir=shards_dir)
+
+    if "parallel.precision" not in fields:
         pinned["parallel"]["precision"] = kept.precision
     if exact:
-        for section, chosen in kept.chosen.items():
-            pinned[section] |= chosen
-    plan = plan_run(
-        RunConfig.model_validate(pinned), inventory=inventory, run_id=kept.run_id, shards=shards, shards_dir=shards_dir
-    )
+        plan = planned(pinned | {section: pinned[section] | chosen for section, chosen in kept.chosen.items()})
+    elif any(field.startswith("parallel.") or field.partition(".")[2] in KEPT for field in fields):
+        plan = planned(pinned)
+    else:
+        plan = _as_before(kept, pinned, planned)
     _check_same_shape(plan, kept)
     return plan.model_copy(
         update={
@@ -174,15 +185,13 @@ def _planned_for(kept: RunPlan, inventory: Inventory, *, micro_batch: int) -> Ru
     asked = kept.config.parallel.ranks if kept.config.parallel.ranks <= _num_devices(inventory) else 0
     left_open["parallel"] |= {"precision": kept.precision, "ranks": asked}
     left_open["train"]["micro_batch"] = micro_batch
-    pinned = {section: left_open[section] | kept.chosen[section] for section in kept.chosen}
-    pinned["parallel"]["ranks"], pinned["train"]["micro_batch"] = asked, micro_batch
-    for config in (left_open, pinned):  # other replicas need other shares
-        config["parallel"]["shares"] = "equal" if kept.config.parallel.shares == "equal" else "auto"
-        config["parallel"]["rebalance"] = kept.config.parallel.rebalance
+    # other replicas need other shares
+    left_open["parallel"]["shares"] = "equal" if kept.config.parallel.shares == "equal" else "auto"
+    left_open["parallel"]["rebalance"] = kept.config.parallel.rebalance
 
-    def planned(config: dict[str, Any]) -> RunPlan:
+    def planned(content: dict[str, Any]) -> RunPlan:
         return plan_run(
-            RunConfig.model_validate(config),
+            RunConfig.model_validate(content),
             inventory=inventory,
             run_id=kept.run_id,
             shards=TokenShards.read(shards_dir / MANIFEST),
@@ -191,10 +200,19 @@ def _planned_for(kept: RunPlan, inventory: Inventory, *, micro_batch: int) -> Ru
 
     if kept.config.parallel.strategy == "auto" and kept.strategy == "single" and _num_devices(inventory) > 1:
         return planned(left_open)  # it was for want of a second device
+    return _as_before(kept, left_open, planned)
+
+
+def _as_before(kept: RunPlan, content: dict[str, Any], planned: Callable[[dict[str, Any]], RunPlan]) -> RunPlan:
+    """With what the run's plan chose of KEPT, where that can be; else chosen anew, which the plan says."""
+    pinned = {
+        section: content[section] | {field: value for field, value in chosen.items() if field in KEPT}
+        for section, chosen in kept.chosen.items()
+    }
     try:
-        return planned(left_open | pinned)
+        return planned(content | pinned)
     except ValueError as error:
-        plan, why = planned(left_open), f"chosen anew, since as it was it cannot go on here: {error}"
+        plan, why = planned(content), f"chosen anew, since as it was it cannot go on here: {error}"
         return plan.model_copy(update={"reasons": (*plan.reasons, why)})
 
 
@@ -231,56 +249,3 @@ def _check_same_shape(plan: RunPlan, kept: RunPlan) -> None:
             f"the weights of {kept.run_id} do not fit the model as it would be now ({', '.join(differing)}): "
             "leave its settings as they were, or start a new run"
         )
-
-
-def _micro_batches(plan: RunPlan) -> str:
-    """`2 ranks x 1 accumulated x micro-batch 8`, or `3 ranks, 1 accumulated x micro-batches 2 x 7 + 2`."""
-    if not plan.is_unequal:
-        return f"{plan.world_size} ranks x {plan.accumulation} accumulated x micro-batch {plan.micro_batch}"
-    shares = _sum_in_words(plan.micro_batches)
-    return f"{plan.world_size} ranks, {plan.accumulation} accumulated x micro-batches {shares}"
-
-
-def _sum_in_words(sizes: Sequence[int]) -> str:
-    """`16 x 8`, `2 x 7 + 2`."""
-    runs = [(size, len(list(alike))) for size, alike in itertools.groupby(sizes)]
-    return " + ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in runs)
-
-
-def _choice_in_words(choice: RankedChoice) -> str:
-    sizes = "".join(
-        f" {axis} {size}" for axis, size in (("tp", choice.tp), ("pp", choice.pp), ("dp", choice.dp)) if size > 1
-    )
-    saving = "" if choice.activation_checkpointing == "none" else f", {choice.activation_checkpointing} checkpointing"
-    saving += "" if choice.offload == "none" else f", {choice.offload} offloaded"
-    speed = choice.why_not if choice.tokens_per_s is None else f"{choice.tokens_per_s:,.0f} tokens/s"
-    if choice.exposed_communication_s:
-        speed += f", {1000 * choice.exposed_communication_s:,.1f} ms of talk not hidden"
-    return f"{choice.strategy}{sizes}, micro-batch {choice.micro_batch}{saving}: {speed}, {choice.memory_gib:.2f} GiB"
-
-
-def plan_in_words(plan: RunPlan) -> list[tuple[str, str]]:
-    """Label and value pairs for the terminal and for Prefect's table."""
-    shape, predicted = plan.shape, plan.predicted
-    memory, step_s = sum(predicted.memory_gib.values()), sum(predicted.step_s.values())
-    parts = ", ".join(f"{part} {gib:.2f}" for part, gib in predicted.memory_gib.items())
-    shares = ", ".join(f"{part} {seconds / step_s:.0%}" for part, seconds in predicted.step_s.items())
-    mfu = "" if predicted.mfu is None else f", {predicted.mfu:.1%} of the measured matmul rate"
-    layout = _sum_in_words(plan.ranks_per_host)
-    return [
-        ("model", f"{shape.architecture}, {shape.layers} layers x {shape.width}, {shape.parameters:,} parameters"),
-        ("vocabulary, context", f"{plan.vocab_size:,} tokens, {plan.config.train.context} positions"),
-        ("strategy", f"{plan.strategy} on {layout} {plan.device_kind} ranks, {plan.precision}"),
-        (
-            "global batch",
-            f"{plan.config.train.global_batch} sequences = {plan.batch_tokens:,} tokens: {_micro_batches(plan)}",
-        ),
-        ("steps", f"{plan.steps:,} steps, {plan.steps * plan.batch_tokens:,} tokens"),
-        ("memory per rank", f"{memory:.2f} GiB predicted ({parts})"),
-        ("compute", f"{predicted.flops_per_token / 1e6:,.1f} MFLOP per token (6N + 12LHQT)"),
-        ("speed", f"{predicted.tokens_per_s:,.0f} tokens/s predicted{mfu}, {predicted.train_s / 60:,.1f} min in all"),
-        ("step", f"{1000 * step_s:,.1f} ms predicted ({shares})"),
-        *(("choice", _choice_in_words(choice)) for choice in plan.ranking[:CHOICES_SHOWN]),
-        ("checkpoint", f"{predicted.checkpoint_gib:.2f} GiB each, {plan.config.checkpoint.keep_last} kept"),
-        *(("because", reason) for reason in plan.reasons),
-    ]

@@ -223,6 +223,17 @@ def test_other_changes_take_the_machines_there_are_but_not_their_precision(run: 
     assert again.precision == "fp32"
 
 
+def test_changes_that_are_not_about_it_keep_the_strategy_that_was_chosen(run: Any) -> None:
+    begun = run(parallel__strategy="auto", **AUTOMATIC)
+    first = read_plan(begun.folder)
+    first.model_copy(update={"strategy": "fsdp", "activation_checkpointing": "full"}).write(begun.folder / "plan.json")
+    again = begun.replan(begun.with_overrides(train__seed=7), inventory(4))
+    assert (again.strategy, again.activation_checkpointing, again.mesh["dp"]) == ("fsdp", "full", 4)
+    assert again.config.parallel.strategy == "auto"
+    anew = begun.replan(begun.with_overrides(train__seed=7, train__activation_checkpointing="none"), inventory(4))
+    assert (anew.strategy, anew.activation_checkpointing) == ("ddp", "none")
+
+
 def test_other_tokens_are_refused(run: Any) -> None:
     begun = run()
     begun.shards = begun.shards.model_copy(update={"fingerprint": "e" * 64})

@@ -1,0 +1,65 @@
+"""The plan in words, for the terminal and for Prefect's table."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from training.prediction import RankedChoice
+from training.records import RunPlan
+
+CHOICES_SHOWN = 4
+
+
+def _choice_in_words(choice: RankedChoice) -> str:
+    sizes = "".join(
+        f" {axis} {size}" for axis, size in (("tp", choice.tp), ("pp", choice.pp), ("dp", choice.dp)) if size > 1
+    )
+    saving = "" if choice.activation_checkpointing == "none" else f", {choice.activation_checkpointing} checkpointing"
+    saving += "" if choice.offload == "none" else f", {choice.offload} offloaded"
+    speed = choice.why_not if choice.tokens_per_s is None else f"{choice.tokens_per_s:,.0f} tokens/s"
+    if choice.exposed_communication_s:
+        speed += f", {1000 * choice.exposed_communication_s:,.1f} ms of talk not hidden"
+    return f"{choice.strategy}{sizes}, micro-batch {choice.micro_batch}{saving}: {speed}, {choice.memory_gib:.2f} GiB"
+
+
+def plan_in_words(plan: RunPlan) -> list[tuple[str, str]]:
+    """Label and value pairs for the terminal and for Prefect's table."""
+    shape, predicted = plan.shape, plan.predicted
+    memory, step_s = sum(predicted.memory_gib.values()), sum(predicted.step_s.values())
+    parts = ", ".join(f"{part} {gib:.2f}" for part, gib in predicted.memory_gib.items())
+    shares = ", ".join(f"{part} {seconds / step_s:.0%}" for part, seconds in predicted.step_s.items())
+    mfu = "" if predicted.mfu is None else f", {predicted.mfu:.1%} of the measured matmul rate"
+    layout = _sum_in_words(plan.ranks_per_host)
+    return [
+        ("model", f"{shape.architecture}, {shape.layers} layers x {shape.width}, {shape.parameters:,} parameters"),
+        ("vocabulary, context", f"{plan.vocab_size:,} tokens, {plan.config.train.context} positions"),
+        ("strategy", f"{plan.strategy} on {layout} {plan.device_kind} ranks, {plan.precision}"),
+        (
+            "global batch",
+            f"{plan.config.train.global_batch} sequences = {plan.batch_tokens:,} tokens: {_micro_batches(plan)}",
+        ),
+        ("steps", f"{plan.steps:,} steps, {plan.steps * plan.batch_tokens:,} tokens"),
+        ("memory per rank", f"{memory:.2f} GiB predicted ({parts})"),
+        ("compute", f"{predicted.flops_per_token / 1e6:,.1f} MFLOP per token (6N + 12LHQT)"),
+        ("speed", f"{predicted.tokens_per_s:,.0f} tokens/s predicted{mfu}, {predicted.train_s / 60:,.1f} min in all"),
+        ("step", f"{1000 * step_s:,.1f} ms predicted ({shares})"),
+        *(("choice", _choice_in_words(choice)) for choice in plan.ranking[:CHOICES_SHOWN]),
+        ("checkpoint", f"{predicted.checkpoint_gib:.2f} GiB each, {plan.config.checkpoint.keep_last} kept"),
+        *(("because", reason) for reason in plan.reasons),
+    ]
+
+
+def _micro_batches(plan: RunPlan) -> str:
+    """`2 ranks x 1 accumulated x micro-batch 8`, or `3 ranks, 1 accumulated x micro-batches 2 x 7 + 2`."""
+    replicas = f"{plan.dp} {'ranks' if plan.dp == plan.world_size else 'replicas'}"
+    if not plan.is_unequal:
+        return f"{replicas} x {plan.accumulation} accumulated x micro-batch {plan.micro_batch}"
+    shares = _sum_in_words(plan.micro_batches)
+    return f"{replicas}, {plan.accumulation} accumulated x micro-batches {shares}"
+
+
+def _sum_in_words(sizes: Sequence[int]) -> str:
+    """`16 x 8`, `2 x 7 + 2`."""
+    runs = [(size, len(list(alike))) for size, alike in itertools.groupby(sizes)]
+    return " + ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in runs)
