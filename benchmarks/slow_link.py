@@ -95,7 +95,7 @@ def settings(rig: Rig, size: Size) -> dict[str, Any]:
         "parallel__outer_every_steps": size.cycle,
         "checkpoint__every_steps": 100_000,
         "evaluation__every_steps": 100_000,
-        "evaluation__quick_sequences": 256,
+        "evaluation__quick_sequences": 64,
     }
 
 

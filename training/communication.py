@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from training.config import RunConfig
-from training.parallel_config import IN_GROUPS
+from training.parallel_config import IN_GROUPS, ParallelConfig, Strategy
 
 KEEPS_RESIDUALS = ("topk", "powersgd")
 
@@ -21,20 +21,21 @@ def gather_bytes(num_bytes: int, ranks: int) -> int:
     return num_bytes * (ranks - 1)
 
 
-def choose_groups(config: RunConfig, *, dp: int, tp: int, ranks_per_host: Sequence[int]) -> tuple[int, str]:
+def choose_groups(
+    parallel: ParallelConfig, strategy: Strategy, *, dp: int, tp: int, ranks_per_host: Sequence[int]
+) -> tuple[int, str]:
     """Data-parallel ranks in a group, and why; 0 for strategies without groups.
 
     Raises ValueError, with the numbers and the cure, where ranks cannot be dealt to equal groups.
     """
-    parallel = config.parallel
-    if parallel.strategy not in IN_GROUPS:
+    if strategy not in IN_GROUPS:
         return 0, ""
     ranks, why = parallel.group_ranks, "asked for by parallel.group_ranks"
     if not ranks:
         ranks, why = ranks_per_host[0] // tp, "one per host"
         if len(set(ranks_per_host)) > 1 or ranks_per_host[0] % tp:
             raise ValueError(
-                f"parallel.strategy={parallel.strategy}: hosts of {', '.join(map(str, ranks_per_host))} ranks and tp = "
+                f"parallel.strategy={strategy}: hosts of {', '.join(map(str, ranks_per_host))} ranks and tp = "
                 f"{tp} make no equal groups: set parallel.group_ranks to a divisor of {dp}"
             )
     if dp % ranks:

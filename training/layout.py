@@ -57,7 +57,9 @@ def choose_layout(config: RunConfig, shape: ModelShape, inventory: Inventory) ->
     best = ranking.fitting[0]
     choice, placed = best.choice, ranking.placed(best.choice)
     check_communication(config, dp=choice.dp, precision=precision)
-    group_ranks, why_groups = choose_groups(config, dp=choice.dp, tp=choice.tp, ranks_per_host=placed.ranks_per_host)
+    group_ranks, why_groups = choose_groups(
+        config.parallel, choice.strategy, dp=choice.dp, tp=choice.tp, ranks_per_host=placed.ranks_per_host
+    )
     why = "asked for by parallel.strategy" if config.parallel.strategy != "auto" else _why_best(ranking)
     reasons = (
         f"precision {precision}: {why_precision}",

@@ -15,6 +15,7 @@ from tests.conftest import inventory, losses, run_ranks, tiny_config
 from tests.ranks import Ranks
 from tests.training.test_strategies import LOSS_BOUND, WEIGHT_BOUND, final
 from training.data import Loader, held_out
+from training.inventory import Inventory
 from training.metrics import read_rows
 from training.model import build_model
 from training.optim import build_adamw, set_learning_rate
@@ -190,6 +191,22 @@ def test_a_host_is_a_group_unless_the_config_says_otherwise(strategy: str) -> No
     plan = make_plan(tiny_config(parallel__strategy=strategy), inventory(2, 2))
     assert plan.group_ranks == 2
     assert any("2 groups of 2 data-parallel ranks: one per host" in reason for reason in plan.reasons)
+
+
+def test_groups_that_the_plan_chooses_are_hosts() -> None:
+    """7B parameters on two hosts of eight GPUs, which a host can hold when it shards them."""
+    model = {
+        "model__width": 4096,
+        "model__layers": 32,
+        "model__heads": 32,
+        "model__kv_heads": 32,
+        "model__dropout": 0.0,
+    }
+    train = {"train__context": 2048, "train__global_batch": 256, "train__micro_batch": 0}
+    machines = inventory(8, 8, kind="cuda", memory_gib=80.0, disk_gib=1e5)
+    hosts = [host.model_copy(update={"allreduce_gb_per_s": 300.0, "network_gb_per_s": 3.0}) for host in machines.hosts]
+    plan = make_plan(tiny_config(**model, **train, parallel__tp=1, parallel__pp=1), Inventory(hosts=tuple(hosts)))
+    assert (plan.strategy, plan.group_ranks) == ("hsdp", 8)
 
 
 def test_hsdp_needs_the_memory_of_its_group_and_local_sgd_that_of_its_outer_step() -> None:
