@@ -210,7 +210,7 @@ def test_other_architectures_learn_under_ddp(
         ),
         *(
             pytest.param(name, (5, 3, 1), "stream", marks=[pytest.mark.slow, pytest.mark.long])
-            for name in ("fsdp", "zero2", "zero3", "fsdp x tp", "dp x pp")
+            for name in ("fsdp", "hsdp", "zero2", "zero3", "fsdp x tp", "dp x pp")
         ),
     ],
 )
