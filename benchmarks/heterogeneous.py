@@ -155,6 +155,7 @@ def main() -> None:
     began, rig = time.monotonic(), Rig()
     try:
         rig.up()
+        rig.favour()
         result = run(rig, quick=quick)
     finally:
         rig.down()
