@@ -23,8 +23,8 @@ from infra.containers import Found, State
 from infra.hosts import DockerHost, HostError, connect, on_each
 from tasks.hosts import docker_hosts, read_hosts
 from tasks.local import Gang
+from tasks.owner import Owner
 from tasks.places import home, is_local, is_owned, local_process, run_folder
-from tasks.track import Owner
 from training.launch_config import LaunchConfig
 from training.node_record import NodeTask
 from training.records import Record

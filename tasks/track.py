@@ -7,24 +7,20 @@ flow first closes the runs whose owner is gone (`reconcile`).
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from tasks.causes import RunFailed, RunStopped
 from tasks.overrides import Resumptions, flattened
+from tasks.owner import claim, end_orphans
 from tasks.places import (
     AlreadyOwned,
     embedded_artifacts,
     home,
-    local_process,
     owned,
-    process_key,
     run_folder,
     tracking_uri,
 )
@@ -80,7 +76,7 @@ def tracked(config: RunConfig, *, run_id: str, tags: Mapping[str, str]) -> Itera
     with owned(run_folder(run_id)):
         run = _opened(client, config, run_id=run_id)
         with _closed(client, run):
-            _claim(run.folder)
+            claim(run.folder)
             for key, value in tags.items():
                 client.set_tag(run.mlflow_run_id, key, value)
             yield run
@@ -272,30 +268,9 @@ def reconcile() -> list[LostRun]:
 
 
 def _close_lost(client: MlflowClient, run_id: str, mlflow_run_id: str) -> None:
-    _end_orphans(run_folder(run_id))
+    end_orphans(run_folder(run_id))
     _send_rest(run_folder(run_id), mlflow_run_id)
     client.set_tag(mlflow_run_id, "shardline.cause", "killed")
     client.set_tag(mlflow_run_id, "shardline.ended_by", "its process was killed")
     client.set_terminated(mlflow_run_id, "KILLED")
     logger.warning("run %s was killed without a word: now marked KILLED; `shardline resume %s` goes on", run_id, run_id)
-
-
-class Owner(Record):
-    """runs/ID/owner.json: the process that drives the run, and its helpers (Prefect's embedded server)."""
-
-    process: str
-    children: tuple[str, ...]
-
-
-def _claim(folder: Path) -> None:
-    children = tuple(process_key(child.pid) for child in psutil.Process().children())
-    Owner(process=process_key(os.getpid()), children=children).write(folder / "owner.json")
-
-
-def _end_orphans(folder: Path) -> None:
-    """A killed owner's embedded server would listen, and hold its database, for ever."""
-    if not (folder / "owner.json").exists():
-        return
-    for key in Owner.read(folder / "owner.json").children:
-        if orphan := local_process(key):
-            orphan.terminate()

@@ -1,0 +1,83 @@
+"""`shardline promote|lineage|generate|serve`: what is done with a registered model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+
+from flows.tables import print_pairs
+
+
+def add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    promote = command("promote", _promote, "put a model version through the gate, to champion", "MODEL")
+    promote.add_argument("--version", type=int, help="default: the challenger")
+    promote.add_argument("--force", action="store_true", help="past the gate")
+    lineage = command("lineage", _lineage, "from a model version back to run, code, data and checkpoint", "MODEL@ALIAS")
+    for added in (promote, lineage):
+        added.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    generate = command("generate", _generate, "print text from a registered model", "MODEL@ALIAS", "PROMPT")
+    generate.add_argument("--tokens", type=int, default=100)
+    generate.add_argument("--temperature", type=float, default=0.8)
+    generate.add_argument("--top-k", type=int, default=50)
+    generate.add_argument("--seed", type=int, default=1337)
+    serve = command("serve", _serve, "serve a registered model over HTTP; follows the alias", "MODEL@ALIAS")
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=int, default=8000)
+
+
+def _promote(options: argparse.Namespace) -> int:
+    from tasks.places import tracking_uri
+    from tasks.register import promote
+
+    model = promote(options.model, version=options.version, force=options.force, tracking_uri=tracking_uri())
+    if options.json:
+        print(model.model_dump_json())
+    else:
+        print(f"{model.name} version {model.version}: {model.verdict}; alias {model.alias or 'none'}")
+    return 0 if model.alias == "champion" else 1
+
+
+def _lineage(options: argparse.Namespace) -> None:
+    from tasks.places import home, tracking_uri
+    from tasks.registry import lineage
+
+    found = lineage(options.model, tracking_uri=tracking_uri(), cache_dir=home() / "models")
+    if options.json:
+        print(json.dumps(found))
+        return
+    from tasks.overrides import flattened
+
+    print_pairs(f"where {options.model} comes from", [(key, str(value)) for key, value in flattened(found)])
+
+
+def _generate(options: argparse.Namespace) -> None:
+    from tasks.generate import TextGenerator
+    from tasks.places import home, tracking_uri
+    from tasks.registry import resolve
+
+    model = resolve(options.model, tracking_uri=tracking_uri(), cache_dir=home() / "models")
+    pieces = TextGenerator(model.export_dir).stream(
+        options.prompt,
+        new_tokens=options.tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        seed=options.seed,
+    )
+    print(options.prompt, end="", flush=True)
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+
+
+def _serve(options: argparse.Namespace) -> None:
+    from tasks.places import home, tracking_uri
+    from tasks.serve import serve
+
+    serve(
+        options.model,
+        host=options.host,
+        port=options.port,
+        tracking_uri=tracking_uri(),
+        cache_dir=home() / "models",
+    )
