@@ -20,6 +20,7 @@ ASSUMED = {
     "cpu": {"matmul": 0.1, "memory": 10.0, "inside": 1.0, "network": 0.1, "inside_us": 100.0, "network_us": 500.0},
     "cuda": {"matmul": 50.0, "memory": 900.0, "inside": 20.0, "network": 10.0, "inside_us": 20.0, "network_us": 60.0},
 }
+CPU_ATTENTION = 0.34  # of the rate of fp32 products, in any precision: 80 of 235 GFLOP/s a core, heads of 32 to 128
 CPU_SCALING = 0.9  # of n times a core's rate that n threads of one process reach (2 threads: 1.8, docs/planning.md)
 PCIE_GB_PER_S = 20.0  # host memory to a GPU and back, pinned, over 16 lanes of PCIe 4
 HOST_ADAM_GB_PER_S = 20.0  # that an optimizer on the host moves
@@ -58,6 +59,7 @@ class Machines:
     network: Ring
     assumed: tuple[str, ...] = ()
     is_measured: bool = True  # the rate of matrix products
+    attention_tflops: float = 0.0  # of fused attention; 0: a share of the rate of products (recipe.py)
 
     @property
     def num_hosts(self) -> int:
@@ -106,6 +108,7 @@ def machines(inventory: Inventory, ranks_per_host: Sequence[int], *, precision: 
     shares = [_shares(host, ranks) for host, ranks in zip(hosts, ranks_per_host, strict=True)]
     rates = [[matmul_tflops(device, precision) for device in host.devices] for host in hosts]
     slowest = known([_rate(each, kind) for each in rates], "TFLOP/s of matrix products", guess["matmul"])
+    fp32 = min(device.matmul_tflops.get("fp32", 0.0) for host in hosts for device in host.devices)
     memory = known(
         [device.memory_gb_per_s for host in hosts for device in host.devices], "GB/s of memory", guess["memory"]
     )
@@ -132,6 +135,7 @@ def machines(inventory: Inventory, ranks_per_host: Sequence[int], *, precision: 
         network=Ring(links["network"], links["network_us"]),
         assumed=tuple(assumed),
         is_measured=all(min(each) > 0 for each in rates),
+        attention_tflops=threads * CPU_ATTENTION * (fp32 or slowest) if kind == "cpu" else 0.0,
     )
 
 

@@ -149,12 +149,13 @@ def _layer(job: Job, choice: Choice, recipe: Recipe, machines: Machines, tokens:
         (mlp, width),
     ]
     flops = 4 * tokens * job.context * width / tp * (0.5 if job.is_causal and recipe.skips_masked else 1)
+    rate = machines.attention_tflops or recipe.attention_share * recipe.sustained * machines.matmul_tflops
     scores = recipe.kept.scores * shape.heads * job.context / tp
     kept = recipe.kept.bytes_per_token(job, tp, sequence_parallel=recipe.sequence_parallel) - scores
     moved = tokens * (recipe.passes * kept + recipe.score_passes * scores)
     return Pass(
         products=sum(product_s(tokens, inner, columns, job, recipe, machines) for inner, columns in products),
-        attention=flops / (recipe.attention_share * recipe.sustained * machines.matmul_tflops * 1e12),
+        attention=flops / (rate * 1e12),
         memory=moved / (machines.memory_gb_per_s * 1e9),
         ops=(recipe.ops + (TP_OPS if tp > 1 else 0)) * recipe.op_us / 1e6,
     )
