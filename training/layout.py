@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from training.choice import Ranking, rank_choices
 from training.communication import check_communication, choose_groups
@@ -41,6 +42,20 @@ class Layout:
     machines: Machines
     ranking: tuple[RankedChoice, ...]
     reasons: tuple[str, ...]
+
+    def chosen(self) -> dict[str, Any]:
+        """Fields of a RunPlan."""
+        parallel = self.config.parallel
+        return {
+            "strategy": self.strategy,
+            "offload": parallel.offload,
+            "activation_checkpointing": self.config.train.activation_checkpointing,
+            "mesh": self.mesh,
+            "group_ranks": parallel.group_ranks,
+            "ranks_per_host": self.ranks_per_host,
+            "precision": self.precision,
+            "ranking": self.ranking,
+        }
 
     def memory_gib(self, micro_batch: int) -> float:
         """That a rank would need for micro-batches of another size."""

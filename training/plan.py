@@ -13,12 +13,12 @@ from training.config import RunConfig
 from training.cost import predict
 from training.inventory import Host, Inventory
 from training.known_gpus import slow_devices
-from training.layout import choose_layout
+from training.layout import Layout, choose_layout
 from training.packing import Epoch
-from training.prediction import ModelShape
+from training.prediction import ModelShape, Prediction
 from training.recipe import DESCRIBED
 from training.records import RunPlan, TokenShards
-from training.replicas import deal_batch
+from training.replicas import Dealt, deal_batch
 from training.schedule import check_schedule
 from training.shape import ASSUMED_VOCAB, model_shape, vocab_size
 from training.stand_in import assumptions
@@ -47,23 +47,11 @@ def make_plan(
     _check_packing(config, shape)
     steps, sequences, limit = length(config, epoch)
     check_schedule(config.train, steps=steps)
-    reasons = [f"{steps} steps: {limit}", *_assumptions(config, shards, steps=steps)]
-    if wants_trial(config, inventory.device_kind):
-        reasons.append("micro-batch: as predicted; a trial of some steps confirms it before training")
-    reasons += [*assumptions(inventory), *(f"{host}: {why}" for (host, _), why in slow_devices(inventory).items())]
+    reasons = [f"{steps} steps: {limit}", *_assumptions(config, shards, inventory, steps=steps)]
     layout = choose_layout(config, shape, inventory)
     dealt = deal_batch(layout, inventory)
     hosts = inventory.hosts[: len(layout.ranks_per_host)]
-    predicted = predict(
-        layout.config,
-        layout.job,
-        layout.best.choice,
-        layout.machines,
-        num_steps=steps,
-        largest_micro_batch=max(dealt.micro_batches),
-        seconds=dealt.seconds,
-        peak_tflops=dealt.peak_tflops,
-    )
+    predicted = _predicted(layout, dealt, num_steps=steps)
     _check_disk(config, predicted.checkpoint_gib, steps, hosts[0])
     return RunPlan(
         run_id=run_id,
@@ -75,35 +63,44 @@ def make_plan(
         mask_id=shards.mask_id if shards else None,
         shape=shape,
         device_kind=inventory.device_kind,
-        strategy=layout.strategy,
-        offload=layout.config.parallel.offload,
-        activation_checkpointing=layout.config.train.activation_checkpointing,
-        mesh=layout.mesh,
-        group_ranks=layout.config.parallel.group_ranks,
+        **layout.chosen(),
         hosts=tuple(host.name for host in hosts),
-        ranks_per_host=layout.ranks_per_host,
         threads_per_rank=min(max(1, host.cores // n) for host, n in zip(hosts, layout.ranks_per_host, strict=True)),
         micro_batches=dealt.micro_batches,
         largest_micro_batches=dealt.largest,
         accumulation=dealt.accumulation,
         rebalance=dealt.rebalance,
-        precision=layout.precision,
         steps=steps,
         sequences=sequences,
         predicted=predicted,
-        ranking=layout.ranking,
         reasons=(*reasons, *layout.reasons, *dealt.reasons),
     )
 
 
-def _assumptions(config: RunConfig, shards: TokenShards | None, *, steps: int) -> list[str]:
+def _predicted(layout: Layout, dealt: Dealt, *, num_steps: int) -> Prediction:
+    return predict(
+        layout.config,
+        layout.job,
+        layout.best.choice,
+        layout.machines,
+        num_steps=num_steps,
+        largest_micro_batch=max(dealt.micro_batches),
+        seconds=dealt.seconds,
+        peak_tflops=dealt.peak_tflops,
+    )
+
+
+def _assumptions(config: RunConfig, shards: TokenShards | None, inventory: Inventory, *, steps: int) -> list[str]:
     """What is taken for granted, or will surprise."""
     reasons, tokenizer, train = [], config.data.tokenizer, config.train
     if shards is None and tokenizer.kind != "bpe" and not tokenizer.vocab_size:
         reasons.append(f"vocabulary {ASSUMED_VOCAB[tokenizer.kind]:,}: assumed, the corpus is not tokenized yet")
     if train.warmup_steps >= steps:
         reasons.append(f"learning rate: the {steps} steps end within the {train.warmup_steps} of warm-up")
-    return reasons
+    if wants_trial(config, inventory.device_kind):
+        reasons.append("micro-batch: as predicted; a trial of some steps confirms it before training")
+    slow = (f"{host}: {why}" for (host, _), why in slow_devices(inventory).items())
+    return [*reasons, *assumptions(inventory), *slow]
 
 
 def _check_shards(config: RunConfig, shards: TokenShards | None) -> None:
