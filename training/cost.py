@@ -28,6 +28,12 @@ class Price:
     seconds: Mapping[str, float]
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        """The way of running it, whatever its micro-batch."""
+        choice = self.choice
+        return (choice.strategy, choice.tp, choice.pp, choice.recompute, choice.offload)
+
+    @property
     def needed_gib(self) -> float:
         return sum(self.memory.values())
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from training.choice import Ranking, rank_choices
+from training.choice import Ranking, best_by_kind, rank_choices
 from training.communication import check_communication, choose_groups
 from training.config import RunConfig
 from training.cost import Price, memory_of
@@ -119,18 +119,8 @@ def tokens_per_s(ranking: Ranking, each: Price) -> float:
     return ranking.job.global_batch * ranking.job.context / each.step_s
 
 
-def _best_by_kind(prices: tuple[Price, ...]) -> list[Price]:
-    """The first of each kind: micro-batches of another size are no other way to run."""
-    found: dict[tuple[object, ...], Price] = {}
-    for each in prices:
-        choice = each.choice
-        kind = (choice.strategy, choice.tp, choice.pp, choice.recompute, choice.offload)
-        found.setdefault(kind, each)
-    return list(found.values())
-
-
 def _why_best(ranking: Ranking) -> str:
-    best, *others = _best_by_kind(ranking.fitting)
+    best, *others = best_by_kind(ranking.fitting)
     speed = f"{tokens_per_s(ranking, best):,.0f} tokens/s predicted"
     if not others:
         return f"the only one that fits, {speed}"
@@ -199,8 +189,8 @@ def _does_not_fit(ranking: Ranking, inventory: Inventory) -> str:
 
 
 def _table(ranking: Ranking) -> tuple[RankedChoice, ...]:
-    fitting = _best_by_kind(ranking.fitting)[:RANKED]
-    unfitting = _best_by_kind(ranking.unfitting)[:UNFIT]
+    fitting = best_by_kind(ranking.fitting)[:RANKED]
+    unfitting = best_by_kind(ranking.unfitting)[:UNFIT]
     return tuple(_ranked(ranking, each) for each in (*fitting, *unfitting))
 
 

@@ -60,7 +60,7 @@ def test_recomputing_and_offload_are_the_last_resorts_and_say_so() -> None:
 
 
 def test_the_runner_up_and_its_distance_are_named() -> None:
-    plan = planned(LLAMA_1B, "1x8xA100-40GB-SXM")
+    plan = planned(LLAMA_8B, "1x8xH100-80GB-SXM")
     first, second = plan.ranking[0], plan.ranking[1]
     assert (first.strategy, first.micro_batch) == (plan.strategy, plan.micro_batch)
     assert first.tokens_per_s == pytest.approx(plan.predicted.tokens_per_s)
@@ -70,6 +70,16 @@ def test_the_runner_up_and_its_distance_are_named() -> None:
     assert first.tokens_per_s is not None
     assert f"{first.tokens_per_s / second.tokens_per_s - 1:.1%} slower" in why
     assert any(choice.why_not.endswith("GiB too few") for choice in plan.ranking)
+
+
+def test_the_simplest_of_those_that_cannot_be_told_apart_is_taken() -> None:
+    plan = planned(LLAMA_1B, "1x8xA100-40GB-SXM")
+    first, second = plan.ranking[0], plan.ranking[1]
+    assert (plan.strategy, second.strategy) == ("ddp", "fsdp")
+    assert first.tokens_per_s is not None
+    assert second.tokens_per_s is not None
+    assert 1 < second.tokens_per_s / first.tokens_per_s < 1.05
+    assert any("fsdp" in reason and "less than this arithmetic can tell" in reason for reason in plan.reasons)
 
 
 @pytest.mark.parametrize(
