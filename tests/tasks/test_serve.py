@@ -141,6 +141,7 @@ def mlflow_server(store: Store, port: int) -> Iterator[None]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_it_goes_on_while_mlflow_is_away_and_follows_again_after(
     champion: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

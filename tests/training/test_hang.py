@@ -34,6 +34,7 @@ def rank_process(launcher: int, rank: int) -> psutil.Process:
     )
 
 
+@pytest.mark.slow
 def test_a_blocked_rank_and_the_one_that_waits_for_it_leave_their_stacks(make_run: Callable[..., Path]) -> None:
     """A file that nobody reads from blocks the first rank, as a dead file server would."""
     plan_path = make_run("blocked", ranks=2, parallel__timeout_s=TIMEOUT_S)
