@@ -42,6 +42,7 @@ def test_shakespeare_reaches_the_published_loss_on_the_whole_validation_split(tm
     assert outcome["val_loss"] <= NANOGPT_CPU_LOSS
 
 
+@pytest.mark.long
 def test_tang_poems_come_out_as_chinese_verse(tmp_path: Path) -> None:
     outcome = pretrain(
         tmp_path,

@@ -134,7 +134,8 @@ def start(rig: Rig, host: RigHost, name: str, command: str, **labels: str) -> No
 def test_only_what_nobody_looks_after_is_reaped(
     rig: Rig, shardline_home: Path, tiny_shards: Path, shardline: Shardline
 ) -> None:
-    dead = process_key(os.getpid()).rpartition("/")[0] + "/1.00"  # our pid, at another time: it was used again
+    host, pid, _, kernel = process_key(os.getpid()).split("/")
+    dead = f"{host}/{pid}/1.00/{kernel}"  # our pid, at another time: it was used again
     for run_id in ("fresh", "stale"):
         run_dir = make_docker_run(rig, shardline_home, tiny_shards, run_id, 1)
         lease = run_dir / "attempts" / "1" / "lease"
