@@ -1,0 +1,126 @@
+"""The plan against real runs on this CPU: step time and memory, as predicted and as measured.
+
+    python -m benchmarks.planner_vs_run [--quick]
+
+quickstart's model and batch, by several strategies on 1 and 2 ranks; each is planned with what training/measure.py
+found here, then trained by `python -m training.train`. A busy machine makes rates and steps unlike: before each it
+waits, for a minute at most, until 90% of the cores are idle. Errors are measured / predicted - 1, of the median step.
+The last line is one JSON object: `median_step_error`, `median_memory_error`, `rows`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+from benchmarks.workload import Size, measure, write_corpus, write_plan
+from training.cost import TRACKING
+from training.inventory import Host, Inventory
+from training.measure import visible_cores
+from training.metrics import read_rows
+from training.records import TrainResult
+
+MODEL = {"layers": 4, "width": 256, "heads": 8, "kv_heads": 4}
+VOCAB_SIZE, CONTEXT, BATCH = 2048, 256, 8
+STRATEGIES = {1: ("single",), 2: ("ddp", "fsdp", "zero2")}
+IDLE_PERCENT, WAIT_S, WAIT_QUICK_S = 90, 60, 10
+
+
+def wait_until_idle(seconds: int) -> None:
+    for _ in range(seconds):
+        if psutil.cpu_percent(interval=1) <= 100 - IDLE_PERCENT:
+            return
+
+
+def machine(folder: Path, *, ranks: int, threads: int) -> Inventory:
+    found = measure(folder, threads=threads, ranks=ranks)
+    host = Host(
+        name="here",
+        cores=ranks * threads,
+        memory_gib=psutil.virtual_memory().total / 2**30,
+        disk_free_gib=1000,
+        devices=found.devices,
+        allreduce_gb_per_s=found.allreduce_gb_per_s,
+        allreduce_latency_us=found.allreduce_latency_us,
+    )
+    return Inventory(hosts=(host,))
+
+
+def compare(
+    folder: Path, inventory: Inventory, *, strategy: str, precision: str, steps: int, wait: Callable[[], None]
+) -> dict[str, Any]:
+    ranks = len(inventory.hosts[0].devices)
+    run_dir = folder / f"{strategy}-{precision}"
+    plan = write_plan(
+        run_dir,
+        size=Size("quickstart", MODEL, VOCAB_SIZE, CONTEXT, BATCH, BATCH // ranks, 1),
+        shards_dir=folder / "tokens",
+        inventory=inventory,
+        steps=steps,
+        compiled=False,
+        parallel={"strategy": strategy, "precision": precision},
+    )
+    wait()
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *launcher, "-m", "training.train", str(run_dir / "plan.json")]
+    env = os.environ | {"OMP_NUM_THREADS": str(plan.threads_per_rank), "MLFLOW_TRACKING_URI": ""}
+    subprocess.run(command, env=env, check=True, capture_output=True)
+    rows = [row["step_ms"] for row in read_rows(run_dir / "metrics.jsonl") if "step_ms" in row]
+    step_ms, gib = median(rows[1:]), TrainResult.read(run_dir / "result.json").peak_memory_gib
+    predicted_ms, predicted_gib = plan.predicted.step_ms, plan.predicted.peak_gib(plan.device_kind)
+    predicted_gib -= plan.predicted.memory_gib[TRACKING]  # these runs log nowhere
+    return {
+        "strategy": strategy,
+        "precision": precision,
+        "ranks": ranks,
+        "threads": plan.threads_per_rank,
+        "step_ms": step_ms,
+        "predicted_step_ms": predicted_ms,
+        "step_error": step_ms / predicted_ms - 1,
+        "gib": gib,
+        "predicted_gib": predicted_gib,
+        "memory_error": gib / predicted_gib - 1,
+    }
+
+
+def in_words(row: dict[str, Any]) -> str:
+    step = f"{row['step_ms']:6.0f} ms, predicted {row['predicted_step_ms']:6.0f} ({row['step_error']:+.0%})"
+    memory = f"{row['gib']:.2f} GiB, predicted {row['predicted_gib']:.2f} ({row['memory_error']:+.0%})"
+    return f"{row['strategy']:6} {row['precision']} {row['ranks']} x {row['threads']} threads: {step}; {memory}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="single and ddp in fp32 only, fewer steps")
+    args = parser.parse_args()
+    table = []
+    wait = functools.partial(wait_until_idle, WAIT_QUICK_S if args.quick else WAIT_S)
+    with tempfile.TemporaryDirectory(prefix="shardline-planner-") as name:
+        folder = Path(name)
+        write_corpus(folder / "tokens", vocab_size=VOCAB_SIZE)
+        for ranks, strategies in STRATEGIES.items():
+            wait()
+            inventory = machine(folder, ranks=ranks, threads=max(1, visible_cores() // ranks))
+            for precision in ("fp32",) if args.quick else ("fp32", "bf16"):
+                for strategy in strategies[: 1 if args.quick else None]:
+                    how = {"strategy": strategy, "precision": precision, "steps": 20 if args.quick else 60}
+                    row = compare(folder, inventory, **how, wait=wait)
+                    table.append(row)
+                    print(in_words(row), flush=True)
+    errors = {f"median_{what}": median(abs(row[what]) for row in table) for what in ("step_error", "memory_error")}
+    print(json.dumps({**errors, "rows": table}))
+
+
+if __name__ == "__main__":
+    main()
