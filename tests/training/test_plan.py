@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from training.model import build_model
 from training.packing import Epoch, Packing, one_epoch
 from training.plan import make_plan
 from training.precision import choose_precision
-from training.replicas import COMPUTING
 from training.shape import flops_per_token
 
 EPOCH = Epoch(sequences=100, tokens=1600)
@@ -214,107 +212,3 @@ def test_a_model_without_a_tensor_plan_is_told_which_strategies_it_can_have() ->
 def test_strategies_that_do_not_go_together_are_refused(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tiny_config(**overrides)
-
-
-def unlike(*rates: float, memory_gib: float = 12.0) -> Inventory:
-    """Hosts of one CPU rank each, with such fp32 rates and as fast a memory; the last one with so much of it."""
-    hosts = inventory(*(1 for _ in rates)).hosts
-    devices = [
-        host.devices[0].model_copy(update={"matmul_tflops": {"fp32": rate}, "memory_gb_per_s": 100 * rate})
-        for host, rate in zip(hosts, rates, strict=True)
-    ]
-    devices[-1] = devices[-1].model_copy(update={"memory_gib": memory_gib})
-    return Inventory(hosts=tuple(h.model_copy(update={"devices": (d,)}) for h, d in zip(hosts, devices, strict=True)))
-
-
-def test_unlike_hosts_get_unequal_shares_and_the_plan_says_why() -> None:
-    plan = make_plan(tiny_config(train__global_batch=24, train__micro_batch=0), unlike(0.2, 0.1))
-    assert (plan.micro_batches, plan.accumulation, plan.rebalance) == ((16, 8), 1, True)
-    (why,) = (reason for reason in plan.reasons if reason.startswith("shares: "))
-    equal = make_plan(
-        tiny_config(train__global_batch=24, train__micro_batch=0, parallel__shares="equal"), unlike(0.2, 0.1)
-    )
-    gain = plan.predicted.tokens_per_s / equal.predicted.tokens_per_s
-    assert 1.05 < gain < 1.5
-    assert re.fullmatch(
-        r"shares: cpu 16, cpu 8: in proportion to [\d,]+ and [\d,]+ sequences/s, predicted from matrix products at "
-        rf"0\.2 and 0\.1 TFLOP/s; with equal shares \(1 x 12 each\) a step would take {gain:.2f}x as long",
-        why,
-    )
-    computing = [sum(each.predicted.step_s.get(part, 0.0) for part in COMPUTING) for each in (plan, equal)]
-    assert computing[1] == pytest.approx(1.5 * computing[0], rel=0.05)
-
-
-def test_a_device_that_the_model_does_not_fit_on_is_named_with_the_bytes() -> None:
-    bytes_needed, cure = (
-        r"7\d\d,\d\d\d,\d\d\d bytes = 0.7 GiB per rank",
-        r"leave host1 out \(others have up to 12.0 GiB\)",
-    )
-    why = f"does not fit on cpu of host1: {bytes_needed} .* too few: {cure}"
-    with pytest.raises(ValueError, match=why):
-        make_plan(tiny_config(parallel__strategy="ddp"), unlike(0.2, 0.2, memory_gib=0.4))
-
-
-def test_a_smaller_memory_bounds_its_share() -> None:
-    """11 of 32 would be in proportion; 9 fit, and a third micro-batch would cost more than that."""
-    large = {"model__width": 512, "train__context": 256, "train__global_batch": 64, "train__micro_batch": 0}
-    config = tiny_config(**large, parallel__strategy="zero2")
-    plan = make_plan(config, unlike(0.2, 0.1, memory_gib=1.5))
-    assert plan.largest_micro_batches[1] == 9
-    assert (plan.micro_batches, plan.accumulation) == ((23, 9), 2)
-    assert any("cpu 23, cpu 9 (all that its memory takes)" in reason for reason in plan.reasons)
-
-
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
-        ({"parallel__shares": "equal"}, ((12, 12), 1, False)),
-        ({"parallel__shares": "equal", "parallel__rebalance": "on"}, ((12, 12), 1, True)),
-        ({"parallel__shares": (5, 3)}, ((5, 3), 3, True)),
-        ({"parallel__shares": (5, 3), "parallel__rebalance": "off"}, ((5, 3), 3, False)),
-        ({"train__micro_batch": 6}, ((8, 4), 2, True)),  # 6 on average
-    ],
-)
-def test_shares_can_be_pinned(asked: dict[str, Any], expected: tuple[tuple[int, ...], int, bool]) -> None:
-    config = tiny_config(**{"train__global_batch": 24, "train__micro_batch": 0, **asked})
-    plan = make_plan(config, unlike(0.2, 0.1))
-    assert (plan.micro_batches, plan.accumulation, plan.rebalance) == expected
-    pinned = config.model_dump()
-    for section, chosen in plan.chosen.items():
-        pinned[section] |= chosen
-    again = make_plan(type(config).model_validate(pinned), unlike(0.1, 0.3))
-    assert (again.micro_batches, again.accumulation, again.rebalance) == expected
-
-
-def test_ranks_of_one_cpu_share_its_cores_and_so_the_chances_of_a_measurement() -> None:
-    (host,) = inventory(2).hosts
-    devices = [
-        d.model_copy(update={"matmul_tflops": {"fp32": r}}) for d, r in zip(host.devices, (0.1, 0.15), strict=True)
-    ]
-    machine = Inventory(hosts=(host.model_copy(update={"devices": tuple(devices)}),))
-    plan = make_plan(tiny_config(parallel__strategy="ddp"), machine)
-    assert not plan.is_unequal
-    assert not plan.rebalance
-
-
-def test_a_replica_is_as_fast_as_its_slowest_device() -> None:
-    """dp lies between pp and tp: with tp replica 0 is hosts 0 and 1, with pp hosts 0 and 2; one of them is slow."""
-    config = tiny_config(train__global_batch=24, train__micro_batch=0, parallel__tp=2, parallel__strategy="ddp")
-    assert make_plan(config, unlike(0.2, 0.2, 0.2, 0.1)).micro_batches == (16, 8)
-    config = tiny_config(train__global_batch=24, train__micro_batch=0, parallel__pp=2, parallel__strategy="ddp")
-    plan = make_plan(config, unlike(0.2, 0.1, 0.2, 0.2))
-    assert (plan.micro_batches, plan.accumulation) == ((8, 4), 2)
-    assert not plan.rebalance
-    assert any("a pipeline's schedule is built for one micro-batch" in reason for reason in plan.reasons)
-
-
-@pytest.mark.parametrize(
-    ("shares", "why"),
-    [
-        ((4, 2, 1), "are 3 shares, 7 sequences together: there are 2 data-parallel replicas"),
-        ((4, 3), "must be a multiple of the shares"),
-    ],
-)
-def test_shares_that_cannot_be_are_refused(shares: tuple[int, ...], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        make_plan(tiny_config(train__global_batch=24, parallel__shares=shares), unlike(0.2, 0.1))
