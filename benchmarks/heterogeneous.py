@@ -18,22 +18,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import os
 import statistics
-import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.hosts import docker_hosts, home_and_tokens
 from benchmarks.slow_link import show as show_link
 from benchmarks.slow_link import slow_link
-from benchmarks.workload import write_corpus
 from tasks.fleet import check_fleet
 from tests.conftest import tiny_config
-from tests.rig.conftest import missing
 from tests.rig.rig import Rig
 from tests.rig.runs import docker_config, make_docker_run, train
 from training.inventory import Inventory
@@ -127,11 +122,7 @@ def unlike_speeds(rig: Rig, home: Path, shards: Path, *, steps: int, rounds: int
 
 
 def run(rig: Rig, *, quick: bool) -> dict[str, Any]:
-    home = rig.make_home()
-    os.environ |= {"SHARDLINE_HOME": str(home), "MLFLOW_TRACKING_URI": ""}
-    with tempfile.TemporaryDirectory() as folder:
-        shards = Path(folder) / "shards"
-        write_corpus(shards, vocab_size=VOCAB)
+    with home_and_tokens(rig, vocab_size=VOCAB) as (home, shards):
         shares = unlike_speeds(rig, home, shards, steps=28 if quick else 60, rounds=1 if quick else 3)
         return shares | slow_link(rig, home, shards, quick=quick)
 
@@ -148,17 +139,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="once, and fewer steps, instead of 3 times")
     quick = parser.parse_args().quick
-    if reason := missing():
-        print(f"there can be no Docker hosts to measure on: {reason}", file=sys.stderr)
-        sys.exit(2)
-    logging.getLogger().setLevel(logging.ERROR)
-    began, rig = time.monotonic(), Rig()
-    try:
-        rig.up()
+    began = time.monotonic()
+    with docker_hosts() as rig:
         rig.favour()
         result = run(rig, quick=quick)
-    finally:
-        rig.down()
     show(result)
     print()
     show_link(result)

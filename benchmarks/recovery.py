@@ -16,11 +16,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import statistics
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,9 +26,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.workload import write_corpus
+from benchmarks.hosts import docker_hosts, home_and_tokens
 from tasks.recovery import attempts_of
-from tests.rig.conftest import missing
 from tests.rig.rig import Rig
 from tests.rig.runs import kill_containers, make_docker_run, train
 from training.metrics import read_rows
@@ -182,11 +178,7 @@ def checkpoint_share(made: dict[int, float]) -> tuple[float, float]:
 
 
 def run(rig: Rig, *, repetitions: int, patience: Patience) -> dict[str, Any]:
-    home = rig.make_home()
-    os.environ |= {"SHARDLINE_HOME": str(home), "MLFLOW_TRACKING_URI": ""}
-    with tempfile.TemporaryDirectory() as folder:
-        shards = Path(folder) / "shards"
-        write_corpus(shards, vocab_size=VOCAB)
+    with home_and_tokens(rig, vocab_size=VOCAB) as (home, shards):
         measured = [measure(rig, home, shards, f"run{n}", patience=patience) for n in range(repetitions)]
     names = measured[0].seconds
     return {
@@ -208,17 +200,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="once, and a short partition, instead of 3 times")
     quick = parser.parse_args().quick
-    if reason := missing():
-        print(f"there can be no Docker hosts to measure on: {reason}", file=sys.stderr)
-        sys.exit(2)
-    logging.getLogger().setLevel(logging.ERROR)
-    rig = Rig()
-    try:
-        rig.up()
-        patience = QUICK if quick else FULL
+    patience = QUICK if quick else FULL
+    with docker_hosts() as rig:
         result = run(rig, repetitions=1 if quick else 3, patience=patience)
-    finally:
-        rig.down()
     print(f"{'from the failure to the next step':36}{'seconds':>8}")
     for name, seconds in result["seconds_to_next_step"].items():
         print(f"{name:36}{seconds:8.1f}")

@@ -22,18 +22,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import logging
-import os
 import statistics
-import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.workload import write_corpus
-from tests.rig.conftest import missing
+from benchmarks.hosts import docker_hosts, home_and_tokens
 from tests.rig.network import INTERFACE, ip
 from tests.rig.rig import Rig
 from tests.rig.runs import docker_config, make_docker_run, train
@@ -181,21 +176,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="9 steps of three kinds, instead of 3 times 123 of five")
     quick = parser.parse_args().quick
-    if reason := missing():
-        print(f"there can be no Docker hosts to measure on: {reason}", file=sys.stderr)
-        sys.exit(2)
-    logging.getLogger().setLevel(logging.ERROR)
-    began, rig = time.monotonic(), Rig()
-    try:
-        rig.up()
-        home = rig.make_home()
-        os.environ |= {"SHARDLINE_HOME": str(home), "MLFLOW_TRACKING_URI": ""}
-        with tempfile.TemporaryDirectory() as folder:
-            shards = Path(folder) / "shards"
-            write_corpus(shards, vocab_size=VOCAB)
-            result = slow_link(rig, home, shards, quick=quick)
-    finally:
-        rig.down()
+    began = time.monotonic()
+    with docker_hosts() as rig, home_and_tokens(rig, vocab_size=VOCAB) as (home, shards):
+        result = slow_link(rig, home, shards, quick=quick)
     show(result)
     print(json.dumps(result | {"seconds": round(time.monotonic() - began)}))
 

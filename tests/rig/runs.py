@@ -11,7 +11,7 @@ from typing import Any
 from mlflow import MlflowClient
 
 from tasks import launch
-from tasks.causes import RunFailed, RunStopped
+from tasks.causes import RunStopped
 from tasks.places import tracking_uri
 from tasks.recovery import attempts_of
 from tasks.track import tracked
@@ -89,11 +89,11 @@ def train(run_dir: Path, *, on_row: Callable[[dict[str, float]], None] = lambda 
             plan = plan.model_copy(update={"mlflow_run_id": run.mlflow_run_id})
             plan.write(run_dir / "plan.json")
             return launch.train(plan, run_dir=run_dir, on_row=on_row)
-    except RunFailed:
-        status = "FAILED"
-        raise
     except RunStopped:
         status = "KILLED"
+        raise
+    except Exception:
+        status = "FAILED"
         raise
     finally:
         assert MlflowClient(tracking_uri()).get_run(plan.mlflow_run_id).info.status == status

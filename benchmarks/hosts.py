@@ -1,0 +1,41 @@
+"""Docker hosts made of this machine, for benchmarks of what happens between hosts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.workload import write_corpus
+from tests.rig.conftest import missing
+from tests.rig.rig import Rig
+
+
+@contextmanager
+def docker_hosts() -> Iterator[Rig]:
+    """Gone afterwards. Ends the program with exit code 2, and the reason, where there can be none."""
+    if reason := missing():
+        print(f"there can be no Docker hosts to measure on: {reason}", file=sys.stderr)
+        sys.exit(2)
+    logging.getLogger().setLevel(logging.ERROR)
+    rig = Rig()
+    try:
+        rig.up()
+        yield rig
+    finally:
+        rig.down()
+
+
+@contextmanager
+def home_and_tokens(rig: Rig, *, vocab_size: int) -> Iterator[tuple[Path, Path]]:
+    """SHARDLINE_HOME as all hosts see it, without a tracking server, and a folder of token shards."""
+    home = rig.make_home()
+    os.environ |= {"SHARDLINE_HOME": str(home), "MLFLOW_TRACKING_URI": ""}
+    with tempfile.TemporaryDirectory() as folder:
+        shards = Path(folder) / "shards"
+        write_corpus(shards, vocab_size=vocab_size)
+        yield home, shards
