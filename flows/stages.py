@@ -33,15 +33,8 @@ from tasks.track import TrackedRun
 from training.config import RunConfig
 from training.credentials import shown
 from training.inventory import Inventory
-from training.records import (
-    EvalReport,
-    ExportedModel,
-    RegisteredModel,
-    RunPlan,
-    TokenShards,
-    TrainResult,
-    write_atomically,
-)
+from training.records import RunPlan, TokenShards, TrainResult, write_atomically
+from training.results import EvalReport, ExportedModel, RegisteredModel
 
 logger = logging.getLogger(__name__)
 

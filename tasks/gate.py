@@ -68,7 +68,7 @@ def _check_loss(challenger: Candidate, champion: Candidate | None, *, min_improv
     if not math.isfinite(champion.loss):
         return Check("loss", True, f"{loss}, and {rival}'s is not finite")
     improvement = champion.loss - challenger.loss
-    passed = improvement > 0 and improvement >= min_improvement
+    passed = improvement >= min_improvement if min_improvement else improvement > 0
     needed = f"at least {min_improvement:g} better" if min_improvement else "better"
     return Check(
         "loss",

@@ -13,7 +13,8 @@ from tasks.causes import RunFailed, RunStopped
 from tasks.places import fresh
 from training.limits import is_finished
 from training.metrics import read_rows
-from training.records import EvalReport, ExportedModel, RunPlan, TrainFailure, TrainResult, train_failure
+from training.records import RunPlan, TrainFailure, TrainResult, train_failure
+from training.results import EvalReport, ExportedModel
 
 logger = logging.getLogger(__name__)
 

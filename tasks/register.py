@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING
 from tasks.gate import Candidate, Verdict, gate
 from tasks.logged_model import logged_model
 from tasks.registry import CHALLENGER, CHAMPION, TAG, aliases_of, find_version, registry_client
-from training.records import (
-    EvalReport,
-    ExportedModel,
-    RegisteredModel,
-    RunPlan,
-    TokenShards,
-    TrainResult,
-    sha256_config,
-)
+from training.records import RunPlan, TokenShards, TrainResult, sha256_config
+from training.results import EvalReport, ExportedModel, RegisteredModel
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
@@ -215,7 +208,7 @@ def version_tags(run: FinishedRun, *, git_commit: str) -> dict[str, str]:
         "parity_passed": "true" if parity.passed else "false",
         "parity_max_logit_difference": repr(parity.max_logit_difference),
         "parity_argmax_agreement": repr(parity.argmax_agreement),
-        "min_improvement": repr(plan.config.registry.min_improvement),
+        "min_improvement": repr(plan.config.gates.min_improvement),
         "reproduce": f"shardline reproduce {plan.run_id}",
     }
     return {f"{TAG}{key}": value for key, value in tags.items()}

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
 from training.credentials import shown, without_credentials
-from training.records import EvalReport, ExportedModel, RunPlan, TokenShards, TrainResult
+from training.records import RunPlan, TokenShards, TrainResult
+from training.results import EvalReport, ExportedModel
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion

@@ -7,7 +7,8 @@ import textwrap
 from pathlib import Path
 
 from training.metrics import read_rows
-from training.records import EvalReport, ExportedModel, Record, RegisteredModel, RunPlan, TrainResult
+from training.records import Record, RunPlan, TrainResult
+from training.results import EvalReport, ExportedModel, RegisteredModel
 
 FIRST_CJK = "\u2e80"
 

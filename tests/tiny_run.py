@@ -15,7 +15,8 @@ from tests.conftest import inventory
 from tests.manifests import write_manifest
 from training.config import RunConfig
 from training.plan import make_plan
-from training.records import EvalReport, ExportedModel, RunPlan, TokenShards, TrainResult, sha256_config, sha256_file
+from training.records import RunPlan, TokenShards, TrainResult, sha256_config, sha256_file
+from training.results import EvalReport, ExportedModel
 from training.shards import write_shard
 
 TEXT = "def add(a, b):\n    return a + b  # größer, 中文\n\n\n" * 30

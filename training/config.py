@@ -11,8 +11,11 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from training.data_config import DataConfig, Part
+from training.evaluation_config import EvaluationConfig
+from training.export_config import ExportConfig
 from training.launch_config import LaunchConfig, TrainerConfig
 from training.parallel_config import ParallelConfig
+from training.promotion_config import GatesConfig, RegistryConfig, RolloutConfig
 from training.train_config import TrainConfig
 
 
@@ -80,27 +83,6 @@ class CheckpointConfig(Part):
     )
 
 
-class EvaluationConfig(Part):
-    every_steps: int = Field(250, ge=0, description="Steps between quick validations while training; 0: none.")
-    quick_sequences: int = Field(64, ge=1, le=1_000_000, description="Sequences in a quick validation.")
-    early_stop_validations: int = Field(
-        0, ge=0, le=10_000, description="Stop after so many quick validations without a new best; 0: never."
-    )
-    prompts: tuple[str, ...] = Field(("",), description="Prompts of the samples that each evaluation generates.")
-    sample_tokens: int = Field(64, ge=1, le=100_000, description="New tokens per sample.")
-    temperature: float = Field(0.8, ge=0, le=10, description="Sampling temperature; 0: greedy.")
-    top_k: int = Field(50, ge=0, le=1_000_000, description="Sample from the k likeliest tokens; 0: from all.")
-
-    @model_validator(mode="after")
-    def check(self) -> EvaluationConfig:
-        if self.early_stop_validations and not self.every_steps:
-            raise ValueError(
-                f"evaluation.early_stop_validations = {self.early_stop_validations} needs validations while training: "
-                "set evaluation.every_steps"
-            )
-        return self
-
-
 class ProfileConfig(Part):
     steps: tuple[int, ...] = Field((), description="Steps to record with torch's profiler, e.g. [20, 21].")
     split_every_steps: int = Field(
@@ -110,25 +92,6 @@ class ProfileConfig(Part):
         "in one of under 100 steps every tenth.",
     )
     nsys: bool = Field(False, description="Run the ranks under Nsight Systems, where it is installed.")
-
-
-class ExportConfig(Part):
-    max_logit_difference: float = Field(
-        1e-3, gt=0, description="Parity bound: largest |ONNX - torch| of any logit on held-out text."
-    )
-    min_argmax_agreement: float = Field(
-        0.999, gt=0, le=1, description="Parity bound: share of positions whose likeliest token is the same."
-    )
-    parity_sequences: int = Field(8, ge=1, le=10_000, description="Held-out sequences that parity is checked on.")
-
-
-class RegistryConfig(Part):
-    model_name: str = Field(
-        "", pattern=r"^[A-Za-z0-9._-]*$", description="Name in the MLflow registry; empty: the run's name."
-    )
-    min_improvement: float = Field(
-        0.0, ge=0, description="Nats per token by which a challenger must beat the champion's validation loss."
-    )
 
 
 class RunConfig(Part):
@@ -143,7 +106,11 @@ class RunConfig(Part):
     evaluation: EvaluationConfig = Field(EvaluationConfig(), description="Validation and samples.")
     profile: ProfileConfig = Field(ProfileConfig(), description="Where the time goes, on demand.")
     export: ExportConfig = Field(ExportConfig(), description="Bounds that an exported model must keep.")
-    registry: RegistryConfig = Field(RegistryConfig(), description="Registered name and the gate to champion.")
+    registry: RegistryConfig = Field(
+        RegistryConfig(), description="Name in the registry, and what is said of it there."
+    )
+    gates: GatesConfig = Field(GatesConfig(), description="What a version must hold to become champion.")
+    rollout: RolloutConfig = Field(RolloutConfig(), description="How a new champion takes over, and is taken back.")
     launch: LaunchConfig = Field(LaunchConfig(), description="Where ranks run, and what to do when a host fails.")
     trainer: TrainerConfig = Field(TrainerConfig(), description="Another training program than Shardline's.")
 

@@ -18,7 +18,8 @@ from training.data import held_out
 from training.loss import IGNORED
 from training.model import LanguageModel, load_model
 from training.rank import Rank, entered
-from training.records import EvalReport, RunPlan, Sample, TokenShards, TrainResult
+from training.records import RunPlan, TokenShards, TrainResult
+from training.results import EvalReport, Sample
 from training.retention import reading
 
 

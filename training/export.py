@@ -24,7 +24,8 @@ import torch
 
 from training.model import load_model
 from training.model_card import model_card
-from training.records import ExportedModel, ParityReport, RunPlan, TrainResult, sha256_file
+from training.records import RunPlan, TrainResult, sha256_file
+from training.results import ExportedModel, ParityReport
 from training.retention import keep, reading
 from training.shards import TokenStream
 

@@ -18,7 +18,8 @@ from tasks.logged_model import link_or_copy
 from tasks.register import promote, register_model
 from tasks.registry import aliases_of, lineage, resolve
 from tests.tasks.conftest import Store
-from training.records import ExportedModel, RunPlan
+from training.records import RunPlan
+from training.results import ExportedModel
 
 GREEDY = {"new_tokens": 12, "temperature": 0.0}
 

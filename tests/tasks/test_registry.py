@@ -10,7 +10,8 @@ import pytest
 from tasks.register import register_model
 from tasks.registry import CLIENT_ENVIRONMENT, lineage, registry_client, resolve, shown
 from tests.tasks.conftest import Store
-from training.records import ExportedModel, RunPlan
+from training.records import RunPlan
+from training.results import ExportedModel
 
 
 @pytest.mark.parametrize("ref", ["tiny", "tiny@champion", "tiny/1"])

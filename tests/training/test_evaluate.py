@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from tests.conftest import END, REPO, rank_env, run_ranks
 from training.data import held_out
 from training.model import build_model
-from training.records import EvalReport, RunPlan
+from training.records import RunPlan
+from training.results import EvalReport
 from training.shards import TokenStream
 
 

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokeniz
 
 from tests.tiny_run import END, VOCAB, export_by_program, tiny_run
 from training.export import export_run, main
-from training.records import ExportedModel, ParityReport, TrainResult, sha256_file
+from training.records import TrainResult, sha256_file
+from training.results import ExportedModel, ParityReport
 
 AUTO_CLASS = {"llama": AutoModelForCausalLM, "gpt2": AutoModelForCausalLM, "bert": AutoModelForMaskedLM}
 

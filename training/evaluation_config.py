@@ -1,0 +1,28 @@
+"""The evaluation section of the config: validations while training, samples, and what is asked of the trained model."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from training.data_config import Part
+
+
+class EvaluationConfig(Part):
+    every_steps: int = Field(250, ge=0, description="Steps between quick validations while training; 0: none.")
+    quick_sequences: int = Field(64, ge=1, le=1_000_000, description="Sequences in a quick validation.")
+    early_stop_validations: int = Field(
+        0, ge=0, le=10_000, description="Stop after so many quick validations without a new best; 0: never."
+    )
+    prompts: tuple[str, ...] = Field(("",), description="Prompts of the samples that each evaluation generates.")
+    sample_tokens: int = Field(64, ge=1, le=100_000, description="New tokens per sample.")
+    temperature: float = Field(0.8, ge=0, le=10, description="Sampling temperature; 0: greedy.")
+    top_k: int = Field(50, ge=0, le=1_000_000, description="Sample from the k likeliest tokens; 0: from all.")
+
+    @model_validator(mode="after")
+    def check(self) -> EvaluationConfig:
+        if self.early_stop_validations and not self.every_steps:
+            raise ValueError(
+                f"evaluation.early_stop_validations = {self.early_stop_validations} needs validations while training: "
+                "set evaluation.every_steps"
+            )
+        return self

@@ -1,0 +1,46 @@
+"""How a trained model is run and served; not part of a run, so not of its config."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from training.data_config import Part
+
+
+class InferenceConfig(Part):
+    """On what, and on how many devices, a trained model runs."""
+
+    engine: Literal["auto", "onnx", "torch"] = Field(
+        "auto", description="onnx: ONNX Runtime on the CPU. torch: ranks of torch. auto: torch where there are GPUs."
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="Of weights and products. auto: fp32 on CPUs, bf16 on GPUs that have it, else fp16."
+    )
+    parallel: Literal["none", "data", "tensor", "pipeline"] = Field(
+        "none",
+        description="Over several devices: copies that share the prompts, each matrix split, or the layers dealt.",
+    )
+    degree: int = Field(1, ge=1, le=1024, description="Devices to use; only with `parallel`.")
+
+
+class ServingConfig(Part):
+    """Limits of a server."""
+
+    max_concurrent: int = Field(16, ge=1, le=4096, description="Requests that are generated at the same time.")
+    max_waiting: int = Field(64, ge=0, le=100_000, description="Requests that wait; the next one gets a 429.")
+    max_new_tokens: int = Field(4096, ge=1, le=1_000_000, description="Most tokens that one request may ask for.")
+    max_prompt_chars: int = Field(100_000, ge=1, description="Longest prompt in characters.")
+    max_body_bytes: int = Field(1_000_000, ge=1000, description="Largest body that is read.")
+    timeout_s: float = Field(120, gt=0, description="A request that takes longer is ended.")
+    drain_s: float = Field(30, ge=0, description="For requests under way, on SIGTERM.")
+    poll_s: float = Field(5, gt=0, description="Between two looks at the alias.")
+    token_file: str = Field("", description="File with one accepted bearer token a line; empty: none is asked for.")
+
+
+class ServeConfig(Part):
+    """What `shardline serve` and `shardline generate` take as section.field=value."""
+
+    inference: InferenceConfig = Field(InferenceConfig(), description="Engine and devices.")
+    serving: ServingConfig = Field(ServingConfig(), description="Limits of the server.")
