@@ -52,12 +52,12 @@ def _lineage(options: argparse.Namespace) -> None:
 
 
 def _generate(options: argparse.Namespace) -> None:
-    from tasks.generate import TextGenerator
+    from tasks.engine import open_engine
     from tasks.places import home, tracking_uri
     from tasks.registry import resolve
 
     model = resolve(options.model, tracking_uri=tracking_uri(), cache_dir=home() / "models")
-    pieces = TextGenerator(model.export_dir).stream(
+    pieces = open_engine(model.export_dir).stream(
         options.prompt,
         new_tokens=options.tokens,
         temperature=options.temperature,

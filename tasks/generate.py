@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -17,6 +19,106 @@ from tokenizers import Tokenizer
 # space before the first token they see, and byte-level ones need the start of a character of several tokens.
 ANCHOR_TOKENS = 8
 INCOMPLETE = "\ufffd"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How text is drawn, and when it ends. Raises ValueError for numbers out of bounds."""
+
+    new_tokens: int = 64  # at most
+    temperature: float = 0.8  # 0: always the likeliest token
+    top_k: int = 50  # from the k likeliest; 0: from all
+    top_p: float = 1.0  # from the likeliest that have this probability together
+    seed: int = 1337
+    stop_at_end: bool = True  # at the token that ends documents
+    stop: tuple[str, ...] = ()  # before the first of these texts
+
+    def __post_init__(self) -> None:
+        if min(self.new_tokens, self.top_k, self.seed) < 0 or not self.temperature >= 0:  # so that NaN is refused too
+            raise ValueError(
+                f"new_tokens = {self.new_tokens}, temperature = {self.temperature:g}, top_k = {self.top_k}, "
+                f"seed = {self.seed}: none may be below 0"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p = {self.top_p:g}: give a probability above 0 and at most 1")
+        if "" in self.stop:
+            raise ValueError("stop holds an empty text, which would end every text before it begins: leave it out")
+
+
+class TextStream(Iterator[str]):
+    """The text of token IDs as they come, in pieces of whole characters; ends before a stop text.
+
+    `new_tokens` counts the tokens so far. `finish_reason` is "" until the end, then "length" where all tokens that
+    were wanted came, else "stop".
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], new_ids: Iterator[int], sampling: Sampling) -> None:
+        self.prompt_tokens, self.new_tokens = len(prompt_ids), 0
+        self.finish_reason = ""
+        self._tokenizer, self._ids, self._sampling = tokenizer, new_ids, sampling
+        pieces = self._pieces(prompt_ids[-ANCHOR_TOKENS:])
+        self._text = self._until_stop(pieces) if sampling.stop else pieces
+
+    def __next__(self) -> str:
+        try:
+            return next(self._text)
+        except StopIteration:
+            all_came = self.new_tokens >= self._sampling.new_tokens
+            self.finish_reason = self.finish_reason or ("length" if all_came else "stop")
+            raise
+
+    def close(self) -> None:
+        """No further token is made."""
+        if close := getattr(self._ids, "close", None):
+            close()
+
+    def _pieces(self, window: list[int]) -> Iterator[str]:
+        """Text as far as it is settled: bytes that may be the start of a character wait for the rest."""
+        shown = len(self._decode(window))
+        for token in self._ids:
+            self.new_tokens += 1
+            window = [*window, token]
+            text = self._decode(window)
+            settled = max(shown, _settled_length(text))
+            if settled > shown:
+                yield text[shown:settled]
+                shown = settled
+            if settled == len(text):
+                window = window[-ANCHOR_TOKENS:]
+                shown = len(self._decode(window))
+        if rest := self._decode(window)[shown:]:
+            yield rest
+
+    def _until_stop(self, pieces: Iterator[str]) -> Iterator[str]:
+        """Text that may be the beginning of a stop text waits until that is known."""
+        held = ""
+        for piece in pieces:
+            held += piece
+            found = [held.index(stop) for stop in self._sampling.stop if stop in held]
+            if found:
+                self.finish_reason = "stop"
+                self.close()
+                yield held[: min(found)]
+                return
+            kept = max(_overlap(held, stop) for stop in self._sampling.stop)
+            if len(held) > kept:
+                yield held[: len(held) - kept]
+                held = held[len(held) - kept :]
+        if held:
+            yield held
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _settled_length(text: str) -> int:
+    """Characters of `text` before a possibly unfinished one: at most 3 bytes of 4, so at most 3 replacements."""
+    return max(len(text.rstrip(INCOMPLETE)), len(text) - 3)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class TextGenerator:
@@ -53,74 +155,28 @@ class TextGenerator:
             str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"]
         )
 
-    def generate(
-        self,
-        prompt: str,
-        *,
-        new_tokens: int = 64,
-        temperature: float = 0.8,
-        top_k: int = 50,
-        seed: int = 1337,
-        stop_at_end: bool = True,
-    ) -> str:
-        """The continuation of `prompt`, without it. Equal arguments give equal text.
+    def generate(self, prompt: str, **sampling: Any) -> str:
+        """The continuation of `prompt`, without it. `sampling`: the fields of Sampling; equal ones give equal text.
 
-        temperature 0 is greedy; top_k 0 samples from all tokens. Once prompt and text fill the context, the
-        model sees the last `context` tokens. Raises ValueError for arguments out of bounds.
+        Once prompt and text fill the context, the model sees the last `context` tokens.
         """
-        return "".join(
-            self.stream(
-                prompt,
-                new_tokens=new_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                seed=seed,
-                stop_at_end=stop_at_end,
-            )
-        )
+        return "".join(self.stream(prompt, **sampling))
 
-    def stream(
-        self,
-        prompt: str,
-        *,
-        new_tokens: int = 64,
-        temperature: float = 0.8,
-        top_k: int = 50,
-        seed: int = 1337,
-        stop_at_end: bool = True,
-    ) -> Iterator[str]:
-        """Like `generate`, in pieces as they come, each of whole characters; it raises at the call, not later."""
-        if min(new_tokens, top_k, seed) < 0 or not temperature >= 0:  # so that NaN is refused too
-            raise ValueError(
-                f"new_tokens = {new_tokens}, temperature = {temperature:g}, top_k = {top_k}, seed = {seed}: "
-                "none may be below 0"
-            )
+    def stream(self, prompt: str, **sampling: Any) -> TextStream:
+        """Like `generate`, in pieces as they come; it raises at the call, not later."""
+        how = Sampling(**sampling)
         # Every document was followed by the end token in training, so after it the model starts a new one.
         prompt_ids = encode_prompt(self.tokenizer, prompt) or [self.end_id]
-        new_ids = self._new_ids(
-            prompt_ids,
-            new_tokens=new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            random=np.random.default_rng(seed),
-            stop_id=self.end_id if stop_at_end else None,
-        )
-        return self._text_pieces(prompt_ids, new_ids)
+        return TextStream(self.tokenizer, prompt_ids, self._new_ids(prompt_ids, how), how)
 
-    def _new_ids(
-        self,
-        prompt_ids: list[int],
-        *,
-        new_tokens: int,
-        temperature: float,
-        top_k: int,
-        random: np.random.Generator,
-        stop_id: int | None,
-    ) -> Iterator[int]:
-        ids = prompt_ids[-self.context :]
-        for _ in range(new_tokens):
-            token = choose_token(self._next_logits(ids), temperature=temperature, top_k=top_k, random=random)
-            if token == stop_id:
+    def close(self) -> None:
+        """Nothing to end: sessions go with their last reference."""
+
+    def _new_ids(self, prompt_ids: list[int], sampling: Sampling) -> Iterator[int]:
+        ids, random = prompt_ids[-self.context :], np.random.default_rng(sampling.seed)
+        for _ in range(sampling.new_tokens):
+            token = choose_token(self._next_logits(ids), sampling, random=random)
+            if token == self.end_id and sampling.stop_at_end:
                 return
             yield token
             ids = [*ids, token][-self.context :]
@@ -129,31 +185,6 @@ class TextGenerator:
         """fp32 [vocab] after `ids`; the whole window is computed anew, there is no cache."""
         (logits,) = self.session.run(["logits"], {"input_ids": np.array([ids], dtype=np.int64)})
         return np.asarray(logits)[0, -1]
-
-    def _text_pieces(self, prompt_ids: list[int], new_ids: Iterator[int]) -> Iterator[str]:
-        """Text as far as it is settled: bytes that may be the start of a character wait for the rest."""
-        window = prompt_ids[-ANCHOR_TOKENS:]
-        shown = len(self._decode(window))
-        for token in new_ids:
-            window = [*window, token]
-            text = self._decode(window)
-            settled = max(shown, _settled_length(text))
-            if settled > shown:
-                yield text[shown:settled]
-                shown = settled
-            if settled == len(text):
-                window = window[-ANCHOR_TOKENS:]
-                shown = len(self._decode(window))
-        if rest := self._decode(window)[shown:]:
-            yield rest
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
-
-
-def _settled_length(text: str) -> int:
-    """Characters of `text` before a possibly unfinished one: at most 3 bytes of 4, so at most 3 replacements."""
-    return max(len(text.rstrip(INCOMPLETE)), len(text) - 3)
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -179,14 +210,27 @@ def check_prompts(shards_dir: Path, prompts: Iterable[str]) -> None:
             raise ValueError(f"evaluation.prompts: {error}") from None
 
 
-def choose_token(logits: np.ndarray, *, temperature: float, top_k: int, random: np.random.Generator) -> int:
-    """Pick from fp32 [vocab]: the likeliest at temperature 0, else sampled from the `top_k` likeliest (0: all)."""
-    if temperature == 0:
+def choose_token(logits: np.ndarray, sampling: Sampling, *, random: np.random.Generator) -> int:
+    """Pick from fp32 [vocab]: the likeliest at temperature 0, else sampled from what top_k and top_p leave."""
+    if sampling.temperature == 0:
         return int(logits.argmax())
     candidates = np.arange(len(logits))
-    if 0 < top_k < len(logits):
-        candidates = np.sort(np.argpartition(logits, -top_k)[-top_k:])
-    scaled = logits[candidates].astype(np.float64) / temperature
-    cumulative = np.cumsum(np.exp(scaled - scaled.max()))
+    if 0 < sampling.top_k < len(logits):
+        candidates = np.sort(np.argpartition(logits, -sampling.top_k)[-sampling.top_k :])
+    scaled = logits[candidates].astype(np.float64) / sampling.temperature
+    weights = np.exp(scaled - scaled.max())
+    if sampling.top_p < 1:
+        weights = _nucleus(weights, sampling.top_p)
+    cumulative = np.cumsum(weights)
     chosen = np.searchsorted(cumulative, random.random() * cumulative[-1], side="right")
     return int(candidates[min(chosen, len(candidates) - 1)])
+
+
+def _nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
+    """Zero but for the fewest largest weights whose sum reaches `top_p` of all (Holtzman et al. 2019, section 3.1)."""
+    order = np.argsort(-weights, kind="stable")
+    before = np.cumsum(weights[order]) - weights[order]
+    kept = order[before < top_p * weights.sum()]
+    left: np.ndarray = np.zeros_like(weights)
+    left[kept] = weights[kept]
+    return left

@@ -26,7 +26,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from tasks.generate import TextGenerator
+from tasks.engine import Engine, open_engine
 from tasks.registry import find_version, parse_ref, registry_client, resolve
 from training.credentials import without_credentials
 
@@ -58,7 +58,7 @@ class GenerateReply(BaseModel):
 class Served:
     name: str
     version: int
-    generator: TextGenerator
+    engine: Engine
 
 
 class Follower:
@@ -71,7 +71,7 @@ class Follower:
 
     def _load(self) -> Served:
         model = resolve(self.ref, tracking_uri=self.tracking_uri, cache_dir=self.cache_dir)
-        return Served(model.name, model.version, TextGenerator(model.export_dir))
+        return Served(model.name, model.version, open_engine(model.export_dir))
 
     def refresh(self) -> None:
         """Load and switch if the reference means another version now."""
@@ -159,7 +159,7 @@ def build_app(follower: Follower, *, poll_s: float) -> FastAPI:
         served, began = follower.served, time.perf_counter()
         in_flight += 1
         try:
-            call = partial(served.generator.generate, **body.model_dump())
+            call = partial(served.engine.generate, **body.model_dump())
             text = await asyncio.get_running_loop().run_in_executor(pool, call)
         except ValueError as error:
             raise HTTPException(400, str(error)) from error

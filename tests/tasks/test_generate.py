@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tasks.corpus import prepare_corpus
-from tasks.generate import TextGenerator, check_prompts, choose_token
+from tasks.generate import Sampling, TextGenerator, TextStream, check_prompts, choose_token
 from training.data_config import DataConfig, TokenizerConfig
 
 PROMPT = "def add(a"
@@ -106,11 +106,30 @@ def test_an_empty_prompt_starts_a_document(exported_run: Path) -> None:
 def test_sampling_follows_the_distribution_of_the_likeliest() -> None:
     logits = np.log(np.array([0.1, 0.2, 0.3, 0.4], dtype=np.float32))
     random = np.random.default_rng(0)
-    counts = Counter(choose_token(logits, temperature=1.0, top_k=2, random=random) for _ in range(4000))
+    counts = Counter(choose_token(logits, Sampling(temperature=1.0, top_k=2), random=random) for _ in range(4000))
     assert set(counts) == {2, 3}
     assert counts[3] / 4000 == pytest.approx(4 / 7, abs=0.03)
-    counts = Counter(choose_token(logits, temperature=0.5, top_k=0, random=random) for _ in range(4000))
+    counts = Counter(choose_token(logits, Sampling(temperature=0.5, top_k=0), random=random) for _ in range(4000))
     assert counts[0] / 4000 == pytest.approx(1 / 30, abs=0.02)
+    counts = Counter(choose_token(logits, Sampling(temperature=1, top_p=0.65), random=random) for _ in range(4000))
+    assert set(counts) == {2, 3}  # 0.4 alone is less than 0.65
+    assert counts[3] / 4000 == pytest.approx(4 / 7, abs=0.03)
+
+
+def test_text_ends_before_a_stop_text_and_none_of_it_is_shown(exported_run: Path) -> None:
+    script = [*b"one two twelve", 256]
+
+    def stream(*stop: str) -> TextStream:
+        return Scripted(exported_run / "export", script).stream("x", temperature=0, stop=stop)
+
+    for stop, text in {"twe": "one two ", "o tw": "one tw", "elves": "one two twelve", " ": "one"}.items():
+        stopped = stream(stop)
+        pieces = list(stopped)
+        assert ("".join(pieces), stopped.finish_reason) == (text, "stop")
+        assert stopped.prompt_tokens == 1
+    assert "".join(stream("lve", "two")) == "one "
+    cut = Scripted(exported_run / "export", script).stream("x", new_tokens=5, temperature=0)
+    assert ("".join(cut), cut.finish_reason, cut.new_tokens) == ("one t", "length", 5)
 
 
 def test_numbers_below_zero_are_refused(generator: TextGenerator) -> None:
