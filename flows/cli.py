@@ -21,6 +21,7 @@ from flows.compare_cli import add_compare_command, is_comparison, resume_compari
 from flows.image_cli import add_image_commands
 from flows.model_cli import add_model_commands
 from flows.running_cli import add_running_commands
+from flows.servers_cli import add_server_commands
 from flows.tables import print_pairs
 
 DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 130
@@ -99,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run_commands(command)
     add_compare_command(command, _run_flow)
     add_running_commands(command)
+    add_server_commands(command)
     add_model_commands(command)
     add_image_commands(commands)
     return parser

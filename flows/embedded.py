@@ -1,4 +1,6 @@
-"""A Prefect server of our own on loopback, for as long as a command runs; none where PREFECT_API_URL names one.
+"""A Prefect server of our own on loopback, for as long as a command runs, where there is no other.
+
+Others: one that PREFECT_API_URL names, or one of `shardline up`.
 
 Prefect's own ephemeral server shares our terminal's process group: a Ctrl-C ends it first, and the flow can then
 no longer say how it ended. Ours has a session to itself, and starts while we import.
@@ -17,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tasks.places import home
+from tasks.places import home, up_url
 
 READY_WITHIN_S = 120  # a first start migrates a database: 10 s and more
 POLL_S = 0.05
@@ -35,6 +37,9 @@ def start_prefect_server() -> Callable[[], None]:
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     if "PREFECT_API_URL" in os.environ:
+        return lambda: None
+    if url := up_url("prefect"):
+        os.environ["PREFECT_API_URL"] = f"{url}/api"
         return lambda: None
     os.environ.setdefault("PREFECT_HOME", str(home() / "prefect"))
     Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import socket
@@ -12,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+
+UP_FILE = "up.json"  # in SHARDLINE_HOME: service -> {url, process}, by flows/servers.py
 
 
 def home() -> Path:
@@ -34,13 +37,20 @@ def run_folder(run_id: str) -> Path:
 
 
 def tracking_uri() -> str:
-    """MLFLOW_TRACKING_URI if set, else a sqlite file under SHARDLINE_HOME."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home()}/mlflow.db"
+    """MLFLOW_TRACKING_URI if set, else the server of `shardline up`, else a sqlite file under SHARDLINE_HOME."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or up_url("mlflow") or f"sqlite:///{home()}/mlflow.db"
 
 
-def embedded_artifacts() -> str | None:
-    """Artifact location for the embedded store; None where a server decides."""
-    return None if os.environ.get("MLFLOW_TRACKING_URI") else (home() / "artifacts").as_uri()
+def up_url(service: str) -> str:
+    """Where a service that `shardline up` started on this machine is, if it still runs; else empty."""
+    path = home() / UP_FILE
+    known = json.loads(path.read_text()).get(service) if path.exists() else None
+    return str(known["url"]) if known and local_process(known["process"]) else ""
+
+
+def embedded_artifacts(*, always: bool = False) -> str | None:
+    """Artifact location for the embedded store; None where a server decides, unless `always`."""
+    return None if os.environ.get("MLFLOW_TRACKING_URI") and not always else (home() / "artifacts").as_uri()
 
 
 def command(name: str) -> str:

@@ -1,0 +1,57 @@
+"""`shardline up|down`, for flows/cli.py."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+
+from flows.tables import print_pairs
+
+
+def add_server_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """`command`: as flows/cli.py makes one."""
+    up = command("up", _up, "start Prefect, MLflow and a worker on this machine; again: start what is missing")
+    up.add_argument("--prefect-port", type=int, default=4200)
+    up.add_argument("--mlflow-port", type=int, default=5000)
+    down = command("down", _down, "stop what `up` started; runs under way must be stopped before")
+    down.add_argument("--force", action="store_true", help="stop runs under way as well, with a checkpoint")
+    for added in (up, down):
+        added.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def _up(options: argparse.Namespace) -> None:
+    from flows.servers import up
+
+    found = up(prefect_port=options.prefect_port, mlflow_port=options.mlflow_port)
+    if options.json:
+        print(json.dumps(found))
+        return
+    rows = [
+        ("Prefect: deployments, runs", found["prefect"]),
+        ("MLflow: metrics, models", found["mlflow"]),
+        ("a worker takes runs of pool", found["worker"]),
+        ("a run", "shardline pretrain quickstart, or Deployments > quickstart > Custom run in Prefect"),
+        ("the end", "shardline down"),
+    ]
+    print_pairs("up", rows)
+
+
+def _down(options: argparse.Namespace) -> None:
+    from flows.servers import down
+    from tasks.running import known_hosts, list_running
+    from tasks.stopping import stop
+
+    under_way = sorted({row.run for row in list_running(known_hosts("")).running})
+    if under_way and not options.force:
+        raise ValueError(
+            f"{', '.join(under_way)} {'is' if len(under_way) == 1 else 'are'} under way: "
+            f"`shardline stop {under_way[0]}` first, or `shardline down --force`"
+        )
+    for run in under_way:
+        stop(run)
+    stopped = down()
+    if options.json:
+        print(json.dumps({"stopped": stopped}))
+    else:
+        print(f"stopped {', '.join(stopped)}" if stopped else "nothing ran")
