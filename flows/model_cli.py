@@ -24,6 +24,9 @@ def add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     serve = command("serve", _serve, "serve a registered model over HTTP; follows the alias", "MODEL@ALIAS")
     serve.add_argument("--host", default="127.0.0.1")
     serve.add_argument("--port", type=int, default=8000)
+    for added in (generate, serve):
+        help = "inference.field=value" + (", serving.field=value" if added is serve else "")
+        added.add_argument("overrides", nargs="*", metavar="section.field=value", help=help)
 
 
 def _promote(options: argparse.Namespace) -> int:
@@ -52,12 +55,15 @@ def _lineage(options: argparse.Namespace) -> None:
 
 
 def _generate(options: argparse.Namespace) -> None:
+    from flows.presets import serve_config
     from tasks.engine import open_engine
     from tasks.places import home, tracking_uri
     from tasks.registry import resolve
 
+    inference = serve_config(options.overrides).inference
     model = resolve(options.model, tracking_uri=tracking_uri(), cache_dir=home() / "models")
-    pieces = open_engine(model.export_dir).stream(
+    engine = open_engine(model.export_dir, inference)
+    pieces = engine.stream(
         options.prompt,
         new_tokens=options.tokens,
         temperature=options.temperature,
@@ -68,11 +74,15 @@ def _generate(options: argparse.Namespace) -> None:
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
+    engine.close()
 
 
 def _serve(options: argparse.Namespace) -> None:
+    from flows.presets import serve_config
     from tasks.places import home, tracking_uri
     from tasks.serve import serve
+
+    config = serve_config(options.overrides)
 
     serve(
         options.model,
@@ -80,4 +90,6 @@ def _serve(options: argparse.Namespace) -> None:
         port=options.port,
         tracking_uri=tracking_uri(),
         cache_dir=home() / "models",
+        servers_dir=home() / "servers",
+        config=config,
     )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from training.config import RunConfig
+from training.serving_config import ServeConfig
+
+C = TypeVar("C", bound=BaseModel)
 
 PRETRAIN = "flows.pretrain.pretrain"
 PRESETS_FILE = Path(__file__).parents[1] / "prefect.yaml"
@@ -35,10 +38,19 @@ def load_config(preset: str, overrides: Sequence[str] = ()) -> RunConfig:
 
 def with_overrides(content: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     """`content`, which is changed, as a validated config. Raises as `load_config` does."""
+    return _validated(RunConfig, content, overrides)
+
+
+def serve_config(overrides: Sequence[str]) -> ServeConfig:
+    """`inference.field=value` and `serving.field=value` over the defaults. Raises as `load_config` does."""
+    return _validated(ServeConfig, {}, overrides)
+
+
+def _validated(config: type[C], content: dict[str, Any], overrides: Sequence[str]) -> C:
     for override in overrides:
-        _apply(content, override)
+        _apply(content, override, config)
     try:
-        return RunConfig.model_validate(content)
+        return config.model_validate(content)
     except ValidationError as error:
         raise ValueError("\n".join(_in_words(problem) for problem in error.errors())) from None
 
@@ -61,7 +73,7 @@ def _read(preset: str) -> dict[str, Any]:
     return known[preset]
 
 
-def _apply(content: dict[str, Any], override: str) -> None:
+def _apply(content: dict[str, Any], override: str, config: type[BaseModel]) -> None:
     key, found, value = override.partition("=")
     if not found or not key:
         raise ValueError(f"{override!r} is no override: write section.field=value, for example train.steps=100")
@@ -71,14 +83,14 @@ def _apply(content: dict[str, Any], override: str) -> None:
         if not isinstance(content, dict):
             raise ValueError(f"{override!r}: {section} is a field, not a section")
     try:
-        content[field] = _as_the_field_wants(key, value)
+        content[field] = _as_the_field_wants(key, value, config)
     except yaml.YAMLError:
         raise ValueError(f"{override!r}: the value is not YAML; quote it") from None
 
 
-def _as_the_field_wants(key: str, value: str) -> Any:
+def _as_the_field_wants(key: str, value: str, config: type[BaseModel]) -> Any:
     """YAML, but text stays text where a field takes nothing else: `name=2024` is a name."""
-    part: Any = RunConfig
+    part: Any = config
     for section in key.split("."):
         found = part.model_fields.get(section) if hasattr(part, "model_fields") else None
         part = found.annotation if found else None

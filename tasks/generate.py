@@ -55,6 +55,7 @@ class TextStream(Iterator[str]):
     def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], new_ids: Iterator[int], sampling: Sampling) -> None:
         self.prompt_tokens, self.new_tokens = len(prompt_ids), 0
         self.finish_reason = ""
+        self._closed = False
         self._tokenizer, self._ids, self._sampling = tokenizer, new_ids, sampling
         pieces = self._pieces(prompt_ids[-ANCHOR_TOKENS:])
         self._text = self._until_stop(pieces) if sampling.stop else pieces
@@ -67,15 +68,20 @@ class TextStream(Iterator[str]):
             self.finish_reason = self.finish_reason or ("length" if all_came else "stop")
             raise
 
+    def read(self) -> str:
+        """All that is left of it."""
+        return "".join(self)
+
     def close(self) -> None:
-        """No further token is made."""
-        if close := getattr(self._ids, "close", None):
-            close()
+        """No further token is made. For any thread: a token that is being made when it is called is not shown."""
+        self._closed = True
 
     def _pieces(self, window: list[int]) -> Iterator[str]:
         """Text as far as it is settled: bytes that may be the start of a character wait for the rest."""
         shown = len(self._decode(window))
         for token in self._ids:
+            if self._closed:
+                return
             self.new_tokens += 1
             window = [*window, token]
             text = self._decode(window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -12,30 +13,40 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tasks.generate import TextGenerator
 from tasks.register import promote, register_model
 from tasks.registry import resolve
-from tasks.serve import MAX_BODY_BYTES, serve
+from tasks.serve import serve
+from tasks.servers import running_servers
 from tests.tasks.conftest import Store
 
 CODE = """
+import json
 import sys
+from pathlib import Path
 from tasks.serve import serve
+from training.serving_config import ServeConfig
 try:
-    serve(sys.argv[1], port=0, tracking_uri=sys.argv[2], poll_s=0.1)
+    config = ServeConfig.model_validate(json.loads(sys.argv[4]))
+    serve(sys.argv[1], port=0, tracking_uri=sys.argv[2], servers_dir=Path(sys.argv[3]), config=config)
 except KeyboardInterrupt:
     sys.exit(130)
 """
 
 
 @contextmanager
-def server(store: Store, ref: str = "tiny@champion") -> Iterator[tuple[httpx.Client, subprocess.Popen[str]]]:
+def server(
+    store: Store, ref: str = "tiny@champion", **limits: Any
+) -> Iterator[tuple[httpx.Client, subprocess.Popen[str]]]:
     """A client of a running server. Its socket listens before it prints, so the first request waits until it is up."""
-    command = [sys.executable, "-c", CODE, ref, store.uri]
+    config = json.dumps({"serving": {"poll_s": 0.1, **limits}})
+    command = [sys.executable, "-c", CODE, ref, store.uri, str(store.folder / "servers"), config]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     try:
@@ -72,24 +83,69 @@ def test_it_serves_the_champion_refuses_what_is_out_of_bounds_and_stops_in_order
         assert "<textarea" in client.get("/").text
 
         refused = {
-            "new_tokens: Input should be less than or equal to 4096": {"prompt": "x", "new_tokens": 4097},
+            "new_tokens: Input should be greater than or equal to 1": {"prompt": "x", "new_tokens": 0},
             "temperature: Input should be greater than or equal to 0": {"prompt": "x", "temperature": -1},
             "prompt: Field required": {},
-            "prompt: String should have at most 100000 characters": {"prompt": "x" * 100_001},
             "tokens: Extra inputs are not permitted": {"prompt": "x", "tokens": 5},
         }
         for message, wrong in refused.items():
             reply = client.post("/generate", json=wrong)
             assert (reply.status_code, reply.json()["detail"]) == (422, message)
-        too_long = client.post("/generate", content=b" " * (MAX_BODY_BYTES + 1))
-        assert (too_long.status_code, f"at most {MAX_BODY_BYTES}" in too_long.json()["detail"]) == (413, True)
+        too_long = client.post("/generate", content=b" " * 1_000_001)
+        assert (too_long.status_code, "at most 1000000 are read" in too_long.json()["detail"]) == (413, True)
         assert client.post("/generate", content=iter([b"{}"])).status_code == 411
         assert client.post("/generate", content=b"{").status_code == 422
 
+        [announced] = running_servers(champion.folder / "servers")
+        assert (announced.url, announced.ref, announced.model) == (str(client.base_url), "tiny@champion", "tiny")
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=20)
         assert process.returncode == 130
         assert output == ""
+        assert list((champion.folder / "servers").iterdir()) == []
+
+
+def test_limits_and_tokens_are_kept_and_requests_counted(champion: Store) -> None:
+    tokens = champion.folder / "tokens"
+    tokens.write_text("first-secret\nsecond-secret\n")
+    limits = {"token_file": str(tokens), "max_prompt_chars": 10, "max_new_tokens": 5, "max_body_bytes": 1000}
+    with server(champion, **limits) as (client, process):
+
+        def post(path: str = "/generate", token: str = "second-secret", **body: Any) -> tuple[int, str]:
+            headers = {"Authorization": f"Bearer {token}"} if token else {}
+            reply = client.post(path, json={"new_tokens": 3} | body, headers=headers)
+            return reply.status_code, reply.text
+
+        assert post(prompt="x")[0] == 200
+        assert "at most 10 are taken (serving.max_prompt_chars)" in post(prompt="x" * 11)[1]
+        assert "at most 5 are made (serving.max_new_tokens)" in post(prompt="x", new_tokens=6)[1]
+        assert post(prompt="x" * 1000)[0] == 413
+        status, text = post(prompt="x", token="third-secret")
+        assert (status, "this token is not accepted" in text, "secret" in text) == (401, True, False)
+        assert post(prompt="x", token="")[0] == 401
+        tokens.write_text("third-secret\n")
+        assert post(prompt="x", token="third-secret")[0] == 200
+        assert post(prompt="x", token="first-secret")[0] == 401
+
+        for path in ("/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"):
+            assert client.get(path).status_code == 200
+        assert client.get("/openapi.json").status_code == 401
+        figures = {
+            (sample.name, sample.labels.get("code", "")): sample.value
+            for family in text_string_to_metric_families(client.get("/metrics").text)
+            for sample in family.samples
+        }
+        counts = {code: value for (name, code), value in figures.items() if name == "shardline_requests_total"}
+        assert counts == {"200": 2, "400": 2, "401": 3, "413": 1}
+        assert figures["shardline_generated_tokens_total", ""] == 6
+        assert figures["shardline_prompt_tokens_total", ""] == 2
+        assert figures["shardline_request_seconds_count", ""] == 8
+        assert figures["shardline_served_version", ""] == 1
+        assert figures["shardline_requests_in_flight", ""] == 0
+        process.kill()
+        output, _ = process.communicate(timeout=20)
+        assert "secret" not in output
+        assert running_servers(champion.folder / "servers") == []
 
 
 def test_it_follows_the_alias_without_a_failed_request(champion: Store) -> None:

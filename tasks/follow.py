@@ -1,0 +1,139 @@
+"""The version that a server serves: what an alias means now, opened, and what it meant before, for comparison."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.engine import Engine, open_engine
+from tasks.registry import TAG, find_version, parse_ref, registry_client, resolve
+from training.credentials import without_credentials
+from training.serving_config import InferenceConfig
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 300  # the previous version is let go of when nobody asked it for so long
+
+
+class Served:
+    """An opened version. Once it is retired, it is closed with the last request that is under way on it."""
+
+    def __init__(self, name: str, version: int, engine: Engine) -> None:
+        self.name, self.version, self.engine = name, version, engine
+        self._used_at = time.monotonic()
+        self._users, self._retired, self._lock = 0, False, threading.Lock()
+
+    def take(self) -> bool:
+        """Whether it may be used, until `give`."""
+        with self._lock:
+            self._users += not self._retired
+            return not self._retired
+
+    def give(self) -> None:
+        with self._lock:
+            self._users -= 1
+            self._used_at = time.monotonic()
+            self._close_if_unused()
+
+    def retire(self) -> None:
+        with self._lock:
+            self._retired = True
+            self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        if self._retired and not self._users:  # in a thread: ranks of torch take seconds to end
+            threading.Thread(target=self.engine.close, name=f"close version {self.version}").start()
+
+    @property
+    def idle_s(self) -> float:
+        return 0.0 if self._users else time.monotonic() - self._used_at
+
+
+class Follower:
+    """The version being served, and the client that tells when the reference means another one."""
+
+    def __init__(self, ref: str, *, tracking_uri: str, cache_dir: Path | None, inference: InferenceConfig) -> None:
+        self.ref, self.tracking_uri, self.cache_dir, self.inference = ref, tracking_uri, cache_dir, inference
+        self.client = registry_client(tracking_uri)
+        self.served = self._load(ref)
+        self._previous: Served | None = None
+        self._loading = threading.Lock()
+
+    def _load(self, ref: str) -> Served:
+        model = resolve(ref, tracking_uri=self.tracking_uri, cache_dir=self.cache_dir)
+        return Served(model.name, model.version, open_engine(model.export_dir, self.inference))
+
+    def refresh(self) -> None:
+        """Load and switch if the reference means another version now."""
+        if int(find_version(self.client, self.ref).version) != self.served.version:
+            before, self.served = self.served, self._load(self.ref)
+            before.retire()
+            logger.info("%s moved: version %d is served instead of %d", self.ref, self.served.version, before.version)
+        with self._loading:
+            if self._previous and self._previous.idle_s > IDLE_S:
+                self._let_previous_go()
+
+    async def follow(self, *, poll_s: float) -> None:
+        """Refresh until cancelled. Whatever goes wrong meanwhile, the loaded version goes on being served."""
+        complaint: type[Exception] | None = None
+        while isinstance(parse_ref(self.ref)[1], str):
+            await asyncio.sleep(poll_s)
+            try:
+                await asyncio.to_thread(self.refresh)
+                complaint = None
+            except Exception as error:
+                if type(error) is not complaint:  # said once, not every poll, though its text may name new addresses
+                    complaint = type(error)
+                    why = without_credentials(str(error), uri=self.tracking_uri)
+                    logger.warning("version %d goes on: cannot follow %s: %s", self.served.version, self.ref, why)
+
+    @contextmanager
+    def current(self) -> Iterator[Served]:
+        """The served version, which stays open while the block runs."""
+        while not (served := self.served).take():  # retired between the two: another one is served by now
+            pass
+        try:
+            yield served
+        finally:
+            served.give()
+
+    def previous(self) -> Served:
+        """The version before the served one, taken, opened at the first call. Raises ValueError where there is none."""
+        with self._loading:
+            number = previous_version(self.client, self.served.name, before=self.served.version)
+            if number is None:
+                raise ValueError(f"{self.served.name} has no version before {self.served.version} that was champion")
+            if self._previous is None or self._previous.version != number:
+                self._let_previous_go()
+                self._previous = self._load(f"{self.served.name}/{number}")
+            assert self._previous.take(), "it is retired under the same lock"
+            return self._previous
+
+    def _let_previous_go(self) -> None:
+        before, self._previous = self._previous, None
+        if before:
+            before.retire()
+
+    def close(self) -> None:
+        with self._loading:
+            self._let_previous_go()
+        self.served.retire()
+
+
+def previous_version(client: MlflowClient, name: str, *, before: int) -> int | None:
+    """The highest version below `before` that was champion once, as its verdict says."""
+    numbers = [
+        int(version.version)
+        for version in client.search_model_versions(f"name = '{name}'")
+        if version.tags.get(f"{TAG}verdict", "").startswith(("passed", "forced"))
+    ]
+    return max((number for number in numbers if number < before), default=None)

@@ -1,0 +1,139 @@
+"""The server's routes: POST /generate, health, metrics and the page; the other protocols add theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.types import ASGIApp
+
+from tasks.follow import Follower, Served
+from tasks.serve_gate import Gate, Refused, refusal
+from tasks.serve_metrics import ServerMetrics
+from tasks.serve_page import PAGE
+from tasks.serve_text import ClientGone, TextService, unless_gone
+from training.serving_config import ServingConfig
+
+
+class GenerateRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: str = Field(description="Text to go on from; the model sees its last tokens.")
+    new_tokens: int = Field(64, ge=1, description="At most so many tokens.")
+    temperature: float = Field(0.8, ge=0, le=10, description="0: always the likeliest token.")
+    top_k: int = Field(50, ge=0, le=1_000_000, description="Sample from the k likeliest tokens; 0: from all.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Sample from the likeliest that have this probability together.")
+    seed: int = Field(1337, ge=0, le=2**32 - 1, description="Equal requests with equal seeds give equal text.")
+
+
+class GenerateReply(BaseModel):
+    text: str
+    model: str
+    version: int
+    seconds: float
+
+
+def build_app(follower: Follower, *, limits: ServingConfig) -> ASGIApp:
+    """The whole server. Raises ValueError for a token file that cannot be used."""
+    metrics = ServerMetrics()
+    metrics.version.labels(follower.served.name).set_function(lambda: follower.served.version)
+    text = TextService(limits, metrics)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        following = asyncio.create_task(follower.follow(poll_s=limits.poll_s))
+        yield
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        text.close()
+
+    app = FastAPI(title=f"Shardline: {follower.ref}", lifespan=lifespan)
+    app.exception_handler(RequestValidationError)(_invalid)
+    app.exception_handler(HTTPException)(_http_error)
+    app.exception_handler(Refused)(_refused)
+    app.exception_handler(ClientGone)(_gone)
+    _add_generate(app, follower, text)
+    _add_health(app, follower, metrics)
+    return Gate(app, follower=follower, limits=limits, metrics=metrics)
+
+
+def _add_generate(app: FastAPI, follower: Follower, text: TextService) -> None:
+    async def reply(request: Request, body: GenerateRequest, served: Served) -> GenerateReply:
+        began = time.perf_counter()
+        sampling = body.model_dump(exclude={"prompt"})
+        request.scope["outcome"]["version"] = served.version
+
+        async def work() -> str:
+            async with text.stream(served, body.prompt, sampling) as stream:
+                return await text.read(stream)
+
+        written = await unless_gone(request, work())
+        seconds = time.perf_counter() - began
+        return GenerateReply(text=written, model=served.name, version=served.version, seconds=seconds)
+
+    @app.post("/generate")
+    async def generate(request: Request, body: GenerateRequest) -> GenerateReply:
+        with follower.current() as served:
+            return await reply(request, body, served)
+
+    @app.post("/previous/generate")
+    async def generate_by_previous(request: Request, body: GenerateRequest) -> GenerateReply:
+        """The same by the version before; it is loaded by the first request, and let go of when nobody asks."""
+        try:
+            served = await asyncio.to_thread(follower.previous)
+        except ValueError as error:
+            raise Refused(404, str(error)) from None
+        try:
+            return await reply(request, body, served)
+        finally:
+            served.give()
+
+
+def _add_health(app: FastAPI, follower: Follower, metrics: ServerMetrics) -> None:
+    @app.get("/health")
+    async def health() -> dict[str, str | int]:
+        return {"status": "ok", "ref": follower.ref, "model": follower.served.name, "version": follower.served.version}
+
+    @app.get("/health/live")
+    @app.get("/health/ready")
+    @app.get("/v2/health/live")
+    @app.get("/v2/health/ready")
+    async def healthy() -> Response:
+        """A server without a loaded model does not listen, and one that drains takes no connections."""
+        return Response()
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(metrics.page(), media_type=metrics.media_type)
+
+    @app.get("/", response_class=HTMLResponse)
+    async def page() -> str:
+        return PAGE
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    """One line per field that is wrong, instead of pydantic's nested list."""
+    assert isinstance(error, RequestValidationError)
+    lines = [f"{'.'.join(map(str, problem['loc'][1:])) or 'body'}: {problem['msg']}" for problem in error.errors()]
+    path = request.scope["path"]
+    return refusal(path, 400 if path.startswith("/v") else 422, "; ".join(lines))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return refusal(request.scope["path"], error.status_code, str(error.detail))
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return refusal(request.scope["path"], error.status, error.message)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nginx's number for it; nobody reads it but the metrics
