@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any, Protocol
 
 from tasks.generate import TextGenerator, TextStream
+from tasks.machine import gpus_here
 from training.serving_config import InferenceConfig
+
+logger = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
@@ -16,6 +20,11 @@ class Engine(Protocol):
     """
 
     context: int  # tokens that the model sees at most
+    concurrent: int  # requests that it makes text for at the same time
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be made now."""
 
     def stream(self, prompt: str, **sampling: Any) -> TextStream:
         """What follows `prompt`, in pieces as they come. Raises ValueError for a wrong argument at the call."""
@@ -28,8 +37,29 @@ class Engine(Protocol):
 
 
 def open_engine(export_dir: Path, inference: InferenceConfig | None = None) -> Engine:
-    """The engine for an export folder. Raises ValueError where it cannot run as `inference` says."""
+    """The engine for an export folder. Raises ValueError where it cannot run as `inference` says.
+
+    RuntimeError where the torch engine's ranks do not start.
+    """
     inference = inference or InferenceConfig()
-    if inference.engine == "torch":
-        raise ValueError("inference.engine = torch: there is none yet, take onnx")
-    return TextGenerator(export_dir)
+    name, why = choose_engine(inference)
+    logger.info("engine: %s (%s)", name, why)
+    if name == "onnx":
+        return TextGenerator(export_dir)
+    from tasks.torch_engine import TorchEngine
+
+    return TorchEngine(export_dir, inference)
+
+
+def choose_engine(inference: InferenceConfig) -> tuple[str, str]:
+    """`onnx` or `torch`, and why. Raises ValueError for what ONNX Runtime cannot do."""
+    if inference.engine == "onnx" and inference.parallel != "none":
+        raise ValueError(
+            f"inference.parallel = {inference.parallel} needs ranks of torch: set inference.engine=torch or auto"
+        )
+    if inference.engine != "auto":
+        return inference.engine, "asked for by inference.engine"
+    if inference.parallel != "none":
+        return "torch", f"inference.parallel = {inference.parallel}"
+    gpus = gpus_here()
+    return ("torch", f"{len(gpus)} GPUs: {gpus[0].name}") if gpus else ("onnx", "no GPU is visible here")

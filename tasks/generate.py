@@ -134,24 +134,12 @@ class TextGenerator:
     Raises ValueError where the folder holds no export, or a masked model.
     """
 
+    concurrent = 2  # one request takes all cores; the second keeps a short one from waiting for a long one
+    ready = True
+
     def __init__(self, export_dir: Path | str, *, threads: int = 0) -> None:
         folder = Path(export_dir)
-        if not (folder / "export.json").is_file():
-            raise ValueError(
-                f"{folder} has no export.json, so it is no exported model: "
-                "make one with `python -m training.export runs/ID/plan.json`"
-            )
-        export = json.loads((folder / "export.json").read_text())
-        if export["objective"] != "causal":
-            raise ValueError(
-                f"{folder} is a masked model: it fills gaps, there is nothing to continue. "
-                "Load it with transformers.AutoModelForMaskedLM, or generate with a llama or gpt2 model"
-            )
-        self.context: int = export["context"]
-        self.end_id: int = export["end_id"]
-        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
+        self.context, self.end_id, self.tokenizer = open_export(folder)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 3  # errors; its warnings are about its own graph optimizer
@@ -191,6 +179,25 @@ class TextGenerator:
         """fp32 [vocab] after `ids`; the whole window is computed anew, there is no cache."""
         (logits,) = self.session.run(["logits"], {"input_ids": np.array([ids], dtype=np.int64)})
         return np.asarray(logits)[0, -1]
+
+
+def open_export(folder: Path) -> tuple[int, int, Tokenizer]:
+    """Context in tokens, end token and tokenizer. Raises ValueError where there is no export, or a masked model's."""
+    if not (folder / "export.json").is_file():
+        raise ValueError(
+            f"{folder} has no export.json, so it is no exported model: "
+            "make one with `python -m training.export runs/ID/plan.json`"
+        )
+    export = json.loads((folder / "export.json").read_text())
+    if export["objective"] != "causal":
+        raise ValueError(
+            f"{folder} is a masked model: it fills gaps, there is nothing to continue. "
+            "Load it with transformers.AutoModelForMaskedLM, or generate with a llama or gpt2 model"
+        )
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return export["context"], export["end_id"], tokenizer
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:

@@ -131,6 +131,11 @@ def driver_gpus() -> tuple[Gpu, ...]:
         pynvml.nvmlShutdown()
 
 
+def gpus_here() -> tuple[Gpu, ...]:
+    """Those that torch would see, found without it."""
+    return visible_gpus(driver_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
 def head_versions(gpus: tuple[Gpu, ...]) -> dict[str, str]:
     """The driver's version, and that of the C++ compiler that torch.compile would use."""
     found = {"driver": gpus[0].driver} if gpus else {}

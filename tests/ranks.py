@@ -38,15 +38,15 @@ def _run_rank(program: str, plan_path: Path, environment: dict[str, str], log_pa
 
 
 class Ranks:
-    """A program on the plan's ranks. If one fails the others are ended, as torchrun does it."""
+    """A program on the run plan's ranks, or on `ranks`. If one fails the others are ended, as torchrun does it."""
 
-    def __init__(self, plan_path: Path, *, program: str = "training.train") -> None:
+    def __init__(self, plan_path: Path, *, program: str = "training.train", ranks: int = 0) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # the server inherits it
-        plan = RunPlan.read(plan_path)
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(plan.world_size)}
+        ranks = ranks or RunPlan.read(plan_path).world_size
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
         self.log_path = plan_path.parent / f"{program}.log"
         self.processes: list[ForkServerProcess] = []
-        for rank in range(plan.world_size):
+        for rank in range(ranks):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MLFLOW_TRACKING_URI": ""}
             process = _SERVER.Process(target=_run_rank, args=(program, plan_path, world | place, self.log_path))
             process.start()

@@ -22,6 +22,7 @@ CONTRACT = {
     "credentials",
     "config",
     "data_config",
+    "decode_plan",
     "train_config",
     "launch_config",
     "host_check",

@@ -24,7 +24,7 @@ def model_shape(config: RunConfig, *, vocab_size: int, hf_config: Mapping[str, A
             raise ValueError(f"model.path = {model.path!r}: its config.json was not found; check the path or name")
         _check_kind(model, str(hf_config.get("model_type", "unknown")))
         _check_dropout(model, hf_config)
-        shape = _shape_of_hf(hf_config, vocab_size=vocab_size, context=config.train.context)
+        shape = shape_of_hf(hf_config, vocab_size=vocab_size, context=config.train.context)
     else:
         shape = ModelShape(
             architecture=model.architecture,
@@ -75,7 +75,7 @@ def default_mlp_width(model: ModelConfig) -> int:
     return -(-model.width * 8 // 3 // 64) * 64 if model.architecture == "llama" else 4 * model.width
 
 
-def _shape_of_hf(hf: Mapping[str, Any], *, vocab_size: int, context: int) -> ModelShape:
+def shape_of_hf(hf: Mapping[str, Any], *, vocab_size: int, context: int) -> ModelShape:
     def first(*names: str) -> int:
         found = next((hf[name] for name in names if hf.get(name)), None)
         if found is None:

@@ -7,7 +7,7 @@ the last stage; the two gradients are summed, so that both copies stay the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,11 +39,14 @@ def own_stages(plan: RunPlan, mesh: DeviceMesh) -> list[int]:
 
 
 def keep_own_stages(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> None:
+    keep_stages(model, owned=own_stages(plan, mesh), stages=plan.mesh["pp"] * plan.config.parallel.pp_stages_per_rank)
+
+
+def keep_stages(model: LanguageModel, *, owned: Sequence[int], stages: int) -> None:
     """Drop the layers of other ranks; those that stay keep their names. `model.stages`: own layers by stage."""
     assert model.anatomy is not None, "the plan refuses pp for such models"
-    layers, owned = layers_of(model.hf), own_stages(plan, mesh)
-    last = plan.mesh["pp"] * plan.config.parallel.pp_stages_per_rank - 1
-    dealt = np.array_split(np.arange(len(layers)), last + 1)
+    layers, last = layers_of(model.hf), stages - 1
+    dealt = np.array_split(np.arange(len(layers)), stages)
     model.stages = {stage: [layers[i] for i in dealt[stage]] for stage in owned}
     kept = {id(layer) for stage in model.stages.values() for layer in stage}
     for number, layer in enumerate(layers):

@@ -1,0 +1,132 @@
+"""The engine of torch ranks: on GPUs, on several devices, or for a model of any class (tasks/engine.py's protocol)."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tasks.generate import Sampling, TextStream, encode_prompt, open_export
+from tasks.machine import gpus_here, usable_cores
+from tasks.torch_ranks import EngineDied, Tokens, TorchRanks
+from training.decode_plan import ROWS, check_inference
+from training.serving_config import InferenceConfig
+
+logger = logging.getLogger(__name__)
+
+
+class TorchEngine:
+    """An export folder on ranks. If they die they are started again, once; requests meanwhile fail with EngineDied."""
+
+    def __init__(self, export_dir: Path | str, inference: InferenceConfig) -> None:
+        folder = Path(export_dir)
+        self.context, self.end_id, self.tokenizer = open_export(folder)
+        check_inference(folder, inference)
+        self.plan: dict[str, Any] = {
+            "folder": str(folder.absolute()),
+            "parallel": inference.parallel,
+            "degree": inference.degree,
+            "device_kind": _device_kind(inference.degree),
+            "precision": inference.precision,
+            "deepspeed": inference.engine == "deepspeed",
+            "context": self.context,
+            "threads_per_rank": max(1, usable_cores() // inference.degree),
+        }
+        copies = 1 if inference.parallel in {"none", "tensor"} else inference.degree
+        self.concurrent = ROWS * copies  # requests that are decoded at the same time
+        self.numbers = itertools.count()
+        self.lock = threading.Lock()
+        self.closed, self.restarted, self.why_not = False, False, ""
+        self.ranks = self._start()
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be made now; `why_not` says why they cannot."""
+        return self.ranks.alive
+
+    def generate(self, prompt: str, **sampling: Any) -> str:
+        return "".join(self.stream(prompt, **sampling))
+
+    def stream(self, prompt: str, **sampling: Any) -> TextStream:
+        """As tasks.generate.TextGenerator's; also raises EngineDied, at the call or while the text comes."""
+        how = Sampling(**sampling)
+        prompt_ids = encode_prompt(self.tokenizer, prompt) or [self.end_id]
+        number = next(self.numbers)
+        message = {
+            "id": number,
+            "ids": prompt_ids[-self.context :],
+            "new_tokens": how.new_tokens,
+            "temperature": how.temperature,
+            "top_k": how.top_k,
+            "top_p": how.top_p,
+            "seed": how.seed,
+            "stop_id": self.end_id if how.stop_at_end else None,
+        }
+        ranks = self.ranks
+        try:
+            new_ids = NewIds(ranks, number, ranks.ask(message))
+        except EngineDied as error:
+            raise EngineDied(self.why_not or str(error)) from None
+        return TextStream(self.tokenizer, prompt_ids, new_ids, how)
+
+    def close(self) -> None:
+        with self.lock:
+            self.closed = True
+            self.ranks.close()
+
+    def _start(self) -> TorchRanks:
+        return TorchRanks(self.plan, on_death=self._start_again)
+
+    def _start_again(self) -> None:
+        """Once: what killed them twice will do it a third time."""
+        with self.lock:
+            if self.closed:
+                return
+            if self.restarted:
+                self.why_not = "the torch engine's ranks have ended twice: see the log, and start the server again"
+                return
+            self.restarted, self.why_not = True, "the torch engine's ranks have ended and are being started again"
+            logger.warning("%s", self.why_not)
+            try:
+                self.ranks = self._start()
+                self.why_not = ""
+            except RuntimeError as error:
+                self.why_not = f"the torch engine's ranks have ended, and {error}"
+                logger.error("%s", self.why_not)
+
+
+class NewIds(Iterator[int]):
+    """Token IDs of one request as they come; `close` takes the request back, from any thread."""
+
+    def __init__(self, ranks: TorchRanks, number: int, tokens: Tokens) -> None:
+        self.ranks, self.number, self.tokens, self.ended = ranks, number, tokens, False
+
+    def __next__(self) -> int:
+        token = None if self.ended else self.tokens.get()
+        if isinstance(token, int):
+            return token
+        self.ended = True
+        if token is None:
+            raise StopIteration
+        raise token
+
+    def close(self) -> None:
+        self.ranks.cancel(self.number)
+
+    def __del__(self) -> None:  # a stream that nobody reads to its end gives its row back
+        if not self.ended:
+            self.close()
+
+
+def _device_kind(degree: int) -> str:
+    """Raises ValueError where there are some GPUs, and too few."""
+    gpus = gpus_here()
+    if gpus and degree > len(gpus):
+        raise ValueError(
+            f"inference.degree = {degree}, but {len(gpus)} GPUs are visible: lower it, or hide the GPUs to run on the "
+            "CPU (CUDA_VISIBLE_DEVICES=)"
+        )
+    return "cuda" if gpus else "cpu"

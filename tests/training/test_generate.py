@@ -1,0 +1,189 @@
+"""Several ranks give the text of one: requests of unlike length, decoded together, with keys and values kept."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tasks.generate import Sampling, choose_token
+from tests.ranks import Ranks
+from tests.tiny_run import tiny_run
+from training.decode_plan import DecodePlan, check_inference
+from training.sampling import Draw, sample
+from training.serving_config import InferenceConfig
+
+CONTEXT = 32
+TEXTS = ("def", "x", "return a + b  #", "a" * 30, "the prompt is longer than context " * 2)
+PROMPTS = [list(text.encode()) for text in TEXTS]
+NEW_TOKENS = (20, 9, 24, 6, 5)  # the third and the fourth go beyond the context, the fifth begins there
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint: config.json and model.safetensors."""
+    run_dir = tiny_run(tmp_path_factory.mktemp("runs") / request.param, architecture=request.param)
+    return run_dir / "checkpoints" / "8"
+
+
+class Client:
+    """Ranks, and the channels of those that lead."""
+
+    def __init__(self, plan: DecodePlan, listener: socket.socket, ranks: Ranks) -> None:
+        self.ranks, listener = ranks, listener
+        listener.settimeout(60)
+        self.channels = [listener.accept()[0].makefile("rwb") for _ in range(plan.leaders)]
+        assert sorted(json.loads(channel.readline())["ready"] for channel in self.channels) == [*range(plan.leaders)]
+
+    def ask(self, requests: list[dict[str, Any]], *, channel: int = 0) -> dict[int, list[int]]:
+        """Tokens of each request."""
+        asked, texts, left = self.channels[channel], {each["id"]: [] for each in requests}, len(requests)
+        asked.write(b"".join(json.dumps(each).encode() + b"\n" for each in requests))
+        asked.flush()
+        while left:
+            news = json.loads(asked.readline())
+            for number, token in news["tokens"]:
+                texts[number].append(token)
+            left -= len(news["ended"])
+        return texts
+
+    def close(self) -> None:
+        for channel in self.channels:
+            channel.close()
+
+
+Start = Callable[..., Client]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    clients = []
+
+    def started(folder: Path, parallel: str = "none", degree: int = 1, **changes: Any) -> Client:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        plan = DecodePlan(
+            folder=str(folder),
+            channel=str(tmp_path / "s"),
+            parallel=parallel,  # type: ignore[arg-type]
+            degree=degree,
+            device_kind="cpu",
+            precision="auto",
+            context=CONTEXT,
+            threads_per_rank=1,
+            **changes,
+        )
+        plan.write(tmp_path / "decode.json")
+        with listener:
+            ranks = Ranks(tmp_path / "decode.json", program="training.generate", ranks=degree)
+            clients.append(Client(plan, listener, ranks))
+        return clients[-1]
+
+    yield started
+    for client in clients:  # every rank ends when the channel does, and none with an error
+        client.close()
+        client.ranks.finish()
+
+
+def request(number: int, ids: list[int], new_tokens: int, **how: Any) -> dict[str, Any]:
+    defaults = {"temperature": 0, "top_k": 0, "top_p": 1, "seed": 1, "stop_id": None}
+    return {"id": number, "ids": ids, "new_tokens": new_tokens, **defaults, **how}
+
+
+def greedy(folder: Path, ids: list[int], new_tokens: int) -> list[int]:
+    """By the plain class, without a cache, from the last CONTEXT tokens each time."""
+    model, ids, start = AutoModelForCausalLM.from_pretrained(folder), list(ids), len(ids)
+    with torch.no_grad():
+        for _ in range(new_tokens):
+            ids.append(int(model(torch.tensor([ids[-CONTEXT:]])).logits[0, -1].argmax()))
+    return ids[start:]
+
+
+def same_as_the_plain_model(client: Client, folder: Path) -> None:
+    asked = [request(i, ids, n) for i, (ids, n) in enumerate(zip(PROMPTS, NEW_TOKENS, strict=True))]
+    expected = {i: greedy(folder, ids, n) for i, (ids, n) in enumerate(zip(PROMPTS, NEW_TOKENS, strict=True))}
+    assert client.ask(asked) == expected
+
+
+def test_ranks_that_split_the_matrices_give_the_text_of_the_plain_model(folder: Path, start: Start) -> None:
+    same_as_the_plain_model(start(folder, "tensor", 2, rows=3), folder)  # fewer rows than there are prompts
+
+
+def test_ranks_that_have_some_layers_each_give_the_text_of_the_plain_model(folder: Path, start: Start) -> None:
+    same_as_the_plain_model(start(folder, "pipeline", 2, rows=2), folder)
+
+
+@pytest.mark.slow
+def test_copies_give_the_text_of_the_plain_model(folder: Path, start: Start) -> None:
+    client = start(folder, "data", 2)
+    same_as_the_plain_model(client, folder)
+    assert client.ask([request(7, PROMPTS[0], 20)], channel=1) == {7: greedy(folder, PROMPTS[0], 20)}
+
+
+@pytest.mark.slow
+def test_a_class_that_is_not_described_runs_whole(start: Start, tmp_path: Path) -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": CONTEXT}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 8}
+    torch.manual_seed(0)
+    MistralForCausalLM(MistralConfig(**sizes, **heads)).save_pretrained(tmp_path / "mistral")
+    same_as_the_plain_model(start(tmp_path / "mistral", rows=3), tmp_path / "mistral")
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_one_rank_serves_seeds_refuses_foreign_tokens_and_takes_requests_back(folder: Path, start: Start) -> None:
+    client = start(folder, rows=2)
+    drawn = {"temperature": 1.0, "top_k": 40, "top_p": 0.9}
+    alone = client.ask([request(0, PROMPTS[0], 20, seed=5, **drawn)])[0]
+    beside = client.ask([request(i, ids, 20, seed=5 + i, **drawn) for i, ids in enumerate(PROMPTS)])
+    assert beside[0] == alone  # whatever else is in the batch
+    stop = alone.index(alone[9])
+    assert client.ask([request(0, PROMPTS[0], 20, seed=5, stop_id=alone[stop], **drawn)])[0] == alone[:stop]
+    assert client.ask([request(0, PROMPTS[0], 0)]) == {0: []}
+
+    channel = client.channels[0]
+    for message in (request(1, [258], 5), request(2, PROMPTS[0], 10**6), request(3, PROMPTS[1], 10**6)):
+        channel.write(json.dumps(message).encode() + b"\n")
+    channel.flush()
+    assert "from 258 to 258, the model has 258 words" in json.loads(channel.readline())["why"]
+    last = request(4, PROMPTS[1], 9)  # gets a row only when one of them has let go of its own
+    for message in ({"cancel": 2}, {"cancel": 3}, last):
+        channel.write(json.dumps(message).encode() + b"\n")
+    channel.flush()
+    text: list[int] = []
+    while len(text) < 9:
+        text += [token for number, token in json.loads(channel.readline())["tokens"] if number == 4]
+    assert text == greedy(folder, PROMPTS[1], 9)
+
+
+def test_the_choice_of_a_token_is_that_of_the_other_engine() -> None:
+    generator = np.random.default_rng(0)
+    for number in range(200):
+        logits = generator.normal(size=50).astype(np.float32) * 3
+        top_k, top_p = int(generator.integers(0, 60)), float(generator.uniform(0.2, 1)) if number % 4 else 1.0
+        mine, other = np.random.default_rng(number), np.random.default_rng(number)
+        how = Sampling(temperature=0.7, top_k=top_k, top_p=top_p)
+        expected = [choose_token(logits, how, random=other) for _ in range(5)]
+        assert [sample(logits, Draw(0.7, top_k, top_p), mine) for _ in range(5)] == expected
+
+
+def test_what_cannot_be_shared_is_refused_with_the_numbers(folder: Path) -> None:
+    def refused(parallel: str, degree: int) -> str:
+        with pytest.raises(ValueError, match=r"set inference|choose a degree|lower it") as error:
+            check_inference(folder, InferenceConfig(parallel=parallel, degree=degree))  # type: ignore[arg-type]
+        return str(error.value)
+
+    degree, heads = (4, "2 key/value heads") if "llama" in str(folder) else (8, "4 attention heads")  # GQA: 4 share 2
+    assert f"{heads} cannot be shared by inference.degree = {degree}" in refused("tensor", degree)
+    assert "2 layers cannot fill inference.degree = 3 stages: lower it to 2" in refused("pipeline", 3)
+    assert "inference.parallel = none: set inference.parallel" in refused("none", 2)
+    check_inference(folder, InferenceConfig(parallel="tensor", degree=2))
