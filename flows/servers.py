@@ -20,13 +20,12 @@ from pathlib import Path
 
 import psutil
 
-from flows.presets import PRESETS_FILE
+from flows.deploying import POOL, deploy, make_pool
 from tasks.places import UP_FILE, embedded_artifacts, home, local_process, owned, process_key, up_url
 from training.records import write_atomically
 
 logger = logging.getLogger(__name__)
 
-POOL, TRAINING_QUEUE = "shardline", "training"
 READY_WITHIN_S = 120  # a first start migrates two databases; 15 s on 2 cores
 POLL_S = 0.1
 STOP_WITHIN_S = 15
@@ -113,30 +112,14 @@ def _start(name: str, command: list[str], *, url: str) -> None:
 
 
 def _deploy(*, worker_is_missing: bool) -> None:
-    """The pool, its queue for training, one run at a time, the deployments, and the worker that takes them."""
-    environment, prefect = _environment(), [sys.executable, "-m", "prefect", "--no-prompt"]
-    _run([*prefect, "work-pool", "create", POOL, "--type", "process", "--overwrite"], environment)
-    queue = ["work-queue", "create", TRAINING_QUEUE, "--pool", POOL, "--limit", "1"]
-    with contextlib.suppress(_AlreadyThere):
-        _run([*prefect, *queue], environment)
+    """The pool, the worker that takes its runs, and the deployments."""
+    environment = _environment()
+    make_pool(environment)
     if worker_is_missing:
         command = ["-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", _worker_name()]
         _start("worker", command, url=POOL)
-    _run([*prefect, "deploy", "--all", "--prefect-file", str(PRESETS_FILE)], environment)
+    deploy(environment)
     _wait("worker", _worker_is_online)
-
-
-class _AlreadyThere(RuntimeError):
-    pass
-
-
-def _run(command: list[str], environment: dict[str, str]) -> None:
-    done = subprocess.run(command, env=environment, cwd=PRESETS_FILE.parent, capture_output=True, text=True)
-    if done.returncode:
-        said = (done.stdout + done.stderr).strip()
-        if "already exists" in said:
-            raise _AlreadyThere(said)
-        raise RuntimeError(f"`{' '.join(command[2:])}` failed:\n{said[-2000:]}")
 
 
 def _worker_name() -> str:

@@ -1,10 +1,11 @@
-"""`shardline up|down`, for flows/cli.py."""
+"""`shardline up|down|stack`, for flows/cli.py."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 from flows.tables import print_pairs
 
@@ -16,7 +17,12 @@ def add_server_commands(command: Callable[..., argparse.ArgumentParser]) -> None
     up.add_argument("--mlflow-port", type=int, default=5000)
     down = command("down", _down, "stop what `up` started; runs under way must be stopped before")
     down.add_argument("--force", action="store_true", help="stop runs under way as well, with a checkpoint")
-    for added in (up, down):
+    stack = command(
+        "stack", _stack, "init: make the folder of infra/compose.yaml's stack (docs/operations.md)", "ACTION"
+    )
+    stack.add_argument("folder", metavar="DIR", nargs="?", default="/srv/shardline", help="default: /srv/shardline")
+    stack.add_argument("--docker", action="store_true", help="init: its worker may use this machine's Docker daemon")
+    for added in (up, down, stack):
         added.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
@@ -55,3 +61,27 @@ def _down(options: argparse.Namespace) -> None:
         print(json.dumps({"stopped": stopped}))
     else:
         print(f"stopped {', '.join(stopped)}" if stopped else "nothing ran")
+
+
+def _stack(options: argparse.Namespace) -> None:
+    """`worker` is what the stack's worker container runs; nobody else needs it."""
+    from flows.stack import init, work
+
+    if options.action == "worker":
+        work()
+    if options.action != "init":
+        raise ValueError(f"shardline stack {options.action}: there is `shardline stack init DIR`")
+    folder = Path(options.folder).absolute()
+    made = init(folder, docker=options.docker)
+    if options.json:
+        print(json.dumps({"folder": str(folder), "made": made}))
+        return
+    rows = [
+        ("secrets", f"{folder}/secrets: {len(made)} made"),
+        ("settings", f"{folder}/.env: ports, limits, the model that is served"),
+        ("start", f"cd {folder} && docker compose up --build --detach --wait postgres prefect mlflow worker"),
+        ("Prefect", f"http://127.0.0.1:4200, with the text of {folder}/secrets/prefect_auth"),
+        ("MLflow", f"http://127.0.0.1:5000, as admin with {folder}/secrets/mlflow_admin_password"),
+        ("a server", "docker compose up --detach, once there is a champion"),
+    ]
+    print_pairs("stack", rows)

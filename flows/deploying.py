@@ -1,0 +1,39 @@
+"""Onto a Prefect server: the pool, its queue for training, one run at a time, and prefect.yaml's deployments."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+
+from flows.presets import PRESETS_FILE
+
+POOL, TRAINING_QUEUE = "shardline", "training"
+
+
+PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
+
+
+def make_pool(environment: dict[str, str]) -> None:
+    """On the server that `environment` names, if it has not got it. Raises RuntimeError with what Prefect said."""
+    _run([*PREFECT, "work-pool", "create", POOL, "--type", "process", "--overwrite"], environment)
+    with contextlib.suppress(_AlreadyThere):
+        _run([*PREFECT, "work-queue", "create", TRAINING_QUEUE, "--pool", POOL, "--limit", "1"], environment)
+
+
+def deploy(environment: dict[str, str]) -> None:
+    """Into the pool; done before, it changes what has changed."""
+    _run([*PREFECT, "deploy", "--all", "--prefect-file", str(PRESETS_FILE)], environment)
+
+
+class _AlreadyThere(RuntimeError):
+    pass
+
+
+def _run(command: list[str], environment: dict[str, str]) -> None:
+    done = subprocess.run(command, env=environment, cwd=PRESETS_FILE.parent, capture_output=True, text=True)
+    if done.returncode:
+        said = (done.stdout + done.stderr).strip()
+        if "already exists" in said:
+            raise _AlreadyThere(said)
+        raise RuntimeError(f"`{' '.join(command[2:])}` failed:\n{said[-2000:]}")

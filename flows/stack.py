@@ -1,0 +1,118 @@
+"""What infra/compose.yaml needs around it: `init` makes the folder that the stack lives in, `worker` is its worker."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from flows.deploying import POOL, deploy, make_pool
+
+logger = logging.getLogger(__name__)
+
+INFRA = Path(__file__).parents[1] / "infra"
+FOLDERS = ("postgres", "prefect", "artifacts", "home", "corpora", "triton")
+PASSWORDS = (
+    "postgres_password",
+    "prefect_database_password",
+    "mlflow_database_password",
+    "mlflow_admin_password",
+    "mlflow_serving_password",
+    "mlflow_form_key",
+    "serve_tokens",
+)
+PREFECT_USER, SERVING_USER = "shardline", "serving"
+NOBODY_ELSE = 10001  # runs the stack of root, as containers of ours do anyway
+DOCKER_SOCKET = Path("/var/run/docker.sock")
+REQUEST_S = 30
+
+
+def init(folder: Path, *, docker: bool = False) -> list[str]:
+    """Make folders, secrets of random content (mode 0600) and .env, for `docker compose` to be called in `folder`.
+
+    What is there already stays: secrets, and settings in .env. Returns the secrets that were made.
+    Raises ValueError for a path that .env could not hold, or without a checkout's infra/.
+    """
+    folder = folder.absolute()
+    if not re.fullmatch(r"[A-Za-z0-9._/-]+", str(folder)):
+        raise ValueError(f"{folder}: take a path of letters, digits, `.`, `_`, `-`; Docker would read others otherwise")
+    if not (INFRA / "compose.yaml").exists():
+        raise ValueError(f"{INFRA / 'compose.yaml'} is not there: call this from a checkout of Shardline")
+    if docker and not DOCKER_SOCKET.exists():
+        raise ValueError(f"--docker: there is no {DOCKER_SOCKET} on this machine; start Docker, or leave it out")
+    uid, gid = (NOBODY_ELSE, NOBODY_ELSE) if os.getuid() == 0 else (os.getuid(), os.getgid())
+    for name in (".", *FOLDERS, "secrets"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name).chmod(0o755 if name == "." else 0o700)
+    made = [name for name in (*PASSWORDS, "prefect_auth", "hf_token") if _make_secret(folder / "secrets" / name)]
+    compose = [INFRA / "compose.yaml", *([INFRA / "compose.docker.yaml"] if docker else [])]
+    settings = {"SHARDLINE_UID": str(uid), "SHARDLINE_GID": str(gid), "SHARDLINE_MODEL": "quickstart@champion"}
+    settings |= {"DOCKER_GID": str(DOCKER_SOCKET.stat().st_gid)} if docker else {}
+    always = {"COMPOSE_FILE": ":".join(map(str, compose)), "SHARDLINE_STACK": str(folder)}
+    content = settings | _read_settings(folder / ".env") | always
+    (folder / ".env").write_text("".join(f"{name}={value}\n" for name, value in content.items()))
+    if os.getuid() == 0:
+        uid, gid = int(content["SHARDLINE_UID"]), int(content["SHARDLINE_GID"])
+        for path in (*(folder / name for name in (*FOLDERS, "secrets")), *(folder / "secrets").iterdir()):
+            os.chown(path, uid, gid)
+    return made
+
+
+def _make_secret(path: Path) -> bool:
+    if path.exists():
+        return False
+    content = {"prefect_auth": f"{PREFECT_USER}:{secrets.token_urlsafe(32)}", "hf_token": ""}
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(content.get(path.name, secrets.token_urlsafe(32)))
+    return True
+
+
+def _read_settings(path: Path) -> dict[str, str]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+
+
+def work() -> None:
+    """Make the serving user of MLflow, deploy prefect.yaml, and become the worker of its pool."""
+    password = os.environ.pop("MLFLOW_SERVING_PASSWORD", "")
+    if password:
+        make_user(SERVING_USER, password)
+    environment = dict(os.environ)
+    make_pool(environment)
+    deploy(environment)
+    options = ["--pool", POOL, "--type", "process", "--name", f"shardline-{socket.gethostname()}", "--with-healthcheck"]
+    os.execv(sys.executable, [sys.executable, "-m", "prefect", "worker", "start", *options])
+
+
+def make_user(name: str, password: str) -> None:
+    """A user of MLflow's basic-auth app with that password, there before or not; the app's default is to read only."""
+    body = {"username": name, "password": password}
+    status, answer = _ask_mlflow("POST", "/api/2.0/mlflow/users/create", body)
+    if "RESOURCE_ALREADY_EXISTS" in answer:
+        status, answer = _ask_mlflow("PATCH", "/api/2.0/mlflow/users/update-password", body)
+    if status != 200:
+        raise RuntimeError(f"MLflow refused to make its user {name} ({status}): {answer[:500]}")
+
+
+def _ask_mlflow(method: str, path: str, body: dict[str, str]) -> tuple[int, str]:
+    user = f"{os.environ['MLFLOW_TRACKING_USERNAME']}:{os.environ['MLFLOW_TRACKING_PASSWORD']}"
+    request = urllib.request.Request(
+        os.environ["MLFLOW_TRACKING_URI"] + path,
+        json.dumps(body).encode(),
+        {"content-type": "application/json", "authorization": f"Basic {base64.b64encode(user.encode()).decode()}"},
+        method=method,
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=REQUEST_S) as response:
+            return int(response.status), response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(errors="replace")

@@ -1,0 +1,32 @@
+"""infra/compose.yaml as Docker Compose reads it: variables of .env filled in, anchors merged, override files on top."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.conftest import REPO
+
+COMPOSE = REPO / "infra" / "compose.yaml"
+WITH_DOCKER = REPO / "infra" / "compose.docker.yaml"
+VARIABLE = re.compile(r"\$\{(\w+)(?::([-?])([^}]*))?\}")
+
+
+def read_compose(path: Path, settings: Mapping[str, str]) -> dict[str, Any]:
+    """Raises KeyError for a `${NAME:?…}` that `settings` lacks, as Compose refuses it."""
+
+    def value(match: re.Match[str]) -> str:
+        name, kind, default = match.groups()
+        return settings.get(name) or default if kind == "-" else settings[name]
+
+    content: dict[str, Any] = yaml.safe_load(VARIABLE.sub(value, path.read_text()))
+    return content
+
+
+def read_settings(folder: Path) -> dict[str, str]:
+    """.env of a stack's folder."""
+    return dict(line.split("=", 1) for line in (folder / ".env").read_text().splitlines())
