@@ -20,6 +20,7 @@ from flows.embedded import is_embedded
 from tasks import corpus, fleet, launch, nsight, overrides, planning, track, trial
 from tasks import hardware as machines
 from tasks.doctor import hardware_rows
+from tasks.evaluate import metrics_of, table_of
 from tasks.generate import TextGenerator, check_prompts
 from tasks.places import command, home, run_folder, tracking_uri
 from tasks.plan_words import plan_in_words
@@ -196,12 +197,9 @@ def log_attempts(run: TrackedRun) -> None:
 def evaluate(plan: RunPlan, run: TrackedRun) -> EvalReport:
     with timed(run, "evaluate"):
         report = launch.evaluate(plan, run_dir=run.folder)
-    figures = {"eval/loss": report.loss, "eval/perplexity": report.perplexity, "eval/accuracy": report.accuracy}
-    if report.bits_per_byte is not None:
-        figures["eval/bits_per_byte"] = report.bits_per_byte
-    track.log_figures(run, figures, step=report.step)
+    track.log_figures(run, metrics_of(report), step=report.step)
     track.log_files(run, run.folder / "eval.json")
-    create_table_artifact([figures], key="evaluation", description="Held-out figures")
+    create_table_artifact(table_of(report), key="evaluation", description="Held-out text, by source, and tasks")
     return report
 
 

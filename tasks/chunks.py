@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tasks.split import Passage
 from tasks.tokenizer import SavedTokenizer, encode
-from training.records import Shard
+from training.records import Shard, Stretch
 from training.shards import SPLITS, finished_shards, write_marker, write_shard
 
 Chunk = list[Passage]
@@ -63,14 +63,28 @@ def tokenize_chunk(place: Workplace, index: int, chunk: Chunk) -> tuple[Shard, .
     shards = []
     for split in SPLITS:
         passages = [passage for passage in chunk if passage.split == split]
-        tokens, ends = encode(place.tokenizer, passages)
+        tokens, ends, lengths = encode(place.tokenizer, passages)
         if len(tokens):
-            text_bytes = sum(len(passage.text.encode()) for passage in passages)
-            shards.append(
-                write_shard(place.folder, split=split, index=index, tokens=tokens, ends=ends, text_bytes=text_bytes)
+            num_bytes = [len(passage.text.encode()) for passage in passages]
+            shard = write_shard(
+                place.folder, split=split, index=index, tokens=tokens, ends=ends, text_bytes=sum(num_bytes)
             )
+            if split == "validation":
+                shard = shard.model_copy(update={"stretches": _stretches(passages, lengths, num_bytes)})
+            shards.append(shard)
     write_marker(place.folder, index, tuple(shards))
     return tuple(shards)
+
+
+def _stretches(passages: Iterable[Passage], lengths: list[int], num_bytes: list[int]) -> tuple[Stretch, ...]:
+    """Neighbouring passages of one source together."""
+    counted = zip((passage.source for passage in passages), lengths, num_bytes, strict=True)
+    stretches = []
+    for source, group in itertools.groupby(counted, key=lambda each: each[0]):
+        rows = list(group)
+        tokens, text_bytes = sum(row[1] for row in rows), sum(row[2] for row in rows)
+        stretches.append(Stretch(source=source, tokens=tokens, text_bytes=text_bytes))
+    return tuple(stretches)
 
 
 def _unfinished(chunks: Iterable[Chunk], folder: Path, finished: list[Tokenized]) -> Iterator[tuple[int, Chunk]]:

@@ -15,7 +15,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tasks.sources import Skipped, Source
@@ -36,11 +36,15 @@ WORD_BORDER = re.compile(r"\S(?= \S)")
 
 @dataclass(frozen=True)
 class Piece:
-    """A document, or a stretch of a long one. `name` is the document's place; `last`: it ends here."""
+    """A document, or a stretch of a long one. `name` is the document's place; `last`: it ends here.
+
+    `source`: number of the file, or hub set, that it was read from.
+    """
 
     name: str
     text: str
     last: bool
+    source: int = 0
 
 
 def read_pieces(sources: list[Source], data: DataConfig, skipped: Skipped) -> Iterator[Piece]:
@@ -48,12 +52,12 @@ def read_pieces(sources: list[Source], data: DataConfig, skipped: Skipped) -> It
 
     Raises ValueError for a source that fails after its first document: half of it is no document to skip.
     """
-    for source in sources:
+    for number, source in enumerate(sources):
         documents, place = 0, ""
         try:
             for piece in _read(source, data, skipped):
                 place = piece.name
-                yield piece
+                yield replace(piece, source=number)
                 documents += piece.last
         except OSError as error:
             reason = error.strerror or error

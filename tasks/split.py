@@ -32,6 +32,7 @@ class Passage:
     text: str
     ends: bool
     whole: bool
+    source: int = 0
 
 
 def choose_rule(data: DataConfig, pieces: Iterable[Piece]) -> SplitRule:
@@ -84,7 +85,8 @@ def split_of(name: str, validation_fraction: float) -> Split:
 def split_pieces(pieces: Iterable[Piece], rule: SplitRule) -> Iterator[Passage]:
     if rule.kind == "documents":
         for piece in pieces:
-            yield Passage(split_of(piece.name, rule.validation_fraction), piece.text, piece.last, piece.last)
+            split = split_of(piece.name, rule.validation_fraction)
+            yield Passage(split, piece.text, ends=piece.last, whole=piece.last, source=piece.source)
         return
     left = rule.border  # characters that still go to train
     for piece in pieces:
@@ -92,6 +94,6 @@ def split_pieces(pieces: Iterable[Piece], rule: SplitRule) -> Iterator[Passage]:
         left -= len(head)
         if head:
             whole = piece.last and not tail
-            yield Passage("train", head, ends=whole or left == 0, whole=whole)
+            yield Passage("train", head, ends=whole or left == 0, whole=whole, source=piece.source)
         if tail:
-            yield Passage("validation", tail, ends=piece.last, whole=piece.last)
+            yield Passage("validation", tail, ends=piece.last, whole=piece.last, source=piece.source)

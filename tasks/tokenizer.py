@@ -134,21 +134,25 @@ def save_tokenizer(
     return _described(target / "tokenizer.json", config, specials)
 
 
-def encode(saved: SavedTokenizer, passages: Sequence[Passage]) -> tuple[np.ndarray, list[int]]:
-    """Tokens of the passages in a row, each whole document followed by the end token; and where documents end."""
+def encode(saved: SavedTokenizer, passages: Sequence[Passage]) -> tuple[np.ndarray, list[int], list[int]]:
+    """Tokens of the passages in a row, each whole document followed by the end token; where documents end; and how
+    many tokens each passage has.
+    """
     tokenizer = _load(str(saved.file))
     parts: list[np.ndarray] = [np.empty(0, dtype=saved.dtype)]
     ends: list[int] = []
+    lengths: list[int] = []
     total = 0
     for batch in _batches(passages):
         encodings = tokenizer.encode_batch_fast([passage.text for passage in batch], add_special_tokens=False)
         for passage, encoding in zip(batch, encodings, strict=True):
             ids = [*encoding.ids, saved.end_id] if passage.whole else encoding.ids
             parts.append(np.array(ids, dtype=saved.dtype))
+            lengths.append(len(ids))
             total += len(ids)
             if passage.ends:
                 ends.append(total)
-    return np.concatenate(parts), ends
+    return np.concatenate(parts), ends, lengths
 
 
 def _batches(passages: Sequence[Passage]) -> Iterator[list[Passage]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ from tasks.registry import registry_client
 from training.config import RunConfig
 from training.credentials import without_credentials
 from training.inventory import Inventory
-from training.metrics import send_rows
+from training.metrics import SAMPLES, send_rows, send_samples
 from training.records import Record, RunPlan, TokenShards, sha256_config
 
 if TYPE_CHECKING:
@@ -206,9 +207,11 @@ def log_resumptions(run: TrackedRun, config: RunConfig, resumptions: Resumptions
 
 
 def log_figures(run: TrackedRun, figures: Mapping[str, float], *, step: int) -> None:
-    client = connect()
-    for key, value in figures.items():
-        client.log_metric(run.mlflow_run_id, key, value, step=step)
+    from mlflow.entities import Metric
+
+    now = int(time.time() * 1000)
+    metrics = [Metric(key, value, now, step) for key, value in figures.items()]
+    connect().log_batch(run.mlflow_run_id, metrics=metrics)
 
 
 def log_files(run: TrackedRun, *paths: Path, folder: str | None = None) -> None:
@@ -237,6 +240,8 @@ def _close(client: MlflowClient, run: TrackedRun, *, status: str, why: str, caus
 def _send_rest(folder: Path, mlflow_run_id: str) -> None:
     if (folder / "metrics.jsonl").exists():
         send_rows(folder / "metrics.jsonl", tracking_uri=tracking_uri(), mlflow_run_id=mlflow_run_id)
+    if (folder / SAMPLES).exists():
+        send_samples(folder / SAMPLES, tracking_uri=tracking_uri(), mlflow_run_id=mlflow_run_id)
 
 
 class LostRun(Record):

@@ -20,7 +20,7 @@ from training.inventory import Device, Host, Inventory
 from training.metrics import read_rows
 from training.packing import one_epoch
 from training.plan import make_plan
-from training.records import RunPlan, TokenShards
+from training.records import RunPlan, SourceFile, Stretch, TokenShards
 from training.shards import write_shard
 
 REPO = Path(__file__).parents[1]
@@ -52,7 +52,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """4,000 train and 451 validation tokens that follow a rule a model can learn; 451 fills no whole sequences."""
+    """4,000 train and 451 validation tokens that follow a rule a model can learn; 451 fills no whole sequences.
+
+    Of two sources: the first 90 and the last 161 validation tokens are of one, the 200 between of the other.
+
+    Words of its tokenizer are the end and 60 Chinese characters.
+    """
+    from tokenizers import Tokenizer, models
+
     folder = tmp_path_factory.mktemp("shards")
     rng = np.random.default_rng(0)
     shards = []
@@ -61,7 +68,13 @@ def tiny_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokens[99::100] = END
         ends = [*range(100, length + 1, 100)]
         shards.append(write_shard(folder, split=split, index=0, tokens=tokens, ends=ends, text_bytes=length))
-    write_manifest(folder, shards, vocab_size=VOCAB, end_id=END, mask_id=MASK)
+    sources = [SourceFile(name=name, num_bytes=1, sha256="0" * 64) for name in ("one.txt", "two.txt")]
+    stretches = [Stretch(source=n, tokens=t, text_bytes=t) for n, t in ((0, 90), (1, 200), (0, 161))]
+    shards[1] = shards[1].model_copy(update={"stretches": tuple(stretches)})
+    write_manifest(folder, shards, vocab_size=VOCAB, end_id=END, mask_id=MASK, sources=tuple(sources))
+    vocabulary = {"<|endoftext|>": END, **{chr(0x4E00 + n): n for n in range(1, 61)}}
+    (folder / "tokenizer").mkdir()
+    Tokenizer(models.WordLevel(vocabulary)).save(str(folder / "tokenizer" / "tokenizer.json"))
     return folder
 
 
@@ -82,7 +95,7 @@ def tiny_config(**overrides: Any) -> RunConfig:
         },
         "parallel": {"precision": "fp32", "timeout_s": 60},
         "checkpoint": {"every_steps": 3, "keep_last": 2},
-        "evaluation": {"every_steps": 4, "quick_sequences": 6},
+        "evaluation": {"every_steps": 4, "quick_sequences": 6, "samples_while_training": 0},
     }
     for key, value in overrides.items():
         section, _, field = key.partition("__")

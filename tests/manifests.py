@@ -13,10 +13,9 @@ from training.shards import MANIFEST
 def write_manifest(
     folder: Path, shards: Iterable[Shard], *, vocab_size: int, end_id: int, mask_id: int | None = None, **fields: Any
 ) -> None:
-    unknown = {"tokenizer": "characters", "tokenizer_sha256": "0" * 64, "fingerprint": "f" * 64}
+    unknown = {"tokenizer": "characters", "tokenizer_sha256": "0" * 64, "fingerprint": "f" * 64, "sources": ()}
     TokenShards(
         **(unknown | fields),
-        sources=(),
         vocab_size=vocab_size,
         end_id=end_id,
         mask_id=mask_id,

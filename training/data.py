@@ -164,6 +164,14 @@ def held_out(plan: RunPlan, *, rank: int, world_size: int, device: torch.device,
     where the ranks are others than in training, the smallest.
     `limit` > 0 takes only that many sequences, evenly spaced over the split.
     """
+    placed = held_out_placed(plan, rank=rank, world_size=world_size, device=device, limit=limit)
+    return (batch for batch, _ in placed)
+
+
+def held_out_placed(
+    plan: RunPlan, *, rank: int, world_size: int, device: torch.device, limit: int = 0
+) -> Iterator[tuple[Batch, np.ndarray]]:
+    """`held_out`, each batch with its targets' places in the split: int64 [sequences, context], any for padding."""
     train, stream = plan.config.train, TokenStream(Path(plan.shards_dir), "validation")
     sequences = sequences_of(stream, packing=train.packing, context=train.context, partial=True)
     numbers = np.arange(len(sequences))
@@ -176,7 +184,8 @@ def held_out(plan: RunPlan, *, rank: int, world_size: int, device: torch.device,
     for first in range(sum(micro_batches[:rank]), len(spans), together):
         own = spans[first : first + micro_batches[rank]]
         batch = make_batch(plan, stream, own, keys=own[:, 1].tolist(), partial=True)
-        yield batch.each(lambda tensor: tensor.to(device, non_blocking=True))
+        places = np.minimum(own[:, 1:2] + np.arange(train.context), len(stream) - 1)
+        yield batch.each(lambda tensor: tensor.to(device, non_blocking=True)), places
 
 
 def make_batch(

@@ -1,95 +1,127 @@
 """The evaluation program: `torchrun … -m training.evaluate runs/ID/plan.json`, on any number of ranks.
 
-Exact figures of the run's last checkpoint over the whole held-out split, and samples; leaves eval.json.
+Exact figures over the whole held-out split, source by source, downstream tasks, and samples; leaves eval.json. Of the
+run's last checkpoint, or of the model that evaluate.json beside the plan names.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from training.data import held_out
+from training.checkpoint import MANIFEST
+from training.data import held_out_placed
+from training.evaluated import Opened, open_model
 from training.loss import IGNORED
-from training.model import LanguageModel, load_model
-from training.rank import Rank, entered
+from training.rank import entered
 from training.records import RunPlan, TokenShards, TrainResult
-from training.results import EvalReport, Sample
+from training.results import EvalReport, EvaluationJob, Sample, SourceFigures
 from training.retention import reading
+from training.samples import Sampler
+from training.sources import HeldOutSources, held_out_sources
+
+logger = logging.getLogger(__name__)
 
 
 def main(plan_path: Path) -> None:
     plan, run_dir = RunPlan.read(plan_path), plan_path.parent
-    trained = TrainResult.read(run_dir / "result.json")
-    folder = run_dir / trained.checkpoint
-    with entered(plan, world_size=int(os.environ.get("WORLD_SIZE", "1"))) as rank, reading(folder):
+    job = job_of(run_dir)
+    folder = run_dir / job.model  # an absolute one stays as it is
+    held = folder if (folder / MANIFEST).exists() else None
+    with entered(plan, world_size=int(os.environ.get("WORLD_SIZE", "1"))) as rank, reading(held):
         began = time.perf_counter()
-        model = load_model(folder, plan).to(rank.device)
-        loss_sum, correct, tokens = held_out_sums(model, plan, rank)
+        opened = open_model(plan, folder, rank=rank)
+        manifest = TokenShards.read(Path(plan.shards_dir) / "manifest.json")
+        sources = held_out_sources(manifest)
+        if sources is None and rank.rank == 0:
+            logger.warning(
+                "%s does not record which file its held-out tokens are of: no figures by source (delete it to tokenize "
+                "again)",
+                plan.shards_dir,
+            )
+        sums = held_out_sums(opened, sources)
+        made = samples(opened)
         if rank.rank == 0:
-            text_bytes = TokenShards.read(Path(plan.shards_dir) / "manifest.json").text_bytes("validation")
-            causal = plan.config.objective == "causal"
+            figures = figures_of(sums.sum(0), manifest.text_bytes("validation"), causal=opened.model.causal)
             EvalReport(
-                step=trained.step,
-                checkpoint_sha256=trained.checkpoint_sha256,
+                step=job.step,
+                checkpoint_sha256=job.checkpoint_sha256,
                 shards_fingerprint=plan.shards_fingerprint,
-                loss=loss_sum / tokens,
-                perplexity=math.exp(min(loss_sum / tokens, 700.0)),
-                bits_per_byte=loss_sum / math.log(2) / text_bytes if causal else None,
-                accuracy=correct / tokens,
-                tokens=tokens,
-                text_bytes=text_bytes,
-                samples=samples(model, plan, rank) if causal else (),
+                **figures,
+                sources=by_source(sums, sources, causal=opened.model.causal),
+                samples=made,
                 seconds=time.perf_counter() - began,
             ).write(run_dir / "eval.json")
 
 
-@torch.no_grad()
-def held_out_sums(model: LanguageModel, plan: RunPlan, rank: Rank) -> tuple[float, int, int]:
-    """Summed loss, right first guesses and predicted tokens over the whole validation split, over all ranks.
+def job_of(run_dir: Path) -> EvaluationJob:
+    if (run_dir / "evaluate.json").exists():
+        return EvaluationJob.read(run_dir / "evaluate.json")
+    trained = TrainResult.read(run_dir / "result.json")
+    return EvaluationJob(model=trained.checkpoint, step=trained.step, checkpoint_sha256=trained.checkpoint_sha256)
 
-    Sums in fp64, so that the number of ranks changes nothing beyond the last digits.
+
+@torch.no_grad()
+def held_out_sums(opened: Opened, sources: HeldOutSources | None) -> np.ndarray:
+    """fp64 [sources, 3] over all ranks: summed loss, right first guesses and predicted tokens of the validation split.
+
+    A token counts for the source that it, the target, was read from: a sequence may hold several. Token losses are
+    summed in fp64, so that the number of ranks changes nothing beyond the last digits.
     """
-    totals = torch.zeros(3, dtype=torch.float64, device=rank.device)
-    for batch in held_out(plan, rank=rank.rank, world_size=rank.world_size, device=rank.device):
-        loss, correct = model.scores(batch)
-        predicted = (batch.targets != IGNORED).sum()
-        totals += torch.stack([loss.double(), correct.double(), predicted.double()])
-    dist.all_reduce(totals)
-    return float(totals[0]), int(totals[1]), int(totals[2])
+    rank, plan = opened.rank, opened.plan
+    sums = torch.zeros(len(sources.names) if sources else 1, 3, dtype=torch.float64, device=rank.device)
+    batches = held_out_placed(plan, rank=opened.dp_rank, world_size=plan.dp, device=rank.device)
+    for batch, places in batches:
+        losses, right = opened.strategy.scores(batch)
+        predicted = (batch.targets.flatten() != IGNORED) & opened.counts
+        numbers = sources.of(places) if sources else np.zeros_like(places)
+        rows = torch.from_numpy(numbers.reshape(-1)).to(rank.device)
+        sums.index_add_(0, rows, torch.stack([losses.double(), right.double(), predicted.double()], dim=1))
+    dist.all_reduce(sums)
+    return sums.cpu().numpy()
 
 
-@torch.no_grad()
-def samples(model: LanguageModel, plan: RunPlan, rank: Rank) -> tuple[Sample, ...]:
+def figures_of(sums: np.ndarray, text_bytes: int, *, causal: bool) -> dict[str, float | int | None]:
+    """From [summed loss, right guesses, tokens]; a masked model predicts too few tokens for bits per byte."""
+    loss_sum, correct, tokens = map(float, sums)
+    loss = loss_sum / tokens
+    return {
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "bits_per_byte": loss_sum / math.log(2) / text_bytes if causal else None,
+        "accuracy": correct / tokens,
+        "tokens": int(tokens),
+        "text_bytes": text_bytes,
+    }
+
+
+def by_source(sums: np.ndarray, sources: HeldOutSources | None, *, causal: bool) -> tuple[SourceFigures, ...]:
+    """The largest first, as `sources` has them; without those of which no token is predicted."""
+    if sources is None:
+        return ()
+    rows = zip(sources.names, sources.text_bytes, sums, strict=True)
+    return tuple(
+        SourceFigures(source=name, **figures_of(row, text_bytes, causal=causal))
+        for name, text_bytes, row in rows
+        if row[2]
+    )
+
+
+def samples(opened: Opened) -> tuple[Sample, ...]:
     """One continuation per configured prompt, each from its own seed, so that runs can be compared."""
-    from tokenizers import Tokenizer
-
-    wanted = plan.config.evaluation
-    tokenizer = Tokenizer.from_file(str(Path(plan.shards_dir) / "tokenizer" / "tokenizer.json"))
-    result = []
-    for number, prompt in enumerate(wanted.prompts):
-        ids = tokenizer.encode(prompt, add_special_tokens=False).ids or [plan.end_id]
-        ids = ids[-(plan.config.train.context - 1) :]
-        torch.manual_seed(plan.config.train.seed + number)
-        output = model.hf.generate(  # type: ignore[operator]
-            torch.tensor([ids], device=rank.device),
-            attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=rank.device),
-            max_new_tokens=min(wanted.sample_tokens, plan.config.train.context - len(ids)),
-            do_sample=wanted.temperature > 0,
-            temperature=wanted.temperature or None,
-            top_k=wanted.top_k or None,
-            use_cache=True,
-            eos_token_id=plan.end_id,
-            pad_token_id=plan.end_id,
-        )
-        text = tokenizer.decode(output[0, len(ids) :].tolist(), skip_special_tokens=True)
-        result.append(Sample(prompt=prompt, text=text))
-    return tuple(result)
+    if not opened.model.causal:
+        return ()
+    sampler = Sampler(opened.plan, new_tokens=opened.plan.config.evaluation.sample_tokens)
+    texts = sampler.texts(opened.strategy, device=opened.rank.device)
+    return tuple(Sample(prompt=prompt, text=text) for prompt, text in zip(sampler.prompts, texts, strict=True))
 
 
 if __name__ == "__main__":

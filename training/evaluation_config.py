@@ -14,6 +14,9 @@ class EvaluationConfig(Part):
         0, ge=0, le=10_000, description="Stop after so many quick validations without a new best; 0: never."
     )
     prompts: tuple[str, ...] = Field(("",), description="Prompts of the samples that each evaluation generates.")
+    samples_while_training: int = Field(
+        32, ge=0, le=100_000, description="New tokens per sample of each validation while training; 0: no samples then."
+    )
     sample_tokens: int = Field(64, ge=1, le=100_000, description="New tokens per sample.")
     temperature: float = Field(0.8, ge=0, le=10, description="Sampling temperature; 0: greedy.")
     top_k: int = Field(50, ge=0, le=1_000_000, description="Sample from the k likeliest tokens; 0: from all.")

@@ -99,35 +99,75 @@ def _cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """fp32 [tokens, words] -> summed loss [], and its gradient, written over the logits."""
     predicted = targets != IGNORED
+    exponentials, words, here, picked, total = _softmax_parts(logits, targets, first_word, group)
+    loss = torch.where(predicted, total.log() - picked, 0.0).sum()
+    grad = exponentials.mul_((predicted / total).unsqueeze(-1))
+    grad.scatter_add_(-1, words.unsqueeze(-1), -here.to(grad.dtype).unsqueeze(-1))
+    return loss, grad
+
+
+def _softmax_parts(
+    logits: Tensor, targets: Tensor, first_word: int, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Over all words, whatever share of them is here: exponentials, written over the logits, of what they are below
+    the largest; each target's column here, and whether it is; the target's logit, and the sum of exponentials.
+    """
     largest = logits.amax(-1)
     if group is not None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     logits = logits.sub_(largest.unsqueeze(-1))
     words = targets - first_word
-    here = (words >= 0) & (words < logits.shape[-1]) & predicted
-    index = torch.where(here, words, 0).unsqueeze(-1)
-    picked = torch.where(here, logits.gather(-1, index).squeeze(-1), 0.0)
+    here = (words >= 0) & (words < logits.shape[-1]) & (targets != IGNORED)
+    words = torch.where(here, words, 0)
+    picked = torch.where(here, logits.gather(-1, words.unsqueeze(-1)).squeeze(-1), 0.0)
     exponentials = logits.exp_()
     total = exponentials.sum(-1)
     if group is not None:
         both = torch.stack([picked, total])
         dist.all_reduce(both, group=group)
         picked, total = both.unbind()
-    loss = torch.where(predicted, total.log() - picked, 0.0).sum()
-    grad = exponentials.mul_((predicted / total).unsqueeze(-1))
-    grad.scatter_add_(-1, index, -here.to(grad.dtype).unsqueeze(-1))
-    return loss, grad
+    return exponentials, words, here, picked, total
 
 
 @torch.no_grad()
 def linear_scores(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, dtype: torch.dtype = torch.float32
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
+    first_word: int = 0,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same loss, and how many targets [] are the likeliest word."""
-    loss, correct, cast = hidden.new_zeros((), dtype=torch.float32), targets.new_zeros(()), weight.to(dtype)
+    """Token by token: the same loss, fp32 [tokens], and whether the target is the likeliest word, bool [tokens]."""
+    losses, right, cast = [], [], weight.to(dtype)
     for start in range(0, len(hidden), CHUNK_TOKENS):
         part = slice(start, start + CHUNK_TOKENS)
         logits = _logits(hidden[part].to(dtype), cast, bias)
-        loss += F.cross_entropy(logits, targets[part], ignore_index=IGNORED, reduction="sum")
-        correct += ((logits.argmax(-1) == targets[part]) & (targets[part] != IGNORED)).sum()
-    return loss, correct
+        likeliest = _likeliest(logits, first_word, group)
+        right.append((likeliest == targets[part]) & (targets[part] != IGNORED))
+        losses.append(_cross_entropy_by_token(logits, targets[part], first_word, group))
+    return torch.cat(losses), torch.cat(right)
+
+
+def _likeliest(logits: Tensor, first_word: int, group: dist.ProcessGroup | None) -> Tensor:
+    """int64 [tokens]: of equally likely words the first, as torch.argmax has it."""
+    largest, words = logits.max(-1)
+    words = words + first_word
+    if group is None:
+        return words
+    overall = largest.clone()
+    dist.all_reduce(overall, op=dist.ReduceOp.MAX, group=group)
+    words = torch.where(largest == overall, words, torch.iinfo(words.dtype).max)
+    dist.all_reduce(words, op=dist.ReduceOp.MIN, group=group)
+    return words
+
+
+def _cross_entropy_by_token(
+    logits: Tensor, targets: Tensor, first_word: int, group: dist.ProcessGroup | None
+) -> Tensor:
+    if group is None:
+        return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
+    *_, picked, total = _softmax_parts(logits, targets, first_word, group)
+    return torch.where(targets != IGNORED, total.log() - picked, 0.0)

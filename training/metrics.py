@@ -2,7 +2,8 @@
 
 The loop only appends a line. The thread sends whatever lies beyond a place that it keeps beside the file,
 so an MLflow outage or a kill costs nothing: the next start, or the flow at the end, sends the rest. A row that
-was sent just before a kill may be sent twice; MLflow drops identical ones.
+was sent just before a kill may be sent twice; MLflow drops identical ones. Samples of text, in samples.jsonl, go the
+same way, as one table that is sent whole.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 ROWS_PER_REQUEST = 40  # a row has under 25 metrics, one with every replica's micro-batch more
 METRICS_PER_REQUEST = 1000  # MLflow takes no more
 SEND_EVERY_S = 2.0
+SAMPLES = "samples.jsonl"
+SAMPLES_TABLE = "samples.json"
 NOT_METRICS = {"step", "time_ms"}
 OF_THE_MODEL = {"loss", "val_loss", "grad_norm", "learning_rate"}
 
@@ -81,11 +84,15 @@ class MetricsLog:
             self.sender.join(timeout_s)
 
     def _send_until_closed(self, tracking_uri: str, mlflow_run_id: str) -> None:
-        closing = False
+        closing, sent_samples = False, 0
+        samples = self.path.with_name(SAMPLES)
         while not closing:
             closing = self.closing.wait(SEND_EVERY_S)
             try:
                 send_rows(self.path, tracking_uri=tracking_uri, mlflow_run_id=mlflow_run_id)
+                if samples.exists() and (size := samples.stat().st_size) != sent_samples:
+                    sent_samples = size
+                    send_samples(samples, tracking_uri=tracking_uri, mlflow_run_id=mlflow_run_id)
             except Exception as error:
                 why = without_credentials(str(error), uri=tracking_uri)
                 logger.warning("MLflow did not take metrics (%s); they are kept in %s", why, self.path)
@@ -122,6 +129,24 @@ def send_rows(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> int:
         count += len(chunk)
         sent.write(_sent_path(path))
     return count
+
+
+def send_samples(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> None:
+    """The run's table of samples, whole, as MLflow's `log_table` leaves one: that would add rows to those it has, and
+    a resume would double them. Raises what MLflow raises.
+    """
+    from mlflow import MlflowClient
+
+    rows = read_rows(path)
+    if not rows:
+        return
+    columns = list(rows[0])
+    table = {"columns": columns, "data": [[row[column] for column in columns] for row in rows]}
+    client, marks = MlflowClient(tracking_uri), "mlflow.loggedArtifacts"
+    client.log_text(mlflow_run_id, json.dumps(table), SAMPLES_TABLE)
+    logged = json.loads(client.get_run(mlflow_run_id).data.tags.get(marks, "[]"))
+    if (mark := {"path": SAMPLES_TABLE, "type": "table"}) not in logged:
+        client.set_tag(mlflow_run_id, marks, json.dumps([*logged, mark]))
 
 
 def _identity(step: int, key: str, value: float) -> tuple[int, str, float | None]:

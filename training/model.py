@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from training.records import RunPlan
 from training.shape import dropout_fields
 from training.weights import FreshWeights, fill
 
+Wanted = Literal["loss", "scores", "next"]
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -36,6 +38,7 @@ class LanguageModel(nn.Module):
         self.anatomy = anatomy_of(hf)
         self.causal = not type(hf).__name__.endswith("ForMaskedLM")
         self.tied = self.anatomy is not None and self.output()[0] is hf.get_submodule(self.anatomy.embedding).weight
+        self.num_words = 0 if self.anatomy is None else len(self.output()[0])
         self.stages: dict[int, list[nn.Module]] = {}  # set by strategies/pipeline.py: own layers by stage
         # Set by strategies/tensor.py, where ranks share matrices and the vocabulary:
         self.cuts: dict[str, Cut] = {}  # by parameter name
@@ -43,26 +46,34 @@ class LanguageModel(nn.Module):
         self.tp_group: dist.ProcessGroup | None = None
 
     def forward(
-        self, inputs: Tensor, targets: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
-    ) -> Tensor:
-        """int64 [batch, context] each, as in Batch -> fp32 loss summed over targets []."""
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        wanted: Wanted = "loss",
+    ) -> Any:
+        """int64 [batch, context] each, as in Batch -> what is wanted of it; one door, as wrappers gather weights there.
+
+        loss: fp32 [], summed over targets. scores: by token, fp32 losses [batch x context] and whether the likeliest
+        word is right, bool. next: with `targets` int64 [batch], places, fp32 logits [batch, vocab] of the word after.
+        """
         with self.autocast(inputs.device):
-            if self.anatomy is None:
-                logits = self._logits(inputs, positions, documents)
-                return nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
-            return self.loss(self.hidden(inputs, positions, documents), targets)
+            if self.anatomy is not None:
+                return self.answer(self.hidden(inputs, positions, documents), targets, wanted)
+            logits, flat = self._logits(inputs, positions, documents), targets.flatten()
+            if wanted == "next":
+                return logits[_rows(targets) * inputs.shape[1] + targets]
+            losses = nn.functional.cross_entropy(logits, flat, ignore_index=IGNORED, reduction="none")
+            return losses.sum() if wanted == "loss" else (losses, logits.argmax(-1) == flat)
 
     @torch.no_grad()
     def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Summed loss [] and number of targets [] whose likeliest word is right."""
-        with self.autocast(batch.inputs.device):
-            if self.anatomy is None:
-                logits, targets = self._logits(batch.inputs, batch.positions, batch.documents), batch.targets.flatten()
-                loss = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-                return loss, ((logits.argmax(-1) == targets) & (targets != IGNORED)).sum()
-            hidden = self.hidden(batch.inputs, batch.positions, batch.documents)
-            weight, bias = self.output()
-            return linear_scores(hidden.flatten(0, 1), weight, bias, batch.targets.flatten(), dtype=self.dtype)
+        """Losses and right guesses by token, as `forward` has them."""
+        scored: tuple[Tensor, Tensor] = self(
+            batch.inputs, batch.targets, batch.positions, batch.documents, wanted="scores"
+        )
+        return scored
 
     def autocast(self, device: torch.device) -> torch.autocast:
         return torch.autocast(device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
@@ -100,6 +111,34 @@ class LanguageModel(nn.Module):
         layer = self.hf.get_submodule(self.anatomy.output)
         return layer.weight, layer.bias  # type: ignore[return-value]
 
+    def answer(self, hidden: Tensor, targets: Tensor, wanted: Wanted) -> Any:
+        """As `forward`, from the hidden states before the output layer."""
+        if wanted == "loss":
+            return self.loss(hidden, targets)
+        weight, bias = self.output()
+        if wanted == "next":
+            return self._next_logits(hidden[_rows(targets), targets], weight, bias)
+        return linear_scores(
+            hidden.flatten(0, 1),
+            weight,
+            bias,
+            targets.flatten(),
+            dtype=self.dtype,
+            first_word=self.first_word,
+            group=self.tp_group,
+        )
+
+    def _next_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[batch, width] -> fp32 [batch, vocab] on all ranks, whatever share of the words is here."""
+        own = (hidden.to(self.dtype) @ weight.to(self.dtype).t()).float()
+        own = own if bias is None else own + bias
+        if self.tp_group is None:
+            return own
+        logits = own.new_zeros(len(own), self.num_words)
+        logits[:, self.first_word : self.first_word + own.shape[1]] = own
+        dist.all_reduce(logits, group=self.tp_group)
+        return logits
+
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         weight, bias = self.output()
         if self.tp_group is not None:
@@ -125,6 +164,10 @@ class LanguageModel(nn.Module):
         return logits.flatten(0, 1).float()
 
 
+def _rows(places: Tensor) -> Tensor:
+    return torch.arange(len(places), device=places.device)
+
+
 def attention_mask(documents: Tensor, *, causal: bool) -> Tensor:
     """[batch, context] -> bool [batch, 1, context, context]: True where a row's token may look at a column's."""
     mask = documents[:, None, :, None] == documents[:, None, None, :]
@@ -146,7 +189,7 @@ def unfilled_model(plan: RunPlan) -> tuple[LanguageModel, Mapping[str, Tensor]]:
     """
     from transformers.initialization import no_init_weights
 
-    config, auto_class = plan.config, _auto_class(plan.config.objective)
+    config, auto_class = plan.config, auto_class_of(plan.config.objective)
     settings = hf_config(plan)
     if config.model.init == "pretrained":
         hf = auto_class.from_pretrained(config.model.path, config=settings, dtype=torch.float32)
@@ -182,11 +225,11 @@ def _let_every_word_learn(hf: Any) -> None:
 
 def load_model(folder: Path, plan: RunPlan) -> LanguageModel:
     """The model of a checkpoint or export folder in Hugging Face layout, ready to evaluate."""
-    hf = _auto_class(plan.config.objective).from_pretrained(folder, dtype=torch.float32)
+    hf = auto_class_of(plan.config.objective).from_pretrained(folder, dtype=torch.float32)
     return LanguageModel(hf.eval(), precision=plan.precision)
 
 
-def _auto_class(objective: str) -> Any:
+def auto_class_of(objective: str) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     return AutoModelForMaskedLM if objective == "masked" else AutoModelForCausalLM

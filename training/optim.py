@@ -21,7 +21,10 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
 
 
 def build_adamw(model: nn.Module, train: TrainConfig, *, fused: bool) -> torch.optim.AdamW:
+    """A model in eval mode is not trained: its optimizer holds nothing."""
     groups = [group for group in parameter_groups(model, weight_decay=train.weight_decay) if group["params"]]
+    if not model.training:
+        return torch.optim.AdamW([{"params": []}])
     if not groups:
         raise ValueError(
             "train.freeze leaves a pipeline stage nothing to train: freeze less, or lower parallel.pp or "

@@ -58,8 +58,19 @@ class SourceFile(Record):
     sha256: str
 
 
+class Stretch(Record):
+    """Tokens in a row that were read from one file: the manifest's `sources[source]`."""
+
+    source: int
+    tokens: int
+    text_bytes: int
+
+
 class Shard(Record):
-    """One token file of one split; `name` is relative to the shard folder, without suffix."""
+    """One token file of one split; `name` is relative to the shard folder, without suffix.
+
+    `stretches`: of a validation shard, in order. None: not recorded (train, and folders made before they were).
+    """
 
     name: str
     split: Literal["train", "validation"]
@@ -67,6 +78,7 @@ class Shard(Record):
     documents: int
     text_bytes: int
     sha256: str
+    stretches: tuple[Stretch, ...] | None = None
 
 
 class TokenShards(Record):

@@ -12,6 +12,14 @@ class Sample(Record):
     text: str
 
 
+class EvaluationJob(Record):
+    """evaluate.json beside a plan: the model to evaluate, a folder in Hugging Face layout."""
+
+    model: str
+    step: int
+    checkpoint_sha256: str
+
+
 class SourceFigures(Record):
     """Figures of the held-out documents of one source."""
 

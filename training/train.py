@@ -34,6 +34,7 @@ from training.rank import Rank, StopFlag, entered
 from training.rebalance import Rebalancer, in_force
 from training.records import RunPlan, StoppedBy, TrainResult, sha256_file
 from training.retention import prune, reading, sweep
+from training.samples import SampleLog
 from training.saver import Saver
 from training.schedule import learning_rate
 from training.strategies import Strategy, parallelize
@@ -111,6 +112,7 @@ def train(
     limits: Limits,
     saver: Saver,
     watch: Watch,
+    samples: SampleLog,
 ) -> StoppedBy:
     """The loop: take batches, step, log, validate, save, stop. Its last step always leaves a checkpoint."""
     plan, config, stop = state.plan, state.plan.config, StopFlag(seconds_left=limits.seconds_left)
@@ -132,6 +134,8 @@ def train(
         if _validates(step, config.evaluation.every_steps, stopped_by):
             with meter.paused():
                 val_loss = validate(state)
+                samples.add(step, state.strategy, device=state.rank.device)
+                state.model.train()
             if log is not None:
                 log.write(step, val_loss=val_loss)
             limits.validated(step, val_loss)
@@ -171,7 +175,9 @@ def _every(step: int, period: int) -> bool:
 
 @torch.no_grad()
 def validate(state: Training) -> float:
-    """Mean loss over evaluation.quick_sequences held-out sequences, evenly spaced. Collective."""
+    """Mean loss over evaluation.quick_sequences held-out sequences, evenly spaced. Collective; leaves the model in
+    eval mode.
+    """
     plan, device = state.plan, state.rank.device
     dp, limit = state.mesh["dp"], plan.config.evaluation.quick_sequences
     counts = state.mesh["tp"].get_local_rank() == state.mesh["pp"].get_local_rank() == 0
@@ -180,7 +186,6 @@ def validate(state: Training) -> float:
     for batch in held_out(plan, rank=dp.get_local_rank(), world_size=dp.size(), device=device, limit=limit):
         loss, targets = state.strategy.loss(batch), (batch.targets != IGNORED).sum()
         totals += torch.stack([loss.double(), targets.double() * counts])
-    state.model.train()
     dist.all_reduce(totals)
     return float(totals[0] / totals[1])
 
@@ -203,9 +208,19 @@ def main(plan_path: Path) -> None:
         meter.follow(state.loader.plan)
         rebalancer = Rebalancer(plan, loader=state.loader, meter=meter, log=log, run_dir=run_dir)
         profiler = Profiler(plan, meter=meter, log=log, run_dir=run_dir, on_split=rebalancer.look)
+        samples = SampleLog(plan, run_dir, start=state.start, writes=rank.is_metrics_rank)
         with Saver(run_dir, plan=plan, strategy=state.strategy, model=state.model, rank=rank) as saver:
             limits = _agreed(Limits(plan, rows, decides=rank.is_metrics_rank))
-            stopped_by = train(state, meter=meter, profiler=profiler, log=log, limits=limits, saver=saver, watch=watch)
+            stopped_by = train(
+                state,
+                meter=meter,
+                profiler=profiler,
+                log=log,
+                limits=limits,
+                saver=saver,
+                watch=watch,
+                samples=samples,
+            )
         if log is not None:
             log.close()
             result(state, meter=meter, stopped_by=stopped_by).write(run_dir / "result.json")

@@ -22,13 +22,7 @@ from training.shards import TokenStream
 
 
 @pytest.fixture(scope="module")
-def trained(make_run: Callable[..., Path], tiny_shards: Path) -> Path:
-    """A trained run; its shards have a tokenizer, since evaluation samples text."""
-    from tokenizers import Tokenizer, models
-
-    vocabulary = {"<|endoftext|>": END, **{chr(0x4E00 + n): n for n in range(1, 61)}}
-    (tiny_shards / "tokenizer").mkdir(exist_ok=True)
-    Tokenizer(models.WordLevel(vocabulary)).save(str(tiny_shards / "tokenizer" / "tokenizer.json"))
+def trained(make_run: Callable[..., Path]) -> Path:
     plan_path = make_run("trained", evaluation__sample_tokens=5, train__steps=30)
     run_ranks(plan_path)
     return plan_path
@@ -42,32 +36,43 @@ def evaluate(plan_path: Path, *, ranks: int) -> EvalReport:
     return EvalReport.read(plan_path.parent / "eval.json")
 
 
-def by_hand(plan_path: Path) -> tuple[float, float]:
-    """Mean loss and accuracy with one loop over transformers' model, window by window."""
+def by_hand(plan_path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Loss and right guess of each predicted token with one loop over transformers' model, window by window."""
     plan = RunPlan.read(plan_path)
     model = AutoModelForCausalLM.from_pretrained(plan_path.parent / "checkpoints" / "00000030").eval()
     stream, context = TokenStream(Path(plan.shards_dir), "validation"), plan.config.train.context
-    loss, right, count = 0.0, 0, 0
+    losses, right = [], []
     for start in range(0, len(stream) - 1, context):
         tokens = torch.from_numpy(stream.read(start, min(start + context + 1, len(stream))).astype(np.int64))
         with torch.no_grad():
             logits = model(tokens[None, :-1]).logits[0]
-        loss += torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum").item()
-        right += int((logits.argmax(-1) == tokens[1:]).sum())
-        count += len(tokens) - 1
-    assert count == len(stream) - 1
-    return loss / count, right / count
+        losses.append(torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="none").double().numpy())
+        right.append((logits.argmax(-1) == tokens[1:]).numpy())
+    assert sum(map(len, losses)) == len(stream) - 1
+    return np.concatenate(losses), np.concatenate(right)
 
 
 def test_one_and_two_ranks_give_the_figures_of_a_plain_loop(trained: Path, tmp_path: Path) -> None:
-    expected_loss, expected_accuracy = by_hand(trained)
+    losses, right = by_hand(trained)
+    expected_loss = losses.mean()
+    of_two = (np.arange(1, 451) >= 90) & (np.arange(1, 451) < 290)  # by the target's place; the first is no target
     for ranks in (1, 2):
         report = evaluate(trained, ranks=ranks)
         assert report.tokens == 450
         assert report.loss == pytest.approx(expected_loss, rel=1e-6)
-        assert report.accuracy == expected_accuracy
+        assert report.accuracy == right.mean()
         assert report.perplexity == pytest.approx(np.exp(expected_loss), rel=1e-5)
         assert report.bits_per_byte == pytest.approx(expected_loss * 450 / np.log(2) / 451, rel=1e-6)
+        assert [(source.source, source.tokens, source.text_bytes) for source in report.sources] == [
+            ("one.txt", 250, 251),
+            ("two.txt", 200, 200),
+        ]
+        for source, targets in zip(report.sources, (~of_two, of_two), strict=True):
+            assert source.loss == pytest.approx(losses[targets].mean(), rel=1e-6)
+            assert source.accuracy == right[targets].mean()
+            bits = losses[targets].sum() / np.log(2) / source.text_bytes
+            assert source.bits_per_byte == pytest.approx(bits, rel=1e-6)
+        assert sum(source.loss * source.tokens for source in report.sources) == pytest.approx(report.loss * 450)
         shutil.copy(trained.parent / "eval.json", tmp_path / f"{ranks}.json")
     first, second = (EvalReport.read(tmp_path / f"{ranks}.json") for ranks in (1, 2))
     assert first.samples == second.samples
@@ -105,4 +110,4 @@ def test_packed_documents_score_as_if_each_stood_alone(
         logits = model.hf(tokens[None, :-1]).logits[0]
         expected += torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum").item()
     batches = held_out(plan, rank=0, world_size=1, device=torch.device("cpu"))
-    assert sum(model.scores(batch)[0].item() for batch in batches) == pytest.approx(expected, rel=1e-6)
+    assert sum(model.scores(batch)[0].sum().item() for batch in batches) == pytest.approx(expected, rel=1e-6)

@@ -37,9 +37,10 @@ def test_value_and_gradients_are_those_of_cross_entropy(tokens: int, with_bias: 
     torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    scored, correct = linear_scores(hidden, weight, bias if with_bias else None, targets)
-    torch.testing.assert_close(scored, expected_loss, rtol=1e-5, atol=0)
-    assert int(correct) == int((logits.argmax(-1) == targets).sum())
+    scored, right = linear_scores(hidden, weight, bias if with_bias else None, targets)
+    expected_losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
+    torch.testing.assert_close(scored, expected_losses, rtol=1e-5, atol=1e-6)
+    assert torch.equal(right, logits.argmax(-1) == targets)
 
 
 def test_a_frozen_output_layer_gets_no_gradient() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.conftest import losses, run_ranks
 from tests.training.layouts import EIGHT_RANKS, LAYOUTS
+from training.metrics import read_rows
 from training.records import RunPlan
 from training.strategies import STRATEGIES
 from training.tensor_files import TensorFiles
@@ -38,6 +39,9 @@ COMMON = {
     "train__steps": STEPS,
     "train__clip_norm": 0.5,
     "checkpoint__every_steps": 100,
+    "evaluation__samples_while_training": 4,
+    "evaluation__prompts": ["", "丁"],
+    "evaluation__temperature": 0.0,
 }
 # 8 sequences, one per micro-batch: 2 ranks accumulate 4 or 8 of them.
 SMALL: dict[str, Any] = {"train__micro_batch": 1}
@@ -62,6 +66,17 @@ def assert_equal_training(expected: Path, got: Path) -> None:
     for name in ours:
         difference = (ours[name] - theirs[name]).abs().max().item()
         assert difference < WEIGHT_BOUND, f"{name} differs by {difference}"
+    assert written(got) == written(expected)
+
+
+def written(plan_path: Path) -> list[tuple[int, str, str]]:
+    """The samples of each validation."""
+    if RunPlan.read(plan_path).config.objective == "masked":
+        return []
+    rows = read_rows(plan_path.parent / "samples.jsonl")
+    assert len({row["step"] for row in rows}) >= 2
+    assert all(row["text"] for row in rows if row["prompt"])
+    return [(row["step"], row["prompt"], row["text"]) for row in rows]
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,16 @@ class Strategy(Protocol):
     def loss(self, batch: Batch) -> Tensor:
         """Summed loss [] of a held-out batch; summing over all ranks counts each sequence once. Call in no_grad."""
 
+    def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """fp32 losses and bool right guesses by token of a held-out batch; zeros on ranks that do not count, so that
+        summing over all ranks counts each once. Call in no_grad.
+        """
+
+    def next_logits(self, inputs: Tensor, places: Tensor) -> Tensor:
+        """int64 [batch, length] and [batch] -> fp32 [batch, vocab], of the word after each place. All ranks give the
+        same inputs, and get the same logits but for rounding. Call in no_grad.
+        """
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole fp32 weights by Hugging Face name, tied ones once, one at a time.
 

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from training.anatomy import layers_of
 from training.data import Batch, Share
 from training.mesh import timeout
-from training.model import LanguageModel
+from training.model import LanguageModel, Wanted
 from training.optim import set_learning_rate
 from training.records import RunPlan
 from training.strategies.single import Torch
@@ -169,21 +169,42 @@ class Pipeline(Torch):
             dist.all_reduce(tied.grad, group=self.tie_group)
 
     def loss(self, batch: Batch) -> Tensor:
-        """Stage after stage, each rank waiting for the one before it: validation is seldom and needs no schedule."""
-        size, x = self.pp.size(), batch.inputs
+        found = self._through(batch.inputs, batch.targets, "loss", **_arguments(batch))
+        return torch.zeros((), device=batch.inputs.device) if found is None else self.counted_once(found)
+
+    def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        found = self._through(batch.inputs, batch.targets, "scores", **_arguments(batch))
+        if found is None:
+            flat = batch.targets.flatten()
+            return torch.zeros_like(flat, dtype=torch.float32), torch.zeros_like(flat, dtype=torch.bool)
+        return self.counted_once(found[0]), self.counted_once(found[1])
+
+    def next_logits(self, inputs: Tensor, places: Tensor) -> Tensor:
+        found: Tensor | None = self._through(inputs, places, "next")
+        if found is None:
+            found = torch.empty((len(inputs), self.model.num_words), device=inputs.device)
+        dist.broadcast(found, group=self.pp.get_group(), group_src=self.last_stage % self.pp.size())
+        return found
+
+    def _through(self, inputs: Tensor, targets: Tensor, wanted: Wanted, **arguments: Tensor) -> Any:
+        """Stage after stage, each rank waiting for the one before it: this is seldom and needs no schedule.
+
+        None on ranks without the last stage.
+        """
+        size, x = self.pp.size(), inputs
         for number in range(self.last_stage + 1):
             if number not in self.stages:
                 continue
             if number > 0:
-                x = torch.empty((*batch.inputs.shape, self.plan.shape.width), device=batch.inputs.device)
+                x = torch.empty((*inputs.shape, self.plan.shape.width), device=inputs.device)
                 dist.recv(x, group=self.pp.get_group(), group_src=(number - 1) % size)
-            x = self.stages[number](x, **_arguments(batch))
+            x = self.stages[number](x, **arguments)
             if number < self.last_stage:
                 dist.send(x, group=self.pp.get_group(), group_dst=(number + 1) % size)
         if not self.has_last:
-            return torch.zeros((), device=batch.inputs.device)
+            return None
         with self.model.autocast(x.device):
-            return self.counted_once(self.model.loss(x, batch.targets))
+            return self.model.answer(x, targets, wanted)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._saved_here(super().weights())

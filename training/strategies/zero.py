@@ -126,6 +126,14 @@ class Zero:
         loss: Tensor = self.engine(batch.inputs, batch.targets, batch.positions, batch.documents)
         return loss
 
+    def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        losses, right = self.engine(batch.inputs, batch.targets, batch.positions, batch.documents, wanted="scores")
+        return losses, right
+
+    def next_logits(self, inputs: Tensor, places: Tensor) -> Tensor:
+        logits: Tensor = self.engine(inputs, places, wanted="next")
+        return logits
+
     def trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         return ((name, p) for name, p in self.model.hf.named_parameters() if p.requires_grad)
 

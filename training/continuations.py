@@ -1,0 +1,71 @@
+"""Text from a model that may be spread over ranks: every rank makes the same forward passes, the first one chooses.
+
+There is no cache of keys and values: each pass reads prompts and new text again, all prompts in one batch. A sharded
+model is gathered once a pass whatever its length, and samples are short; serving has a cache (training/generate.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from training.sampling import Draw, choose
+from training.strategies import Strategy
+
+Ids = list[int]
+
+
+@torch.no_grad()
+def continuations(
+    strategy: Strategy,
+    prompts: Sequence[Ids],
+    *,
+    new_tokens: int,
+    draw: Draw,
+    seeds: Sequence[int],
+    end_id: int,
+    context: int,
+    device: torch.device,
+    is_done: Callable[[Ids], bool] = lambda new: False,
+    together: bool = True,
+) -> list[Ids]:
+    """New tokens for each prompt, up to the end token, which is left out. The same for any strategy but for rounding.
+
+    Each prompt has a generator of its own. What is longer than the context is read from its last `context` tokens on.
+    `is_done` of a prompt's new tokens ends it early. Collective, with the same arguments on all ranks; not `together`:
+    each rank, holding the whole model, by itself.
+    """
+    randoms = [np.random.default_rng(seed) for seed in seeds]
+    rows, new = [list(prompt) for prompt in prompts], [Ids() for _ in prompts]
+    open_rows = list(range(len(rows)))
+    with torch.compiler.set_stance("force_eager"):  # every length would be compiled anew
+        for _ in range(new_tokens):
+            if not open_rows:
+                break
+            logits = next_logits(strategy, [rows[n][-context:] for n in open_rows], fill=end_id, device=device)
+            chosen = choose(logits, [draw] * len(open_rows), [randoms[n] for n in open_rows])
+            agreed = torch.tensor(chosen, device=device)
+            if together:
+                dist.broadcast(agreed, src=0)
+            for n, token in zip(list(open_rows), agreed.tolist(), strict=True):
+                if token == end_id:
+                    open_rows.remove(n)
+                    continue
+                rows[n].append(token)
+                new[n].append(token)
+                if is_done(new[n]):
+                    open_rows.remove(n)
+    return new
+
+
+def next_logits(strategy: Strategy, rows: Sequence[Ids], *, fill: int, device: torch.device) -> Tensor:
+    """fp32 [rows, vocab] of the word after each row. Shorter ones are filled up behind, where no token looks."""
+    inputs = torch.full((len(rows), max(map(len, rows))), fill)
+    for place, row in enumerate(rows):
+        inputs[place, : len(row)] = torch.tensor(row)
+    places = torch.tensor([len(row) - 1 for row in rows])
+    return strategy.next_logits(inputs.to(device), places.to(device))

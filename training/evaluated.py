@@ -1,0 +1,95 @@
+"""A trained model opened to be evaluated: whole on each rank, or shared by them as training shared it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from training.anatomy import ANATOMIES
+from training.mesh import build_mesh
+from training.model import LanguageModel, auto_class_of
+from training.rank import Rank
+from training.records import RunPlan
+from training.strategies import Strategy, parallelize
+from training.tensor_files import TensorFiles, file_name, index_name
+
+logger = logging.getLogger(__name__)
+
+SHARDED = {"fsdp", "hsdp", "zero3"}  # chosen where a rank cannot hold the model whole
+
+
+@dataclass(frozen=True)
+class Opened:
+    """`plan`: of the ranks that evaluate, which may be others than those that trained."""
+
+    plan: RunPlan
+    rank: Rank
+    mesh: DeviceMesh
+    model: LanguageModel
+    strategy: Strategy
+
+    @property
+    def dp_rank(self) -> int:
+        return self.mesh["dp"].get_local_rank()
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank counts its batches' tokens; tp and pp peers have the same ones."""
+        return self.mesh["tp"].get_local_rank() == self.mesh["pp"].get_local_rank() == 0
+
+
+def open_model(plan: RunPlan, folder: Path, *, rank: Rank) -> Opened:
+    """The model of a folder in Hugging Face layout, filled. No gradients, so neither moments. Collective."""
+    plan = plan_to_evaluate(plan, world_size=rank.world_size)
+    model, weights = _unfilled(folder, objective=plan.config.objective, precision=plan.precision)
+    model.eval().requires_grad_(False)
+    mesh = build_mesh(plan)
+    # Weights stay fp32 between ranks whatever the precision of products, so that sharding changes no figure.
+    strategy = parallelize(
+        plan.model_copy(update={"precision": "fp32"}), mesh, model, weights=weights, device=rank.device
+    )
+    return Opened(plan, rank, mesh, model, strategy)
+
+
+def plan_to_evaluate(plan: RunPlan, *, world_size: int) -> RunPlan:
+    """The plan's own mesh if there are as many ranks, else whole copies; nothing that only training needs."""
+    own = world_size == plan.world_size
+    mesh = plan.mesh if own else {"pp": 1, "dp": world_size, "tp": 1}
+    sharded = own and plan.dp > 1 and plan.strategy in SHARDED
+    train = plan.config.train.model_copy(update={"compile": False})
+    return plan.model_copy(
+        update={
+            "config": plan.config.model_copy(update={"train": train}),
+            "mesh": mesh,
+            "ranks_per_host": plan.ranks_per_host if own else (world_size,),
+            "strategy": "fsdp" if sharded else "single",
+            "offload": plan.offload if sharded and plan.offload == "parameters" else "none",
+            "activation_checkpointing": "none",
+            "micro_batches": plan.micro_batches if mesh["dp"] == plan.dp else (min(plan.micro_batches),) * mesh["dp"],
+        }
+    )
+
+
+def _unfilled(folder: Path, *, objective: str, precision: str) -> tuple[LanguageModel, Mapping[str, Tensor]]:
+    """The model, not filled where that can be, and its weights by name, for each rank to take its part of."""
+    from transformers import AutoConfig
+    from transformers.initialization import no_init_weights
+
+    settings, auto_class = AutoConfig.from_pretrained(folder), auto_class_of(objective)
+    saved = any((folder / name).exists() for name in (index_name("model"), file_name("model", number=0, of=1)))
+    if settings.model_type in ANATOMIES and saved:
+        with no_init_weights():
+            hf = auto_class.from_config(settings, dtype=torch.float32)
+        hf.tie_weights()
+        weights = TensorFiles(folder, "model")
+        if all(name in weights for name, _ in hf.named_parameters()):
+            return LanguageModel(hf, precision=precision), weights
+    logger.info("%s: loaded whole on each rank, as only its class knows how its weights are saved", folder)
+    hf = auto_class.from_pretrained(folder, dtype=torch.float32)
+    return LanguageModel(hf, precision=precision), {name: p.detach() for name, p in hf.named_parameters()}

@@ -1,0 +1,70 @@
+"""What the model writes at fixed prompts and seeds, at every validation: runs/ID/samples.jsonl, and MLflow's table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from training.continuations import continuations
+from training.metrics import SAMPLES, read_rows
+from training.records import RunPlan, write_atomically
+from training.sampling import Draw
+from training.strategies import Strategy
+
+
+class Sampler:
+    """The configured prompts as tokens, and the way back to text. Prompt n has the seed train.seed + n."""
+
+    def __init__(self, plan: RunPlan, *, new_tokens: int) -> None:
+        from tokenizers import Tokenizer
+
+        self.plan, self.new_tokens, self.prompts = plan, new_tokens, plan.config.evaluation.prompts
+        self.tokenizer = Tokenizer.from_file(str(Path(plan.shards_dir) / "tokenizer" / "tokenizer.json"))
+        encoded = [self.tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in self.prompts]
+        self.ids = [ids or [plan.end_id] for ids in encoded]  # after the end token a document starts
+        self.seeds = [plan.config.train.seed + number for number in range(len(self.prompts))]
+
+    def texts(self, strategy: Strategy, *, device: torch.device) -> list[str]:
+        """Collective; `strategy`'s model in eval mode."""
+        wanted = self.plan.config.evaluation
+        new = continuations(
+            strategy,
+            self.ids,
+            new_tokens=self.new_tokens,
+            draw=Draw(wanted.temperature, wanted.top_k, top_p=1.0),
+            seeds=self.seeds,
+            end_id=self.plan.end_id,
+            context=self.plan.config.train.context,
+            device=device,
+        )
+        return [str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in new]
+
+
+class SampleLog:
+    """Samples while training, under evaluation.samples_while_training; a masked model writes nothing."""
+
+    def __init__(self, plan: RunPlan, run_dir: Path, *, start: int, writes: bool) -> None:
+        new_tokens = plan.config.evaluation.samples_while_training
+        wanted = new_tokens > 0 and plan.config.objective == "causal"
+        self.sampler = Sampler(plan, new_tokens=new_tokens) if wanted else None
+        self.path, self.writes, self.run = run_dir / SAMPLES, writes, plan.run_id
+        if writes and self.path.exists():  # what comes after `start` is written again
+            rows = [row for row in read_rows(self.path) if row["step"] <= start]
+            write_atomically(self.path, "".join(f"{json.dumps(row)}\n" for row in rows))
+
+    def add(self, step: int, strategy: Strategy, *, device: torch.device) -> None:
+        """One row per prompt. Collective; the model is in eval mode."""
+        if self.sampler is None:
+            return
+        texts = self.sampler.texts(strategy, device=device)
+        if not self.writes:
+            return
+        rows = zip(self.sampler.prompts, texts, self.sampler.seeds, strict=True)
+        lines = [
+            json.dumps({"step": step, "prompt": prompt, "text": text, "seed": seed, "run": self.run})
+            for prompt, text, seed in rows
+        ]
+        with self.path.open("a") as file:
+            file.write("".join(f"{line}\n" for line in lines))

@@ -1,0 +1,68 @@
+"""Which source each held-out token was read from: a file, a folder of files, or a hub data set.
+
+The manifest names the files and, for validation shards, how many tokens in a row came from each. Up to MAX_SOURCES
+files are told apart; of more, the top folders are (below the folder that all share), and beyond the largest
+MAX_SOURCES - 1 of them the rest is summed up as one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+import numpy as np
+
+from training.records import TokenShards
+
+MAX_SOURCES = 16
+TOP = "."  # files that lie beside the top folders
+
+
+@dataclass(frozen=True)
+class HeldOutSources:
+    """`names` and `text_bytes` by source; `ends` and `numbers`: where each stretch of the split ends, whose it is."""
+
+    names: tuple[str, ...]
+    text_bytes: tuple[int, ...]
+    ends: np.ndarray
+    numbers: np.ndarray
+
+    def of(self, positions: np.ndarray) -> np.ndarray:
+        """Source numbers of tokens of the validation split, by their places in it; int64 of any shape."""
+        return self.numbers[np.searchsorted(self.ends, positions, side="right")]
+
+
+def held_out_sources(manifest: TokenShards) -> HeldOutSources | None:
+    """None where a shard folder was made before it recorded them."""
+    shards = [shard for shard in manifest.shards if shard.split == "validation"]
+    if not manifest.sources or any(shard.stretches is None for shard in shards):
+        return None
+    stretches = [stretch for shard in shards for stretch in shard.stretches or ()]
+    tokens: Counter[str] = Counter()
+    names = source_names([file.name for file in manifest.sources])
+    for stretch in stretches:
+        tokens[names[stretch.source]] += stretch.tokens
+    kept = [name for name, _ in tokens.most_common(MAX_SOURCES if len(tokens) <= MAX_SOURCES else MAX_SOURCES - 1)]
+    number = {name: place for place, name in enumerate(kept)}
+    others = len(kept)
+    numbers = np.array([number.get(names[stretch.source], others) for stretch in stretches], np.int64)
+    if len(tokens) > len(kept):
+        kept.append(f"others ({len(tokens) - others})")
+    text_bytes = np.zeros(len(kept), np.int64)
+    np.add.at(text_bytes, numbers, np.array([stretch.text_bytes for stretch in stretches], np.int64))
+    ends = np.cumsum([stretch.tokens for stretch in stretches])
+    return HeldOutSources(tuple(kept), tuple(text_bytes.tolist()), ends, numbers)
+
+
+def source_names(files: Sequence[str]) -> list[str]:
+    """What each file counts as."""
+    if len(files) <= MAX_SOURCES:
+        return list(files)
+    shared = os.path.commonpath([os.path.dirname(name) for name in files])
+    below = [PurePosixPath(name).relative_to(shared).parts for name in files]
+    if all(len(parts) == 1 for parts in below):
+        return list(files)
+    return [os.path.join(shared, parts[0] if len(parts) > 1 else TOP) for parts in below]
