@@ -20,6 +20,7 @@ from typing import Any
 from flows.compare_cli import add_compare_command, is_comparison, resume_comparison
 from flows.image_cli import add_image_commands
 from flows.model_cli import add_model_commands
+from flows.promotion_cli import add_promotion_commands
 from flows.running_cli import add_running_commands
 from flows.servers_cli import add_server_commands
 from flows.tables import print_pairs
@@ -102,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     add_running_commands(command)
     add_server_commands(command)
     add_model_commands(command)
+    add_promotion_commands(command, _run_flow)
     add_image_commands(commands)
     return parser
 

@@ -1,4 +1,4 @@
-"""`shardline promote|lineage|generate|serve`: what is done with a registered model."""
+"""`shardline lineage|generate|serve`: what is done with a registered model."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ from flows.tables import print_pairs
 
 
 def add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    promote = command("promote", _promote, "put a model version through the gate, to champion", "MODEL")
-    promote.add_argument("--version", type=int, help="default: the challenger")
-    promote.add_argument("--force", action="store_true", help="past the gate")
     lineage = command("lineage", _lineage, "from a model version back to run, code, data and checkpoint", "MODEL@ALIAS")
-    for added in (promote, lineage):
-        added.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    lineage.add_argument("--json", action="store_true", help="one JSON object on stdout")
     generate = command("generate", _generate, "print text from a registered model", "MODEL@ALIAS", "PROMPT")
     generate.add_argument("--tokens", type=int, default=100)
     generate.add_argument("--temperature", type=float, default=0.8)
@@ -27,18 +23,6 @@ def add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     for added in (generate, serve):
         help = "inference.field=value" + (", serving.field=value" if added is serve else "")
         added.add_argument("overrides", nargs="*", metavar="section.field=value", help=help)
-
-
-def _promote(options: argparse.Namespace) -> int:
-    from tasks.places import tracking_uri
-    from tasks.register import promote
-
-    model = promote(options.model, version=options.version, force=options.force, tracking_uri=tracking_uri())
-    if options.json:
-        print(model.model_dump_json())
-    else:
-        print(f"{model.name} version {model.version}: {model.verdict}; alias {model.alias or 'none'}")
-    return 0 if model.alias == "champion" else 1
 
 
 def _lineage(options: argparse.Namespace) -> None:

@@ -74,16 +74,22 @@ def _read(preset: str) -> dict[str, Any]:
 
 
 def _apply(content: dict[str, Any], override: str, config: type[BaseModel]) -> None:
-    key, found, value = override.partition("=")
-    if not found or not key:
-        raise ValueError(f"{override!r} is no override: write section.field=value, for example train.steps=100")
+    key, value = parse_override(override, config)
     *sections, field = key.split(".")
     for section in sections:
         content = content.setdefault(section, {})
         if not isinstance(content, dict):
             raise ValueError(f"{override!r}: {section} is a field, not a section")
+    content[field] = value
+
+
+def parse_override(override: str, config: type[BaseModel] = RunConfig) -> tuple[str, Any]:
+    """section.field=value -> (section.field, value). Raises ValueError for what is not written so."""
+    key, found, value = override.partition("=")
+    if not found or not key:
+        raise ValueError(f"{override!r} is no override: write section.field=value, for example train.steps=100")
     try:
-        content[field] = _as_the_field_wants(key, value, config)
+        return key, _as_the_field_wants(key, value, config)
     except yaml.YAMLError:
         raise ValueError(f"{override!r}: the value is not YAML; quote it") from None
 

@@ -6,17 +6,17 @@ import datetime
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-from prefect import task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
-from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
 from flows.embedded import is_embedded
+from flows.promote import promote
+from flows.stage import stage
 from tasks import corpus, fleet, launch, nsight, overrides, planning, track, trial
 from tasks import hardware as machines
 from tasks.doctor import hardware_rows
@@ -38,14 +38,6 @@ from training.records import RunPlan, TokenShards, TrainResult, write_atomically
 from training.results import EvalReport, ExportedModel, RegisteredModel
 
 logger = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A Prefect task by that name. No result cache: each stage has its record, and checks that it is still true."""
-    return task(name=name, cache_policy=NO_CACHE, persist_result=False)
 
 
 def choose_run(run_id: str, config: RunConfig, *, force: bool) -> str:
@@ -211,16 +203,20 @@ def export(plan: RunPlan, run: TrackedRun) -> ExportedModel:
     return exported
 
 
-@stage("Register, and let the gate decide")
+@stage("Register, and let the gates decide")
 def register(run: TrackedRun) -> RegisteredModel:
+    """Where nobody must be asked or switched it is champion at once; else by a promotion, as `shardline promote`."""
     with timed(run, "register"):
         model = register_model(run.folder, tracking_uri=tracking_uri())
+        if not model.verdict and run.config.gates.approval == "none":
+            model = promote(model.name, version=model.version)
+    text = model.verdict or f"waits for approval: `{command('shardline')} promote {model.name}`"
     create_markdown_artifact(
-        f"**{model.name} version {model.version}**, alias `{model.alias}`: {model.verdict}",
+        f"**{model.name} version {model.version}**, alias `{model.alias}`: {text}",
         key="gate",
-        description="The gate's verdict",
+        description="The gates' verdict",
     )
-    return model
+    return model.model_copy(update={"verdict": text})
 
 
 @stage("Generate from the registered model")

@@ -9,15 +9,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tasks.engine import Engine, open_engine
-from tasks.registry import TAG, find_version, parse_ref, registry_client, resolve
+from tasks.registry import find_version, parse_ref, registry_client, replaced_by, resolve
 from training.credentials import without_credentials
 from training.serving_config import InferenceConfig
-
-if TYPE_CHECKING:
-    from mlflow.tracking import MlflowClient
 
 logger = logging.getLogger(__name__)
 
@@ -109,9 +105,9 @@ class Follower:
     def previous(self) -> Served:
         """The version before the served one, taken, opened at the first call. Raises ValueError where there is none."""
         with self._loading:
-            number = previous_version(self.client, self.served.name, before=self.served.version)
+            number = replaced_by(self.client, self.served.name, self.served.version)
             if number is None:
-                raise ValueError(f"{self.served.name} has no version before {self.served.version} that was champion")
+                raise ValueError(f"{self.served.name}/{self.served.version} took the place of no other version")
             if self._previous is None or self._previous.version != number:
                 self._let_previous_go()
                 self._previous = self._load(f"{self.served.name}/{number}")
@@ -127,13 +123,3 @@ class Follower:
         with self._loading:
             self._let_previous_go()
         self.served.retire()
-
-
-def previous_version(client: MlflowClient, name: str, *, before: int) -> int | None:
-    """The highest version below `before` that was champion once, as its verdict says."""
-    numbers = [
-        int(version.version)
-        for version in client.search_model_versions(f"name = '{name}'")
-        if version.tags.get(f"{TAG}verdict", "").startswith(("passed", "forced"))
-    ]
-    return max((number for number in numbers if number < before), default=None)

@@ -1,27 +1,41 @@
-"""The gate between challenger and champion: plain values in, a verdict with its numbers out."""
+"""The gates between challenger and champion: plain values in, one verdict a gate with its numbers out."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from training.promotion_config import GatesConfig, TaskFloor
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What the gate knows of a model version. `loss`: nats per token over the whole held-out split."""
+    """What the gates know of a model version. `loss`: nats per token over the whole held-out split of `dataset`.
+
+    `tokens`: how many that are; 0: not recorded (registered before that was). `scores`: TASK/METRIC -> value.
+    """
 
     name: str
     version: int
     dataset: str
     loss: float
     parity_passed: bool
+    tokens: int = 0
+    scores: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
 class Check:
-    name: str
+    """`gate` names it in the version's tags."""
+
+    gate: str
     passed: bool
     text: str
+
+    @property
+    def verdict(self) -> str:
+        return f"{'passed' if self.passed else 'not passed'}: {self.text}"
 
 
 @dataclass(frozen=True)
@@ -37,34 +51,30 @@ class Verdict:
         return f"{'passed' if self.passed else 'not passed'}: " + "; ".join(check.text for check in self.checks)
 
 
-def gate(challenger: Candidate, champion: Candidate | None, *, min_improvement: float) -> Verdict:
-    """Whether `challenger` takes the champion's place: ONNX parity, and a loss lower by `min_improvement` nats
-    per token, at equal data. Without a champion parity and a finite loss are enough."""
-    return Verdict(
-        checks=(_check_parity(challenger), _check_loss(challenger, champion, min_improvement=min_improvement))
-    )
+def gate(challenger: Candidate, champion: Candidate | None, *, gates: GatesConfig) -> Verdict:
+    """What can be told from the records: ONNX parity, held-out loss against the champion's, downstream scores."""
+    checks = [check_parity(challenger), check_loss(challenger, champion, min_improvement=gates.min_improvement)]
+    if gates.tasks:
+        checks.append(check_tasks(challenger.scores or {}, gates.tasks))
+    return Verdict(tuple(checks))
 
 
-def _check_parity(challenger: Candidate) -> Check:
+def check_parity(challenger: Candidate) -> Check:
     passed = challenger.parity_passed
     return Check("parity", passed, "ONNX parity within bounds" if passed else "ONNX parity out of bounds")
 
 
-def _check_loss(challenger: Candidate, champion: Candidate | None, *, min_improvement: float) -> Check:
+def check_loss(challenger: Candidate, champion: Candidate | None, *, min_improvement: float) -> Check:
+    """Lower than the champion's by `min_improvement` nats per token, on the same tokens. A first one needs no more
+    than a finite loss."""
     loss = f"validation loss {challenger.loss:.4f}"
     if not math.isfinite(challenger.loss):
         return Check("loss", False, f"{loss} is not finite")
     if champion is None:
         return Check("loss", True, f"{loss}, and there is no champion yet")
     rival = f"champion {champion.name}/{champion.version}"
-    if challenger.dataset != champion.dataset:
-        return Check(
-            "loss",
-            False,
-            f"{loss} cannot be compared with {champion.loss:.4f} of {rival}: other data "
-            f"(dataset {challenger.dataset[:12]}, champion's {champion.dataset[:12]}). To put it in place all the "
-            f"same: shardline promote {challenger.name} --version {challenger.version} --force",
-        )
+    if other := _other_data(challenger, champion):
+        return Check("loss", False, f"{loss} cannot be compared with {champion.loss:.4f} of {rival}: {other}")
     if not math.isfinite(champion.loss):
         return Check("loss", True, f"{loss}, and {rival}'s is not finite")
     improvement = champion.loss - challenger.loss
@@ -76,3 +86,44 @@ def _check_loss(challenger: Candidate, champion: Candidate | None, *, min_improv
         f"{loss}, {rival} {champion.loss:.4f}: {improvement:+.4f} nats per token, "
         f"{'which is' if passed else 'needed:'} {needed}",
     )
+
+
+def _other_data(challenger: Candidate, champion: Candidate) -> str:
+    """Why the two losses are of different tokens, and what to do; empty if they are of the same."""
+    if challenger.dataset != champion.dataset:
+        why = f"other data (dataset {challenger.dataset[:12]}, champion's {champion.dataset[:12]})"
+    elif challenger.tokens and champion.tokens and challenger.tokens != champion.tokens:
+        why = f"other tokens ({challenger.tokens:,} held-out tokens, champion's {champion.tokens:,})"
+    else:
+        return ""
+    name = challenger.name
+    return (
+        f"{why}. Measure both on the same, as with `shardline evaluate {name}@champion` on the challenger's data; or, "
+        f"to put it in place all the same: shardline promote {name} --version {challenger.version} --force"
+    )
+
+
+def check_tasks(scores: Mapping[str, float], floors: tuple[TaskFloor, ...]) -> Check:
+    """Every task that is asked for was evaluated and reaches its score."""
+    told = []
+    passed = True
+    for floor in floors:
+        key = f"{floor.task}/{floor.metric}"
+        score = scores.get(key)
+        reached = score is not None and score >= floor.at_least
+        passed &= reached
+        value = "not evaluated" if score is None else f"{score:.4f}"
+        told.append(f"{key} {value}, {'at least' if reached else 'needed: at least'} {floor.at_least:g}")
+    missing = any(f"{floor.task}/{floor.metric}" not in scores for floor in floors)
+    known = f" (evaluated: {', '.join(sorted(scores)) or 'no task'}; evaluation.tasks asks for more)" if missing else ""
+    return Check("tasks", passed, ", ".join(told) + known)
+
+
+def check_latency(p95_ms: float | None, *, budget_ms: float) -> Check:
+    """Of the smoke test in a fresh server; None: it had none to measure."""
+    if p95_ms is None:
+        return Check(
+            "latency", False, f"no p95 to hold against {budget_ms:g} ms: the model is not served; gates.max_p95_ms=0"
+        )
+    passed = p95_ms <= budget_ms
+    return Check("latency", passed, f"p95 {p95_ms:.1f} ms, {'at most' if passed else 'needed: at most'} {budget_ms:g}")

@@ -8,6 +8,7 @@ import logging
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,19 @@ logger = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
 RECORDS = ("plan.json", "result.json", "eval.json")
+METRICS_PER_REQUEST = 1000
 # What a loaded version needs to run. Written out: left to itself MLflow finds out in a subprocess, in 10 s and more.
 REQUIREMENTS = ("mlflow", "numpy", "onnxruntime", "pandas", "tokenizers")
 
 
 def logged_model(
-    client: MlflowClient, run: Run, *, tags: Mapping[str, str], run_dir: Path, shards_dir: Path
+    client: MlflowClient,
+    run: Run,
+    *,
+    tags: Mapping[str, str],
+    figures: Mapping[str, float],
+    run_dir: Path,
+    shards_dir: Path,
 ) -> LoggedModel:
     """The MLflow model of `run_dir`/export/, READY; one that an interrupted call began is finished, not repeated."""
     checkpoint_sha256 = tags[f"{TAG}checkpoint_sha256"]
@@ -50,7 +58,7 @@ def logged_model(
         folder = Path(scratch) / "model"
         _save_pyfunc(folder, model=model, run_dir=run_dir, shards_dir=shards_dir)
         client.log_model_artifacts(model.model_id, str(folder))
-    _link(client, run, model, tags=tags, shards_dir=shards_dir)
+    _link(client, run, model, tags=tags, figures=figures, shards_dir=shards_dir)
     return client.finalize_logged_model(model.model_id, "READY")
 
 
@@ -116,9 +124,17 @@ def _signature() -> Any:
     )
 
 
-def _link(client: MlflowClient, run: Run, model: LoggedModel, *, tags: Mapping[str, str], shards_dir: Path) -> None:
+def _link(
+    client: MlflowClient,
+    run: Run,
+    model: LoggedModel,
+    *,
+    tags: Mapping[str, str],
+    figures: Mapping[str, float],
+    shards_dir: Path,
+) -> None:
     """Model as the run's output, data set as its input, and the figures tied to both."""
-    from mlflow.entities import DatasetInput, LoggedModelOutput
+    from mlflow.entities import DatasetInput, LoggedModelOutput, Metric
 
     step = int(tags[f"{TAG}step"])
     outputs = {output.model_id for output in run.outputs.model_outputs} if run.outputs else set()
@@ -128,17 +144,10 @@ def _link(client: MlflowClient, run: Run, model: LoggedModel, *, tags: Mapping[s
     dataset = known[0] if known else _dataset(tags[f"{TAG}dataset_fingerprint"], shards_dir=shards_dir)
     if not known:
         client.log_inputs(run.info.run_id, datasets=[DatasetInput(dataset)])
-    for key in ("val_loss", "bits_per_byte"):
-        if tags[f"{TAG}{key}"]:
-            client.log_metric(
-                run.info.run_id,
-                f"registered/{key}",
-                float(tags[f"{TAG}{key}"]),
-                step=step,
-                model_id=model.model_id,
-                dataset_name=dataset.name,
-                dataset_digest=dataset.digest,
-            )
+    now, dataset_of = int(time.time() * 1000), {"dataset_name": dataset.name, "dataset_digest": dataset.digest}
+    metrics = [Metric(name, value, now, step, model_id=model.model_id, **dataset_of) for name, value in figures.items()]
+    for start in range(0, len(metrics), METRICS_PER_REQUEST):
+        client.log_batch(run.info.run_id, metrics=metrics[start : start + METRICS_PER_REQUEST])
 
 
 def _dataset(fingerprint: str, *, shards_dir: Path) -> Dataset:

@@ -8,6 +8,7 @@ with lies beside it, and two versions with different generators can be loaded in
 from __future__ import annotations
 
 import importlib.util
+import sys
 from typing import Any
 
 import mlflow
@@ -23,6 +24,7 @@ class RegisteredText(PythonModel):
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses look there for the module they are made in
         spec.loader.exec_module(module)
         self.generator = module.TextGenerator(context.artifacts["export"])
 

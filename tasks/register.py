@@ -1,4 +1,4 @@
-"""A finished run becomes a model version in the MLflow registry; the gate decides whether it is the champion."""
+"""A finished run becomes a model version in the MLflow registry; the gates decide whether it is the champion."""
 
 from __future__ import annotations
 
@@ -8,9 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.gate import Candidate, Verdict, gate
+from tasks.followers import following
+from tasks.judging import (
+    TAG_CHARS,
+    VERDICT,
+    Terms,
+    judge_records,
+    note_checks,
+    note_verdict,
+    set_champion,
+    standing,
+    terms_of,
+)
 from tasks.logged_model import logged_model
-from tasks.registry import CHALLENGER, CHAMPION, TAG, aliases_of, find_version, registry_client
+from tasks.moves import begin_move, end_move, unfinished
+from tasks.registry import CHALLENGER, CHAMPION, TAG, aliases_of, registry_client
+from tasks.turns import Turn, turn
+from tasks.version_card import described, figures_of
+from training.promotion_config import RolloutConfig
 from training.records import RunPlan, TokenShards, TrainResult, sha256_config
 from training.results import EvalReport, ExportedModel, RegisteredModel
 
@@ -19,8 +34,6 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 logger = logging.getLogger(__name__)
-
-MAX_JUDGEMENTS = 10
 
 
 @dataclass(frozen=True)
@@ -62,98 +75,69 @@ def read_finished_run(run_dir: Path) -> FinishedRun:
 
 
 def register_model(run_dir: Path, *, tracking_uri: str) -> RegisteredModel:
-    """Register runs/ID/export/ under the config's name as `challenger`, and as `champion` if it passes the gate.
+    """Register runs/ID/export/ under the config's name as `challenger`, and as `champion` if it passes its gates.
+
+    Left as challenger, without a verdict, for flows/promote.py: where a server follows the champion, or a gate needs a
+    server or a person, or an earlier move was interrupted. Nobody follows it: then nobody can be hurt, and a fresh
+    server of its own would cost each run 4 s and more.
 
     Safe to repeat: a checkpoint of a run has one version, and once it has a verdict nothing is moved again.
     Raises ValueError if the run is not finished.
     """
     run = read_finished_run(run_dir)
     client = registry_client(tracking_uri)
-    name = run.plan.config.model_name
     version = _existing_version(client, run) or _create_version(client, run)
-    number = int(version.version)
-    if f"{TAG}verdict" in version.tags:
-        logger.info("%s/%d is this checkpoint already: kept", name, number)
-        return _record(client, name, number, verdict=version.tags[f"{TAG}verdict"])
-    client.set_registered_model_alias(name, CHALLENGER, str(number))
-    return _judge(client, version, force=False)
-
-
-def promote(name: str, *, version: int | None = None, force: bool = False, tracking_uri: str) -> RegisteredModel:
-    """Put a version (default: the challenger) through the gate, and on passing in the champion's place.
-
-    `force` moves it whatever the gate says. The record's alias tells whether it is the champion now.
-    Raises ValueError if there is no such version.
-    """
-    client = registry_client(tracking_uri)
-    ref = f"{name}@{CHALLENGER}" if version is None else f"{name}/{version}"
-    return _judge(client, find_version(client, ref), force=force)
-
-
-def _judge(client: MlflowClient, version: ModelVersion, *, force: bool) -> RegisteredModel:
-    """Gate, then aliases, then the verdict's tag: a run that dies in between is judged again by the next one.
-
-    Another run may take the champion's place while this one is judged: then it is judged again, against that one.
-    Raises RuntimeError if that happens MAX_JUDGEMENTS times in a row.
-    """
     name, number = version.name, int(version.version)
-    aliases = aliases_of(client, name)
-    for _ in range(MAX_JUDGEMENTS):
-        reigning = aliases.get(CHAMPION)
-        passed, text = _verdict(client, version, reigning=reigning, force=force)
-        aliases = aliases_of(client, name)
-        if aliases.get(CHAMPION) == reigning:
-            break
-    else:
-        raise RuntimeError(
-            f"{name}'s champion changed {MAX_JUDGEMENTS} times while {name}/{number} was judged: "
-            f"`shardline promote {name} --version {number}` judges it again"
-        )
-    if passed:
-        client.set_registered_model_alias(name, CHAMPION, str(number))
-        if aliases.get(CHALLENGER) == number:
-            client.delete_registered_model_alias(name, CHALLENGER)
-    client.set_model_version_tag(name, str(number), f"{TAG}verdict", text)
-    logger.info("%s/%d %s", name, number, text)
-    return _record(client, name, number, verdict=text)
+    if VERDICT in version.tags:
+        logger.info("%s/%d is this checkpoint already: kept", name, number)
+        return standing(client, name, number, verdict=version.tags[VERDICT])
+    client.set_registered_model_alias(name, CHALLENGER, str(number))
+    terms = terms_of(version, tracking_uri=tracking_uri)
+    with turn(client, name, what=f"registers {name}/{number}") as mine:
+        return _judge_at_once(client, mine, version, terms=terms)
 
 
-def _verdict(client: MlflowClient, version: ModelVersion, *, reigning: int | None, force: bool) -> tuple[bool, str]:
-    """Whether `version` may be champion in the place of version `reigning`, and why."""
-    name = version.name
-    if reigning == int(version.version):
-        return True, version.tags.get(f"{TAG}verdict", "passed: it is the champion already")
-    if force:
-        return True, "forced: " + (f"took the place of {name}/{reigning}" if reigning else "no champion yet")
-    champion = candidate(client.get_model_version(name, str(reigning))) if reigning else None
-    min_improvement = float(version.tags.get(f"{TAG}min_improvement", 0.0))
-    verdict: Verdict = gate(candidate(version), champion, min_improvement=min_improvement)
-    return verdict.passed, verdict.text
+def _judge_at_once(client: MlflowClient, mine: Turn, version: ModelVersion, *, terms: Terms) -> RegisteredModel:
+    name, number = version.name, int(version.version)
+    version = client.get_model_version(name, str(number))  # another may have judged it while we waited
+    text, left = version.tags.get(VERDICT, ""), standing(client, name, number, verdict="")
+    if text or unfinished(client, name):
+        return left.model_copy(update={"verdict": text})
+    reigning = aliases_of(client, name).get(CHAMPION)
+    if reigning == number:  # a registration before this one died at its last write
+        set_champion(client, name, number, replaces=number)
+        note_verdict(client, name, number, text := "passed: it is the champion already", by=mine.who)
+        return standing(client, name, number, verdict=text)
+    verdict = judge_records(client, version, terms=terms, reigning=reigning)
+    if verdict.passed and (why := _needs_a_rollout(name, terms)):
+        logger.info("%s/%d is left to its promotion: %s", name, number, why)
+        return left
+    note_checks(client, version, verdict.checks)
+    if verdict.passed:
+        mine.check()
+        _move_at_once(client, name, number, replaces=reigning, who=mine.who, why=verdict.text, rollout=terms.rollout)
+    note_verdict(client, name, number, verdict.text, by=mine.who)
+    return standing(client, name, number, verdict=verdict.text)
 
 
-def candidate(version: ModelVersion) -> Candidate:
-    """What the gate needs, from a version's tags. Raises ValueError for a version that Shardline did not register."""
-    tags = version.tags
-    if f"{TAG}val_loss" not in tags:
-        raise ValueError(
-            f"{version.name}/{version.version} was not registered by Shardline (no tag {TAG}val_loss), so the gate "
-            f"has nothing to compare: `shardline promote {version.name} --version N --force` goes past it"
-        )
-    return Candidate(
-        name=version.name,
-        version=int(version.version),
-        dataset=tags[f"{TAG}dataset_fingerprint"],
-        loss=float(tags[f"{TAG}val_loss"]),
-        parity_passed=tags[f"{TAG}parity_passed"] == "true",
+def _move_at_once(
+    client: MlflowClient, name: str, number: int, *, replaces: int | None, who: str, why: str, rollout: RolloutConfig
+) -> None:
+    move = begin_move(
+        client, name, version=number, replaces=replaces, kind="promotion", who=who, why=why, rollout=rollout
     )
+    set_champion(client, name, number, replaces=replaces)
+    end_move(client, move, outcome="promoted when it was registered: no server followed", well=True)
 
 
-def _record(client: MlflowClient, name: str, version: int, *, verdict: str) -> RegisteredModel:
-    aliases = aliases_of(client, name)
-    if aliases.get(CHAMPION) == version:
-        return RegisteredModel(name=name, version=version, alias="champion", verdict=verdict)
-    is_challenger = aliases.get(CHALLENGER) == version
-    return RegisteredModel(name=name, version=version, alias="challenger" if is_challenger else "", verdict=verdict)
+def _needs_a_rollout(name: str, terms: Terms) -> str:
+    """Why more is to be done than to move the alias; empty if nothing is."""
+    if terms.gates.approval != "none":
+        return "somebody must approve"
+    if terms.gates.max_p95_ms:
+        return "it has a latency budget"
+    servers = [server.url for server in following(name, urls=terms.rollout.servers)]
+    return f"{', '.join(servers)} serves the champion" if servers else ""
 
 
 def _existing_version(client: MlflowClient, run: FinishedRun) -> ModelVersion | None:
@@ -170,7 +154,14 @@ def _create_version(client: MlflowClient, run: FinishedRun) -> ModelVersion:
 
     name, mlflow_run = run.plan.config.model_name, client.get_run(run.plan.mlflow_run_id)
     tags = version_tags(run, git_commit=mlflow_run.data.tags.get("mlflow.source.git.commit", "unknown"))
-    model = logged_model(client, mlflow_run, tags=tags, run_dir=run.folder, shards_dir=Path(run.plan.shards_dir))
+    model = logged_model(
+        client,
+        mlflow_run,
+        tags=tags,
+        figures=figures_of(run),
+        run_dir=run.folder,
+        shards_dir=Path(run.plan.shards_dir),
+    )
     try:
         client.create_registered_model(name, description=f"Language model {name}, made by Shardline")
     except MlflowException as error:
@@ -181,7 +172,7 @@ def _create_version(client: MlflowClient, run: FinishedRun) -> ModelVersion:
         source=model.artifact_location,  # not models:/ID, which MLflow looks up in its global store
         run_id=run.plan.mlflow_run_id,
         tags={**tags, f"{TAG}model_id": model.model_id},
-        description=f"Run {run.plan.run_id}, step {run.result.step}: validation loss {run.evaluation.loss:.4f}",
+        description=described(run),
         model_id=model.model_id,
     )
     link = json.dumps([{"name": name, "version": version.version}])
@@ -204,11 +195,13 @@ def version_tags(run: FinishedRun, *, git_commit: str) -> dict[str, str]:
         "step": str(run.result.step),
         "objective": run.export.objective,
         "val_loss": repr(run.evaluation.loss),
+        "val_tokens": str(run.evaluation.tokens),
         "bits_per_byte": "" if bits_per_byte is None else repr(bits_per_byte),
         "parity_passed": "true" if parity.passed else "false",
         "parity_max_logit_difference": repr(parity.max_logit_difference),
         "parity_argmax_agreement": repr(parity.argmax_agreement),
-        "min_improvement": repr(plan.config.gates.min_improvement),
+        "licence": plan.config.registry.licence,
+        "notes": plan.config.registry.notes[:TAG_CHARS],
         "reproduce": f"shardline reproduce {plan.run_id}",
     }
     return {f"{TAG}{key}": value for key, value in tags.items()}

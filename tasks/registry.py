@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 CHAMPION, CHALLENGER = "champion", "challenger"
 # Tags of a version. Losses and differences are written with repr, so that they read back exactly.
 TAG = "shardline."
+GATE, REPLACES = f"{TAG}gate.", f"{TAG}replaces"
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,18 @@ def find_version(client: MlflowClient, ref: str) -> ModelVersion:
         raise ValueError(f"the registry has no {ref}: {_what_there_is(client, name)}") from error
 
 
+def require_model(client: MlflowClient, name: str) -> None:
+    """Raises ValueError, with what there is, if no model has that name."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.get_registered_model(name)
+    except MlflowException as error:
+        if error.error_code not in {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}:
+            raise
+        raise ValueError(f"the registry has no {name}: {_what_there_is(client, name)}") from error
+
+
 def _what_there_is(client: MlflowClient, name: str) -> str:
     models = {model.name: model for model in client.search_registered_models()}
     if not models:
@@ -126,7 +139,7 @@ def resolve(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> Re
     """
     client = registry_client(tracking_uri)
     version = find_version(client, ref)
-    folder = _local_folder(version, tracking_uri=tracking_uri, cache_dir=cache_dir) / "artifacts"
+    folder = _cached_folder(version, tracking_uri=tracking_uri, cache_dir=cache_dir) / "artifacts"
     if not (folder / "export" / "export.json").is_file():
         raise ValueError(
             f"{ref} (version {version.version}) has no {folder / 'export' / 'export.json'}: it was not registered by "
@@ -145,24 +158,45 @@ def resolve(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> Re
     )
 
 
-def _local_folder(version: ModelVersion, *, tracking_uri: str, cache_dir: Path | None) -> Path:
+def local_folder(version: ModelVersion, *, tracking_uri: str, part: str = "", scratch: Path | None = None) -> Path:
+    """The version's folder, or `part` of it: in place where it is mounted, else downloaded to `scratch`."""
     from mlflow.artifacts import download_artifacts
 
     assert version.source, "MLflow has no version without a source"
     address = urlparse(version.source)
     if address.scheme in {"", "file"}:
-        return Path(unquote(address.path))
-    if cache_dir is None:
-        return Path(download_artifacts(artifact_uri=version.source, tracking_uri=tracking_uri))
+        return Path(unquote(address.path)) / part
+    uri = f"{version.source}/{part}" if part else version.source
+    target = str(scratch) if scratch else None
+    return Path(download_artifacts(artifact_uri=uri, dst_path=target, tracking_uri=tracking_uri))
+
+
+def _cached_folder(version: ModelVersion, *, tracking_uri: str, cache_dir: Path | None) -> Path:
+    """The whole version; what is not mounted is downloaded once."""
+    assert version.source, "MLflow has no version without a source"
+    if cache_dir is None or urlparse(version.source).scheme in {"", "file"}:
+        return local_folder(version, tracking_uri=tracking_uri)
     # The source's hash keeps versions of different registries apart.
     source = hashlib.sha256(version.source.encode()).hexdigest()
     target = cache_dir / f"{version.name}-{version.version}-{source[:12]}"
     if not target.exists():
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_dir) as scratch:
-            downloaded = download_artifacts(artifact_uri=version.source, dst_path=scratch, tracking_uri=tracking_uri)
-            Path(downloaded).rename(target)
+            local_folder(version, tracking_uri=tracking_uri, scratch=Path(scratch)).rename(target)
     return target
+
+
+def replaced_by(client: MlflowClient, name: str, version: int) -> int | None:
+    """The version in whose place `version` became champion, as its promotion recorded it; None if there is none."""
+    from mlflow.exceptions import MlflowException
+
+    before = client.get_model_version(name, str(version)).tags.get(REPLACES, "")
+    try:
+        return int(client.get_model_version(name, before).version) if before else None
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return None  # deleted since
 
 
 def lineage(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> dict[str, Any]:
@@ -200,5 +234,9 @@ def lineage(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> di
         "checkpoint": {"path": result.checkpoint, "sha256": result.checkpoint_sha256, "step": result.step},
         "evaluation": json.loads(evaluation.model_dump_json(exclude={"samples"})),
         "parity": json.loads(exported.parity.model_dump_json()),
+        "gates": {key.removeprefix(GATE): text for key, text in model.tags.items() if key.startswith(GATE)},
+        "replaces": model.tags.get(REPLACES, ""),
+        "licence": model.tags.get(f"{TAG}licence", ""),
+        "notes": model.tags.get(f"{TAG}notes", ""),
         "reproduce": model.tags[f"{TAG}reproduce"],
     }

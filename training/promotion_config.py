@@ -49,6 +49,7 @@ class RolloutConfig(Part):
     """How a version that passed its gates takes over, and what takes it back."""
 
     smoke_requests: int = Field(20, ge=1, le=10_000, description="Requests that a fresh server must answer first.")
+    smoke_timeout_s: float = Field(300, gt=0, description="For the fresh server to start and to answer them all.")
     servers: tuple[str, ...] = Field(
         (), description="URLs of the servers that follow the alias; those of this machine are found by themselves."
     )
@@ -56,4 +57,4 @@ class RolloutConfig(Part):
     watch_minutes: float = Field(5, ge=0, le=10_000, description="Watched so long after the switch; 0: not.")
     max_error_rate: float = Field(0.01, ge=0, le=1, description="Failed share of requests that takes it back.")
     max_p95_ms: float = Field(0.0, ge=0, description="p95 of requests that takes it back; 0: none.")
-    min_requests: int = Field(20, ge=1, description="Fewer requests than this are no ground to take it back.")
+    min_requests: int = Field(20, ge=1, description="Before so many were counted nothing is taken back for them.")

@@ -60,9 +60,10 @@ class Store:
 
 
 @pytest.fixture
-def store(empty_store: Path, exported_run: Path, tmp_path: Path) -> Store:
+def store(empty_store: Path, exported_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     from mlflow.tracking import MlflowClient
 
+    monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path))
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     artifacts = (tmp_path / "artifacts").as_uri()

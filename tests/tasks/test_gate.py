@@ -6,11 +6,15 @@ import math
 
 import pytest
 
-from tasks.gate import Candidate, gate
+from tasks.gate import Candidate, check_latency, gate
+from training.promotion_config import GatesConfig, TaskFloor
 
 
-def version(number: int, loss: float, *, dataset: str = "a" * 64, parity: bool = True) -> Candidate:
-    return Candidate(name="m", version=number, dataset=dataset, loss=loss, parity_passed=parity)
+def version(
+    number: int, loss: float, *, dataset: str = "a" * 64, parity: bool = True, tokens: int = 0, **scores: float
+) -> Candidate:
+    found = {name.replace("__", "/"): value for name, value in scores.items()}
+    return Candidate("m", number, dataset, loss, parity_passed=parity, tokens=tokens, scores=found)
 
 
 CHAMPION = version(3, 2.5)
@@ -27,8 +31,17 @@ CASES = {
         0.0,
         False,
         "cannot be compared with 2.5000 of champion m/3: other data (dataset bbbbbbbbbbbb, champion's aaaaaaaaaaaa). "
-        "To put it in place all the same: shardline promote m --version 4 --force",
+        "Measure both on the same, as with `shardline evaluate m@champion` on the challenger's data; or, to put it in "
+        "place all the same: shardline promote m --version 4 --force",
     ),
+    "other tokens": (
+        version(4, 1.0, tokens=1000),
+        version(3, 2.5, tokens=2000),
+        0.0,
+        False,
+        "other tokens (1,000 held-out tokens, champion's 2,000)",
+    ),
+    "worse, within the tolerance": (version(4, 2.6), CHAMPION, -0.25, True, "which is at least -0.25 better"),
     "parity failed, no champion": (version(1, 2.0, parity=False), None, 0.0, False, "ONNX parity out of bounds"),
     "parity failed, better": (version(4, 2.0, parity=False), CHAMPION, 0.0, False, "ONNX parity out of bounds"),
     "not a number": (version(1, math.nan), None, 0.0, False, "is not finite"),
@@ -45,7 +58,31 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_verdicts(case: str) -> None:
     challenger, champion, min_improvement, passed, said = CASES[case]
-    verdict = gate(challenger, champion, min_improvement=min_improvement)
+    verdict = gate(challenger, champion, gates=GatesConfig(min_improvement=min_improvement))
     assert verdict.passed is passed
     assert said in verdict.text
     assert verdict.text.startswith("passed: " if passed else "not passed: ")
+
+
+@pytest.mark.parametrize(
+    ("challenger", "passed", "said"),
+    [
+        (version(4, 2.0, arc__acc=0.5), True, "arc/acc 0.5000, at least 0.5"),
+        (version(4, 2.0, arc__acc=0.4), False, "arc/acc 0.4000, needed: at least 0.5"),
+        (version(4, 2.0, other__acc=1.0), False, "arc/acc not evaluated, needed: at least 0.5 (evaluated: other/acc;"),
+        (version(4, 2.0), False, "(evaluated: no task; evaluation.tasks asks for more)"),
+    ],
+)
+def test_required_tasks(challenger: Candidate, passed: bool, said: str) -> None:
+    gates = GatesConfig(tasks=(TaskFloor(task="arc", metric="acc", at_least=0.5),))
+    verdict = gate(challenger, CHAMPION, gates=gates)
+    assert [(check.gate, check.passed) for check in verdict.checks] == [
+        ("parity", True), ("loss", True), ("tasks", passed)
+    ]  # fmt: skip
+    assert said in verdict.text
+
+
+def test_the_latency_budget_is_held_against_the_smoke_test() -> None:
+    assert check_latency(49.96, budget_ms=50).verdict == "passed: p95 50.0 ms, at most 50"
+    assert check_latency(51.0, budget_ms=50).verdict == "not passed: p95 51.0 ms, needed: at most 50"
+    assert not check_latency(None, budget_ms=50).passed

@@ -5,17 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
 
-from tasks import register
-from tasks.gate import Candidate, Verdict, gate
 from tasks.generate import TextGenerator
 from tasks.logged_model import link_or_copy
-from tasks.register import promote, register_model
+from tasks.moves import history
+from tasks.register import register_model
 from tasks.registry import aliases_of, lineage, resolve
 from tests.tasks.conftest import Store
 from training.records import RunPlan
@@ -94,26 +94,17 @@ def test_a_registration_that_died_is_finished_by_the_next(store: Store) -> None:
     assert [found.model_id for found in client.search_logged_models([store.experiment_id])] == [model.model_id]
 
 
-@pytest.mark.parametrize(("rival_loss", "champion"), [(2.0, 3), (2.75, 2)])
-def test_a_champion_that_changes_meanwhile_is_judged_against(
-    store: Store, monkeypatch: pytest.MonkeyPatch, rival_loss: float, champion: int
-) -> None:
-    """While version 2 (loss 2.5) is judged against version 1, another run registers version 3 and takes its place."""
+def test_two_registrations_at_once_are_judged_one_after_the_other(store: Store) -> None:
+    """Whichever is first, the best is champion in the end, and each move names the version that it replaced."""
     register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
-    slower = store.finished_run("two", loss=2.5, checkpoint="d")
-    rivals = [store.finished_run("three", loss=rival_loss, checkpoint="e")]
-
-    def interrupted(challenger: Candidate, reigning: Candidate | None, *, min_improvement: float) -> Verdict:
-        verdict = gate(challenger, reigning, min_improvement=min_improvement)
-        if rivals:
-            assert register_model(rivals.pop(), tracking_uri=store.uri).alias == "champion"
-        return verdict
-
-    monkeypatch.setattr(register, "gate", interrupted)
-    model = register_model(slower, tracking_uri=store.uri)
-    assert (model.version, model.alias) == (2, "champion" if champion == 2 else "")
-    assert f"champion tiny/3 {rival_loss:.4f}" in model.verdict
-    assert aliases(store) == {"champion": champion}
+    rivals = [store.finished_run(f"run-{loss}", loss=loss, checkpoint=each) for loss, each in ((2.5, "d"), (2.0, "e"))]
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(lambda rival: register_model(rival, tracking_uri=store.uri), rivals))
+    best = made[1].version
+    assert aliases(store)["champion"] == best
+    moves = history(MlflowClient(store.uri), "tiny")
+    assert [move.version for move in moves][::-1] in ([1, best], [1, made[0].version, best])
+    assert [move.replaces for move in moves] == [*[move.version for move in moves[1:]], None]
 
 
 def test_other_data_cannot_be_compared_until_forced(store: Store) -> None:
@@ -121,10 +112,6 @@ def test_other_data_cannot_be_compared_until_forced(store: Store) -> None:
     other = register_model(store.finished_run("two", loss=1.0, checkpoint="d", dataset="b"), tracking_uri=store.uri)
     assert other.alias == "challenger"
     assert "shardline promote tiny --version 2 --force" in other.verdict
-    assert promote("tiny", tracking_uri=store.uri).alias == "challenger"
-    forced = promote("tiny", version=2, force=True, tracking_uri=store.uri)
-    assert (forced.alias, forced.verdict) == ("champion", "forced: took the place of tiny/1")
-    assert aliases(store) == {"champion": 2}
 
 
 def test_a_run_whose_parity_failed_is_not_promoted(store: Store) -> None:
@@ -135,18 +122,6 @@ def test_a_run_whose_parity_failed_is_not_promoted(store: Store) -> None:
     model = register_model(run_dir, tracking_uri=store.uri)
     assert model.alias == "challenger"
     assert "ONNX parity out of bounds" in model.verdict
-
-
-def test_promote_names_what_there_is(store: Store) -> None:
-    with pytest.raises(ValueError, match="it is empty"):
-        promote("tiny", tracking_uri=store.uri)
-    register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
-    with pytest.raises(ValueError, match="no tiny@challenger: tiny has versions 1 and aliases @champion -> 1"):
-        promote("tiny", tracking_uri=store.uri)
-    with pytest.raises(ValueError, match="no tiny/7"):
-        promote("tiny", version=7, tracking_uri=store.uri)
-    with pytest.raises(ValueError, match="no tony@challenger: it knows tiny"):
-        promote("tony", tracking_uri=store.uri)
 
 
 def test_mlflow_links_the_version_to_run_data_and_model(store: Store) -> None:

@@ -20,10 +20,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tasks.generate import TextGenerator
-from tasks.register import promote, register_model
+from tasks.register import register_model
 from tasks.registry import resolve
 from tasks.serve import serve
 from tasks.servers import running_servers
+from tasks.switching import roll_back
 from tests.tasks.conftest import Store
 
 CODE = """
@@ -163,7 +164,7 @@ def test_it_follows_the_alias_without_a_failed_request(champion: Store) -> None:
         clients = [pool.submit(hammer, seed) for seed in range(2)]
         worse = register_model(champion.finished_run("two", loss=3.5, checkpoint="d"), tracking_uri=champion.uri)
         assert worse.alias == "challenger"
-        promote("tiny", version=2, force=True, tracking_uri=champion.uri)
+        roll_back("tiny", to=2, why="a test", tracking_uri=champion.uri)
         for seen in (future.result() for future in clients):
             assert {status for status, _ in seen} == {200}
             assert seen[0] == (200, 1)

@@ -1,0 +1,142 @@
+"""The stages of a promotion as Prefect tasks: each calls plain functions of tasks/ and shows what they found."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.exceptions import FlowPauseTimeout
+from prefect.flow_runs import pause_flow_run
+from prefect.input import RunInput
+from prefect.runtime import flow_run
+from pydantic import Field
+
+from flows.embedded import is_embedded
+from flows.presets import parse_override
+from flows.stage import stage
+from tasks import promotion, switching
+from tasks.gate import Check
+from tasks.judging import VERDICT, standing
+from tasks.places import tracking_uri
+from tasks.promotion import Case, Request, gate_rows
+from tasks.registry import CHALLENGER, aliases_of, registry_client, require_model
+from tasks.turns import Turn, turn, who
+from training.results import RegisteredModel
+
+logger = logging.getLogger(__name__)
+
+
+def asked(model: str, *, version: int | None, force: bool, overrides: Sequence[str], by: str) -> Request:
+    """Raises ValueError for an override that is none, or for a model that is not there."""
+    run_id = str(flow_run.id or "")
+    request = Request(
+        model=model,
+        who=by or who(),
+        version=version,
+        force=force,
+        overrides=dict(map(parse_override, overrides)),
+        prefect_run=run_id if is_embedded() else str(flow_run.ui_url or run_id),
+    )
+    promotion.overridden(promotion.Terms(), request.overrides or {})
+    require_model(registry_client(tracking_uri()), model)
+    return request
+
+
+@contextmanager
+def turn_of(request: Request) -> Iterator[Turn]:
+    asked_for = "the challenger" if request.version is None else f"version {request.version}"
+    what = f"promotes {request.model}, {asked_for}"
+    with turn(registry_client(tracking_uri()), request.model, what=what, by=request.who) as mine:
+        yield mine
+
+
+@stage("Finish what was interrupted")
+def settle(request: Request, mine: Turn) -> RegisteredModel | None:
+    """How the interrupted version stands, if nothing else is asked for."""
+    client = registry_client(tracking_uri())
+    move = switching.settle(client, mine, request.model, show=logger.info)
+    if move is None:
+        return None
+    nothing_else = request.version is None and CHALLENGER not in aliases_of(client, request.model)
+    if not (nothing_else or (request.version == move.version and not request.force)):
+        return None
+    return _standing(request.model, move.version)
+
+
+@stage("Gates and smoke test")
+def judge(request: Request) -> Case:
+    case = promotion.judge(registry_client(tracking_uri()), request, tracking_uri=tracking_uri())
+    _show(case)
+    return case
+
+
+class Approval(RunInput):
+    """The form of a paused promotion in Prefect."""
+
+    name: str = Field(min_length=1, description="Your name: it is recorded with the version.")
+    approved: bool = Field(True, description="Whether it may become champion.")
+    why: str = Field("", description="Recorded, too.")
+
+
+def approve(request: Request, case: Case) -> Case:
+    """A person says yes or no: in the form of this flow run, or by a tag of the version."""
+    if case.terms.gates.approval == "tag":
+        check = promotion.approved_by_tag(registry_client(tracking_uri()), case)
+    else:
+        check = _approved_in_prefect(case)
+    case = replace(case, checks=(*case.checks, check))
+    _show(case)
+    return case
+
+
+def _approved_in_prefect(case: Case) -> Check:
+    if is_embedded():
+        raise ValueError(
+            "gates.approval = prefect needs a Prefect server in whose pages somebody resumes the run: `shardline up`, "
+            "or set PREFECT_API_URL; or take gates.approval=tag"
+        )
+    timeout_s = case.terms.gates.approval_timeout_s
+    logger.info("%s/%d waits for approval: resume this flow run in Prefect", case.model, case.version)
+    try:
+        answer = pause_flow_run(wait_for_input=Approval, timeout=max(1, round(timeout_s)), poll_interval=2)
+    except FlowPauseTimeout:
+        return Check("approval", False, f"nobody resumed the flow run within {timeout_s:g} s")
+    told = f"by {answer.name} in Prefect{f': {answer.why}' if answer.why else ''}"
+    return Check("approval", answer.approved, f"{'approved' if answer.approved else 'refused'} {told}")
+
+
+@stage("Switch and watch")
+def roll_out(request: Request, case: Case, mine: Turn) -> RegisteredModel:
+    """Its verdict stands on the version in the end, whatever it is."""
+    client = registry_client(tracking_uri())
+    if case.settled:
+        return standing(client, case.model, case.version, verdict=case.settled)
+    if not case.passed:
+        return promotion.refuse(client, request, case)
+    move = promotion.begin(client, mine, request, case)
+    if isinstance(move, RegisteredModel):
+        return move
+    switching.carry_out(client, mine, move, show=logger.debug)
+    model = _standing(case.model, case.version)
+    create_markdown_artifact(
+        f"**{model.name}**: champion was version {move.replaces or 'none'}, asked by {move.who}. Version "
+        f"{model.version} is {model.alias or 'no alias'} now: {model.verdict}",
+        key="promotion",
+        description="What moved",
+    )
+    return model
+
+
+def _standing(name: str, number: int) -> RegisteredModel:
+    client = registry_client(tracking_uri())
+    verdict = client.get_model_version(name, str(number)).tags.get(VERDICT, "")
+    return standing(client, name, number, verdict=verdict)
+
+
+def _show(case: Case) -> None:
+    if case.checks:
+        about = f"{case.model}/{case.version} against {case.against or 'no champion'}"
+        create_table_artifact(gate_rows(case.checks), key="gates", description=about)

@@ -1,0 +1,157 @@
+"""What moved a model's champion: one MLflow run a move, which tells who, what, when, why, and how far it came.
+
+They are never deleted, so they are the history. A run that still says RUNNING while nobody has the turn
+(tasks/turns.py) is a move that was interrupted: whoever has the turn next finishes it, or takes it back.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from typing import TYPE_CHECKING, Literal
+
+from tasks.places import embedded_artifacts
+from tasks.registry import TAG
+from training.promotion_config import RolloutConfig
+from training.records import Record
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+    from mlflow.tracking import MlflowClient
+
+logger = logging.getLogger(__name__)
+
+EXPERIMENT = "shardline-promotions"
+Kind = Literal["promotion", "rollback"]
+Stage = Literal["switching", "watching", "taking back", "done"]
+MOST = 1000  # moves of one model that history lists
+
+
+class Move(Record):
+    """Champion from `replaces` (None: there was none) to `version`. `outcome` is empty while it is under way."""
+
+    move_id: str
+    model: str
+    kind: Kind
+    version: int
+    replaces: int | None
+    who: str
+    why: str
+    prefect_run: str
+    stage: Stage
+    rollout: RolloutConfig
+    outcome: str
+    well: bool
+    began: str
+    ended: str
+    figures: dict[str, float]
+
+
+def begin_move(
+    client: MlflowClient,
+    model: str,
+    *,
+    version: int,
+    replaces: int | None,
+    kind: Kind,
+    who: str,
+    why: str,
+    rollout: RolloutConfig,
+    prefect_run: str = "",
+) -> Move:
+    """To be called with the turn, before anything is moved."""
+    tags = {
+        "model": model,
+        "kind": kind,
+        "version": str(version),
+        "replaces": str(replaces or ""),
+        "who": who,
+        "why": why[:4000],
+        "prefect_run": prefect_run,
+        "stage": "switching",
+        "rollout": rollout.model_dump_json(),
+    }
+    run = client.create_run(
+        _experiment(client),
+        run_name=f"{model} {replaces or 'none'} to {version}",
+        tags={f"{TAG}move.{key}": value for key, value in tags.items()},
+    )
+    return _move(run)
+
+
+def note_stage(client: MlflowClient, move: Move, stage: Stage) -> None:
+    client.set_tag(move.move_id, f"{TAG}move.stage", stage)
+
+
+def end_move(client: MlflowClient, move: Move, *, outcome: str, well: bool) -> None:
+    client.set_tag(move.move_id, f"{TAG}move.outcome", outcome[:4000])
+    client.set_tag(move.move_id, "mlflow.note.content", f"{move.who}: {move.why}\n\n{outcome}")
+    client.set_tag(move.move_id, f"{TAG}move.stage", "done")
+    client.set_terminated(move.move_id, "FINISHED" if well else "FAILED")
+
+
+def read_move(client: MlflowClient, move_id: str) -> Move:
+    return _move(client.get_run(move_id))
+
+
+def unfinished(client: MlflowClient, model: str) -> Move | None:
+    """The move that was begun and not ended: under way for whoever has the turn, else interrupted."""
+    found = _search(client, f"attributes.status = 'RUNNING' AND tags.`{TAG}move.model` = '{model}'")
+    return found[0] if found else None
+
+
+def history(client: MlflowClient, model: str) -> list[Move]:
+    """Every move, latest first."""
+    return _search(client, f"tags.`{TAG}move.model` = '{model}'")
+
+
+def _search(client: MlflowClient, wanted: str) -> list[Move]:
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    if experiment is None:
+        return []
+    runs = client.search_runs(
+        [experiment.experiment_id], wanted, order_by=["attributes.start_time DESC"], max_results=MOST
+    )
+    return [_move(run) for run in runs]
+
+
+def _experiment(client: MlflowClient) -> str:
+    from mlflow.exceptions import MlflowException
+
+    if found := client.get_experiment_by_name(EXPERIMENT):
+        return str(found.experiment_id)
+    try:
+        return str(client.create_experiment(EXPERIMENT, artifact_location=embedded_artifacts()))
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+        found = client.get_experiment_by_name(EXPERIMENT)
+        assert found is not None
+        return str(found.experiment_id)
+
+
+def _move(run: Run) -> Move:
+    tags = {key.removeprefix(f"{TAG}move."): value for key, value in run.data.tags.items()}
+    return Move(
+        move_id=run.info.run_id,
+        model=tags["model"],
+        kind=tags["kind"],
+        version=int(tags["version"]),
+        replaces=int(tags["replaces"]) if tags["replaces"] else None,
+        who=tags["who"],
+        why=tags["why"],
+        prefect_run=tags["prefect_run"],
+        stage=tags["stage"],
+        rollout=RolloutConfig.model_validate_json(tags["rollout"]),
+        outcome=tags.get("outcome", ""),
+        well=run.info.status == "FINISHED",
+        began=_moment(run.info.start_time),
+        ended=_moment(run.info.end_time),
+        figures=dict(run.data.metrics),
+    )
+
+
+def _moment(milliseconds: int | None) -> str:
+    if not milliseconds:
+        return ""
+    return datetime.datetime.fromtimestamp(milliseconds / 1000, datetime.UTC).isoformat(timespec="seconds")
