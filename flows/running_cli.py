@@ -1,8 +1,9 @@
-"""`shardline ps|stop|reap`, for flows/cli.py."""
+"""`shardline ps|stop|reap|reconcile`, for flows/cli.py."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,8 +22,9 @@ def add_running_commands(command: Callable[..., argparse.ArgumentParser]) -> Non
     about = "these hosts, instead of those of all runs in SHARDLINE_HOME"
     for added in (ps, reap):
         added.add_argument("--hosts-file", default="", metavar="FILE", help=about)
+    reconcile = command("reconcile", _reconcile, "tell MLflow and Prefect of runs that could not say how they ended")
     reap.add_argument("--dry-run", action="store_true", help="only say which")
-    for added in (ps, stop, reap):
+    for added in (ps, stop, reap, reconcile):
         added.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
@@ -68,18 +70,34 @@ def _stop(options: argparse.Namespace) -> int:
     return FAILED if stopped.silent else DONE
 
 
+def _reconcile(options: argparse.Namespace) -> None:
+    from flows.embedded import start_prefect_server
+
+    wait = start_prefect_server()
+    from flows.reconcile import reconcile
+
+    wait()
+    rows = reconcile()
+    if options.json:
+        print(json.dumps(rows))
+    elif rows:
+        print_table(("what", "done", "why"), [tuple(map(str, row.values())) for row in rows])
+    else:
+        print("all is known already")
+
+
 def _close_lost() -> None:
     """What their launcher could not say any more: KILLED in MLflow, Crashed in Prefect."""
-    from tasks.track import reconcile
+    from tasks.ending import reconcile
 
-    if lost := [run for run in reconcile() if run.prefect_flow_run_id]:
+    if lost := [run for run in reconcile() if run.found]:
         from flows.embedded import start_prefect_server
 
         wait = start_prefect_server()
-        from flows.lost_runs import mark_crashed
+        from flows.lost_runs import tell_prefect
 
         wait()
-        mark_crashed(lost)
+        tell_prefect(lost)
 
 
 def _reap(options: argparse.Namespace) -> int:

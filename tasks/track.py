@@ -1,7 +1,7 @@
 """The MLflow run of a training: opened, named and closed here, and nowhere else, so that its status is true.
 
 FINISHED, FAILED or KILLED is written on every way out. After a kill -9 nobody is left to write it: every start
-flow first closes the runs whose owner is gone (`reconcile`).
+flow first closes the runs whose owner is gone (tasks/ending.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.causes import RunFailed, RunStopped
+from tasks.ending import Ending, close, reopen
 from tasks.overrides import Resumptions, flattened
-from tasks.owner import claim, end_orphans
+from tasks.owner import claim
 from tasks.places import (
-    AlreadyOwned,
     embedded_artifacts,
     home,
     owned,
@@ -27,9 +27,7 @@ from tasks.places import (
 )
 from tasks.registry import registry_client
 from training.config import RunConfig
-from training.credentials import without_credentials
 from training.inventory import Inventory
-from training.metrics import SAMPLES, send_rows, send_samples
 from training.records import Record, RunPlan, TokenShards, sha256_config
 
 if TYPE_CHECKING:
@@ -40,6 +38,7 @@ logger = logging.getLogger(__name__)
 RUN_ID = "shardline.run_id"
 EXACT = "shardline.exact"  # "false" once a resume was forced
 OVERRIDES = "shardline.resume_overrides"
+PARENT = "mlflow.parentRunId"
 PARAMS_PER_REQUEST = 100
 
 
@@ -77,7 +76,8 @@ def tracked(config: RunConfig, *, run_id: str, tags: Mapping[str, str]) -> Itera
     with owned(run_folder(run_id)):
         run = _opened(client, config, run_id=run_id)
         with _closed(client, run):
-            claim(run.folder)
+            # How a child ends says nothing of the flow run, which is about its parent.
+            claim(run.folder, flow_run="" if PARENT in tags else tags.get("prefect.flow_run_id", ""))
             for key, value in tags.items():
                 client.set_tag(run.mlflow_run_id, key, value)
             yield run
@@ -86,30 +86,33 @@ def tracked(config: RunConfig, *, run_id: str, tags: Mapping[str, str]) -> Itera
 @contextmanager
 def _closed(client: MlflowClient, run: TrackedRun) -> Iterator[None]:
     """Whatever happens inside, the MLflow run gets the status that is true of it."""
-    status, why, cause = "FAILED", "", "error"
+    ending = Ending(status="FAILED", cause="error")
     try:
         yield
-        status, cause = "FINISHED", "done"
+        ending = Ending(status="FINISHED", cause="done")
     except RunStopped as stop:
-        status, why, cause = "KILLED", str(stop), "stopped"
+        ending = Ending(status="KILLED", cause="stopped", why=str(stop))
         raise
     except RunFailed as failure:
-        why, cause = str(failure), failure.cause
+        ending = Ending(status="FAILED", cause=failure.cause, why=str(failure))
         raise
     except Exception as error:
-        why, cause = str(error), "bad config" if isinstance(error, ValueError) else "error"
+        cause = "bad config" if isinstance(error, ValueError) else "error"
+        ending = Ending(status="FAILED", cause=cause, why=str(error))
         raise
     except BaseException as interruption:  # Ctrl-C, a Prefect cancel, SIGTERM
-        status, why, cause = "KILLED", f"interrupted ({type(interruption).__name__})", "stopped"
+        why = f"interrupted ({type(interruption).__name__})"
+        ending = Ending(status="KILLED", cause="stopped", why=why)
         raise
     finally:
-        _close(client, run, status=status, why=why, cause=cause)
+        close(client, run.folder, run.mlflow_run_id, ending)
 
 
 def _opened(client: MlflowClient, config: RunConfig, *, run_id: str) -> TrackedRun:
     path = run_folder(run_id) / "run.json"
     if path.exists():
         run = TrackedRun.read(path)
+        reopen(run.folder)
         client.update_run(run.mlflow_run_id, status="RUNNING")
         logger.info("going on with MLflow run %s", run.mlflow_run_id)
         return run
@@ -218,64 +221,3 @@ def log_files(run: TrackedRun, *paths: Path, folder: str | None = None) -> None:
     client = connect()
     for path in paths:
         client.log_artifact(run.mlflow_run_id, str(path), folder)
-
-
-def _close(client: MlflowClient, run: TrackedRun, *, status: str, why: str, cause: str) -> None:
-    """Send the metrics that are left, then the status. What cannot be sent now is sent by the next `reconcile`."""
-    try:
-        _send_rest(run.folder, run.mlflow_run_id)
-    except Exception as error:  # on a full disk, say: the status is true without them
-        told = without_credentials(str(error), uri=tracking_uri())
-        logger.warning("metrics of %s are left to the next start (%s)", run.run_id, told)
-    try:
-        client.set_tag(run.mlflow_run_id, "shardline.cause", cause)
-        if why:
-            client.set_tag(run.mlflow_run_id, "shardline.ended_by", why[:4000])
-        client.set_terminated(run.mlflow_run_id, status)
-    except Exception as error:
-        told = without_credentials(str(error), uri=tracking_uri())
-        logger.warning("MLflow could not be told that the run ended %s (%s): the next start will", status, told)
-
-
-def _send_rest(folder: Path, mlflow_run_id: str) -> None:
-    if (folder / "metrics.jsonl").exists():
-        send_rows(folder / "metrics.jsonl", tracking_uri=tracking_uri(), mlflow_run_id=mlflow_run_id)
-    if (folder / SAMPLES).exists():
-        send_samples(folder / SAMPLES, tracking_uri=tracking_uri(), mlflow_run_id=mlflow_run_id)
-
-
-class LostRun(Record):
-    """A run whose owner was killed before it could say so."""
-
-    run_id: str
-    prefect_flow_run_id: str
-
-
-def reconcile() -> list[LostRun]:
-    """Close the runs that say RUNNING though nobody works on them, and end what their owner left behind.
-
-    Only runs of this SHARDLINE_HOME: of others nobody here can tell whether they live.
-    """
-    client = connect()
-    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-    lost = []
-    for run in client.search_runs(experiments, "attributes.status = 'RUNNING'") if experiments else []:
-        run_id = run.data.tags.get(RUN_ID, "")
-        if not run_id or not (home() / run_id).is_dir():
-            continue
-        try:
-            with owned(run_folder(run_id)):
-                _close_lost(client, run_id, run.info.run_id)
-        except AlreadyOwned:
-            continue
-        lost.append(LostRun(run_id=run_id, prefect_flow_run_id=run.data.tags.get("prefect.flow_run_id", "")))
-    return lost
-
-
-def _close_lost(client: MlflowClient, run_id: str, mlflow_run_id: str) -> None:
-    end_orphans(run_folder(run_id))
-    _send_rest(run_folder(run_id), mlflow_run_id)
-    client.set_tag(mlflow_run_id, "shardline.cause", "killed")
-    client.set_tag(mlflow_run_id, "shardline.ended_by", "its process was killed")
-    client.set_terminated(mlflow_run_id, "KILLED")
-    logger.warning("run %s was killed without a word: now marked KILLED; `shardline resume %s` goes on", run_id, run_id)

@@ -9,11 +9,12 @@ from types import FrameType
 
 from tasks import launch
 from tasks.causes import RunStopped
+from tasks.ending import reconcile
 from tasks.fleet import hosts_of
 from tasks.gang import sweep
 from tasks.local import grace_s
 from tasks.places import run_folder
-from tasks.track import reconcile, tracked
+from tasks.track import tracked
 from training.records import RunPlan
 
 

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
 from tasks.causes import RunStopped
+from tasks.ending import prefect_knows, reconcile
 from tasks.places import run_folder
-from tasks.track import TrackedRun, reconcile, tracked
+from tasks.track import TrackedRun, tracked
 from tests.conftest import REPO, tiny_config
 
 HOLD = """
 import sys
 from tasks.track import tracked
 from tests.conftest import tiny_config
-with tracked(tiny_config(), run_id=sys.argv[1], tags={}):
+with tracked(tiny_config(), run_id=sys.argv[1], tags={"prefect.flow_run_id": "f1"}):
     print("opened", flush=True)
     sys.stdin.read()
 """
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
     monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     return tmp_path
@@ -70,9 +74,53 @@ def test_a_killed_owners_run_is_closed_by_the_next_reconcile_once(home: Path) ->
         other.kill()
         other.wait()
         assert status(home, "r1")[0] == "RUNNING"
-        assert [lost.run_id for lost in reconcile()] == ["r1"]
+        (lost,) = reconcile()
+        assert (lost.run_id, lost.prefect_flow_run_id, lost.found) == ("r1", "f1", True)
         assert status(home, "r1") == ("KILLED", "its process was killed")
+        assert [again.found for again in reconcile()] == [False], "Prefect has not been asked yet"
+        prefect_knows("r1", lost.ending)
         assert reconcile() == []
+
+
+@contextmanager
+def mlflow_away(home: Path) -> Iterator[None]:
+    """Its database cannot be read meanwhile."""
+    path = home / "mlflow.db"
+    content = path.read_bytes()
+    path.write_bytes(b"x" * len(content))
+    try:
+        yield
+    finally:
+        path.write_bytes(content)
+
+
+def test_what_mlflow_could_not_be_told_at_the_end_the_next_reconcile_tells_it(
+    home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(away: ExitStack) -> None:
+        with tracked(tiny_config(), run_id="r1", tags={}) as run:
+            row = {"step": 1, "loss": 2.5, "time_ms": 1_700_000_000_000}
+            (run.folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+            away.enter_context(mlflow_away(home))
+            raise ValueError("bad corpus")
+
+    with ExitStack() as away, pytest.raises(ValueError, match="bad corpus"):
+        work(away)
+    assert "could not be told all of how r1 ended" in caplog.text
+    assert status(home, "r1")[0] == "RUNNING"
+    assert reconcile() == []
+    assert status(home, "r1") == ("FAILED", "bad corpus"), "what was true then, not that it was killed"
+    client, run = MlflowClient(f"sqlite:///{home}/mlflow.db"), TrackedRun.read(run_folder("r1") / "run.json")
+    assert [metric.value for metric in client.get_metric_history(run.mlflow_run_id, "loss")] == [2.5]
+
+
+def test_a_run_of_another_mlflow_is_left_alone(home: Path) -> None:
+    with tracked(tiny_config(), run_id="r1", tags={}) as run:
+        pass
+    (run.folder / "ending.json").unlink()
+    run.model_copy(update={"mlflow_run_id": "0" * 32}).write(run.folder / "run.json")
+    assert reconcile() == []
+    assert not (run.folder / "ending.json").exists()
 
 
 @pytest.mark.parametrize(

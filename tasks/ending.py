@@ -1,0 +1,152 @@
+"""How a run ended, kept on disk before anybody is told, so that MLflow and Prefect can be told until they know.
+
+Where MLflow is away at the end, or the process is killed before its last word, the next start, `shardline reconcile`
+or the deployment of that name says it for them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from tasks.owner import end_orphans, owner_of
+from tasks.places import AlreadyOwned, home, local_process, owned, tracking_uri
+from tasks.registry import registry_client
+from training.credentials import without_credentials
+from training.metrics import SAMPLES, send_rows, send_samples
+from training.records import Record
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+logger = logging.getLogger(__name__)
+
+ENDING = "ending.json"
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+
+class Ending(Record):
+    """runs/ID/ending.json; a resume removes it. `prefect_knows`: the flow run was seen in a final state, or none is."""
+
+    status: Status
+    cause: str
+    why: str = ""
+    mlflow_knows: bool = False
+    prefect_knows: bool = False
+
+
+KILLED = Ending(status="KILLED", cause="killed", why="its process was killed")
+
+
+class Ended(Record):
+    """A run that ended, and whose flow run nobody has seen end. `found`: it was `reconcile` that told MLflow."""
+
+    run_id: str
+    ending: Ending
+    found: bool
+    prefect_flow_run_id: str
+
+
+def close(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: Ending) -> None:
+    """Keep `ending`, then send the metrics that are left and the status. What fails is done by a later `reconcile`."""
+    with suppress(OSError):  # a full disk: MLflow may be told all the same
+        ending.write(folder / ENDING)
+    try:
+        _tell(client, folder, mlflow_run_id, ending)
+    except Exception as error:
+        told = without_credentials(str(error), uri=tracking_uri())
+        logger.warning("MLflow could not be told all of how %s ended (%s): the next start will", folder.name, told)
+
+
+def _tell(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: Ending) -> None:
+    """Raises what MLflow or the disk raises, but not before the status was tried."""
+    unsent: Exception | None = None
+    try:
+        if (folder / "metrics.jsonl").exists():
+            send_rows(folder / "metrics.jsonl", tracking_uri=tracking_uri(), mlflow_run_id=mlflow_run_id)
+        if (folder / SAMPLES).exists():
+            send_samples(folder / SAMPLES, tracking_uri=tracking_uri(), mlflow_run_id=mlflow_run_id)
+    except Exception as error:  # the status is true without them
+        unsent = error
+    client.set_tag(mlflow_run_id, "shardline.cause", ending.cause)
+    if ending.why:
+        client.set_tag(mlflow_run_id, "shardline.ended_by", ending.why[:4000])
+    client.set_terminated(mlflow_run_id, ending.status)
+    if unsent is not None:
+        raise unsent
+    ending.model_copy(update={"mlflow_knows": True}).write(folder / ENDING)
+
+
+def reopen(folder: Path) -> None:
+    (folder / ENDING).unlink(missing_ok=True)
+
+
+def reconcile() -> list[Ended]:
+    """Tell MLflow of the runs that nobody works on how they ended, and end what a killed owner left behind.
+
+    Returns those of which Prefect may not know. Only runs of this SHARDLINE_HOME: of others nobody here can tell
+    whether they live.
+    """
+    client, ended = registry_client(tracking_uri()), []
+    for path in sorted(home().glob("*/run.json")):
+        before = _read(path.parent)
+        if before is not None and before.mlflow_knows and before.prefect_knows:
+            continue
+        try:
+            with owned(path.parent):
+                ending = _settled(client, path.parent, json.loads(path.read_text())["mlflow_run_id"])
+        except AlreadyOwned:
+            continue
+        owner = owner_of(path.parent)
+        if ending is None or ending.prefect_knows or owner is None or local_process(owner.process):
+            continue
+        found = before is None or not before.mlflow_knows
+        ended.append(Ended(run_id=path.parent.name, ending=ending, found=found, prefect_flow_run_id=owner.flow_run))
+    return ended
+
+
+def _settled(client: MlflowClient, folder: Path, mlflow_run_id: str) -> Ending | None:
+    """How it ended, MLflow knowing of it now; None for a run of another MLflow."""
+    from mlflow.exceptions import MlflowException
+
+    ending, owner = _read(folder), owner_of(folder)
+    if ending is None or not ending.mlflow_knows:
+        try:
+            status = client.get_run(mlflow_run_id).info.status
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return None
+            raise
+        if ending is None and status != "RUNNING":  # of before there was an ending.json
+            ending = Ending(status=status, cause="", mlflow_knows=True)
+        else:
+            end_orphans(folder)
+            ending = ending or KILLED
+            _tell(client, folder, mlflow_run_id, ending)
+            _say(folder.name, ending)
+            ending = ending.model_copy(update={"mlflow_knows": True})
+    if owner is None or not owner.flow_run:
+        ending = ending.model_copy(update={"prefect_knows": True})
+    ending.write(folder / ENDING)
+    return ending
+
+
+def _say(run_id: str, ending: Ending) -> None:
+    if ending == KILLED:
+        logger.warning(
+            "run %s was killed without a word: now marked KILLED; `shardline resume %s` goes on", run_id, run_id
+        )
+    else:
+        logger.warning("MLflow has now heard that run %s ended %s (%s)", run_id, ending.status, ending.cause)
+
+
+def prefect_knows(run_id: str, ending: Ending) -> None:
+    """To be called once the flow run was seen in a final state, or is not to be found."""
+    ending.model_copy(update={"prefect_knows": True}).write(home() / run_id / ENDING)
+
+
+def _read(folder: Path) -> Ending | None:
+    return Ending.read(folder / ENDING) if (folder / ENDING).exists() else None
