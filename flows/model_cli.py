@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from flows.tables import print_pairs
 
@@ -12,7 +14,11 @@ from flows.tables import print_pairs
 def add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     lineage = command("lineage", _lineage, "from a model version back to run, code, data and checkpoint", "MODEL@ALIAS")
     lineage.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    generate = command("generate", _generate, "print text from a registered model", "MODEL@ALIAS", "PROMPT")
+    about = "print text from a registered model, or complete a file of prompts (--prompts, --out)"
+    generate = command("generate", _generate, about, "MODEL@ALIAS")
+    generate.add_argument("prompt", metavar="PROMPT", nargs="?", default="")
+    generate.add_argument("--prompts", metavar="FILE.jsonl", type=Path, help='a {"prompt": ...} a line')
+    generate.add_argument("--out", metavar="FILE.jsonl", type=Path, help="their completions, in the same order")
     generate.add_argument("--tokens", type=int, default=100)
     generate.add_argument("--temperature", type=float, default=0.8)
     generate.add_argument("--top-k", type=int, default=50)
@@ -38,27 +44,50 @@ def _lineage(options: argparse.Namespace) -> None:
     print_pairs(f"where {options.model} comes from", [(key, str(value)) for key, value in flattened(found)])
 
 
-def _generate(options: argparse.Namespace) -> None:
+def _generate(options: argparse.Namespace) -> int:
     from flows.presets import serve_config
     from tasks.engine import open_engine
     from tasks.places import home, tracking_uri
     from tasks.registry import resolve
 
+    if options.prompts is not None and options.prompt:  # argparse takes the first override for the prompt
+        options.overrides.insert(0, options.prompt)
     inference = serve_config(options.overrides).inference
     model = resolve(options.model, tracking_uri=tracking_uri(), cache_dir=home() / "models")
+    sampling = {
+        "new_tokens": options.tokens,
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "seed": options.seed,
+    }
+    if options.prompts is not None:
+        return _generate_file(options, lambda: open_engine(model.export_dir, inference), model, sampling)
     engine = open_engine(model.export_dir, inference)
-    pieces = engine.stream(
-        options.prompt,
-        new_tokens=options.tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        seed=options.seed,
+    try:
+        print(options.prompt, end="", flush=True)
+        for piece in engine.stream(options.prompt, **sampling):
+            print(piece, end="", flush=True)
+        print()
+    finally:
+        engine.close()
+    return 0
+
+
+def _generate_file(options: argparse.Namespace, opened: Any, model: Any, sampling: dict[str, Any]) -> int:
+    """1 if a row could not be completed; it says why in the file."""
+    from tasks.generate_file import generate_file
+    from tasks.progress import rows_shown
+
+    if options.out is None:
+        raise ValueError("--prompts needs --out FILE.jsonl, where the completions go")
+    name = f"{model.name} version {model.version}"
+    with rows_shown(f"completing {options.prompts.name}") as show:
+        made = generate_file(opened, options.prompts, options.out, sampling=sampling, model=name, show=show)
+    print(
+        f"{options.out}: {made.rows} completions by {name}, {made.failed} with an error; {made.made} made now, "
+        f"{made.tokens} tokens in {made.seconds:.1f} s ({made.tokens_per_s:,.0f} tokens/s)"
     )
-    print(options.prompt, end="", flush=True)
-    for piece in pieces:
-        print(piece, end="", flush=True)
-    print()
-    engine.close()
+    return 1 if made.failed else 0
 
 
 def _serve(options: argparse.Namespace) -> None:

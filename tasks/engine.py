@@ -13,6 +13,10 @@ from training.serving_config import InferenceConfig
 logger = logging.getLogger(__name__)
 
 
+class EngineDied(RuntimeError):
+    """What makes the text has ended by itself, or was closed: no fault of the request's."""
+
+
 class Engine(Protocol):
     """An open model. Its methods may be called from several threads at a time.
 
@@ -24,7 +28,10 @@ class Engine(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether requests can be made now."""
+        """Whether requests can be made now; else they raise EngineDied."""
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait while it is being started again; whether it is ready then."""
 
     def stream(self, prompt: str, **sampling: Any) -> TextStream:
         """What follows `prompt`, in pieces as they come. Raises ValueError for a wrong argument at the call."""

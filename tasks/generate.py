@@ -163,6 +163,9 @@ class TextGenerator:
         prompt_ids = encode_prompt(self.tokenizer, prompt) or [self.end_id]
         return TextStream(self.tokenizer, prompt_ids, self._new_ids(prompt_ids, how), how)
 
+    def wait_ready(self, timeout_s: float) -> bool:
+        return self.ready
+
     def close(self) -> None:
         """Nothing to end: sessions go with their last reference."""
 

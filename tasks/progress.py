@@ -71,6 +71,25 @@ def steps_shown(title: str, *, total: int) -> Iterator[Callable[[dict[str, Any]]
         yield show
 
 
+@contextmanager
+def rows_shown(title: str) -> Iterator[Callable[[int, int, float], None]]:
+    """Yields show(rows done, rows in all, tokens/s)."""
+    bar = _bar()
+    with bar:
+        task = bar.add_task(title, total=None, note="")
+        logged_at = time.monotonic()
+
+        def show(done: int, total: int, tokens_per_s: float) -> None:
+            nonlocal logged_at
+            note = f"{done:,}/{total:,} rows  {tokens_per_s:,.0f} tokens/s"
+            bar.update(task, completed=done, total=total, note=note)
+            if not bar.console.is_terminal and time.monotonic() > logged_at + LOG_EVERY_S:
+                logged_at = time.monotonic()
+                logger.info("%s: %s", title, note)
+
+        yield show
+
+
 def _bar() -> Bars:
     from rich.console import Console
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn

@@ -13,6 +13,7 @@ from fastapi.responses import HTMLResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp
 
+from tasks.engine import EngineDied
 from tasks.follow import Follower, Served
 from tasks.serve_gate import Gate, Refused, refusal
 from tasks.serve_metrics import ServerMetrics
@@ -57,6 +58,7 @@ def build_app(follower: Follower, *, limits: ServingConfig) -> ASGIApp:
     app.exception_handler(RequestValidationError)(_invalid)
     app.exception_handler(HTTPException)(_http_error)
     app.exception_handler(Refused)(_refused)
+    app.exception_handler(EngineDied)(_died)
     app.exception_handler(ClientGone)(_gone)
     _add_generate(app, follower, text)
     _add_health(app, follower, metrics)
@@ -98,15 +100,24 @@ def _add_generate(app: FastAPI, follower: Follower, text: TextService) -> None:
 def _add_health(app: FastAPI, follower: Follower, metrics: ServerMetrics) -> None:
     @app.get("/health")
     async def health() -> dict[str, str | int]:
-        return {"status": "ok", "ref": follower.ref, "model": follower.served.name, "version": follower.served.version}
+        status = "ok" if follower.served.engine.ready else "no engine"
+        return {
+            "status": status,
+            "ref": follower.ref,
+            "model": follower.served.name,
+            "version": follower.served.version,
+        }
 
     @app.get("/health/live")
-    @app.get("/health/ready")
     @app.get("/v2/health/live")
-    @app.get("/v2/health/ready")
-    async def healthy() -> Response:
-        """A server without a loaded model does not listen, and one that drains takes no connections."""
+    async def alive() -> Response:
         return Response()
+
+    @app.get("/health/ready")
+    @app.get("/v2/health/ready")
+    async def ready() -> Response:
+        """A server without a loaded model does not listen, and one that drains takes no connections."""
+        return Response(status_code=200 if follower.served.engine.ready else 503)
 
     @app.get("/metrics")
     async def prometheus() -> Response:
@@ -133,6 +144,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
     return refusal(request.scope["path"], error.status, error.message)
+
+
+async def _died(request: Request, error: Exception) -> Response:
+    return refusal(request.scope["path"], 503, str(error))
 
 
 async def _gone(request: Request, error: Exception) -> Response:

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tasks.engine import EngineDied
 from tasks.generate import Sampling, TextStream, encode_prompt, open_export
 from tasks.machine import gpus_here, usable_cores
-from tasks.torch_ranks import EngineDied, Tokens, TorchRanks
+from tasks.torch_ranks import Tokens, TorchRanks
 from training.decode_plan import ROWS, check_inference
 from training.serving_config import InferenceConfig
 
@@ -38,14 +39,18 @@ class TorchEngine:
         copies = 1 if inference.parallel in {"none", "tensor"} else inference.degree
         self.concurrent = ROWS * copies  # requests that are decoded at the same time
         self.numbers = itertools.count()
-        self.lock = threading.Lock()
-        self.closed, self.restarted, self.why_not = False, False, ""
+        self.settled = threading.Condition()  # of what happens to the ranks
+        self.closed, self.restarted, self.failed, self.why_not = False, False, False, ""
         self.ranks = self._start()
 
     @property
     def ready(self) -> bool:
         """Whether requests can be made now; `why_not` says why they cannot."""
         return self.ranks.alive
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        with self.settled:
+            return self.settled.wait_for(lambda: self.ready or self.closed or self.failed, timeout_s) and self.ready
 
     def generate(self, prompt: str, **sampling: Any) -> str:
         return "".join(self.stream(prompt, **sampling))
@@ -73,29 +78,33 @@ class TorchEngine:
         return TextStream(self.tokenizer, prompt_ids, new_ids, how)
 
     def close(self) -> None:
-        with self.lock:
+        with self.settled:
             self.closed = True
-            self.ranks.close()
+            self.settled.notify_all()
+        self.ranks.close()
 
     def _start(self) -> TorchRanks:
         return TorchRanks(self.plan, on_death=self._start_again)
 
     def _start_again(self) -> None:
         """Once: what killed them twice will do it a third time."""
-        with self.lock:
-            if self.closed:
-                return
-            if self.restarted:
-                self.why_not = "the torch engine's ranks have ended twice: see the log, and start the server again"
-                return
+        again = not self.restarted and not self.closed
+        if again:
             self.restarted, self.why_not = True, "the torch engine's ranks have ended and are being started again"
             logger.warning("%s", self.why_not)
             try:
-                self.ranks = self._start()
-                self.why_not = ""
+                self.ranks, self.why_not = self._start(), ""
             except RuntimeError as error:
-                self.why_not = f"the torch engine's ranks have ended, and {error}"
-                logger.error("%s", self.why_not)
+                again, self.why_not = False, f"the torch engine's ranks have ended, and {error}"
+        else:
+            self.why_not = "the torch engine's ranks have ended twice: see the log, and start the server again"
+        with self.settled:
+            self.failed = not again
+            self.settled.notify_all()
+        if self.failed:
+            logger.error("%s", self.why_not)
+        if self.closed:  # while they were being started
+            self.ranks.close()
 
 
 class NewIds(Iterator[int]):

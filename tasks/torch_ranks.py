@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from tasks.engine import EngineDied
 from training.decode_plan import DecodePlan
 
 logger = logging.getLogger(__name__)
@@ -32,10 +33,6 @@ START_TIMEOUT_S = 600.0  # a large model from a slow disk
 END_TIMEOUT_S = 20.0  # for a step that is on its way
 POLL_S = 0.1
 LAST_LINES = 15
-
-
-class EngineDied(RuntimeError):
-    """The ranks ended by themselves; no fault of a request's."""
 
 
 Tokens = queue.SimpleQueue[int | None | Exception]  # None: the text has ended

@@ -1,0 +1,97 @@
+"""Which engine makes the text, and a file of prompts through one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.engine import EngineDied, choose_engine
+from tasks.generate import TextGenerator, TextStream
+from tasks.generate_file import GeneratedFile, generate_file
+from training.serving_config import InferenceConfig
+
+GREEDY: dict[str, Any] = {"new_tokens": 5, "temperature": 0}
+
+
+def test_the_engine_follows_from_what_is_asked_for_and_from_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert choose_engine(InferenceConfig()) == ("onnx", "no GPU is visible here")
+    assert choose_engine(InferenceConfig(parallel="data", degree=2))[0] == "torch"
+    assert choose_engine(InferenceConfig(engine="torch"))[0] == "torch"
+    with pytest.raises(ValueError, match=r"needs ranks of torch: set inference\.engine=torch"):
+        choose_engine(InferenceConfig(engine="onnx", parallel="tensor", degree=2))
+
+
+class Mortal(TextGenerator):
+    """The real one, that counts its texts and dies after some of them."""
+
+    def __init__(self, export: Path, *, lives: int = 10**6) -> None:
+        super().__init__(export, threads=1)
+        self.lives, self.texts = lives, 0
+
+    concurrent = 1
+
+    def stream(self, prompt: str, **sampling: Any) -> TextStream:
+        if self.texts == self.lives:
+            self.ready = False
+            raise EngineDied("it is dead")
+        self.texts += 1
+        return super().stream(prompt, **sampling)
+
+
+def test_a_file_is_completed_in_order_and_goes_on_where_it_was_interrupted(exported_run: Path, tmp_path: Path) -> None:
+    export, prompts, out = exported_run / "export", tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    texts = ["def add(a", "x", "return " * 4, "y"]
+    lines = [json.dumps({"prompt": text, "id": f"row {text}"}) for text in texts]
+    lines += ["not json", '{"prompt": "z", "temperature": -1}', '{"prompt": "z", "new_tokens": 3}', '"z"']
+    prompts.write_text("\n".join(lines) + "\n")
+
+    def made(engine: Mortal, model: str = "m version 1") -> GeneratedFile:
+        return generate_file(lambda: engine, prompts, out, sampling=GREEDY, model=model)
+
+    with pytest.raises(EngineDied, match="it is dead"):
+        made(Mortal(export, lives=3))
+    assert not out.exists()
+    (tmp_path / "out.jsonl.part").open("a").write('{"row": 1, "resu')  # as a kill in the middle of a line leaves it
+    second = Mortal(export)
+    record = made(second)
+    assert (
+        second.texts == 6 - 3
+    )  # six rows that can be tried, three were done; the temperature is refused by the engine
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    plain = TextGenerator(export, threads=1)
+    for row, text in zip(rows, texts, strict=False):
+        completion = plain.generate(text, **GREEDY)
+        assert row == {
+            "prompt": text,
+            "id": f"row {text}",
+            "completion": completion,
+            "tokens": row["tokens"],
+            "finish_reason": row["finish_reason"],
+        }
+    assert [("error" in row) for row in rows] == [False] * 4 + [True, True, False, True]
+    assert "temperature = -1" in rows[5]["error"]
+    assert rows[6]["tokens"] <= 3
+    assert (record.rows, record.failed) == (8, 3)
+    assert not (tmp_path / "out.jsonl.part").exists()
+
+    third = Mortal(export)
+    assert made(third).made == 0
+    assert third.texts == 0
+    assert made(third, "m version 2").made == 8  # another model: all anew
+
+
+def test_files_that_cannot_be_used_are_named(exported_run: Path, tmp_path: Path) -> None:
+    def refused(prompts: Path, out: Path) -> None:
+        generate_file(lambda: Mortal(exported_run / "export"), prompts, out, sampling=GREEDY, model="m")
+
+    with pytest.raises(ValueError, match="cannot be read"):
+        refused(tmp_path / "none.jsonl", tmp_path / "out.jsonl")
+    (tmp_path / "prompts.jsonl").write_text("")
+    with pytest.raises(ValueError, match="the same file"):
+        refused(tmp_path / "prompts.jsonl", tmp_path / "prompts.jsonl")
+    with pytest.raises(ValueError, match="there is no folder"):
+        refused(tmp_path / "prompts.jsonl", tmp_path / "none" / "out.jsonl")

@@ -1,0 +1,98 @@
+"""The engine of torch ranks: the text of the ONNX engine, and no rank that outlives its owner or dies unseen."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tasks.engine import EngineDied
+from tasks.generate import TextGenerator
+from tasks.torch_engine import TorchEngine
+from training.serving_config import InferenceConfig
+
+pytestmark = pytest.mark.slow  # each start of ranks imports torch and transformers: 4 s of a core
+
+SAMPLINGS = ({"temperature": 0}, {"temperature": 1.0, "seed": 5}, {"temperature": 1.0, "top_k": 0, "top_p": 0.9})
+
+
+def family(engine: TorchEngine) -> list[psutil.Process]:
+    launcher = psutil.Process(engine.ranks.process.pid)
+    return [*launcher.children(recursive=True), launcher]
+
+
+def test_ranks_give_onnx_runtimes_text_and_are_started_again_once(exported_run: Path) -> None:
+    onnx, prompts = TextGenerator(exported_run / "export", threads=1), ("def add(a", "", "größer, 中 " * 6)
+    engine = TorchEngine(exported_run / "export", InferenceConfig())
+    try:
+        for sampling in SAMPLINGS:
+            streams = [engine.stream(prompt, new_tokens=20, **sampling) for prompt in prompts]  # all at once
+            expected = [onnx.generate(prompt, new_tokens=20, **sampling) for prompt in prompts]
+            assert ["".join(stream) for stream in streams] == expected
+        given_back = engine.stream("x", new_tokens=10**9, stop_at_end=False)
+        assert next(given_back)
+        given_back.close()
+        assert len(list(given_back)) < 1000, "no more than what was under way"
+
+        folder = engine.ranks.folder
+        endless = engine.stream("x", new_tokens=10**9, stop_at_end=False)
+        assert next(endless)
+        family(engine)[-1].kill()
+        with pytest.raises(EngineDied, match=r"ended by themselves .Signal 9"):
+            list(endless)
+        assert not engine.ready
+        with pytest.raises(EngineDied, match="have ended"):
+            engine.stream("x")
+        assert engine.wait_ready(100)
+        assert not folder.exists()
+        assert engine.generate("x", new_tokens=20, temperature=0) == onnx.generate("x", new_tokens=20, temperature=0)
+
+        endless = engine.stream("x", new_tokens=10**9, stop_at_end=False)
+        family(engine)[-1].kill()
+        with pytest.raises(EngineDied):
+            list(endless)
+        assert not engine.wait_ready(100)
+        with pytest.raises(EngineDied, match="ended twice"):
+            engine.stream("x")
+    finally:
+        engine.close()
+
+
+HOLDS_AN_ENGINE = """
+import sys
+from pathlib import Path
+from tasks.torch_engine import TorchEngine
+from training.serving_config import InferenceConfig
+
+engine = TorchEngine(Path(sys.argv[1]), InferenceConfig(parallel="tensor", degree=2))
+print(engine.ranks.process.pid, flush=True)
+list(engine.stream("x", new_tokens=10**9, stop_at_end=False))
+"""
+
+
+def test_no_rank_is_left_when_the_owner_is_killed(exported_run: Path) -> None:
+    command = [sys.executable, "-c", HOLDS_AN_ENGINE, str(exported_run / "export")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        launcher = psutil.Process(int(owner.stdout.readline()))
+        ranks = launcher.children(recursive=True)
+        assert len([rank for rank in ranks if "training.generate" in rank.cmdline()]) == 2
+        owner.kill()
+    _, alive = psutil.wait_procs([launcher, *ranks], timeout=60)
+    assert alive == []
+
+
+def test_a_rank_that_cannot_load_says_why(exported_run: Path, tmp_path: Path) -> None:
+    export = tmp_path / "export"
+    export.mkdir()
+    for name in ("export.json", "tokenizer.json"):
+        (export / name).symlink_to(exported_run / "export" / name)
+    config = json.loads((exported_run / "export" / "config.json").read_text())
+    (export / "config.json").write_text(json.dumps({**config, "intermediate_size": 8}))
+    (export / "model.safetensors").symlink_to(exported_run / "export" / "model.safetensors")
+    with pytest.raises(RuntimeError, match=r"did not start.*ValueError: .*config.json means"):
+        TorchEngine(export, InferenceConfig())
