@@ -223,9 +223,9 @@ def _let_every_word_learn(hf: Any) -> None:
         hf.cls.predictions.bias.requires_grad_(False)
 
 
-def load_model(folder: Path, plan: RunPlan) -> LanguageModel:
+def load_model(folder: Path, plan: RunPlan, *, dtype: torch.dtype = torch.float32) -> LanguageModel:
     """The model of a checkpoint or export folder in Hugging Face layout, ready to evaluate."""
-    hf = auto_class_of(plan.config.objective).from_pretrained(folder, dtype=torch.float32)
+    hf = auto_class_of(plan.config.objective).from_pretrained(folder, dtype=dtype)
     return LanguageModel(hf.eval(), precision=plan.precision)
 
 

@@ -37,9 +37,18 @@ from transformers import {auto_class}, AutoTokenizer
 
 model, tokenizer = {auto_class}.from_pretrained("."), AutoTokenizer.from_pretrained(".")
 ```
-`model.onnx` takes `input_ids` int64 [batch, length], length up to {train.context}, and gives `logits` fp32
-[batch, length, {plan.vocab_size}]. `shardline reproduce {plan.run_id}` trains it again.
+{_graphs(plan)} `shardline reproduce {plan.run_id}` trains it again.
 """
+
+
+def _graphs(plan: RunPlan) -> str:
+    text = f"""`model.onnx` takes `input_ids` int64 [batch, length], length up to {plan.config.train.context}, and gives
+`logits` fp32 [batch, length, {plan.vocab_size}]."""
+    if plan.config.objective == "masked":
+        return text
+    return f"""{text} `decode.onnx` continues texts with a KV cache: it takes `input_ids`, `position_ids`,
+`attention_mask` [batch, past + length] and `past_key_values.N.key|value`, which may be empty, and gives `logits` and
+`present.N.key|value`. Both read their weights from `model.onnx.data`."""
 
 
 def _evaluation(run_dir: Path, result: TrainResult) -> EvalReport | None:

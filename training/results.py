@@ -61,27 +61,67 @@ class EvalReport(Record):
     seconds: float
 
 
-class ParityReport(Record):
-    """ONNX against torch on held-out text; `reload_logit_difference`: the saved Hugging Face folder against torch."""
+class GraphParity(Record):
+    """One ONNX graph against torch in fp32 on held-out text, and the bounds that it must keep."""
 
-    max_logit_difference: float
-    reload_logit_difference: float
-    argmax_agreement: float
+    file: str
+    graph: Literal["forward", "decode"]
+    precision: Literal["fp32", "fp16"]
     positions: int
+    max_logit_difference: float
+    argmax_agreement: float
+    perplexity: float
+    torch_perplexity: float
     max_logit_difference_bound: float
     min_argmax_agreement_bound: float
+    max_perplexity_difference_bound: float
+
+    @property
+    def perplexity_difference(self) -> float:
+        """As a share of torch's."""
+        return abs(self.perplexity / self.torch_perplexity - 1)
 
     @property
     def passed(self) -> bool:
         return (
             self.max_logit_difference <= self.max_logit_difference_bound
-            and self.reload_logit_difference <= self.max_logit_difference_bound
             and self.argmax_agreement >= self.min_argmax_agreement_bound
+            and self.perplexity_difference <= self.max_perplexity_difference_bound
         )
 
 
+class ParityReport(Record):
+    """The copies of a model against the checkpoint in torch; `reload`: the saved Hugging Face folder."""
+
+    reload_logit_difference: float
+    reload_logit_difference_bound: float
+    graphs: tuple[GraphParity, ...]
+
+    @property
+    def passed(self) -> bool:
+        reloaded = self.reload_logit_difference <= self.reload_logit_difference_bound
+        return reloaded and all(graph.passed for graph in self.graphs)
+
+    # The figures of the fp32 graphs stand for the whole in summaries.
+    @property
+    def max_logit_difference(self) -> float:
+        return max((graph.max_logit_difference for graph in self._fp32), key=lambda x: (x != x, x))  # NaN is largest
+
+    @property
+    def argmax_agreement(self) -> float:
+        return min(graph.argmax_agreement for graph in self._fp32)
+
+    @property
+    def positions(self) -> int:
+        return self._fp32[0].positions
+
+    @property
+    def _fp32(self) -> list[GraphParity]:
+        return [graph for graph in self.graphs if graph.precision == "fp32"]
+
+
 class ExportedModel(Record):
-    """export/: model.safetensors, config.json, tokenizer, generation_config.json, model.onnx; sha256 by name."""
+    """export/: model.safetensors, config.json, tokenizer, generation_config.json, ONNX graphs; sha256 by name."""
 
     step: int
     checkpoint_sha256: str
@@ -90,6 +130,7 @@ class ExportedModel(Record):
     end_id: int
     files: dict[str, str]
     parity: ParityReport
+    skipped: dict[str, str]  # what could not be made, and why
 
 
 class RegisteredModel(Record):

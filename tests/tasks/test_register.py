@@ -117,7 +117,8 @@ def test_other_data_cannot_be_compared_until_forced(store: Store) -> None:
 def test_a_run_whose_parity_failed_is_not_promoted(store: Store) -> None:
     run_dir = store.finished_run("one", loss=3.0)
     record = ExportedModel.read(run_dir / "export" / "export.json")
-    failed = record.parity.model_copy(update={"max_logit_difference": 1.0})
+    graphs = [graph.model_copy(update={"max_logit_difference": 1.0}) for graph in record.parity.graphs]
+    failed = record.parity.model_copy(update={"graphs": tuple(graphs)})
     record.model_copy(update={"parity": failed}).write(run_dir / "export" / "export.json")
     model = register_model(run_dir, tracking_uri=store.uri)
     assert model.alias == "challenger"

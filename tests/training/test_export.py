@@ -50,10 +50,14 @@ def test_the_record_names_every_file_with_its_hash(exported: Path) -> None:
     folder = exported / "export"
     record = ExportedModel.read(folder / "export.json")
     assert {"model.safetensors", "config.json", "model.onnx", "tokenizer.json", "README.md"} <= set(record.files)
+    assert ("decode.onnx" in record.files) == (exported.name != "bert")
+    assert record.skipped == {}
     assert {path.name for path in folder.iterdir()} == {*record.files, "export.json"}
     assert all(sha256_file(folder / name) == sha256 for name, sha256 in record.files.items())
-    # 8 windows of 32 tokens, and the shapes 1x1, 1x16, 3x11
-    assert record.parity.positions == 8 * 32 + 1 + 16 + 33
+    assert {graph.file for graph in record.parity.graphs} == {name for name in record.files if name.endswith(".onnx")}
+    # 8 windows of 32 tokens, one of 1, and three of unlike lengths that the decode graph takes padded
+    assert {graph.positions for graph in record.parity.graphs} == {8 * 32 + 1 + 32 + 16 + 11}
+    assert all(graph.perplexity == pytest.approx(graph.torch_perplexity, rel=1e-5) for graph in record.parity.graphs)
     assert record.parity.passed
     assert record.parity.reload_logit_difference == 0
     assert not (exported / "export.part").exists()
@@ -104,7 +108,7 @@ def test_the_program_exports_quietly_and_replaces_the_export_of_another_checkpoi
 
 
 def test_out_of_bounds_there_is_no_export_but_a_report_and_the_cure(tmp_path: Path) -> None:
-    run_dir = tiny_run(tmp_path / "run", max_logit_difference=1e-12)
+    run_dir = tiny_run(tmp_path / "run", architecture="bert", max_logit_difference=1e-12)
     with pytest.raises(SystemExit) as stopped:
         main([str(run_dir / "plan.json")])
     message = str(stopped.value.code)  # a text: printed to stderr, and the exit status is 1
@@ -117,24 +121,13 @@ def test_out_of_bounds_there_is_no_export_but_a_report_and_the_cure(tmp_path: Pa
     assert report.max_logit_difference > 1e-12
 
 
-def test_weights_beyond_the_limit_of_a_protobuf_lie_beside_the_graph(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("training.export.MAX_EMBEDDED_BYTES", 1000)
-    run_dir = tiny_run(tmp_path / "run")
-    record = export_run(run_dir)
-    moved = (run_dir / "export").rename(tmp_path / "moved")
-    assert "model.onnx.data" in record.files
-    assert onnx_logits(moved, np.zeros((1, 3), dtype=np.int64)).shape == (1, 3, VOCAB)
-
-
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    run_dir = tiny_run(tmp_path / "run")
+    run_dir = tiny_run(tmp_path / "run", architecture="bert")
     weights = run_dir / "checkpoints" / "8" / "model.safetensors"
     tensors = load_file(weights)
-    tensors["model.norm.weight"][3] = float("nan")
+    tensors["bert.embeddings.LayerNorm.weight"][3] = float("nan")
     save_file(tensors, weights, metadata={"format": "pt"})
     with pytest.raises(ValueError, match="differs from torch by up to nan"):
         export_run(run_dir)

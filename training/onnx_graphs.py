@@ -1,0 +1,240 @@
+"""ONNX graphs of a model: whole texts (`model.onnx`) and token by token with a KV cache (`decode.onnx`).
+
+Both take their weights from one file, so they are on disk once. The decode graph's inputs and outputs have the
+names that Hugging Face Optimum uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import Dim
+
+# 23 has Attention, RotaryEmbedding and RMSNormalization as operators: decoding takes 0.33 ms a token of the quickstart
+# model instead of 0.45 ms with opset 20, where they are many small ones (docs/export.md).
+OPSET = 23
+SMALL_TENSOR_BYTES = 256  # below this a tensor stays in the graph
+ALIGNMENT = 4096  # so that the weights of a file can be mapped to memory
+
+
+def graph_file(kind: str, precision: str = "fp32") -> str:
+    """`kind`: forward or decode."""
+    stem = {"forward": "model", "decode": "decode"}[kind]
+    return f"{stem}.onnx" if precision == "fp32" else f"{stem}_{precision}.onnx"
+
+
+def save_graphs(model: Any, folder: Path, *, precision: str = "fp32", causal: bool) -> dict[str, str]:
+    """model.onnx and, for causal models, decode.onnx, over one model.onnx.data; `_fp16` in the names for fp16.
+
+    The model is taken in the precision that it has; logits are fp32 in any. Returns what could not be made and why:
+    some classes keep no keys and values (Mamba), or in ways that torch.export cannot follow.
+    """
+    decode = folder / graph_file("decode", precision)
+    with WeightsFile(folder / f"{graph_file('forward', precision)}.data") as weights:
+        _save(forward_graph(model), folder / graph_file("forward", precision), weights)
+        if not causal:
+            return {}
+        try:
+            graph = decode_graph(model)
+        except Exception as error:
+            return {decode.name: f"{type(model).__name__} cannot be traced with its cache ({_first_line(error)})"}
+        _save(graph, decode, weights)
+    return {}
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+class Forward(torch.nn.Module):
+    """One tensor in, one out, and no cache."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        accepted = inspect.signature(model.forward).parameters
+        self.causal = "use_cache" in accepted and "position_ids" in accepted
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if not self.causal:
+            return self.model(input_ids=input_ids).logits.float()
+        # Said in full for every row: left to themselves the classes broadcast one row of positions over the batch,
+        # which ONNX's RotaryEmbedding does not allow, and look for texts packed into one row.
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        mask = torch.ones_like(input_ids)
+        outputs = self.model(input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        return outputs.logits.float()
+
+
+class _Decode(torch.nn.Module):
+    """Some more tokens behind a cache, which comes and goes as keys and values of every layer."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, ...]:
+        from transformers.cache_utils import DynamicCache
+
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=DynamicCache(past),
+            use_cache=True,
+        )
+        cache = [tensor for layer in outputs.past_key_values.layers for tensor in (layer.keys, layer.values)]
+        return (outputs.logits.float(), *cache)
+
+
+def forward_graph(model: Any) -> Any:
+    """`input_ids` int64 [batch, length] -> `logits` fp32 [batch, length, vocab]."""
+    # A size of 1 would be taken for a constant, and equal ones for the same.
+    arguments = (torch.zeros(2, 3, dtype=torch.int64),)
+    program = _trace(Forward(model), arguments, ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},))
+    return _onnx(program, {"input_ids": ["batch", "length"]}, {"logits": ["batch", "length", model.config.vocab_size]})
+
+
+def decode_graph(model: Any) -> Any:
+    """`input_ids`, `attention_mask`, `position_ids`, `past_key_values.{i}.key|value` -> `logits`, `present.{i}.…`.
+
+    `past` may be 0, and rows may be padded left or right where `attention_mask` has 0.
+    """
+    batch, length, past = 2, 3, 5
+    cache = _empty_cache(model, batch=batch, past=past)
+    arguments = (
+        torch.zeros(batch, length, dtype=torch.int64),
+        torch.ones(batch, past + length, dtype=torch.int64),
+        torch.arange(past, past + length).repeat(batch, 1),
+        cache,
+    )
+    row, column, before = Dim("batch"), Dim.DYNAMIC, Dim("past")
+    tokens, both = {0: row, 1: column}, ({0: row, 2: before}, {0: row, 2: before})
+    program = _trace(_Decode(model), arguments, (tokens, {0: row, 1: Dim.DYNAMIC}, tokens, [both for _ in cache]))
+    sizes = {
+        f"{i}.{part}": (tensor.shape[1], tensor.shape[3])
+        for i, layer in enumerate(cache)
+        for part, tensor in zip(("key", "value"), layer, strict=True)
+    }
+    inputs: dict[str, list[Any]] = {
+        "input_ids": ["batch", "length"],
+        "attention_mask": ["batch", "past + length"],
+        "position_ids": ["batch", "length"],
+        **{f"past_key_values.{name}": ["batch", heads, "past", size] for name, (heads, size) in sizes.items()},
+    }
+    outputs: dict[str, list[Any]] = {
+        "logits": ["batch", "length", model.config.vocab_size],
+        **{f"present.{name}": ["batch", heads, "past + length", size] for name, (heads, size) in sizes.items()},
+    }
+    return _onnx(program, inputs, outputs)
+
+
+def _empty_cache(model: Any, *, batch: int, past: int) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of every layer, as the model itself shapes them."""
+    with torch.inference_mode():
+        layers = model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=True).past_key_values.layers
+
+    def zeros(like: Tensor) -> Tensor:
+        return torch.zeros(batch, like.shape[1], past, like.shape[3], dtype=like.dtype)
+
+    return [(zeros(layer.keys), zeros(layer.values)) for layer in layers]
+
+
+def _trace(module: torch.nn.Module, arguments: tuple[Any, ...], dynamic_shapes: Any) -> torch.export.ExportedProgram:
+    with torch.no_grad(), _grouped_queries():
+        return torch.export.export(module.eval(), arguments, dynamic_shapes=dynamic_shapes, strict=False)
+
+
+@contextlib.contextmanager
+def _grouped_queries() -> Iterator[None]:
+    """Let Attention have fewer heads of keys than of queries: no copies of the cache, 15% of a step of 16 rows."""
+    name = "TRANSFORMERS_SDPA_FORCE_GQA"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _onnx(program: torch.export.ExportedProgram, inputs: dict[str, list[Any]], outputs: dict[str, list[Any]]) -> Any:
+    """An onnx_ir model whose inputs and outputs have these names and shapes, without the traces of its making."""
+    import onnx_ir
+
+    exported = torch.onnx.export(
+        program,
+        (),
+        dynamo=True,
+        input_names=list(inputs),
+        output_names=list(outputs),
+        opset_version=OPSET,
+        optimize=True,
+        verbose=False,
+    )
+    assert exported is not None
+    model = exported.model
+    onnx_ir.passes.common.ClearMetadataAndDocStringPass()(model)  # stack traces with this machine's paths
+    for node in model.graph:
+        for value in node.outputs:
+            value.shape = None  # in symbols that no input has any more
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        value.shape = onnx_ir.Shape({**inputs, **outputs}[str(value.name)])
+    return model
+
+
+def _save(graph: Any, path: Path, weights: WeightsFile) -> None:
+    import onnx_ir
+
+    for value in graph.graph.initializers.values():
+        value.const_value = weights.put(value.const_value)
+    onnx_ir.save(graph, path)
+
+
+class WeightsFile:
+    """External data of several ONNX files in one folder: equal tensors are written once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offsets: dict[str, int] = {}  # by sha256 of the bytes
+
+    def __enter__(self) -> WeightsFile:
+        self.file = self.path.open("wb")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def put(self, tensor: Any) -> Any:
+        """A tensor of ONNX that is read from the file; small ones are given back as they are."""
+        import onnx_ir
+
+        if tensor.nbytes < SMALL_TENSOR_BYTES:
+            return tensor
+        content = tensor.tobytes()
+        digest = hashlib.sha256(content).hexdigest()
+        if digest not in self.offsets:
+            self.file.seek(-self.file.tell() % ALIGNMENT, os.SEEK_CUR)
+            self.offsets[digest] = self.file.tell()
+            self.file.write(content)
+        return onnx_ir.ExternalTensor(
+            self.path.name,
+            self.offsets[digest],
+            len(content),
+            tensor.dtype,
+            shape=tensor.shape,
+            name=tensor.name,
+            base_dir=self.path.parent,
+        )

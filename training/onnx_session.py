@@ -1,0 +1,71 @@
+"""ONNX Runtime runs an export's graphs on this machine's CPU: whole texts, or a prompt and then token by token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+NUMPY_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+PAST = "past_key_values."
+
+
+def open_session(path: Path, *, threads: int = 0) -> Any:
+    """`threads`: of one operator; 0: one per core."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors only
+    options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # torch needs the cores in between
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def forward_logits(session: Any, ids: np.ndarray) -> np.ndarray:
+    return np.asarray(session.run(["logits"], {"input_ids": ids})[0])
+
+
+class Decoding:
+    """Texts that grow together: the session of a decode graph and the cache of its rows so far."""
+
+    def __init__(self, session: Any, *, rows: int) -> None:
+        self.session = session
+        self.mask = np.zeros((rows, 0), dtype=np.int64)
+        self.past = empty_past(session, rows=rows)
+
+    def logits(self, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+        """fp32 [rows, length, vocab] behind all tokens so far; `mask`: 0 where `ids` only fill a row up."""
+        self.mask = np.concatenate([self.mask, np.ones_like(ids) if mask is None else mask], axis=1)
+        positions = np.maximum(self.mask.cumsum(1) - 1, 0)[:, -ids.shape[1] :]
+        feed = {"input_ids": ids, "attention_mask": self.mask, "position_ids": positions, **self.past}
+        logits, *present = self.session.run(None, feed)
+        self.past = dict(zip(self.past, present, strict=True))
+        return np.asarray(logits)
+
+
+def empty_past(session: Any, *, rows: int, length: int = 0) -> dict[str, np.ndarray]:
+    """Zeros in the shapes and precision of the graph's cache."""
+    return {
+        slot.name: np.zeros((rows, slot.shape[1], length, slot.shape[3]), dtype=NUMPY_TYPES[slot.type])
+        for slot in session.get_inputs()
+        if slot.name.startswith(PAST)
+    }
+
+
+def decoded_logits(session: Any, texts: list[np.ndarray], *, steps: int) -> list[np.ndarray]:
+    """fp32 [length, vocab] of each text: prompts at once, padded left to one length, then `steps` tokens one by one."""
+    steps = min(steps, min(len(text) for text in texts) - 1)
+    width = max(len(text) for text in texts) - steps
+    padding = [width - (len(text) - steps) for text in texts]
+    ids = np.zeros((len(texts), width), dtype=np.int64)
+    mask = np.ones_like(ids)
+    for row, text in enumerate(texts):
+        ids[row, padding[row] :] = text[: len(text) - steps]
+        mask[row, : padding[row]] = 0
+    decoding = Decoding(session, rows=len(texts))
+    found = [decoding.logits(ids, mask)]
+    for step in range(-steps, 0):
+        found.append(decoding.logits(np.array([[text[step]] for text in texts], dtype=np.int64)))
+    together = np.concatenate(found, axis=1)
+    return [together[row, padding[row] :] for row in range(len(texts))]

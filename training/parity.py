@@ -1,0 +1,166 @@
+"""Do the copies in an export folder give the checkpoint's logits on held-out text? Figures, bounds, the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from training.export_config import ExportConfig
+from training.onnx_graphs import Forward, graph_file
+from training.onnx_session import decoded_logits, forward_logits, open_session
+from training.records import RunPlan
+from training.results import GraphParity, ParityReport
+from training.shards import TokenStream
+
+# Rows of a batch are limited so that one array of logits stays under 128 MiB.
+MAX_BATCH_LOGITS = 2**25
+STEPS = 8  # tokens that the decode graph gets one by one, behind a prompt
+
+# Texts of any lengths -> fp32 [length, vocab] for each
+Logits = Callable[[list[np.ndarray]], list[np.ndarray]]
+
+
+@dataclass
+class Tally:
+    """Differences of a copy's logits from the model's, over texts."""
+
+    masked: bool
+    largest: list[float] = field(default_factory=list)
+    agreeing: int = 0
+    positions: int = 0
+    predicted: int = 0
+    loss: float = 0.0  # nats, summed; of the copy
+    true_loss: float = 0.0
+
+    def add(self, text: np.ndarray, candidate: np.ndarray, truth: np.ndarray) -> None:
+        self.largest.append(float(np.abs(candidate - truth).max()))
+        self.agreeing += int((candidate.argmax(-1) == truth.argmax(-1)).sum())
+        self.positions += len(text)
+        # A causal model predicts the next token; a masked one is asked for the tokens that it sees.
+        logits, targets = (slice(None), text) if self.masked else (slice(-1), text[1:])
+        self.predicted += len(targets)
+        self.loss += _loss(candidate[logits], targets)
+        self.true_loss += _loss(truth[logits], targets)
+
+    @property
+    def difference(self) -> float:
+        return float(np.max(self.largest))  # numpy's max keeps a NaN, Python's may lose it
+
+    def report(self, kind: Literal["forward", "decode"], precision: str, bounds: ExportConfig) -> GraphParity:
+        fp16 = precision == "fp16"
+        return GraphParity(
+            file=graph_file(kind, precision),
+            graph=kind,
+            precision="fp16" if fp16 else "fp32",
+            positions=self.positions,
+            max_logit_difference=self.difference,
+            argmax_agreement=self.agreeing / self.positions,
+            perplexity=float(np.exp(self.loss / max(1, self.predicted))),
+            torch_perplexity=float(np.exp(self.true_loss / max(1, self.predicted))),
+            max_logit_difference_bound=bounds.fp16_max_logit_difference if fp16 else bounds.max_logit_difference,
+            min_argmax_agreement_bound=bounds.fp16_min_argmax_agreement if fp16 else bounds.min_argmax_agreement,
+            max_perplexity_difference_bound=(
+                bounds.fp16_max_perplexity_difference if fp16 else bounds.max_perplexity_difference
+            ),
+        )
+
+
+def _loss(logits: np.ndarray, targets: np.ndarray) -> float:
+    if not len(targets):
+        return 0.0
+    return float(
+        torch.nn.functional.cross_entropy(torch.from_numpy(logits), torch.from_numpy(targets), reduction="sum")
+    )
+
+
+def check_parity(model: Any, reloaded: Any, folder: Path, *, plan: RunPlan) -> ParityReport:
+    """Every graph in `folder`, and the model as `folder` gives it back, against `model`."""
+    masked, bounds = plan.config.objective == "masked", plan.config.export
+    graphs = graphs_in(folder)
+    candidates = {key: onnx_logits(folder / graph_file(*key), key[0]) for key in graphs}
+    expected, again = torch_logits(model), torch_logits(reloaded)
+    tallies = {key: Tally(masked) for key in graphs}
+    reload = Tally(masked)
+    for texts in held_out_texts(plan):
+        truth = expected(texts)
+        for tally, logits in ((reload, again), *((tallies[key], candidates[key]) for key in graphs)):
+            for text, candidate, true in zip(texts, logits(texts), truth, strict=True):
+                tally.add(text, candidate, true)
+    return ParityReport(
+        reload_logit_difference=reload.difference,
+        reload_logit_difference_bound=bounds.max_logit_difference,
+        graphs=tuple(tallies[key].report(*key, bounds) for key in graphs),
+    )
+
+
+def graphs_in(folder: Path) -> list[tuple[Literal["forward", "decode"], str]]:
+    return [
+        (kind, precision)
+        for precision in ("fp32", "fp16")
+        for kind in ("forward", "decode")
+        if (folder / graph_file(kind, precision)).is_file()
+    ]
+
+
+def held_out_texts(plan: RunPlan) -> list[list[np.ndarray]]:
+    """int64 texts, those of a list taken together: windows spread over the held-out tokens, then shorter ones."""
+    stream = TokenStream(Path(plan.shards_dir), "validation")
+    length = plan.config.train.context  # the plan made sure that there are more tokens than this
+    starts = np.linspace(0, len(stream) - length, plan.config.export.parity_sequences).astype(np.int64)
+    windows = [stream.read(int(start), int(start) + length).astype(np.int64) for start in starts]
+    rows = max(1, MAX_BATCH_LOGITS // (length * plan.vocab_size))
+    whole = [windows[first : first + rows] for first in range(0, len(windows), rows)]
+    unlike = [windows[0], windows[-1][: (length + 1) // 2], windows[0][: (length + 2) // 3]]
+    return [*whole, [windows[-1][:1]], unlike[: min(3, rows)]]
+
+
+def torch_logits(model: Any) -> Logits:
+    forward = Forward(model).eval()
+
+    def logits(ids: np.ndarray) -> np.ndarray:
+        with torch.inference_mode():
+            return forward(torch.from_numpy(ids)).numpy()
+
+    return lambda texts: _by_length(logits, texts)
+
+
+def onnx_logits(path: Path, kind: str) -> Logits:
+    session = open_session(path)
+    if kind == "decode":
+        return lambda texts: decoded_logits(session, texts, steps=STEPS)
+    return lambda texts: _by_length(lambda ids: forward_logits(session, ids), texts)
+
+
+def _by_length(logits: Callable[[np.ndarray], np.ndarray], texts: list[np.ndarray]) -> list[np.ndarray]:
+    """Texts of one length together, others one by one: a forward graph knows no padding."""
+    if len({len(text) for text in texts}) == 1:
+        return list(logits(np.stack(texts)))
+    return [logits(text[None])[0] for text in texts]
+
+
+def parity_failure(parity: ParityReport, *, report: Path) -> str:
+    reloaded = (
+        f"the reloaded Hugging Face folder differs from torch by up to {parity.reload_logit_difference:.3g} "
+        f"(bound {parity.reload_logit_difference_bound:.3g})"
+    )
+    return (
+        f"{'; '.join([_figures(graph) for graph in parity.graphs if not graph.passed] or [reloaded])}; see {report}. "
+        "If this is rounding, raise export.max_logit_difference and export.max_perplexity_difference or lower "
+        "export.min_argmax_agreement (of fp16 graphs: export.fp16_*, or leave fp16 out of export.precisions); "
+        "if not, evaluate the checkpoint first: weights that are not finite show up here too"
+    )
+
+
+def _figures(graph: GraphParity) -> str:
+    return (
+        f"on {graph.positions} held-out positions {graph.file} differs from torch by up to "
+        f"{graph.max_logit_difference:.3g} (bound {graph.max_logit_difference_bound:.3g}), the likeliest token agrees "
+        f"at {100 * graph.argmax_agreement:.3f}% (bound {100 * graph.min_argmax_agreement_bound:.3f}%), perplexity "
+        f"differs by {100 * graph.perplexity_difference:.2g}% (bound "
+        f"{100 * graph.max_perplexity_difference_bound:.2g}%)"
+    )
