@@ -9,11 +9,11 @@ from pathlib import Path
 
 import yaml
 from prefect import flow, task
-from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Cancelled
 
 from flows import stages
+from flows.artifacts import show_table
 from flows.lost_runs import reconcile
 from flows.presets import with_overrides
 from tasks import track
@@ -193,7 +193,7 @@ def report(
     _log_to_children(comparison)
     headings, cells = table(comparison)
     shown = [dict(zip(headings, line, strict=True)) for line in cells]
-    create_table_artifact(shown, key="comparison", description=headline(comparison))
+    show_table(shown, key="comparison", description=headline(comparison))
     return comparison
 
 

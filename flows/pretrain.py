@@ -10,6 +10,7 @@ from prefect.states import Cancelled
 
 from flows import stages
 from flows.lost_runs import reconcile
+from flows.report import report, reported
 from flows.trainer import train_by_program
 from tasks.causes import RunStopped
 from tasks.report import Outcome
@@ -31,7 +32,8 @@ def pretrain(
         return stages.plan(config, stages.hardware(config))
     reconcile()
     try:
-        with tracked(config, run_id=stages.choose_run(run_id, config, force=force), tags=stages.prefect_tags()) as run:
+        run_id = stages.choose_run(run_id, config, force=force)
+        with reported(run_id), tracked(config, run_id=run_id, tags=stages.prefect_tags()) as run:
             stages.link(run)
             if config.trainer.given:
                 return train_by_program(config, run)
@@ -42,6 +44,6 @@ def pretrain(
             stages.export(plan, run)
             model = stages.register(run)
             text = stages.generate(plan, run, model)
-            return stages.report(plan, run, model, generated=text)
+            return report(plan, run, model, generated=text)
     except RunStopped as stop:
         return Cancelled(message=str(stop))  # type: ignore[return-value]

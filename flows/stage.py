@@ -14,4 +14,4 @@ R = TypeVar("R")
 
 def stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A Prefect task by that name. No result cache: each stage has its record, and checks that it is still true."""
-    return task(name=name, cache_policy=NO_CACHE, persist_result=False)
+    return task(name=name, task_run_name=name, cache_policy=NO_CACHE, persist_result=False)

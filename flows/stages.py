@@ -9,11 +9,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.runtime import flow_run
 
+from flows.artifacts import as_text, name_flow_run, show_markdown, show_pairs, show_table
 from flows.embedded import is_embedded
 from flows.promote import promote
 from flows.stage import stage
@@ -29,7 +28,7 @@ from tasks.progress import steps_shown
 from tasks.recovery import attempts_of
 from tasks.register import register_model
 from tasks.registry import resolve
-from tasks.report import Outcome, against_plan, draw, outcome_rows
+from tasks.report import against_plan
 from tasks.track import TrackedRun
 from training.config import RunConfig
 from training.credentials import shown
@@ -64,21 +63,24 @@ def new_run_id(name: str) -> str:
 
 def prefect_tags() -> dict[str, str]:
     """The way from the MLflow run to the Prefect run."""
-    tags = {"prefect.flow_run_id": flow_run.id, "prefect.flow_run_name": flow_run.name}
+    tags = {"prefect.flow_run_id": flow_run.id}
     if flow_run.ui_url and not is_embedded():
         tags["prefect.flow_run_url"] = flow_run.ui_url
     return {key: str(value) for key, value in tags.items() if value}
 
 
 def link(run: TrackedRun) -> None:
-    """The way from the Prefect run to the MLflow run."""
+    """The way from the Prefect run to the MLflow run; and the run's ID as its name, which is known only now."""
+    page = mlflow_page(run)
+    where = f"[MLflow run {run.run_id}]({page})" if page else f"MLflow run `{run.mlflow_run_id}`: `{open_mlflow()}`"
+    show_markdown(f"{where}\n\nRun folder: `{run.folder}`", key="mlflow-run", description="MLflow run")
+    name_flow_run(run.run_id)
+
+
+def mlflow_page(run: TrackedRun) -> str:
+    """URL of the run in MLflow's UI; empty where there is no server."""
     uri = shown(tracking_uri())
-    where = (
-        f"[MLflow run {run.run_id}]({uri}/#/experiments/{run.experiment_id}/runs/{run.mlflow_run_id})"
-        if uri.startswith("http")
-        else f"MLflow run `{run.mlflow_run_id}` ({run.run_id}); to see it: `{open_mlflow()}`"
-    )
-    create_markdown_artifact(f"{where}\n\nRun folder: `{run.folder}`", key="mlflow-run", description="MLflow run")
+    return f"{uri}/#/experiments/{run.experiment_id}/runs/{run.mlflow_run_id}" if uri.startswith("http") else ""
 
 
 def open_mlflow() -> str:
@@ -123,7 +125,7 @@ def hardware(config: RunConfig, run: TrackedRun | None = None) -> Inventory:
         inventory = _inventory(config, run.folder)
     if (report := run.folder / fleet.NETWORK).exists():
         track.log_files(run, report)
-    create_table_artifact(hardware_rows(inventory), key="hardware", description="Devices, as measured")
+    show_table(hardware_rows(inventory), key="hardware", description="Devices, as measured")
     return inventory
 
 
@@ -151,8 +153,7 @@ def plan(
             made = trial.confirmed(made, run=run, inventory=inventory)
             track.log_plan(made, inventory, shards)
             track.log_resumptions(run, made.config, overrides.read_resumptions(run.folder))
-    rows = [{"what": what, "value": value} for what, value in plan_in_words(made)]
-    create_table_artifact(rows, key="plan", description="The plan")
+    show_pairs(plan_in_words(made), key="plan", description="The plan")
     return made
 
 
@@ -191,7 +192,7 @@ def evaluate(plan: RunPlan, run: TrackedRun) -> EvalReport:
         report = launch.evaluate(plan, run_dir=run.folder)
     track.log_figures(run, metrics_of(report), step=report.step)
     track.log_files(run, run.folder / "eval.json")
-    create_table_artifact(table_of(report), key="evaluation", description="Held-out text, by source, and tasks")
+    show_table(table_of(report), key="evaluation", description="Held-out text, by source, and tasks")
     return report
 
 
@@ -211,11 +212,8 @@ def register(run: TrackedRun) -> RegisteredModel:
         if not model.verdict and run.config.gates.approval == "none":
             model = promote(model.name, version=model.version)
     text = model.verdict or f"waits for approval: `{command('shardline')} promote {model.name}`"
-    create_markdown_artifact(
-        f"**{model.name} version {model.version}**, alias `{model.alias}`: {text}",
-        key="gate",
-        description="The gates' verdict",
-    )
+    verdict = f"**{model.name} version {model.version}**, alias `{model.alias or 'none'}`: {as_text(text)}"
+    show_markdown(verdict, key="gate", description="The gates' verdict")
     return model.model_copy(update={"verdict": text})
 
 
@@ -235,49 +233,3 @@ def generate(plan: RunPlan, run: TrackedRun, model: RegisteredModel) -> str:
             seed=plan.config.train.seed,
         )
     return prompt + text
-
-
-@stage("Report")
-def report(plan: RunPlan, run: TrackedRun, model: RegisteredModel, *, generated: str) -> Outcome:
-    result = TrainResult.read(run.folder / "result.json")
-    evaluation = EvalReport.read(run.folder / "eval.json")
-    seconds = stage_seconds(run)
-    draw(
-        run.folder / "summary.png",
-        plan=plan,
-        run_dir=run.folder,
-        result=result,
-        report=evaluation,
-        exported=ExportedModel.read(run.folder / "export" / "export.json"),
-        model=model,
-        stage_s=seconds,
-    )
-    track.log_files(run, run.folder / "summary.png")
-    outcome = Outcome(
-        run_id=run.run_id,
-        mlflow_run_id=run.mlflow_run_id,
-        step=result.step,
-        val_loss=evaluation.loss,
-        bits_per_byte=evaluation.bits_per_byte,
-        accuracy=evaluation.accuracy,
-        tokens_per_s=result.tokens_per_s,
-        samples_per_s=result.samples_per_s,
-        mfu=result.mfu,
-        peak_memory_gib=result.peak_memory_gib,
-        against_plan=against_plan(plan, result),
-        checkpoint=str(run.folder / result.checkpoint),
-        model=model.name,
-        version=model.version,
-        alias=model.alias,
-        verdict=model.verdict,
-        generated=generated,
-        stage_s=seconds,
-        open_mlflow=open_mlflow(),
-        serve=""
-        if plan.config.objective == "masked"
-        else f"{command('shardline')} serve {model.name}@{model.alias or 'champion'}",
-    )
-    outcome.write(run.folder / "outcome.json")
-    rows: list[dict[str, Any]] = [{"what": what, "value": value} for what, value in outcome_rows(outcome)]
-    create_table_artifact(rows, key="outcome", description="What the run came to")
-    return outcome

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from prefect.artifacts import create_table_artifact
-
 from flows import stages
+from flows.artifacts import show_pairs
 from flows.stages import open_mlflow, stage, stage_seconds, timed
 from tasks import track
 from tasks.recovery import attempts_of
@@ -58,8 +57,7 @@ def train(plan: TrainerPlan, run: TrackedRun) -> TrainerOutcome:
     client.update_run(run.mlflow_run_id, name=run.run_id)  # programs may have given it a name of theirs
     client.set_tag(run.mlflow_run_id, "shardline.trainer", plan.program)
     client.set_tag(run.mlflow_run_id, "shardline.skipped", ", ".join(SKIPPED))
-    rows = [{"what": what, "value": value} for what, value in trainer_rows(outcome)]
-    create_table_artifact(rows, key="outcome", description="What the run came to")
+    show_pairs(trainer_rows(outcome), key="outcome", description="What the run came to")
     return outcome
 
 

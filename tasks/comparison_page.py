@@ -1,35 +1,21 @@
-"""The report of a comparison as one HTML page that needs nothing beside it: no script, no other file, no network."""
+"""The report of a comparison as one HTML page."""
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from tasks.comparison import Comparison, StrategyRow
 from tasks.comparison_report import COLUMNS, MORE_COLUMNS, Column, cell, headline, target_in_words
+from tasks.page import embedded_picture, write_html
 
-STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; color: #1c2733; max-width: 1320px; margin: 2em auto; padding: 0 1.2em; }
-h1 { font-size: 1.5em; margin-bottom: .2em; } h2 { font-size: 1.1em; margin-top: 1.8em; }
-.lead { font-size: 1.12em; } .note { color: #5a6875; font-size: .9em; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .88em; font-variant-numeric: tabular-nums; }
-th { text-align: right; vertical-align: bottom; font-weight: 600; border-bottom: 2px solid #4a6fa5; }
-th small { display: block; font-weight: 400; color: #5a6875; }
-td { text-align: right; border-bottom: 1px solid #e2e7ec; white-space: nowrap; } th, td { padding: .35em .6em; }
-th:first-child, td:first-child, td.text { text-align: left; } td.text { white-space: normal; }
-td:first-child { font-weight: 600; } td.best { background: #e6f3e8; } tr.failed td { color: #a3341f; }
-pre { background: #f4f6f8; padding: .8em 1em; white-space: pre-wrap; font-size: .85em; } img { width: 100%; }
-summary { cursor: pointer; }
-"""
 LARGEST_IS_BEST = {"samples_per_s", "tokens_per_s", "speedup", "scaling_efficiency", "mfu"}
 SMALLEST_IS_BEST = {"step_ms", "average_memory_gib", "peak_memory_gib", "seconds_to_target"}
 
 
 def write_page(path: Path, comparison: Comparison, *, picture: Path, config: str) -> None:
     """`config`: the YAML text that the command in the report names."""
-    image = base64.b64encode(picture.read_bytes()).decode()
     title = f"{comparison.name}: strategies compared"
     parts = [
         f"<h1>{escape(title)}</h1>",
@@ -38,7 +24,7 @@ def write_page(path: Path, comparison: Comparison, *, picture: Path, config: str
         f'<p class="note">Medians after warm-up ({_warmup(comparison)}); rates without validation, checkpoints and '
         "profiled steps. Green: the best of its column. "
         f"{escape(target_in_words(comparison))} Memory is of the rank that has most; predictions are the plan's.</p>",
-        f'<img alt="Speed, step time, memory and loss of each strategy" src="data:image/png;base64,{image}">',
+        embedded_picture(picture, alt="Speed, step time, memory and loss of each strategy"),
         *_failures(comparison),
         "<h2>What the plan made of each</h2>",
         _table(comparison.rows, MORE_COLUMNS, needs="devices"),
@@ -53,8 +39,7 @@ def write_page(path: Path, comparison: Comparison, *, picture: Path, config: str
         f"<details><summary>The config, the same for all but for what a strategy changes</summary>"
         f"<pre>{escape(config)}</pre></details>",
     ]
-    head = f"<head><meta charset='utf-8'><title>{escape(title)}</title><style>{STYLE}</style></head>"
-    path.write_text(f"<!doctype html>\n<html lang='en'>{head}\n<body>\n" + "\n".join(parts) + "\n</body></html>\n")
+    write_html(path, title=title, parts=parts)
 
 
 def _warmup(comparison: Comparison) -> str:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from tasks.history import note_end
 from tasks.owner import end_orphans, owner_of
 from tasks.places import AlreadyOwned, home, local_process, owned, tracking_uri
 from tasks.registry import registry_client
@@ -52,6 +53,7 @@ class Ended(Record):
 
 def close(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: Ending) -> None:
     """Keep `ending`, then send the metrics that are left and the status. What fails is done by a later `reconcile`."""
+    note_end(folder, status=ending.status, cause=ending.cause, why=ending.why)
     with suppress(OSError):  # a full disk: MLflow may be told all the same
         ending.write(folder / ENDING)
     try:
@@ -124,7 +126,9 @@ def _settled(client: MlflowClient, folder: Path, mlflow_run_id: str) -> Ending |
             ending = Ending(status=status, cause="", mlflow_knows=True)
         else:
             end_orphans(folder)
-            ending = ending or KILLED
+            if ending is None:
+                ending = KILLED
+                note_end(folder, status=ending.status, cause=ending.cause, why=ending.why)
             _tell(client, folder, mlflow_run_id, ending)
             _say(folder.name, ending)
             ending = ending.model_copy(update={"mlflow_knows": True})

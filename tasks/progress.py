@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
-from uuid import UUID
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -17,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 15.0  # where there is no terminal
 ARTIFACT_EVERY_S = 2.0  # an update costs about 7 ms
+LAST_UPDATE_S = 5.0  # a server that is away is not waited for longer
 
 
 class Progress(Protocol):
@@ -49,13 +52,13 @@ def terminal_bar() -> Iterator[Progress]:
 @contextmanager
 def steps_shown(title: str, *, total: int) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yields show(row), which takes rows of metrics.jsonl; rows without a loss are passed over."""
-    artifact, bar = _create_artifact(title), _bar()
-    with bar:
+    bar = _bar()
+    with ProgressArtifact(title) as artifact, bar:
         task = bar.add_task(title, total=total, note="starting the ranks")
-        logged_at = updated_at = time.monotonic()
+        logged_at = time.monotonic()
 
         def show(row: dict[str, Any]) -> None:
-            nonlocal logged_at, updated_at
+            nonlocal logged_at
             if "loss" not in row:
                 return
             now, step = time.monotonic(), row["step"]
@@ -64,9 +67,8 @@ def steps_shown(title: str, *, total: int) -> Iterator[Callable[[dict[str, Any]]
             if not bar.console.is_terminal and (now > logged_at + LOG_EVERY_S or step == total):
                 logged_at = now
                 logger.info("%s: %s", title, note)
-            if artifact and (now > updated_at + ARTIFACT_EVERY_S or step == total):
-                updated_at = now
-                _update_artifact(artifact, percent=100 * step / total, note=note)
+            left = f"  {span(row['eta_s'])} left" if step < total and "eta_s" in row else ""
+            artifact.show(100 * step / total, f"{title}: {note}{left}")
 
         yield show
 
@@ -106,26 +108,70 @@ def _bar() -> Bars:
     return Bars(*columns, console=console, disable=not console.is_terminal)
 
 
-def _create_artifact(title: str) -> UUID | None:
-    """None outside a Prefect run; a server that is away costs the picture, not the training."""
+class ProgressArtifact:
+    """Prefect's progress bar of a task, kept by a thread: the newest note every 2 s.
+
+    A server that is away or slow costs the bar, and never a moment of what is shown. Nothing outside a Prefect run.
+    """
+
+    def __init__(self, title: str) -> None:
+        self.thread: threading.Thread | None = None
+        self.latest = (0.0, f"{title}: starting the ranks")
+        self.news, self.closing = threading.Event(), threading.Event()
+
+    def __enter__(self) -> ProgressArtifact:
+        if _in_a_prefect_run():
+            work = partial(contextvars.copy_context().run, self._send)  # the artifact belongs to the run of our context
+            self.thread = threading.Thread(target=work, daemon=True)
+            self.thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.closing.set()
+        self.news.set()
+        if self.thread is not None:
+            self.thread.join(LAST_UPDATE_S)
+
+    def show(self, percent: float, note: str) -> None:
+        self.latest = percent, note
+        self.news.set()
+
+    def _send(self) -> None:
+        from prefect.artifacts import create_progress_artifact, update_progress_artifact
+
+        try:
+            percent, note = self.latest
+            artifact: Any = create_progress_artifact(percent, key="training", description=note)
+        except Exception as error:
+            logger.warning("Prefect took no progress artifact (%s)", error)
+            return
+        closing = False
+        while not closing:
+            self.news.wait()
+            closing = self.closing.wait(ARTIFACT_EVERY_S)
+            self.news.clear()
+            percent, note = self.latest
+            try:
+                update_progress_artifact(artifact, progress=percent, description=note)
+            except Exception as error:
+                logger.debug("Prefect took no progress update (%s)", error)
+
+
+def _in_a_prefect_run() -> bool:
     if "prefect" not in sys.modules:
-        return None
-    from prefect.artifacts import create_progress_artifact
+        return False
     from prefect.context import FlowRunContext, TaskRunContext
 
-    if not (FlowRunContext.get() or TaskRunContext.get()):
-        return None
-    try:
-        return create_progress_artifact(progress=0.0, key="training", description=title)  # type: ignore[return-value]
-    except Exception as error:
-        logger.warning("Prefect took no progress artifact (%s)", error)
-        return None
+    return bool(FlowRunContext.get() or TaskRunContext.get())
 
 
-def _update_artifact(artifact: UUID, *, percent: float, note: str) -> None:
-    from prefect.artifacts import update_progress_artifact
-
-    try:
-        update_progress_artifact(artifact, progress=percent, description=note)
-    except Exception as error:
-        logger.debug("Prefect took no progress update (%s)", error)
+def span(seconds: float) -> str:
+    """`41 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
+    units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
+    rest = round(seconds)
+    first = next((place for place, (_, size) in enumerate(units) if rest >= size), len(units) - 1)
+    parts: list[str] = []
+    for name, size in units[first : first + 2]:
+        count, rest = divmod(rest, size)
+        parts += [f"{count} {name}"] if count or not parts else []
+    return " ".join(parts)

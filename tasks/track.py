@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from tasks.causes import RunFailed, RunStopped
 from tasks.ending import Ending, close, reopen
+from tasks.history import note_start
 from tasks.overrides import Resumptions, flattened
 from tasks.owner import claim
 from tasks.places import (
@@ -78,6 +79,7 @@ def tracked(config: RunConfig, *, run_id: str, tags: Mapping[str, str]) -> Itera
         with _closed(client, run):
             # How a child ends says nothing of the flow run, which is about its parent.
             claim(run.folder, flow_run="" if PARENT in tags else tags.get("prefect.flow_run_id", ""))
+            note_start(run.folder, commit=git_commit()[0])
             for key, value in tags.items():
                 client.set_tag(run.mlflow_run_id, key, value)
             yield run

@@ -61,6 +61,7 @@ def test_mlflow_has_config_metrics_data_and_a_true_status(first: dict[str, Any],
     assert run.inputs.dataset_inputs[0].dataset.digest
     artifacts = {artifact.path for artifact in shop.mlflow.list_artifacts(run.info.run_id)}
     assert {"config.json", "plan.json", "dataset.json", "inventory.json", "summary.png", "eval.json"} <= artifacts
+    assert {"report.html", "curves.png"} <= artifacts
     traces = {artifact.path for artifact in shop.mlflow.list_artifacts(run.info.run_id, "profile")}
     assert "profile/step-00000030-rank-0.json.gz" in traces
 
@@ -70,9 +71,17 @@ def test_prefect_and_mlflow_runs_link_to_each_other(first: dict[str, Any], shop:
     flow_run_id = run.data.tags["prefect.flow_run_id"]
     assert shop.prefect_states()[flow_run_id] == "COMPLETED"
     with closing(sqlite3.connect(shop.home / "prefect" / "prefect.db")) as db:
-        artifacts = dict(db.execute("select key, data from artifact where flow_run_id = ?", (flow_run_id,)).fetchall())
+        name = db.execute("select name from flow_run where id = ?", (flow_run_id,)).fetchone()[0]
+        rows = db.execute(
+            "select key, data, description from artifact where flow_run_id = ?", (flow_run_id,)
+        ).fetchall()
+    artifacts, told = {key: data for key, data, _ in rows}, {key: description for key, _, description in rows}
+    assert name == first["run_id"]
     assert run.info.run_id in artifacts["mlflow-run"]
     assert {"plan", "evaluation", "gate", "outcome", "training"} <= artifacts.keys()
+    assert "It went through without a stop" in artifacts["report"]
+    last = losses(shop.home / first["run_id"] / "plan.json")[60]
+    assert f"step 60/60  loss {last:.3f}" in told["training"]
 
 
 def test_lineage_walks_from_the_version_to_the_bytes_of_the_checkpoint(first: dict[str, Any], shop: Shop) -> None:

@@ -1,0 +1,59 @@
+"""What Prefect's page of a run shows beside its tasks. A server that is away costs the artifact, not the run."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.client.orchestration import get_client
+from prefect.runtime import flow_run
+
+logger = logging.getLogger(__name__)
+
+MARKS = re.compile(r"([\\`*_{}\[\]<>()#+!|~&])")
+
+
+def show_pairs(rows: Sequence[tuple[str, str]], *, key: str, description: str) -> None:
+    show_table([{"what": what, "value": value} for what, value in rows], key=key, description=description)
+
+
+def show_table(rows: Sequence[Mapping[str, Any]], *, key: str, description: str) -> None:
+    _tried(create_table_artifact, [dict(row) for row in rows], key=key, description=description)
+
+
+def show_markdown(text: str, *, key: str, description: str) -> None:
+    _tried(create_markdown_artifact, text, key=key, description=description)
+
+
+def as_text(text: str) -> str:
+    """For markdown: what comes from configs, paths and errors is no markup."""
+    return MARKS.sub(r"\\\1", text)
+
+
+def as_picture(path: Path, *, alt: str) -> str:
+    """For markdown, the PNG itself: a path of this machine would be nothing to the browser."""
+    return f"![{alt}](data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()})"
+
+
+def _tried(create: Callable[..., Any], content: Any, *, key: str, description: str) -> None:
+    try:
+        create(content, key=key, description=description)
+    except Exception as error:
+        logger.warning("Prefect took no artifact %r (%s)", key, error)
+
+
+def name_flow_run(name: str) -> None:
+    """Prefect wants a name before a flow's first line; this one comes later."""
+    if not flow_run.id:
+        return
+    try:
+        with get_client(sync_client=True) as client:
+            client.update_flow_run(UUID(str(flow_run.id)), name=name)
+    except Exception as error:
+        logger.warning("Prefect could not be told the run's name, %s (%s)", name, error)

@@ -1,0 +1,121 @@
+"""How a run is told of: its outcome in one record, and its page, also of a run that failed or was stopped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prefect.runtime import flow_run
+
+from flows.artifacts import as_picture, as_text, show_markdown, show_pairs
+from flows.embedded import is_embedded
+from flows.presets import presets
+from flows.stages import mlflow_page, open_mlflow, stage, stage_seconds
+from tasks import track
+from tasks.places import command
+from tasks.report import Outcome, against_plan, draw, outcome_rows
+from tasks.run_page import CURVES, PAGE, write_report
+from tasks.run_story import RunStory, read_story
+from tasks.run_words import summary
+from tasks.track import TrackedRun
+from training.records import RunPlan, TrainResult
+from training.results import EvalReport, ExportedModel, RegisteredModel
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def reported(run_id: str) -> Iterator[None]:
+    """Write the page of a run when it is over, however it ends; what goes wrong with that is only a warning.
+
+    To be put around `tracked`: the statuses are true first.
+    """
+    ended = ""
+    try:
+        yield
+    except BaseException as error:
+        ended = str(error) or type(error).__name__
+        raise
+    finally:
+        try:
+            _write_page(run_id, ended=ended)
+        except Exception as trouble:
+            logger.warning("no report page of %s (%s)", run_id, trouble)
+
+
+def _write_page(run_id: str, *, ended: str) -> None:
+    run = track.read_run(run_id)
+    if run.config.trainer.given:
+        return  # another program's records are its own
+    story = read_story(run, ended=ended, preset=presets().get(run.config.name), links=_links(run))
+    written = write_report(story)
+    logger.info("report: %s", run.folder / PAGE)
+    _show(story, drawn=run.folder / CURVES in written)
+    track.log_files(run, *written)
+
+
+def _links(run: TrackedRun) -> dict[str, str]:
+    links = {"MLflow": mlflow_page(run) or open_mlflow()}
+    if flow_run.id:
+        url = "" if is_embedded() else str(flow_run.ui_url or "")
+        links["Prefect"] = url or f"flow run {flow_run.id}"
+    return links
+
+
+def _show(story: RunStory, *, drawn: bool) -> None:
+    """Prefect shows no HTML: the words and the curves, and where the page is."""
+    run, page = story.run, mlflow_page(story.run)
+    where = (
+        f"[The whole report]({page}/artifacts/{PAGE}), in MLflow"
+        if page
+        else f"The whole report: `{run.folder / PAGE}`"
+    )
+    parts = [as_text(" ".join(summary(story))), where]
+    parts += [as_picture(run.folder / CURVES, alt="loss, learning rate, throughput and memory")] if drawn else []
+    show_markdown("\n\n".join(parts), key="report", description=f"Report of {run.run_id}")
+
+
+@stage("Report")
+def report(plan: RunPlan, run: TrackedRun, model: RegisteredModel, *, generated: str) -> Outcome:
+    result = TrainResult.read(run.folder / "result.json")
+    evaluation = EvalReport.read(run.folder / "eval.json")
+    seconds = stage_seconds(run)
+    draw(
+        run.folder / "summary.png",
+        plan=plan,
+        run_dir=run.folder,
+        result=result,
+        report=evaluation,
+        exported=ExportedModel.read(run.folder / "export" / "export.json"),
+        model=model,
+        stage_s=seconds,
+    )
+    track.log_files(run, run.folder / "summary.png")
+    outcome = Outcome(
+        run_id=run.run_id,
+        mlflow_run_id=run.mlflow_run_id,
+        step=result.step,
+        val_loss=evaluation.loss,
+        bits_per_byte=evaluation.bits_per_byte,
+        accuracy=evaluation.accuracy,
+        tokens_per_s=result.tokens_per_s,
+        samples_per_s=result.samples_per_s,
+        mfu=result.mfu,
+        peak_memory_gib=result.peak_memory_gib,
+        against_plan=against_plan(plan, result),
+        checkpoint=str(run.folder / result.checkpoint),
+        model=model.name,
+        version=model.version,
+        alias=model.alias,
+        verdict=model.verdict,
+        generated=generated,
+        stage_s=seconds,
+        open_mlflow=open_mlflow(),
+        serve=""
+        if plan.config.objective == "masked"
+        else f"{command('shardline')} serve {model.name}@{model.alias or 'champion'}",
+    )
+    outcome.write(run.folder / "outcome.json")
+    show_pairs(outcome_rows(outcome), key="outcome", description="What the run came to")
+    return outcome

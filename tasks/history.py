@@ -1,0 +1,56 @@
+"""runs/ID/history.json: when a run was begun, stopped, killed, resumed and done."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from pathlib import Path
+from typing import Literal
+
+from tasks.overrides import steps_done
+from training.records import Record
+
+logger = logging.getLogger(__name__)
+
+What = Literal["begun", "resumed", "done", "failed", "stopped", "killed"]
+ENDINGS: dict[str, What] = {"FINISHED": "done", "FAILED": "failed", "KILLED": "stopped"}  # by MLflow's status
+
+
+class Event(Record):
+    """`step`: of the newest checkpoint then. `commit`: of the code, at a start. A kill is noted by the next start."""
+
+    what: What
+    at: str
+    step: int
+    why: str = ""
+    commit: str = ""
+
+
+class History(Record):
+    """Oldest first."""
+
+    events: tuple[Event, ...] = ()
+
+
+def history(run_dir: Path) -> tuple[Event, ...]:
+    path = run_dir / "history.json"
+    return History.read(path).events if path.exists() else ()
+
+
+def note(run_dir: Path, what: What, *, why: str = "", commit: str = "") -> None:
+    """A full disk costs the line, not the run."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    event = Event(what=what, at=now, step=steps_done(run_dir), why=why, commit=commit)
+    try:
+        History(events=(*history(run_dir), event)).write(run_dir / "history.json")
+    except OSError as error:
+        logger.warning("%s: that it was %s could not be noted (%s)", run_dir.name, what, error)
+
+
+def note_start(run_dir: Path, *, commit: str) -> None:
+    note(run_dir, "resumed" if history(run_dir) else "begun", commit=commit)
+
+
+def note_end(run_dir: Path, *, status: str, cause: str, why: str) -> None:
+    """`status`: MLflow's."""
+    note(run_dir, "killed" if cause == "killed" else ENDINGS[status], why=why)

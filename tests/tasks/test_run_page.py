@@ -1,0 +1,171 @@
+"""report.html: what somebody who was not there reads of a run, whatever became of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.history import history, note_end, note_start
+from tasks.progress import span
+from tasks.report import Outcome
+from tasks.run_curves import thinned
+from tasks.run_page import write_report
+from tasks.run_story import read_story
+from tasks.run_words import in_units
+from tasks.track import TrackedRun
+from tests.tiny_run import another_run
+from training.records import RunPlan, TrainFailure, TrainResult
+from training.results import EvalReport, Sample
+
+HOSTILE = "</pre><script>alert('x')</script><img src=http://evil.example/x.png>"
+
+
+@pytest.fixture
+def run(exported_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrackedRun:
+    """A finished run of 8 steps."""
+    monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path))
+    folder = another_run(exported_run, tmp_path / "tiny-1", mlflow_run_id="m" * 32, loss=5.5)
+    plan = RunPlan.read(folder / "plan.json")
+    run = TrackedRun(run_id="tiny-1", mlflow_run_id="m" * 32, experiment_id="1", config=plan.config)
+    run.write(folder / "run.json")
+    write_rows(folder, steps=8)
+    (folder / "stages.json").write_text(json.dumps({"train": 1800.0, "evaluate": 360.0, "export": 36.0}))
+    note_start(folder, commit="f" * 40)
+    return run
+
+
+def write_rows(folder: Path, *, steps: int) -> None:
+    rows = [
+        {"step": step, "time_ms": step, "loss": 6 - step / steps, "learning_rate": 1e-3, "tokens_per_s": 900.0,
+         "tokens": 256 * step, "memory/resident_gib": 0.1}
+        for step in range(1, steps + 1)
+    ]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def page_of(run: TrackedRun, **told: Any) -> str:
+    write_report(read_story(run, **told))
+    return (run.folder / "report.html").read_text()
+
+
+def words(page: str) -> str:
+    """As a reader sees it."""
+    return re.sub(
+        r"\s+", " ", unescape(re.sub(r"<(style|img)[^>]*>(.*?</style>)?|<[^>]+>", " ", page, flags=re.DOTALL))
+    )
+
+
+def test_the_first_lines_tell_what_it_was_how_good_how_fast_and_what_became_of_it(run: TrackedRun) -> None:
+    plan = RunPlan.read(run.folder / "plan.json")
+    note_end(run.folder, status="FINISHED", cause="done", why="")
+    page = words(page_of(run, links={"MLflow": "http://127.0.0.1:5000/#/runs/1"}))
+    top = page.partition("Evaluation")[0]
+    assert f"{in_units(plan.shape.parameters)} parameters" in top
+    assert "8 of 8 steps on 2.05 k tokens of stdlib" in top
+    assert "loss is 5.500 nats per token" in top
+    assert "1 CPU rank (single, fp32) at 1,000 tokens/s" in top
+    assert "0.61 CPU rank hours" in top, "0.5 of training, 0.1 of evaluation, 0.01 of export"
+    assert "It went through without a stop" in top
+    measured, predicted = 256.0, plan.predicted.step_ms
+    assert f"a step {predicted:,.1f} ms {measured:,.1f} ms {measured / predicted - 1:+.0%}" in page
+
+
+def test_it_says_what_differs_from_preset_and_defaults_and_where_all_came_from(run: TrackedRun) -> None:
+    preset = run.config.model_dump() | {"train": run.config.train.model_dump() | {"steps": 9}}
+    page = words(page_of(run, preset=preset, links={"MLflow": "http://127.0.0.1:5000/#/runs/1"}))
+    assert "Against the preset tiny: train.steps = 8, not 9." in page
+    assert "train.global_batch 8 16" in page
+    result = TrainResult.read(run.folder / "result.json")
+    for known in ("f" * 40, result.checkpoint_sha256, "a" * 64, "m" * 32, "http://127.0.0.1:5000/#/runs/1"):
+        assert known in page
+    assert "resume tiny-1 train.steps=16" in page
+    assert "reproduce tiny-1" in page
+
+
+def test_it_needs_nothing_beside_it_and_takes_nothing_for_markup(run: TrackedRun) -> None:
+    evaluation = EvalReport.read(run.folder / "eval.json")
+    samples = (Sample(prompt=HOSTILE, text="half a character \ufffd"),)
+    evaluation.model_copy(update={"samples": samples}).write(run.folder / "eval.json")
+    plan = RunPlan.read(run.folder / "plan.json")
+    data = plan.config.data.model_copy(update={"path": HOSTILE})
+    plan.model_copy(update={"config": plan.config.model_copy(update={"data": data})}).write(run.folder / "plan.json")
+    page = page_of(run, ended=HOSTILE, links={HOSTILE: f"https://x/'\"><script>{HOSTILE}"})
+    assert page.count(HOSTILE) == 0
+    assert "<script" not in page
+    assert re.findall(r"<img[^>]*src=\"(?!data:image/png;base64,)", page) == []
+    assert words(page).count(HOSTILE) > 3, "it is all there to be read"
+
+
+def test_a_run_that_failed_says_why_and_how_to_go_on(run: TrackedRun) -> None:
+    for record in ("eval.json", "result.json"):
+        (run.folder / record).unlink()
+    failure = TrainFailure(step=4, checkpoint="checkpoints/00000004", stopped_by="out of memory", detail="rank 0")
+    failure.write(run.folder / "result.json")
+    write_rows(run.folder, steps=5)
+    note_end(run.folder, status="FAILED", cause="out of memory", why="rank 0 ran out of memory")
+    page = words(page_of(run, ended="rank 0 ran out of memory. Cure: lower train.micro_batch\nlast line of its log"))
+    assert "5 of 8 steps" in page
+    assert "It did not come to its end: rank 0 ran out of memory. Cure: lower train.micro_batch" in page
+    assert "last line of its log" in page
+    assert re.search(r"go on with it \S+ resume tiny-1 ", page)
+    assert re.search(r"failed step \d+ rank 0 ran out of memory", page)
+
+
+def test_a_run_that_was_refused_before_it_had_a_plan_has_a_page_too(run: TrackedRun) -> None:
+    for record in run.folder.glob("*.json*"):
+        if record.name not in {"run.json", "history.json"}:
+            record.unlink()
+    page = words(page_of(run, ended="data.path is empty"))
+    assert "no plan was made yet" in page
+    assert "data.path is empty" in page
+
+
+def test_stops_kills_and_resumes_are_told_in_their_order(run: TrackedRun) -> None:
+    note_end(run.folder, status="KILLED", cause="stopped", why="stopped by Ctrl-C")
+    note_start(run.folder, commit="e" * 40)
+    note_end(run.folder, status="KILLED", cause="killed", why="its process was killed")
+    note_start(run.folder, commit="e" * 40)
+    note_end(run.folder, status="FINISHED", cause="done", why="")
+    assert [event.what for event in history(run.folder)] == ["begun", "stopped", "resumed", "killed", "resumed", "done"]
+    page = words(page_of(run))
+    assert "It was stopped after step 8, killed after step 8, and resumed." in page
+    assert f"commit {'f' * 40}, then {'e' * 40}" in page
+
+
+def test_a_long_run_has_a_page_of_the_same_size_that_shows_its_extremes(run: TrackedRun) -> None:
+    page_of(run)
+    short = (run.folder / "report.html").stat().st_size
+    write_rows(run.folder, steps=20_000)
+    page_of(run)
+    assert (run.folder / "report.html").stat().st_size < 2 * short
+    points = [(float(step), 1.0) for step in range(10_000)]
+    points[777] = (777.0, 50.0)
+    lowest, means, highest = thinned(points)
+    assert len(means) == 500
+    assert max(value for _, value in highest) == 50.0
+    assert {value for _, value in lowest} == {1.0}
+
+
+def test_an_outcome_of_before_is_where_the_registered_version_is_known_from(run: TrackedRun) -> None:
+    known = dict.fromkeys(Outcome.model_fields, "") | {
+        "step": 8, "val_loss": 5.5, "bits_per_byte": None, "accuracy": 0.1, "tokens_per_s": 1.0, "samples_per_s": 1.0,
+        "mfu": None, "peak_memory_gib": 0.1, "against_plan": {}, "version": 3, "model": "verses", "alias": "champion",
+        "verdict": "all gates held", "stage_s": {},
+    }  # fmt: skip
+    Outcome.model_validate(known).write(run.folder / "outcome.json")
+    page = words(page_of(run))
+    assert "It is version 3 of verses in the registry, the champion (all gates held)." in page
+    assert "serve verses@champion" in page
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.2, "0 s"), (41, "41 s"), (200, "3 min 20 s"), (3600, "1 h"), (7500, "2 h 5 min"), (273_600, "3 d 4 h")],
+)
+def test_times_are_told_in_two_units_at_most(seconds: float, shown: str) -> None:
+    assert span(seconds) == shown
