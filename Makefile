@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help setup pretrain test test-all check style types clean
+.PHONY: help setup pretrain test test-all check style types audit clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -35,6 +35,9 @@ style: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(BIN)/mypy
+
+audit: $(INSTALLED) ## known holes in the pinned dependencies, where pip-audit reaches its data
+	$(BIN)/python -m infra.audit
 
 clean: ## remove the virtual environment; runs/ stays
 	rm -rf .venv

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -31,7 +32,7 @@ def home() -> Path:
 
 def run_folder(run_id: str) -> Path:
     """The folder of a run. Raises ValueError for a name that would leave SHARDLINE_HOME."""
-    if not run_id or run_id.startswith(".") or "/" in run_id:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run_id):
         raise ValueError(f"{run_id!r} is not a run's ID: `ls {home()}` lists the runs")
     return home() / run_id
 

@@ -20,12 +20,25 @@ def hf_config(model: ModelConfig) -> dict[str, Any] | None:
     path = _file(model.path, "config.json", field="model.path")
     if path is None:
         raise ValueError(f"model.path = {model.path!r} has no config.json: give the folder or hub name of a model")
+    if model.init == "pretrained":
+        _check_weights(Path(model.path).expanduser())
     content: dict[str, Any] = json.loads(path.read_text())
     if model.dropout:  # older files do not list all of their class's dropouts
         from transformers import AutoConfig
 
-        content = vars(AutoConfig.from_pretrained(model.path)) | content
+        content = vars(AutoConfig.from_pretrained(model.path, trust_remote_code=False)) | content
     return content
+
+
+def _check_weights(folder: Path) -> None:
+    """Raises ValueError for a local model whose weights are pickles alone; what a hub has the ranks find out."""
+    pickles = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(kind))
+    if pickles and not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"model.path = {folder} has its weights as {pickles[0]}, a pickle that may run any code when it is read, "
+            "and no *.safetensors: if you trust its source, load it with transformers once and call "
+            "save_pretrained(FOLDER), then give that folder"
+        )
 
 
 def check_tokenizer(config: RunConfig, tokenizer: Path | None = None) -> None:

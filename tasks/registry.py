@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
 from training.credentials import shown, without_credentials
-from training.records import RunPlan, TokenShards, TrainResult
+from training.records import RunPlan, TokenShards, TrainResult, sha256_file
 from training.results import EvalReport, ExportedModel
 
 if TYPE_CHECKING:
@@ -135,7 +135,8 @@ def resolve(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> Re
     """The version behind NAME@alias, NAME/3 or NAME (its champion), with its export folder on this machine.
 
     Artifacts on a mounted path are used in place. Others are downloaded once, to `cache_dir` (default: a new
-    temporary folder). Raises ValueError if there is no such version, or if it has no exported model.
+    temporary folder). Raises ValueError if there is no such version, if it has no exported model, or if a file of it is
+    not the one that was registered.
     """
     client = registry_client(tracking_uri)
     version = find_version(client, ref)
@@ -145,6 +146,7 @@ def resolve(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> Re
             f"{ref} (version {version.version}) has no {folder / 'export' / 'export.json'}: it was not registered by "
             "Shardline, or its artifacts lie on another machine"
         )
+    _check_files(folder / "export", ref)
     aliases = tuple(
         alias for alias, number in aliases_of(client, version.name).items() if number == int(version.version)
     )
@@ -156,6 +158,17 @@ def resolve(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> Re
         records_dir=folder / "records",
         tags=dict(version.tags),
     )
+
+
+def _check_files(folder: Path, ref: str) -> None:
+    """Raises ValueError unless every file is the one that was registered: 1 s for 1-2 GB."""
+    for name, expected in ExportedModel.read(folder / "export.json").files.items():
+        path = folder / name
+        if path.parent != folder or not path.is_file() or sha256_file(path) != expected:
+            raise ValueError(
+                f"{ref}: {path} is missing, or not the file that was registered (its sha256 differs from "
+                "export.json's): restore it from a backup, or register the run again"
+            )
 
 
 def local_folder(version: ModelVersion, *, tracking_uri: str, part: str = "", scratch: Path | None = None) -> Path:

@@ -61,7 +61,7 @@ def load_pretrained(config: TokenizerConfig) -> PreTrainedTokenizerFast | None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        loaded = AutoTokenizer.from_pretrained(config.path)
+        loaded = AutoTokenizer.from_pretrained(config.path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(

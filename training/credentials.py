@@ -17,6 +17,7 @@ SECRETS = (
     "HF_TOKEN",
     "WANDB_API_KEY",
 )
+OURS_ALONE = ("PREFECT_API_AUTH_STRING", "PREFECT_API_KEY")  # ranks ask Prefect for nothing, so they do not get these
 
 
 def shown(uri: str) -> str:
@@ -36,7 +37,7 @@ def without_credentials(text: str, *, uri: str) -> str:
 
 def without_secrets(text: str, *, more: Iterable[str] = ()) -> str:
     """`text`, such as a log's, with *** for SECRETS, the credentials of MLFLOW_TRACKING_URI, and `more`."""
-    secrets = {*more, *(os.environ.get(name, "") for name in SECRETS)} - {""}
+    secrets = {*more, *(os.environ.get(name, "") for name in (*SECRETS, *OURS_ALONE))} - {""}
     for secret in sorted(secrets, key=len, reverse=True):  # one may be part of another
         text = without_credentials(text.replace(secret, "***"), uri=secret)
     return without_credentials(text, uri=os.environ.get("MLFLOW_TRACKING_URI", ""))

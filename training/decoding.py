@@ -141,7 +141,9 @@ def load_whole(folder: Path, *, dtype: torch.dtype) -> Any:
     """A whole model of any class. `use_safetensors`: nothing is ever unpickled."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, use_safetensors=True, trust_remote_code=False
+    ).eval()
 
 
 def load_part(
@@ -154,7 +156,7 @@ def load_part(
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    settings = AutoConfig.from_pretrained(folder)
+    settings = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with no_init_weights():  # memory that was asked for and is never touched costs nothing
         hf = AutoModelForCausalLM.from_config(settings, dtype=dtype)
     hf.tie_weights()
@@ -189,4 +191,4 @@ def _named(model: LanguageModel) -> Iterator[tuple[str, str, torch.nn.Parameter]
 def is_described(folder: Path) -> bool:
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(folder).model_type in ANATOMIES
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False).model_type in ANATOMIES

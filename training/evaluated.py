@@ -81,7 +81,7 @@ def _unfilled(folder: Path, *, objective: str, precision: str) -> tuple[Language
     from transformers import AutoConfig
     from transformers.initialization import no_init_weights
 
-    settings, auto_class = AutoConfig.from_pretrained(folder), auto_class_of(objective)
+    settings, auto_class = AutoConfig.from_pretrained(folder, trust_remote_code=False), auto_class_of(objective)
     saved = any((folder / name).exists() for name in (index_name("model"), file_name("model", number=0, of=1)))
     if settings.model_type in ANATOMIES and saved:
         with no_init_weights():
@@ -91,5 +91,5 @@ def _unfilled(folder: Path, *, objective: str, precision: str) -> tuple[Language
         if all(name in weights for name, _ in hf.named_parameters()):
             return LanguageModel(hf, precision=precision), weights
     logger.info("%s: loaded whole on each rank, as only its class knows how its weights are saved", folder)
-    hf = auto_class.from_pretrained(folder, dtype=torch.float32)
+    hf = auto_class.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False)
     return LanguageModel(hf, precision=precision), {name: p.detach() for name, p in hf.named_parameters()}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from training.data_config import Part
 
+# Of NCCL and what it rides on; any other name, such as LD_PRELOAD, would be a way to run code.
+NcclName = Annotated[str, StringConstraints(pattern=r"^(NCCL|TORCH_NCCL|GLOO|UCX|FI)_[A-Z0-9_]+$")]
 Cause = Literal[
     "lost host", "network", "daemon", "killed", "timeout", "error", "out of memory", "bad loss", "bad config"
 ]
@@ -54,7 +56,7 @@ class LaunchConfig(Part):
         True, description="Lift the limit on locked memory (InfiniBand needs it); some kernels refuse."
     )
     pids: int = Field(4096, ge=64, description="Most processes and threads in a container.")
-    nccl: dict[str, str] = Field({}, description="More NCCL_* settings, e.g. {NCCL_IB_HCA: mlx5_0}.")
+    nccl: dict[NcclName, str] = Field({}, description="More NCCL_* settings, e.g. {NCCL_IB_HCA: mlx5_0}.")
     min_hosts: int = Field(0, ge=0, description="Go on with as few hosts as this; 0: all of them are needed.")
     wait_s: float = Field(600.0, ge=0, description="How long to wait for hosts that are needed and do not answer.")
     attempts: int = Field(5, ge=1, le=1000, description="Starts in a row without a new checkpoint between them.")

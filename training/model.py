@@ -192,7 +192,10 @@ def unfilled_model(plan: RunPlan) -> tuple[LanguageModel, Mapping[str, Tensor]]:
     config, auto_class = plan.config, auto_class_of(plan.config.objective)
     settings = hf_config(plan)
     if config.model.init == "pretrained":
-        hf = auto_class.from_pretrained(config.model.path, config=settings, dtype=torch.float32)
+        # Safetensors only: a .bin is a pickle, and whoever wrote it could run code here.
+        hf = auto_class.from_pretrained(
+            config.model.path, config=settings, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+        )
     elif settings.model_type in ANATOMIES:
         with no_init_weights():
             hf = auto_class.from_config(settings, dtype=torch.float32)
@@ -225,7 +228,9 @@ def _let_every_word_learn(hf: Any) -> None:
 
 def load_model(folder: Path, plan: RunPlan, *, dtype: torch.dtype = torch.float32) -> LanguageModel:
     """The model of a checkpoint or export folder in Hugging Face layout, ready to evaluate."""
-    hf = auto_class_of(plan.config.objective).from_pretrained(folder, dtype=dtype)
+    hf = auto_class_of(plan.config.objective).from_pretrained(
+        folder, dtype=dtype, use_safetensors=True, trust_remote_code=False
+    )
     return LanguageModel(hf.eval(), precision=plan.precision)
 
 
@@ -241,10 +246,10 @@ def hf_config(plan: RunPlan) -> Any:
 
     model, shape = plan.config.model, plan.shape
     if model.init == "pretrained":
-        return with_dropout(AutoConfig.from_pretrained(model.path), model.dropout)
+        return with_dropout(AutoConfig.from_pretrained(model.path, trust_remote_code=False), model.dropout)
     if model.architecture == "path":
         ends = {"bos_token_id": plan.end_id, "eos_token_id": plan.end_id, "pad_token_id": plan.end_id}
-        settings = AutoConfig.from_pretrained(model.path, vocab_size=plan.vocab_size, **ends)
+        settings = AutoConfig.from_pretrained(model.path, vocab_size=plan.vocab_size, trust_remote_code=False, **ends)
         return with_dropout(settings, model.dropout)
     common = {
         "vocab_size": plan.vocab_size,

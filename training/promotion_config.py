@@ -11,7 +11,9 @@ from training.data_config import Part
 
 class RegistryConfig(Part):
     model_name: str = Field(
-        "", pattern=r"^[A-Za-z0-9._-]*$", description="Name in the MLflow registry; empty: the run's name."
+        "",
+        pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$",
+        description="Name in the MLflow registry; empty: the run's name.",
     )
     licence: str = Field("", description="Licence of the weights, as recorded with the version.")
     notes: str = Field("", max_length=5000, description="What others should know of the model.")

@@ -50,6 +50,17 @@ def test_lineage_walks_back_to_everything_without_the_runs_folder(store: Store) 
     assert back["reproduce"] == "shardline reproduce one"
 
 
+def test_a_file_that_is_not_the_one_that_was_registered_is_refused(store: Store) -> None:
+    register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
+    weights = resolve("tiny", tracking_uri=store.uri).export_dir / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(ValueError, match=r"model\.safetensors is missing, or not the file that was registered"):
+        resolve("tiny@champion", tracking_uri=store.uri)
+    weights.write_bytes(whole)
+    assert resolve("tiny@champion", tracking_uri=store.uri).export_dir == weights.parent
+
+
 def test_an_mlflow_that_is_away_is_named_soon_in_one_line_and_without_the_password(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

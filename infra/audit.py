@@ -1,0 +1,59 @@
+"""`make audit`: are there known holes in the versions of constraints.txt? Exit code 1 if there are.
+
+pip-audit says "No known vulnerabilities found", with exit code 0, where its data cannot be reached and each package was
+skipped. So one is asked for first, and what was skipped is counted.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
+TIMEOUT_S = 15
+
+
+def main() -> None:
+    pinned = [line for line in CONSTRAINTS.read_text().splitlines() if "==" in line and not line.startswith("#")]
+    first = _audited(pinned[:1])
+    if isinstance(first, str) or not _known(first):
+        why = first if isinstance(first, str) else first[0].get("skip_reason", "")
+        print(f"dependencies NOT audited: pip-audit cannot reach its data ({why})")
+        return
+    found = _audited(pinned)
+    if isinstance(found, str):
+        sys.exit(f"pip-audit failed: {found}")
+    holes = [(package, hole) for package in _known(found) for hole in package["vulns"]]
+    skipped = len(found) - len(_known(found))
+    print(f"{len(_known(found))} dependencies audited, {skipped} unknown to the index, {len(holes)} known holes")
+    for package, hole in holes:
+        fixed = ", ".join(hole["fix_versions"]) or "nowhere yet"
+        print(f"  {package['name']} {package['version']}: {hole['id']}, mended in {fixed}")
+    sys.exit(1 if holes else 0)
+
+
+def _known(packages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [package for package in packages if "skip_reason" not in package]
+
+
+def _audited(requirements: list[str]) -> list[dict[str, Any]] | str:
+    """pip-audit's answer for each, or why it has none."""
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write("\n".join(requirements) + "\n")
+        file.flush()
+        options = ["--no-deps", "--disable-pip", "--format", "json", "--progress-spinner", "off"]
+        command = [sys.executable, "-m", "pip_audit", *options, "--timeout", str(TIMEOUT_S), "-r", file.name]
+        done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        packages: list[dict[str, Any]] = json.loads(done.stdout)["dependencies"]
+    except (ValueError, KeyError):
+        return (done.stderr.strip().splitlines() or ["no answer"])[-1]
+    return packages
+
+
+if __name__ == "__main__":
+    main()

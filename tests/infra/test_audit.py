@@ -1,0 +1,34 @@
+"""`make audit` says what it could not look at, instead of calling it clean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from infra import audit
+
+CLEAN = {"name": "a", "version": "1.0", "vulns": []}
+HOLE = {"name": "b", "version": "2.0", "vulns": [{"id": "PYSEC-1", "fix_versions": ["2.1"]}]}
+SKIPPED = {"name": "c", "skip_reason": "Dependency not found on PyPI and could not be audited: c (3.0)"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "said"),
+    [
+        ([SKIPPED], None, "dependencies NOT audited: pip-audit cannot reach its data (Dependency not found"),
+        ("Max retries exceeded", None, "dependencies NOT audited: pip-audit cannot reach its data (Max retries"),
+        ([CLEAN, SKIPPED], 0, "1 dependencies audited, 1 unknown to the index, 0 known holes"),
+        ([CLEAN, HOLE], 1, "b 2.0: PYSEC-1, mended in 2.1"),
+    ],
+)
+def test_what_was_found_and_what_was_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: Any, code: int | None, said: str
+) -> None:
+    monkeypatch.setattr(audit, "_audited", lambda requirements: answer)
+    try:
+        ended: Any = audit.main()
+    except SystemExit as end:
+        ended = end.code
+    assert ended == code
+    assert said in capsys.readouterr().out
