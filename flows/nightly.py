@@ -1,0 +1,28 @@
+"""Night after night: go on training the champion on whatever is new in the corpus folder, or say why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+from prefect.artifacts import create_markdown_artifact
+from prefect.states import Completed, State
+
+from flows.pretrain import pretrain
+from tasks.news import find_news
+from tasks.places import tracking_uri
+from training.config import RunConfig
+
+
+@flow(name="Pretrain nightly", flow_run_name="{config.name}, what is new", validate_parameters=True)
+def pretrain_nightly(config: RunConfig, min_new_mib: float = 0.0) -> Any:
+    """Continue the champion of `config`'s model on the files of data.path that it has not seen; none: skipped.
+
+    config: as for pretrain; its data.path is the folder that grows. min_new_mib: less is left to a later night.
+    """
+    news = find_news(config, min_new_mib=min_new_mib, tracking_uri=tracking_uri())
+    create_markdown_artifact(news.why, key="new-text", description="What is new in the corpus")
+    if news.config is None:
+        skipped: State[Any] = Completed(name="Skipped", message=news.why)
+        return skipped
+    return pretrain(news.config)
