@@ -19,8 +19,9 @@ from flows.stage import stage
 from tasks import corpus, fleet, launch, nsight, overrides, planning, track, trial
 from tasks import hardware as machines
 from tasks.doctor import hardware_rows
+from tasks.engine import check_prompts
 from tasks.evaluate import metrics_of, table_of
-from tasks.generate import TextGenerator, check_prompts
+from tasks.generate import TextGenerator
 from tasks.places import command, home, run_folder, tracking_uri
 from tasks.plan_words import plan_in_words
 from tasks.pretrained import check_tokenizer

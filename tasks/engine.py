@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from tasks.generate import TextGenerator, TextStream
+from tokenizers import Tokenizer
+
+from tasks.batching import BatchedGenerator
+from tasks.generate import TextGenerator, TextStream, encode_prompt
 from tasks.machine import gpus_here
 from training.serving_config import InferenceConfig
 
@@ -43,19 +47,28 @@ class Engine(Protocol):
         """Let go of processes and memory; what is under way ends."""
 
 
-def open_engine(export_dir: Path, inference: InferenceConfig | None = None) -> Engine:
-    """The engine for an export folder. Raises ValueError where it cannot run as `inference` says.
+def open_engine(export_dir: Path, inference: InferenceConfig | None = None, *, rows: int = 1) -> Engine:
+    """The engine for an export folder. `rows`: texts that ONNX Runtime makes at the same time; torch has its own.
 
-    RuntimeError where the torch engine's ranks do not start.
+    Raises ValueError where it cannot run as `inference` says, RuntimeError where the torch engine's ranks do not start.
     """
     inference = inference or InferenceConfig()
     name, why = choose_engine(inference)
+    precision = "fp32" if inference.precision == "auto" else inference.precision
+    if name == "onnx" and inference.engine == "auto" and not has_decode_graph(export_dir, precision=precision):
+        name, why = "torch", f"the export has no graph that decodes in {precision}"
     logger.info("engine: %s (%s)", name, why)
     if name == "onnx":
-        return TextGenerator(export_dir)
+        if rows == 1:
+            return TextGenerator(export_dir, precision=precision)
+        return BatchedGenerator(export_dir, precision=precision, rows=rows)
     from tasks.torch_engine import TorchEngine
 
     return TorchEngine(export_dir, inference)
+
+
+def has_decode_graph(export_dir: Path | str, *, precision: str) -> bool:
+    return (Path(export_dir) / ("decode.onnx" if precision == "fp32" else f"decode_{precision}.onnx")).is_file()
 
 
 def choose_engine(inference: InferenceConfig) -> tuple[str, str]:
@@ -64,9 +77,23 @@ def choose_engine(inference: InferenceConfig) -> tuple[str, str]:
         raise ValueError(
             f"inference.parallel = {inference.parallel} needs ranks of torch: set inference.engine=torch or auto"
         )
+    if inference.engine == "onnx" and inference.precision == "bf16":
+        raise ValueError("inference.precision = bf16: ONNX Runtime has none, take fp32 or inference.engine=torch")
     if inference.engine != "auto":
         return inference.engine, "asked for by inference.engine"
     if inference.parallel != "none":
         return "torch", f"inference.parallel = {inference.parallel}"
+    if inference.precision == "bf16":
+        return "torch", "inference.precision = bf16"
     gpus = gpus_here()
     return ("torch", f"{len(gpus)} GPUs: {gpus[0].name}") if gpus else ("onnx", "no GPU is visible here")
+
+
+def check_prompts(shards_dir: Path, prompts: Iterable[str]) -> None:
+    """Raises ValueError now for a sample prompt that would fail after the training."""
+    tokenizer = Tokenizer.from_file(str(shards_dir / "tokenizer" / "tokenizer.json"))
+    for prompt in prompts:
+        try:
+            encode_prompt(tokenizer, prompt)
+        except ValueError as error:
+            raise ValueError(f"evaluation.prompts: {error}") from None

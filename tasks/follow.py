@@ -25,6 +25,7 @@ class Served:
 
     def __init__(self, name: str, version: int, engine: Engine) -> None:
         self.name, self.version, self.engine = name, version, engine
+        self.since = int(time.time())  # loaded here
         self._used_at = time.monotonic()
         self._users, self._retired, self._lock = 0, False, threading.Lock()
 
@@ -57,8 +58,11 @@ class Served:
 class Follower:
     """The version being served, and the client that tells when the reference means another one."""
 
-    def __init__(self, ref: str, *, tracking_uri: str, cache_dir: Path | None, inference: InferenceConfig) -> None:
-        self.ref, self.tracking_uri, self.cache_dir, self.inference = ref, tracking_uri, cache_dir, inference
+    def __init__(
+        self, ref: str, *, tracking_uri: str, cache_dir: Path | None, inference: InferenceConfig, rows: int
+    ) -> None:
+        self.ref, self.tracking_uri, self.cache_dir = ref, tracking_uri, cache_dir
+        self.inference, self.rows = inference, rows
         self.client = registry_client(tracking_uri)
         self.served = self._load(ref)
         self._previous: Served | None = None
@@ -66,7 +70,7 @@ class Follower:
 
     def _load(self, ref: str) -> Served:
         model = resolve(ref, tracking_uri=self.tracking_uri, cache_dir=self.cache_dir)
-        return Served(model.name, model.version, open_engine(model.export_dir, self.inference))
+        return Served(model.name, model.version, open_engine(model.export_dir, self.inference, rows=self.rows))
 
     def refresh(self) -> None:
         """Load and switch if the reference means another version now."""

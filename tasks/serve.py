@@ -42,7 +42,8 @@ def serve(
     config = config or ServeConfig()
     listener = _listen(host, port)
     with listener, contextlib.ExitStack() as stack:
-        follower = Follower(ref, tracking_uri=tracking_uri, cache_dir=cache_dir, inference=config.inference)
+        rows = config.serving.max_concurrent
+        follower = Follower(ref, tracking_uri=tracking_uri, cache_dir=cache_dir, inference=config.inference, rows=rows)
         stack.callback(follower.close)
         app = build_app(follower, limits=config.serving)
         url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"

@@ -16,7 +16,9 @@ from starlette.types import ASGIApp
 from tasks.engine import EngineDied
 from tasks.follow import Follower, Served
 from tasks.serve_gate import Gate, Refused, refusal
+from tasks.serve_kserve import add_kserve
 from tasks.serve_metrics import ServerMetrics
+from tasks.serve_openai import add_openai
 from tasks.serve_page import PAGE
 from tasks.serve_text import ClientGone, TextService, unless_gone
 from training.serving_config import ServingConfig
@@ -61,6 +63,8 @@ def build_app(follower: Follower, *, limits: ServingConfig) -> ASGIApp:
     app.exception_handler(EngineDied)(_died)
     app.exception_handler(ClientGone)(_gone)
     _add_generate(app, follower, text)
+    add_openai(app, follower, text)
+    add_kserve(app, follower, text)
     _add_health(app, follower, metrics)
     return Gate(app, follower=follower, limits=limits, metrics=metrics)
 
@@ -71,13 +75,9 @@ def _add_generate(app: FastAPI, follower: Follower, text: TextService) -> None:
         sampling = body.model_dump(exclude={"prompt"})
         request.scope["outcome"]["version"] = served.version
 
-        async def work() -> str:
-            async with text.stream(served, body.prompt, sampling) as stream:
-                return await text.read(stream)
-
-        written = await unless_gone(request, work())
+        written = await unless_gone(request, text.write(served, body.prompt, sampling))
         seconds = time.perf_counter() - began
-        return GenerateReply(text=written, model=served.name, version=served.version, seconds=seconds)
+        return GenerateReply(text=written.text, model=served.name, version=served.version, seconds=seconds)
 
     @app.post("/generate")
     async def generate(request: Request, body: GenerateRequest) -> GenerateReply:
@@ -110,14 +110,16 @@ def _add_health(app: FastAPI, follower: Follower, metrics: ServerMetrics) -> Non
 
     @app.get("/health/live")
     @app.get("/v2/health/live")
-    async def alive() -> Response:
+    async def live() -> Response:
         return Response()
 
     @app.get("/health/ready")
     @app.get("/v2/health/ready")
-    async def ready() -> Response:
+    async def ready(request: Request) -> Response:
         """A server without a loaded model does not listen, and one that drains takes no connections."""
-        return Response(status_code=200 if follower.served.engine.ready else 503)
+        if follower.served.engine.ready:
+            return Response()
+        return refusal(request.scope["path"], 503, "the engine is not ready: see the server's log")
 
     @app.get("/metrics")
     async def prometheus() -> Response:

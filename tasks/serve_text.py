@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,10 +19,19 @@ from tasks.serve_metrics import ServerMetrics
 from training.serving_config import ServingConfig
 
 T = TypeVar("T")
+TIMEOUT = "timeout"  # a finish_reason that no client sees
 
 
 class ClientGone(Exception):
     """Nobody reads the answer any more."""
+
+
+@dataclass(frozen=True)
+class Written:
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    new_tokens: int
 
 
 class TextService:
@@ -37,61 +47,85 @@ class TextService:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     @asynccontextmanager
-    async def stream(self, served: Served, prompt: str, sampling: dict[str, Any]) -> AsyncIterator[TextStream]:
+    async def stream(
+        self, served: Served, prompt: str, sampling: dict[str, Any], *, admitted: bool = False
+    ) -> AsyncIterator[TextStream]:
         """A stream in one of the places; however the block ends, no further token is made after it.
 
-        Raises Refused where the request is out of bounds, there is no room, or the time is up.
+        `admitted`: of a request that has a place already, so that it is not refused for others that wait.
+        Raises Refused where the request is out of bounds or there is no room.
         """
-        self._check(prompt, sampling)
-        async with self._place():
-            opening = partial(served.engine.stream, prompt, **sampling)
+        self.check(prompt, sampling)
+        loop = asyncio.get_running_loop()
+        async with self._place(admitted=admitted):
             try:
-                stream = await asyncio.get_running_loop().run_in_executor(self._pool, opening)
+                opening = partial(served.engine.stream, prompt, **sampling)
+                stream = await loop.run_in_executor(self._pool, opening)
             except ValueError as error:
                 raise Refused(400, str(error)) from None
+
+            def end() -> None:
+                stream.finish_reason = TIMEOUT
+                stream.close()
+
+            timer = loop.call_later(self.limits.timeout_s, end)
             try:
-                async with asyncio.timeout(self.limits.timeout_s):
-                    yield stream
-            except TimeoutError:
-                raise Refused(
-                    504,
-                    f"{stream.new_tokens} tokens came in {self.limits.timeout_s:g} s (serving.timeout_s): "
-                    "ask for fewer, or have them streamed",
-                ) from None
+                yield stream
             finally:
+                timer.cancel()
                 stream.close()
                 labels = served.name, str(served.version)
                 self.metrics.tokens.labels(*labels).inc(stream.new_tokens)
                 self.metrics.prompt_tokens.labels(*labels).inc(stream.prompt_tokens)
 
-    async def read(self, stream: TextStream) -> str:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, stream.read)
+    async def write(self, served: Served, prompt: str, sampling: dict[str, Any], *, admitted: bool = False) -> Written:
+        async with self.stream(served, prompt, sampling, admitted=admitted) as stream:
+            text = await asyncio.get_running_loop().run_in_executor(self._pool, stream.read)
+            self._check_time(stream)
+        return Written(text, stream.finish_reason, stream.prompt_tokens, stream.new_tokens)
 
-    async def pieces(self, stream: TextStream) -> AsyncIterator[str]:
-        """As they come: a thread of the pool waits for them."""
-        loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[str | Exception | None] = asyncio.Queue()
-
-        def pump() -> None:
-            last: Exception | None = None
-            try:
-                for piece in stream:
-                    loop.call_soon_threadsafe(queue.put_nowait, piece)
-            except Exception as error:  # raised again where the pieces are read
-                last = error
-            loop.call_soon_threadsafe(queue.put_nowait, last)
-
-        pumping = loop.run_in_executor(self._pool, pump)
+    async def write_all(self, served: Served, asked: Sequence[tuple[str, dict[str, Any]]]) -> list[Written]:
+        """Texts of one request, made side by side; the first error ends all."""
+        if len(asked) == 1:
+            return [await self.write(served, *asked[0])]
+        for prompt, sampling in asked:
+            self.check(prompt, sampling)
         try:
-            while isinstance(piece := await queue.get(), str):
-                yield piece
-            if piece is not None:
-                raise piece
-        finally:
-            stream.close()
-            await asyncio.shield(pumping)
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self.write(served, prompt, sampling, admitted=index > 0))
+                    for index, (prompt, sampling) in enumerate(asked)
+                ]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
 
-    def _check(self, prompt: str, sampling: dict[str, Any]) -> None:
+    async def pump(self, stream: TextStream, put: Callable[[str], None]) -> None:
+        """Hand over pieces as they come: a thread of the pool waits for them. Returns at the end of the stream.
+
+        Raises Refused where the time is up, like `write`.
+        """
+        loop = asyncio.get_running_loop()
+
+        def wait() -> None:
+            for piece in stream:
+                loop.call_soon_threadsafe(put, piece)
+
+        pumping = loop.run_in_executor(self._pool, wait)
+        try:
+            await asyncio.shield(pumping)
+            self._check_time(stream)
+        except asyncio.CancelledError:
+            stream.close()
+            await asyncio.wait([pumping])
+            raise
+
+    def _check_time(self, stream: TextStream) -> None:
+        if stream.finish_reason == TIMEOUT:
+            took = f"{stream.new_tokens} tokens came in {self.limits.timeout_s:g} s (serving.timeout_s)"
+            raise Refused(504, f"{took}: ask for fewer, or have them streamed")
+
+    def check(self, prompt: str, sampling: dict[str, Any]) -> None:
         limits = self.limits
         if len(prompt) > limits.max_prompt_chars:
             most = f"at most {limits.max_prompt_chars} are taken (serving.max_prompt_chars)"
@@ -101,8 +135,8 @@ class TextService:
             raise Refused(400, f"{sampling['new_tokens']} new tokens are asked for, {most}")
 
     @asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
-        if self._places.locked() and self._waiting >= self.limits.max_waiting:
+    async def _place(self, *, admitted: bool) -> AsyncIterator[None]:
+        if not admitted and self._places.locked() and self._waiting >= self.limits.max_waiting:
             running, waiting = self.limits.max_concurrent, self._waiting
             raise Refused(429, f"{running} requests are under way and {waiting} wait, the most: try again in a moment")
         self._waiting += 1

@@ -69,3 +69,12 @@ def store(empty_store: Path, exported_run: Path, tmp_path: Path, monkeypatch: py
     artifacts = (tmp_path / "artifacts").as_uri()
     experiment_id = MlflowClient(uri).create_experiment("tests", artifact_location=artifacts)
     return Store(uri=uri, folder=tmp_path, experiment_id=experiment_id, exported=exported_run)
+
+
+@pytest.fixture
+def champion(store: Store) -> Store:
+    """A store whose registry has tiny/1 as champion."""
+    from tasks.register import register_model
+
+    register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
+    return store

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from tasks.corpus import prepare_corpus
-from tasks.generate import Sampling, TextGenerator, TextStream, check_prompts, choose_token
+from tasks.engine import check_prompts
+from tasks.generate import Sampling, TextGenerator, TextStream, choose_token
 from training.data_config import DataConfig, TokenizerConfig
 
 PROMPT = "def add(a"
@@ -32,11 +33,13 @@ class Scripted(TextGenerator):
         self.script = iter(script)
         self.seen: list[list[int]] = []
 
-    def _next_logits(self, ids: list[int]) -> np.ndarray:
-        self.seen.append(ids)
+    def _step(self, ids: list[int], past: list[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
+        self.seen.append(list(ids) if past[0].shape[2] == 0 else self.seen[-1] + ids)
+        _, past = super()._step(ids, past)
+        assert past[0].shape[2] == len(self.seen[-1])
         logits = np.zeros(258, dtype=np.float32)
         logits[next(self.script)] = 1.0
-        return logits
+        return logits, past
 
 
 def test_greedy_text_is_what_transformers_generates(generator: TextGenerator, exported_run: Path) -> None:
@@ -85,11 +88,11 @@ def test_generation_ends_with_the_document(exported_run: Path) -> None:
     assert goes_on.generate("x", new_tokens=5, temperature=0, stop_at_end=False) == "abcd"
 
 
-def test_the_model_sees_the_last_context_tokens(exported_run: Path) -> None:
+def test_a_full_context_goes_on_from_its_last_half(exported_run: Path) -> None:
     scripted = Scripted(exported_run / "export", list(b"ABCDE"))
     assert scripted.generate("0123456789" * 3, new_tokens=5, temperature=0) == "ABCDE"
-    assert [len(ids) for ids in scripted.seen] == [30, 31, 32, 32, 32]
-    assert bytes(scripted.seen[-1]) == b"2345678901234567890123456789ABCD"
+    assert [len(ids) for ids in scripted.seen] == [30, 31, 32, 16, 17]
+    assert bytes(scripted.seen[-1]) == b"7890123456789ABCD"
 
 
 def test_a_prompt_beyond_the_context_is_cut_from_the_left(generator: TextGenerator) -> None:

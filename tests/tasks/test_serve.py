@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -15,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -26,45 +24,7 @@ from tasks.serve import serve
 from tasks.servers import running_servers
 from tasks.switching import roll_back
 from tests.tasks.conftest import Store
-
-CODE = """
-import json
-import sys
-from pathlib import Path
-from tasks.serve import serve
-from training.serving_config import ServeConfig
-try:
-    config = ServeConfig.model_validate(json.loads(sys.argv[4]))
-    serve(sys.argv[1], port=0, tracking_uri=sys.argv[2], servers_dir=Path(sys.argv[3]), config=config)
-except KeyboardInterrupt:
-    sys.exit(130)
-"""
-
-
-@contextmanager
-def server(
-    store: Store, ref: str = "tiny@champion", **limits: Any
-) -> Iterator[tuple[httpx.Client, subprocess.Popen[str]]]:
-    """A client of a running server. Its socket listens before it prints, so the first request waits until it is up."""
-    config = json.dumps({"serving": {"poll_s": 0.1, **limits}})
-    command = [sys.executable, "-c", CODE, ref, store.uri, str(store.folder / "servers"), config]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    try:
-        line = process.stdout.readline()
-        assert " at http://" in line, line + process.stdout.read()
-        assert process.stdout.readline().startswith("try: curl http://")
-        with httpx.Client(base_url=line.split(" at ")[1].strip(), timeout=60) as client:
-            yield client, process
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.fixture
-def champion(store: Store) -> Store:
-    register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
-    return store
+from tests.tasks.serving import server
 
 
 def test_it_serves_the_champion_refuses_what_is_out_of_bounds_and_stops_in_order(champion: Store) -> None:

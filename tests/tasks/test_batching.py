@@ -1,0 +1,90 @@
+"""Texts that are made together are those that are made alone; one that ends, hangs up or fails leaves the others be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tasks import batching
+from tasks.batching import BatchedGenerator
+from tasks.generate import TextGenerator
+
+PROMPTS = ["", "x", "def add(a", "0123456789" * 4, "größer, 中文", "0123456789abcdef", "q" * 31, "r" * 32]  # context 32
+ENDLESS = {"new_tokens": 10**9, "stop_at_end": False}
+
+
+@pytest.fixture
+def generator(exported_run: Path) -> Iterator[BatchedGenerator]:
+    generator = BatchedGenerator(exported_run / "export", rows=4, threads=1)
+    yield generator
+    generator.close()
+
+
+@pytest.mark.parametrize("chunk_tokens", [8, 128])
+def test_texts_made_together_are_those_made_alone(
+    exported_run: Path, generator: BatchedGenerator, monkeypatch: pytest.MonkeyPatch, chunk_tokens: int
+) -> None:
+    monkeypatch.setattr(batching, "CHUNK_TOKENS", chunk_tokens)
+    alone = TextGenerator(exported_run / "export", threads=1)
+    several = [
+        (prompt, {"new_tokens": 10 * number, "temperature": temperature, "seed": number, "stop_at_end": number < 4})
+        for temperature in (0, 1.0)
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    expected = [alone.generate(prompt, **sampling) for prompt, sampling in several]
+    with ThreadPoolExecutor(len(several)) as pool:
+
+        def whole(asked: tuple[str, dict[str, Any]]) -> str:
+            return generator.generate(asked[0], **asked[1])
+
+        def pieces(asked: tuple[str, dict[str, Any]]) -> str:
+            return "".join(generator.stream(asked[0], **asked[1]))
+
+        assert list(pool.map(whole, several)) == expected
+        assert list(pool.map(pieces, several)) == expected
+
+
+def test_one_that_is_closed_makes_room(generator: BatchedGenerator) -> None:
+    streams = [generator.stream("x", **ENDLESS) for _ in range(generator.concurrent)]
+    waiting = generator.stream("def add(a", new_tokens=5, stop_at_end=False)
+    for stream in streams:
+        next(stream)
+    streams[0].close()
+    assert len(waiting.read()) > 0
+    assert (waiting.new_tokens, waiting.finish_reason) == (5, "length")
+    assert list(streams[0]) == []
+    never_begun = generator.stream("x", **ENDLESS)
+    never_begun.close()
+    assert never_begun.read() == ""
+    next(streams[1])
+
+
+def test_a_failed_step_ends_its_texts_and_the_next_ones_are_made(
+    generator: BatchedGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = generator.stream("x", **ENDLESS)
+    next(stream)
+
+    def fail(*_: np.ndarray) -> None:
+        monkeypatch.undo()
+        raise MemoryError("2 GiB more")
+
+    monkeypatch.setattr(generator.graph, "step", fail)
+    with pytest.raises(RuntimeError, match="MemoryError: 2 GiB more"):
+        list(stream)
+    assert generator.generate("x", new_tokens=3, stop_at_end=False)
+
+
+def test_those_under_way_learn_that_it_was_closed(generator: BatchedGenerator) -> None:
+    stream = generator.stream("x", **ENDLESS)
+    next(stream)
+    generator.close()
+    with pytest.raises(RuntimeError, match="this model was closed"):
+        list(stream)
+    with pytest.raises(RuntimeError, match="this model was closed"):
+        generator.stream("x")
