@@ -23,19 +23,32 @@ def add_promotion_commands(command: Callable[..., argparse.ArgumentParser], run_
     )
     promote.add_argument("--version", type=int, help="default: the challenger; judged again if it was judged")
     promote.add_argument("--force", action="store_true", help="past the gates")
+    promote.add_argument("--by", default="", help="who asks, as recorded (default: you)")
     about = "gates and rollout, for example rollout.watch_minutes=1"
     promote.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=about)
     rollback = command("rollback", _rollback, "put the version before in the champion's place, at once", "MODEL")
     rollback.add_argument("--to", type=int, metavar="VERSION", help="default: the one that the champion replaced")
     rollback.add_argument("--why", default="asked for", help="recorded with the move")
     history = command("history", _history, "every move of a model's champion: who, what, when, why", "MODEL")
+    watch = command("watch", _watch, "promote whatever is given the alias `challenger` in the registry")
+    watch.add_argument("models", metavar="MODEL", nargs="*", help="default: all of the registry")
+    watch.add_argument("--poll", type=float, default=30, metavar="SECONDS", help="between two looks (default: 30)")
+    watch.add_argument("--host", default="127.0.0.1", help="where webhooks are received")
+    watch.add_argument("--port", type=int, help="receive MLflow's webhooks there; none: only look")
+    watch.add_argument("--secret-file", default="", metavar="FILE", help="holds the webhooks' secret")
+    watch.add_argument("--register-webhook", default="", metavar="URL", help="have MLflow send them to this address")
     for added in (promote, rollback, history):
         added.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
 def _promote(options: argparse.Namespace, run_flow: RunFlow) -> int:
     model = run_flow(
-        "promote", options.model, version=options.version, force=options.force, overrides=tuple(options.overrides)
+        "promote",
+        options.model,
+        version=options.version,
+        force=options.force,
+        overrides=tuple(options.overrides),
+        by=options.by,
     )
     if options.json:
         print(model.model_dump_json())
@@ -70,3 +83,16 @@ def _history(options: argparse.Namespace) -> None:
         for move in moves
     ]
     print_table(["when", "what", "who", "why", "outcome"], rows)
+
+
+def _watch(options: argparse.Namespace) -> None:
+    from flows.watch import watch
+
+    watch(
+        options.models,
+        poll_s=options.poll,
+        host=options.host,
+        port=options.port,
+        secret_file=options.secret_file,
+        register_url=options.register_webhook,
+    )

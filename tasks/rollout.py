@@ -143,8 +143,7 @@ class Watch:
                 raise OutOfBounds(f"the server at {server.url} died while it served version {self.version}")
             self._read(server)
         counts = sum((self.latest[url].since(self.before.get(url, Counts())) for url in self.latest), start=Counts())
-        if counts.requests >= self.rollout.min_requests:
-            self._judge(counts)
+        self.judge(counts)
         return counts
 
     def _read(self, server: Server) -> None:
@@ -157,7 +156,9 @@ class Watch:
             if not server.ended and now > since + SILENT_S:
                 raise OutOfBounds(f"the server at {server.url} has not answered for {SILENT_S:g} s ({error})") from None
 
-    def _judge(self, counts: Counts) -> None:
+    def judge(self, counts: Counts) -> None:
+        if counts.requests < self.rollout.min_requests:
+            return
         asked = f"of {counts.requests:.0f} requests since the switch"
         if counts.error_rate > self.rollout.max_error_rate:
             raise OutOfBounds(
@@ -165,4 +166,4 @@ class Watch:
                 f"at most {self.rollout.max_error_rate:.1%}"
             )
         if self.rollout.max_p95_ms and counts.p95_ms > self.rollout.max_p95_ms:
-            raise OutOfBounds(f"p95 {counts.p95_ms:.0f} ms {asked} (at most {self.rollout.max_p95_ms:g} ms)")
+            raise OutOfBounds(f"p95 {counts.p95_ms:.0f} ms {asked}, at most {self.rollout.max_p95_ms:g} ms")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from tasks.followers import following
 from tasks.judging import note_verdict, set_champion
 from tasks.moves import Move, begin_move, end_move, history, note_stage, read_move, unfinished
-from tasks.registry import CHAMPION, aliases_of, find_version, registry_client, replaced_by
+from tasks.registry import CHAMPION, REPLACES, aliases_of, find_version, registry_client, replaced_by
 from tasks.rollout import Counts, OutOfBounds, Watch, baseline, wait_for_switch
 from tasks.turns import Turn, TurnLost, turn
 from training.promotion_config import RolloutConfig
@@ -37,7 +37,9 @@ def switch(client: MlflowClient, mine: Turn, move: Move) -> Watch:
         except ValueError:
             logger.warning("%s does not answer: it counts from nothing", server.url)
     mine.check()
-    set_champion(client, name, number, replaces=move.replaces)
+    # What a version replaced when it was promoted is kept: a second rollback goes one further back.
+    known = move.kind == "rollback" and REPLACES in client.get_model_version(name, str(number)).tags
+    set_champion(client, name, number, replaces=number if known else move.replaces)
     if move.kind == "promotion":
         note_verdict(client, name, number, move.why, by=move.who)
     wait_for_switch(name, version=number, rollout=move.rollout, alive=_questions(client, mine, move))

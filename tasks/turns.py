@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX = f"{TAG}turn."
 LEASE_S, BEATS = 60.0, 6
-LOOK_S = 0.5
+LOOK_S = 0.2
 
 
 class Flag(Record):
@@ -58,6 +58,27 @@ def who() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
+class Sight:
+    """Which contenders live, as one who looks at their flags over and over can tell."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[str, float]] = {}  # key -> its value, and since when it is that
+
+    def living(self, tags: Mapping[str, str]) -> dict[str, Flag]:
+        """Key -> flag, of a registered model's tags."""
+        flags = {key: Flag.model_validate_json(value) for key, value in tags.items() if key.startswith(PREFIX)}
+        return {key: flag for key, flag in flags.items() if not self._is_dead(key, tags[key], flag)}
+
+    def _is_dead(self, key: str, value: str, flag: Flag) -> bool:
+        if is_local(flag.process) and local_process(flag.process) is None:
+            return True
+        known, since = self._seen.get(key, ("", 0.0))
+        if known != value:
+            self._seen[key] = (value, time.monotonic())
+            return False
+        return time.monotonic() > since + LEASE_S
+
+
 class Turn:
     """To be had from `turn`. `check` before every move."""
 
@@ -65,7 +86,7 @@ class Turn:
         self.who = by
         self.client, self.name, self.key = client, name, f"{PREFIX}{uuid.uuid4().hex[:12]}"
         self._flag = Flag(state="waiting", who=by, what=what, process=process_key(os.getpid()), urgent=urgent, beat=0)
-        self._seen: dict[str, tuple[str, float]] = {}  # key -> its value, and since when it is that
+        self._sight = Sight()
         self._writing = threading.Lock()
         self._over = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="turn", daemon=True)
@@ -94,7 +115,7 @@ class Turn:
                     self._write(state="holding")
                     return
                 self._write(state="waiting")
-                time.sleep(random.uniform(0.05, 0.5))
+                time.sleep(random.uniform(0.02, 0.2))
                 continue
             if busy.state == "holding" and told != busy.process:
                 told = busy.process
@@ -116,26 +137,13 @@ class Turn:
     def _others(self) -> list[Flag]:
         """The contenders that live; those that do not are swept away."""
         self._tags = dict(self.client.get_registered_model(self.name).tags)
-        alive = []
-        for key, value in self._tags.items():
-            if not key.startswith(PREFIX) or key == self.key:
-                continue
-            flag = Flag.model_validate_json(value)
-            if self._is_dead(key, value, flag):
+        living = self._sight.living(self._tags)
+        for key in self._tags:
+            if key.startswith(PREFIX) and key not in living and key != self.key:
+                flag = Flag.model_validate_json(self._tags[key])
                 logger.warning("%s was interrupted: %s", flag.who, flag.what)
                 self.client.delete_registered_model_tag(self.name, key)
-            else:
-                alive.append(flag)
-        return alive
-
-    def _is_dead(self, key: str, value: str, flag: Flag) -> bool:
-        if is_local(flag.process) and local_process(flag.process) is None:
-            return True
-        known, since = self._seen.get(key, ("", 0.0))
-        if known != value:
-            self._seen[key] = (value, time.monotonic())
-            return False
-        return time.monotonic() > since + LEASE_S
+        return [flag for key, flag in living.items() if key != self.key]
 
     def _write(self, **changes: object) -> None:
         with self._writing:

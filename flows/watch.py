@@ -1,0 +1,106 @@
+"""`shardline watch`: promotions are started by the registry's alias `challenger`, however it was set.
+
+Through Prefect's deployment `promote` where there is a server, with a key per model and version, so that two of these
+processes start one run; else as a `shardline promote` of its own, which goes on when this process ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from uuid import UUID
+
+import uvicorn
+
+from tasks.challenges import Challenges, Due
+from tasks.places import tracking_uri, up_url
+from tasks.registry import registry_client, require_model
+from tasks.webhook import PATH, build_receiver, read_secret, register_webhook
+
+logger = logging.getLogger(__name__)
+
+DEPLOYMENT = "Promote/promote"
+MAX_RUNS = 5  # of Prefect for one version, each after one that ended without a verdict
+
+
+def watch(
+    models: Sequence[str], *, poll_s: float, host: str, port: int | None, secret_file: str, register_url: str
+) -> None:
+    """Until SIGTERM or Ctrl-C. Raises ValueError for a model that is not there, or a webhook without a secret."""
+    uri = tracking_uri()
+    client = registry_client(uri)
+    for model in models:
+        require_model(client, model)
+    if port is not None and not secret_file:
+        raise ValueError("--port needs --secret-file: webhooks are told by their signature")
+    secret = read_secret(Path(secret_file)) if secret_file else ""
+    if register_url:
+        if not secret:
+            raise ValueError("--register-webhook needs --secret-file: MLflow signs with it")
+        register_webhook(client, url=register_url, secret=secret)
+    start = start_in_prefect if _prefect_url() else _start_here
+    challenges = Challenges(tracking_uri=uri, models=models, poll_s=poll_s, start=start)
+    over = threading.Event()
+    follower = threading.Thread(target=challenges.follow, args=(over,), name="challengers", daemon=True)
+    follower.start()
+    print(f"watching {', '.join(models) or 'all models'}, every {poll_s:g} s", flush=True)
+    try:
+        if port is None:
+            follower.join()
+            return
+        app = build_receiver(secret=secret, heed=challenges.nudge)
+        server = uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level="warning"))
+        print(f"webhooks: http://{host}:{port}{PATH}", flush=True)
+        server.run()
+    finally:
+        over.set()
+
+
+def _prefect_url() -> str:
+    return os.environ.get("PREFECT_API_URL") or up_url("prefect")
+
+
+def _start_here(due: Due) -> Callable[[], bool]:
+    """In a session of its own: a Ctrl-C here does not interrupt it."""
+    command = [sys.executable, "-m", "flows.cli", "promote", due.model, "--by", f"watch: {due.why}"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    return lambda: process.poll() is None
+
+
+def start_in_prefect(due: Due) -> Callable[[], bool]:
+    """A run of the deployment; where there is none yet, here."""
+    from flows.embedded import start_prefect_server
+
+    start_prefect_server()()
+    from prefect.client.schemas.objects import FlowRun
+    from prefect.deployments import run_deployment
+    from prefect.exceptions import ObjectNotFound
+
+    parameters = {"model": due.model, "by": f"watch: {due.why}"}
+    key = f"promote {due.model}/{due.version}: {due.why}"
+    for _ in range(MAX_RUNS):
+        try:
+            run = run_deployment(DEPLOYMENT, parameters=parameters, idempotency_key=key, timeout=0, as_subflow=False)
+            assert isinstance(run, FlowRun), "a coroutine only in an event loop"
+        except ObjectNotFound:
+            logger.warning("Prefect has no deployment %s (`prefect deploy --all` makes it): run here", DEPLOYMENT)
+            return _start_here(due)
+        if run.state is None or not run.state.is_final():
+            run_id = run.id
+            return lambda: _is_under_way(run_id)
+        key = f"promote {due.model}/{due.version} after {run.id}"  # that one ended without a verdict
+    logger.warning("%s/%d had %d runs in Prefect and no verdict: look there", due.model, due.version, MAX_RUNS)
+    return lambda: False
+
+
+def _is_under_way(run_id: UUID) -> bool:
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(run_id).state
+    return state is None or not state.is_final()

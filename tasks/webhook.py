@@ -1,0 +1,131 @@
+"""Where MLflow's webhooks arrive: signed, recent, each once; and how one is made in MLflow.
+
+MLflow signs `DELIVERY.TIMESTAMP.BODY` by HMAC-SHA256, as `v1,BASE64` (mlflow/webhooks/delivery.py, after Standard
+Webhooks). It tries a delivery four times with the same headers: one that came before is answered well, not heeded.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from tasks.registry import CHALLENGER
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+logger = logging.getLogger(__name__)
+
+SIGNATURE, TIMESTAMP, DELIVERY = "x-mlflow-signature", "x-mlflow-timestamp", "x-mlflow-delivery-id"
+RECENT_S = 300.0  # older ones, and ones from the future, may be replays; MLflow's four tries take under a minute
+MAX_BODY_BYTES = 100_000
+MIN_SECRET_CHARS = 16
+PATH = "/mlflow"
+EVENT: Literal["model_version_alias.created"] = "model_version_alias.created"
+NAME = "shardline-challenger"
+
+
+def read_secret(path: Path) -> str:
+    """Raises ValueError if the file cannot be read or holds too little."""
+    try:
+        secret = path.read_text().strip()
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"the secret's file {path} cannot be read: {error}") from None
+    if len(secret) < MIN_SECRET_CHARS:
+        raise ValueError(
+            f"{path} holds {len(secret)} characters, at least {MIN_SECRET_CHARS} make a secret: "
+            f"`openssl rand -hex 32 > {path}`"
+        )
+    return secret
+
+
+class Refused(ValueError):
+    """A delivery that is not from our MLflow, or not from now."""
+
+
+def verify(headers: Mapping[str, str], body: bytes, *, secret: str, now: float) -> str:
+    """The delivery's ID. Raises Refused."""
+    try:
+        delivery, timestamp, signature = headers[DELIVERY], headers[TIMESTAMP], headers[SIGNATURE]
+        sent_at = int(timestamp)
+    except (KeyError, ValueError):
+        raise Refused(f"{DELIVERY}, {TIMESTAMP} (seconds) and {SIGNATURE} are needed") from None
+    signed = f"{delivery}.{timestamp}.".encode() + body
+    right = "v1," + base64.b64encode(hmac.new(secret.encode(), signed, hashlib.sha256).digest()).decode()
+    if not hmac.compare_digest(right.encode(), signature.encode()):
+        raise Refused("the signature does not fit: MLflow's webhook has another secret")
+    if abs(now - sent_at) > RECENT_S:
+        raise Refused(f"sent {now - sent_at:.0f} s ago, at most {RECENT_S:.0f} s are accepted: is it a replay?")
+    return delivery
+
+
+def build_receiver(*, secret: str, heed: Callable[[str, int], None]) -> FastAPI:
+    """POST /mlflow, GET /health. `heed` is called with the name and version of each new challenger."""
+    app = FastAPI(title="Shardline: challengers", docs_url=None, redoc_url=None, openapi_url=None)
+    heeded: dict[str, float] = {}
+
+    @app.post(PATH)
+    async def receive(request: Request) -> JSONResponse:
+        if int(request.headers.get("content-length") or MAX_BODY_BYTES + 1) > MAX_BODY_BYTES:
+            return JSONResponse({"detail": f"say the body's length, at most {MAX_BODY_BYTES} bytes"}, 413)
+        body, now = await request.body(), time.time()
+        try:
+            delivery = verify(request.headers, body, secret=secret, now=now)
+        except Refused as refused:
+            logger.warning("a webhook was refused: %s", refused)
+            return JSONResponse({"detail": str(refused)}, 401)
+        for old in [key for key, at in heeded.items() if now > at + 2 * RECENT_S]:
+            del heeded[old]
+        if delivery not in heeded and (challenger := _challenger(body)):
+            heed(*challenger)
+        heeded[delivery] = now
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    return app
+
+
+def _challenger(body: bytes) -> tuple[str, int] | None:
+    """Name and version, if that is what the event is about."""
+    try:
+        event = json.loads(body)
+        data = event["data"]
+        if (event["entity"], event["action"], data["alias"]) != ("model_version_alias", "created", CHALLENGER):
+            return None
+        return str(data["name"]), int(data["version"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def register_webhook(client: MlflowClient, *, url: str, secret: str) -> None:
+    """Make MLflow send the event to `url`, once however often this is called.
+
+    Raises ValueError, with the server's settings that are needed, if MLflow does not take it.
+    """
+    from mlflow.exceptions import MlflowException
+
+    try:
+        known = [webhook for webhook in client.list_webhooks() if webhook.name == NAME]
+        if known:
+            client.update_webhook(known[0].webhook_id, url=url, events=[EVENT], secret=secret, status="ACTIVE")
+        else:
+            client.create_webhook(NAME, url, [EVENT], description="Shardline promotes challengers", secret=secret)
+    except MlflowException as error:
+        raise ValueError(
+            f"MLflow takes no webhook to {url} ({error}): its server must be started with "
+            "MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY, and for http or private addresses with "
+            "MLFLOW_WEBHOOK_ALLOWED_SCHEMES=http,https and MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS=true"
+        ) from None

@@ -1,0 +1,363 @@
+"""Promotions for real: an MLflow, a Prefect and a model server, clients that hammer, and kill -9 in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from mlflow.tracking import MlflowClient
+
+from tasks.moves import Move, history, unfinished
+from tasks.register import register_model
+from tasks.registry import aliases_of
+from tasks.turns import PREFIX
+from tests.flows.test_servers import free_port, wait_for
+from tests.tasks.conftest import Store
+from training.promotion_config import RegistryConfig
+from training.records import RunPlan
+from training.results import RegisteredModel
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+DEADLINE_S = 120
+QUICK = ("rollout.smoke_requests=2", "rollout.min_requests=3", "rollout.watch_minutes=0.03")
+WEBHOOKS = {
+    "MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http,https",
+    "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true",
+    "MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY": "x3Zc2mW2Lk1mJr8yJr0b8m7Gz0d3F1hQe5n6p7q8r9s=",
+}
+
+
+def wait_until(true: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < deadline, f"{what}: not within {DEADLINE_S} s"
+        time.sleep(0.02)
+
+
+@dataclass
+class Shop:
+    """A folder with an MLflow and a Prefect server, and the command in it."""
+
+    folder: Path
+    store: Store
+    env: dict[str, str]
+    mlflow_command: list[str]
+    processes: ExitStack
+    mlflow: subprocess.Popen[bytes] | None = None
+
+    @property
+    def client(self) -> MlflowClient:
+        return MlflowClient(self.store.uri)
+
+    def start_mlflow(self) -> None:
+        env = self.env | WEBHOOKS | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        self.mlflow = self.spawn(self.mlflow_command, env=env)
+        wait_for(f"{self.store.uri}/health", self.mlflow)
+
+    def stop_mlflow(self) -> None:
+        assert self.mlflow
+        os.killpg(self.mlflow.pid, signal.SIGKILL)
+        self.mlflow.wait()
+
+    def spawn(self, command: list[str], *, env: dict[str, str], **options: Any) -> subprocess.Popen[Any]:
+        log = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} | options
+        process = subprocess.Popen([sys.executable, *command], env=env, start_new_session=True, **log)
+        self.processes.callback(self._end, process)
+        return process
+
+    @staticmethod
+    def _end(process: subprocess.Popen[Any]) -> None:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return self.spawn(["-m", "flows.cli", *arguments], env=self.env, **pipes)
+
+    def run(self, *arguments: str, expect: int = 0) -> str:
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == expect, f"{arguments} ended with {process.returncode}:\n{out}\n{err}"
+        return str(out)
+
+    def register(self, model: str, run: str, *, loss: float, checkpoint: str) -> RegisteredModel:
+        config = RunPlan.read(self.store.exported / "plan.json").config
+        config = config.model_copy(update={"registry": RegistryConfig(model_name=model)})
+        run_dir = self.store.finished_run(f"{model}-{run}", loss=loss, checkpoint=checkpoint, config=config)
+        return register_model(run_dir, tracking_uri=self.store.uri)
+
+    @contextmanager
+    def serving(self, model: str) -> Iterator[Served]:
+        """A champion, loss 3.0, that a server serves; and version 2, loss 2.5, its challenger without a verdict."""
+        assert self.register(model, "one", loss=3.0, checkpoint="c").alias == "champion"
+        process = self.start("serve", f"{model}@champion", "--port", "0", "serving.poll_s=0.2")
+        assert process.stdout
+        line = process.stdout.readline()
+        assert " at http://" in line, line + (process.stderr.read() if process.stderr else "")
+        made = self.register(model, "two", loss=2.5, checkpoint="d")
+        assert (made.version, made.alias, made.verdict) == (2, "challenger", "")
+        served = Served(self, model, line.rpartition(" at ")[2].strip(), process)
+        try:
+            yield served
+        finally:
+            self._end(process)
+
+
+@dataclass
+class Served:
+    shop: Shop
+    model: str
+    url: str
+    process: subprocess.Popen[str]
+    seen: list[tuple[int, int]] = field(default_factory=list)
+
+    @contextmanager
+    def hammered(self, clients: int = 2) -> Iterator[None]:
+        """Ask without a pause; `seen`: status and version of every reply, in order."""
+        over = threading.Event()
+
+        def hammer(seed: int) -> None:
+            with httpx.Client(base_url=self.url, timeout=60, trust_env=False) as client:
+                while not over.is_set():
+                    reply = client.post("/generate", json={"prompt": "x", "new_tokens": 4, "seed": seed})
+                    self.seen.append((reply.status_code, reply.json().get("version", 0)))
+
+        threads = [threading.Thread(target=hammer, args=(seed,)) for seed in range(clients)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+
+    @property
+    def version(self) -> int:
+        return int(httpx.get(f"{self.url}/health", trust_env=False).json()["version"])
+
+    @property
+    def champion(self) -> int | None:
+        return aliases_of(self.shop.client, self.model).get("champion")
+
+    @property
+    def moves(self) -> list[Move]:
+        return history(self.shop.client, self.model)
+
+    def tag(self, version: int, name: str) -> str:
+        return str(self.shop.client.get_model_version(self.model, str(version)).tags.get(f"shardline.{name}", ""))
+
+    def is_settled(self, version: int) -> None:
+        """One champion, served; nothing under way, nothing left behind."""
+        wait_until(lambda: self.version == version, "the server follows")
+        assert self.champion == version
+        assert unfinished(self.shop.client, self.model) is None
+        assert not [key for key in self.shop.client.get_registered_model(self.model).tags if key.startswith(PREFIX)]
+
+
+@pytest.fixture(scope="module")
+def shop(exported_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
+    folder, port, prefect_port = tmp_path_factory.mktemp("shop"), free_port(), free_port()
+    uri, prefect = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{prefect_port}/api"
+    command = ["-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--workers", "1"]
+    command += ["--default-artifact-root", (folder / "artifacts").as_uri(), "--no-serve-artifacts", "--port", str(port)]
+    settings = {
+        "SHARDLINE_HOME": str(folder),
+        "MLFLOW_TRACKING_URI": uri,
+        "PREFECT_API_URL": prefect,
+        "PREFECT_HOME": str(folder / "prefect"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    }
+    with ExitStack() as processes, pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        env = os.environ | settings
+        shop = Shop(folder, Store(uri, folder, "", exported_run), env, command, processes)
+        server = shop.spawn(["-m", "prefect", "server", "start", "--port", str(prefect_port)], env=env)
+        shop.start_mlflow()
+        experiment = shop.client.create_experiment("tests")
+        shop.store = Store(uri, folder, experiment, exported_run)
+        wait_for(f"{prefect}/health", server)
+        yield shop
+
+
+def test_a_champion_takes_over_without_a_failed_request_and_is_taken_back_when_it_is_slow(shop: Shop) -> None:
+    with shop.serving("loud") as served, served.hammered():
+        out = json.loads(shop.run("promote", "loud", *QUICK, "--json"))
+        assert (out["version"], out["alias"]) == (2, "champion")
+        served.is_settled(2)
+        assert served.tag(2, "gate.smoke").startswith("passed: 2 requests answered by a fresh server, p95 ")
+        assert served.tag(2, "gate.loss").startswith("passed: validation loss 2.5000, champion loud/1 3.0000: +0.5000")
+        [move, _] = served.moves
+        assert (move.version, move.replaces, move.stage) == (2, 1, "done")
+        assert " 0 failed, p95 " in move.outcome
+        assert move.figures["watch/requests"] >= 3
+        assert move.why == out["verdict"]
+        assert "/flow-run/" in move.prefect_run
+
+        assert shop.register("loud", "three", loss=2.0, checkpoint="e").verdict == ""
+        bounds = ("rollout.max_p95_ms=0.001", "rollout.watch_minutes=5")
+        out = json.loads(shop.run("promote", "loud", *QUICK, *bounds, "--json", expect=1))
+        assert out["alias"] == ""
+        assert out["verdict"].startswith("rolled back to version 2: p95 ")
+        served.is_settled(2)
+    assert {status for status, _ in served.seen} == {200}
+    order = [version for _, version in served.seen]
+    assert {1, 2, 3} == {*order}  # each has served
+    assert order[-1] == 2
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{shop.env['PREFECT_API_URL']}/artifacts/filter", data=b"{}", method="POST")
+    ) as reply:
+        tables = [each for each in json.loads(reply.read()) if each["key"] == "gates"]
+    assert {row["gate"] for row in json.loads(tables[0]["data"])} == {"parity", "loss", "smoke"}
+
+
+POINTS: dict[str, Callable[[Served], bool]] = {
+    "after the smoke test": lambda served: bool(served.tag(2, "gate.smoke")),
+    "after the alias moved": lambda served: served.champion == 2,
+    "in the watch": lambda served: "watching" in {move.stage for move in served.moves},
+}
+
+
+@pytest.mark.parametrize(
+    "point",
+    ["after the alias moved", *(pytest.param(name, marks=pytest.mark.long) for name in list(POINTS)[::2])],
+)
+def test_what_a_kill_leaves_is_finished_by_running_it_again(shop: Shop, point: str) -> None:
+    model = point.replace(" ", "-")
+    with shop.serving(model) as served, served.hammered(1):
+        process = shop.start("promote", model, *QUICK, "rollout.watch_minutes=5")
+        wait_until(lambda: POINTS[point](served) or process.poll() is not None, point)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        out = shop.run("promote", model, *QUICK, *(["--version", "2"] if point == "after the smoke test" else []))
+        assert f"{model} version 2: passed: " in out
+        served.is_settled(2)
+        assert [move.version for move in served.moves] == [2, 1]
+    assert {status for status, _ in served.seen} == {200}
+    order = [version for _, version in served.seen]
+    assert order == sorted(order)  # one version at any time
+
+
+@pytest.mark.long
+def test_two_promotions_at_once_are_made_one_after_the_other(shop: Shop) -> None:
+    with shop.serving("both") as served, served.hammered(1):
+        assert shop.register("both", "three", loss=2.0, checkpoint="e").version == 3
+        both = [shop.start("promote", "both", "--version", version, *QUICK) for version in ("2", "3")]
+        assert all(process.wait(300) in {0, 1} for process in both)
+        assert both[1].returncode == 0
+        served.is_settled(3)
+        moves = served.moves
+        assert [move.version for move in moves][::-1] in ([1, 3], [1, 2, 3])
+        assert [move.replaces for move in moves] == [*[move.version for move in moves[1:]], None]
+    assert {status for status, _ in served.seen} == {200}
+
+
+@pytest.mark.long
+def test_a_server_that_dies_of_its_new_version_takes_the_champion_back(shop: Shop) -> None:
+    with shop.serving("dies") as served:
+        process = shop.start("promote", "dies", *QUICK, "rollout.watch_minutes=5")
+        wait_until(lambda: POINTS["in the watch"](served), "watched")
+        os.kill(served.process.pid, signal.SIGKILL)
+        assert process.wait(60) == 1
+        assert served.champion == 1
+        assert served.moves[0].outcome.startswith(f"rolled back to version 1: the server at {served.url} died")
+
+
+@pytest.mark.long
+def test_an_mlflow_that_is_away_in_the_watch_is_waited_for(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    with shop.serving("away") as served:
+        bounds = ("rollout.max_p95_ms=0.001", "rollout.watch_minutes=5")
+        process = shop.start("promote", "away", *QUICK, *bounds)
+        wait_until(lambda: POINTS["in the watch"](served), "watched")
+        shop.stop_mlflow()
+        with served.hammered(1):  # it is too slow, and cannot be taken back
+            assert process.stderr
+            assert any("MLflow does not answer" in line for line in process.stderr)
+            assert served.version == 2
+            shop.start_mlflow()
+            assert process.wait(120) == 1
+            served.is_settled(1)
+    assert {status for status, _ in served.seen} == {200}
+
+
+@pytest.mark.long
+def test_a_person_approves_in_prefect(shop: Shop) -> None:
+    from prefect.client.orchestration import get_client
+
+    with shop.serving("asks") as served, get_client(sync_client=True) as prefect:
+        process = shop.start("promote", "asks", *QUICK, "gates.approval=prefect")
+        paused: list[Any] = []
+
+        def is_paused() -> bool:
+            assert process.poll() is None, process.communicate()
+            paused[:] = [run for run in prefect.read_flow_runs() if run.state and run.state.is_paused()]
+            return bool(paused)
+
+        wait_until(is_paused, "the flow run is paused")
+        assert served.version == 1
+        prefect.resume_flow_run(paused[0].id, run_input={"name": "grace", "approved": True, "why": "it rhymes"})
+        assert process.wait(60) == 0
+        served.is_settled(2)
+        assert served.tag(2, "gate.approval") == "passed: approved by grace in Prefect: it rhymes"
+
+
+@pytest.mark.long
+def test_the_challenger_alias_promotes_by_webhook_and_by_polling_and_once(shop: Shop) -> None:
+    secret, port = shop.folder / "secret", free_port()
+    secret.write_text("0123456789abcdef0123456789abcdef\n")
+    with shop.serving("told") as served:
+        client = shop.client
+        client.delete_registered_model_alias("told", "challenger")
+        url = f"http://127.0.0.1:{port}/mlflow"
+        receive = ("--port", str(port), "--secret-file", str(secret), "--register-webhook", url, "--poll", "3600")
+        watching = shop.start("watch", "told", *receive)
+        assert watching.stdout
+        assert [watching.stdout.readline() for _ in range(2)][1] == f"webhooks: {url}\n"
+        wait_for(f"http://127.0.0.1:{port}/health", watching)  # type: ignore[arg-type]
+        client.set_registered_model_alias("told", "challenger", "2")  # as MLflow's page does
+        wait_until(lambda: served.champion == 2, "promoted by the webhook")
+        wait_until(lambda: served.moves[0].stage == "watching", "watched")
+        shop.run("rollback", "told", "--why", "a test")
+        assert served.moves[1].who == "watch: it is challenger"
+        watching.send_signal(signal.SIGTERM)
+        assert watching.wait(30) in {0, 130}
+
+        polling = shop.start("watch", "told", "--poll", "0.5")
+        client.set_registered_model_alias("told", "challenger", "2")  # judged already: not again
+        made = shop.register("told", "three", loss=2.0, checkpoint="e")
+        assert made.version == 3
+        wait_until(lambda: served.champion == 3, "promoted by polling")
+        assert [move.version for move in served.moves] == [3, 1, 2, 1]
+        polling.kill()
+
+
+@pytest.mark.long
+def test_prefect_gets_one_run_for_a_version_however_many_start_it(shop: Shop) -> None:
+    from prefect.client.orchestration import get_client
+
+    from flows.promote import promote
+    from flows.watch import start_in_prefect
+    from tasks.challenges import Due
+
+    with get_client(sync_client=True) as prefect:
+        flow_id = prefect.create_flow(promote)
+        deployment = prefect.create_deployment(flow_id, "promote", enforce_parameter_schema=False)
+        due = Due("tiny", 4, "it is challenger")
+        assert [start_in_prefect(due)() for _ in range(2)] == [True, True]
+        runs = [run for run in prefect.read_flow_runs() if run.deployment_id == deployment]
+        assert [run.parameters for run in runs] == [{"model": "tiny", "by": "watch: it is challenger"}]
