@@ -25,19 +25,23 @@ class TorchEngine:
     def __init__(self, export_dir: Path | str, inference: InferenceConfig) -> None:
         folder = Path(export_dir)
         self.context, self.end_id, self.tokenizer = open_export(folder)
-        check_inference(folder, inference)
+        device_kind, deepspeed = _device_kind(inference.degree), inference.engine == "deepspeed"
+        check_inference(folder, inference, device_kind=device_kind)
+        # DeepSpeed's kernels keep the keys and values of one sequence.
+        rows = 1 if deepspeed and device_kind == "cuda" else ROWS
         self.plan: dict[str, Any] = {
             "folder": str(folder.absolute()),
             "parallel": inference.parallel,
             "degree": inference.degree,
-            "device_kind": _device_kind(inference.degree),
+            "device_kind": device_kind,
             "precision": inference.precision,
-            "deepspeed": inference.engine == "deepspeed",
+            "deepspeed": deepspeed,
+            "rows": rows,
             "context": self.context,
             "threads_per_rank": max(1, usable_cores() // inference.degree),
         }
         copies = 1 if inference.parallel in {"none", "tensor"} else inference.degree
-        self.concurrent = ROWS * copies  # requests that are decoded at the same time
+        self.concurrent = rows * copies  # requests that are decoded at the same time
         self.numbers = itertools.count()
         self.settled = threading.Condition()  # of what happens to the ranks
         self.closed, self.restarted, self.failed, self.why_not = False, False, False, ""

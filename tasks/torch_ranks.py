@@ -123,7 +123,7 @@ class TorchRanks:
             for line in lines:
                 news = json.loads(line)
                 if "ready" in news:
-                    logger.info("rank %(ready)d on %(device)s has the model in %(precision)s (%(why)s)", news)
+                    logger.info("rank %(ready)d on %(device)s has the model in %(precision)s (%(why)s), %(how)s", news)
                     continue
                 if "failed" in news:
                     with self.lock:

@@ -5,8 +5,8 @@ from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
 
 from training import evaluate, export, generate, train
-from training.strategies.zero import _import_deepspeed
+from training.strategies.zero import import_deepspeed
 
 __all__ = ["evaluate", "export", "generate", "modeling_bert", "modeling_gpt2", "modeling_llama", "train"]
 
-_import_deepspeed()
+import_deepspeed()

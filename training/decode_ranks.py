@@ -29,6 +29,7 @@ class Alone:
     """One rank, which leads itself."""
 
     batches = 1  # that may be on their way at a time
+    how = "as the plain class"  # the model is run
 
     def __init__(self, part: Runs) -> None:
         self.part = part
@@ -50,7 +51,7 @@ class Alone:
 class Sharing(Alone):
     """Tensor parallelism, seen from any rank. `longest`: integers that a step may have."""
 
-    def __init__(self, part: Part, *, longest: int, vocab_size: int) -> None:
+    def __init__(self, part: Runs, *, longest: int, vocab_size: int) -> None:
         super().__init__(part)
         self.longest, self.vocab_size, self.size = longest, vocab_size, dist.get_world_size()
 
@@ -74,6 +75,8 @@ class Sharing(Alone):
 
     def _whole(self, piece: Tensor) -> Tensor:
         """All words' logits on the leader; ranks have as many words each, but for one more on the first ones."""
+        if piece.shape[1] == self.vocab_size:
+            return piece
         rows, most = len(piece), -(-self.vocab_size // self.size)
         padded = torch.nn.functional.pad(piece, (0, most - piece.shape[1]))
         leads = dist.get_rank() == 0

@@ -54,7 +54,7 @@ def main(plan_path: Path) -> None:
         if shared:
             dist.barrier()  # all have loaded
         channel = Channel(Path(plan.channel))
-        channel.send({"ready": rank, "device": str(device), "precision": precision, "why": why})
+        channel.send({"ready": rank, "device": str(device), "precision": precision, "why": why, "how": ranks.how})
         lead(ranks, channel, plan)
     finally:
         if shared:
@@ -120,9 +120,11 @@ def _precision(plan: DecodePlan, device: torch.device) -> tuple[str, str]:
 def _ranks(plan: DecodePlan, *, dtype: torch.dtype, device: torch.device) -> Alone:
     """This rank's part of the model, loaded, and its place among the others."""
     folder = Path(plan.folder)
+    if plan.deepspeed:
+        return _deepspeed_ranks(plan, dtype=dtype, device=device)
     if not is_described(folder):
         return Alone(AnyClass(load_whole(folder, dtype=dtype).to(device), vocab_size=_vocab_size(plan)))
-    longest = 3 + max(plan.context, 2 * plan.rows)
+    longest = _longest_step(plan)
     sizes = {"rows": plan.rows, "context": plan.context}
     if plan.parallel == "tensor" and plan.degree > 1:
         mesh = init_device_mesh(plan.device_kind, (plan.degree,), mesh_dim_names=("tp",))
@@ -137,6 +139,22 @@ def _ranks(plan: DecodePlan, *, dtype: torch.dtype, device: torch.device) -> Alo
         return Stages(part, longest=longest)
     model = load_part(folder, dtype=dtype).to(device)
     return Alone(Part(model, batches=1, first=True, last=True, **sizes))
+
+
+def _deepspeed_ranks(plan: DecodePlan, *, dtype: torch.dtype, device: torch.device) -> Alone:
+    from training.deepspeed_inference import deepspeed_model
+
+    folder, vocab_size = Path(plan.folder), _vocab_size(plan)
+    hf, how = deepspeed_model(folder, dtype=dtype, device=device, degree=plan.degree, context=plan.context)
+    whole = AnyClass(hf, vocab_size=vocab_size)
+    shares = plan.degree > 1
+    ranks = Sharing(whole, longest=_longest_step(plan), vocab_size=vocab_size) if shares else Alone(whole)
+    ranks.how = how
+    return ranks
+
+
+def _longest_step(plan: DecodePlan) -> int:
+    return 3 + max(plan.context, 2 * plan.rows)
 
 
 def _vocab_size(plan: DecodePlan) -> int:

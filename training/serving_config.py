@@ -12,8 +12,10 @@ from training.data_config import Part
 class InferenceConfig(Part):
     """On what, and on how many devices, a trained model runs."""
 
-    engine: Literal["auto", "onnx", "torch"] = Field(
-        "auto", description="onnx: ONNX Runtime on the CPU. torch: ranks of torch. auto: torch where there are GPUs."
+    engine: Literal["auto", "onnx", "torch", "deepspeed"] = Field(
+        "auto",
+        description="onnx: ONNX Runtime on the CPU. torch: ranks of torch. deepspeed: the same with the model by "
+        "DeepSpeed-Inference. auto: torch where there are GPUs or `parallel` is set, else onnx.",
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="Of weights and products. auto: fp32 on CPUs, bf16 on GPUs that have it, else fp16."

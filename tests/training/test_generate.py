@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tasks.generate import Sampling, choose_token
+from tasks.machine import driver_gpus
 from tests.ranks import Ranks
 from tests.tiny_run import tiny_run
 from training.decode_plan import DecodePlan, check_inference
@@ -70,17 +71,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(tmp_path / "s"))
         listener.listen()
-        plan = DecodePlan(
-            folder=str(folder),
-            channel=str(tmp_path / "s"),
-            parallel=parallel,  # type: ignore[arg-type]
-            degree=degree,
-            device_kind="cpu",
-            precision="auto",
-            context=CONTEXT,
-            threads_per_rank=1,
-            **changes,
-        )
+        defaults: dict[str, Any] = {"device_kind": "cpu", "precision": "auto", "context": CONTEXT}
+        shared = {"parallel": parallel, "degree": degree, "threads_per_rank": 1}
+        place = {"folder": str(folder), "channel": str(tmp_path / "s")}
+        plan = DecodePlan.model_validate({**defaults, **shared, **place, **changes})
         plan.write(tmp_path / "decode.json")
         with listener:
             ranks = Ranks(tmp_path / "decode.json", program="training.generate", ranks=degree)
@@ -126,6 +120,18 @@ def test_copies_give_the_text_of_the_plain_model(folder: Path, start: Start) -> 
     client = start(folder, "data", 2)
     same_as_the_plain_model(client, folder)
     assert client.ask([request(7, PROMPTS[0], 20)], channel=1) == {7: greedy(folder, PROMPTS[0], 20)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_deepspeeds_tensor_parallelism_gives_the_text_of_the_plain_model(folder: Path, start: Start) -> None:
+    same_as_the_plain_model(start(folder, "tensor", 2, deepspeed=True), folder)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not driver_gpus(), reason="no NVIDIA driver")
+def test_deepspeed_on_a_gpu_gives_the_text_of_the_plain_model(folder: Path, start: Start) -> None:
+    same_as_the_plain_model(start(folder, deepspeed=True, device_kind="cuda", precision="fp32", rows=1), folder)
 
 
 @pytest.mark.slow
@@ -187,3 +193,5 @@ def test_what_cannot_be_shared_is_refused_with_the_numbers(folder: Path) -> None
     assert "2 layers cannot fill inference.degree = 3 stages: lower it to 2" in refused("pipeline", 3)
     assert "inference.parallel = none: set inference.parallel" in refused("none", 2)
     check_inference(folder, InferenceConfig(parallel="tensor", degree=2))
+    with pytest.raises(ValueError, match="kernels need CUDA, and no GPU is visible"):
+        check_inference(folder, InferenceConfig(engine="deepspeed"))

@@ -55,7 +55,7 @@ def deepspeed_config(plan: RunPlan) -> dict[str, Any]:
     }
 
 
-def _import_deepspeed() -> Any:
+def import_deepspeed() -> Any:
     """DeepSpeed without its shared-memory op, which compiles at the first start and needs g++ on every host."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -81,7 +81,7 @@ def _shard_before_it_moves(model: LanguageModel, plan: RunPlan) -> None:
 
 class Zero:
     def __init__(self, plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> None:
-        deepspeed = _import_deepspeed()
+        deepspeed = import_deepspeed()
         train = plan.config.train
         self.model, self.rank = model, mesh["dp"].get_local_rank()
         self.stage = ZERO_STAGE[plan.strategy]
