@@ -22,6 +22,7 @@ from tasks.doctor import hardware_rows
 from tasks.engine import check_prompts
 from tasks.evaluate import metrics_of, table_of
 from tasks.generate import TextGenerator
+from tasks.latency import draw_latency, latency_rows
 from tasks.places import command, home, run_folder, tracking_uri
 from tasks.plan_words import plan_in_words
 from tasks.pretrained import check_tokenizer
@@ -35,7 +36,7 @@ from training.config import RunConfig
 from training.credentials import shown
 from training.inventory import Inventory
 from training.records import RunPlan, TokenShards, TrainResult, write_atomically
-from training.results import EvalReport, ExportedModel, RegisteredModel
+from training.results import EvalReport, ExportedModel, LatencyReport, RegisteredModel
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +203,18 @@ def export(plan: RunPlan, run: TrackedRun) -> ExportedModel:
     with timed(run, "export"):
         exported = launch.export(plan, run_dir=run.folder)
     track.log_files(run, run.folder / "export" / "export.json")
+    if (run.folder / "export" / "latency.json").is_file():
+        show_latency(run)
     return exported
+
+
+def show_latency(run: TrackedRun) -> None:
+    """How fast the exported graphs are against torch: a table in Prefect, a picture in MLflow."""
+    report = LatencyReport.read(run.folder / "export" / "latency.json")
+    picture = run.folder / "export-latency.png"
+    draw_latency(picture, report)
+    track.log_files(run, run.folder / "export" / "latency.json", picture)
+    show_table(latency_rows(report), key="export-latency", description=f"Speed of the export on {report.device}")
 
 
 @stage("Register, and let the gates decide")

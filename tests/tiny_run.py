@@ -66,7 +66,7 @@ def tiny_run(folder: Path, *, architecture: str = "llama", **export: Any) -> Pat
             "model": {"architecture": architecture, "layers": 2, "width": 32, "heads": 4, "kv_heads": 2},
             "train": {"steps": 8, "context": 32, "global_batch": 8, "seed": 0, "warmup_steps": 2},
             "parallel": {"strategy": "single", "precision": "fp32"},
-            "export": export,
+            "export": {"latency_seconds": 0, **export},
         }
     )
     manifest = TokenShards.read(shards / "manifest.json")

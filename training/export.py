@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from training.latency import measure_latency
 from training.model import load_model
 from training.model_card import model_card
 from training.onnx_graphs import save_graphs
@@ -107,6 +108,9 @@ def _write_export(plan: RunPlan, result: TrainResult, *, run_dir: Path, folder: 
         skipped=skipped,
     )
     exported.write(folder / "export.json")
+    if plan.config.export.latency_seconds:
+        with quiet():
+            measure_latency(model, folder, plan=plan).write(folder / "latency.json")
     return exported
 
 

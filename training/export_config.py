@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -26,6 +26,19 @@ class ExportConfig(Part):
     fp16_min_argmax_agreement: float = Field(0.98, gt=0, le=1, description="The same bound for fp16 graphs.")
     fp16_max_perplexity_difference: float = Field(0.01, gt=0, description="The same bound for fp16 graphs.")
     parity_sequences: int = Field(8, ge=1, le=10_000, description="Held-out sequences that parity is checked on.")
+
+    latency_seconds: float = Field(
+        6, ge=0, le=600, description="Time for comparing the speed of ONNX Runtime and torch; 0: it is not measured."
+    )
+    latency_batches: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (1, 8), min_length=1, description="Texts at a time."
+    )
+    latency_lengths: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (32, 128), min_length=1, description="Tokens of a text, or before the token that is decoded."
+    )
+    latency_compile: bool = Field(
+        False, description="Measure torch.compile as well: a minute of compilation, by a C++ compiler."
+    )
 
     @model_validator(mode="after")
     def _fp32_is_there(self) -> Self:

@@ -74,7 +74,7 @@ class Forward(torch.nn.Module):
         return outputs.logits.float()
 
 
-class _Decode(torch.nn.Module):
+class Decode(torch.nn.Module):
     """Some more tokens behind a cache, which comes and goes as keys and values of every layer."""
 
     def __init__(self, model: Any) -> None:
@@ -111,7 +111,7 @@ def decode_graph(model: Any) -> Any:
     `past` may be 0, and rows may be padded left or right where `attention_mask` has 0.
     """
     batch, length, past = 2, 3, 5
-    cache = _empty_cache(model, batch=batch, past=past)
+    cache = zero_cache(model, batch=batch, past=past)
     arguments = (
         torch.zeros(batch, length, dtype=torch.int64),
         torch.ones(batch, past + length, dtype=torch.int64),
@@ -120,7 +120,7 @@ def decode_graph(model: Any) -> Any:
     )
     row, column, before = Dim("batch"), Dim.DYNAMIC, Dim("past")
     tokens, both = {0: row, 1: column}, ({0: row, 2: before}, {0: row, 2: before})
-    program = _trace(_Decode(model), arguments, (tokens, {0: row, 1: Dim.DYNAMIC}, tokens, [both for _ in cache]))
+    program = _trace(Decode(model), arguments, (tokens, {0: row, 1: Dim.DYNAMIC}, tokens, [both for _ in cache]))
     sizes = {
         f"{i}.{part}": (tensor.shape[1], tensor.shape[3])
         for i, layer in enumerate(cache)
@@ -139,8 +139,8 @@ def decode_graph(model: Any) -> Any:
     return _onnx(program, inputs, outputs)
 
 
-def _empty_cache(model: Any, *, batch: int, past: int) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of every layer, as the model itself shapes them."""
+def zero_cache(model: Any, *, batch: int, past: int) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of every layer, as the model itself shapes them, `past` tokens long."""
     with torch.inference_mode():
         layers = model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=True).past_key_values.layers
 

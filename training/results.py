@@ -120,6 +120,28 @@ class ParityReport(Record):
         return [graph for graph in self.graphs if graph.precision == "fp32"]
 
 
+class LatencyFigure(Record):
+    """Median of `rounds` runs: of texts of `length` tokens (forward), or of one more token behind as many (decode)."""
+
+    engine: str
+    graph: Literal["forward", "decode"]
+    precision: Literal["fp32", "fp16"]
+    batch: int
+    length: int
+    rounds: int
+    median_ms: float
+    tokens_per_s: float
+
+
+class LatencyReport(Record):
+    """export/latency.json. No part of ExportedModel: two exports of one checkpoint are equal, their times are not."""
+
+    device: str
+    figures: tuple[LatencyFigure, ...]
+    skipped: dict[str, str]  # engine -> why it has no figures
+    seconds: float
+
+
 class ExportedModel(Record):
     """export/: model.safetensors, config.json, tokenizer, generation_config.json, ONNX graphs; sha256 by name."""
 

@@ -12,8 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from tests.tiny_run import END, VOCAB, export_by_program, tiny_run
+from training.config import RunConfig
 from training.export import export_run, main
-from training.records import TrainResult, sha256_file
+from training.latency import measure_latency
+from training.model import load_model
+from training.records import RunPlan, TrainResult, sha256_file
 from training.results import ExportedModel, ParityReport
 
 AUTO_CLASS = {"llama": AutoModelForCausalLM, "gpt2": AutoModelForCausalLM, "bert": AutoModelForMaskedLM}
@@ -72,6 +75,27 @@ def test_causal_models_end_where_documents_end_and_use_their_cache(exported: Pat
         assert model.generation_config.pad_token_id == END
         assert model.config.use_cache
         assert AutoTokenizer.from_pretrained(exported / "export").eos_token_id == END
+
+
+def test_every_engine_is_measured_at_every_shape_in_turns(exported: Path) -> None:
+    plan = RunPlan.read(exported / "plan.json")
+    wanted = {"latency_seconds": 0.01, "latency_batches": [1, 2], "latency_lengths": [4, 1000]}
+    config = plan.config.model_dump(mode="json") | {"export": wanted}
+    plan = plan.model_copy(update={"config": RunConfig.model_validate(config)})
+    model = load_model(exported / "export", plan).hf
+    report = measure_latency(model, exported / "export", plan=plan)
+    graphs = {"forward"} if exported.name == "bert" else {"forward", "decode"}
+    # 1000 tokens are more than the context of 32 has
+    shapes = {(graph, batch, length) for graph in graphs for batch in (1, 2) for length in (4, 31)}
+    for engine in ("torch", "ONNX Runtime"):
+        found = [figure for figure in report.figures if figure.engine == engine]
+        assert {(figure.graph, figure.batch, figure.length) for figure in found} == shapes
+        assert len(found) == len(shapes)
+    for figure in report.figures:
+        assert figure.rounds >= 3
+        tokens = figure.batch * (figure.length if figure.graph == "forward" else 1)
+        assert figure.tokens_per_s == pytest.approx(tokens / figure.median_ms * 1e3)
+    assert "export.latency_compile=true" in report.skipped["torch.compile"]
 
 
 def test_the_model_card_says_how_to_load_it_and_how_good_it_is(exported: Path) -> None:

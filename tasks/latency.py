@@ -1,0 +1,89 @@
+"""How fast an export's graphs are, as a table and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from training.results import LatencyFigure, LatencyReport
+
+TITLES = {
+    "forward": "Logits of whole texts",
+    "decode": "One more token of each text, with KV cache",
+}
+LENGTHS = {"forward": "of {} tokens", "decode": "behind {}"}
+
+
+def latency_rows(report: LatencyReport) -> list[dict[str, str]]:
+    """One row a shape and graph; each engine's median, and how often it goes into torch's."""
+    return [
+        {
+            "graph": figure.graph,
+            "batch": str(figure.batch),
+            "length": str(figure.length),
+            "engine": label(figure),
+            "median ms": _ms(figure),
+            "tokens/s": f"{figure.tokens_per_s:,.0f}",
+            "times torch's speed": f"{_torch_of(figure, report.figures).median_ms / figure.median_ms:.2f}",
+        }
+        for figure in report.figures
+    ]
+
+
+def label(figure: LatencyFigure) -> str:
+    return figure.engine if figure.engine.startswith("torch") else f"{figure.engine} {figure.precision}"
+
+
+def _ms(figure: LatencyFigure) -> str:
+    """Three digits: 0.123, 1.23, 12.3, 1234."""
+    before_point = len(str(int(figure.median_ms))) if figure.median_ms >= 1 else 0
+    return f"{figure.median_ms:.{max(0, 3 - before_point)}f}"
+
+
+def _torch_of(figure: LatencyFigure, figures: Sequence[LatencyFigure]) -> LatencyFigure:
+    shape = (figure.graph, figure.batch, figure.length)
+    return next(one for one in figures if (one.graph, one.batch, one.length) == shape and one.engine == "torch")
+
+
+def draw_latency(path: Path, report: LatencyReport) -> None:
+    """Write a PNG: a panel for each graph, a group of bars for each shape, a bar for each engine."""
+    from matplotlib.figure import Figure
+
+    graphs = [graph for graph in TITLES if any(figure.graph == graph for figure in report.figures)]
+    engines = list(dict.fromkeys(label(figure) for figure in report.figures))
+    picture = Figure(figsize=(5.2 * len(graphs), 0.9 + 0.27 * len(report.figures) / len(graphs) + 0.9), dpi=110)
+    picture.set_layout_engine("constrained")
+    panels = picture.subplots(1, len(graphs), squeeze=False)[0]
+    for panel, graph in zip(panels, graphs, strict=True):
+        _draw_graph(panel, [figure for figure in report.figures if figure.graph == graph], engines)
+        panel.set_title(TITLES[graph], loc="left", fontsize=11, fontweight="bold")
+    handles, labels = panels[0].get_legend_handles_labels()
+    picture.legend(handles, labels, loc="outside lower center", ncols=len(engines), frameon=False)
+    picture.suptitle(f"Median time on {report.device}", fontsize=9, color="#555555", x=0.01, ha="left")
+    picture.savefig(path)
+
+
+def _draw_graph(axes: Any, figures: list[LatencyFigure], engines: list[str]) -> None:
+    shapes = list(dict.fromkeys((figure.batch, figure.length) for figure in figures))
+    height = 0.8 / len(engines)
+    for place, engine in enumerate(engines):
+        bars = [figure for figure in figures if label(figure) == engine]
+        at = [
+            shapes.index((figure.batch, figure.length)) + (place - (len(engines) - 1) / 2) * height for figure in bars
+        ]
+        drawn = axes.barh(
+            at, [figure.median_ms for figure in bars], height=0.9 * height, label=engine, color=f"C{place}"
+        )
+        axes.bar_label(drawn, [_ms(figure) for figure in bars], padding=3, fontsize=8)
+    words = LENGTHS[figures[0].graph]
+    texts = [f"{batch} {'text' if batch == 1 else 'texts'}\n{words.format(length)}" for batch, length in shapes]
+    axes.set_yticks(range(len(shapes)), texts, fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("milliseconds (log scale)")
+    axes.margins(x=0.15)
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right"]].set_visible(False)

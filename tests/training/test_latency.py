@@ -1,0 +1,54 @@
+"""The same shapes for every engine, in turns; what is left out is said; a table and a picture of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tasks.latency import draw_latency, latency_rows
+from tests.tiny_run import tiny_run
+from training.export import export_run
+from training.export_config import ExportConfig
+from training.latency import why_no_compile
+from training.results import LatencyFigure, LatencyReport
+
+
+def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    why = why_no_compile(ExportConfig(latency_compile=True))
+    assert "there is no no-such-compiler: install one, or set CXX" in why
+
+
+def figure(engine: str, median_ms: float, *, precision: str = "fp32", graph: str = "decode") -> LatencyFigure:
+    return LatencyFigure.model_validate(
+        {"engine": engine, "precision": precision, "median_ms": median_ms, "graph": graph}
+        | {"batch": 1, "length": 32, "rounds": 5, "tokens_per_s": 1e3 / median_ms}
+    )
+
+
+def test_the_table_compares_with_torch_and_the_picture_is_one(tmp_path: Path) -> None:
+    figures = (figure("torch", 6.0), figure("ONNX Runtime", 1.5), figure("ONNX Runtime", 1234.4, precision="fp16"))
+    report = LatencyReport(device="CPU", figures=figures, skipped={}, seconds=1.0)
+    rows = latency_rows(report)
+    assert [row["times torch's speed"] for row in rows] == ["1.00", "4.00", "0.00"]
+    assert [row["engine"] for row in rows] == ["torch", "ONNX Runtime fp32", "ONNX Runtime fp16"]
+    assert [row["median ms"] for row in rows] == ["6.00", "1.50", "1234"]
+    draw_latency(tmp_path / "latency.png", report)
+    with Image.open(tmp_path / "latency.png") as picture:
+        assert picture.width > 400
+        assert len(picture.getcolors(picture.width * picture.height) or ()) > 20
+
+
+@pytest.mark.long
+def test_torch_compile_takes_part_where_there_is_a_compiler(tmp_path: Path) -> None:
+    run_dir = tiny_run(
+        tmp_path / "run", latency_seconds=1, latency_batches=[2], latency_lengths=[8], latency_compile=True
+    )
+    exported = export_run(run_dir)
+    assert "latency.json" not in exported.files, "a second export of a checkpoint would differ from the first"
+    report = LatencyReport.read(run_dir / "export" / "latency.json")
+    assert report.skipped == {}
+    compiled = [figure for figure in report.figures if figure.engine == "torch.compile"]
+    assert {figure.graph for figure in compiled} == {"forward", "decode"}

@@ -1,0 +1,145 @@
+"""How long a model's copies take: ONNX Runtime against torch on this machine, in turns, so that all see the same load.
+
+A forward run gives logits of whole texts; a decode step gives those of one more token behind a cache.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from training.export_config import ExportConfig
+from training.onnx_graphs import Decode, Forward, graph_file, zero_cache
+from training.onnx_session import empty_past, open_session
+from training.parity import graphs_in
+from training.records import RunPlan
+from training.results import LatencyFigure, LatencyReport
+
+ROUNDS = range(3, 31)  # as few and as many as a shape gets, by what is left of its time
+
+Graph = Literal["forward", "decode"]
+Call = Callable[[], object]
+# graph, batch, length -> one run of it with its inputs ready; None where the engine has no such graph
+Engine = Callable[[Graph, int, int], Call | None]
+
+
+def measure_latency(model: Any, folder: Path, *, plan: RunPlan) -> LatencyReport:
+    """Medians by engine, graph, precision, batch and length; takes about export.latency_seconds."""
+    bounds, started = plan.config.export, time.perf_counter()
+    engines: dict[tuple[str, str], Engine] = {("torch", "fp32"): torch_engine(model)}
+    why = why_no_compile(bounds)
+    if not why:
+        engines["torch.compile", "fp32"] = torch_engine(model, compiled=True)
+    kinds = sorted({kind for kind, _ in graphs_in(folder)}, reverse=True)
+    for precision in sorted({precision for _, precision in graphs_in(folder)}, reverse=True):
+        engines["ONNX Runtime", precision] = onnx_engine(folder, precision)
+    lengths = sorted({min(length, plan.config.train.context - 1) for length in bounds.latency_lengths})
+    shapes = list(product(kinds, bounds.latency_batches, lengths))
+    figures: list[LatencyFigure] = []
+    for graph, batch, length in shapes:
+        figures += _in_turns(engines, graph, batch, length, seconds=bounds.latency_seconds / len(shapes))
+    return LatencyReport(
+        device=f"CPU, {torch.get_num_threads()} threads",
+        figures=tuple(figures),
+        skipped={"torch.compile": why} if why else {},
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _in_turns(
+    engines: dict[tuple[str, str], Engine], graph: Graph, batch: int, length: int, *, seconds: float
+) -> Iterator[LatencyFigure]:
+    calls = {key: call for key, engine in engines.items() if (call := engine(graph, batch, length))}
+    deadline = time.perf_counter() + seconds
+    for call in calls.values():
+        call()  # allocates, compiles
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
+    for turn in range(ROUNDS.stop):
+        if turn >= ROUNDS.start and time.perf_counter() > deadline:
+            break
+        for key, call in calls.items():
+            began = time.perf_counter()
+            call()
+            times[key].append(time.perf_counter() - began)
+    for (engine, precision), taken in times.items():
+        median = statistics.median(taken)
+        yield LatencyFigure(
+            engine=engine,
+            graph=graph,
+            precision="fp16" if precision == "fp16" else "fp32",
+            batch=batch,
+            length=length,
+            rounds=len(taken),
+            median_ms=1e3 * median,
+            tokens_per_s=batch * (length if graph == "forward" else 1) / median,
+        )
+
+
+def onnx_engine(folder: Path, precision: str) -> Engine:
+    kinds = {kind for kind, there in graphs_in(folder) if there == precision}
+    sessions = {kind: open_session(folder / graph_file(kind, precision)) for kind in kinds}
+
+    def engine(graph: Graph, batch: int, length: int) -> Call | None:
+        if graph not in sessions:
+            return None
+        feed = inputs_of(sessions[graph], graph, batch, length)
+        return lambda: sessions[graph].run(None, feed)
+
+    return engine
+
+
+def inputs_of(session: Any, graph: Graph, batch: int, length: int) -> dict[str, np.ndarray]:
+    if graph == "forward":
+        return {"input_ids": np.zeros((batch, length), dtype=np.int64)}
+    return {
+        "input_ids": np.zeros((batch, 1), dtype=np.int64),
+        "attention_mask": np.ones((batch, length + 1), dtype=np.int64),
+        "position_ids": np.full((batch, 1), length, dtype=np.int64),
+        **empty_past(session, rows=batch, length=length),
+    }
+
+
+def torch_engine(model: Any, *, compiled: bool = False) -> Engine:
+    modules = {"forward": Forward(model).eval(), "decode": Decode(model).eval()}
+    runs: dict[str, Callable[..., object]] = {
+        # dynamic: one compilation serves all shapes, but for batch 1, which gets its own
+        kind: torch.compile(module, dynamic=True) if compiled else module
+        for kind, module in modules.items()
+    }
+
+    def engine(graph: Graph, batch: int, length: int) -> Call:
+        arguments: tuple[Any, ...] = (torch.zeros(batch, length, dtype=torch.int64),)
+        if graph == "decode":
+            arguments = (
+                torch.zeros(batch, 1, dtype=torch.int64),
+                torch.ones(batch, length + 1, dtype=torch.int64),
+                torch.full((batch, 1), length),
+                zero_cache(model, batch=batch, past=length),
+            )
+
+        def call() -> object:
+            with torch.inference_mode():
+                return runs[graph](*arguments)
+
+        return call
+
+    return engine
+
+
+def why_no_compile(bounds: ExportConfig) -> str:
+    """'' where torch.compile takes part."""
+    if not bounds.latency_compile:
+        return "it compiles for up to a minute: export.latency_compile=true measures it too"
+    compiler = os.environ.get("CXX") or "g++"
+    if shutil.which(compiler) is None:
+        return f"torch.compile needs a C++ compiler, and there is no {compiler}: install one, or set CXX"
+    return ""
