@@ -61,7 +61,7 @@ def test_mlflow_has_config_metrics_data_and_a_true_status(first: dict[str, Any],
     assert run.inputs.dataset_inputs[0].dataset.digest
     artifacts = {artifact.path for artifact in shop.mlflow.list_artifacts(run.info.run_id)}
     assert {"config.json", "plan.json", "dataset.json", "inventory.json", "summary.png", "eval.json"} <= artifacts
-    assert {"report.html", "curves.png"} <= artifacts
+    assert {"report.html", "curves.png", "latency.json", "export-latency.png"} <= artifacts
     traces = {artifact.path for artifact in shop.mlflow.list_artifacts(run.info.run_id, "profile")}
     assert "profile/step-00000030-rank-0.json.gz" in traces
 
