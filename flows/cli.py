@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from flows.compare_cli import add_compare_command, is_comparison, resume_comparison
+from flows.evaluate_cli import add_evaluate_command
 from flows.image_cli import add_image_commands
 from flows.model_cli import add_model_commands
 from flows.promotion_cli import add_promotion_commands
@@ -102,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     add_compare_command(command, _run_flow)
     add_running_commands(command)
     add_server_commands(command)
+    add_evaluate_command(command)
     add_model_commands(command)
     add_promotion_commands(command, _run_flow)
     add_image_commands(commands)

@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from training.config import RunConfig
-from training.serving_config import ServeConfig
+from training.serving_config import EvaluateConfig, ServeConfig
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -44,6 +44,11 @@ def with_overrides(content: dict[str, Any], overrides: Sequence[str]) -> RunConf
 def serve_config(overrides: Sequence[str]) -> ServeConfig:
     """`inference.field=value` and `serving.field=value` over the defaults. Raises as `load_config` does."""
     return _validated(ServeConfig, {}, overrides)
+
+
+def evaluate_config(content: dict[str, Any], overrides: Sequence[str]) -> EvaluateConfig:
+    """`inference.…`, `evaluation.…` and `data.…` over `content`, which is changed. Raises as `load_config` does."""
+    return _validated(EvaluateConfig, content, overrides)
 
 
 def _validated(config: type[C], content: dict[str, Any], overrides: Sequence[str]) -> C:

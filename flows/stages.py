@@ -20,7 +20,8 @@ from tasks import corpus, fleet, launch, nsight, overrides, planning, track, tri
 from tasks import hardware as machines
 from tasks.doctor import hardware_rows
 from tasks.engine import check_prompts
-from tasks.evaluate import metrics_of, table_of
+from tasks.evaluate import check_tasks
+from tasks.evaluation_report import metrics_of, table_of
 from tasks.generate import TextGenerator
 from tasks.latency import draw_latency, latency_rows
 from tasks.places import command, home, run_folder, tracking_uri
@@ -111,6 +112,7 @@ def stage_seconds(run: TrackedRun) -> dict[str, float]:
 def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
     with timed(run, "tokenize"):
         nsight.check_here(config)
+        check_tasks(config)
         check_tokenizer(config)
         folder, shards = corpus.prepare_corpus(config.data, tokens_home=home() / "tokens", objective=config.objective)
         check_tokenizer(config, folder / "tokenizer" / "tokenizer.json")

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tasks.evaluate import table_of
+from tasks.evaluation_report import table_of
 from tasks.overrides import flattened
 from tasks.page import details, embedded_picture, heading, paragraph, tiles, words_table, write_html
 from tasks.places import command

@@ -129,6 +129,8 @@ class RunConfig(Part):
         if self.trainer.given:  # what it makes of its ranks is its own
             return self
         train, parallel = self.train, self.parallel
+        if self.data.split == "all":
+            raise ValueError("data.split=all holds everything out and leaves nothing to train on: choose another split")
         model_ranks = max(1, parallel.tp) * max(1, parallel.pp)
         if parallel.ranks % model_ranks:
             raise ValueError(

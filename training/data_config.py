@@ -59,10 +59,11 @@ class DataConfig(Part):
     hub_split: str = Field("train", description="Split of a hub data set to read.")
     streaming: bool = Field(False, description="Read a hub data set as a stream, without downloading it whole.")
     tokenizer: TokenizerConfig = Field(TokenizerConfig(), description="How text becomes tokens.")
-    split: Literal["auto", "documents", "tail"] = Field(
+    split: Literal["auto", "documents", "tail", "all"] = Field(
         "auto",
         description="Held-out part. documents: whole documents, by a hash of their name or place. "
-        "tail: the last characters of the corpus. auto: documents if there are at least 20, else tail.",
+        "tail: the last characters of the corpus. auto: documents if there are at least 20, else tail. "
+        "all: everything, to evaluate on and not to train on.",
     )
     validation_fraction: float = Field(
         0.1, gt=0.0, lt=0.9, description="Share of documents (or of characters, for tail) held out for validation."

@@ -23,7 +23,7 @@ from training.evaluated import Opened, open_model
 from training.loss import IGNORED
 from training.rank import entered
 from training.records import RunPlan, TokenShards, TrainResult
-from training.results import EvalReport, EvaluationJob, Sample, SourceFigures
+from training.results import EvalReport, EvaluationJob, Sample, SourceFigures, TaskScore
 from training.retention import reading
 from training.samples import Sampler
 from training.sources import HeldOutSources, held_out_sources
@@ -48,6 +48,7 @@ def main(plan_path: Path) -> None:
                 plan.shards_dir,
             )
         sums = held_out_sums(opened, sources)
+        scored = scores(opened)
         made = samples(opened)
         if rank.rank == 0:
             figures = figures_of(sums.sum(0), manifest.text_bytes("validation"), causal=opened.model.causal)
@@ -57,6 +58,7 @@ def main(plan_path: Path) -> None:
                 shards_fingerprint=plan.shards_fingerprint,
                 **figures,
                 sources=by_source(sums, sources, causal=opened.model.causal),
+                tasks=scored,
                 samples=made,
                 seconds=time.perf_counter() - began,
             ).write(run_dir / "eval.json")
@@ -113,6 +115,14 @@ def by_source(sums: np.ndarray, sources: HeldOutSources | None, *, causal: bool)
         for name, text_bytes, row in rows
         if row[2]
     )
+
+
+def scores(opened: Opened) -> tuple[TaskScore, ...]:
+    if not opened.plan.config.evaluation.has_tasks:
+        return ()
+    from training.downstream import task_scores  # lm-evaluation-harness takes seconds to import, and is an extra
+
+    return task_scores(opened)
 
 
 def samples(opened: Opened) -> tuple[Sample, ...]:

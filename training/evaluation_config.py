@@ -20,6 +20,18 @@ class EvaluationConfig(Part):
     sample_tokens: int = Field(64, ge=1, le=100_000, description="New tokens per sample.")
     temperature: float = Field(0.8, ge=0, le=10, description="Sampling temperature; 0: greedy.")
     top_k: int = Field(50, ge=0, le=1_000_000, description="Sample from the k likeliest tokens; 0: from all.")
+    tasks: tuple[str, ...] = Field(
+        (), description="Downstream tasks for the trained model: names of lm-evaluation-harness, or of `task_files`."
+    )
+    task_files: tuple[str, ...] = Field(
+        (), description="Task files of its format (YAML, data beside it), or folders of them; all, without `tasks`."
+    )
+    few_shot: int = Field(-1, ge=-1, le=1000, description="Examples before each question; -1: as each task has it.")
+    task_limit: int = Field(0, ge=0, description="Documents per task; 0: all.")
+
+    @property
+    def has_tasks(self) -> bool:
+        return bool(self.tasks or self.task_files)
 
     @model_validator(mode="after")
     def check(self) -> EvaluationConfig:

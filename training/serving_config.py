@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from training.data_config import Part
+from training.data_config import DataConfig, Part
+from training.evaluation_config import EvaluationConfig
 
 
 class InferenceConfig(Part):
@@ -39,6 +40,14 @@ class ServingConfig(Part):
     drain_s: float = Field(30, ge=0, description="For requests under way, on SIGTERM.")
     poll_s: float = Field(5, gt=0, description="Between two looks at the alias.")
     token_file: str = Field("", description="File with one accepted bearer token a line; empty: none is asked for.")
+
+
+class EvaluateConfig(Part):
+    """What `shardline evaluate` takes as section.field=value; `data.path` empty: the run's own held-out text."""
+
+    inference: InferenceConfig = Field(InferenceConfig(), description="Devices, and how they share the model.")
+    evaluation: EvaluationConfig = Field(EvaluationConfig(), description="Tasks and samples; a run's own otherwise.")
+    data: DataConfig = Field(DataConfig(), description="Other text than the run's held-out split.")
 
 
 class ServeConfig(Part):

@@ -43,7 +43,9 @@ def test_the_first_run_ends_as_champion_with_exact_figures(first: dict[str, Any]
     ]  # fmt: skip
 
 
-def test_mlflow_has_config_metrics_data_and_a_true_status(first: dict[str, Any], shop: Shop) -> None:
+def test_mlflow_has_config_metrics_data_and_a_true_status(
+    first: dict[str, Any], shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_dir = shop.home / first["run_id"]
     run = shop.mlflow_run(run_dir)
     assert run.info.status == "FINISHED"
@@ -62,6 +64,11 @@ def test_mlflow_has_config_metrics_data_and_a_true_status(first: dict[str, Any],
     artifacts = {artifact.path for artifact in shop.mlflow.list_artifacts(run.info.run_id)}
     assert {"config.json", "plan.json", "dataset.json", "inventory.json", "summary.png", "eval.json"} <= artifacts
     assert {"report.html", "curves.png", "latency.json", "export-latency.png"} <= artifacts
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{shop.home}/mlflow.db")
+    samples = shop.mlflow.load_table(run.info.experiment_id, "samples.json", [run.info.run_id])
+    assert samples.columns.tolist() == ["step", "prompt", "text", "seed", "run"]
+    assert samples[["step", "prompt", "run"]].values.tolist() == [[step, "the ", run_dir.name] for step in (30, 60)]
+    assert samples["text"].map(len).min() > 0
     traces = {artifact.path for artifact in shop.mlflow.list_artifacts(run.info.run_id, "profile")}
     assert "profile/step-00000030-rank-0.json.gz" in traces
 

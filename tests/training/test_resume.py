@@ -14,6 +14,7 @@ from tests.conftest import losses, run_ranks
 from tests.ranks import Ranks
 from tests.training.layouts import LAYOUTS, Layout
 from training.checkpoint import Manifest
+from training.metrics import read_rows
 from training.records import TrainResult
 
 STEPS = 60
@@ -85,7 +86,8 @@ def make(request: pytest.FixtureRequest, make_run: Callable[..., Path]) -> Calla
             train__steps=STEPS,
             train__micro_batch=2 if layout.get("parallel__pp", 1) == 1 else 1,
             checkpoint__every_steps=10,
-            evaluation__every_steps=25,
+            evaluation__every_steps=5,
+            evaluation__samples_while_training=2,
             **layout,
         )
 
@@ -115,6 +117,12 @@ def test_resumed_run_is_the_undisturbed_one_to_the_bit(
     assert got == expected, f"stopped at step {at_step}"
     assert weight_hashes(plan_path) == weight_hashes(undisturbed)
     assert TrainResult.read(plan_path.parent / "result.json").loss == expected[STEPS]
+    assert samples(plan_path) == samples(undisturbed)
+    assert [step for step, _ in samples(plan_path)] == list(range(5, STEPS + 1, 5))
+
+
+def samples(plan_path: Path) -> list[tuple[int, str]]:
+    return [(row["step"], row["text"]) for row in read_rows(plan_path.parent / "samples.jsonl")]
 
 
 def test_every_step_is_logged_once_after_a_resume(undisturbed: Path) -> None:

@@ -7,6 +7,7 @@ the last stage; the two gradients are summed, so that both copies stay the same.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -88,7 +89,6 @@ class Pipeline(Torch):
         if self.has_copy:  # the first stage counts and saves the embedding
             self.counted = [parameter for parameter in self.counted if parameter is not model.output()[0]]
         self.weight, self.losses = 0.0, list[Tensor]()
-        self.schedule = self._schedule()
 
     def saved_names(self) -> dict[str, nn.Parameter]:
         assert self.model.anatomy is not None
@@ -106,7 +106,8 @@ class Pipeline(Torch):
                 own = group
         return own
 
-    def _schedule(self) -> Schedule1F1B | ScheduleInterleaved1F1B:
+    @functools.cached_property
+    def schedule(self) -> Schedule1F1B | ScheduleInterleaved1F1B:
         """Shapes are told, not tried out: a trial forward pass would use up random numbers."""
         plan, device = self.plan, next(self.model.parameters()).device
         shape = (plan.micro_batches[self.mesh["dp"].get_local_rank()], plan.config.train.context)

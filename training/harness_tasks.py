@@ -1,0 +1,110 @@
+"""The downstream tasks that a config names, loaded with their data by lm-evaluation-harness (Gao et al. 2021).
+
+    python -m training.harness_tasks EVALUATION_JSON
+
+loads them before training, in a process of its own, and ends with 2 and one line for what cannot be had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from lm_eval.tasks import TaskManager
+
+from training.evaluation_config import EvaluationConfig
+
+SIMILAR = 5  # names in an error message
+EXAMPLES_SEED = 1234  # the harness's own, for few-shot examples
+
+
+def main(content: str) -> int:
+    try:
+        load_tasks(EvaluationConfig.model_validate_json(content))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def load_tasks(wanted: EvaluationConfig) -> dict[str, Any]:
+    """As `lm_eval.evaluator.evaluate` takes them. Without evaluation.tasks, all that the files define.
+
+    A file's relative `data_files` are beside it. Raises ValueError for an unknown task, or data that cannot be had.
+    """
+    logging.getLogger("lm_eval").setLevel(logging.WARNING)
+    found = _in_files(wanted.task_files)
+    names = list(wanted.tasks) or list(found)
+    known = found if all(name in found for name in names) else _of_the_harness() | found
+    loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
+    for name in names:
+        if name not in known:
+            raise ValueError(_unknown(name, sorted(known)))
+        manager, folder = known[name]
+        try:
+            with contextlib.chdir(folder):
+                part: Any = manager.load([name])
+        except Exception as error:  # whatever `datasets` raises, or the task's own code
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(
+                f"evaluation.tasks: {name} cannot be loaded ({type(error).__name__}: {reason}); its data comes from "
+                "the Hugging Face hub unless its file says otherwise: check the network, or give a task by "
+                "evaluation.task_files whose data lies beside it"
+            ) from error
+        for kind in loaded:
+            loaded[kind] |= part.get(kind, {})
+    for task in loaded["tasks"].values():
+        _set_examples(task, wanted.few_shot)
+    return loaded
+
+
+def _in_files(files: tuple[str, ...]) -> dict[str, tuple[Any, Path]]:
+    """Name -> who loads it, and the folder of its data, for every task that the files define."""
+    found: dict[str, tuple[Any, Path]] = {}
+    for given in files:
+        path = Path(given).expanduser().resolve()
+        if not path.exists():
+            raise ValueError(f"evaluation.task_files: {given} is not there (looked for {path}): mend the path")
+        manager = TaskManager(include_path=path if path.is_dir() else path.parent, include_defaults=False)
+        own = {
+            name: (manager, entry.yaml_path.parent if entry.yaml_path else path)
+            for name, entry in manager.task_index.items()
+            if path.is_dir() or entry.yaml_path == path
+        }
+        if not own:
+            raise ValueError(
+                f"evaluation.task_files: {given} defines no task: a task's file is YAML with `task: NAME` and what "
+                "else lm-evaluation-harness asks for (its docs/new_task_guide.md)"
+            )
+        found |= own
+    return found
+
+
+def _of_the_harness() -> dict[str, tuple[Any, Path]]:
+    """Its thousands of files are read for this, in 4 s."""
+    manager = TaskManager()
+    return {name: (manager, Path.cwd()) for name in manager.all_tasks}
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=SIMILAR, cutoff=0.5)
+    listed = f"near it are {', '.join(near)}" if near else "`lm-eval ls tasks` lists its own"
+    return f"evaluation.tasks: neither lm-evaluation-harness nor evaluation.task_files has a task {name!r}; {listed}"
+
+
+def _set_examples(task: Any, few_shot: int) -> None:
+    """As many as asked for, unless the task's file forbids them by saying 0; as the harness's own command does it."""
+    own = task.get_config("num_fewshot")
+    if own is None:
+        task.set_config(key="num_fewshot", value=max(few_shot, 0))
+    elif few_shot >= 0 and own != 0:
+        task.set_config(key="num_fewshot", value=few_shot)
+    task.set_fewshot_seed(seed=EXAMPLES_SEED)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
