@@ -13,12 +13,13 @@ from flows.embedded import is_embedded
 from flows.presets import presets
 from flows.stages import mlflow_page, open_mlflow, stage, stage_seconds
 from tasks import track
-from tasks.places import command
+from tasks.places import command, tracking_uri
 from tasks.report import Outcome, against_plan, draw, outcome_rows
 from tasks.run_page import CURVES, PAGE, write_report
 from tasks.run_story import RunStory, read_story
 from tasks.run_words import summary
 from tasks.track import TrackedRun
+from training.credentials import without_credentials
 from training.records import RunPlan, TrainResult
 from training.results import EvalReport, ExportedModel, RegisteredModel
 
@@ -35,7 +36,7 @@ def reported(run_id: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        ended = str(error) or type(error).__name__
+        ended = without_credentials(str(error), uri=tracking_uri()) or type(error).__name__
         raise
     finally:
         try:

@@ -170,11 +170,13 @@ def test_a_stop_saves_a_checkpoint_says_killed_and_resume_goes_on_to_the_bit(
     assert (run_dir / result.checkpoint / "manifest.json").exists()
     stopped = shop.mlflow_run(run_dir)
     assert stopped.info.status == "KILLED"
+    assert "It did not come to its end: training was told to stop at step" in (run_dir / "report.html").read_text()
     assert shop.prefect_states()[stopped.data.tags["prefect.flow_run_id"]] == "CANCELLED"
 
     outcome = json.loads(shop.run("resume", run_dir.name, "--json")[0])
     assert outcome["mlflow_run_id"] == stopped.info.run_id, "a resume goes on with the same MLflow run"
     assert shop.mlflow_run(run_dir).info.status == "FINISHED"
+    assert "It was stopped after step" in (run_dir / "report.html").read_text()
     assert losses(run_dir / "plan.json") == undisturbed
 
 
@@ -233,6 +235,7 @@ def test_a_failing_rank_ends_with_1_and_its_cause(shop: Shop, first: dict[str, A
     assert "lower train.learning_rate" in err
     (run_dir,) = [path for path in shop.run_dirs() if path not in known]
     assert shop.mlflow_run(run_dir).info.status == "FAILED"
+    assert "lower train.learning_rate" in (run_dir / "report.html").read_text()
     tags = shop.mlflow_run(run_dir).data.tags
     assert "lower train.learning_rate" in tags["shardline.ended_by"]
     failure = train_failure(run_dir / "result.json")

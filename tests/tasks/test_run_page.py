@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tasks.history import history, note_end, note_start
-from tasks.progress import span
 from tasks.report import Outcome
 from tasks.run_curves import thinned
 from tasks.run_page import write_report
@@ -161,11 +160,3 @@ def test_an_outcome_of_before_is_where_the_registered_version_is_known_from(run:
     page = words(page_of(run))
     assert "It is version 3 of verses in the registry, the champion (all gates held)." in page
     assert "serve verses@champion" in page
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [(0.2, "0 s"), (41, "41 s"), (200, "3 min 20 s"), (3600, "1 h"), (7500, "2 h 5 min"), (273_600, "3 d 4 h")],
-)
-def test_times_are_told_in_two_units_at_most(seconds: float, shown: str) -> None:
-    assert span(seconds) == shown

@@ -1,0 +1,69 @@
+"""Progress in Prefect: never a moment of the training, whatever the server does."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from queue import Queue
+
+import pytest
+
+from tasks import progress
+from tasks.progress import ProgressArtifact, span, steps_shown
+
+
+@pytest.fixture
+def silent_server() -> Iterator[tuple[str, Queue[bytes]]]:
+    """It takes requests and never answers; the first words of each."""
+    asked: Queue[bytes] = Queue()
+    taken: list[socket.socket] = []
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+
+        def take() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                taken.append(connection)
+                asked.put(connection.recv(200))
+
+        threading.Thread(target=take, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/api", asked
+    for connection in taken:
+        connection.close()
+
+
+def test_a_server_that_does_not_answer_holds_nobody_up(
+    silent_server: tuple[str, Queue[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import prefect  # noqa: F401  (a flow run has it loaded)
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    url, asked = silent_server
+    monkeypatch.setattr(progress, "_in_a_prefect_run", lambda: True)
+    monkeypatch.setattr(progress, "LAST_UPDATE_S", 0.1)
+    with temporary_settings({PREFECT_API_URL: url}):
+        with steps_shown("training", total=50) as show:
+            asked.get(timeout=20)  # from here on the thread waits for an answer
+            began = time.perf_counter()
+            for step in range(1, 51):
+                show({"step": step, "loss": 2.0, "tokens_per_s": 100.0, "eta_s": 60.0})
+        assert time.perf_counter() - began < 2, "all rows, and the end of training"
+
+
+def test_outside_a_flow_run_there_is_no_artifact_to_send() -> None:
+    with ProgressArtifact("training") as artifact:
+        artifact.show(50.0, "half")
+    assert artifact.thread is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.2, "0 s"), (41, "41 s"), (200, "3 min 20 s"), (3600, "1 h"), (7500, "2 h 5 min"), (273_600, "3 d 4 h")],
+)
+def test_times_are_told_in_two_units_at_most(seconds: float, shown: str) -> None:
+    assert span(seconds) == shown
