@@ -30,6 +30,12 @@ def add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         help = "inference.field=value" + (", serving.field=value" if added is serve else "")
         added.add_argument("overrides", nargs="*", metavar="section.field=value", help=help)
 
+    about = "write a Triton model repository of a registered model, or of an export folder"
+    triton = command("triton", _triton, about, "MODEL@ALIAS", "DIR")
+    triton.add_argument(
+        "overrides", nargs="*", metavar="field=value", help="max_batch_size=16 device=gpu gpus=[0,1] ..."
+    )
+
 
 def _lineage(options: argparse.Namespace) -> None:
     from tasks.places import home, tracking_uri
@@ -106,3 +112,18 @@ def _serve(options: argparse.Namespace) -> None:
         servers_dir=home() / "servers",
         config=config,
     )
+
+
+def _triton(options: argparse.Namespace) -> None:
+    from flows.presets import triton_config
+    from tasks.places import home, tracking_uri
+    from tasks.registry import resolve
+    from tasks.triton import write_repository
+
+    config, target = triton_config(options.overrides), Path(options.dir)
+    export_dir, name, version = Path(options.model), Path(options.model).resolve().parent.name, 1
+    if not export_dir.is_dir():
+        model = resolve(options.model, tracking_uri=tracking_uri(), cache_dir=home() / "models")
+        export_dir, name, version = model.export_dir, model.name, model.version
+    for folder in write_repository(export_dir, target, name=name, version=version, config=config):
+        print(folder)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from training.config import RunConfig
 from training.serving_config import EvaluateConfig, ServeConfig
+from training.triton_config import TritonConfig
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -49,6 +50,11 @@ def serve_config(overrides: Sequence[str]) -> ServeConfig:
 def evaluate_config(content: dict[str, Any], overrides: Sequence[str]) -> EvaluateConfig:
     """`inference.…`, `evaluation.…` and `data.…` over `content`, which is changed. Raises as `load_config` does."""
     return _validated(EvaluateConfig, content, overrides)
+
+
+def triton_config(overrides: Sequence[str]) -> TritonConfig:
+    """`field=value` over the defaults. Raises as `load_config` does."""
+    return _validated(TritonConfig, {}, overrides)
 
 
 def _validated(config: type[C], content: dict[str, Any], overrides: Sequence[str]) -> C:

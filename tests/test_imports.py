@@ -34,6 +34,7 @@ CONTRACT = {
     "records",
     "results",
     "evaluation_config",
+    "triton_config",
     "export_config",
     "promotion_config",
     "serving_config",

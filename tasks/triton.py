@@ -1,0 +1,171 @@
+"""A Triton model repository from an export folder: one model a graph, as Triton's model_config.proto wants it.
+
+    DIR/NAME/config.pbtxt, DIR/NAME/3/model.onnx + model.onnx.data     whole texts
+    DIR/NAME-decode/...                                                 token by token, with KV cache
+    DIR/NAME-tensorrt/3/model.plan                                      engines, where training.build_engine made some
+
+https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/docs/user_guide/model_configuration.html
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from training.records import write_atomically
+from training.results import ExportedModel
+from training.triton_config import TritonConfig
+
+TYPES = {"tensor(int64)": "TYPE_INT64", "tensor(float)": "TYPE_FP32", "tensor(float16)": "TYPE_FP16"}
+WARM_UP_TOKENS = 8
+
+
+class Word(str):
+    """A name of an enum: the text format has it without quotes."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """An input or output: its sizes without the batch, -1 where they vary."""
+
+    name: str
+    type: str
+    dims: tuple[int, ...]
+
+
+def write_repository(export_dir: Path, target: Path, *, name: str, version: int, config: TritonConfig) -> list[Path]:
+    """The folders of the models, ready for `tritonserver --model-repository`; other versions there stay.
+
+    Raises ValueError where the folder holds no export, or GPUs are named for a model that is to run on the CPU.
+    """
+    if not (export_dir / "export.json").is_file():
+        raise ValueError(
+            f"{export_dir} has no export.json, so it is no exported model: make one by a run's export stage"
+        )
+    if config.device == "cpu" and config.gpus:
+        raise ValueError(f"gpus = {list(config.gpus)} with device = cpu: leave one of them out")
+    exported = ExportedModel.read(export_dir / "export.json")
+    folders = []
+    for graph in exported.parity.graphs:
+        stem = graph.file.removesuffix(".onnx")
+        model = "-".join([name, *(part for part in stem.split("_") if part != "model")])
+        inputs, outputs = onnx_slots(export_dir / graph.file)
+        files = {graph.file: "model.onnx", weights_file(graph.precision): weights_file(graph.precision)}
+        engine = f"{stem}.plan"
+        backends = [("onnxruntime", "", files)]
+        if (export_dir / engine).is_file():
+            backends.append(("tensorrt", "-tensorrt", {engine: "model.plan"}))
+        for backend, suffix, needed in backends:
+            folder = target / (model + suffix)
+            _place(export_dir, folder / str(version), needed)
+            settings = model_config(folder.name, backend, inputs, outputs, config)
+            write_atomically(folder / "config.pbtxt", text_format(settings))
+            folders.append(folder)
+    return folders
+
+
+def weights_file(precision: str) -> str:
+    return "model.onnx.data" if precision == "fp32" else f"model_{precision}.onnx.data"
+
+
+def _place(source: Path, target: Path, files: Mapping[str, str]) -> None:
+    """Links where both lie on one disk, so that weights are there once; else copies."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name, wanted in files.items():
+        aside = target / f".{wanted}.part"
+        aside.unlink(missing_ok=True)
+        try:
+            os.link(source / name, aside)
+        except OSError:
+            shutil.copy(source / name, aside)
+        aside.replace(target / wanted)
+
+
+def onnx_slots(path: Path) -> tuple[list[Slot], list[Slot]]:
+    """Inputs and outputs of a graph of ours, whose first size is always the batch."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+    def slots(found: Sequence[Any]) -> list[Slot]:
+        sizes = [tuple(size if isinstance(size, int) else -1 for size in slot.shape[1:]) for slot in found]
+        return [Slot(slot.name, TYPES[slot.type], dims) for slot, dims in zip(found, sizes, strict=True)]
+
+    return slots(session.get_inputs()), slots(session.get_outputs())
+
+
+def model_config(
+    name: str, backend: str, inputs: Sequence[Slot], outputs: Sequence[Slot], config: TritonConfig
+) -> dict[str, Any]:
+    """A ModelConfig message, as nested dicts and lists."""
+    settings: dict[str, Any] = {
+        "name": name,
+        "backend": backend,
+        "max_batch_size": config.max_batch_size,
+        "input": [_tensor(slot) for slot in inputs],
+        "output": [_tensor(slot) for slot in outputs],
+        "dynamic_batching": {"max_queue_delay_microseconds": config.max_queue_delay_us},
+        "instance_group": [_instances(backend, config)],
+        "version_policy": {"latest": {"num_versions": config.keep_versions}},
+    }
+    if config.warm_up:
+        batches = sorted({1, config.max_batch_size})
+        settings["model_warmup"] = [_warm_up(inputs, batch) for batch in batches]
+    return settings
+
+
+def _tensor(slot: Slot) -> dict[str, Any]:
+    return {"name": slot.name, "data_type": Word(slot.type), "dims": list(slot.dims)}
+
+
+def _instances(backend: str, config: TritonConfig) -> dict[str, Any]:
+    """TensorRT has no CPU; KIND_AUTO takes every GPU there is, or the CPU."""
+    kind = "gpu" if config.gpus or backend == "tensorrt" else config.device
+    group: dict[str, Any] = {"kind": Word(f"KIND_{kind.upper()}"), "count": config.instances}
+    return group | ({"gpus": list(config.gpus)} if config.gpus else {})
+
+
+def _warm_up(inputs: Sequence[Slot], batch: int) -> dict[str, Any]:
+    """Zeros everywhere. Each varying size is 8 tokens; a mask is as long as the cache and the new tokens."""
+
+    def sizes(slot: Slot) -> list[int]:
+        tokens = 2 * WARM_UP_TOKENS if slot.name == "attention_mask" else WARM_UP_TOKENS
+        return [tokens if size < 0 else size for size in slot.dims]
+
+    return {
+        "name": f"batch-{batch}",
+        "batch_size": batch,
+        "inputs": [
+            {"key": slot.name, "value": {"data_type": Word(slot.type), "dims": sizes(slot), "zero_data": True}}
+            for slot in inputs
+        ],
+    }
+
+
+def text_format(message: Mapping[str, Any], indent: str = "") -> str:
+    """Protobuf's text format of nested messages; lists of messages are repeated fields."""
+    lines = []
+    for key, value in message.items():
+        for one in value if isinstance(value, list) and value and isinstance(value[0], Mapping) else [value]:
+            if isinstance(one, Mapping):
+                lines.append(f"{indent}{key} {{\n{text_format(one, indent + '  ')}{indent}}}\n")
+            else:
+                lines.append(f"{indent}{key}: {_literal(one)}\n")
+    return "".join(lines)
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, Word):
+        return str(value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return f"[ {', '.join(_literal(one) for one in value)} ]"
+    return f'"{value}"' if isinstance(value, str) else str(value)

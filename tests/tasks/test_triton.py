@@ -1,0 +1,123 @@
+"""The model repository is what Triton's own schema wants, and holds what Triton loads."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+from google.protobuf import text_format
+
+from flows.cli import main
+from flows.presets import triton_config
+from tasks.triton import write_repository
+
+
+def schema() -> Any:
+    """Triton's model_config.proto as tritonclient carries it; its package itself wants grpcio."""
+    files = importlib.metadata.files("tritonclient") or []
+    path = next(file for file in files if file.name == "model_config_pb2.py").locate()
+    spec = importlib.util.spec_from_file_location("model_config_pb2", str(path))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def proto() -> Any:
+    return schema()
+
+
+def repository(exported_run: Path, target: Path, *overrides: str, version: int = 3) -> dict[str, Path]:
+    config = triton_config(overrides)
+    folders = write_repository(exported_run / "export", target, name="tiny", version=version, config=config)
+    return {folder.name: folder for folder in folders}
+
+
+def parsed(folder: Path, proto: Any) -> Any:
+    """Raises ParseError for a field or an enum's name that the schema does not have."""
+    return text_format.Parse((folder / "config.pbtxt").read_text(), proto.ModelConfig())
+
+
+def test_the_configs_are_messages_of_tritons_schema(exported_run: Path, tmp_path: Path, proto: Any) -> None:
+    folders = repository(exported_run, tmp_path, "max_batch_size=16", "max_queue_delay_us=200", "keep_versions=2")
+    assert set(folders) == {"tiny", "tiny-decode"}
+    forward, decode = (parsed(folders[name], proto) for name in ("tiny", "tiny-decode"))
+    assert (forward.name, forward.backend, forward.max_batch_size) == ("tiny", "onnxruntime", 16)
+    assert forward.dynamic_batching.max_queue_delay_microseconds == 200
+    assert forward.version_policy.latest.num_versions == 2
+    assert [(slot.name, slot.data_type, list(slot.dims)) for slot in forward.input] == [
+        ("input_ids", proto.TYPE_INT64, [-1])
+    ]
+    assert [(slot.name, slot.data_type, list(slot.dims)) for slot in forward.output] == [
+        ("logits", proto.TYPE_FP32, [-1, 258])
+    ]
+    cache = {slot.name: list(slot.dims) for slot in decode.input if slot.name.startswith("past")}
+    assert cache == {f"past_key_values.{i}.{part}": [2, -1, 8] for i in (0, 1) for part in ("key", "value")}
+    assert [sample.batch_size for sample in decode.model_warmup] == [1, 16]
+
+
+def test_the_warm_up_is_a_request_that_the_graph_takes(exported_run: Path, tmp_path: Path, proto: Any) -> None:
+    folder = repository(exported_run, tmp_path)["tiny-decode"]
+    sample = parsed(folder, proto).model_warmup[1]
+    types = {proto.TYPE_INT64: np.int64, proto.TYPE_FP32: np.float32}
+    feed = {
+        name: np.zeros((sample.batch_size, *tensor.dims), dtype=types[tensor.data_type])
+        for name, tensor in sample.inputs.items()
+    }
+    session = onnxruntime.InferenceSession(str(folder / "3" / "model.onnx"))
+    assert session.run(["logits"], feed)[0].shape == (8, 8, 258)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "gpus", "count"),
+    [
+        ([], "KIND_AUTO", [], 1),
+        (["device=cpu", "instances=2"], "KIND_CPU", [], 2),
+        (["gpus=[0,1]", "instances=2"], "KIND_GPU", [0, 1], 2),
+    ],
+)
+def test_instances_are_where_the_user_wants_them(
+    overrides: list[str], kind: str, gpus: list[int], count: int, exported_run: Path, tmp_path: Path, proto: Any
+) -> None:
+    config = parsed(repository(exported_run, tmp_path, *overrides)["tiny"], proto)
+    (group,) = config.instance_group
+    assert (proto.ModelInstanceGroup.Kind.Name(group.kind), list(group.gpus), group.count) == (kind, gpus, count)
+
+
+def test_gpus_for_the_cpu_are_refused(exported_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"gpus = \[1\] with device = cpu: leave one of them out"):
+        repository(exported_run, tmp_path, "device=cpu", "gpus=[1]")
+
+
+def test_a_later_version_lies_beside_the_earlier_and_an_engine_is_a_model_of_its_own(
+    exported_run: Path, tmp_path: Path, proto: Any
+) -> None:
+    import shutil
+
+    shutil.copytree(exported_run / "export", tmp_path / "run" / "export")
+    (tmp_path / "run" / "export" / "model.plan").write_bytes(b"engine")
+    repository(exported_run, tmp_path / "repository", version=3)
+    folders = repository(tmp_path / "run", tmp_path / "repository", version=4)
+    assert {path.name for path in folders["tiny"].iterdir()} == {"3", "4", "config.pbtxt"}
+    engine = parsed(folders["tiny-tensorrt"], proto)
+    assert engine.backend == "tensorrt"
+    assert proto.ModelInstanceGroup.Kind.Name(engine.instance_group[0].kind) == "KIND_GPU"
+    assert (folders["tiny-tensorrt"] / "4" / "model.plan").read_bytes() == b"engine"
+
+
+def test_the_command_takes_an_export_folder_too_and_says_what_it_wrote(
+    exported_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["triton", str(exported_run / "export"), str(tmp_path / "models"), "max_batch_size=4"]) == 0
+    written = capsys.readouterr().out.split()
+    assert written == [str(tmp_path / "models" / name) for name in (exported_run.name, f"{exported_run.name}-decode")]
+    assert "max_batch_size: 4" in (tmp_path / "models" / exported_run.name / "config.pbtxt").read_text()
+    assert main(["triton", str(tmp_path), str(tmp_path / "models")]) == 2
+    assert "has no export.json" in capsys.readouterr().err
