@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flows.tables import print_pairs
+
+ROWS_AT_A_TIME = 16  # of a file of prompts, by ONNX Runtime; torch's ranks have as many each
 
 
 def add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -67,7 +70,8 @@ def _generate(options: argparse.Namespace) -> int:
         "seed": options.seed,
     }
     if options.prompts is not None:
-        return _generate_file(options, lambda: open_engine(model.export_dir, inference), model, sampling)
+        opened = partial(open_engine, model.export_dir, inference, rows=ROWS_AT_A_TIME)
+        return _generate_file(options, opened, model, sampling)
     engine = open_engine(model.export_dir, inference)
     try:
         print(options.prompt, end="", flush=True)

@@ -1,8 +1,8 @@
 """Requests that are there at the same time are decoded together: each step gives every one of them a token.
 
 A new request joins a running batch by a step of its own, which takes its prompt in; one that ends leaves its row to
-the batch's last one. Once a text fills the context, the model sees its last `context` tokens, taken in anew for
-every token: all positions move, so nothing that was kept holds.
+the batch's last one. A text that has filled the context goes on from the last half of it, which is taken in anew: all
+positions move, so nothing that was kept holds (as tasks/generate.py does it).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from training.sampling import Draw, choose
 
 @dataclass(eq=False)
 class Request:
-    """`ids`: prompt and text so far. `left`: tokens that may still come."""
+    """`ids`: what the model sees. `left`: tokens that may still come."""
 
     number: int
     ids: list[int]
@@ -50,6 +50,11 @@ class Request:
             random=np.random.default_rng(message["seed"]),
         )
 
+    def append(self, token: int, *, context: int) -> None:
+        self.ids.append(token)
+        if len(self.ids) > context:  # positions that the model was not trained at
+            self.ids, self.taken_in = self.ids[-max(1, context // 2) :], False
+
 
 @dataclass(frozen=True)
 class News:
@@ -69,35 +74,29 @@ class Batch:
         self.asked: list[Request] = []  # whose tokens the step on its way gives, by row of its logits
 
     def next_step(self) -> Step:
-        """Every row gets its turn once a round, so that full contexts do not hold up the others."""
+        """Every row gets its turn once a round, so that prompts which are taken in do not hold up the others."""
         while True:
             if not self.round:
-                alone = [row for row in self.rows if self._waits(row)]
+                alone = [row for row in self.rows if not row.taken_in]
                 self.round.extend([*alone, *([None] if len(alone) < len(self.rows) else [])])
             turn = self.round.popleft()
-            if turn is None and not all(self._waits(row) for row in self.rows):
+            if turn is None and any(row.taken_in for row in self.rows):
                 return self._extend()
             if turn is not None and turn in self.rows:
                 self.asked, turn.taken_in = [turn], True
-                return prefill(self.number, self.rows.index(turn), turn.ids[-self.context :])
+                return prefill(self.number, self.rows.index(turn), turn.ids)
 
     def _extend(self) -> Step:
         self.asked = list(self.rows)
         tokens = [row.ids[-1] for row in self.rows]
-        positions = [SKIPPED if self._waits(row) else len(row.ids) - 1 for row in self.rows]
+        positions = [len(row.ids) - 1 if row.taken_in else SKIPPED for row in self.rows]
         return extend(self.number, tokens, positions)
-
-    def _is_full(self, row: Request) -> bool:
-        return len(row.ids) > self.context
-
-    def _waits(self, row: Request) -> bool:
-        return not row.taken_in or self._is_full(row)
 
     def take(self, logits: Tensor, *, whole: bool) -> News:
         """The tokens of the step that came back; `whole`: it was one for all rows."""
         chosen = [(place, row) for place, row in enumerate(self.asked) if row in self.rows]
         if whole:
-            chosen = [(place, row) for place, row in chosen if not self._waits(row)]
+            chosen = [(place, row) for place, row in chosen if row.taken_in]
         places = [place for place, _ in chosen]
         picked = logits if len(places) == len(logits) else logits[places]
         tokens = choose(picked, [row.draw for _, row in chosen], [row.random for _, row in chosen])
@@ -107,7 +106,7 @@ class Batch:
             if token == row.stop_id:
                 news.ended.append(row.number)
                 continue
-            row.ids.append(token)
+            row.append(token, context=self.context)
             news.tokens.append((row.number, token))
             if row.left <= 0:
                 news.ended.append(row.number)
@@ -119,7 +118,7 @@ class Batch:
             place, last = self.rows.index(row), self.rows.pop()
             if last is not row:
                 self.rows[place] = last
-                if last.taken_in and not self._is_full(last):
+                if last.taken_in:
                     yield move(self.number, len(self.rows), place, length=len(last.ids) - 1)
 
 

@@ -11,6 +11,7 @@ import pytest
 from tasks.engine import EngineDied, choose_engine
 from tasks.generate import TextGenerator, TextStream
 from tasks.generate_file import GeneratedFile, generate_file
+from tests.tasks.conftest import Store
 from training.serving_config import InferenceConfig
 
 GREEDY: dict[str, Any] = {"new_tokens": 5, "temperature": 0}
@@ -95,3 +96,22 @@ def test_files_that_cannot_be_used_are_named(exported_run: Path, tmp_path: Path)
         refused(tmp_path / "prompts.jsonl", tmp_path / "prompts.jsonl")
     with pytest.raises(ValueError, match="there is no folder"):
         refused(tmp_path / "prompts.jsonl", tmp_path / "none" / "out.jsonl")
+
+
+def test_the_command_completes_a_file_and_says_how_much(
+    champion: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from flows.cli import main
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", champion.uri)
+    prompts, out = champion.folder / "prompts.jsonl", champion.folder / "out.jsonl"
+    prompts.write_text('{"prompt": "def "}\n{"prompt": 5}\n')
+    command = ["generate", "tiny@champion", "inference.engine=onnx", "--prompts", str(prompts), "--tokens", "4"]
+    assert main(command) == 2
+    assert "--prompts needs --out" in capsys.readouterr().err
+    assert main([*command, "--out", str(out), "--temperature", "0"]) == 1  # a row failed
+    expected = TextGenerator(champion.exported / "export").generate("def ", new_tokens=4, temperature=0)
+    first, second = (json.loads(line) for line in out.read_text().splitlines())
+    assert first["completion"] == expected
+    assert 'no JSON object with a text "prompt"' in second["error"]
+    assert "2 completions by tiny version 1, 1 with an error; 2 made now" in capsys.readouterr().out

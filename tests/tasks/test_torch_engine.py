@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -13,6 +12,8 @@ import pytest
 from tasks.engine import EngineDied
 from tasks.generate import TextGenerator
 from tasks.torch_engine import TorchEngine
+from tests.tasks.conftest import Store
+from tests.tasks.serving import server
 from training.serving_config import InferenceConfig
 
 pytestmark = pytest.mark.slow  # each start of ranks imports torch and transformers: 4 s of a core
@@ -62,27 +63,30 @@ def test_ranks_give_onnx_runtimes_text_and_are_started_again_once(exported_run: 
         engine.close()
 
 
-HOLDS_AN_ENGINE = """
-import sys
-from pathlib import Path
-from tasks.torch_engine import TorchEngine
-from training.serving_config import InferenceConfig
+def test_a_server_is_not_ready_without_its_ranks_and_leaves_none_when_it_is_killed(champion: Store) -> None:
+    expected = TextGenerator(champion.exported / "export").generate("def ", new_tokens=12, temperature=0)
+    body = {"prompt": "def ", "new_tokens": 12, "temperature": 0}
+    with server(champion, inference={"parallel": "tensor", "degree": 2}) as (client, process):
 
-engine = TorchEngine(Path(sys.argv[1]), InferenceConfig(parallel="tensor", degree=2))
-print(engine.ranks.process.pid, flush=True)
-list(engine.stream("x", new_tokens=10**9, stop_at_end=False))
-"""
+        def ranks() -> list[psutil.Process]:
+            started = psutil.Process(process.pid).children(recursive=True)
+            return [rank for rank in started if "training.generate" in rank.cmdline()]
 
-
-def test_no_rank_is_left_when_the_owner_is_killed(exported_run: Path) -> None:
-    command = [sys.executable, "-c", HOLDS_AN_ENGINE, str(exported_run / "export")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
-        launcher = psutil.Process(int(owner.stdout.readline()))
-        ranks = launcher.children(recursive=True)
-        assert len([rank for rank in ranks if "training.generate" in rank.cmdline()]) == 2
-        owner.kill()
-    _, alive = psutil.wait_procs([launcher, *ranks], timeout=60)
+        assert client.get("/health/ready").status_code == 200
+        assert client.post("/generate", json=body).json()["text"] == expected
+        ranks()[-1].kill()
+        while client.get("/health/ready").status_code == 200:
+            time.sleep(0.02)
+        refused = client.post("/generate", json=body)
+        assert (refused.status_code, "have ended" in refused.json()["detail"]) == (503, True)
+        assert client.get("/health").json()["status"] == "no engine"
+        while client.get("/health/ready").status_code == 503:
+            time.sleep(0.1)
+        assert client.post("/generate", json=body).json()["text"] == expected
+        left = psutil.Process(process.pid).children(recursive=True)
+        assert len(ranks()) == 3  # two, and torchrun, whose command names the program too
+        process.kill()
+    _, alive = psutil.wait_procs(left, timeout=60)
     assert alive == []
 
 
