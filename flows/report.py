@@ -54,6 +54,7 @@ def _write_page(run_id: str, *, ended: str) -> None:
     logger.info("report: %s", run.folder / PAGE)
     _show(story, drawn=run.folder / CURVES in written)
     track.log_files(run, *written)
+    track.describe(run, "\n\n".join([as_text(" ".join(summary(story))), *_link_to_prefect(story)]))
 
 
 def _links(run: TrackedRun) -> dict[str, str]:
@@ -62,6 +63,11 @@ def _links(run: TrackedRun) -> dict[str, str]:
         url = "" if is_embedded() else str(flow_run.ui_url or "")
         links["Prefect"] = url or f"flow run {flow_run.id}"
     return links
+
+
+def _link_to_prefect(story: RunStory) -> list[str]:
+    url = story.links.get("Prefect", "")
+    return [f"[Prefect's page of the run]({url})"] if url.startswith("http") else []
 
 
 def _show(story: RunStory, *, drawn: bool) -> None:

@@ -85,6 +85,8 @@ def _how_it_went(story: RunStory) -> str:
     cuts = [event for event in story.events if event.what in CUTS]
     if story.ended:
         return f"It did not come to its end: {story.ended.splitlines()[0]}"
+    if not story.events:
+        return ""
     if not cuts:
         return "It went through without a stop."
     ways = ", ".join(f"{event.what} after step {event.step:,}" for event in cuts)

@@ -40,6 +40,8 @@ RUN_ID = "shardline.run_id"
 EXACT = "shardline.exact"  # "false" once a resume was forced
 OVERRIDES = "shardline.resume_overrides"
 PARENT = "mlflow.parentRunId"
+DESCRIPTION = "mlflow.note.content"
+OURS = "\n\nreport.html, among the artifacts, has more."  # what a description of ours ends with
 PARAMS_PER_REQUEST = 100
 
 
@@ -223,3 +225,11 @@ def log_files(run: TrackedRun, *paths: Path, folder: str | None = None) -> None:
     client = connect()
     for path in paths:
         client.log_artifact(run.mlflow_run_id, str(path), folder)
+
+
+def describe(run: TrackedRun, text: str) -> None:
+    """As the MLflow run's description, in markdown; one that somebody wrote by hand stays."""
+    client = connect()
+    known = client.get_run(run.mlflow_run_id).data.tags.get(DESCRIPTION, "")
+    if not known or known.endswith(OURS):
+        client.set_tag(run.mlflow_run_id, DESCRIPTION, text + OURS)

@@ -16,7 +16,7 @@ from mlflow import MlflowClient
 from tasks.causes import RunStopped
 from tasks.ending import prefect_knows, reconcile
 from tasks.places import run_folder
-from tasks.track import TrackedRun, tracked
+from tasks.track import TrackedRun, describe, tracked
 from tests.conftest import REPO, tiny_config
 
 HOLD = """
@@ -152,3 +152,20 @@ def test_opened_again_it_is_the_same_mlflow_run_and_remembers_what_it_began_with
     with tracked(tiny_config(train__steps=9), run_id="r1", tags={}) as again:
         assert again == first
         assert status(home, "r1")[0] == "RUNNING"
+
+
+def test_the_description_follows_the_run_unless_somebody_wrote_one(home: Path) -> None:
+    with tracked(tiny_config(), run_id="r1", tags={}) as run:
+        pass
+    client = MlflowClient(f"sqlite:///{home}/mlflow.db")
+
+    def description() -> str:
+        return str(client.get_run(run.mlflow_run_id).data.tags["mlflow.note.content"])
+
+    describe(run, "stopped at step 3")
+    describe(run, "done")
+    assert description().startswith("done\n")
+    assert "report.html" in description()
+    client.set_tag(run.mlflow_run_id, "mlflow.note.content", "the one with the bad seed")
+    describe(run, "done again")
+    assert description() == "the one with the bad seed"
