@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import torch
@@ -12,6 +13,8 @@ from training.metrics import SAMPLES, read_rows
 from training.records import RunPlan, write_atomically
 from training.sampling import Draw
 from training.strategies import Strategy
+
+logger = logging.getLogger(__name__)
 
 
 class Sampler:
@@ -43,13 +46,16 @@ class Sampler:
 
 
 class SampleLog:
-    """Samples while training, under evaluation.samples_while_training; a masked model writes nothing."""
+    """Samples while training, under evaluation.samples_while_training; a masked model writes nothing.
+
+    Rows that a full disk does not take wait for the next ones, like those of the metrics.
+    """
 
     def __init__(self, plan: RunPlan, run_dir: Path, *, start: int, writes: bool) -> None:
         new_tokens = plan.config.evaluation.samples_while_training
         wanted = new_tokens > 0 and plan.config.objective == "causal"
         self.sampler = Sampler(plan, new_tokens=new_tokens) if wanted else None
-        self.path, self.writes, self.run = run_dir / SAMPLES, writes, plan.run_id
+        self.path, self.writes, self.run, self.waiting = run_dir / SAMPLES, writes, plan.run_id, ""
         if writes and self.path.exists():  # what comes after `start` is written again
             rows = [row for row in read_rows(self.path) if row["step"] <= start]
             write_atomically(self.path, "".join(f"{json.dumps(row)}\n" for row in rows))
@@ -66,5 +72,10 @@ class SampleLog:
             json.dumps({"step": step, "prompt": prompt, "text": text, "seed": seed, "run": self.run})
             for prompt, text, seed in rows
         ]
-        with self.path.open("a") as file:
-            file.write("".join(f"{line}\n" for line in lines))
+        self.waiting += "".join(f"{line}\n" for line in lines)
+        kept = self.path.read_bytes() if self.path.exists() else b""
+        try:
+            write_atomically(self.path, kept + self.waiting.encode())
+            self.waiting = ""
+        except OSError as error:
+            logger.warning("samples wait for room in %s (%s)", self.path, error)

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from tests.conftest import END, REPO, rank_env, run_ranks
+from tests.tiny_run import tiny_run
 from training.data import held_out
 from training.model import build_model
 from training.records import RunPlan
@@ -77,6 +78,38 @@ def test_one_and_two_ranks_give_the_figures_of_a_plain_loop(trained: Path, tmp_p
     first, second = (EvalReport.read(tmp_path / f"{ranks}.json") for ranks in (1, 2))
     assert first.samples == second.samples
     assert len(first.samples[0].text) > 0
+
+
+def test_ranks_that_share_a_model_have_the_figures_of_one_rank(trained: Path, tmp_path: Path) -> None:
+    """Under fsdp as training had it, without optimizer state."""
+    losses, right = by_hand(trained)
+    shutil.copytree(trained.parent, tmp_path / "run")
+    plan = RunPlan.read(trained)
+    shared = {"mesh": {"pp": 1, "dp": 2, "tp": 1}, "ranks_per_host": (2,), "micro_batches": (2, 2), "strategy": "fsdp"}
+    plan.model_copy(update=shared).write(tmp_path / "run" / "plan.json")
+    run_ranks(tmp_path / "run" / "plan.json", program="training.evaluate")
+    report = EvalReport.read(tmp_path / "run" / "eval.json")
+    assert report.loss == pytest.approx(losses.mean(), rel=1e-6)
+    assert report.accuracy == right.mean()
+    assert [source.tokens for source in report.sources] == [250, 200]
+
+
+@torch.no_grad()
+def test_a_masked_model_has_the_loss_of_its_masked_tokens_and_no_bits_per_byte(tmp_path: Path) -> None:
+    run_dir = tiny_run(tmp_path / "run", architecture="bert")
+    run_ranks(run_dir / "plan.json", program="training.evaluate")
+    report, plan = EvalReport.read(run_dir / "eval.json"), RunPlan.read(run_dir / "plan.json")
+    model, loss, count = AutoModelForMaskedLM.from_pretrained(run_dir / "checkpoints" / "8").eval(), 0.0, 0
+    for batch in held_out(plan, rank=0, world_size=1, device=torch.device("cpu")):
+        assert batch.documents is not None
+        lengths = (batch.documents >= 0).sum(1).tolist()
+        for row, here in enumerate(map(slice, filter(None, lengths))):  # the last batch is filled up with empty rows
+            logits, targets = model(batch.inputs[row : row + 1, here]).logits[0], batch.targets[row, here]
+            loss += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+            count += int((targets >= 0).sum())
+    assert report.tokens == count > 40
+    assert report.loss == pytest.approx(loss / count, rel=1e-5)
+    assert (report.bits_per_byte, report.samples) == (None, ())
 
 
 def apart(plan: RunPlan) -> Iterator[np.ndarray]:
