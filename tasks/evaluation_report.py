@@ -16,7 +16,13 @@ def metrics_of(report: EvalReport) -> dict[str, float]:
         for source in report.sources:
             figures |= {f"eval/sources/{source.source}/{name}": value for name, value in _figures(source).items()}
     figures |= {f"eval/{score.task}/{score.metric}": score.value for score in report.tasks}
-    return {NOT_IN_A_METRIC.sub("_", name): value for name, value in figures.items()}
+    return {_metric_name(name): value for name, value in figures.items()}
+
+
+def _metric_name(name: str) -> str:
+    """As MLflow takes it: few characters, and a path that means itself."""
+    parts = ("_" if part in {"", ".", ".."} else part for part in NOT_IN_A_METRIC.sub("_", name).split("/"))
+    return "/".join(parts)
 
 
 def _figures(of: EvalReport | SourceFigures) -> dict[str, float]:

@@ -18,7 +18,7 @@ import numpy as np
 from training.records import TokenShards
 
 MAX_SOURCES = 16
-TOP = "."  # files that lie beside the top folders
+TOP = "(top)"  # files that lie beside the top folders
 
 
 @dataclass(frozen=True)

@@ -154,5 +154,7 @@ def test_metrics_have_names_that_mlflow_takes() -> None:
     assert metrics["eval/loss"] == 2.0
     assert metrics["eval/sources/wiki _en_/loss"] == 2.75
     assert metrics["eval/endings/acc"] == 0.5
+    odd = [*report().sources, report().sources[0].model_copy(update={"source": "./a/../b"})]
+    assert metrics_of(report(sources=tuple(odd)))["eval/sources/_/a/_/b/loss"] == 1.5
     masked = metrics_of(report(bits_per_byte=None, sources=()))
     assert masked.keys() == {"eval/loss", "eval/perplexity", "eval/accuracy", "eval/endings/acc"}

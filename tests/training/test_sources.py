@@ -25,7 +25,7 @@ from training.sources import MAX_SOURCES, held_out_sources, source_names
         ([f"shard-{n}.parquet" for n in range(40)], [f"shard-{n}.parquet" for n in range(40)]),
         ([f"{'wiki' if n % 2 else 'code'}/{n}.txt" for n in range(40)], ["code", "wiki"] * 20),
         ([f"data/{'wiki/en' if n % 2 else 'code'}/{n}.txt" for n in range(40)], ["data/code", "data/wiki"] * 20),
-        ([*(f"code/{n}.py" for n in range(20)), "readme.md"], [*["code"] * 20, "."]),
+        ([*(f"code/{n}.py" for n in range(20)), "readme.md"], [*["code"] * 20, "(top)"]),
     ],
 )
 def test_few_files_are_sources_many_are_counted_by_folder(files: list[str], expected: list[str]) -> None:
