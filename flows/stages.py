@@ -24,7 +24,7 @@ from tasks.evaluate import check_tasks
 from tasks.evaluation_report import metrics_of, table_of
 from tasks.generate import TextGenerator
 from tasks.latency import draw_latency, latency_rows
-from tasks.places import command, home, run_folder, tracking_uri
+from tasks.places import command, home, mlflow_url, run_folder, tracking_uri
 from tasks.plan_words import plan_in_words
 from tasks.pretrained import check_tokenizer
 from tasks.progress import steps_shown
@@ -34,7 +34,6 @@ from tasks.registry import resolve
 from tasks.report import against_plan
 from tasks.track import TrackedRun
 from training.config import RunConfig
-from training.credentials import shown
 from training.inventory import Inventory
 from training.records import RunPlan, TokenShards, TrainResult, write_atomically
 from training.results import EvalReport, ExportedModel, LatencyReport, RegisteredModel
@@ -82,12 +81,12 @@ def link(run: TrackedRun) -> None:
 
 def mlflow_page(run: TrackedRun) -> str:
     """URL of the run in MLflow's UI; empty where there is no server."""
-    uri = shown(tracking_uri())
+    uri = mlflow_url()
     return f"{uri}/#/experiments/{run.experiment_id}/runs/{run.mlflow_run_id}" if uri.startswith("http") else ""
 
 
 def open_mlflow() -> str:
-    uri = shown(tracking_uri())
+    uri = mlflow_url()
     return uri if uri.startswith("http") else f"{command('mlflow')} ui --backend-store-uri {uri}"
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from training.credentials import shown
+
 UP_FILE = "up.json"  # in SHARDLINE_HOME: service -> {url, process}, by flows/servers.py
 
 
@@ -40,6 +42,11 @@ def run_folder(run_id: str) -> Path:
 def tracking_uri() -> str:
     """MLFLOW_TRACKING_URI if set, else the server of `shardline up`, else a sqlite file under SHARDLINE_HOME."""
     return os.environ.get("MLFLOW_TRACKING_URI") or up_url("mlflow") or f"sqlite:///{home()}/mlflow.db"
+
+
+def mlflow_url() -> str:
+    """The store as people reach it: SHARDLINE_MLFLOW_URL where programs know it by another name, as in a stack."""
+    return os.environ.get("SHARDLINE_MLFLOW_URL") or shown(tracking_uri())
 
 
 def up_url(service: str) -> str:

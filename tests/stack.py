@@ -12,6 +12,7 @@ import os
 import pwd
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -170,13 +171,15 @@ class Stack:
             time.sleep(0.2)
 
     def stop(self, *services: str) -> None:
-        """In the reverse of their start; all without names."""
+        """In the reverse of their start; all without names. Postgres as its image is stopped: it waits for nobody."""
         for service in services or tuple(reversed(self.running)):
             process = self.running.pop(service)
+            family = [process]
             with contextlib.suppress(psutil.NoSuchProcess):
-                family = process.children(recursive=True)
-                process.terminate()
-                for left in psutil.wait_procs([process, *family], timeout=30)[1]:
+                family += process.children(recursive=True)
+                process.send_signal(signal.SIGINT if service == "postgres" else signal.SIGTERM)
+            for left in psutil.wait_procs(family, timeout=30)[1]:
+                with contextlib.suppress(psutil.NoSuchProcess):
                     left.kill()
 
     def ask(

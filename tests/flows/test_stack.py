@@ -22,7 +22,7 @@ import pytest
 from tests.conftest import REPO
 from tests.stack import Stack, free_folder
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
 
 END_STATES = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 WORDS = ["the", "sea", "sky", "a", "ship", "sails", "under", "stars", "and", "winds", "carry", "songs"]
@@ -129,7 +129,7 @@ def _mlflow(stack: Stack, path: str, content: dict[str, Any] | None, *, user: st
     body = None if content is None else json.dumps(content).encode()
     credentials = f"{user}:{stack.secret(password)}"
     status, text = stack.ask("mlflow", f"/api/2.0/mlflow/{path}", credentials=credentials, body=body)
-    return status, json.loads(text)
+    return status, json.loads(text) if status == 200 else text
 
 
 def test_without_credentials_nothing_answers_but_health(stack: Stack) -> None:
@@ -219,15 +219,21 @@ def test_a_lost_stack_comes_back_from_its_backup(stack: Stack, shown: set[str], 
         finished = next(run["info"]["run_id"] for run in runs if run["info"]["status"] == "FINISHED")
         history = f"metrics/get-history?run_id={finished}&metric_key=loss"
         flow_runs = _prefect(stack, "/flow_runs/filter", {})
+        model = _mlflow(stack, "registered-models/get?name=verses", None)[1]["registered_model"]
+        versions = _mlflow(stack, "model-versions/search?filter=name%3D%27verses%27", None)[1]["model_versions"]
+        for version in versions:
+            version["tags"].sort(key=lambda tag: tag["key"])
         return {
             "runs": runs,
             "loss": _mlflow(stack, history, None)[1]["metrics"],
-            "model": _mlflow(stack, "registered-models/get?name=verses", None)[1],
+            "aliases": {alias["alias"]: alias["version"] for alias in model["aliases"]},
+            "versions": sorted(versions, key=lambda version: int(version["version"])),
             "flow runs": sorted((run["id"], run["state_type"]) for run in flow_runs),
         }
 
     before, backup = state(), tmp_path / "backup"
     assert len(before["loss"]) == 6
+    assert "champion" in before["aliases"]
     _script(stack, "backup.sh", str(backup), cwd=stack.folder)
     assert backup.stat().st_mode & 0o077 == 0
 
