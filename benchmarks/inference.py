@@ -49,7 +49,7 @@ def prompts(number: int) -> Texts:
 
 def by_hf(folder: Path, *, new_tokens: int) -> Callable[[Texts], Texts]:
     torch.set_num_threads(usable_cores())
-    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False).eval()
     model.generation_config.eos_token_id = None
 
     def complete(asked: Texts) -> Texts:
