@@ -16,8 +16,6 @@ from tests.tasks.conftest import Store
 from tests.tasks.serving import server
 from training.serving_config import InferenceConfig
 
-pytestmark = pytest.mark.slow  # each start of ranks imports torch and transformers: 4 s of a core
-
 SAMPLINGS = ({"temperature": 0}, {"temperature": 1.0, "seed": 5}, {"temperature": 1.0, "top_k": 0, "top_p": 0.9})
 
 
@@ -26,6 +24,7 @@ def family(engine: TorchEngine) -> list[psutil.Process]:
     return [*launcher.children(recursive=True), launcher]
 
 
+@pytest.mark.slow  # each start of ranks imports torch and transformers: 4 s of a core
 def test_ranks_give_onnx_runtimes_text_and_are_started_again_once(exported_run: Path) -> None:
     onnx, prompts = TextGenerator(exported_run / "export", threads=1), ("def add(a", "", "größer, 中 " * 6)
     engine = TorchEngine(exported_run / "export", InferenceConfig())
@@ -63,6 +62,7 @@ def test_ranks_give_onnx_runtimes_text_and_are_started_again_once(exported_run: 
         engine.close()
 
 
+@pytest.mark.slow
 def test_a_server_is_not_ready_without_its_ranks_and_leaves_none_when_it_is_killed(champion: Store) -> None:
     expected = TextGenerator(champion.exported / "export").generate("def ", new_tokens=12, temperature=0)
     body = {"prompt": "def ", "new_tokens": 12, "temperature": 0}
@@ -90,6 +90,7 @@ def test_a_server_is_not_ready_without_its_ranks_and_leaves_none_when_it_is_kill
     assert alive == []
 
 
+@pytest.mark.long
 def test_a_rank_that_cannot_load_says_why(exported_run: Path, tmp_path: Path) -> None:
     export = tmp_path / "export"
     export.mkdir()

@@ -118,6 +118,7 @@ def test_ranks_that_have_some_layers_each_give_the_text_of_the_plain_model(folde
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_copies_give_the_text_of_the_plain_model(folder: Path, start: Start) -> None:
     client = start(folder, "data", 2)
     same_as_the_plain_model(client, folder)
@@ -136,7 +137,7 @@ def test_deepspeed_on_a_gpu_gives_the_text_of_the_plain_model(folder: Path, star
     same_as_the_plain_model(start(folder, deepspeed=True, device_kind="cuda", precision="fp32", rows=1), folder)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_class_that_is_not_described_runs_whole(start: Start, tmp_path: Path) -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
