@@ -1,0 +1,292 @@
+"""Tokens per second and latency of servers for one model, with 1, 4 and 16 clients; failed requests in a roll-out.
+
+    python -m benchmarks.serving [--quick] [--plot serving.png]
+
+The model is as large as the quickstart's (4.0M parameters, random weights); a request has a prompt of about 20 tokens
+and wants 64 more (32 with --quick), greedily. All servers are started before and are idle while another one is
+measured; contestants take turns, repetition by repetition, so that a busy machine meets all of them.
+Others are what one would start without Shardline: `transformers serve` (its --continuous-batching ends the process at
+the first request on a CPU, transformers 5.23), `mlflow models serve` of MLflow's transformers flavour, a pipeline
+behind FastAPI. Rows of their own are Shardline's torch engine and its pyfunc in `mlflow models serve`.
+The last line is one JSON object: `tokens_per_s` and `p95_ms` by server and clients, `ratio_vs_best_other` by clients
+(tokens/s of `shardline serve` over those of the best of the others, the median over repetitions), and
+`failed_requests_in_rollout` while the alias moves back and forth under 4 clients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving_models import NAME, registry_uri
+
+CLIENTS = (1, 4, 16)
+START_S = 240
+PROMPT = "def read_lines(path):\n    with open(path) as file:\n        return "
+OURS = "shardline serve"
+OTHERS = ("transformers serve", "mlflow models serve", "pipeline + FastAPI")
+
+
+@dataclass
+class Server:
+    """`body`: of a request for so many tokens after a prompt."""
+
+    name: str
+    command: list[str]
+    path: str
+    body: Any
+    environment: dict[str, str] = field(default_factory=dict)
+    port: int = 0
+    process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, connection: http.client.HTTPConnection, prompt: str, new_tokens: int) -> int:
+        content = json.dumps(self.body(prompt, new_tokens))
+        connection.request("POST", self.path, content, {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        text = reply.read()
+        if reply.status != 200:
+            raise RuntimeError(f"{self.name}: {reply.status} {text[:500]!r}")
+        return reply.status
+
+
+def contestants(folder: Path) -> list[Server]:
+    export, ours = str(folder / "version" / "artifacts" / "export"), [sys.executable, "-m", "flows.cli", "serve"]
+    home = {"MLFLOW_TRACKING_URI": registry_uri(folder), "SHARDLINE_HOME": str(folder / "home")}
+    scripts = Path(sys.executable).parent
+    hugging_face = [str(scripts / "transformers"), "serve", export, "--device", "cpu", "--port", "PORT"]
+    mlflow = [str(scripts / "mlflow"), "models", "serve", "--env-manager", "local", "--port", "PORT", "--model-uri"]
+
+    def completion(prompt: str, new_tokens: int, model: str = NAME) -> dict[str, Any]:
+        return {"model": model, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0}
+
+    def hugging_face_completion(prompt: str, new_tokens: int) -> dict[str, Any]:
+        return completion(prompt, new_tokens, model=export)
+
+    def flavour(prompt: str, new_tokens: int) -> dict[str, Any]:
+        return {"inputs": [prompt], "params": {"max_new_tokens": new_tokens, "do_sample": False}}
+
+    def pyfunc(prompt: str, new_tokens: int) -> dict[str, Any]:
+        columns = {"columns": ["prompt"], "data": [[prompt]]}
+        return {"dataframe_split": columns, "params": {"new_tokens": new_tokens, "temperature": 0.0}}
+
+    ref, v1 = [f"{NAME}@champion", "--port", "PORT"], "/v1/completions"
+    plain = [sys.executable, "-m", "benchmarks.baselines.pipeline_server", export, "PORT"]
+    return [
+        Server(OURS, [*ours, *ref, "serving.poll_s=0.2"], v1, completion, home),
+        Server("shardline serve, torch", [*ours, *ref, "inference.engine=torch"], v1, completion, home),
+        Server("transformers serve", hugging_face, v1, hugging_face_completion),
+        Server("mlflow models serve", [*mlflow, str(folder / "transformers")], "/invocations", flavour),
+        Server("mlflow models serve, our pyfunc", [*mlflow, str(folder / "pyfunc")], "/invocations", pyfunc),
+        Server("pipeline + FastAPI", plain, "/generate", lambda prompt, n: {"prompt": prompt, "max_tokens": n}),
+    ]
+
+
+@contextmanager
+def running(server: Server, folder: Path) -> Iterator[None]:
+    """Started and listening; its output goes to FOLDER/NAME.log."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        server.port = free.getsockname()[1]
+    command = [part.replace("PORT", str(server.port)) if part == "PORT" else part for part in server.command]
+    log = folder / f"{server.name.replace(' ', '-')}.log"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # MLflow calls uvicorn by name
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PATH": path} | server.environment
+    with log.open("w") as output:
+        server.process = process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            yield
+        finally:  # the group: MLflow's server is a child of its command
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def wait_for(server: Server, folder: Path, *, new_tokens: int) -> None:
+    """Until it has answered a whole request."""
+    deadline, why = time.monotonic() + START_S, ""
+    while time.monotonic() < deadline and server.process and server.process.poll() is None:
+        try:
+            server.ask(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60), PROMPT, new_tokens)
+            return
+        except (OSError, http.client.HTTPException, RuntimeError) as error:
+            why = str(error)
+            time.sleep(0.5)
+    log = (folder / f"{server.name.replace(' ', '-')}.log").read_text()[-2000:]
+    raise RuntimeError(f"{server.name} does not answer: {why}\n{log}")
+
+
+def load(server: Server, clients: int, *, new_tokens: int, window_s: float) -> tuple[float, list[float]]:
+    """Tokens per second and the seconds of each request. Each client asks on end until the window is over."""
+    barrier, over = threading.Barrier(clients + 1), 0.0
+
+    def client(number: int) -> list[tuple[float, float]]:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=600)
+        done: list[tuple[float, float]] = []
+        barrier.wait()
+        while not done or time.perf_counter() < over:
+            began = time.perf_counter()
+            server.ask(connection, f"# {number} {len(done)}\n{PROMPT}", new_tokens)
+            done.append((began, time.perf_counter()))
+        return done
+
+    with ThreadPoolExecutor(clients) as pool:
+        asking = [pool.submit(client, number) for number in range(clients)]
+        began = time.perf_counter()
+        over = began + window_s
+        barrier.wait()
+        done = [request for one in asking for request in one.result()]
+    seconds = max(ended for _, ended in done) - began
+    return len(done) * new_tokens / seconds, [ended - start for start, ended in done]
+
+
+def rollout(server: Server, folder: Path, *, moves: int) -> tuple[int, int]:
+    """(requests, failed ones) of 4 clients while the alias moves back and forth; each version answers in between."""
+    from mlflow.tracking import MlflowClient
+
+    client, over = MlflowClient(registry_uri(folder), registry_uri(folder)), threading.Event()
+
+    def served() -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.request("GET", "/health")
+        return int(json.loads(connection.getresponse().read())["version"])
+
+    def hammer(_: int) -> tuple[int, int]:
+        asked = failed = 0
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        while not over.is_set():
+            asked += 1
+            try:
+                server.ask(connection, PROMPT, 16)
+            except (OSError, http.client.HTTPException, RuntimeError):
+                failed += 1
+                connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        return asked, failed
+
+    with ThreadPoolExecutor(4) as pool:
+        hammering = [pool.submit(hammer, number) for number in range(4)]
+        for move in range(moves):
+            version = 2 - move % 2
+            client.set_registered_model_alias(NAME, "champion", str(version))
+            deadline = time.monotonic() + 60
+            while served() != version:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"version {version} is not served a minute after the alias moved")
+                time.sleep(0.02)
+        over.set()
+        counts = [one.result() for one in hammering]
+    return sum(asked for asked, _ in counts), sum(failed for _, failed in counts)
+
+
+def measure(folder: Path, *, quick: bool) -> dict[str, Any]:
+    new_tokens, window_s, repetitions = (32, 1.0, 1) if quick else (64, 5.0, 3)
+    servers = contestants(folder)
+    speeds: dict[str, dict[int, list[float]]] = {one.name: {n: [] for n in CLIENTS} for one in servers}
+    latencies: dict[str, dict[int, list[float]]] = {one.name: {n: [] for n in CLIENTS} for one in servers}
+    with ExitStack() as stack:
+        for server in servers:
+            stack.enter_context(running(server, folder))
+        for server in servers:
+            wait_for(server, folder, new_tokens=new_tokens)
+        for _ in range(repetitions):
+            for clients in CLIENTS:
+                for server in servers:
+                    speed, seconds = load(server, clients, new_tokens=new_tokens, window_s=window_s)
+                    speeds[server.name][clients].append(speed)
+                    latencies[server.name][clients] += seconds
+        asked, failed = rollout(servers[0], folder, moves=2 if quick else 10)
+
+    def ratio(clients: int) -> float:
+        rows = zip(*(speeds[name][clients] for name in (OURS, *OTHERS)), strict=True)
+        return round(statistics.median(ours / max(others) for ours, *others in rows), 2)
+
+    return {
+        "ratio_vs_best_other": {str(n): ratio(n) for n in CLIENTS},
+        "tokens_per_s": {name: {str(n): round(statistics.median(speeds[name][n])) for n in CLIENTS} for name in speeds},
+        **{
+            f"p{percent}_ms": {
+                name: {str(n): round(quantile(latencies[name][n], percent) * 1000, 1) for n in CLIENTS}
+                for name in latencies
+            }
+            for percent in (50, 95, 99)
+        },
+        "failed_requests_in_rollout": failed,
+        "requests_in_rollout": asked,
+        "new_tokens": new_tokens,
+        "repetitions": repetitions,
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def quantile(values: list[float], percent: int) -> float:
+    """The smallest that so many percent of the values do not exceed."""
+    return sorted(values)[max(0, -(-len(values) * percent // 100) - 1)]
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"{'':34}" + "".join(f"{f'{n} clients':>28}" for n in CLIENTS))
+    print(f"{'server':34}" + f"{'tokens/s  p50/p95/p99 ms':>28}" * len(CLIENTS))
+    for name, speeds in result["tokens_per_s"].items():
+        cells = []
+        for clients, speed in speeds.items():
+            times = "/".join(f"{result[f'p{percent}_ms'][name][clients]:.0f}" for percent in (50, 95, 99))
+            cells.append(f"{f'{speed}  {times}':>28}")
+        print(f"{name:34}" + "".join(cells))
+    print("times the best of the others: " + ", ".join(f"{k}: {v}" for k, v in result["ratio_vs_best_other"].items()))
+    print(f"roll-out: {result['failed_requests_in_rollout']} of {result['requests_in_rollout']} requests failed")
+
+
+def plot(path: Path, result: dict[str, Any]) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4))
+    for name, speeds in result["tokens_per_s"].items():
+        style = "-o" if name == OURS else "--o"
+        left.plot([*speeds], [*speeds.values()], style, label=name)
+        right.plot([*speeds], [*result["p95_ms"][name].values()], style)
+    left.set(xlabel="clients", ylabel="tokens per second", yscale="log")
+    right.set(xlabel="clients", ylabel="95% of requests within, ms", yscale="log")
+    left.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="1 repetition of 1 s and 32 tokens, not 3 of 5 s and 64")
+    parser.add_argument("--plot", type=Path, help="draw speed and latency to this file")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        # In a process of its own, whose torch and MLflow are gone when servers are measured.
+        making = [sys.executable, "-m", "benchmarks.serving_models", scratch]
+        if (made := subprocess.run(making, capture_output=True, text=True)).returncode:
+            sys.exit(made.stderr)
+        result = measure(Path(scratch), quick=args.quick)
+    show(result)
+    if args.plot:
+        plot(args.plot, result)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

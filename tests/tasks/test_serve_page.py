@@ -1,0 +1,68 @@
+"""The page, in a real browser: the champion's text beside the previous version's."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tasks.generate import TextGenerator
+from tasks.register import register_model
+from tasks.registry import resolve
+from tests.tasks.conftest import Store
+from tests.tasks.serving import server
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
+
+pytestmark = [
+    pytest.mark.slow,  # 10 s: a browser and a server
+    pytest.mark.skipif(not CHROMIUM, reason="no Chromium: tests/browser/install.sh installs it"),
+]
+
+
+def test_the_champion_writes_beside_the_previous_version(champion: Store, tmp_path: Path) -> None:
+    from playwright.sync_api import expect, sync_playwright
+
+    better = register_model(champion.finished_run("two", loss=2.0, checkpoint="d"), tracking_uri=champion.uri)
+    assert better.alias == "champion"
+    sampling = {"new_tokens": 30, "temperature": 0, "top_k": 50, "seed": 1337}
+    text = TextGenerator(resolve("tiny", tracking_uri=champion.uri).export_dir).generate("<b>&", **sampling)
+    tokens = champion.folder / "tokens"
+    tokens.write_text("open-sesame\n")
+    with server(champion, token_file=str(tokens)) as (client, _), sync_playwright() as playwright:
+        # Root has no sandbox in containers.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"] * (os.getuid() == 0))
+        page = browser.new_page(viewport={"width": 1100, "height": 560})
+        wrong: list[str] = []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.goto(str(client.base_url))
+        expect(page.locator("h1")).to_have_text("tiny (tiny@champion)")
+        page.get_by_label("prompt").fill("<b>&")
+        page.get_by_label("tokens").fill("30")
+        page.get_by_label("temperature").fill("0")
+
+        page.get_by_role("button").click()
+        expect(page.locator("#current small")).to_have_text(re.compile("asks for a token"))
+        page.locator("input[name=token]").fill("open-sesame")
+        page.get_by_role("button").click()
+        for column, version in (("#current", 2), ("#previous", 1)):
+            expect(page.locator(f"{column} small")).to_have_text(re.compile(rf"version {version}, \d+ ms"))
+            assert page.locator(f"{column} pre").text_content() == "<b>&" + text  # text, not markup
+        page.screenshot(path=tmp_path / "serving.png")
+        assert wrong == []
+
+        page.get_by_label("tokens").fill("5000000")
+        page.get_by_label("and the previous version").uncheck()
+        page.get_by_role("button").click()
+        expect(page.locator("#current small")).to_have_text(re.compile("at most 4096 are made"))
+        expect(page.locator("#previous")).to_be_hidden()
+        browser.close()
+
+
+def test_a_first_version_has_none_before_it(champion: Store) -> None:
+    with server(champion) as (client, _):
+        reply = client.post("/previous/generate", json={"prompt": "x"})
+        assert (reply.status_code, reply.json()["detail"]) == (404, "tiny/1 took the place of no other version")
