@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from training.build_engine import build_engines
 from training.latency import measure_latency
 from training.model import load_model
 from training.model_card import model_card
@@ -29,6 +30,7 @@ from training.parity import check_parity, parity_failure
 from training.records import RunPlan, TrainResult, sha256_file
 from training.results import ExportedModel
 from training.retention import keep, reading
+from training.tensorrt_engine import why_no_tensorrt
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +91,10 @@ def _write_export(plan: RunPlan, result: TrainResult, *, run_dir: Path, folder: 
         if "fp16" in plan.config.export.precisions:
             half = load_model(folder, plan, dtype=torch.float16).hf
             skipped |= save_graphs(half, folder, precision="fp16", causal=causal)
+    if why := why_no_tensorrt():
+        skipped["tensorrt"] = why
     for name, why in skipped.items():
-        logger.warning("%s was not made: %s", name, why)
+        logger.warning("left out %s: %s", name, why)
     parity = check_parity(model, reloaded, folder, plan=plan)
     parity.write(run_dir / "parity.json")
     if not parity.passed:
@@ -108,9 +112,22 @@ def _write_export(plan: RunPlan, result: TrainResult, *, run_dir: Path, folder: 
         skipped=skipped,
     )
     exported.write(folder / "export.json")
+    if "tensorrt" not in skipped:
+        exported = _with_engines(exported, folder, plan=plan)
     if plan.config.export.latency_seconds:
         with quiet():
             measure_latency(model, folder, plan=plan).write(folder / "latency.json")
+    return exported
+
+
+def _with_engines(exported: ExportedModel, folder: Path, *, plan: RunPlan) -> ExportedModel:
+    """Engines are of this GPU, so they are no part of the export's files; it is good without them too."""
+    try:
+        build_engines(folder, plan=plan)
+    except ValueError as error:
+        logger.warning("left out tensorrt: %s", error)
+        exported = exported.model_copy(update={"skipped": {**exported.skipped, "tensorrt": str(error)}})
+        exported.write(folder / "export.json")
     return exported
 
 

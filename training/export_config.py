@@ -9,6 +9,26 @@ from pydantic import Field, model_validator
 from training.data_config import Part
 
 
+class TensorRTConfig(Part):
+    """Shapes and limits of TensorRT's engines."""
+
+    usual_batch: int = Field(1, ge=1, le=1024, description="Batch that engines are tuned for.")
+    max_batch: int = Field(8, ge=1, le=1024, description="Largest batch that engines take.")
+    usual_length: int = Field(
+        128, ge=1, description="Tokens of a text, or before a new one, that engines are tuned for."
+    )
+    workspace_gib: float = Field(4, gt=0, description="GPU memory that building and running may use beside weights.")
+    optimization_level: int = Field(3, ge=0, le=5, description="Effort of the builder, 5 is the most.")
+
+    @model_validator(mode="after")
+    def _usual_is_possible(self) -> Self:
+        if self.usual_batch > self.max_batch:
+            raise ValueError(
+                f"usual_batch = {self.usual_batch} is more than max_batch = {self.max_batch}: raise max_batch"
+            )
+        return self
+
+
 class ExportConfig(Part):
     precisions: tuple[Literal["fp32", "fp16"], ...] = Field(
         ("fp32",), min_length=1, description="Precisions of the ONNX graphs; fp32 is always among them."
@@ -27,6 +47,7 @@ class ExportConfig(Part):
     fp16_max_perplexity_difference: float = Field(0.01, gt=0, description="The same bound for fp16 graphs.")
     parity_sequences: int = Field(8, ge=1, le=10_000, description="Held-out sequences that parity is checked on.")
 
+    tensorrt: TensorRTConfig = Field(TensorRTConfig(), description="Engines, where TensorRT and a GPU are there.")
     latency_seconds: float = Field(
         6, ge=0, le=600, description="Time for comparing the speed of ONNX Runtime and torch; 0: it is not measured."
     )

@@ -9,7 +9,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -46,7 +46,7 @@ def measure_latency(model: Any, folder: Path, *, plan: RunPlan) -> LatencyReport
     shapes = list(product(kinds, bounds.latency_batches, lengths))
     figures: list[LatencyFigure] = []
     for graph, batch, length in shapes:
-        figures += _in_turns(engines, graph, batch, length, seconds=bounds.latency_seconds / len(shapes))
+        figures += in_turns(engines, graph, batch, length, seconds=bounds.latency_seconds / len(shapes))
     return LatencyReport(
         device=f"CPU, {torch.get_num_threads()} threads",
         figures=tuple(figures),
@@ -55,7 +55,7 @@ def measure_latency(model: Any, folder: Path, *, plan: RunPlan) -> LatencyReport
     )
 
 
-def _in_turns(
+def in_turns(
     engines: dict[tuple[str, str], Engine], graph: Graph, batch: int, length: int, *, seconds: float
 ) -> Iterator[LatencyFigure]:
     calls = {key: call for key, engine in engines.items() if (call := engine(graph, batch, length))}
@@ -86,7 +86,11 @@ def _in_turns(
 
 def onnx_engine(folder: Path, precision: str) -> Engine:
     kinds = {kind for kind, there in graphs_in(folder) if there == precision}
-    sessions = {kind: open_session(folder / graph_file(kind, precision)) for kind in kinds}
+    return session_engine({kind: open_session(folder / graph_file(kind, precision)) for kind in kinds})
+
+
+def session_engine(sessions: Mapping[Graph, Any]) -> Engine:
+    """Sessions of ONNX Runtime, or what is run like them."""
 
     def engine(graph: Graph, batch: int, length: int) -> Call | None:
         if graph not in sessions:
@@ -117,18 +121,22 @@ def torch_engine(model: Any, *, compiled: bool = False) -> Engine:
     }
 
     def engine(graph: Graph, batch: int, length: int) -> Call:
-        arguments: tuple[Any, ...] = (torch.zeros(batch, length, dtype=torch.int64),)
+        device = model.device
+        arguments: tuple[Any, ...] = (torch.zeros(batch, length, dtype=torch.int64, device=device),)
         if graph == "decode":
             arguments = (
-                torch.zeros(batch, 1, dtype=torch.int64),
-                torch.ones(batch, length + 1, dtype=torch.int64),
-                torch.full((batch, 1), length),
+                torch.zeros(batch, 1, dtype=torch.int64, device=device),
+                torch.ones(batch, length + 1, dtype=torch.int64, device=device),
+                torch.full((batch, 1), length, device=device),
                 zero_cache(model, batch=batch, past=length),
             )
 
         def call() -> object:
             with torch.inference_mode():
-                return runs[graph](*arguments)
+                done = runs[graph](*arguments)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            return done
 
         return call
 

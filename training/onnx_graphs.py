@@ -142,10 +142,11 @@ def decode_graph(model: Any) -> Any:
 def zero_cache(model: Any, *, batch: int, past: int) -> list[tuple[Tensor, Tensor]]:
     """Keys and values of every layer, as the model itself shapes them, `past` tokens long."""
     with torch.inference_mode():
-        layers = model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=True).past_key_values.layers
+        token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        layers = model(input_ids=token, use_cache=True).past_key_values.layers
 
     def zeros(like: Tensor) -> Tensor:
-        return torch.zeros(batch, like.shape[1], past, like.shape[3], dtype=like.dtype)
+        return torch.zeros(batch, like.shape[1], past, like.shape[3], dtype=like.dtype, device=like.device)
 
     return [(zeros(layer.keys), zeros(layer.values)) for layer in layers]
 

@@ -82,7 +82,7 @@ def check_parity(model: Any, reloaded: Any, folder: Path, *, plan: RunPlan) -> P
     """Every graph in `folder`, and the model as `folder` gives it back, against `model`."""
     masked, bounds = plan.config.objective == "masked", plan.config.export
     graphs = graphs_in(folder)
-    candidates = {key: onnx_logits(folder / graph_file(*key), key[0]) for key in graphs}
+    candidates = {key: session_logits(open_session(folder / graph_file(*key)), key[0]) for key in graphs}
     expected, again = torch_logits(model), torch_logits(reloaded)
     tallies = {key: Tally(masked) for key in graphs}
     reload = Tally(masked)
@@ -129,8 +129,7 @@ def torch_logits(model: Any) -> Logits:
     return lambda texts: _by_length(logits, texts)
 
 
-def onnx_logits(path: Path, kind: str) -> Logits:
-    session = open_session(path)
+def session_logits(session: Any, kind: str) -> Logits:
     if kind == "decode":
         return lambda texts: decoded_logits(session, texts, steps=STEPS)
     return lambda texts: _by_length(lambda ids: forward_logits(session, ids), texts)

@@ -142,6 +142,25 @@ class LatencyReport(Record):
     seconds: float
 
 
+class EngineRecord(Record):
+    """A TensorRT engine: it runs where this version of TensorRT is, on this kind of GPU."""
+
+    file: str
+    tensorrt: str
+    gpu: str
+    profile: dict[str, tuple[tuple[int, ...], ...]]  # input -> smallest, usual and largest shape
+    parity: GraphParity
+    texts: Literal["held-out", "random"]  # what parity was checked on
+    build_s: float
+
+
+class EngineReport(Record):
+    """export/tensorrt.json, beside the engines."""
+
+    engines: tuple[EngineRecord, ...]
+    latency: tuple[LatencyFigure, ...]
+
+
 class ExportedModel(Record):
     """export/: model.safetensors, config.json, tokenizer, generation_config.json, ONNX graphs; sha256 by name."""
 

@@ -1,0 +1,171 @@
+"""TensorRT engines from ONNX graphs, on the GPU that will serve them: build, run, and say why where it cannot be.
+
+An engine runs on the kind of GPU and the version of TensorRT that built it, so both are in its record. Networks are
+strongly typed (TensorRT 11 has no other): the precision is the ONNX graph's.
+https://docs.nvidia.com/deeplearning/tensorrt/latest/inference-library/python-api-docs.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from training.export_config import TensorRTConfig
+from training.records import write_atomically
+
+CURE = "build engines inside the serving image on a machine with a GPU: python -m training.build_engine EXPORT_DIR"
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Range:
+    """Smallest, usual and largest shape of an input: what a profile is made of."""
+
+    low: Shape
+    usual: Shape
+    high: Shape
+
+
+def why_no_tensorrt() -> str:
+    """'' where engines can be built and run here."""
+    if not torch.cuda.is_available():
+        return f"TensorRT needs a CUDA GPU, and torch finds none here: {CURE}"
+    try:
+        import tensorrt  # noqa: F401
+    except (ImportError, OSError) as error:
+        return f"TensorRT cannot be imported ({error}): install tensorrt (pip install tensorrt), or {CURE}"
+    return ""
+
+
+def profile(inputs: dict[str, list[Any]], config: TensorRTConfig, *, context: int) -> dict[str, Range]:
+    """Shapes by input of a forward or decode graph, from its sizes: numbers, or names like `past + length`.
+
+    A decode graph gets prompts (nothing before them) and single tokens (up to the whole context before them).
+    """
+    decode = "attention_mask" in inputs
+    usual = 1 if decode else min(config.usual_length, context)
+    lengths, pasts = (1, usual, context), (0, min(config.usual_length, context - 1) if decode else 0, context)
+    sizes = [
+        {"batch": batch, "length": length, "past": past, "past + length": past + length}
+        for batch, length, past in zip((1, config.usual_batch, config.max_batch), lengths, pasts, strict=True)
+    ]
+
+    def shape(dims: Iterable[Any], at: dict[str, int]) -> Shape:
+        return tuple(dim if isinstance(dim, int) else at[dim] for dim in dims)
+
+    return {name: Range(*(shape(dims, at) for at in sizes)) for name, dims in inputs.items()}
+
+
+def build_engine(graph: Path, shapes: dict[str, Range], config: TensorRTConfig, *, timing_cache: Path) -> bytes:
+    """The serialized engine. Raises ValueError with TensorRT's own words where the graph cannot be built."""
+    import tensorrt as trt
+
+    logger = trt.Logger(trt.Logger.WARNING)
+    builder = trt.Builder(logger)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse_from_file(str(graph)):  # by its path: the weights lie beside it
+        problems = [problem.desc() for problem in map(parser.get_error, range(parser.num_errors))]
+        raise ValueError(f"TensorRT {trt.__version__} cannot read {graph.name}: {'; '.join(problems)}")
+    settings = builder.create_builder_config()
+    settings.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, int(config.workspace_gib * 2**30))
+    settings.builder_optimization_level = config.optimization_level
+    settings.clear_flag(trt.BuilderFlag.TF32)  # 10 bits of fraction where the graph says fp32: out of parity's bounds
+    ranges = builder.create_optimization_profile()
+    for name, size in shapes.items():
+        ranges.set_shape(name, size.low, size.usual, size.high)
+    if settings.add_optimization_profile(ranges) < 0:
+        raise ValueError(f"TensorRT refuses these shapes for {graph.name}: {shapes}")
+    known = timing_cache.read_bytes() if timing_cache.is_file() else b""
+    cache = settings.create_timing_cache(known)
+    settings.set_timing_cache(cache, ignore_mismatch=False)
+    plan = builder.build_serialized_network(network, settings)
+    if plan is None:
+        raise ValueError(
+            f"TensorRT {trt.__version__} built no engine of {graph.name}; its log above says why. "
+            "Where it is memory, lower tensorrt.max_batch or raise tensorrt.workspace_gib"
+        )
+    cache = settings.get_timing_cache()
+    write_atomically(timing_cache, bytes(cache.serialize()))
+    return bytes(plan)
+
+
+class EngineSession:
+    """An engine that is run as an ONNX Runtime session is: names and arrays in, arrays out.
+
+    `get_inputs` gives names, sizes and types in ONNX Runtime's words, so that parity and latency are measured by the
+    same code.
+    """
+
+    def __init__(self, plan: bytes) -> None:
+        import tensorrt as trt
+
+        self.version = str(trt.__version__)
+        self.logger = trt.Logger(trt.Logger.WARNING)
+        self.runtime = trt.Runtime(self.logger)
+        self.engine = self.runtime.deserialize_cuda_engine(plan)
+        if self.engine is None:
+            raise ValueError(f"TensorRT {trt.__version__} cannot load this engine on this GPU: {CURE}")
+        self.context = self.engine.create_execution_context()
+        self.stream = torch.cuda.Stream()
+        names = [self.engine.get_tensor_name(i) for i in range(self.engine.num_io_tensors)]
+        self.inputs = [name for name in names if self.engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
+        self.outputs = [name for name in names if name not in self.inputs]
+        self.types = {name: torch_type(trt.nptype(self.engine.get_tensor_dtype(name))) for name in names}
+
+    def get_inputs(self) -> list[Slot]:
+        onnx_types = {torch.int64: "tensor(int64)", torch.float32: "tensor(float)", torch.float16: "tensor(float16)"}
+        return [
+            Slot(name, list(self.engine.get_tensor_shape(name)), onnx_types[self.types[name]]) for name in self.inputs
+        ]
+
+    def run(self, names: list[str] | None, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
+        given = {name: torch.from_numpy(np.ascontiguousarray(array)).cuda() for name, array in feed.items()}
+        found = self.run_on_gpu(given)
+        return [found[name].cpu().numpy() for name in (names or self.outputs)]
+
+    def run_on_gpu(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors on the GPU in and out; waits until they are there."""
+        for name, tensor in given.items():
+            if not self.context.set_input_shape(name, tuple(tensor.shape)):
+                raise ValueError(f"{name} {tuple(tensor.shape)} is out of the engine's profile")
+            self.context.set_tensor_address(name, _address(tensor))
+        found = {
+            name: torch.empty(tuple(self.context.get_tensor_shape(name)), dtype=self.types[name], device="cuda")
+            for name in self.outputs
+        }
+        for name, tensor in found.items():
+            self.context.set_tensor_address(name, _address(tensor))
+        self.stream.wait_stream(torch.cuda.current_stream())
+        if not self.context.execute_async_v3(self.stream.cuda_stream):
+            raise RuntimeError("TensorRT did not run the engine; its log above says why")
+        self.stream.synchronize()
+        return found
+
+
+@dataclass(frozen=True)
+class Slot:
+    name: str
+    shape: list[int]
+    type: str
+
+
+NOTHING: list[torch.Tensor] = []  # one byte on the GPU: TensorRT wants an address for an empty cache too
+
+
+def _address(tensor: torch.Tensor) -> int:
+    if tensor.numel():
+        return tensor.data_ptr()
+    if not NOTHING:
+        NOTHING.append(torch.empty(1, dtype=torch.uint8, device="cuda"))
+    return NOTHING[0].data_ptr()
+
+
+def torch_type(numpy_type: Any) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype=numpy_type)).dtype
