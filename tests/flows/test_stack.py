@@ -40,9 +40,9 @@ def stack() -> Iterator[Stack]:
     rng = random.Random(5)
     for number in range(40):
         lines = [" ".join(rng.choices(WORDS, k=8)) for _ in range(12)]
-        folder = stack.folder / "corpora" / CORPUS
-        folder.mkdir(exist_ok=True)
-        (folder / f"{number:02d} $(touch canary).txt").write_text("\n".join(lines))
+        corpus = stack.folder / "corpora" / CORPUS
+        corpus.mkdir(exist_ok=True)
+        (corpus / f"{number:02d} $(touch canary).txt").write_text("\n".join(lines))
     try:
         stack.start("postgres", "prefect", "mlflow", "worker")
         yield stack
