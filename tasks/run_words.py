@@ -60,17 +60,15 @@ def _how_fast(story: RunStory) -> str:
     plan, result = story.plan, story.result
     if plan is None or result is None:
         return ""
-    hours = sum(story.device_hours.values())
+    held = story.device_hours
+    cost = f"; {_in_words(list(held))} held {sum(held.values()):.3g} {story.device} hours" if held else ""
     many = "s" if plan.world_size > 1 else ""
     where = f"{plan.world_size} {story.device}{many} ({plan.strategy}, {plan.precision})"
     against = ""
     if result.step_ms:
         longer = result.step_ms / plan.predicted.step_ms - 1
         against = f", a step {abs(longer):.0%} {'longer' if longer > 0 else 'shorter'} than planned"
-    return (
-        f"Training took {span(result.train_s)} on {where} at {result.tokens_per_s:,.0f} tokens/s{against}; "
-        f"with evaluation and export the run held {hours:.3g} {story.device} hours."
-    )
+    return f"Training took {span(result.train_s)} on {where} at {result.tokens_per_s:,.0f} tokens/s{against}{cost}."
 
 
 def _what_became_of_it(story: RunStory) -> str:
@@ -91,3 +89,8 @@ def _how_it_went(story: RunStory) -> str:
         return "It went through without a stop."
     ways = ", ".join(f"{event.what} after step {event.step:,}" for event in cuts)
     return f"It was {ways}, and resumed."
+
+
+def _in_words(names: list[str]) -> str:
+    """`training`, `training, evaluation and export`."""
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)

@@ -170,7 +170,7 @@ def test_a_stop_saves_a_checkpoint_says_killed_and_resume_goes_on_to_the_bit(
     assert (run_dir / result.checkpoint / "manifest.json").exists()
     stopped = shop.mlflow_run(run_dir)
     assert stopped.info.status == "KILLED"
-    assert "It did not come to its end: training was told to stop at step" in (run_dir / "report.html").read_text()
+    assert "It did not come to its end: interrupted" in (run_dir / "report.html").read_text()
     assert shop.prefect_states()[stopped.data.tags["prefect.flow_run_id"]] == "CANCELLED"
 
     outcome = json.loads(shop.run("resume", run_dir.name, "--json")[0])
