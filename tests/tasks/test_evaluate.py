@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tasks.register import register_model
 from tests.conftest import tiny_config
 from tests.local_tasks import write_tasks
 from tests.tasks.conftest import Store
-from tests.tiny_run import TEXT
+from tests.tiny_run import TEXT, tiny_run
 from training.results import EvalReport, SourceFigures, TaskScore
 
 
@@ -55,12 +56,27 @@ def evaluated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
 
 
 @pytest.fixture(scope="module")
-def alone(exported_run: Path, tmp_path_factory: pytest.TempPathFactory) -> EvalReport:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run(tmp_path_factory.mktemp("runs") / "run")
+
+
+@pytest.fixture(scope="module")
+def plain(trained: Path) -> Path:
+    """A Hugging Face folder that is of no run: weights, config and tokenizer."""
+    folder = trained.parent / "plain"
+    shutil.copytree(trained / "checkpoints" / "8", folder)
+    (folder / "manifest.json").unlink()
+    shutil.copytree(trained.parent / "shards-run" / "tokenizer", folder, dirs_exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> EvalReport:
     """The run's own held-out text on one rank, with a greedy sample."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("SHARDLINE_HOME", str(tmp_path_factory.mktemp("home")))
         config = evaluate_config({}, GREEDY)
-        subject = find_subject(str(exported_run))
+        subject = find_subject(str(trained))
         return evaluate(subject, data=config.data, evaluation=config.evaluation, inference=config.inference)
 
 
@@ -71,12 +87,12 @@ SAME = ("loss", "accuracy", "bits_per_byte", "tokens", "text_bytes")
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_plain_hugging_face_folder_is_evaluated_on_given_text(
-    exported_run: Path, alone: EvalReport, homed: Path, capsys: pytest.CaptureFixture[str]
+    plain: Path, alone: EvalReport, homed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert alone.tokens == 399
     (text := homed / "held-out.txt").write_bytes(TEXT.encode()[-400:])
     sharing = ("inference.parallel=data", "inference.degree=2")
-    export = evaluated(capsys, str(exported_run / "export"), "--data", str(text), *sharing, "data.text_unit=file")
+    export = evaluated(capsys, str(plain), "--data", str(text), *sharing, "data.text_unit=file")
     # One stream of 400 bytes either way, but for the end token that closes a whole document.
     assert (export["tokens"], export["text_bytes"]) == (400, 400)
     assert export["loss"] == pytest.approx(alone.loss, rel=0.05)
@@ -88,9 +104,9 @@ def test_a_plain_hugging_face_folder_is_evaluated_on_given_text(
     "parallel", [*(pytest.param(name, marks=pytest.mark.long) for name in ("data", "tensor")), "pipeline"]
 )
 def test_two_ranks_have_the_figures_of_one_however_they_share_the_model(
-    parallel: str, exported_run: Path, alone: EvalReport, homed: Path, capsys: pytest.CaptureFixture[str]
+    parallel: str, trained: Path, alone: EvalReport, homed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint, one = str(exported_run / "checkpoints" / "8"), alone.model_dump(mode="json")
+    checkpoint, one = str(trained / "checkpoints" / "8"), alone.model_dump(mode="json")
     two = evaluated(capsys, checkpoint, *GREEDY, f"inference.parallel={parallel}", "inference.degree=2")
     assert {name: two[name] for name in SAME} == pytest.approx({name: one[name] for name in SAME}, rel=1e-6)
     assert two["samples"] == one["samples"] != []
@@ -117,14 +133,14 @@ def test_a_registered_versions_evaluation_is_an_mlflow_run_tied_to_its_model(
 
 
 def test_what_cannot_be_evaluated_is_said_with_the_cure(
-    exported_run: Path, homed: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, plain: Path, homed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, message in (
-        ([str(exported_run / "export")], "give --data PATH"),
-        ([str(exported_run / "logs-of-nothing"), "--data", "x"], "names no model version"),
-        ([str(exported_run.parent)], "neither a plan.json"),
-        ([str(exported_run), "inference.degree=2"], "inference.parallel = none"),
-        ([str(exported_run), "inference.parallel=tensor", "inference.degree=3"], "cannot be shared"),
+        ([str(plain)], "give --data PATH"),
+        ([str(trained / "logs-of-nothing"), "--data", "x"], "names no model version"),
+        ([str(trained.parent)], "neither a plan.json"),
+        ([str(trained), "inference.degree=2"], "inference.parallel = none"),
+        ([str(trained), "inference.parallel=tensor", "inference.degree=3"], "cannot be shared"),
     ):
         assert main(["evaluate", *arguments]) == 2
         assert message in capsys.readouterr().err
