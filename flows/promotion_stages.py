@@ -19,11 +19,12 @@ from flows.presets import parse_override
 from flows.stage import stage
 from tasks import promotion, switching
 from tasks.gate import Check
-from tasks.judging import VERDICT, standing
+from tasks.judging import VERDICT, Terms, standing
 from tasks.places import tracking_uri
 from tasks.promotion import Case, Request, gate_rows
 from tasks.registry import CHALLENGER, aliases_of, registry_client, require_model
 from tasks.turns import Turn, turn, who
+from training.promotion_config import RolloutConfig
 from training.results import RegisteredModel
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ def asked(model: str, *, version: int | None, force: bool, overrides: Sequence[s
         overrides=dict(map(parse_override, overrides)),
         prefect_run=run_id if is_embedded() else str(flow_run.ui_url or run_id),
     )
-    promotion.overridden(promotion.Terms(), request.overrides or {})
+    promotion.overridden(Terms(), request.overrides or {})
     require_model(registry_client(tracking_uri()), model)
     return request
 
@@ -56,8 +57,12 @@ def turn_of(request: Request) -> Iterator[Turn]:
 @stage("Finish what was interrupted")
 def settle(request: Request, mine: Turn) -> RegisteredModel | None:
     """How the interrupted version stands, if nothing else is asked for."""
-    client = registry_client(tracking_uri())
-    move = switching.settle(client, mine, request.model, show=logger.info)
+    client, overrides = registry_client(tracking_uri()), request.overrides or {}
+
+    def changed(rollout: RolloutConfig) -> RolloutConfig:
+        return promotion.overridden(Terms(rollout=rollout), overrides).rollout
+
+    move = switching.settle(client, mine, request.model, changed=changed, show=logger.debug)
     if move is None:
         return None
     nothing_else = request.version is None and CHALLENGER not in aliases_of(client, request.model)

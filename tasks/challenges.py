@@ -78,7 +78,12 @@ class Challenges:
         client = registry_client(self.tracking_uri)
         for model in self.models or [found.name for found in client.search_registered_models()]:
             due = self._due(client, model, told)
-            if due is None or self._busy(model) or time.monotonic() < self._not_before.get(due, 0):
+            if (
+                due is None
+                or model.startswith("-")
+                or self._busy(model)
+                or time.monotonic() < self._not_before.get(due, 0)
+            ):
                 continue
             attempt = self._attempts[due] = self._attempts.get(due, 0) + 1
             self._not_before[due] = time.monotonic() + RETRY_S * attempt

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 
 from tasks.places import home, is_local, local_process
 from tasks.registry import CHAMPION, parse_ref
@@ -41,7 +42,13 @@ class Server:
     @property
     def crashed(self) -> bool:
         """Its process is gone, and did not take its descriptor along, as one does that ends in order."""
-        return bool(self.descriptor and self.descriptor.exists() and local_process(self.process) is None)
+        if self.descriptor is None or not self.descriptor.exists():
+            return False
+        try:
+            process = local_process(self.process)
+            return process is None or process.status() == psutil.STATUS_ZOMBIE  # not yet reaped by its parent
+        except psutil.NoSuchProcess:
+            return True
 
     @property
     def ended(self) -> bool:

@@ -6,6 +6,7 @@ import datetime
 import json
 import logging
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,9 +78,24 @@ def candidate(version: ModelVersion, terms: Terms | None = None) -> Candidate:
 
 
 def judge_records(client: MlflowClient, version: ModelVersion, *, terms: Terms, reigning: int | None) -> Verdict:
-    """Parity, loss and scores against version `reigning`."""
-    champion = candidate(client.get_model_version(version.name, str(reigning))) if reigning else None
-    return gate(candidate(version, terms), champion, gates=terms.gates)
+    """Parity, loss and scores against version `reigning`, by its loss on the same data where it was measured there."""
+    challenger, champion = candidate(version, terms), None
+    if reigning:
+        against = client.get_model_version(version.name, str(reigning))
+        champion = candidate(against)
+        if champion.dataset != challenger.dataset and (known := against.tags.get(_measured(challenger.dataset))):
+            loss, tokens = json.loads(known)
+            champion = replace(champion, dataset=challenger.dataset, loss=loss, tokens=tokens)
+    return gate(challenger, champion, gates=terms.gates)
+
+
+def note_evaluation(client: MlflowClient, name: str, number: int, *, dataset: str, loss: float, tokens: int) -> None:
+    """What the version scores on the held-out tokens of another dataset: the loss gate compares by it."""
+    client.set_model_version_tag(name, str(number), _measured(dataset), json.dumps([loss, tokens]))
+
+
+def _measured(dataset: str) -> str:
+    return f"{TAG}loss_on.{dataset[:32]}"
 
 
 def note_checks(client: MlflowClient, version: ModelVersion, checks: tuple[Check, ...]) -> None:

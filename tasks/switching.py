@@ -177,11 +177,22 @@ def carry_out(client: MlflowClient, mine: Turn, move: Move, *, show: Callable[[s
         end_move(client, move, outcome=str(other), well=False)
 
 
-def settle(client: MlflowClient, mine: Turn, model: str, *, show: Callable[[str], None]) -> Move | None:
-    """What an interrupted move left is finished, or taken back; the move, if there was one."""
+def settle(
+    client: MlflowClient,
+    mine: Turn,
+    model: str,
+    *,
+    changed: Callable[[RolloutConfig], RolloutConfig] = lambda rollout: rollout,
+    show: Callable[[str], None],
+) -> Move | None:
+    """What an interrupted move left is finished, or taken back; the move, if there was one.
+
+    By the rollout that it began with, `changed` by who finishes it.
+    """
     move = unfinished(client, model)
     if move is None:
         return None
+    move = move.model_copy(update={"rollout": changed(move.rollout)})
     logger.warning("%s of %s/%d was interrupted while %s: going on", move.kind, model, move.version, move.stage)
     champion = aliases_of(client, model).get(CHAMPION)
     if champion not in (move.version, move.replaces):

@@ -13,7 +13,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from tasks.gate import Check
-from tasks.judging import Terms, set_champion
+from tasks.judging import Terms, judge_records, note_evaluation, set_champion
 from tasks.moves import Move, begin_move, history, note_stage
 from tasks.places import process_key
 from tasks.promotion import Case, Request, approved_by_tag, begin, overridden, refuse
@@ -184,6 +184,15 @@ def test_a_champion_that_changed_since_the_judgement_is_judged_against(client: M
     assert tags[f"{TAG}gate.approval"] == "passed: by ada"
     assert tags[f"{TAG}judged"].endswith(" by ada")
     assert champion(client) == 2
+
+
+def test_a_champion_measured_on_the_challengers_data_is_compared_there(client: MlflowClient) -> None:
+    """Version 4 (loss 2.0) is of other data than champion 1, whose loss there is 1.5."""
+    client.set_model_version_tag("tiny", "4", f"{TAG}dataset_fingerprint", "b" * 64)
+    version = client.get_model_version("tiny", "4")
+    assert "other data" in judge_records(client, version, terms=Terms(), reigning=1).text
+    note_evaluation(client, "tiny", 1, dataset="b" * 64, loss=1.5, tokens=399)
+    assert "champion tiny/1 1.5000: -0.5000" in judge_records(client, version, terms=Terms(), reigning=1).text
 
 
 def test_approval_by_a_tag_is_waited_for_and_names_who_gave_it(client: MlflowClient) -> None:

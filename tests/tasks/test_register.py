@@ -13,13 +13,15 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from tasks.generate import TextGenerator
+from tasks.judging import terms_of
 from tasks.logged_model import link_or_copy
 from tasks.moves import history
 from tasks.register import register_model
 from tasks.registry import aliases_of, lineage, resolve
 from tests.tasks.conftest import Store
+from training.promotion_config import GatesConfig, RegistryConfig, TaskFloor
 from training.records import RunPlan
-from training.results import ExportedModel
+from training.results import EvalReport, ExportedModel, SourceFigures, TaskScore
 
 GREEDY = {"new_tokens": 12, "temperature": 0.0}
 
@@ -140,6 +142,36 @@ def test_mlflow_links_the_version_to_run_data_and_model(store: Store) -> None:
     metrics = {metric.key: (metric.value, metric.dataset_digest) for metric in model.metrics}
     assert metrics["registered/val_loss"] == (3.0, "a" * 36)
     assert run.info.status == "RUNNING"  # the flow closes it, not the registration
+
+
+def test_mlflows_pages_tell_what_a_version_scored_and_on_what_terms(store: Store) -> None:
+    config = RunPlan.read(store.exported / "plan.json").config
+    registry = RegistryConfig(model_name="verse", licence="CC0-1.0", notes="Writes **verse**.")
+    gates = GatesConfig(tasks=(TaskFloor(task="rhymes", at_least=0.5),), approval="tag")
+    config = config.model_copy(update={"registry": registry, "gates": gates})
+    run_dir = store.finished_run("one", loss=3.0, config=config)
+    scores = {"stderr": None, "samples": 9, "higher_is_better": True}
+    figures = {"perplexity": 12.2, "bits_per_byte": 3.6, "accuracy": 0.1, "tokens": 40, "text_bytes": 40}
+    report = EvalReport.read(run_dir / "eval.json").model_copy(
+        update={
+            "sources": (SourceFigures(source="a/b.txt", loss=2.5, **figures),),
+            "tasks": (TaskScore(task="rhymes", metric="acc", value=0.75, **scores),),
+        }
+    )
+    report.write(run_dir / "eval.json")
+    model = register_model(run_dir, tracking_uri=store.uri)
+    assert (model.name, model.alias, model.verdict) == ("verse", "challenger", "")  # somebody must approve
+    client = MlflowClient(store.uri)
+    version = client.get_model_version("verse", "1")
+    for told in ("3.0000 over 399 tokens", "CC0-1.0", "**verse**", "| a/b.txt | 2.5000 |", "| rhymes | acc | 0.7500 |"):
+        assert told in version.description
+    assert (version.tags["shardline.licence"], version.tags["shardline.notes"]) == ("CC0-1.0", "Writes **verse**.")
+    assert terms_of(version, tracking_uri=store.uri).gates == gates
+    logged = client.get_logged_model(version.tags["shardline.model_id"])
+    metrics = {metric.key.removeprefix("registered/"): metric.value for metric in logged.metrics}
+    assert metrics["source/a_b.txt/loss"] == 2.5
+    assert metrics["task/rhymes/acc"] == 0.75
+    assert metrics["parity/argmax_agreement"] == 1.0
 
 
 def test_mlflow_loads_it_and_says_the_same_text(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

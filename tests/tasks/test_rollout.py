@@ -36,6 +36,7 @@ QUICK = ("rollout.smoke_requests=2", "rollout.min_requests=3", "rollout.watch_mi
 WEBHOOKS = {
     "MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http,https",
     "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true",
+    "MLFLOW_WEBHOOK_CACHE_TTL": "1",
     "MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY": "x3Zc2mW2Lk1mJr8yJr0b8m7Gz0d3F1hQe5n6p7q8r9s=",
 }
 
