@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tasks.evaluate import Subject
 from tasks.evaluation_report import metrics_of
+from tasks.judging import note_evaluation
 from tasks.places import tracking_uri
 from tasks.registry import TAG, registry_client
 from training.results import EvalReport
@@ -54,4 +55,6 @@ def record(report: EvalReport, subject: Subject, *, text: str) -> str:
         report.write(Path(folder) / "eval.json")
         client.log_artifact(run_id, str(Path(folder) / "eval.json"))
     client.set_terminated(run_id, "FINISHED")
+    fingerprint = report.shards_fingerprint
+    note_evaluation(client, version.name, version.version, dataset=fingerprint, loss=report.loss, tokens=report.tokens)
     return str(run_id)

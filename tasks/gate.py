@@ -98,8 +98,9 @@ def _other_data(challenger: Candidate, champion: Candidate) -> str:
         return ""
     name = challenger.name
     return (
-        f"{why}. Measure both on the same, as with `shardline evaluate {name}@champion` on the challenger's data; or, "
-        f"to put it in place all the same: shardline promote {name} --version {challenger.version} --force"
+        f"{why}. Measure both on one text: `shardline evaluate {name}@champion --data TEXT` and `shardline evaluate "
+        f"{name}/{challenger.version} --data TEXT`, then promote again; or, to put it in place all the same: "
+        f"shardline promote {name} --version {challenger.version} --force"
     )
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 VERDICT, APPROVED = f"{TAG}verdict", f"{TAG}approved"
+LOSS_ON = f"{TAG}loss_on."
 TAG_CHARS = 5000  # MLflow's limit for a version's tag
 
 
@@ -78,24 +79,30 @@ def candidate(version: ModelVersion, terms: Terms | None = None) -> Candidate:
 
 
 def judge_records(client: MlflowClient, version: ModelVersion, *, terms: Terms, reigning: int | None) -> Verdict:
-    """Parity, loss and scores against version `reigning`, by its loss on the same data where it was measured there."""
+    """Parity, scores, and the loss against version `reigning`'s: on what both were registered with, or measured on."""
     challenger, champion = candidate(version, terms), None
     if reigning:
         against = client.get_model_version(version.name, str(reigning))
         champion = candidate(against)
-        if champion.dataset != challenger.dataset and (known := against.tags.get(_measured(challenger.dataset))):
-            loss, tokens = json.loads(known)
-            champion = replace(champion, dataset=challenger.dataset, loss=loss, tokens=tokens)
+        if champion.dataset != challenger.dataset:
+            ours, theirs = _measured(version, challenger), _measured(against, champion)
+            if common := max(ours.keys() & theirs.keys(), key=lambda each: ours[each][1], default=""):
+                challenger = replace(challenger, dataset=common, loss=ours[common][0], tokens=int(ours[common][1]))
+                champion = replace(champion, dataset=common, loss=theirs[common][0], tokens=int(theirs[common][1]))
     return gate(challenger, champion, gates=terms.gates)
 
 
 def note_evaluation(client: MlflowClient, name: str, number: int, *, dataset: str, loss: float, tokens: int) -> None:
-    """What the version scores on the held-out tokens of another dataset: the loss gate compares by it."""
-    client.set_model_version_tag(name, str(number), _measured(dataset), json.dumps([loss, tokens]))
+    """What the version scores on other held-out tokens: the loss gate compares where both were measured."""
+    client.set_model_version_tag(name, str(number), f"{LOSS_ON}{dataset}", json.dumps([loss, tokens]))
 
 
-def _measured(dataset: str) -> str:
-    return f"{TAG}loss_on.{dataset[:32]}"
+def _measured(version: ModelVersion, registered: Candidate) -> dict[str, list[float]]:
+    """Dataset -> loss and tokens."""
+    noted = {key.removeprefix(LOSS_ON): text for key, text in version.tags.items() if key.startswith(LOSS_ON)}
+    return {dataset: json.loads(text) for dataset, text in noted.items()} | {
+        registered.dataset: [registered.loss, registered.tokens]
+    }
 
 
 def note_checks(client: MlflowClient, version: ModelVersion, checks: tuple[Check, ...]) -> None:

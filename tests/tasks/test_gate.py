@@ -31,8 +31,9 @@ CASES = {
         0.0,
         False,
         "cannot be compared with 2.5000 of champion m/3: other data (dataset bbbbbbbbbbbb, champion's aaaaaaaaaaaa). "
-        "Measure both on the same, as with `shardline evaluate m@champion` on the challenger's data; or, to put it in "
-        "place all the same: shardline promote m --version 4 --force",
+        "Measure both on one text: `shardline evaluate m@champion --data TEXT` and "
+        "`shardline evaluate m/4 --data TEXT`, then promote again; or, "
+        "to put it in place all the same: shardline promote m --version 4 --force",
     ),
     "other tokens": (
         version(4, 1.0, tokens=1000),
