@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from tests.tiny_run import END, VOCAB, export_by_program, tiny_run
@@ -161,3 +163,23 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="differs from torch by up to nan"):
         export_run(run_dir)
     assert not (run_dir / "export").exists()
+
+
+def test_the_folder_has_what_vllms_loader_looks_for(exported: Path) -> None:
+    """Architecture by name, dtype, context, tokenizer and weights under the class's own parameter names."""
+    if exported.name == "bert":
+        return
+    folder = exported / "export"
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == [{"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel"}[exported.name]]
+    assert config.get("dtype", config.get("torch_dtype")) == "float32"
+    assert config.get("max_position_embeddings", config.get("n_positions")) == 32
+    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= {p.name for p in folder.iterdir()}
+    with safe_open(folder / "model.safetensors", framework="np") as weights:
+        names, metadata = set(weights.keys()), weights.metadata()
+    assert metadata["format"] == "pt"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert names <= set(model.state_dict())
+    assert {name for name, _ in model.named_parameters()} - names <= {"lm_head.weight"}, (
+        "only a tied one may be left out"
+    )
