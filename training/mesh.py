@@ -47,7 +47,7 @@ def same_for_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of the ranks' `x`; each gets the whole gradient ("g" there). Without gradients it is made in place."""
-    if not torch.is_grad_enabled():  # no autograd, no functional collective: their overhead is a third of a step here
+    if not torch.is_grad_enabled():  # nothing to record: the plain collective, which has less to do in Python
         x = x.contiguous()
         dist.all_reduce(x, group=group)
         return x
