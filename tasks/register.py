@@ -91,7 +91,6 @@ def register_model(run_dir: Path, *, tracking_uri: str) -> RegisteredModel:
     if VERDICT in version.tags:
         logger.info("%s/%d is this checkpoint already: kept", name, number)
         return standing(client, name, number, verdict=version.tags[VERDICT])
-    client.set_registered_model_alias(name, CHALLENGER, str(number))
     terms = terms_of(version, tracking_uri=tracking_uri)
     with turn(client, name, what=f"registers {name}/{number}") as mine:
         return _judge_at_once(client, mine, version, terms=terms)
@@ -100,9 +99,12 @@ def register_model(run_dir: Path, *, tracking_uri: str) -> RegisteredModel:
 def _judge_at_once(client: MlflowClient, mine: Turn, version: ModelVersion, *, terms: Terms) -> RegisteredModel:
     name, number = version.name, int(version.version)
     version = client.get_model_version(name, str(number))  # another may have judged it while we waited
-    text, left = version.tags.get(VERDICT, ""), standing(client, name, number, verdict="")
-    if text or unfinished(client, name):
-        return left.model_copy(update={"verdict": text})
+    if text := version.tags.get(VERDICT, ""):
+        return standing(client, name, number, verdict=text)
+    client.set_registered_model_alias(name, CHALLENGER, str(number))  # two at once break MLflow: in turn only
+    left = standing(client, name, number, verdict="")
+    if unfinished(client, name):
+        return left
     reigning = aliases_of(client, name).get(CHAMPION)
     if reigning == number:  # a registration before this one died at its last write
         set_champion(client, name, number, replaces=number)
