@@ -42,6 +42,7 @@ def pretrain(
             stages.train(plan, run)
             stages.evaluate(plan, run)
             stages.export(plan, run)
+            stages.measure_champion(plan, run, shards)
             model = stages.register(run)
             text = stages.generate(plan, run, model)
             return report(plan, run, model, generated=text)

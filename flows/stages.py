@@ -16,7 +16,7 @@ from flows.artifacts import as_text, name_flow_run, show_markdown, show_pairs, s
 from flows.embedded import is_embedded
 from flows.promote import promote
 from flows.stage import stage
-from tasks import corpus, fleet, launch, nsight, overrides, planning, track, trial
+from tasks import corpus, fleet, launch, nsight, overrides, planning, rival, track, trial
 from tasks import hardware as machines
 from tasks.doctor import hardware_rows
 from tasks.engine import check_prompts
@@ -216,6 +216,14 @@ def show_latency(run: TrackedRun) -> None:
     draw_latency(picture, report)
     track.log_files(run, run.folder / "export" / "latency.json", picture)
     show_table(latency_rows(report), key="export-latency", description=f"Speed of the export on {report.device}")
+
+
+@stage("Measure the champion on the same text")
+def measure_champion(plan: RunPlan, run: TrackedRun, shards: TokenShards) -> None:
+    """Only where it was registered with other data, as when nights go on with what is new."""
+    with timed(run, "champion"):
+        if told := rival.measure_champion(plan, shards, tracking_uri=tracking_uri()):
+            logger.info("%s", told)
 
 
 @stage("Register, and let the gates decide")

@@ -121,16 +121,23 @@ def _hash_of_weights(folder: Path) -> str:
 
 
 def evaluate(
-    subject: Subject, *, data: DataConfig, evaluation: EvaluationConfig, inference: InferenceConfig
+    subject: Subject,
+    *,
+    data: DataConfig,
+    evaluation: EvaluationConfig,
+    inference: InferenceConfig,
+    held_out_of: RunPlan | None = None,
 ) -> EvalReport:
-    """Exact figures, by source, on `data` (its path empty: the run's own held-out split), tasks and samples.
+    """Exact figures, by source, on `data`, tasks and samples.
+
+    Where `data` has no path: on the held-out split of the run `held_out_of`, by default the run that made the model.
 
     Raises ValueError for what cannot be had, RuntimeError with the log's last lines if a rank fails.
     """
     if inference.engine not in {"auto", "torch"}:
         raise ValueError(f"inference.engine = {inference.engine}: evaluation runs torch, leave it out")
     check_inference(subject.folder, inference)
-    shards_dir, shards = _tokens(subject, data)
+    shards_dir, shards = _tokens(subject, data, held_out_of=held_out_of or subject.plan)
     plan = _plan(subject, shards_dir, shards, evaluation=evaluation, inference=inference)
     check_tasks(plan.config)
     folder = _new_folder(subject.what)
@@ -150,16 +157,16 @@ def _new_folder(what: str) -> Path:
     return folder
 
 
-def _tokens(subject: Subject, data: DataConfig) -> tuple[Path, TokenShards]:
-    """The run's own shards, or `data` as the model's own tokenizer has it, all of it held out."""
+def _tokens(subject: Subject, data: DataConfig, *, held_out_of: RunPlan | None) -> tuple[Path, TokenShards]:
+    """A run's own shards, or `data` as the model's own tokenizer has it, all of it held out."""
     if data.path:
         tokenizer = TokenizerConfig(kind="pretrained", path=str(subject.tokenizer))
         text = data.model_copy(update={"tokenizer": tokenizer, "split": "all"})
         objective = _objective(subject)
         return prepare_corpus(text, tokens_home=home() / "tokens", objective=objective)
-    if subject.plan is None:
+    if held_out_of is None:
         raise ValueError(f"{subject.what} is of no run, so there is no held-out text of its own: give --data PATH")
-    folder = Path(subject.plan.shards_dir)
+    folder = Path(held_out_of.shards_dir)
     if not (folder / "manifest.json").exists():
         raise ValueError(f"the run's tokens are not on this machine (looked for {folder}): give --data PATH")
     return folder, TokenShards.read(folder / "manifest.json")
