@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.exceptions import FlowPauseTimeout
 from prefect.flow_runs import pause_flow_run
 from prefect.input import RunInput
 from prefect.runtime import flow_run
 from pydantic import Field
 
+from flows.artifacts import show_markdown, show_table
 from flows.embedded import is_embedded
 from flows.presets import parse_override
 from flows.stage import stage
@@ -126,7 +126,7 @@ def roll_out(request: Request, case: Case, mine: Turn) -> RegisteredModel:
         return move
     switching.carry_out(client, mine, move, show=logger.debug)
     model = _standing(case.model, case.version)
-    create_markdown_artifact(
+    show_markdown(
         f"**{model.name}**: champion was version {move.replaces or 'none'}, asked by {move.who}. Version "
         f"{model.version} is {model.alias or 'no alias'} now: {model.verdict}",
         key="promotion",
@@ -144,4 +144,4 @@ def _standing(name: str, number: int) -> RegisteredModel:
 def _show(case: Case) -> None:
     if case.checks:
         about = f"{case.model}/{case.version} against {case.against or 'no champion'}"
-        create_table_artifact(gate_rows(case.checks), key="gates", description=about)
+        show_table(gate_rows(case.checks), key="gates", description=about)

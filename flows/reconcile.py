@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from prefect import flow
-from prefect.artifacts import create_table_artifact
 
 from flows import lost_runs
+from flows.artifacts import show_table
 from tasks.running import known_hosts
 from tasks.stopping import reap
 
@@ -23,5 +23,5 @@ def reconcile() -> list[dict[str, Any]]:
     rows += [{"what": name, "done": "container removed", "why": "its launcher is gone"} for name in reaped.removed]
     rows += [{"what": name, "done": "host not asked", "why": str(why)} for name, why in reaped.silent.items()]
     if rows:
-        create_table_artifact(rows, key="reconciled", description="What was found and set right")
+        show_table(rows, key="reconciled", description="What was found and set right")
     return rows
