@@ -221,9 +221,9 @@ def show_latency(run: TrackedRun) -> None:
 @stage("Measure the champion on the same text")
 def measure_champion(plan: RunPlan, run: TrackedRun, shards: TokenShards) -> None:
     """Only where it was registered with other data, as when nights go on with what is new."""
-    with timed(run, "champion"):
-        if told := rival.measure_champion(plan, shards, tracking_uri=tracking_uri()):
-            logger.info("%s", told)
+    if champion := rival.champion_to_measure(plan, shards, tracking_uri=tracking_uri()):
+        with timed(run, "champion"):
+            rival.measure(champion, plan)
 
 
 @stage("Register, and let the gates decide")

@@ -82,6 +82,8 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("profile.*", "exact", ""),
     ("export.*", "exact", ""),
     ("registry.*", "exact", ""),
+    ("gates.*", "exact", ""),
+    ("rollout.*", "exact", ""),
     ("launch.*", "exact", ""),
     ("trainer.*", "refused", "another program is another run"),
 )

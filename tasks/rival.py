@@ -13,6 +13,7 @@ from tasks.registry import CHAMPION, TAG, aliases_of, registry_client
 from training.data_config import DataConfig
 from training.evaluation_config import EvaluationConfig
 from training.records import RunPlan, TokenShards
+from training.results import EvalReport
 from training.serving_config import InferenceConfig
 
 if TYPE_CHECKING:
@@ -22,29 +23,34 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def measure_champion(plan: RunPlan, shards: TokenShards, *, tracking_uri: str) -> str:
-    """What was measured, or why nothing was; empty where there is nothing to measure.
+def champion_to_measure(plan: RunPlan, shards: TokenShards, *, tracking_uri: str) -> str:
+    """NAME/VERSION of a champion of other data whose loss on this run's text is not known yet; else empty.
 
-    Losses per token compare only between equal tokenizers. A champion of the same data has its loss already.
+    Losses per token compare only between equal tokenizers.
     """
     client, name = registry_client(tracking_uri), plan.config.model_name
     champion = _champion(client, name)
     if champion is None or champion.tags.get(f"{TAG}dataset_fingerprint") == shards.fingerprint:
         return ""
     ref = f"{name}/{champion.version}"
-    if f"{LOSS_ON}{shards.fingerprint}" in champion.tags:
-        return ""
     if champion.tags.get(f"{TAG}tokenizer_sha256") != shards.tokenizer_sha256:
-        return f"the champion {ref} has another tokenizer: their losses per token cannot be compared"
+        logger.info("the champion %s has another tokenizer: their losses per token cannot be compared", ref)
+        return ""
     if importlib.util.find_spec("torch") is None:
-        return f"the champion {ref} cannot be measured on this run's text: there is no torch on this machine"
-    subject = find_subject(ref)
-    nothing_more = EvaluationConfig(prompts=())
+        logger.warning("the champion %s cannot be measured on this run's text: no torch on this machine", ref)
+        return ""
+    return "" if f"{LOSS_ON}{shards.fingerprint}" in champion.tags else ref
+
+
+def measure(ref: str, plan: RunPlan) -> EvalReport:
+    """Of a registered version on the held-out text of `plan`'s run, noted on the version, where the gates find it."""
+    subject, nothing_more = find_subject(ref), EvaluationConfig(prompts=())
     report = evaluate(
         subject, data=DataConfig(), evaluation=nothing_more, inference=InferenceConfig(), held_out_of=plan
     )
     record(report, subject, text=f"held-out text of {plan.run_id}")
-    return f"the champion {ref} has a loss of {report.loss:.4f} on this run's {report.tokens:,} held-out tokens"
+    logger.info("champion %s: loss %.4f on this run's %s held-out tokens", ref, report.loss, f"{report.tokens:,}")
+    return report
 
 
 def _champion(client: MlflowClient, name: str) -> ModelVersion | None:

@@ -125,13 +125,14 @@ def random_texts(vocab_size: int, *, context: int) -> list[list[np.ndarray]]:
 def _vocab_size(folder: Path) -> int:
     from transformers import AutoConfig
 
-    return int(AutoConfig.from_pretrained(folder).vocab_size)
+    return int(AutoConfig.from_pretrained(folder, trust_remote_code=False).vocab_size)
 
 
 def _torch_model(folder: Path, exported: ExportedModel) -> Any:
     from training.model import auto_class_of
 
-    return auto_class_of(exported.objective).from_pretrained(folder, dtype=torch.float32).eval()
+    model = auto_class_of(exported.objective)
+    return model.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False).eval()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from tasks.triton import write_repository
 from tests.tasks.test_triton import schema
 from training.triton_config import TritonConfig
 
-pytestmark = pytest.mark.long  # MLServer's pins conflict with ours: 40 s to install it elsewhere
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # MLServer's pins conflict with ours: 40 s to install it elsewhere
 RUNTIME = Path(__file__).parent / "mlserver_onnx.py"
 
 

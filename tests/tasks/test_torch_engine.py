@@ -90,6 +90,7 @@ def test_a_server_is_not_ready_without_its_ranks_and_leaves_none_when_it_is_kill
     assert alive == []
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_rank_that_cannot_load_says_why(exported_run: Path, tmp_path: Path) -> None:
     export = tmp_path / "export"

@@ -137,6 +137,7 @@ def test_deepspeed_on_a_gpu_gives_the_text_of_the_plain_model(folder: Path, star
     same_as_the_plain_model(start(folder, deepspeed=True, device_kind="cuda", precision="fp32", rows=1), folder)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_class_that_is_not_described_runs_whole(start: Start, tmp_path: Path) -> None:
     from transformers import MistralConfig, MistralForCausalLM
