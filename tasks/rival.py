@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.evaluate import evaluate, find_subject
 from tasks.evaluation_record import record
 from tasks.judging import LOSS_ON
+from tasks.pretrained import same_words
 from tasks.registry import CHAMPION, TAG, aliases_of, registry_client
 from training.data_config import DataConfig
 from training.evaluation_config import EvaluationConfig
@@ -33,7 +35,8 @@ def champion_to_measure(plan: RunPlan, shards: TokenShards, *, tracking_uri: str
     if champion is None or champion.tags.get(f"{TAG}dataset_fingerprint") == shards.fingerprint:
         return ""
     ref = f"{name}/{champion.version}"
-    if champion.tags.get(f"{TAG}tokenizer_sha256") != shards.tokenizer_sha256:
+    theirs = find_subject(ref).tokenizer / "tokenizer.json"
+    if not same_words(Path(plan.shards_dir) / "tokenizer" / "tokenizer.json", theirs):
         logger.info("the champion %s has another tokenizer: their losses per token cannot be compared", ref)
         return ""
     if importlib.util.find_spec("torch") is None:
