@@ -259,15 +259,15 @@ def show(result: dict[str, Any]) -> None:
 def plot(path: Path, result: dict[str, Any]) -> None:
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6))
     for name, speeds in result["tokens_per_s"].items():
         style = "-o" if name == OURS else "--o"
         left.plot([*speeds], [*speeds.values()], style, label=name)
         right.plot([*speeds], [*result["p95_ms"][name].values()], style)
     left.set(xlabel="clients", ylabel="tokens per second", yscale="log")
     right.set(xlabel="clients", ylabel="95% of requests within, ms", yscale="log")
-    left.legend(fontsize="small")
-    figure.tight_layout()
+    figure.legend(loc="lower center", ncols=3, frameon=False)
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
     figure.savefig(path, dpi=120)
 
 
