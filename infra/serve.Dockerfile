@@ -1,5 +1,5 @@
 # The serving image: `shardline serve` with ONNX Runtime on CPUs and what it needs to reach an MLflow server; no torch,
-# no Prefect (0.6 instead of 3 GB). The versions are constraints.txt's.
+# no Prefect: 0.53 GB. The versions are constraints.txt's.
 #
 #   docker build -f infra/serve.Dockerfile -t shardline-serve .
 #   docker run -p 8000:8000 -e MLFLOW_TRACKING_URI=http://mlflow:5000 shardline-serve quickstart@champion
