@@ -3,17 +3,21 @@
 #
 #   docker build -f infra/serve.Dockerfile -t shardline-serve .
 #   docker run -p 8000:8000 -e MLFLOW_TRACKING_URI=http://mlflow:5000 shardline-serve quickstart@champion
+#
+# For GPUs, with torch, and TensorRT to build engines where they run (`python -m training.build_engine EXPORT`); not
+# built here yet: --build-arg EXTRAS=serve,train,tensorrt
 ARG BASE_IMAGE=python:3.11.13-slim-bookworm
 
 FROM ${BASE_IMAGE} AS install
 ARG PIP_INDEX_URL
+ARG EXTRAS=serve
 WORKDIR /opt/shardline/src
 RUN python3 -m venv /opt/shardline/venv
 ENV PATH=/opt/shardline/venv/bin:${PATH}
 # The dependencies come before the code, so that after a change of code a build takes seconds.
 COPY pyproject.toml constraints.txt README.md ./
 RUN mkdir flows tasks infra training training/strategies \
- && pip install --no-cache-dir --constraint constraints.txt --editable '.[serve]'
+ && pip install --no-cache-dir --constraint constraints.txt --editable ".[${EXTRAS}]"
 COPY prefect.yaml ./
 COPY flows ./flows
 COPY tasks ./tasks

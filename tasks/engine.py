@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,8 @@ from tasks.machine import gpus_here
 from training.serving_config import InferenceConfig
 
 logger = logging.getLogger(__name__)
+
+TORCH_CURE = "install the extra `train` (of infra/serve.Dockerfile: --build-arg EXTRAS=serve,train)"
 
 
 class EngineDied(RuntimeError):
@@ -62,6 +65,8 @@ def open_engine(export_dir: Path, inference: InferenceConfig | None = None, *, r
         if rows == 1:
             return TextGenerator(export_dir, precision=precision)
         return BatchedGenerator(export_dir, precision=precision, rows=rows)
+    if not has_torch():
+        raise ValueError(f"{why}: that needs torch, which is not installed here: {TORCH_CURE}")
     from tasks.torch_engine import TorchEngine
 
     return TorchEngine(export_dir, inference)
@@ -86,7 +91,14 @@ def choose_engine(inference: InferenceConfig) -> tuple[str, str]:
     if inference.precision == "bf16":
         return "torch", "inference.precision = bf16"
     gpus = gpus_here()
-    return ("torch", f"{len(gpus)} GPUs: {gpus[0].name}") if gpus else ("onnx", "no GPU is visible here")
+    if not gpus:
+        return "onnx", "no GPU is visible here"
+    found = f"{len(gpus)} GPUs: {gpus[0].name}"
+    return ("torch", found) if has_torch() else ("onnx", f"{found}, but there is no torch: {TORCH_CURE}")
+
+
+def has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
 
 
 def check_prompts(shards_dir: Path, prompts: Iterable[str]) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tasks.engine import EngineDied, choose_engine
+from tasks import engine
+from tasks.engine import EngineDied, choose_engine, open_engine
 from tasks.generate import TextGenerator, TextStream
 from tasks.generate_file import GeneratedFile, generate_file
 from tests.tasks.conftest import Store
@@ -24,6 +26,17 @@ def test_the_engine_follows_from_what_is_asked_for_and_from_the_gpus(monkeypatch
     assert choose_engine(InferenceConfig(engine="torch"))[0] == "torch"
     with pytest.raises(ValueError, match=r"needs ranks of torch: set inference\.engine=torch"):
         choose_engine(InferenceConfig(engine="onnx", parallel="tensor", degree=2))
+
+
+def test_without_torch_a_gpu_is_left_alone_and_torch_refused_with_the_cure(
+    exported_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "has_torch", lambda: False)
+    monkeypatch.setattr(engine, "gpus_here", lambda: [SimpleNamespace(name="H100")])
+    name, why = choose_engine(InferenceConfig())
+    assert (name, "1 GPUs: H100, but there is no torch" in why) == ("onnx", True)
+    with pytest.raises(ValueError, match=r"asked for by inference\.engine: that needs torch.*EXTRAS=serve,train"):
+        open_engine(exported_run / "export", InferenceConfig(engine="torch"))
 
 
 class Mortal(TextGenerator):
