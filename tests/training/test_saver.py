@@ -42,12 +42,17 @@ def start(make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Ite
         yield prepared
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def full_disk() -> Iterator[None]:
-    """No file of this process may grow beyond 32 KiB; a checkpoint has 300."""
+    """No file of this process may grow beyond 32 KiB; a checkpoint has 300.
+
+    No fixture: pytest writes its dots before those end, to what may be a file as well.
+    """
     set_room(FULL_AT_BYTES)
-    yield
-    set_room(resource.RLIM_INFINITY)
+    try:
+        yield
+    finally:
+        set_room(resource.RLIM_INFINITY)
 
 
 @pytest.fixture
@@ -88,7 +93,7 @@ def writing_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("checkpoint-")]
 
 
-@pytest.mark.usefixtures("full_disk")
+@full_disk()
 def test_training_goes_on_while_the_checkpoint_keeps_the_step_it_was_taken_at(start: Callable[..., Training]) -> None:
     state = start("goes-on", checkpoint__max_failures=10)
     with saver_of(state) as saver:
@@ -108,7 +113,8 @@ def test_training_goes_on_while_the_checkpoint_keeps_the_step_it_was_taken_at(st
     assert TensorFiles(folder, "optimizer")["step"] == 3
 
 
-@pytest.mark.usefixtures("full_disk", "room_after_warning")
+@pytest.mark.usefixtures("room_after_warning")
+@full_disk()
 def test_a_failed_write_is_reported_and_tried_again(
     start: Callable[..., Training], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,7 +127,7 @@ def test_a_failed_write_is_reported_and_tried_again(
     assert leftovers(state.run_dir) == []
 
 
-@pytest.mark.usefixtures("full_disk")
+@full_disk()
 def test_the_run_fails_after_max_failures_and_cleans_up(start: Callable[..., Training]) -> None:
     state = start("fails", checkpoint__max_failures=2)
     with pytest.raises(RuntimeError, match=r"rank 0 could not write .* try 2 of 2: free space or mend the disk"):
@@ -131,7 +137,8 @@ def test_the_run_fails_after_max_failures_and_cleans_up(start: Callable[..., Tra
     assert writing_threads() == []
 
 
-@pytest.mark.usefixtures("full_disk", "room_after_warning")
+@pytest.mark.usefixtures("room_after_warning")
+@full_disk()
 def test_the_next_checkpoint_waits_for_the_one_before_it_and_takes_no_more_memory(
     start: Callable[..., Training], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,7 +168,7 @@ def test_a_synchronous_checkpoint_is_there_when_save_returns(start: Callable[...
         assert writing_threads() == []
 
 
-@pytest.mark.usefixtures("full_disk")
+@full_disk()
 def test_an_error_in_the_loop_leaves_no_thread_and_no_half_written_folder(start: Callable[..., Training]) -> None:
     state = start("error")
     with pytest.raises(ZeroDivisionError):
@@ -171,7 +178,8 @@ def test_an_error_in_the_loop_leaves_no_thread_and_no_half_written_folder(start:
     assert published(state.run_dir) == []
 
 
-@pytest.mark.usefixtures("full_disk", "room_after_warning")
+@pytest.mark.usefixtures("room_after_warning")
+@full_disk()
 def test_a_lost_loss_still_gets_the_checkpoint_from_before_it(start: Callable[..., Training]) -> None:
     state = start("lost")
     with pytest.raises(NonFiniteLoss):
