@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from mlflow import MlflowClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from tasks.generate import TextGenerator
@@ -175,7 +176,8 @@ def test_it_goes_on_while_mlflow_is_away_and_follows_again_after(
         assert "secret" not in complaint
         assert client.post("/generate", json={"prompt": "x", "new_tokens": 2}).json()["version"] == 1
 
-        register_model(champion.finished_run("two", loss=2.5, checkpoint="d"), tracking_uri=champion.uri)
+        two = register_model(champion.finished_run("two", loss=2.5, checkpoint="d"), tracking_uri=champion.uri)
+        MlflowClient(champion.uri).set_registered_model_alias("tiny", "champion", str(two.version))
         deadline = time.monotonic() + 60
         with mlflow_server(champion, port):
             while client.get("/health").json()["version"] == 1:
