@@ -18,6 +18,7 @@ from docker.types import DeviceRequest, LogConfig, Mount, Ulimit
 from infra.hosts import HostClient, HostError, in_words
 
 RUN, ATTEMPT, HOST, LAUNCHER = "shardline.run", "shardline.attempt", "shardline.host", "shardline.launcher"
+SECRET_S = 30.0  # for a job to take its secret
 GIB = 2**30
 SECOND = 10**9  # Docker counts health checks in nanoseconds
 LOG_FILE_MIB, LOG_FILES = 64, 2  # a follower may miss so much of a log in a partition; a new stream reads all of it
@@ -156,11 +157,12 @@ def _start_with_input(client: HostClient, container: str, secret: bytes) -> None
     """Attach, start, send, close: StdinOnce makes our closing the end of its input."""
     stream = client.api.attach_socket(container, params={"stdin": 1, "stream": 1})
     connection: socket.socket = getattr(stream, "_sock", stream)  # a file object on unix sockets, a TLS socket else
+    connection.settimeout(SECRET_S)  # a daemon may neither read on nor close, once the container is gone
     try:
         client.api.start(container)
         connection.sendall(secret)
         connection.shutdown(socket.SHUT_WR)
-    except (ConnectionError, ssl.SSLError):
+    except (ConnectionError, TimeoutError, ssl.SSLError):
         now = state(client, container)
         if now is None or now.running:
             raise  # else it ended before it read all: its state and log tell why

@@ -56,6 +56,7 @@ def test_a_taken_port_is_named_with_who_has_it_before_anything_starts(shop: Shop
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(280)
 def test_servers_and_worker_come_up_serve_every_command_are_mended_and_go(shop: Shop, ports: list[str]) -> None:
     try:
