@@ -20,16 +20,21 @@ class EvaluationJob(Record):
     checkpoint_sha256: str
 
 
-class SourceFigures(Record):
-    """Figures of the held-out documents of one source."""
+class Figures(Record):
+    """Of held-out text: `loss` in nats per token; a masked model has no bits per byte."""
 
-    source: str
     loss: float
     perplexity: float
     bits_per_byte: float | None
     accuracy: float
     tokens: int
     text_bytes: int
+
+
+class SourceFigures(Figures):
+    """Figures of the held-out documents of one source."""
+
+    source: str
 
 
 class TaskScore(Record):
@@ -43,18 +48,12 @@ class TaskScore(Record):
     higher_is_better: bool
 
 
-class EvalReport(Record):
+class EvalReport(Figures):
     """Exact figures over the whole held-out split: every token is predicted once."""
 
     step: int
     checkpoint_sha256: str
     shards_fingerprint: str
-    loss: float
-    perplexity: float
-    bits_per_byte: float | None
-    accuracy: float
-    tokens: int
-    text_bytes: int
     sources: tuple[SourceFigures, ...] = ()
     tasks: tuple[TaskScore, ...] = ()
     samples: tuple[Sample, ...]
