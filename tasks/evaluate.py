@@ -20,7 +20,7 @@ from typing import Any
 
 from tasks import local
 from tasks.corpus import prepare_corpus
-from tasks.machine import gpus_here, usable_cores
+from tasks.machine import device_kind_of, usable_cores
 from tasks.places import command, home, tracking_uri
 from tasks.registry import ResolvedModel, resolve
 from training.config import ModelConfig, ProfileConfig, RunConfig
@@ -192,7 +192,7 @@ def _plan(
     inference: InferenceConfig,
 ) -> RunPlan:
     """The run's plan, or one for a model of no run; on these ranks, with these tokens."""
-    device_kind, degree = _device_kind(inference.degree), inference.degree
+    device_kind, degree = device_kind_of(inference.degree), inference.degree
     plan = subject.plan or _plan_of_a_stranger(subject, shards, device_kind=device_kind)
     axis = {"data": "dp", "tensor": "tp", "pipeline": "pp", "none": "dp"}[inference.parallel]
     mesh = {name: degree if name == axis else 1 for name in ("pp", "dp", "tp")}
@@ -217,16 +217,6 @@ def _plan(
             "precision": plan.precision if inference.precision == "auto" else inference.precision,
         }
     )
-
-
-def _device_kind(degree: int) -> str:
-    gpus = gpus_here()
-    if gpus and degree > len(gpus):
-        raise ValueError(
-            f"inference.degree = {degree}, but {len(gpus)} GPUs are visible: lower it, or hide the GPUs to run on the "
-            "CPU (CUDA_VISIBLE_DEVICES=)"
-        )
-    return "cuda" if gpus else "cpu"
 
 
 def _plan_of_a_stranger(subject: Subject, shards: TokenShards, *, device_kind: str) -> RunPlan:

@@ -66,32 +66,44 @@ def generate_file(
     left = [number for number in range(len(lines)) if number not in part.rows]
     if part.rows:
         logger.info("%d of %d rows are done already: going on with the others", len(part.rows), len(lines))
-    began, tokens, made = time.monotonic(), 0, 0
-    if left:
-        engine = open_engine()
-        try:
-            began = time.monotonic()  # loading is not speed
-            for number, row in _rows(engine, lines, left, sampling):
-                part.add(number, row)
-                tokens, made = tokens + row.get("tokens", 0), made + 1
-                show(len(part.rows), len(lines), tokens / (time.monotonic() - began))
-        finally:
-            engine.close()
-            part.close()
+    tokens, seconds = _make_rows(open_engine, lines, left, sampling, part=part, show=show) if left else (0, 0.0)
     rows = [part.rows[number] for number in range(len(lines))]
     record = GeneratedFile(
         key=key,
         model=model,
         rows=len(rows),
         failed=sum("error" in row for row in rows),
-        made=made,
+        made=len(left),
         tokens=tokens,
-        seconds=time.monotonic() - began if made else 0.0,
+        seconds=seconds,
     )
     write_atomically(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     record.write(record_path)
     part.path.unlink(missing_ok=True)
     return record
+
+
+def _make_rows(
+    open_engine: Callable[[], Engine],
+    lines: list[str],
+    left: list[int],
+    sampling: dict[str, Any],
+    *,
+    part: Part,
+    show: Callable[[int, int, float], None],
+) -> tuple[int, float]:
+    """Tokens, and seconds without those that the engine took to start."""
+    engine, tokens = open_engine(), 0
+    began = time.monotonic()
+    try:
+        for number, row in _rows(engine, lines, left, sampling):
+            part.add(number, row)
+            tokens += row.get("tokens", 0)
+            show(len(part.rows), len(lines), tokens / (time.monotonic() - began))
+        return tokens, time.monotonic() - began
+    finally:
+        engine.close()
+        part.close()
 
 
 def _read(prompts: Path, out: Path) -> str:

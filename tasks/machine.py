@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -134,6 +135,17 @@ def driver_gpus() -> tuple[Gpu, ...]:
 def gpus_here() -> tuple[Gpu, ...]:
     """Those that torch would see, found without it."""
     return visible_gpus(driver_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def device_kind_of(degree: int) -> Literal["cuda", "cpu"]:
+    """What so many ranks of inference run on. Raises ValueError where there are some GPUs, and too few."""
+    gpus = gpus_here()
+    if gpus and degree > len(gpus):
+        raise ValueError(
+            f"inference.degree = {degree}, but {len(gpus)} GPUs are visible: lower it, or hide the GPUs to run on the "
+            "CPU (CUDA_VISIBLE_DEVICES=)"
+        )
+    return "cuda" if gpus else "cpu"
 
 
 def head_versions(gpus: tuple[Gpu, ...]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tasks.engine import EngineDied
 from tasks.generate import Sampling, TextStream, encode_prompt, open_export
-from tasks.machine import gpus_here, usable_cores
+from tasks.machine import device_kind_of, usable_cores
 from tasks.torch_ranks import Tokens, TorchRanks
 from training.decode_plan import ROWS, check_inference
 from training.serving_config import InferenceConfig
@@ -25,7 +25,7 @@ class TorchEngine:
     def __init__(self, export_dir: Path | str, inference: InferenceConfig) -> None:
         folder = Path(export_dir)
         self.context, self.end_id, self.tokenizer = open_export(folder)
-        device_kind, deepspeed = _device_kind(inference.degree), inference.engine == "deepspeed"
+        device_kind, deepspeed = device_kind_of(inference.degree), inference.engine == "deepspeed"
         check_inference(folder, inference, device_kind=device_kind)
         # DeepSpeed's kernels keep the keys and values of one sequence.
         rows = 1 if deepspeed and device_kind == "cuda" else ROWS
@@ -132,14 +132,3 @@ class NewIds(Iterator[int]):
     def __del__(self) -> None:  # a stream that nobody reads to its end gives its row back
         if not self.ended:
             self.close()
-
-
-def _device_kind(degree: int) -> str:
-    """Raises ValueError where there are some GPUs, and too few."""
-    gpus = gpus_here()
-    if gpus and degree > len(gpus):
-        raise ValueError(
-            f"inference.degree = {degree}, but {len(gpus)} GPUs are visible: lower it, or hide the GPUs to run on the "
-            "CPU (CUDA_VISIBLE_DEVICES=)"
-        )
-    return "cuda" if gpus else "cpu"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -115,21 +115,13 @@ class LanguageModel(nn.Module):
         """As `forward`, from the hidden states before the output layer."""
         if wanted == "loss":
             return self.loss(hidden, targets)
-        weight, bias = self.output()
         if wanted == "next":
-            return self._next_logits(hidden[_rows(targets), targets], weight, bias)
-        return linear_scores(
-            hidden.flatten(0, 1),
-            weight,
-            bias,
-            targets.flatten(),
-            dtype=self.dtype,
-            first_word=self.first_word,
-            group=self.tp_group,
-        )
+            return self._next_logits(hidden[_rows(targets), targets])
+        return self._of_words(linear_scores, hidden, targets)
 
-    def _next_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _next_logits(self, hidden: Tensor) -> Tensor:
         """[batch, width] -> fp32 [batch, vocab] on all ranks, whatever share of the words is here."""
+        weight, bias = self.output()
         own = (hidden.to(self.dtype) @ weight.to(self.dtype).t()).float()
         own = own if bias is None else own + bias
         if self.tp_group is None:
@@ -140,10 +132,15 @@ class LanguageModel(nn.Module):
         return logits
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        weight, bias = self.output()
         if self.tp_group is not None:
             hidden = same_for_all(hidden, self.tp_group)
-        return linear_cross_entropy(
+        loss: Tensor = self._of_words(linear_cross_entropy, hidden, targets)
+        return loss
+
+    def _of_words(self, function: Callable[..., Any], hidden: Tensor, targets: Tensor) -> Any:
+        """`function` of training/loss.py, of the share of the words that is here."""
+        weight, bias = self.output()
+        return function(
             hidden.flatten(0, 1),
             weight,
             bias,
