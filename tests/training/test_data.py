@@ -1,13 +1,7 @@
-"""The order and the packing of the data: the same for any number of ranks, every token once, nothing beside it.
-
-Each token of the corpus here is its place in the stream plus FIRST, so that a batch says where it comes from.
-"""
+"""The order and the packing of the data: the same for any number of ranks, every token once, nothing beside it."""
 
 from __future__ import annotations
 
-import itertools
-import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,74 +9,30 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import END, MASK, inventory, tiny_config
-from tests.manifests import write_manifest
-from training.data import Batch, Loader, documents_in, held_out, shuffled
+from tests.conftest import END
+from tests.training.numbered import (
+    BERT,
+    CONTEXT,
+    CPU,
+    FIRST,
+    NUM_TOKENS,
+    PACKINGS,
+    global_batch,
+    one_pass,
+    plan_of,
+    predicted,
+    rows,
+    write_numbered,
+)
+from training.data import Loader, shuffled
 from training.loss import IGNORED
 from training.packing import one_epoch
-from training.plan import make_plan
-from training.records import RunPlan, TokenShards
-from training.shards import TokenStream, write_shard
-
-CPU = torch.device("cpu")
-FIRST = 2
-PACKINGS = ("stream", "documents", "padded")
-CONTEXT = 16
-BERT = {"model__architecture": "bert", "model__kv_heads": 0}
-NUM_TOKENS = {"train": 1003, "validation": 217}
+from training.shards import TokenStream
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of 1 to 50 tokens over three shards, some cut by their borders, the last one without an end."""
-    folder = tmp_path_factory.mktemp("numbered")
-    rng, written = np.random.default_rng(5), []
-    for split, total in NUM_TOKENS.items():
-        lengths = [1, 1, CONTEXT, 2 * CONTEXT, *rng.integers(1, 51, 100).tolist()]
-        ends = np.cumsum(lengths)
-        borders = [0, total // 3, total // 2, total]
-        for index, (start, stop) in enumerate(itertools.pairwise(borders)):
-            here = ends[(ends > start) & (ends <= stop)] - start
-            tokens = np.arange(start + FIRST, stop + FIRST, dtype="uint16")
-            shard = write_shard(folder, split=split, index=index, tokens=tokens, ends=here.tolist(), text_bytes=1)
-            written.append(shard)
-    write_manifest(folder, written, vocab_size=1100, end_id=END, mask_id=MASK)
-    return folder
-
-
-def plan_of(shards: Path, *, ranks: int = 1, **overrides: Any) -> RunPlan:
-    config = tiny_config(parallel__ranks=ranks, train__context=CONTEXT, **overrides)
-    epoch = one_epoch(shards, packing=config.train.packing, context=CONTEXT)
-    manifest = TokenShards.read(shards / "manifest.json")
-    return make_plan(config, inventory(ranks), shards=manifest, shards_dir=str(shards), epoch=epoch)
-
-
-def one_pass(shards: Path, **overrides: Any) -> RunPlan:
-    """Ends within a batch, whatever the packing: 7 x 3 divides none of the numbers of sequences."""
-    overrides = {
-        "train__steps": 1000,
-        "train__max_epochs": 1,
-        "train__global_batch": 21,
-        "train__micro_batch": 7,
-    } | overrides
-    return plan_of(shards, **overrides)
-
-
-def rows(batch: Batch) -> torch.Tensor:
-    """Everything in a batch, [sequences, fields, context]."""
-    return torch.stack([tensor for tensor in vars(batch).values() if tensor is not None], dim=1)
-
-
-def global_batch(plan: RunPlan, step: int) -> tuple[torch.Tensor, int]:
-    shares = [Loader(plan, dp_rank=rank, device=CPU).share(step) for rank in range(plan.dp)]
-    (num_targets,) = {share.num_targets for share in shares}
-    return torch.cat([rows(batch) for share in shares for batch in share.batches]), num_targets
-
-
-def predicted(plan: RunPlan) -> np.ndarray:
-    """Stream places of all targets, step by step."""
-    targets = torch.cat([global_batch(plan, step)[0][:, 1] for step in range(plan.steps)]).numpy()
-    return targets[targets != IGNORED] - FIRST
+    return write_numbered(tmp_path_factory.mktemp("numbered"))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 16, 17, 1000, 65_537])
@@ -234,96 +184,3 @@ def test_nobody_looks_at_the_padding_of_masked_models(shards: Path) -> None:
                 assert length == CONTEXT or documents[0] != documents[-1]
                 short += length < CONTEXT
     assert short > 20
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("model", [{}, BERT], ids=["llama", "bert"])
-def test_unequal_shares_cut_the_same_global_batch(packing: str, model: dict[str, Any], shards: Path) -> None:
-    common = {"train__packing": packing, "train__global_batch": 12, "train__micro_batch": 1} | model
-    plan = plan_of(shards, ranks=3, **common)
-    unequal = plan.model_copy(update={"micro_batches": (3, 2, 1), "accumulation": 2})
-    for step in (0, 3):
-        expected, num_targets = global_batch(plan, step)
-        found, found_targets = global_batch(unequal, step)
-        assert torch.equal(found, expected)
-        assert found_targets == num_targets
-    sizes = [[len(b.inputs) for b in Loader(unequal, dp_rank=rank, device=CPU).share(0).batches] for rank in range(3)]
-    assert sizes == [[3, 3], [2, 2], [1, 1]]
-
-
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_shares_that_change_in_between_leave_the_data_order_as_it_is(ahead: int, shards: Path) -> None:
-    plan = plan_of(shards, ranks=3, train__global_batch=12, train__micro_batch=1, train__steps=6)
-    loaders = [Loader(plan, dp_rank=rank, device=CPU, ahead=ahead) for rank in range(3)]
-    for step, sizes in enumerate([(1, 1, 1), (1, 1, 1), (4, 1, 1), (4, 1, 1), (2, 3, 1), (1, 1, 4)]):
-        now = plan.model_copy(update={"micro_batches": sizes, "accumulation": 12 // sum(sizes)})
-        if step in (2, 4, 5):
-            for loader in loaders:
-                loader.follow(now)
-        found = torch.cat([rows(batch) for loader in loaders for batch in loader.share(step).batches])
-        assert torch.equal(found, global_batch(plan, step)[0]), f"step {step}"
-    for loader in loaders:
-        loader.close()
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_held_out_is_dealt_in_the_plans_shares(packing: str, shards: Path) -> None:
-    plan = plan_of(shards, ranks=3, train__packing=packing, train__global_batch=6)
-    plan = plan.model_copy(update={"micro_batches": (3, 2, 1), "accumulation": 1})
-    dealt = [list(held_out(plan, rank=rank, world_size=3, device=CPU)) for rank in range(3)]
-    assert [{len(batch.inputs) for batch in batches} for batches in dealt] == [{3}, {2}, {1}]
-    assert len({len(batches) for batches in dealt}) == 1
-    targets = torch.cat([batch.targets.flatten() for batches in dealt for batch in batches]).numpy()
-    first = 0 if packing == "padded" else 1
-    assert (np.sort(targets[targets != IGNORED]) == np.arange(first, NUM_TOKENS["validation"]) + FIRST).all()
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_held_out_predicts_every_token_once_whatever_the_ranks(ranks: int, packing: str, shards: Path) -> None:
-    plan = plan_of(shards, train__packing=packing, train__micro_batch=4)
-    dealt = [list(held_out(plan, rank=rank, world_size=ranks, device=CPU)) for rank in range(ranks)]
-    assert len({len(batches) for batches in dealt}) == 1, "every rank has as many forward passes"
-    assert {rows(batch).shape[::2] for batches in dealt for batch in batches} == {(4, CONTEXT)}
-    targets = torch.cat([batch.targets.flatten() for batches in dealt for batch in batches]).numpy()
-    first = 0 if packing == "padded" else 1
-    assert (np.sort(targets[targets != IGNORED]) == np.arange(first, NUM_TOKENS["validation"]) + FIRST).all()
-
-
-def test_a_limited_validation_takes_so_many_sequences_evenly_spaced(shards: Path) -> None:
-    plan = plan_of(shards, train__micro_batch=4)
-    batches = [batch for rank in range(2) for batch in held_out(plan, rank=rank, world_size=2, device=CPU, limit=5)]
-    starts = [int(row[0]) - FIRST for batch in batches for row in batch.targets if row[0] != IGNORED]
-    assert sorted(starts) == [1, 3 * CONTEXT + 1, 6 * CONTEXT + 1, 9 * CONTEXT + 1, 13 * CONTEXT + 1]
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_the_documents_of_a_share_are_those_its_targets_come_from(packing: str, shards: Path) -> None:
-    plan = one_pass(shards, ranks=3, train__packing=packing)
-    stream = TokenStream(shards, "train")
-    for rank in range(3):
-        targets = torch.cat([b.targets for b in Loader(plan, dp_rank=rank, device=CPU).share(1).batches])
-        places = targets[targets != IGNORED] - FIRST
-        expected = {stream.document_at(int(place)) for place in places}
-        if packing != "padded":  # the token before a window is looked at too
-            expected |= {stream.document_at(int(row[0]) - FIRST - 1) for row in targets if row[0] != IGNORED}
-        assert documents_in(plan, step=1, dp_rank=rank) == sorted(expected)
-
-
-def test_a_thread_prepares_the_same_shares(shards: Path) -> None:
-    plan = one_pass(shards, train__packing="documents")
-    inline, ahead = (Loader(plan, dp_rank=0, device=CPU, ahead=n) for n in (0, 2))
-    for step in [0, 1, 2, 1, *range(plan.steps)]:  # as a run that goes back to a checkpoint
-        for batch, other in zip(inline.share(step).batches, ahead.share(step).batches, strict=True):
-            assert torch.equal(rows(batch), rows(other))
-    ahead.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
-
-
-def test_what_fails_in_the_thread_is_raised_where_the_share_is_asked_for(shards: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(shards, tmp_path / "shards")
-    loader = Loader(plan_of(folder), dp_rank=0, device=CPU, ahead=2)
-    shutil.rmtree(folder / "train")
-    with pytest.raises(FileNotFoundError, match=r"train/0000\d\.bin"):
-        loader.share(0)
-    loader.close()
