@@ -8,22 +8,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.shop import Shop
+from tests.up import Up
 from training.config import RunConfig
 
 playwright = pytest.importorskip("playwright.sync_api")
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-DEADLINE_S = 240
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.long,
@@ -47,36 +43,11 @@ SMALL = {
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
-    return Shop(tmp_path_factory.mktemp("shop"))
-
-
-@pytest.fixture(scope="module")
-def servers(shop: Shop) -> Iterator[dict[str, str]]:
-    """Of `shardline up`: URLs by service."""
-    with socket.socket() as first, socket.socket() as second:
-        for probe in (first, second):
-            probe.bind(("127.0.0.1", 0))
-        ports = [str(probe.getsockname()[1]) for probe in (first, second)]
-    try:
-        yield json.loads(shop.run("up", "--prefect-port", ports[0], "--mlflow-port", ports[1], "--json")[0])
-    finally:
-        shop.run("down", "--force")
-
-
-@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as driver:
         opened = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         yield opened
         opened.close()
-
-
-def asked(url: str, body: dict[str, Any] | None = None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"content-type": "application/json"})
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=20) as answer:
-        return json.load(answer)
 
 
 def fields(schema: dict[str, Any], part: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -92,11 +63,11 @@ def fields(schema: dict[str, Any], part: dict[str, Any], prefix: str = "") -> It
 class Form:
     """The custom-run form of a deployment, its fields by their names in the config."""
 
-    def __init__(self, browser: Any, server: str, deployment: str) -> None:
-        (found,) = [it for it in asked(f"{server}/api/deployments/filter", {}) if it["name"] == deployment]
+    def __init__(self, browser: Any, up: Up, deployment: str) -> None:
+        (found,) = [it for it in up.prefect("/deployments/filter", {}) if it["name"] == deployment]
         self.page = browser.new_page(viewport={"width": 1100, "height": 860})
-        self.page.goto(f"{server}/v2/deployments/deployment/{found['id']}/run")
-        self.server, self.deployment_id = server, found["id"]
+        self.page.goto(f"{up.url('prefect')}/v2/deployments/deployment/{found['id']}/run")
+        self.up, self.deployment_id = up, found["id"]
         schema = RunConfig.model_json_schema()
         self.fields = dict(fields(schema, schema))
         self.label("name").wait_for()
@@ -127,7 +98,7 @@ class Form:
     def runs(self) -> list[dict[str, Any]]:
         """What was started by it."""
         of_it = {"deployments": {"id": {"any_": [self.deployment_id]}}}
-        found: list[dict[str, Any]] = asked(f"{self.server}/api/flow_runs/filter", of_it)
+        found: list[dict[str, Any]] = self.up.prefect("/flow_runs/filter", of_it)
         return found
 
     def picture(self, name: str, *, of: str = "") -> None:
@@ -141,8 +112,8 @@ class Form:
 
 
 @pytest.fixture
-def form(browser: Any, servers: dict[str, str]) -> Iterator[Form]:
-    opened = Form(browser, servers["prefect"], "quickstart")
+def form(browser: Any, up: Up) -> Iterator[Form]:
+    opened = Form(browser, up, "quickstart")
     yield opened
     opened.page.close()
 
@@ -164,7 +135,7 @@ def test_every_field_is_there_with_its_description_and_choices_are_dropdowns(for
     form.picture("form.png")
 
 
-def test_a_bad_value_is_refused_with_the_message_beside_the_field(form: Form, servers: dict[str, str]) -> None:
+def test_a_bad_value_is_refused_with_the_message_beside_the_field(form: Form) -> None:
     form.fill("data.validation_fraction", "2.5")
     form.submit()
     message = form.box("data.validation_fraction").get_by_text("2.5 is greater than or equal to the maximum of 0.9")
@@ -178,43 +149,28 @@ def test_a_bad_value_is_refused_with_the_message_beside_the_field(form: Form, se
     assert form.runs() == []
 
 
-def test_a_submitted_run_completes_and_its_page_tells_of_it(form: Form, shop: Shop, servers: dict[str, str]) -> None:
-    form.fill("data.path", str(shop.corpus))
+def test_a_submitted_run_completes_and_its_page_tells_of_it(form: Form, up: Up) -> None:
+    form.fill("data.path", str(up.shop.corpus))
     for name, value in SMALL.items():
         form.fill(name, value)
     form.options("parallel.strategy").get_by_text("single", exact=True).click()
     form.submit()
     form.page.wait_for_url("**/deployments/deployment/*?tab=*")
     (run,) = form.runs()
-    run = ended(servers["prefect"], run["id"])
+    run = up.wait(run["id"])
     assert run["state_type"] == "COMPLETED", run["state"]["message"]
-    (folder,) = shop.run_dirs()
+    (folder,) = up.shop.run_dirs()
     assert run["name"] == folder.name
     assert (folder / "report.html").exists()
     config = json.loads((folder / "plan.json").read_text())["config"]
     assert (config["train"]["steps"], config["parallel"]["strategy"]) == (6, "single")
 
-    form.page.goto(f"{servers['prefect']}/v2/runs/flow-run/{run['id']}?tab=Artifacts")
+    form.page.goto(f"{up.url('prefect')}/v2/runs/flow-run/{run['id']}?tab=Artifacts")
     for artifact in ("plan", "training", "evaluation", "report", "mlflow-run"):
         form.page.get_by_text(artifact, exact=True).first.wait_for()
     form.page.locator("canvas").wait_for()
     form.picture("run.png")
-    tags = {tag["key"]: tag["value"] for tag in mlflow_run(servers["mlflow"], folder)["data"]["tags"]}
+    tags = up.mlflow.get_run(json.loads((folder / "run.json").read_text())["mlflow_run_id"]).data.tags
     assert tags["prefect.flow_run_url"].endswith(run["id"]), "the way back"
-    (link,) = asked(f"{servers['prefect']}/api/artifacts/filter", {"artifacts": {"key": {"any_": ["mlflow-run"]}}})
-    assert f"{servers['mlflow']}/#/experiments/" in link["data"]
-
-
-def ended(server: str, run_id: str) -> dict[str, Any]:
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
-        run: dict[str, Any] = asked(f"{server}/api/flow_runs/{run_id}")
-        if run["state_type"] in {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}:
-            return run
-        time.sleep(0.5)
-    raise AssertionError(f"the run was {run['state_type']} after {DEADLINE_S} s: {run['state']}")
-
-
-def mlflow_run(server: str, folder: Path) -> Any:
-    run_id = json.loads((folder / "run.json").read_text())["mlflow_run_id"]
-    return asked(f"{server}/api/2.0/mlflow/runs/get?run_id={run_id}")["run"]
+    (link,) = up.prefect("/artifacts/filter", {"artifacts": {"key": {"any_": ["mlflow-run"]}}})
+    assert f"{up.url('mlflow')}/#/experiments/" in link["data"]

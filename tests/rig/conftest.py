@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.flows.test_servers import free_port, wait_for
+from tests.ranks import free_port
 from tests.rig.rig import Rig
 from tests.rig.runs import SLOW, SLOW_STEPS, curve, make_slow_run, train
+from tests.up import wait_for
 
 PROGRAMS = ("dockerd", "containerd", "ip", "tc", "nsenter", "unshare", "openssl")
 

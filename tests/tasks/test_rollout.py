@@ -24,8 +24,9 @@ from tasks.moves import Move, history, unfinished
 from tasks.register import register_model
 from tasks.registry import aliases_of
 from tasks.turns import PREFIX
-from tests.flows.test_servers import free_port, wait_for
+from tests.ranks import free_port
 from tests.tasks.conftest import Store
+from tests.up import wait_for
 from training.promotion_config import RegistryConfig
 from training.records import RunPlan
 from training.results import RegisteredModel

@@ -1,0 +1,21 @@
+"""`shardline up` for a module's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.shop import Shop
+from tests.up import Up
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """Started, on a user's folder of its own; what still works at the module's end is stopped."""
+    started = Up(Shop(tmp_path_factory.mktemp("shop")))
+    try:
+        started.start()
+        yield started
+    finally:
+        started.stop()

@@ -1,0 +1,128 @@
+"""A real `shardline up`, on free ports, on top of a user's folder; asked and told as by the user's browser."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import subprocess
+import time
+import urllib.request
+from typing import Any
+
+import psutil
+import yaml
+from mlflow import MlflowClient
+
+from tasks.places import local_process
+from tests.shop import Shop
+
+FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+ENDED_WITHIN_S = 240.0
+READY_WITHIN_S = 90.0
+
+
+class Up:
+    """Prefect, MLflow and a worker of one SHARDLINE_HOME. `start` again mends what is missing, on the same ports."""
+
+    def __init__(self, shop: Shop) -> None:
+        self.shop = shop
+        self.ports = dict(zip(("prefect", "mlflow"), lasting_ports(2), strict=True))
+        self.mlflow = MlflowClient(self.url("mlflow"))
+
+    def url(self, service: str) -> str:
+        return f"http://127.0.0.1:{self.ports[service]}"
+
+    def start(self) -> dict[str, str]:
+        """What `shardline up --json` prints: service -> URL or pool."""
+        ports = [part for name, port in self.ports.items() for part in (f"--{name}-port", str(port))]
+        found: dict[str, str] = json.loads(self.shop.run("up", *ports, "--json")[0])
+        return found
+
+    def stop(self) -> str:
+        """Runs under way as well; what it prints."""
+        return self.shop.run("down", "--force")[0]
+
+    def process(self, service: str) -> psutil.Process | None:
+        """Of prefect, mlflow or worker; None if it does not run."""
+        known = json.loads((self.shop.home / "up.json").read_text())
+        return local_process(known.get(service, {}).get("process", ""))
+
+    def kill(self, service: str) -> None:
+        """kill -9 of a service, with what it started."""
+        process = self.process(service)
+        assert process is not None, f"{service} does not run"
+        family = [process, *process.children(recursive=True)]
+        for member in family:
+            member.kill()
+        psutil.wait_procs(family, timeout=10)
+
+    def prefect(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """GET, or POST where there is a body, below /api; its JSON."""
+        return asked(f"{self.url('prefect')}/api{path}", body)
+
+    def config(self, *overrides: str) -> dict[str, Any]:
+        """The shop's, with `section.field=value` in YAML."""
+        config: dict[str, Any] = yaml.safe_load(self.shop.config.read_text())
+        for override in overrides:
+            name, _, value = override.partition("=")
+            section, _, field = name.rpartition(".")
+            (config.setdefault(section, {}) if section else config)[field] = yaml.safe_load(value)
+        return config
+
+    def submit(self, deployment: str, config: dict[str, Any] | None = None, **parameters: Any) -> str:
+        """A custom run of a deployment, by its name or FLOW/NAME, as its form would submit it; the flow run's ID."""
+        flow, _, name = deployment.rpartition("/")
+        found = self.prefect("/deployments/filter", {"deployments": {"name": {"any_": [name]}}})
+        if flow:
+            found = [one for one in found if self.prefect(f"/flows/{one['flow_id']}")["name"] == flow]
+        (one,) = found
+        given = parameters | ({} if config is None else {"config": config})
+        run = self.prefect(f"/deployments/{one['id']}/create_flow_run", {"parameters": one["parameters"] | given})
+        return str(run["id"])
+
+    def wait(self, flow_run_id: str, *state_types: str, timeout_s: float = ENDED_WITHIN_S) -> dict[str, Any]:
+        """The flow run, once it is in one of these states; by default in a final one. Servers may be away meanwhile."""
+        wanted, deadline, run = state_types or FINAL, time.monotonic() + timeout_s, dict[str, Any]()
+        while time.monotonic() < deadline:
+            try:
+                run = self.prefect(f"/flow_runs/{flow_run_id}")
+            except OSError:
+                run = {}
+            if run.get("state_type") in wanted:
+                return run
+            time.sleep(0.2)
+        raise AssertionError(f"not {' or '.join(wanted)} within {timeout_s:.0f} s: {run.get('state')}")
+
+
+def lasting_ports(number: int) -> list[int]:
+    """Free, and below those that the kernel gives to connections: a server that is away for a while finds its again."""
+    found: list[int] = []
+    for port in random.sample(range(20_000, 32_000), 200):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) and len(found) < number:
+                found.append(port)
+    return found
+
+
+def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
+    """Until it answers there."""
+    deadline = time.monotonic() + READY_WITHIN_S
+    while time.monotonic() < deadline:
+        assert server.poll() is None, f"the server at {url} ended"
+        try:
+            urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5).read()
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return
+    raise AssertionError(f"{url} did not answer within {READY_WITHIN_S} s")
+
+
+def asked(url: str, body: dict[str, Any] | None = None) -> Any:
+    """GET, or POST where there is a body; the answer's JSON. Raises OSError where nobody answers, or with an error."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=20) as answer:
+        content = answer.read()
+    return json.loads(content) if content else None
