@@ -9,11 +9,12 @@ import pytest
 import yaml
 
 from flows.presets import PRESETS_FILE, load_config, presets
+from tasks.sources import Skipped, find_sources
 from tests.conftest import inventory
 from training.config import RunConfig
 from training.plan import make_plan
 
-PRESETS = ["quickstart", "shakespeare-char", "gpt2-124m", "llama-1b", "bert-base"]
+PRESETS = ["quickstart", "pretrain", "shakespeare-char", "gpt2-124m", "llama-1b", "bert-base"]
 
 
 def test_these_are_the_presets() -> None:
@@ -41,6 +42,13 @@ def test_published_sizes(preset: str, millions: float) -> None:
 def test_entrypoints_are_modules_that_hold_the_flow(deployment: dict[str, str]) -> None:
     module, _, name = deployment["entrypoint"].rpartition(".")
     assert hasattr(importlib.import_module(module), name)
+
+
+def test_a_preset_without_a_corpus_says_what_to_set() -> None:
+    config = load_config("pretrain")
+    with pytest.raises(ValueError, match=r"data\.path is empty: set data\.path=FILE_OR_FOLDER"):
+        find_sources(config.data, Skipped("stop"))
+    assert config.model_dump(exclude={"name"}) == RunConfig().model_dump(exclude={"name"}), "all else as by default"
 
 
 def test_overrides_reach_their_field() -> None:
