@@ -6,12 +6,14 @@ import base64
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactCreate
 from prefect.runtime import flow_run
 
 logger = logging.getLogger(__name__)
@@ -27,8 +29,16 @@ def show_table(rows: Sequence[Mapping[str, Any]], *, key: str, description: str)
     _tried(create_table_artifact, [dict(row) for row in rows], key=key, description=description)
 
 
-def show_markdown(text: str, *, key: str, description: str) -> None:
-    _tried(create_markdown_artifact, text, key=key, description=description)
+def show_markdown(text: str, *, key: str, description: str, flow_run_id: str = "") -> None:
+    """`flow_run_id`: on whose page, where that is not this flow run."""
+    create = partial(_create_for, flow_run_id) if flow_run_id else create_markdown_artifact
+    _tried(create, text, key=key, description=description)
+
+
+def _create_for(flow_run_id: str, text: str, *, key: str, description: str) -> None:
+    made = ArtifactCreate(type="markdown", data=text, key=key, description=description, flow_run_id=UUID(flow_run_id))
+    with get_client(sync_client=True) as client:
+        client.create_artifact(made)
 
 
 def as_text(text: str) -> str:

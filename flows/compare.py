@@ -16,6 +16,7 @@ from flows import stages
 from flows.artifacts import show_table
 from flows.lost_runs import reconcile
 from flows.presets import with_overrides
+from flows.report import reported
 from tasks import track
 from tasks.causes import RunStopped
 from tasks.choices import Choice, read_choices
@@ -59,20 +60,21 @@ def compare(
     choices = read_choices(strategies, baseline=baseline)
     request = CompareRequest(strategies=tuple(strategies), target_loss=target_loss, baseline=baseline)
     reconcile()
-    run_id = run_id or stages.new_run_id(f"{config.name}-compare")
+    run_id = run_id or stages.begun_before(config) or stages.new_run_id(f"{config.name}-compare")
     tags = {"shardline.comparison": ", ".join(choice.name for choice in choices)}
     try:
         with tracked(config, run_id=run_id, tags=stages.prefect_tags() | tags) as parent:
             stages.link(parent)
             request.write(parent.folder / REQUEST)
-            return _compared(config, choices, request, parent)
+            shards_dir, shards = stages.tokenize(config, parent)
+            with stages.devices(config, parent):
+                return _compared(choices, request, Children(config, parent, shards_dir, shards))
     except RunStopped as stop:
         return Cancelled(message=str(stop))  # type: ignore[return-value]
 
 
-def _compared(config: RunConfig, choices: Sequence[Choice], request: CompareRequest, parent: TrackedRun) -> Comparison:
-    shards_dir, shards = stages.tokenize(config, parent)
-    children = Children(config, parent, shards_dir, shards)
+def _compared(choices: Sequence[Choice], request: CompareRequest, children: Children) -> Comparison:
+    parent = children.parent
     endings: dict[str, Ending] = {}
     try:
         for place, choice in enumerate(choices, 1):
@@ -155,7 +157,8 @@ def train_child(children: Children, choice: Choice) -> Ending:
     """A run of its own, under the parent; skipped if it is done. Raises what its stages raise."""
     config, parent = children.config_of(choice), children.parent
     tags = {"mlflow.parentRunId": parent.mlflow_run_id, "shardline.strategy": choice.name}
-    with tracked(config, run_id=children.run_id(choice), tags=stages.prefect_tags() | tags) as run:
+    run_id = children.run_id(choice)
+    with reported(run_id), tracked(config, run_id=run_id, tags=stages.prefect_tags() | tags) as run:
         inventory = children.inventory(config, run)
         plan = stages.plan(config, inventory, run=run, shards=children.shards, shards_dir=children.shards_dir)
         stages.train(plan, run)

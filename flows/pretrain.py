@@ -36,15 +36,17 @@ def pretrain(
         with reported(run_id), tracked(config, run_id=run_id, tags=stages.prefect_tags()) as run:
             stages.link(run)
             if config.trainer.given:
-                return train_by_program(config, run)
+                with stages.devices(config, run):
+                    return train_by_program(config, run)
             shards_dir, shards = stages.tokenize(config, run)
-            plan = stages.plan(config, stages.hardware(config, run), run=run, shards=shards, shards_dir=shards_dir)
-            stages.train(plan, run)
-            stages.evaluate(plan, run)
-            stages.export(plan, run)
-            stages.measure_champion(plan, run, shards)
-            model = stages.register(run)
-            text = stages.generate(plan, run, model)
-            return report(plan, run, model, generated=text)
+            with stages.devices(config, run):
+                plan = stages.plan(config, stages.hardware(config, run), run=run, shards=shards, shards_dir=shards_dir)
+                stages.train(plan, run)
+                stages.evaluate(plan, run)
+                stages.export(plan, run)
+                stages.measure_champion(plan, run, shards)
+                model = stages.register(run)
+                text = stages.generate(plan, run, model)
+                return report(plan, run, model, generated=text)
     except RunStopped as stop:
         return Cancelled(message=str(stop))  # type: ignore[return-value]

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from prefect.runtime import flow_run
 
 from flows.artifacts import as_picture, as_text, show_markdown, show_pairs
-from flows.embedded import is_embedded
 from flows.presets import presets
-from flows.stages import mlflow_page, open_mlflow, stage, stage_seconds
+from flows.stages import mlflow_page, open_mlflow, prefect_page, stage, stage_seconds
 from tasks import track
 from tasks.places import command, tracking_uri
 from tasks.report import Outcome, against_plan, draw, outcome_rows
@@ -40,29 +39,21 @@ def reported(run_id: str) -> Iterator[None]:
         raise
     finally:
         try:
-            _write_page(run_id, ended=ended)
+            write_page(run_id, ended=ended)
         except Exception as trouble:
             logger.warning("no report page of %s (%s)", run_id, trouble)
 
 
-def _write_page(run_id: str, *, ended: str) -> None:
-    run = track.read_run(run_id)
-    if run.config.trainer.given:
-        return  # another program's records are its own
-    story = read_story(run, ended=ended, preset=presets().get(run.config.name), links=_links(run))
+def write_page(run_id: str, *, ended: str, flow_run_id: str = "") -> None:
+    """Into the run's folder, MLflow and Prefect. `flow_run_id`: whose it is, where that is not this flow run."""
+    run, of = track.read_run(run_id), flow_run_id or str(flow_run.id or "")
+    links = {"MLflow": mlflow_page(run) or open_mlflow()} | ({"Prefect": prefect_page(of) or of} if of else {})
+    story = read_story(run, ended=ended, preset=presets().get(run.config.name), links=links)
     written = write_report(story)
     logger.info("report: %s", run.folder / PAGE)
-    _show(story, drawn=run.folder / CURVES in written)
+    _show(story, drawn=run.folder / CURVES in written, flow_run_id=flow_run_id)
     track.log_files(run, *written)
     track.describe(run, "\n\n".join([as_text(" ".join(summary(story))), *_link_to_prefect(story)]))
-
-
-def _links(run: TrackedRun) -> dict[str, str]:
-    links = {"MLflow": mlflow_page(run) or open_mlflow()}
-    if flow_run.id:
-        url = "" if is_embedded() else str(flow_run.ui_url or "")
-        links["Prefect"] = url or f"flow run {flow_run.id}"
-    return links
 
 
 def _link_to_prefect(story: RunStory) -> list[str]:
@@ -70,7 +61,7 @@ def _link_to_prefect(story: RunStory) -> list[str]:
     return [f"[Prefect's page of the run]({url})"] if url.startswith("http") else []
 
 
-def _show(story: RunStory, *, drawn: bool) -> None:
+def _show(story: RunStory, *, drawn: bool, flow_run_id: str) -> None:
     """Prefect shows no HTML: the words and the curves, and where the page is."""
     run, page = story.run, mlflow_page(story.run)
     where = (
@@ -80,7 +71,7 @@ def _show(story: RunStory, *, drawn: bool) -> None:
     )
     parts = [as_text(" ".join(summary(story))), where]
     parts += [as_picture(run.folder / CURVES, alt="loss, learning rate, throughput and memory")] if drawn else []
-    show_markdown("\n\n".join(parts), key="report", description=f"Report of {run.run_id}")
+    show_markdown("\n\n".join(parts), key="report", description=f"Report of {run.run_id}", flow_run_id=flow_run_id)
 
 
 @stage("Report")

@@ -23,9 +23,10 @@ def reproduce(ref: str) -> Agreement:
             stages.link(run)
             shards_dir, shards = stages.tokenize(config, run)
             require_same_data(original, shards)
-            inventory = stages.hardware(config, run)
-            plan = stages.plan(config, inventory, run=run, shards=shards, shards_dir=shards_dir)
-            stages.train(plan, run)
+            with stages.devices(config, run):
+                inventory = stages.hardware(config, run)
+                plan = stages.plan(config, inventory, run=run, shards=shards, shards_dir=shards_dir)
+                stages.train(plan, run)
             return compare(original, run_dir=run.folder, commit=git_commit()[0])
     except RunStopped as stop:
         return Cancelled(message=str(stop))  # type: ignore[return-value]

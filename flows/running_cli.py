@@ -94,10 +94,10 @@ def _close_lost() -> None:
         from flows.embedded import start_prefect_server
 
         wait = start_prefect_server()
-        from flows.lost_runs import tell_prefect
+        from flows.lost_runs import tell
 
         wait()
-        tell_prefect(lost)
+        tell(lost)
 
 
 def _reap(options: argparse.Namespace) -> int:

@@ -8,15 +8,20 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+from prefect import task
+from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
+from prefect.settings import PREFECT_UI_URL
 
 from flows.artifacts import as_text, name_flow_run, show_markdown, show_pairs, show_table
 from flows.embedded import is_embedded
 from flows.promote import promote
 from flows.stage import stage
 from tasks import corpus, fleet, launch, nsight, overrides, planning, rival, track, trial
+from tasks import devices as own
 from tasks import hardware as machines
 from tasks.doctor import hardware_rows
 from tasks.engine import check_prompts
@@ -32,6 +37,7 @@ from tasks.recovery import attempts_of
 from tasks.register import register_model
 from tasks.registry import resolve
 from tasks.report import against_plan
+from tasks.run_page import LATENCY
 from tasks.track import TrackedRun
 from training.config import RunConfig
 from training.inventory import Inventory
@@ -42,12 +48,24 @@ logger = logging.getLogger(__name__)
 
 
 def choose_run(run_id: str, config: RunConfig, *, force: bool) -> str:
-    """The ID of a new run; or `run_id`, having said what `config` changes of it. Raises ValueError if it cannot."""
+    """The ID of a new run; or `run_id`, having said what `config` changes of it. Raises ValueError if it cannot.
+
+    A flow run that Prefect starts again, as its Retry does, goes on with the run that it began.
+    """
+    run_id = run_id or begun_before(config)
     if not run_id:
         return new_run_id(config.name)
     run = track.read_run(run_id)
     for change in overrides.accepted(run.folder, config, begun_with=run.config, force=force):
         logger.warning("resumed with %s", change)
+    return run_id
+
+
+def begun_before(config: RunConfig) -> str:
+    """ID of the run that this flow run began when it was started before; empty if there is none."""
+    run_id = track.run_begun_by(str(flow_run.root_flow_run_id or ""), config)
+    if run_id:
+        logger.info("started again: going on with %s", run_id)
     return run_id
 
 
@@ -65,10 +83,20 @@ def new_run_id(name: str) -> str:
 
 def prefect_tags() -> dict[str, str]:
     """The way from the MLflow run to the Prefect run."""
-    tags = {"prefect.flow_run_id": flow_run.id}
-    if flow_run.ui_url and not is_embedded():
-        tags["prefect.flow_run_url"] = flow_run.ui_url
+    tags = {
+        track.FLOW_RUN: flow_run.id,
+        track.FLOW_RUN_STARTS: flow_run.run_count,
+        track.ROOT_FLOW_RUN: flow_run.root_flow_run_id,
+    }
+    if flow_run.id:
+        tags["prefect.flow_run_url"] = prefect_page(flow_run.id)
     return {key: str(value) for key, value in tags.items() if value}
+
+
+def prefect_page(flow_run_id: str) -> str:
+    """URL of a flow run in Prefect's UI; empty where there is no server to show it later."""
+    uri = PREFECT_UI_URL.value()
+    return f"{uri}/flow-runs/flow-run/{flow_run_id}" if uri and not is_embedded() else ""
 
 
 def link(run: TrackedRun) -> None:
@@ -117,6 +145,19 @@ def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
         check_tokenizer(config, folder / "tokenizer" / "tokenizer.json")
         check_prompts(folder, config.evaluation.prompts)
     return folder, shards
+
+
+@contextmanager
+def devices(config: RunConfig, run: TrackedRun) -> Iterator[None]:
+    """Hold the GPUs that the run will use; while another run has them, the task that is shown says which."""
+    with own.turn(config, run_id=run.run_id, wait=partial(wait_for_devices, run)):
+        yield
+
+
+@task(name="Wait", task_run_name="Wait: {holder}", cache_policy=NO_CACHE, persist_result=False)
+def wait_for_devices(run: TrackedRun, look: own.Look, holder: str) -> None:
+    with timed(run, "wait"):
+        own.wait_for(look, holder, run_id=run.run_id)
 
 
 @stage("Check the hardware")
@@ -212,7 +253,7 @@ def export(plan: RunPlan, run: TrackedRun) -> ExportedModel:
 def show_latency(run: TrackedRun) -> None:
     """How fast the exported graphs are against torch: a table in Prefect, a picture in MLflow."""
     report = LatencyReport.read(run.folder / "export" / "latency.json")
-    picture = run.folder / "export-latency.png"
+    picture = run.folder / LATENCY
     draw_latency(picture, report)
     track.log_files(run, run.folder / "export" / "latency.json", picture)
     show_table(latency_rows(report), key="export-latency", description=f"Speed of the export on {report.device}")

@@ -18,6 +18,7 @@ from docker.types import DeviceRequest, LogConfig, Mount, Ulimit
 from infra.hosts import HostClient, HostError, in_words
 
 RUN, ATTEMPT, HOST, LAUNCHER = "shardline.run", "shardline.attempt", "shardline.host", "shardline.launcher"
+GPUS = "shardline.gpus"  # those it was granted: all, or their numbers or ids with commas; empty: none
 SECRET_S = 30.0  # for a job to take its secret
 GIB = 2**30
 SECOND = 10**9  # Docker counts health checks in nanoseconds
@@ -102,6 +103,12 @@ class Found:
     host: str
     launcher: str
     status: str
+    gpus: str = ""
+
+
+def gpus_granted(gpus: int, gpu_ids: tuple[str, ...]) -> str:
+    """What a container gets, as its label GPUS has it: Docker grants a number of them from the first on."""
+    return "all" if gpus < 0 else ",".join(gpu_ids or map(str, range(gpus)))
 
 
 def start(client: HostClient, job: Job, *, secret: bytes = b"") -> str:
@@ -250,6 +257,7 @@ def find(client: HostClient, *, run: str = "", attempt: str = "") -> list[Found]
             attempt=row["Labels"].get(ATTEMPT, ""),
             host=row["Labels"].get(HOST, ""),
             launcher=row["Labels"].get(LAUNCHER, ""),
+            gpus=row["Labels"].get(GPUS, ""),
             status=row["State"],
         )
         for row in rows

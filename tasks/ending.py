@@ -43,12 +43,16 @@ KILLED = Ending(status="KILLED", cause="killed", why="its process was killed")
 
 
 class Ended(Record):
-    """A run that ended, and whose flow run nobody has seen end. `found`: it was `reconcile` that told MLflow."""
+    """A run that ended, and whose flow run nobody has seen end. `found`: it was `reconcile` that told MLflow.
+
+    `prefect_starts`: how often its flow run had been started when it began; 0: not known.
+    """
 
     run_id: str
     ending: Ending
     found: bool
     prefect_flow_run_id: str
+    prefect_starts: int
 
 
 def close(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: Ending) -> None:
@@ -106,7 +110,15 @@ def reconcile() -> list[Ended]:
         if ending is None or ending.prefect_knows or owner is None or local_process(owner.process):
             continue
         found = before is None or not before.mlflow_knows
-        ended.append(Ended(run_id=path.parent.name, ending=ending, found=found, prefect_flow_run_id=owner.flow_run))
+        ended.append(
+            Ended(
+                run_id=path.parent.name,
+                ending=ending,
+                found=found,
+                prefect_flow_run_id=owner.flow_run,
+                prefect_starts=owner.flow_run_starts,
+            )
+        )
     return ended
 
 

@@ -12,16 +12,22 @@ from training.records import Record
 
 
 class Owner(Record):
-    """runs/ID/owner.json: the process that drives the run, its helpers (Prefect's embedded server), its flow run."""
+    """runs/ID/owner.json: the process that drives the run, its helpers (Prefect's embedded server), its flow run.
+
+    `flow_run_starts`: how often Prefect had started that one by then, as Retry starts it again; 0: not known.
+    """
 
     process: str
     children: tuple[str, ...]
     flow_run: str = ""
+    flow_run_starts: int = 0
 
 
-def claim(folder: Path, *, flow_run: str) -> None:
+def claim(folder: Path, *, flow_run: str, flow_run_starts: int) -> None:
     children = tuple(process_key(child.pid) for child in psutil.Process().children())
-    Owner(process=process_key(os.getpid()), children=children, flow_run=flow_run).write(folder / "owner.json")
+    Owner(
+        process=process_key(os.getpid()), children=children, flow_run=flow_run, flow_run_starts=flow_run_starts
+    ).write(folder / "owner.json")
 
 
 def owner_of(folder: Path) -> Owner | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import ConfigDict
 
 import training
-from infra.containers import ATTEMPT, HOST, LAUNCHER, RUN, Job
+from infra.containers import ATTEMPT, GPUS, HOST, LAUNCHER, RUN, Job, gpus_granted
 from infra.hosts import DockerHost
 from infra.preflight import Probe, image_findings, probe_all
 from tasks.hosts import binds, rank_user
@@ -134,7 +134,13 @@ def throw_away(
         environment={"HOME": "/tmp", "OMP_NUM_THREADS": str(threads)},  # the user has no home in the image
         mounts=binds(host, launch, home=home),
         user=rank_user(launch),
-        labels={RUN: run_id, ATTEMPT: what, HOST: host.name, LAUNCHER: process_key(os.getpid())},
+        labels={
+            RUN: run_id,
+            ATTEMPT: what,
+            HOST: host.name,
+            LAUNCHER: process_key(os.getpid()),
+            GPUS: gpus_granted(host.gpus, host.gpu_ids),
+        },
         gpus=host.gpus,
         gpu_ids=host.gpu_ids,
         shm_gib=launch.shm_gib,

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from tasks.evaluation_report import table_of
+from tasks.latency import latency_rows
 from tasks.overrides import flattened
 from tasks.page import details, embedded_picture, heading, paragraph, tiles, words_table, write_html
 from tasks.places import command
@@ -22,9 +23,9 @@ from tasks.run_story import RunStory
 from tasks.run_words import in_units, summary
 from training.config import RunConfig
 from training.records import RunPlan, TrainResult
-from training.results import EvalReport
+from training.results import EvalReport, LatencyReport
 
-PAGE, CURVES = "report.html", "curves.png"
+PAGE, CURVES, LATENCY = "report.html", "curves.png", "export-latency.png"
 
 
 def write_report(story: RunStory) -> list[Path]:
@@ -41,6 +42,7 @@ def write_report(story: RunStory) -> list[Path]:
         tiles(_tiles(story)),
         *([embedded_picture(curves, alt="Loss, learning rate, throughput and memory against steps")] if drawn else []),
         *_evaluation(story.evaluation),
+        *_latency(story.latency, folder / LATENCY),
         *_against_plan(story.plan, story.result),
         *_config(story),
         heading("What happened"),
@@ -81,6 +83,15 @@ def _evaluation(report: EvalReport | None) -> list[str]:
         texts = (f"<pre><b>{escape(sample.prompt)}</b>{escape(sample.text)}</pre>" for sample in report.samples)
         parts += [heading("What it writes"), f'<div class="grid">{"".join(texts)}</div>']
     return parts
+
+
+def _latency(report: LatencyReport | None, picture: Path) -> list[str]:
+    if report is None or not report.figures:
+        return []
+    rows = latency_rows(report)
+    drawn = [embedded_picture(picture, alt="Median time of each graph and engine")] if picture.exists() else []
+    table = words_table([tuple(row.values()) for row in rows], heads=tuple(rows[0]))
+    return [heading(f"Speed of the exported model on {report.device}"), *drawn, details("As a table", table)]
 
 
 def _against_plan(plan: RunPlan | None, result: TrainResult | None) -> list[str]:
@@ -177,7 +188,8 @@ def _commands(story: RunStory) -> Iterable[tuple[str, str]]:
     shardline, run_id, model = command("shardline"), story.run.run_id, story.model
     on = "train longer, or with other settings" if story.result and not story.ended else "go on with it"
     more = " train.steps=" + str(2 * story.config.train.steps) if on.startswith("train") else ""
-    yield on, f"{shardline} resume {shlex.quote(run_id)}{more}"
+    if story.program is None or story.ended:
+        yield on, f"{shardline} resume {shlex.quote(run_id)}{more}"
     if story.result:
         yield "run it again and compare the losses", f"{shardline} reproduce {shlex.quote(run_id)}"
     if model:

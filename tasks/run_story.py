@@ -14,17 +14,18 @@ from tasks.overrides import Resumptions, latest_config, read_plan, read_resumpti
 from tasks.recovery import attempts_of
 from tasks.report import Outcome
 from tasks.track import TrackedRun
+from tasks.trainer import PLAN, TrainerPlan
 from training.config import RunConfig
 from training.metrics import read_rows
 from training.records import RunPlan, TokenShards, TrainResult, train_failure
-from training.results import EvalReport, RegisteredModel
+from training.results import EvalReport, LatencyReport, RegisteredModel
 
 STARTS, CUTS = {"begun", "resumed"}, {"failed", "stopped", "killed"}
 
 
 @dataclass(frozen=True)
 class RunStory:
-    """What there is; None or empty where the run did not come so far.
+    """What there is; None or empty where the run did not come so far. Of a program of the user's there is no plan.
 
     `ended`: why it went no further, if so. `preset`: the config of the preset that has the run's name.
     """
@@ -36,7 +37,9 @@ class RunStory:
     rows: Sequence[dict[str, Any]]
     result: TrainResult | None
     evaluation: EvalReport | None
+    latency: LatencyReport | None
     model: RegisteredModel | None
+    program: TrainerPlan | None
     events: Sequence[Event]
     resumptions: Resumptions
     attempts: Sequence[dict[str, Any]]
@@ -51,7 +54,8 @@ class RunStory:
 
     @property
     def device(self) -> str:
-        return "GPU" if self.plan and self.plan.device_kind == "cuda" else "CPU rank"
+        placed = self.plan or self.program
+        return "GPU" if placed and placed.device_kind == "cuda" else "CPU rank"
 
     @property
     def device_hours(self) -> dict[str, float]:
@@ -59,7 +63,8 @@ class RunStory:
 
         What a kill -9 of the launcher cut short is in there only on Docker hosts, whose attempts have records.
         """
-        ranks = self.plan.world_size if self.plan else 0
+        placed = self.plan or self.program
+        ranks = placed.world_size if placed else 0
         by_stage = {"training": ranks, "evaluation": ranks, "export": 1}
         seconds = {name: self.stage_s.get(key, 0.0) for name, key in zip(by_stage, ("train", "evaluate", "export"),
                                                                           strict=True)}  # fmt: skip
@@ -70,7 +75,7 @@ class RunStory:
 
 
 def _rank_hours(attempt: Mapping[str, Any]) -> float:
-    if attempt["program"] != "training.train":
+    if attempt["program"].startswith("training.") and attempt["program"] != "training.train":
         return 0.0
     began, ended = (datetime.fromisoformat(attempt[key]) for key in ("began_at", "ended_at"))
     return (ended - began).total_seconds() / 3600 * sum(attempt["hosts"].values())
@@ -86,7 +91,7 @@ def read_story(
     """`ended`: what a run that failed or was stopped said at its end."""
     folder, plan = run.folder, read_plan(run.folder)
     result, shards = folder / "result.json", Path(plan.shards_dir if plan else "") / "manifest.json"
-    stages = folder / "stages.json"
+    stages, latency, program = folder / "stages.json", folder / "export" / "latency.json", folder / PLAN
     return RunStory(
         run=run,
         config=latest_config(folder, begun_with=run.config),
@@ -95,7 +100,9 @@ def read_story(
         rows=read_rows(folder / "metrics.jsonl"),
         result=TrainResult.read(result) if result.exists() and not train_failure(result) else None,
         evaluation=EvalReport.read(folder / "eval.json") if (folder / "eval.json").exists() else None,
-        model=_registered(folder / "outcome.json"),
+        latency=LatencyReport.read(latency) if latency.exists() else None,
+        model=None if run.config.trainer.given else _registered(folder / "outcome.json"),
+        program=TrainerPlan.read(program) if program.exists() else None,
         events=history(folder),
         resumptions=read_resumptions(folder),
         attempts=attempts_of(folder),

@@ -26,6 +26,8 @@ def in_units(number: float) -> str:
 def _what_it_was(story: RunStory) -> str:
     config, plan = story.config, story.plan
     corpus = config.data.path or "its corpus"
+    if config.trainer.given:
+        return _whose_program(story)
     if plan is None:
         return (
             f"{config.name}: a {config.model.architecture} model was to be trained on {corpus}; no plan was made yet."
@@ -37,6 +39,16 @@ def _what_it_was(story: RunStory) -> str:
         passes = f", {seen / there:.2g} passes over its {in_units(there)}"
     steps = f"{story.step:,} of {plan.steps:,} steps"
     return f"{config.name}: {model}, trained for {steps} on {in_units(seen)} tokens of {corpus}{passes}."
+
+
+def _whose_program(story: RunStory) -> str:
+    name, trainer, plan = story.config.name, story.config.trainer, story.program
+    words = f"{name}: `{' '.join((trainer.module or trainer.script, *trainer.args))}`, a training program of its user's"
+    if plan is None:
+        return f"{words}, was to be started; it was given no ranks yet."
+    where = " + ".join(f"{ranks} on {host}" for host, ranks in zip(plan.hosts, plan.ranks_per_host, strict=True))
+    many = "s" if plan.world_size > 1 else ""
+    return f"{words}, on {plan.world_size} {story.device}{many} ({where}). What it logged of its own is in MLflow."
 
 
 def _tokens_seen(story: RunStory) -> int:

@@ -40,18 +40,24 @@ RUN_ID = "shardline.run_id"
 EXACT = "shardline.exact"  # "false" once a resume was forced
 OVERRIDES = "shardline.resume_overrides"
 PARENT = "mlflow.parentRunId"
+FLOW_RUN, FLOW_RUN_STARTS = "prefect.flow_run_id", "prefect.flow_run_starts"
+ROOT_FLOW_RUN = "prefect.root_flow_run_id"  # the one that people see, where a flow calls another
 DESCRIPTION = "mlflow.note.content"
 OURS = "\n\nreport.html, among the artifacts, has more."  # what a description of ours ends with
 PARAMS_PER_REQUEST = 100
 
 
 class TrackedRun(Record):
-    """runs/ID/run.json: our run and its MLflow run. `config` is what it began with; plan.json has the latest."""
+    """runs/ID/run.json: our run and its MLflow run. `config` is what it began with; plan.json has the latest.
+
+    `begun_by`: the flow run that did, at the top where flows call flows; empty for a child of a comparison.
+    """
 
     run_id: str
     mlflow_run_id: str
     experiment_id: str
     config: RunConfig
+    begun_by: str = ""
 
     @property
     def folder(self) -> Path:
@@ -66,6 +72,16 @@ def read_run(run_id: str) -> TrackedRun:
     return TrackedRun.read(path)
 
 
+def run_begun_by(flow_run: str, config: RunConfig) -> str:
+    """ID of the run that this flow run began, before it was retried, with the same config; empty if there is none."""
+    for path in sorted(home().glob("*/run.json"), reverse=True):
+        if flow_run and flow_run in path.read_text():
+            run = TrackedRun.read(path)
+            if run.begun_by == flow_run and run.config == config:
+                return run.run_id
+    return ""
+
+
 def connect() -> MlflowClient:
     """A client of the store that this process uses. Raises RuntimeError within seconds if it does not answer."""
     logging.getLogger("alembic").setLevel(logging.WARNING)
@@ -77,10 +93,14 @@ def tracked(config: RunConfig, *, run_id: str, tags: Mapping[str, str]) -> Itera
     """Open the MLflow run of `run_id` (the same one if it was opened before) and close it with the true status."""
     client = connect()
     with owned(run_folder(run_id)):
-        run = _opened(client, config, run_id=run_id)
+        is_child = PARENT in tags  # how it ends says nothing of the flow run, which is about its parent
+        run = _opened(client, config, run_id=run_id, begun_by="" if is_child else tags.get(ROOT_FLOW_RUN, ""))
         with _closed(client, run):
-            # How a child ends says nothing of the flow run, which is about its parent.
-            claim(run.folder, flow_run="" if PARENT in tags else tags.get("prefect.flow_run_id", ""))
+            claim(
+                run.folder,
+                flow_run="" if is_child else tags.get(FLOW_RUN, ""),
+                flow_run_starts=int(tags.get(FLOW_RUN_STARTS, 0)),
+            )
             note_start(run.folder, commit=git_commit()[0])
             for key, value in tags.items():
                 client.set_tag(run.mlflow_run_id, key, value)
@@ -112,7 +132,7 @@ def _closed(client: MlflowClient, run: TrackedRun) -> Iterator[None]:
         close(client, run.folder, run.mlflow_run_id, ending)
 
 
-def _opened(client: MlflowClient, config: RunConfig, *, run_id: str) -> TrackedRun:
+def _opened(client: MlflowClient, config: RunConfig, *, run_id: str, begun_by: str) -> TrackedRun:
     path = run_folder(run_id) / "run.json"
     if path.exists():
         run = TrackedRun.read(path)
@@ -127,7 +147,13 @@ def _opened(client: MlflowClient, config: RunConfig, *, run_id: str) -> TrackedR
         else client.create_experiment(config.name, artifact_location=embedded_artifacts())
     )
     created = client.create_run(experiment_id, run_name=run_id, tags=_code_tags(config, run_id=run_id))
-    run = TrackedRun(run_id=run_id, mlflow_run_id=created.info.run_id, experiment_id=experiment_id, config=config)
+    run = TrackedRun(
+        run_id=run_id,
+        mlflow_run_id=created.info.run_id,
+        experiment_id=experiment_id,
+        config=config,
+        begun_by=begun_by,
+    )
     run.write(path)
     _log_config(client, run)
     return run

@@ -38,6 +38,7 @@ class TrainerPlan(Record):
     mlflow_run_id: str
     mlflow_experiment_id: str
     mlflow_experiment_name: str
+    device_kind: str = "cpu"
 
     @property
     def world_size(self) -> int:
@@ -135,6 +136,7 @@ def place(
         mlflow_run_id=mlflow_run_id,
         mlflow_experiment_id=experiment[0],
         mlflow_experiment_name=experiment[1],
+        device_kind=inventory.hosts[0].devices[0].kind,
     )
     plan.write(run_folder(run_id) / PLAN)
     return plan

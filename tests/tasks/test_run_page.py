@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 
 from tasks.history import history, note_end, note_start
+from tasks.latency import draw_latency
 from tasks.report import Outcome
 from tasks.run_curves import thinned
 from tasks.run_page import write_report
 from tasks.run_story import read_story
 from tasks.run_words import in_units
 from tasks.track import TrackedRun
+from tasks.trainer import TrainerOutcome, place
+from tests.conftest import inventory
 from tests.tiny_run import another_run
+from training.config import RunConfig
 from training.records import RunPlan, TrainFailure, TrainResult
-from training.results import EvalReport, Sample
+from training.results import EvalReport, LatencyReport, Sample
 
 HOSTILE = "</pre><script>alert('x')</script><img src=http://evil.example/x.png>"
 
@@ -122,6 +126,41 @@ def test_a_run_that_was_refused_before_it_had_a_plan_has_a_page_too(run: Tracked
     page = words(page_of(run, ended="data.path is empty"))
     assert "no plan was made yet" in page
     assert "data.path is empty" in page
+
+
+def test_a_program_of_the_users_has_a_page_of_what_is_known_of_it(run: TrackedRun) -> None:
+    for record in run.folder.glob("*.json*"):
+        if record.name not in {"run.json", "history.json", "stages.json"}:
+            record.unlink()
+    config = RunConfig.model_validate({"name": "mine", "trainer": {"script": "my.py", "args": ["--steps", "9"]}})
+    run = run.model_copy(update={"config": config})
+    machine = inventory(2, kind="cuda")
+    place(config, machine, run_id=run.run_id, mlflow_run_id=run.mlflow_run_id, experiment=("1", "mine"))
+    TrainerOutcome(
+        run_id=run.run_id, mlflow_run_id=run.mlflow_run_id, program="my.py", args=(), hosts={"host0": 2}, attempts=1,
+        skipped=("plan",), stage_s={}, open_mlflow="",
+    ).write(run.folder / "outcome.json")  # fmt: skip
+    note_end(run.folder, status="FINISHED", cause="done", why="")
+    page = words(page_of(run))
+    assert "mine: `my.py --steps 9`, a training program of its user's, on 2 GPUs (2 on host0)." in page
+    assert "It went through without a stop." in page
+    assert "training 1 GPU hours" in page
+    assert "resume" not in page.partition("Go on from here")[2], "there is nothing to go on with"
+    assert "mine: `my.py --steps 9`" in words(page_of(run, ended="exit code 3"))
+    assert "resume tiny-1" in words(page_of(run, ended="exit code 3"))
+
+
+def test_the_speed_of_the_exported_model_is_on_the_page(run: TrackedRun) -> None:
+    figures = {"graph": "forward", "precision": "fp32", "batch": 1, "length": 8, "rounds": 9, "tokens_per_s": 4000.0}
+    pair = [figures | {"engine": name, "median_ms": ms} for name, ms in (("torch", 2.0), ("onnxruntime-cpu", 0.5))]
+    LatencyReport.model_validate({"device": "a CPU", "figures": pair, "skipped": {}, "seconds": 1.0}).write(
+        run.folder / "export" / "latency.json"
+    )
+    draw_latency(run.folder / "export-latency.png", LatencyReport.read(run.folder / "export" / "latency.json"))
+    page = page_of(run)
+    assert "Speed of the exported model on a CPU" in words(page)
+    assert re.search(r"forward 1 8 onnxruntime-cpu fp32 0\.500 [\d,]+ 4\.00", words(page))
+    assert page.count('src="data:image/png;base64,') == 2
 
 
 def test_stops_kills_and_resumes_are_told_in_their_order(run: TrackedRun) -> None:

@@ -1,0 +1,160 @@
+"""Runs on the worker of `shardline up`: one at a time, and started again from where they were by Prefect's Retry."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tasks.history import history
+from tasks.local import Gang
+from tasks.places import local_process
+from tests.conftest import losses
+from tests.up import ENDED_WITHIN_S, Up
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
+
+LONG = (
+    "train.steps=300",
+    "train.log_every_steps=1",
+    "checkpoint.every_steps=50",
+    "evaluation.every_steps=0",
+    "export.latency_seconds=0",
+)
+
+
+def folders_of(up: Up, flow_run_id: str) -> list[Path]:
+    """Of the runs that the flow run began."""
+    return [
+        path for path in up.shop.run_dirs() if json.loads((path / "run.json").read_text())["begun_by"] == flow_run_id
+    ]
+
+
+def trained_to(up: Up, flow_run_id: str, step: int) -> Path:
+    """The flow run's folder, once it has logged the step."""
+    deadline = time.monotonic() + ENDED_WITHIN_S
+    while time.monotonic() < deadline:
+        for folder in folders_of(up, flow_run_id):
+            if (folder / "metrics.jsonl").exists() and max(losses(folder / "plan.json"), default=0) >= step:
+                return folder
+        state = up.prefect(f"/flow_runs/{flow_run_id}")["state"]
+        assert state["type"] not in {"FAILED", "CRASHED", "CANCELLED", "COMPLETED"}, state
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} was not logged within {ENDED_WITHIN_S:.0f} s")
+
+
+def late(up: Up, flow_run_id: str) -> None:
+    """Comes back once Prefect shows the run as Late."""
+    deadline = time.monotonic() + ENDED_WITHIN_S
+    while up.prefect(f"/flow_runs/{flow_run_id}")["state_name"] != "Late":
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def set_state(up: Up, flow_run_id: str, type: str, name: str, *, force: bool = True) -> None:
+    """As the buttons of Prefect's pages do."""
+    state = {"type": type, "name": name, "message": "from the UI"}
+    told = up.prefect(f"/flow_runs/{flow_run_id}/set_state", {"state": state, "force": force})
+    assert told["status"] == "ACCEPT", told
+
+
+def retry(up: Up, flow_run_id: str, *, force: bool = True) -> None:
+    set_state(up, flow_run_id, "SCHEDULED", "AwaitingRetry", force=force)
+
+
+def completed(up: Up, flow_run_id: str) -> Path:
+    """The folder of the one run that it began."""
+    run = up.wait(flow_run_id)
+    assert run["state_type"] == "COMPLETED", run["state"]["message"]
+    (folder,) = folders_of(up, flow_run_id)
+    assert run["name"] == folder.name
+    return folder
+
+
+def mlflow_run_id(folder: Path) -> str:
+    return str(json.loads((folder / "run.json").read_text())["mlflow_run_id"])
+
+
+def mlflow_runs(up: Up, folder: Path) -> list[tuple[str, str]]:
+    """Name and status of the MLflow runs of that name."""
+    experiment = json.loads((folder / "run.json").read_text())["experiment_id"]
+    found = up.mlflow.search_runs([experiment], f"attributes.run_name = '{folder.name}'")
+    return [(run.info.run_name, run.info.status) for run in found]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(up: Up) -> Path:
+    """A run that nobody stopped."""
+    return completed(up, up.submit("quickstart", up.config(*LONG)))
+
+
+def test_the_second_of_two_runs_is_shown_as_late_and_begins_when_the_first_has_ended(up: Up) -> None:
+    first, second = (up.submit("quickstart", up.config("train.steps=20")) for _ in range(2))
+    late(up, second)
+    assert up.prefect(f"/flow_runs/{first}")["state_type"] == "RUNNING"
+    assert folders_of(up, second) == []
+    one, other = (history(completed(up, flow_run_id)) for flow_run_id in (first, second))
+    assert [event.what for event in (*one, *other)] == ["begun", "done"] * 2
+    assert one[-1].at <= other[0].at
+
+
+def test_a_whole_tree_killed_holds_up_nobody_and_retry_goes_on_from_its_checkpoint(up: Up, undisturbed: Path) -> None:
+    shards = {path: path.stat().st_mtime_ns for path in up.shop.home.glob("tokens/*/*")}
+    first, second = (up.submit("quickstart", up.config(*LONG)) for _ in range(2))
+    folder = trained_to(up, first, 120)
+    up.kill("worker")  # with all that it started
+    up.start()
+    assert up.wait(up.submit("reconcile"))["state_type"] == "COMPLETED", "the deployment does this every few minutes"
+    crashed = up.prefect(f"/flow_runs/{first}")
+    assert (crashed["state_type"], mlflow_runs(up, folder)) == ("CRASHED", [(folder.name, "KILLED")])
+    page = (folder / "report.html").read_text()
+    assert "It did not come to its end: its process was killed" in page
+    assert "report.html" in {artifact.path for artifact in up.mlflow.list_artifacts(mlflow_run_id(folder))}
+    told = up.prefect(
+        "/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [first]}, "key": {"any_": ["report"]}}}
+    )
+    assert "its process was killed" in told[0]["data"]
+    up.wait(second, "RUNNING")
+    retry(up, first)
+    assert up.wait(up.submit("reconcile"))["state_type"] == "COMPLETED"
+    waits = up.prefect(f"/flow_runs/{first}")
+    assert waits["state_name"] == "AwaitingRetry", "the second has the queue, and nobody takes this one for killed"
+    assert losses(completed(up, second) / "plan.json") == losses(undisturbed / "plan.json")
+
+    assert completed(up, first) == folder
+    assert [event.what for event in history(folder)] == ["begun", "killed", "resumed", "done"]
+    assert history(folder)[2].step >= 100
+    assert losses(folder / "plan.json") == losses(undisturbed / "plan.json")
+    assert mlflow_runs(up, folder) == [(folder.name, "FINISHED")]
+    assert {path: path.stat().st_mtime_ns for path in up.shop.home.glob("tokens/*/*")} == shards, "no run made its own"
+
+
+def test_retry_of_a_run_that_failed_goes_on_from_its_checkpoint(up: Up, undisturbed: Path) -> None:
+    flow_run_id = up.submit("quickstart", up.config(*LONG))
+    folder = trained_to(up, flow_run_id, 120)
+    launcher = local_process(Gang.read(folder / "gang.json").launcher)
+    assert launcher is not None
+    rank = next(it for it in launcher.children(recursive=True) if "training.train" in it.cmdline())
+    rank.kill()
+    failed = up.wait(flow_run_id)
+    assert (failed["state_type"], mlflow_runs(up, folder)) == ("FAILED", [(folder.name, "FAILED")])
+    retry(up, flow_run_id, force=False)  # as the older pages do
+    assert completed(up, flow_run_id) == folder
+    assert [event.what for event in history(folder)] == ["begun", "failed", "resumed", "done"]
+    assert losses(folder / "plan.json") == losses(undisturbed / "plan.json")
+    assert mlflow_runs(up, folder) == [(folder.name, "FINISHED")]
+
+
+def test_retry_of_a_run_that_was_cancelled_goes_on_from_where_it_stopped(up: Up, undisturbed: Path) -> None:
+    flow_run_id = up.submit("quickstart", up.config(*LONG))
+    folder = trained_to(up, flow_run_id, 70)
+    set_state(up, flow_run_id, "CANCELLING", "Cancelling")
+    cancelled = up.wait(flow_run_id)
+    assert (cancelled["state_type"], mlflow_runs(up, folder)) == ("CANCELLED", [(folder.name, "KILLED")])
+    retry(up, flow_run_id)
+    assert completed(up, flow_run_id) == folder
+    assert [event.what for event in history(folder)] == ["begun", "stopped", "resumed", "done"]
+    assert losses(folder / "plan.json") == losses(undisturbed / "plan.json")
+    assert mlflow_runs(up, folder) == [(folder.name, "FINISHED")]
