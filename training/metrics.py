@@ -44,6 +44,8 @@ class MetricsLog:
         self.closing = threading.Event()
         self.sender: threading.Thread | None = None
         if tracking_uri and mlflow_run_id:
+            import mlflow  # noqa: F401  # 0.7 s, in which a thread would make each step wait 5 ms and more for it
+
             self.sender = threading.Thread(
                 target=self._send_until_closed, args=(tracking_uri, mlflow_run_id), daemon=True
             )
@@ -125,7 +127,9 @@ def send_rows(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> int:
         ]
         for first in range(0, len(metrics), METRICS_PER_REQUEST):
             client.log_batch(mlflow_run_id, metrics=metrics[first : first + METRICS_PER_REQUEST])
-        sent = sent.model_copy(update={"offset": sent.offset + sum(map(len, chunk))})
+        last_step = json.loads(chunk[-1])["step"]
+        known = {each for each in known if each[0] >= last_step}  # rows come in order: the others have come by
+        sent = Sent(offset=sent.offset + sum(map(len, chunk)), known=tuple(known))
         count += len(chunk)
         sent.write(_sent_path(path))
     return count

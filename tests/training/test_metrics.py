@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from training.metrics import MetricsLog, forget_after, read_rows, send_rows
+from training.metrics import MetricsLog, forget_after, read_rows, read_sent, send_rows
 
 
 @pytest.fixture
@@ -73,6 +73,22 @@ def test_a_resume_forgets_what_it_will_write_again(store: tuple[str, str], tmp_p
             file.write(json.dumps(row | {"time_ms": 99}) + "\n")
     send_rows(path, tracking_uri=store[0], mlflow_run_id=store[1])
     assert sent(store) == {step: float(step) for step in range(1, 7)}
+
+
+def test_what_a_resume_need_not_send_is_forgotten_once_it_has_come_by(store: tuple[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = "".join(json.dumps({"step": step, "time_ms": step, "loss": 1.0 / step}) + "\n" for step in range(1, 101))
+    path.write_text(rows)
+    send_rows(path, tracking_uri=store[0], mlflow_run_id=store[1])
+    forget_after(path, 10)
+    assert len(read_sent(path).known) == 90
+    path.write_text(rows)
+    send_rows(path, tracking_uri=store[0], mlflow_run_id=store[1])
+    assert len(read_sent(path).known) == 1, "it would be written again with every request to come"
+    forget_after(path, 50)
+    path.write_text(rows)
+    send_rows(path, tracking_uri=store[0], mlflow_run_id=store[1])
+    assert sent(store) == {step: 1.0 / step for step in range(1, 101)}
 
 
 def test_rows_wait_while_the_disk_is_full(tmp_path: Path) -> None:

@@ -1,0 +1,38 @@
+"""A flow that does of a training what Prefect and MLflow see: a run in both, rows of metrics, progress; no model.
+
+`benchmarks.operations` deploys it, and has ten of them at once.
+"""
+
+from __future__ import annotations
+
+import json
+
+from prefect import flow
+
+from benchmarks.metric_writers import write_rows
+from flows.stages import link, new_run_id, prefect_tags
+from tasks.places import tracking_uri
+from tasks.progress import steps_shown
+from tasks.track import tracked
+from training.config import RunConfig
+from training.metrics import MetricsLog, read_rows
+
+NAME = "load"
+STALLS = "stalls.json"
+
+
+@flow(name="Log rows")
+def log_rows(rows: int, rows_per_s: float) -> None:
+    with tracked(RunConfig(name=NAME), run_id=new_run_id(NAME), tags=prefect_tags()) as run:
+        link(run)
+        log = MetricsLog(run.folder, tracking_uri=tracking_uri(), mlflow_run_id=run.mlflow_run_id)
+        with steps_shown("training", total=rows) as show:
+
+            def at_tenth() -> None:
+                show(read_rows(log.path)[-1])
+
+            written = write_rows(
+                lambda step, values: log.write(step, **values), rows=rows, rows_per_s=rows_per_s, at_tenth=at_tenth
+            )
+        log.close()
+        (run.folder / STALLS).write_text(json.dumps(written["stalls_ms"].tolist()))

@@ -1,0 +1,78 @@
+"""What benchmarks/operations.py asks of a `shardline up` of its own: flows put into the queue, rows that MLflow has."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.metric_writers import METRICS
+from flows.deploying import POOL
+from tests.shop import Shop
+from tests.up import FINAL, Up
+
+REPO = Path(__file__).parents[1]
+UNSET = ("MLFLOW_TRACKING_URI", "PREFECT_API_URL", "PREFECT_HOME")
+POLL_S = 0.1
+
+
+class Servers(Up):
+    """Up inside a `with`, in a folder that is empty before."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(Shop(folder))
+        self.home = self.shop.home
+        inherited = {name: value for name, value in os.environ.items() if name not in UNSET}
+        self.environment = inherited | {"SHARDLINE_HOME": str(self.home), "MLFLOW_TRACKING_URI": self.url("mlflow")}
+
+    def __enter__(self) -> Servers:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def deploy(self, flow: str, *, name: str, entrypoint: str) -> None:
+        """Into the queue that takes as many as there are."""
+        here = {"prefect.deployments.steps.set_working_directory": {"directory": str(REPO)}}
+        flow_id = self.prefect("/flows/", {"name": flow})["id"]
+        pool = {"work_pool_name": POOL, "work_queue_name": "default"}
+        known = {"name": name, "flow_id": flow_id, "entrypoint": entrypoint, "pull_steps": [here]}
+        self.prefect("/deployments/", known | pool)
+
+    def ended(self, flow_runs: list[str], *, timeout_s: float) -> list[dict[str, Any]]:
+        """The flow runs, in the order of their starts, once all have ended; those that have not by then as they are."""
+        deadline = time.monotonic() + timeout_s
+        wanted = {"flow_runs": {"id": {"any_": flow_runs}}, "sort": "START_TIME_ASC"}
+        while True:
+            runs: list[dict[str, Any]] = self.prefect("/flow_runs/filter", wanted)
+            if all(run["state_type"] in FINAL for run in runs) or time.monotonic() > deadline:
+                return runs
+            time.sleep(POLL_S)
+
+    def mlflow_runs(self, experiment: str) -> dict[str, tuple[str, str]]:
+        """Flow run -> (MLflow run, its status)."""
+        asked = (
+            "select value, run_uuid, status from runs join tags using (run_uuid) "
+            "join experiments using (experiment_id) where key = 'prefect.flow_run_id' and experiments.name = ?"
+        )
+        with closing(self._database()) as database:
+            return {flow_run: (run, status) for flow_run, run, status in database.execute(asked, (experiment,))}
+
+    def rows(self, mlflow_run: str, *, written: int, keys: tuple[str, ...] = METRICS) -> tuple[int, int]:
+        """(rows lost, rows doubled) of steps 1 to `written`, by MLflow's own database."""
+        asked = (
+            "select count(*), count(distinct key) from metrics where run_uuid = ? and step between 1 and ? "
+            f"and key in ({','.join('?' * len(keys))}) group by step"
+        )
+        with closing(self._database()) as database:
+            by_step = database.execute(asked, (mlflow_run, written, *keys)).fetchall()
+        whole = sum(different == len(keys) for _, different in by_step)
+        return written - whole, sum(count > different for count, different in by_step)
+
+    def _database(self) -> sqlite3.Connection:
+        return sqlite3.connect(f"file:{self.home}/mlflow.db?mode=ro", uri=True, timeout=60)

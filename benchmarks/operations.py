@@ -1,0 +1,237 @@
+"""What operating Shardline costs, and what it loses: queued runs, flows at once, a long log, a server killed under it.
+
+    python -m benchmarks.operations [--quick] [--plot stalls.png]
+
+Everything goes through a real Prefect server, MLflow server and worker, as `shardline up` starts them in a new
+SHARDLINE_HOME:
+
+- 50 runs of a trivial config (1 layer, 2 steps; evaluated, exported, registered like any other) are submitted at once
+  as from the form. The queue takes one at a time; `seconds_per_run` is the time for all over their number.
+- 10 flows at once write metrics to the one MLflow (benchmarks/logging_flow.py).
+- 100,000 rows of metrics, as a run of 2 hours with 14 rows a second has them, faster: stalls of the loop, memory and
+  unsent rows by tenths of the log.
+- The same rows by `mlflow.log_metrics`, synchronous and not: processes of their own, which take turns; ratios are
+  medians over rounds. Then all three at once while the MLflow server is killed and comes back.
+
+Rows are counted in MLflow's database: lost is a step without one of its metrics, doubled one with more of them.
+The last line is one JSON object: `runs_lost`, `rows_lost` and `rows_doubled` (of Shardline, all parts),
+`seconds_per_run`, `stall_p99_ms` of the long log, and the other figures of the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.logging_flow import NAME, STALLS
+from benchmarks.metric_writers import TENTHS, WAYS
+from benchmarks.operated import Servers
+from benchmarks.operations_log import OURS, Written, long_log, outage, plot, ratio, side_by_side
+
+TRIVIAL = (
+    *("name=trivial", "data.tokenizer={kind: bytes}", "model={layers: 1, width: 32, heads: 2}"),
+    "train={steps: 2, context: 32, global_batch: 4, warmup_steps: 1, log_every_steps: 1}",
+    *("parallel.strategy=single", "checkpoint={}", "evaluation={quick_sequences: 4, sample_tokens: 2}"),
+    "export={latency_seconds: 0}",
+)
+WAIT, REST = "until the worker takes it", "between stages, page, goodbye"
+TRIVIAL_METRICS = ("loss", "grad_norm", "learning_rate", "tokens", "tokens_per_s")
+
+
+@dataclass(frozen=True)
+class Size:
+    """`away_s` 0: no outage."""
+
+    runs: int
+    flows: int
+    flow_rows: int
+    rows: int
+    rows_per_s: float
+    rounds: int
+    round_rows: int
+    away_s: float
+
+
+FULL = Size(runs=50, flows=10, flow_rows=1000, rows=100_000, rows_per_s=400, rounds=3, round_rows=500, away_s=20)
+QUICK = Size(runs=2, flows=4, flow_rows=100, rows=4000, rows_per_s=400, rounds=1, round_rows=150, away_s=0)
+
+
+@dataclass(frozen=True)
+class Queued:
+    """`parts`: seconds of a run that went to what; medians over runs."""
+
+    runs_lost: int
+    rows_lost: int
+    rows_doubled: int
+    seconds_per_run: float
+    parts: dict[str, float]
+
+
+def queued_runs(servers: Servers, *, runs: int) -> Queued:
+    """Submitted at once to a queue that takes one at a time."""
+    config = servers.config(f"data.path={servers.shop.corpus}", *TRIVIAL)
+    flow_runs = [servers.submit("Pretrain/quickstart", config) for _ in range(runs)]
+    ended = servers.ended(flow_runs, timeout_s=120 * runs)
+    done = {run["id"]: run for run in ended if run["state_type"] == "COMPLETED"}
+    known = servers.mlflow_runs("trivial")
+    whole = [known[run] for run in done if run in known and known[run][1] == "FINISHED"]
+    rows = [servers.rows(run, written=2, keys=TRIVIAL_METRICS) for run, _ in whole]
+    return Queued(
+        runs_lost=runs - len(whole),
+        rows_lost=sum(lost for lost, _ in rows),
+        rows_doubled=sum(doubled for _, doubled in rows),
+        seconds_per_run=(_time(ended[-1]["end_time"]) - _time(ended[0]["created"])) / runs if done else float("nan"),
+        parts=_parts(servers, [*done.values()]),
+    )
+
+
+def _parts(servers: Servers, runs: list[dict[str, Any]]) -> dict[str, float]:
+    found: dict[str, list[float]] = {}
+    ended_before = float("nan")
+    for run in runs:
+        states = servers.prefect(f"/flow_run_states/?flow_run_id={run['id']}")
+        at = {state["type"]: _time(state["timestamp"]) for state in states}
+        stages = servers.prefect("/task_runs/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
+        taken = {stage["name"]: stage["total_run_time"] for stage in stages}
+        rest = at["COMPLETED"] - at["RUNNING"] - sum(taken.values())
+        around = {WAIT: at["PENDING"] - ended_before, "process, imports": at["RUNNING"] - at["PENDING"], REST: rest}
+        ended_before = at["COMPLETED"]
+        for part, seconds in (around | taken).items():
+            found.setdefault(part, []).append(seconds)
+    found[WAIT] = found[WAIT][1:] or [0.0]  # the first one waited for none
+    return {part: statistics.median(seconds) for part, seconds in found.items()}
+
+
+def _time(stamp: str) -> float:
+    return datetime.fromisoformat(stamp).timestamp()
+
+
+@dataclass(frozen=True)
+class AtOnce:
+    runs_lost: int
+    rows_lost: int
+    rows_doubled: int
+    stall_p99_ms: float
+    seconds: float
+
+
+def flows_at_once(servers: Servers, *, flows: int, rows: int) -> AtOnce:
+    """Real flows by the worker, from a queue without a limit, that log 20 rows a second each."""
+    servers.deploy("Log rows", name=NAME, entrypoint="benchmarks.logging_flow.log_rows")
+    flow_runs = [servers.submit(NAME, rows=rows, rows_per_s=20) for _ in range(flows)]
+    ended = servers.ended(flow_runs, timeout_s=rows / 20 + 300)
+    known = servers.mlflow_runs(NAME)
+    done = [run["id"] for run in ended if run["state_type"] == "COMPLETED"]
+    whole = [known[run][0] for run in done if run in known and known[run][1] == "FINISHED"]
+    counted = [servers.rows(run, written=rows) for run in whole]
+    stalls = [json.loads(path.read_text()) for path in servers.home.glob(f"{NAME}-*/{STALLS}")]
+    begun, finished = [_time(run["start_time"]) for run in ended], [_time(run["end_time"]) for run in ended]
+    return AtOnce(
+        runs_lost=flows - len(whole),
+        rows_lost=sum(lost for lost, _ in counted),
+        rows_doubled=sum(doubled for _, doubled in counted),
+        stall_p99_ms=float(np.percentile(np.concatenate(stalls), 99)),
+        seconds=max(finished) - min(begun),
+    )
+
+
+def show_runs(queued: Queued, at_once: AtOnce, *, size: Size) -> None:
+    print(
+        f"{size.runs} queued runs, one at a time: {queued.runs_lost} lost, {queued.seconds_per_run:.1f} s each, of it"
+    )
+    for part, seconds in sorted(queued.parts.items(), key=lambda item: -item[1]):
+        print(f"  {part:44}{seconds:8.2f}")
+    print(
+        f"{size.flows} flows at once, {size.flow_rows} rows each: {at_once.runs_lost} lost, {at_once.rows_lost} rows "
+        f"lost, {at_once.rows_doubled} doubled, stall p99 {at_once.stall_p99_ms:.2f} ms"
+    )
+
+
+def show_log(long: Written, server_growth_mib: float, *, size: Size) -> None:
+    print(
+        f"{size.rows:,} rows of metrics, {size.rows_per_s:.0f} a second: {long.rows_lost} lost, "
+        f"{long.rows_doubled} doubled"
+    )
+    print(f"  {'after rows':>12}{'stall p50 ms':>14}{'p99':>8}{'max':>8}{'memory MiB':>12}{'unsent rows':>13}")
+    for tenth, stalls in enumerate(np.array_split(long.stalls_ms, TENTHS)):
+        p50, p99, most = np.percentile(stalls, (50, 99, 100))
+        memory, unsent = long.memory_mib[tenth], long.backlog_rows[tenth]
+        print(f"  {(tenth + 1) * size.rows // TENTHS:12,}{p50:14.3f}{p99:8.3f}{most:8.2f}{memory:12.1f}{unsent:13,}")
+    print(f"  MLflow had all {long.drained_s:.1f} s after the last; its server grew by {server_growth_mib:.0f} MiB")
+
+
+def show_ways(rounds: list[dict[str, Written]], struck: dict[str, Written], *, away_s: float) -> None:
+    title = f"MLflow away for {away_s:.0f} s" if struck else "no outage with --quick"
+    print(f"{'':14}{'undisturbed, stall ms':>32}{title:>40}")
+    print(f"{'':14}{'p50':>10}{'p99':>10}{'times ours':>12}{'rows lost':>12}{'p99 ms':>12}{'longest ms':>16}")
+    for way in WAYS:
+        p50, p99 = (statistics.median(each[way].stall_ms(percent) for each in rounds) for percent in (50, 99))
+        cells = f"{way:14}{p50:10.3f}{p99:10.3f}{ratio(rounds, way, 50):12.0f}"
+        if struck:
+            each = struck[way]
+            cells += (
+                f"{f'{each.rows_lost}/{len(each.stalls_ms)}':>12}{each.stall_ms(99):12.2f}{each.stall_ms(100):16.1f}"
+            )
+        print(cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{QUICK.runs} runs, {QUICK.flows} flows, {QUICK.rows:,} rows, no outage"
+    )
+    parser.add_argument("--plot", type=Path, help="draw the stalls to this file")
+    args = parser.parse_args()
+    size = QUICK if args.quick else FULL
+    with tempfile.TemporaryDirectory() as scratch, Servers(Path(scratch)) as servers:
+        folder = Path(scratch)
+        long, server_growth_mib = long_log(servers, folder / "long", rows=size.rows, rows_per_s=size.rows_per_s)
+        show_log(long, server_growth_mib, size=size)
+        rounds = side_by_side(servers, folder / "rounds", rounds=size.rounds, rows=size.round_rows)
+        struck, away_s = outage(servers, folder / "outage", away_s=size.away_s) if size.away_s else ({}, 0.0)
+        show_ways(rounds, struck, away_s=away_s)
+        at_once = flows_at_once(servers, flows=size.flows, rows=size.flow_rows)
+        queued = queued_runs(servers, runs=size.runs)
+        show_runs(queued, at_once, size=size)
+    if args.plot:
+        plot(args.plot, long, rounds, struck)
+    ours = [long, *(each[OURS] for each in rounds), *([struck[OURS]] if struck else []), at_once, queued]
+    result = {
+        "runs_lost": queued.runs_lost + at_once.runs_lost,
+        "rows_lost": sum(part.rows_lost for part in ours),
+        "rows_doubled": sum(part.rows_doubled for part in ours),
+        "stall_p99_ms": round(long.stall_ms(99), 4),
+        "stall_p50_growth": round(long.stall_growth(50), 3),
+        "stall_p99_growth": round(long.stall_growth(99), 3),
+        "memory_growth_mib": round(long.memory_growth_mib, 1),
+        "server_memory_growth_mib": round(server_growth_mib, 1),
+        "rows_written": size.rows,
+        "seconds_to_last_row": round(long.drained_s, 1),
+        "seconds_per_run": round(queued.seconds_per_run, 2),
+        "seconds_by_part": {part: round(seconds, 2) for part, seconds in queued.parts.items()},
+        "runs": size.runs,
+        "flows_at_once": size.flows,
+        "stall_p99_ms_at_once": round(at_once.stall_p99_ms, 4),
+        "stall_p50_ratio": {way: round(ratio(rounds, way, 50), 1) for way in WAYS},
+        "stall_p99_ratio": {way: round(ratio(rounds, way, 99), 1) for way in WAYS},
+        "outage_s": round(away_s, 1),
+        "outage_rows_lost": {way: each.rows_lost for way, each in struck.items()},
+        "outage_rows_doubled": {way: each.rows_doubled for way, each in struck.items()},
+        "outage_stall_p99_ms": {way: round(each.stall_ms(99), 3) for way, each in struck.items()},
+        "outage_stall_max_ms": {way: round(each.stall_ms(100), 1) for way, each in struck.items()},
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
