@@ -7,7 +7,7 @@ from typing import Any
 from prefect import flow
 from prefect.states import Completed, State
 
-from flows.artifacts import show_markdown
+from flows.artifacts import as_text, show_markdown
 from flows.pretrain import pretrain
 from tasks.news import find_news
 from tasks.places import tracking_uri
@@ -21,7 +21,7 @@ def pretrain_nightly(config: RunConfig, min_new_mib: float = 0.0) -> Any:
     config: as for pretrain; its data.path is the folder that grows. min_new_mib: less is left to a later night.
     """
     news = find_news(config, min_new_mib=min_new_mib, tracking_uri=tracking_uri())
-    show_markdown(news.why, key="new-text", description="What is new in the corpus")
+    show_markdown(as_text(news.why), key="new-text", description="What is new in the corpus")
     if news.config is None:
         skipped: State[Any] = Completed(name="Skipped", message=news.why)
         return skipped

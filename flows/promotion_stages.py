@@ -13,7 +13,7 @@ from prefect.input import RunInput
 from prefect.runtime import flow_run
 from pydantic import Field
 
-from flows.artifacts import show_markdown, show_table
+from flows.artifacts import as_text, show_markdown, show_table
 from flows.embedded import is_embedded
 from flows.presets import parse_override
 from flows.stage import stage
@@ -127,8 +127,8 @@ def roll_out(request: Request, case: Case, mine: Turn) -> RegisteredModel:
     switching.carry_out(client, mine, move, show=logger.debug)
     model = _standing(case.model, case.version)
     show_markdown(
-        f"**{model.name}**: champion was version {move.replaces or 'none'}, asked by {move.who}. Version "
-        f"{model.version} is {model.alias or 'no alias'} now: {model.verdict}",
+        f"**{model.name}**: champion was version {move.replaces or 'none'}, asked by {as_text(move.who)}. Version "
+        f"{model.version} is {model.alias or 'no alias'} now: {as_text(model.verdict)}",
         key="promotion",
         description="What moved",
     )

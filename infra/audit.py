@@ -6,6 +6,7 @@ skipped. So one is asked for first, and what was skipped is counted.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -18,6 +19,8 @@ TIMEOUT_S = 15
 
 
 def main() -> None:
+    if importlib.util.find_spec("pip_audit") is None:
+        sys.exit("pip-audit is not installed, nothing was audited: `make setup` installs it")
     pinned = [line for line in CONSTRAINTS.read_text().splitlines() if "==" in line and not line.startswith("#")]
     first = _audited(pinned[:1])
     if isinstance(first, str) or not _known(first):
@@ -28,8 +31,10 @@ def main() -> None:
     if isinstance(found, str):
         sys.exit(f"pip-audit failed: {found}")
     holes = [(package, hole) for package in _known(found) for hole in package["vulns"]]
-    skipped = len(found) - len(_known(found))
-    print(f"{len(_known(found))} dependencies audited, {skipped} unknown to the index, {len(holes)} known holes")
+    skipped = [package["name"] for package in found if "skip_reason" in package]
+    print(f"{len(_known(found))} dependencies audited, {len(skipped)} unknown to the index, {len(holes)} known holes")
+    if skipped:
+        print(f"  NOT audited: {', '.join(skipped)}")
     for package, hole in holes:
         fixed = ", ".join(hole["fix_versions"]) or "nowhere yet"
         print(f"  {package['name']} {package['version']}: {hole['id']}, mended in {fixed}")

@@ -80,14 +80,24 @@ def newest_whole(run_dir: Path) -> Path | None:
     return None
 
 
-def damage(folder: Path, *, hashes: bool = True) -> str | None:
-    """What is wrong with a checkpoint, or None if it is whole; without `hashes` only sizes are compared."""
+def check_model(folder: Path) -> None:
+    """Raises ValueError if what a checkpoint's model is read from is not what its manifest says."""
+    if fault := damage(folder, only=("model", "config.json")):
+        raise ValueError(f"checkpoint {folder} is not whole ({fault}): restore it, or delete it and resume the run")
+
+
+def damage(folder: Path, *, hashes: bool = True, only: tuple[str, ...] = ("",)) -> str | None:
+    """What is wrong with a checkpoint, or None if it is whole; without `hashes` only sizes are compared.
+
+    `only`: files whose names begin so.
+    """
     if not (folder / MANIFEST).exists():
         return "manifest.json is missing"
     try:
-        files = Manifest.read(folder / MANIFEST).files
+        named = Manifest.read(folder / MANIFEST).files
     except ValueError:
         return "manifest.json is not a manifest"
+    files = {name: expected for name, expected in named.items() if name.startswith(only)}
     for name, expected in files.items():
         if not (folder / name).exists():
             return f"{name} is missing"

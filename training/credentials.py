@@ -26,6 +26,13 @@ def shown(uri: str) -> str:
     return uri.replace(f"{credentials}@", "***@", 1) if credentials else uri
 
 
+def credentials_apart(uri: str) -> tuple[str, str, str] | None:
+    """(URI without them, user, password) of an HTTP one that has both; None of any other."""
+    credentials = _credentials(uri) if uri.startswith(("http://", "https://")) else ""
+    user, _, password = map(unquote, credentials.partition(":"))
+    return (uri.replace(f"{credentials}@", "", 1), user, password) if user and password else None
+
+
 def without_credentials(text: str, *, uri: str) -> str:
     """`text`, such as an error's, with *** wherever it quotes the credentials of `uri`, encoded or not."""
     credentials = _credentials(uri)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from training.checkpoint import MANIFEST
+from training.checkpoint import MANIFEST, check_model
 from training.data import held_out_placed
 from training.evaluated import Opened, open_model
 from training.loss import IGNORED
@@ -38,6 +38,8 @@ def main(plan_path: Path) -> None:
     held = folder if (folder / MANIFEST).exists() else None
     with entered(plan, world_size=int(os.environ.get("WORLD_SIZE", "1"))) as rank, reading(held):
         began = time.perf_counter()
+        if held is not None and rank.rank == 0:
+            check_model(held)
         opened = open_model(plan, folder, rank=rank)
         manifest = TokenShards.read(Path(plan.shards_dir) / "manifest.json")
         sources = held_out_sources(manifest)

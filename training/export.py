@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from training.build_engine import build_engines
+from training.checkpoint import check_model
 from training.latency import measure_latency
 from training.model import load_model
 from training.model_card import model_card
@@ -65,6 +66,7 @@ def export_run(run_dir: Path) -> ExportedModel:
     started = time.perf_counter()
     checkpoint = run_dir / result.checkpoint
     with reading(checkpoint):
+        check_model(checkpoint)
         exported = _write_export(plan, result, run_dir=run_dir, folder=part)
         keep(checkpoint, why=f"exported to {target.name}/, and whatever is registered from there leads back to it")
     part.rename(target)

@@ -18,7 +18,7 @@ SKIPPED = {"name": "c", "skip_reason": "Dependency not found on PyPI and could n
     [
         ([SKIPPED], None, "dependencies NOT audited: pip-audit cannot reach its data (Dependency not found"),
         ("Max retries exceeded", None, "dependencies NOT audited: pip-audit cannot reach its data (Max retries"),
-        ([CLEAN, SKIPPED], 0, "1 dependencies audited, 1 unknown to the index, 0 known holes"),
+        ([CLEAN, SKIPPED], 0, "1 dependencies audited, 1 unknown to the index, 0 known holes\n  NOT audited: c"),
         ([CLEAN, HOLE], 1, "b 2.0: PYSEC-1, mended in 2.1"),
     ],
 )

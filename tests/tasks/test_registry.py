@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 
+from tasks.places import tracking_uri
 from tasks.register import register_model
 from tasks.registry import CLIENT_ENVIRONMENT, lineage, registry_client, resolve, shown
 from tests.tasks.conftest import Store
@@ -91,3 +97,28 @@ def test_an_mlflow_that_is_away_is_named_soon_in_one_line_and_without_the_passwo
 )
 def test_a_uri_is_shown_without_credentials(uri: str, printed: str) -> None:
     assert shown(uri) == printed
+
+
+def test_a_password_in_the_uri_reaches_the_server_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow's errors quote the URI, and a flow's end up in Prefect's database, with their tracebacks."""
+    asked: list[str] = []
+
+    class Refuse(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.headers.get("authorization", ""))
+            self.close_connection = True  # and no answer
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Refuse) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://ada:pa%40ss:word@127.0.0.1:{server.server_port}")
+        for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
+            monkeypatch.setenv(name, "another")
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        with pytest.raises(MlflowException) as failure:
+            MlflowClient(tracking_uri()).get_run("none")
+        server.shutdown()
+    assert f"127.0.0.1:{server.server_port}" in str(failure.value)
+    assert "pa%40ss" not in str(failure.value)
+    assert asked == [f"Basic {base64.b64encode(b'ada:pa@ss:word').decode()}"]

@@ -14,12 +14,14 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from tests.tiny_run import END, VOCAB, export_by_program, tiny_run
+from training.checkpoint import Manifest
 from training.config import RunConfig
 from training.export import export_run, main
 from training.latency import measure_latency
 from training.model import load_model
 from training.records import RunPlan, TrainResult, sha256_file
 from training.results import ExportedModel, ParityReport
+from training.tensor_files import WrittenFile
 from training.tensorrt_engine import why_no_tensorrt
 
 AUTO_CLASS = {"llama": AutoModelForCausalLM, "gpt2": AutoModelForCausalLM, "bert": AutoModelForMaskedLM}
@@ -150,6 +152,20 @@ def test_out_of_bounds_there_is_no_export_but_a_report_and_the_cure(tmp_path: Pa
     report = ParityReport.read(run_dir / "parity.json")
     assert not report.passed
     assert report.max_logit_difference > 1e-12
+
+
+def test_a_checkpoint_that_was_exchanged_after_training_is_not_exported(tmp_path: Path) -> None:
+    run_dir = tiny_run(tmp_path / "run")
+    folder = run_dir / "checkpoints" / "8"
+    weights, manifest = folder / "model.safetensors", Manifest.read(folder / "manifest.json")
+    written = WrittenFile(size_bytes=weights.stat().st_size, sha256=sha256_file(weights))
+    manifest.model_copy(update={"files": {weights.name: written}}).write(folder / "manifest.json")
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ValueError, match=r"checkpoints/8 is not whole \(model\.safetensors has another sha256"):
+        export_run(run_dir)
+    assert not (run_dir / "export").exists()
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
