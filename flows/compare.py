@@ -14,6 +14,7 @@ from prefect.states import Cancelled
 
 from flows import stages
 from flows.artifacts import show_table
+from flows.began import began
 from flows.lost_runs import reconcile
 from flows.presets import with_overrides
 from flows.report import reported
@@ -47,7 +48,7 @@ INVENTORY = "inventory.json"
 CSV, PICTURE, PAGE, RECORD, CONFIG = (f"comparison.{kind}" for kind in ("csv", "png", "html", "json", "yaml"))
 
 
-@flow(name="Compare", flow_run_name="compare {config.name}", validate_parameters=True)
+@flow(name="Compare", flow_run_name="compare {config.name}", on_running=[began], validate_parameters=True)
 def compare(
     config: RunConfig, strategies: list[str], target_loss: float = 0.0, baseline: bool = True, run_id: str = ""
 ) -> Comparison:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import subprocess
 import sys
 
@@ -12,6 +13,11 @@ POOL, TRAINING_QUEUE = "shardline", "training"
 
 
 PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
+
+
+def worker_name() -> str:
+    """Of this machine's worker; runs that it submits bear it as a label."""
+    return f"shardline-{socket.gethostname()}"
 
 
 def make_pool(environment: dict[str, str]) -> None:

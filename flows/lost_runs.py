@@ -1,29 +1,45 @@
-"""Runs whose end one of the two systems has not heard of: the process was killed, or a server was away."""
+"""Runs whose end one of the two systems has not heard of: the process was killed, or a server was away.
+
+First the runs of SHARDLINE_HOME, by their own records. Then flow runs that never came to have such: those that Prefect
+takes for alive, though their process on this machine is gone.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
 
+import psutil
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Completed, Crashed, Failed
 
+from flows.began import PROCESS
+from flows.deploying import worker_name
 from flows.report import write_page
 from tasks import ending
 from tasks.ending import Ended, prefect_knows
-from tasks.places import tracking_uri
+from tasks.places import is_local, local_process, tracking_uri
 from training.credentials import without_credentials
 
 logger = logging.getLogger(__name__)
 
+ALIVE = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
+SETTLED_S = 60.0  # from a state to the process that it is about, on a busy machine
+LOST = "its process was killed; nobody was there to say so, it was found later"
+
 
 def reconcile() -> list[Ended]:
     """Tell MLflow, then Prefect, how they ended; returns those of which Prefect did not know."""
-    return tell(ending.reconcile())
+    told = tell(ending.reconcile())
+    end_lost()
+    return told
 
 
 def tell(runs: Sequence[Ended]) -> list[Ended]:
@@ -41,6 +57,36 @@ def _write_page(run: Ended) -> None:
         write_page(run.run_id, ended=ended, flow_run_id=run.prefect_flow_run_id)
     except Exception as trouble:
         logger.warning("no report page of %s (%s)", run.run_id, trouble)
+
+
+def end_lost() -> list[FlowRun]:
+    """Tell Prefect that they crashed, which gives their place in the queue to the next one."""
+    alive = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(ALIVE))))
+    with get_client(sync_client=True) as client:
+        lost = [run for run in client.read_flow_runs(flow_run_filter=alive) if _is_lost(run)]
+        for run in lost:
+            logger.warning("flow run %s is taken for alive, but its process is gone: now marked crashed", run.name)
+            client.set_flow_run_state(run.id, Crashed(message=LOST), force=True)
+    return lost
+
+
+def _is_lost(run: FlowRun) -> bool:
+    """Of this machine, and gone. A retry has the old process's label until it runs: hence the age."""
+    if run.state is None or (datetime.now(UTC) - run.state.timestamp).total_seconds() < SETTLED_S:
+        return False
+    if run.state.type == StateType.PENDING:  # submitted by our worker, and never begun
+        return run.labels.get("prefect.worker.name") == worker_name() and str(run.id) not in _ids_of_processes()
+    process = str(run.labels.get(PROCESS, ""))
+    return is_local(process) and local_process(process) is None
+
+
+def _ids_of_processes() -> set[str]:
+    """Flow runs that processes of this machine were started for."""
+    found = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            found.add(process.environ().get("PREFECT__FLOW_RUN_ID", ""))
+    return found
 
 
 def tell_prefect(runs: Sequence[Ended]) -> list[Ended]:

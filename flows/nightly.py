@@ -8,13 +8,14 @@ from prefect import flow
 from prefect.states import Completed, State
 
 from flows.artifacts import as_text, show_markdown
+from flows.began import began
 from flows.pretrain import pretrain
 from tasks.news import find_news
 from tasks.places import tracking_uri
 from training.config import RunConfig
 
 
-@flow(name="Pretrain nightly", flow_run_name="{config.name}, what is new", validate_parameters=True)
+@flow(name="Pretrain nightly", flow_run_name="{config.name}, what is new", on_running=[began], validate_parameters=True)
 def pretrain_nightly(config: RunConfig, min_new_mib: float = 0.0) -> Any:
     """Continue the champion of `config`'s model on the files of data.path that it has not seen; none: skipped.
 

@@ -9,6 +9,7 @@ from prefect import flow
 from prefect.states import Cancelled
 
 from flows import stages
+from flows.began import began
 from flows.lost_runs import reconcile
 from flows.report import report, reported
 from flows.trainer import train_by_program
@@ -20,7 +21,7 @@ from training.config import RunConfig
 from training.records import RunPlan
 
 
-@flow(name="Pretrain", flow_run_name="{config.name}", validate_parameters=True)
+@flow(name="Pretrain", flow_run_name="{config.name}", on_running=[began], validate_parameters=True)
 def pretrain(
     config: RunConfig, dry_run: bool = False, run_id: str = "", force: bool = False
 ) -> Outcome | TrainerOutcome | RunPlan:

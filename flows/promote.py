@@ -8,10 +8,11 @@ from __future__ import annotations
 from prefect import flow
 
 from flows import promotion_stages as stages
+from flows.began import began
 from training.results import RegisteredModel
 
 
-@flow(name="Promote", flow_run_name="promote {model}", validate_parameters=True)
+@flow(name="Promote", flow_run_name="promote {model}", on_running=[began], validate_parameters=True)
 def promote(
     model: str, version: int | None = None, force: bool = False, overrides: tuple[str, ...] = (), by: str = ""
 ) -> RegisteredModel:

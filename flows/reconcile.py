@@ -8,11 +8,12 @@ from prefect import flow
 
 from flows import lost_runs
 from flows.artifacts import show_table
+from flows.began import began
 from tasks.running import known_hosts
 from tasks.stopping import reap
 
 
-@flow(name="Reconcile", flow_run_name="true statuses, unsent metrics, stale containers")
+@flow(name="Reconcile", flow_run_name="true statuses, unsent metrics, stale containers", on_running=[began])
 def reconcile() -> list[dict[str, Any]]:
     """Tell MLflow and Prefect how runs ended that could not say so, and remove containers that nobody looks after."""
     rows = [

@@ -10,7 +10,8 @@ from prefect.runtime import flow_run
 
 from flows.artifacts import as_picture, as_text, show_markdown, show_pairs
 from flows.presets import presets
-from flows.stages import mlflow_page, open_mlflow, prefect_page, stage, stage_seconds
+from flows.stage import stage, stage_seconds
+from flows.stages import mlflow_page, open_mlflow, prefect_page
 from tasks import track
 from tasks.places import command, tracking_uri
 from tasks.report import Outcome, against_plan, draw, outcome_rows
@@ -89,6 +90,7 @@ def report(plan: RunPlan, run: TrackedRun, model: RegisteredModel, *, generated:
         model=model,
         stage_s=seconds,
     )
+    track.wait_for_store()
     track.log_files(run, run.folder / "summary.png")
     outcome = Outcome(
         run_id=run.run_id,

@@ -6,13 +6,14 @@ from prefect import flow
 from prefect.states import Cancelled
 
 from flows import stages
+from flows.began import began
 from flows.lost_runs import reconcile
 from tasks.causes import RunStopped
 from tasks.reproduce import Agreement, compare, find_original, pinned, require_same_data
 from tasks.track import git_commit, tracked
 
 
-@flow(name="Reproduce", flow_run_name="reproduce {ref}")
+@flow(name="Reproduce", flow_run_name="reproduce {ref}", on_running=[began])
 def reproduce(ref: str) -> Agreement:
     """Train again what `ref` (a run's ID, MODEL@ALIAS or MODEL/VERSION) trained, and compare every logged loss."""
     original = find_original(ref)

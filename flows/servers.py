@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from flows.deploying import POOL, deploy, make_pool
+from flows.deploying import POOL, deploy, make_pool, worker_name
 from tasks.places import UP_FILE, embedded_artifacts, home, local_process, owned, process_key, up_url
 from training.records import write_atomically
 
@@ -117,21 +117,27 @@ def _deploy(*, worker_is_missing: bool) -> None:
     environment = _environment()
     make_pool(environment)
     if worker_is_missing:
-        command = ["-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", _worker_name()]
+        command = ["-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", worker_name()]
         _start("worker", command, url=POOL)
     deploy(environment)
     _wait("worker", _worker_is_online)
+    _reconcile_now()
 
 
-def _worker_name() -> str:
-    return f"shardline-{socket.gethostname()}"
+def _reconcile_now() -> None:
+    """What the end of an earlier start cut off is told when this one is ready, not minutes later."""
+    server = up_url("prefect")
+    _, deployment = _request(server, "/api/deployments/name/Reconcile/reconcile")
+    status, _ = _request(server, f"/api/deployments/{json.loads(deployment)['id']}/create_flow_run", b"{}")
+    if status not in {200, 201}:
+        logger.warning("Prefect took no run of `reconcile` now; its next one comes within minutes")
 
 
 def _worker_is_online() -> bool:
     body = json.dumps({}).encode()
     status, answer = _request(up_url("prefect"), f"/api/work_pools/{POOL}/workers/filter", body)
     workers = json.loads(answer) if status == 200 else []
-    return any(worker["name"] == _worker_name() and worker["status"] == "ONLINE" for worker in workers)
+    return any(worker["name"] == worker_name() and worker["status"] == "ONLINE" for worker in workers)
 
 
 def _wait(name: str, is_ready: Callable[[], bool]) -> None:

@@ -8,13 +8,12 @@ import logging
 import os
 import re
 import secrets
-import socket
 import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
 
-from flows.deploying import POOL, deploy, make_pool
+from flows.deploying import POOL, deploy, make_pool, worker_name
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +88,7 @@ def work() -> None:
     environment = dict(os.environ)
     make_pool(environment)
     deploy(environment)
-    options = ["--pool", POOL, "--type", "process", "--name", f"shardline-{socket.gethostname()}", "--with-healthcheck"]
+    options = ["--pool", POOL, "--type", "process", "--name", worker_name(), "--with-healthcheck"]
     os.execv(sys.executable, [sys.executable, "-m", "prefect", "worker", "start", *options])
 
 

@@ -1,12 +1,19 @@
-"""A stage is a Prefect task."""
+"""A stage is a Prefect task, and its seconds are kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import ParamSpec, TypeVar
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+
+from tasks import track
+from tasks.track import TrackedRun
+from training.records import write_atomically
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -15,3 +22,25 @@ R = TypeVar("R")
 def stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A Prefect task by that name. No result cache: each stage has its record, and checks that it is still true."""
     return task(name=name, task_run_name=name, cache_policy=NO_CACHE, persist_result=False)
+
+
+@contextmanager
+def timed(run: TrackedRun, name: str) -> Iterator[None]:
+    """Keep the stage's seconds in runs/ID/stages.json; stages done again by a resume add up.
+
+    Once it is done MLflow is waited for, as the stage then tells of itself.
+    """
+    path, began = run.folder / "stages.json", time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds = stage_seconds(run)
+        seconds[name] = round(seconds.get(name, 0.0) + time.perf_counter() - began, 2)
+        with suppress(OSError):  # a full disk costs the figure; what ended the stage is to be told
+            write_atomically(path, json.dumps(seconds))
+    track.wait_for_store()
+
+
+def stage_seconds(run: TrackedRun) -> dict[str, float]:
+    path = run.folder / "stages.json"
+    return json.loads(path.read_text()) if path.exists() else {}

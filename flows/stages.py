@@ -5,9 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import logging
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from prefect.settings import PREFECT_UI_URL
 from flows.artifacts import as_text, name_flow_run, show_markdown, show_pairs, show_table
 from flows.embedded import is_embedded
 from flows.promote import promote
-from flows.stage import stage
+from flows.stage import stage, timed
 from tasks import corpus, fleet, launch, nsight, overrides, planning, rival, track, trial
 from tasks import devices as own
 from tasks import hardware as machines
@@ -118,23 +117,6 @@ def open_mlflow() -> str:
     return uri if uri.startswith("http") else f"{command('mlflow')} ui --backend-store-uri {uri}"
 
 
-@contextmanager
-def timed(run: TrackedRun, name: str) -> Iterator[None]:
-    """Keep the stage's seconds in runs/ID/stages.json; stages done again by a resume add up."""
-    path, began = run.folder / "stages.json", time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds = stage_seconds(run)
-        seconds[name] = round(seconds.get(name, 0.0) + time.perf_counter() - began, 2)
-        write_atomically(path, json.dumps(seconds))
-
-
-def stage_seconds(run: TrackedRun) -> dict[str, float]:
-    path = run.folder / "stages.json"
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
 @stage("Tokenize the corpus")
 def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
     with timed(run, "tokenize"):
@@ -203,12 +185,12 @@ def plan(
 
 @stage("Train")
 def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
-    with timed(run, "train"), steps_shown("training", total=plan.steps) as show:
-        try:
+    try:
+        with timed(run, "train"), steps_shown("training", total=plan.steps) as show:
             result = launch.train(plan, run_dir=run.folder, on_row=show)
-        finally:  # of a run that fails or is stopped they tell most
-            track.log_files(run, *sorted((run.folder / "profile").glob("*.json.gz")), folder="profile")
-            log_attempts(run)
+    finally:  # of a run that fails or is stopped they tell most
+        track.offer_files(run, *sorted((run.folder / "profile").glob("*.json.gz")), folder="profile")
+        log_attempts(run)
     figures = {
         "train/samples_per_s": result.samples_per_s,
         "train/tokens_per_s": result.tokens_per_s,
@@ -226,8 +208,9 @@ def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
 def log_attempts(run: TrackedRun) -> None:
     """Of a run on Docker hosts: who took part, from which step on, and how each attempt ended."""
     if attempts := attempts_of(run.folder):
-        write_atomically(run.folder / "attempts.json", json.dumps(attempts, indent=2))
-        track.log_files(run, run.folder / "attempts.json")
+        with suppress(OSError):  # a full disk may be what ended it: that is to be told
+            write_atomically(run.folder / "attempts.json", json.dumps(attempts, indent=2))
+        track.offer_files(run, run.folder / "attempts.json")
 
 
 @stage("Evaluate")

@@ -6,7 +6,8 @@ import logging
 
 from flows import stages
 from flows.artifacts import show_pairs
-from flows.stages import open_mlflow, stage, stage_seconds, timed
+from flows.stage import stage, stage_seconds, timed
+from flows.stages import open_mlflow
 from tasks import track
 from tasks.recovery import attempts_of
 from tasks.track import TrackedRun

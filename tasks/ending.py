@@ -17,7 +17,7 @@ from tasks.owner import end_orphans, owner_of
 from tasks.places import AlreadyOwned, home, local_process, owned, tracking_uri
 from tasks.registry import registry_client
 from training.credentials import without_credentials
-from training.metrics import SAMPLES, send_rows, send_samples
+from training.metrics import Sender
 from training.records import Record
 
 if TYPE_CHECKING:
@@ -71,10 +71,7 @@ def _tell(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: Ending
     """Raises what MLflow or the disk raises, but not before the status was tried."""
     unsent: Exception | None = None
     try:
-        if (folder / "metrics.jsonl").exists():
-            send_rows(folder / "metrics.jsonl", tracking_uri=tracking_uri(), mlflow_run_id=mlflow_run_id)
-        if (folder / SAMPLES).exists():
-            send_samples(folder / SAMPLES, tracking_uri=tracking_uri(), mlflow_run_id=mlflow_run_id)
+        Sender(folder, tracking_uri=tracking_uri(), mlflow_run_id=mlflow_run_id).send()
     except Exception as error:  # the status is true without them
         unsent = error
     client.set_tag(mlflow_run_id, "shardline.cause", ending.cause)

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from tasks import nsight
-from tasks.causes import OUT_OF_MEMORY, RunFailed, RunStopped, cause_of
+from tasks.causes import OUT_OF_MEMORY, PEER_IS_GONE, RunFailed, RunStopped, cause_of
 from tasks.lease import FENCE_S, withdraw_leases
 from tasks.places import local_process, process_key, tracking_uri
 from training.records import Record, RunPlan
@@ -34,6 +34,7 @@ CHECKPOINT_GIB_PER_S = 0.1  # the slowest disk that a checkpoint on its way, and
 STACK_S = 1.0  # for the stacks of ranks that did not stop in that time
 LAST_LINES = 25
 LOG_LINE = re.compile(r"[\d-]+ [\d:,]+ [A-Z]+ ")
+DIED = re.compile(r"rank +: (\d+) .*\n.*exitcode.*\n.*error_file.*\n.*(Signal \d+ \(\w+\) received by PID \d+)")
 RANK_WARNING = re.compile(r"[\d-]+ [\d:,]+ WARNING (.*)")  # as training/rank.py formats its log
 
 
@@ -216,16 +217,19 @@ def kernel_kills() -> int:
 def _said(code: int, lines: list[str], *, memory_was_used_up: bool) -> str:
     """The line that tells why: an exception's, or torchrun's of the signal that a rank died of.
 
-    Want of memory comes first, wherever it stands: the ranks that lost a peer by it have their own exceptions.
+    Want of memory comes first, wherever it stands, and a lost peer last: the ranks that lost it say so, each.
     """
     causes = [line for line in lines if ("Error:" in line or "NonFiniteLoss:" in line) and not LOG_LINE.match(line)]
-    signals = [line.strip() for line in lines if "Signal" in line and "received by PID" in line]
+    signals = [f"rank {rank} died: {signal}" for rank, signal in DIED.findall("\n".join(lines))]
     told = [line.strip() for line in causes if "ChildFailedError" not in line]
     memory = [line for line in told if OUT_OF_MEMORY.search(line)]
+    its_own = [line for line in told if not PEER_IS_GONE.search(line)]
     killed = [*(line for line in signals if "Signal 9" in line), *(["Signal 9"] if code == -signal.SIGKILL else [])]
     if memory_was_used_up and killed and not memory:
         return f"MemoryError: the kernel killed a rank, since memory was used up ({killed[0]})"
-    return next(iter(memory or told or signals), f"exit code {code}" if code > 0 else f"Signal {-code}")
+    return next(
+        iter(memory or its_own or killed or told or signals), f"exit code {code}" if code > 0 else f"Signal {-code}"
+    )
 
 
 def _failure(module: str, said: str, lines: list[str], log_path: Path) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tasks.local import RANK_WARNING
 from tasks.places import tracking_uri
-from training.metrics import send_rows
+from training.metrics import METRICS, Sender
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +23,9 @@ class Steps:
     """Whether steps were made, by what the metrics rank wrote; and those rows to a store that ranks cannot reach."""
 
     def __init__(self, run_dir: Path, *, mlflow_run_id: str, sends: bool) -> None:
-        self.path, self.mlflow_run_id, self.uri = run_dir / "metrics.jsonl", mlflow_run_id, tracking_uri()
+        self.path = run_dir / METRICS
         self.seen, self.due = _size(self.path), time.monotonic() + SEND_EVERY_S
+        self.sender = Sender(run_dir, tracking_uri=tracking_uri(), mlflow_run_id=mlflow_run_id)
         self.sends = bool(mlflow_run_id) and sends
 
     def look(self) -> bool:
@@ -34,7 +35,7 @@ class Steps:
         if self.sends and size and time.monotonic() > self.due:
             self.due = time.monotonic() + SEND_EVERY_S
             try:
-                send_rows(self.path, tracking_uri=self.uri, mlflow_run_id=self.mlflow_run_id)
+                self.sender.send()
             except Exception as error:
                 logger.warning("MLflow did not take metrics (%s); they are kept in %s", error, self.path)
         return grown

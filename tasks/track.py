@@ -28,6 +28,7 @@ from tasks.places import (
 )
 from tasks.registry import registry_client
 from training.config import RunConfig
+from training.credentials import without_credentials
 from training.inventory import Inventory
 from training.records import Record, RunPlan, TokenShards, sha256_config
 
@@ -45,6 +46,7 @@ ROOT_FLOW_RUN = "prefect.root_flow_run_id"  # the one that people see, where a f
 DESCRIPTION = "mlflow.note.content"
 OURS = "\n\nreport.html, among the artifacts, has more."  # what a description of ours ends with
 PARAMS_PER_REQUEST = 100
+PATIENCE_S, ASK_EVERY_S = 600.0, 2.0
 
 
 class TrackedRun(Record):
@@ -86,6 +88,23 @@ def connect() -> MlflowClient:
     """A client of the store that this process uses. Raises RuntimeError within seconds if it does not answer."""
     logging.getLogger("alembic").setLevel(logging.WARNING)
     return registry_client(tracking_uri())
+
+
+def wait_for_store() -> None:
+    """In the middle of a run MLflow may be away for a while. Raises RuntimeError if that is longer than PATIENCE_S."""
+    deadline, said = time.monotonic() + PATIENCE_S, False
+    while True:
+        try:
+            connect()
+        except RuntimeError as error:
+            if time.monotonic() > deadline:
+                raise
+            if not said:
+                logger.warning("%s. The run waits for it, up to %.0f min", error, PATIENCE_S / 60)
+            said = True
+            time.sleep(ASK_EVERY_S)
+        else:
+            return
 
 
 @contextmanager
@@ -251,6 +270,17 @@ def log_files(run: TrackedRun, *paths: Path, folder: str | None = None) -> None:
     client = connect()
     for path in paths:
         client.log_artifact(run.mlflow_run_id, str(path), folder)
+
+
+def offer_files(run: TrackedRun, *paths: Path, folder: str | None = None) -> None:
+    """Where something else may just have failed, which is to be told, and not that MLflow is away as well."""
+    found = [path for path in paths if path.exists()]
+    try:
+        if found:
+            log_files(run, *found, folder=folder)
+    except Exception as error:
+        why = without_credentials(str(error), uri=tracking_uri())
+        logger.warning("MLflow has not got %s (%s)", ", ".join(path.name for path in found), why)
 
 
 def describe(run: TrackedRun, text: str) -> None:

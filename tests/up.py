@@ -23,12 +23,16 @@ READY_WITHIN_S = 90.0
 
 
 class Up:
-    """Prefect, MLflow and a worker of one SHARDLINE_HOME. `start` again mends what is missing, on the same ports."""
+    """Prefect, MLflow and a worker of one SHARDLINE_HOME. `start` again mends what is missing, on the same ports.
 
-    def __init__(self, shop: Shop) -> None:
+    `names_mlflow`: they find it by MLFLOW_TRACKING_URI, as a server elsewhere; else its database does without it.
+    """
+
+    def __init__(self, shop: Shop, *, names_mlflow: bool = False) -> None:
         self.shop = shop
         self.ports = dict(zip(("prefect", "mlflow"), lasting_ports(2), strict=True))
         self.mlflow = MlflowClient(self.url("mlflow"))
+        self.environment = {"MLFLOW_TRACKING_URI": self.url("mlflow")} if names_mlflow else {}
 
     def url(self, service: str) -> str:
         return f"http://127.0.0.1:{self.ports[service]}"
@@ -36,7 +40,7 @@ class Up:
     def start(self) -> dict[str, str]:
         """What `shardline up --json` prints: service -> URL or pool."""
         ports = [part for name, port in self.ports.items() for part in (f"--{name}-port", str(port))]
-        found: dict[str, str] = json.loads(self.shop.run("up", *ports, "--json")[0])
+        found: dict[str, str] = json.loads(self.shop.run("up", *ports, "--json", **self.environment)[0])
         return found
 
     def stop(self) -> str:

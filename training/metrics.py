@@ -2,8 +2,8 @@
 
 The loop only appends a line. The thread sends whatever lies beyond a place that it keeps beside the file,
 so an MLflow outage or a kill costs nothing: the next start, or the flow at the end, sends the rest. A row that
-was sent just before a kill may be sent twice; MLflow drops identical ones. Samples of text, in samples.jsonl, go the
-same way, as one table that is sent whole.
+was sent just before a kill may be sent twice; MLflow drops identical ones. What each machine was at, in
+system/MACHINE.jsonl, goes the same way, and samples of text, in samples.jsonl, as one table that is sent whole.
 """
 
 from __future__ import annotations
@@ -24,32 +24,26 @@ logger = logging.getLogger(__name__)
 ROWS_PER_REQUEST = 40  # a row has under 25 metrics, one with every replica's micro-batch more
 METRICS_PER_REQUEST = 1000  # MLflow takes no more
 SEND_EVERY_S = 2.0
+METRICS = "metrics.jsonl"
+SYSTEM = "system"  # folder of a file per machine
 SAMPLES = "samples.jsonl"
+STALL = "log_stall_ms"
 SAMPLES_TABLE = "samples.json"
 NOT_METRICS = {"step", "time_ms"}
 OF_THE_MODEL = {"loss", "val_loss", "grad_norm", "learning_rate"}
 
 
-class MetricsLog:
-    """The metrics rank's log. `write` costs an append; nothing here raises into the loop.
+class RowLog:
+    """A file of rows. `write` costs an append and never raises.
 
     Rows that a full disk does not take wait for the next one: a checkpoint that is being written may fill it for a
     moment, and if it stays full that checkpoint's error ends the run, with more to say.
     """
 
-    def __init__(self, run_dir: Path, *, tracking_uri: str, mlflow_run_id: str) -> None:
-        self.path = run_dir / "metrics.jsonl"
-        self.file = self.path.open("ab", buffering=0)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = path.open("ab", buffering=0)
         self.waiting = b""
-        self.closing = threading.Event()
-        self.sender: threading.Thread | None = None
-        if tracking_uri and mlflow_run_id:
-            import mlflow  # noqa: F401  # 0.7 s, in which a thread would make each step wait 5 ms and more for it
-
-            self.sender = threading.Thread(
-                target=self._send_until_closed, args=(tracking_uri, mlflow_run_id), daemon=True
-            )
-            self.sender.start()
 
     def write(self, step: int, **values: float) -> None:
         """Append one row; values are plain numbers, MLflow keys."""
@@ -73,31 +67,76 @@ class MetricsLog:
             raise
         self.waiting = b""
 
-    def close(self, *, timeout_s: float = 10.0) -> None:
-        """Write what waits, and give the sender a moment; what is left is sent by the flow.
-
-        Raises OSError if the disk does not take the last rows.
-        """
+    def close(self) -> None:
+        """Write what waits. Raises OSError if the disk does not take the last rows."""
         if self.waiting:
             self._append()
         self.file.close()
+
+
+class MetricsLog(RowLog):
+    """The metrics rank's log, and the thread that sends the run's rows and samples; nothing here raises into the loop.
+
+    The first row of a step has the longest that a row since the one before it kept the loop.
+    """
+
+    def __init__(self, run_dir: Path, *, tracking_uri: str, mlflow_run_id: str) -> None:
+        super().__init__(run_dir / METRICS)
+        self.stall_ms, self.step = 0.0, -1
+        self.closing = threading.Event()
+        self.sender: threading.Thread | None = None
+        if tracking_uri and mlflow_run_id:
+            import mlflow  # noqa: F401  # 0.7 s, in which a thread would make each step wait 5 ms and more for it
+
+            sender = Sender(run_dir, tracking_uri=tracking_uri, mlflow_run_id=mlflow_run_id)
+            self.sender = threading.Thread(target=self._send_until_closed, args=(sender,), daemon=True)
+            self.sender.start()
+
+    def write(self, step: int, **values: float) -> None:
+        began = time.perf_counter()
+        if step != self.step:
+            values[STALL], self.stall_ms, self.step = self.stall_ms, 0.0, step
+        super().write(step, **values)
+        self.stall_ms = max(self.stall_ms, 1000 * (time.perf_counter() - began))
+
+    def close(self, *, timeout_s: float = 10.0) -> None:
+        """Give the sender a moment as well; what is left is sent by the flow."""
+        super().close()
         self.closing.set()
         if self.sender is not None:
             self.sender.join(timeout_s)
 
-    def _send_until_closed(self, tracking_uri: str, mlflow_run_id: str) -> None:
-        closing, sent_samples = False, 0
-        samples = self.path.with_name(SAMPLES)
+    def _send_until_closed(self, sender: Sender) -> None:
+        closing = False
         while not closing:
             closing = self.closing.wait(SEND_EVERY_S)
             try:
-                send_rows(self.path, tracking_uri=tracking_uri, mlflow_run_id=mlflow_run_id)
-                if samples.exists() and (size := samples.stat().st_size) != sent_samples:
-                    sent_samples = size
-                    send_samples(samples, tracking_uri=tracking_uri, mlflow_run_id=mlflow_run_id)
+                sender.send()
             except Exception as error:
-                why = without_credentials(str(error), uri=tracking_uri)
+                why = without_credentials(str(error), uri=sender.tracking_uri)
                 logger.warning("MLflow did not take metrics (%s); they are kept in %s", why, self.path)
+
+
+class Sender:
+    """Sends what a run's folder has and MLflow has not. `send` raises what MLflow raises."""
+
+    def __init__(self, run_dir: Path, *, tracking_uri: str, mlflow_run_id: str) -> None:
+        self.run_dir, self.tracking_uri, self.mlflow_run_id = run_dir, tracking_uri, mlflow_run_id
+        self.samples_bytes = 0  # of the table as it was sent last
+
+    def send(self) -> None:
+        to = {"tracking_uri": self.tracking_uri, "mlflow_run_id": self.mlflow_run_id}
+        for path in row_files(self.run_dir):
+            send_rows(path, **to)
+        samples = self.run_dir / SAMPLES
+        if samples.exists() and (size := samples.stat().st_size) != self.samples_bytes:
+            send_samples(samples, **to)
+            self.samples_bytes = size
+
+
+def row_files(run_dir: Path) -> list[Path]:
+    """The run's metrics, and each machine's."""
+    return [path for path in (run_dir / METRICS, *sorted((run_dir / SYSTEM).glob("*.jsonl"))) if path.exists()]
 
 
 class Sent(Record):

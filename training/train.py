@@ -26,6 +26,7 @@ from training.freezing import trainable_parameters
 from training.hang import Watch, watched
 from training.limits import Limits
 from training.loss import IGNORED
+from training.machine_log import machine_logged
 from training.mesh import build_mesh
 from training.meter import Meter
 from training.model import LanguageModel, unfilled_model
@@ -197,8 +198,9 @@ def main(plan_path: Path) -> None:
         state = prepare(plan, rank=rank, run_dir=run_dir)
         log, rows = None, []
         if rank.is_metrics_rank:
-            metrics.forget_after(run_dir / "metrics.jsonl", state.start)
-            rows = metrics.read_rows(run_dir / "metrics.jsonl")
+            for path in metrics.row_files(run_dir):
+                metrics.forget_after(path, state.start)
+            rows = metrics.read_rows(run_dir / metrics.METRICS)
             uri = os.environ.get("MLFLOW_TRACKING_URI", "")
             log = metrics.MetricsLog(run_dir, tracking_uri=uri, mlflow_run_id=plan.mlflow_run_id)
             if not any("trainable_parameters" in row for row in rows):
@@ -211,16 +213,17 @@ def main(plan_path: Path) -> None:
         samples = SampleLog(plan, run_dir, start=state.start, writes=rank.is_metrics_rank)
         with Saver(run_dir, plan=plan, strategy=state.strategy, model=state.model, rank=rank) as saver:
             limits = _agreed(Limits(plan, rows, decides=rank.is_metrics_rank))
-            stopped_by = train(
-                state,
-                meter=meter,
-                profiler=profiler,
-                log=log,
-                limits=limits,
-                saver=saver,
-                watch=watch,
-                samples=samples,
-            )
+            with machine_logged(run_dir, meter=meter):
+                stopped_by = train(
+                    state,
+                    meter=meter,
+                    profiler=profiler,
+                    log=log,
+                    limits=limits,
+                    saver=saver,
+                    watch=watch,
+                    samples=samples,
+                )
         if log is not None:
             log.close()
             result(state, meter=meter, stopped_by=stopped_by).write(run_dir / "result.json")

@@ -59,6 +59,8 @@ def test_text_in_registered_model_out(rig: Rig, shardline_home: Path, tmp_path: 
     client = MlflowClient(f"sqlite:///{shardline_home}/mlflow.db")
     assert client.get_run(outcome["mlflow_run_id"]).info.status == "FINISHED"
     assert len(client.get_metric_history(outcome["mlflow_run_id"], "loss")) == 12
+    measured = client.get_run(outcome["mlflow_run_id"]).data.metrics
+    assert all(0 < measured[f"system/{host}/system_memory_usage_percentage"] < 100 for host in ("host0", "host1"))
     artifacts = {file.path for file in client.list_artifacts(outcome["mlflow_run_id"])}
     assert {"plan.json", "inventory.json", "network.json", "summary.png"} <= artifacts
     plan = json.loads((run_dir / "plan.json").read_text())

@@ -140,6 +140,15 @@ def test_rows_of_two_ranks_have_every_figure(make_run: Callable[..., Path]) -> N
     assert all(wanted <= row.keys() for row in logged)
     assert all("eta_s" in row for row in logged[1:])
     assert logged[-1]["tokens"] == 20 * 8 * 16
+    stalls = [(row["step"], row["log_stall_ms"]) for row in rows if "log_stall_ms" in row]
+    assert [step for step, _ in stalls] == list(range(21)), "once a step, though some have more than one row"
+    assert 0 < max(stall_ms for _, stall_ms in stalls) < 1000
+    (machine,) = (plan_path.parent / "system").glob("*.jsonl")
+    last = read_rows(machine)[-1]
+    assert last["step"] == 20
+    of_it = {key.rpartition("/")[2]: value for key, value in last.items() if key.startswith(f"system/{machine.stem}/")}
+    assert 0 < of_it["system_memory_usage_percentage"] < 100
+    assert 0 < of_it["cpu_utilization_percentage"] <= 100
     splits = {row["step"]: row for row in rows if "split/step_ms" in row}
     assert splits.keys() == {6, 12, 18}
     for split in splits.values():

@@ -10,15 +10,19 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from training.metrics import MetricsLog, forget_after, read_rows, read_sent, send_rows
+from training.metrics import MetricsLog, RowLog, Sender, forget_after, read_rows, read_sent, send_rows
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> tuple[str, str]:
+def store(uri: str, tmp_path: Path) -> tuple[str, str]:
     """A tracking URI and the ID of a run there."""
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
     client = MlflowClient(uri)
-    return uri, client.create_run(client.create_experiment("test")).info.run_id
+    return uri, client.create_run(client.create_experiment(tmp_path.name)).info.run_id
 
 
 def sent(store: tuple[str, str], key: str = "loss") -> dict[int, float]:
@@ -43,6 +47,17 @@ def test_an_outage_loses_no_row_and_never_raises(store: tuple[str, str], tmp_pat
     assert sent(store) == {}
     assert send_rows(tmp_path / "metrics.jsonl", tracking_uri=store[0], mlflow_run_id=store[1]) == 1
     assert sent(store) == {1: 2.0}
+
+
+def test_rows_of_every_machine_go_the_same_way_once(store: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "system").mkdir()
+    for machine in ("a", "b"):
+        log = RowLog(tmp_path / "system" / f"{machine}.jsonl")
+        log.write(3, **{f"system/{machine}/cpu": 7.0})
+        log.close()
+    for _ in range(2):
+        Sender(tmp_path, tracking_uri=store[0], mlflow_run_id=store[1]).send()
+    assert [sent(store, f"system/{machine}/cpu") for machine in ("a", "b")] == [{3: 7.0}, {3: 7.0}]
 
 
 def test_rows_are_sent_once_whoever_asks(store: tuple[str, str], tmp_path: Path) -> None:

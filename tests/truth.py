@@ -1,0 +1,162 @@
+"""A small run that something happens to in the middle, and what both systems must say of it in the end, exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tasks.owner import owner_of
+from tasks.places import local_process
+from tests.conftest import losses
+from tests.up import Up
+from training.metrics import NOT_METRICS, OF_THE_MODEL, read_rows
+from training.records import TrainResult
+
+STEPS = 300
+SETTINGS = (
+    f"train.steps={STEPS}",
+    "train.log_every_steps=1",
+    "checkpoint.every_steps=25",
+    "evaluation.every_steps=0",
+    "export.latency_seconds=0",
+    "parallel.ranks=2",
+)
+MIDDLE = 40  # a step with a checkpoint behind it and most of the run before it
+WITHIN_S = 180.0
+
+
+def until(happened: Callable[[], Any], *, what: str, within_s: float = WITHIN_S) -> Any:
+    """What `happened` returns, once that is true."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if found := happened():
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"{what}: not within {within_s:.0f} s")
+
+
+@dataclass
+class Story:
+    """One run: submitted to the worker, or begun by a command."""
+
+    up: Up
+    folder: Path
+    flow_run_id: str
+
+    @classmethod
+    def submitted(cls, up: Up, *overrides: str) -> Story:
+        known = up.shop.run_dirs()
+        flow_run_id = up.submit("quickstart", up.config(*SETTINGS, *overrides))
+        return cls(up, _new_folder(up, known), flow_run_id)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return losses(self.folder / "plan.json")
+
+    def reach(self, step: int) -> None:
+        until(lambda: max(self._logged(), default=0) >= step, what=f"step {step} of {self.folder.name}")
+
+    def _logged(self) -> dict[int, float]:
+        return self.losses if (self.folder / "metrics.jsonl").exists() else {}
+
+    def ranks(self) -> list[psutil.Process]:
+        """In the order of their ranks."""
+        found = [(process.environ()["RANK"], process) for process in self.processes() if _is_rank(process)]
+        return [process for _, process in sorted(found, key=lambda each: each[0])]
+
+    def flow(self) -> psutil.Process:
+        owner = owner_of(self.folder)
+        process = local_process(owner.process) if owner else None
+        assert process is not None, "nobody works on the run"
+        return process
+
+    def processes(self) -> list[psutil.Process]:
+        """All that belong to the run: its flow's process, its launcher and ranks."""
+        return [process for process in psutil.process_iter() if self._is_of_it(process)]
+
+    def _is_of_it(self, process: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            named = any(str(self.folder) in word for word in process.cmdline())
+            return named or process.environ().get("PREFECT__FLOW_RUN_ID") == self.flow_run_id
+        return False
+
+    @property
+    def mlflow_run_id(self) -> str:
+        return str(json.loads((self.folder / "run.json").read_text())["mlflow_run_id"])
+
+    @property
+    def mlflow(self) -> Any:
+        return self.up.mlflow.get_run(self.mlflow_run_id)
+
+    def says(self) -> tuple[str, str, str]:
+        """Prefect's state, MLflow's status, and the cause there."""
+        state = self.up.prefect(f"/flow_runs/{self.flow_run_id}")["state_type"]
+        return state, self.mlflow.info.status, self.mlflow.data.tags.get("shardline.cause", "")
+
+    def message(self) -> str:
+        """Prefect's."""
+        return str(self.up.prefect(f"/flow_runs/{self.flow_run_id}")["state"]["message"])
+
+    def check_the_rest(self) -> None:
+        """Metrics in MLflow are those on disk, once each; one MLflow run; no process, lease or claim is left."""
+        self.check_metrics()
+        experiments = [experiment.experiment_id for experiment in self.up.mlflow.search_experiments()]
+        of_it = self.up.mlflow.search_runs(experiments, f"tags.`shardline.run_id` = '{self.folder.name}'")
+        assert [run.info.run_id for run in of_it] == [self.mlflow_run_id]
+        until(lambda: not self.processes(), what=f"the end of {self.processes()}", within_s=20)
+        assert not list(self.folder.glob("attempts/*/lease"))
+        assert json.loads(self.up.shop.run("ps", "--json")[0])["running"] == []
+
+    def check_metrics(self) -> None:
+        """Rates of steps that a resume came by again are those of the first time."""
+        rows = read_rows(self.folder / "metrics.jsonl")
+        keys = {key for row in rows for key in row} - NOT_METRICS
+        resumed = any(event["what"] == "resumed" for event in self.history())
+        for key in sorted(keys):
+            ours = Counter((row["step"], row[key]) for row in rows if key in row)
+            theirs = Counter((it.step, it.value) for it in self.up.mlflow.get_metric_history(self.mlflow_run_id, key))
+            if resumed and key not in OF_THE_MODEL:
+                ours, theirs = (Counter(step for step, _ in them) for them in (ours, theirs))
+                # a row that the kill took back, and no later one has, such as of a checkpoint
+                assert not ours - theirs, key
+            else:
+                assert ours == theirs, key
+            assert max(theirs.values()) == 1, key
+
+    def history(self) -> list[dict[str, Any]]:
+        path = self.folder / "history.json"
+        return list(json.loads(path.read_text())["events"]) if path.exists() else []
+
+    def result(self) -> TrainResult:
+        return TrainResult.read(self.folder / "result.json")
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return "RANK" in process.environ() and "torch.distributed.run" not in process.cmdline()
+    return False
+
+
+def _new_folder(up: Up, known: list[Path]) -> Path:
+    return Path(until(lambda: next(iter(set(up.shop.run_dirs()) - {*known}), None), what="the run's folder"))
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def kill(*processes: psutil.Process) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)
+    assert all(gone(process.pid) for process in processes), os.getpid()
