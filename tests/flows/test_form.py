@@ -113,7 +113,7 @@ class Form:
 
 @pytest.fixture
 def form(browser: Any, up: Up) -> Iterator[Form]:
-    opened = Form(browser, up, "quickstart")
+    opened = Form(browser, up, "pretrain")
     yield opened
     opened.page.close()
 

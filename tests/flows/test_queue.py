@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,14 @@ LONG = (
     "evaluation.every_steps=0",
     "export.latency_seconds=0",
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def devices() -> Iterator[None]:
+    """Names that stand for the GPUs of this machine, of which two runs cannot have the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDLINE_DEVICES", "gpu-0,gpu-1")
+        yield
 
 
 def folders_of(up: Up, flow_run_id: str) -> list[Path]:
@@ -45,11 +55,14 @@ def trained_to(up: Up, flow_run_id: str, step: int) -> Path:
     raise AssertionError(f"step {step} was not logged within {ENDED_WITHIN_S:.0f} s")
 
 
-def late(up: Up, flow_run_id: str) -> None:
-    """Comes back once Prefect shows the run as Late."""
+def shows(up: Up, flow_run_id: str, name: str, words: str = "") -> None:
+    """Comes back once the flow run has a state of that name, with these words in its message."""
     deadline = time.monotonic() + ENDED_WITHIN_S
-    while up.prefect(f"/flow_runs/{flow_run_id}")["state_name"] != "Late":
-        assert time.monotonic() < deadline
+    while True:
+        state = up.prefect(f"/flow_runs/{flow_run_id}")["state"]
+        if state["name"] == name and words in (state["message"] or ""):
+            return
+        assert time.monotonic() < deadline, state
         time.sleep(0.2)
 
 
@@ -84,6 +97,13 @@ def mlflow_runs(up: Up, folder: Path) -> list[tuple[str, str]]:
     return [(run.info.run_name, run.info.status) for run in found]
 
 
+def kill_rank(folder: Path) -> None:
+    launcher = local_process(Gang.read(folder / "gang.json").launcher)
+    assert launcher is not None
+    family = [launcher, *launcher.children(recursive=True)]
+    next(it for it in family if "training.train" in it.cmdline() and "--standalone" not in it.cmdline()).kill()
+
+
 @pytest.fixture(scope="module")
 def undisturbed(up: Up) -> Path:
     """A run that nobody stopped."""
@@ -92,7 +112,7 @@ def undisturbed(up: Up) -> Path:
 
 def test_the_second_of_two_runs_is_shown_as_late_and_begins_when_the_first_has_ended(up: Up) -> None:
     first, second = (up.submit("quickstart", up.config("train.steps=20")) for _ in range(2))
-    late(up, second)
+    shows(up, second, "Late")
     assert up.prefect(f"/flow_runs/{first}")["state_type"] == "RUNNING"
     assert folders_of(up, second) == []
     one, other = (history(completed(up, flow_run_id)) for flow_run_id in (first, second))
@@ -134,10 +154,7 @@ def test_a_whole_tree_killed_holds_up_nobody_and_retry_goes_on_from_its_checkpoi
 def test_retry_of_a_run_that_failed_goes_on_from_its_checkpoint(up: Up, undisturbed: Path) -> None:
     flow_run_id = up.submit("quickstart", up.config(*LONG))
     folder = trained_to(up, flow_run_id, 120)
-    launcher = local_process(Gang.read(folder / "gang.json").launcher)
-    assert launcher is not None
-    rank = next(it for it in launcher.children(recursive=True) if "training.train" in it.cmdline())
-    rank.kill()
+    kill_rank(folder)
     failed = up.wait(flow_run_id)
     assert (failed["state_type"], mlflow_runs(up, folder)) == ("FAILED", [(folder.name, "FAILED")])
     retry(up, flow_run_id, force=False)  # as the older pages do
@@ -151,10 +168,54 @@ def test_retry_of_a_run_that_was_cancelled_goes_on_from_where_it_stopped(up: Up,
     flow_run_id = up.submit("quickstart", up.config(*LONG))
     folder = trained_to(up, flow_run_id, 70)
     set_state(up, flow_run_id, "CANCELLING", "Cancelling")
-    cancelled = up.wait(flow_run_id)
-    assert (cancelled["state_type"], mlflow_runs(up, folder)) == ("CANCELLED", [(folder.name, "KILLED")])
+    assert up.wait(flow_run_id)["state_type"] == "CANCELLED"
+    shows(up, flow_run_id, "Cancelled", "cancelled successfully")  # the worker's last word, which would undo a Retry
+    assert mlflow_runs(up, folder) == [(folder.name, "KILLED")]
     retry(up, flow_run_id)
     assert completed(up, flow_run_id) == folder
     assert [event.what for event in history(folder)] == ["begun", "stopped", "resumed", "done"]
     assert losses(folder / "plan.json") == losses(undisturbed / "plan.json")
     assert mlflow_runs(up, folder) == [(folder.name, "FINISHED")]
+
+
+def test_retry_of_a_night_goes_on_with_its_run_and_the_next_has_nothing_to_do(up: Up) -> None:
+    config = up.config("name=night", "train.steps=60", "train.log_every_steps=1", "checkpoint.every_steps=10")
+    night = up.submit("pretrain-nightly", config, min_new_mib=0.0)
+    folder = trained_to(up, night, 30)
+    kill_rank(folder)
+    assert up.wait(night)["state_type"] == "FAILED"
+    retry(up, night)
+    done = up.wait(night)
+    assert (done["state_type"], folders_of(up, night)) == ("COMPLETED", [folder]), done["state"]
+    assert [event.what for event in history(folder)] == ["begun", "failed", "resumed", "done"]
+    assert mlflow_runs(up, folder) == [(folder.name, "FINISHED")]
+    skipped = up.wait(up.submit("pretrain-nightly", config, min_new_mib=0.0))["state"]
+    assert (skipped["name"], skipped["message"]) == (
+        "Skipped",
+        f"nothing new: night/1 knows all 40 files of {up.shop.corpus}",
+    )
+
+
+def test_a_run_from_a_terminal_waits_for_the_devices_of_the_workers(up: Up) -> None:
+    first = up.submit(
+        "quickstart", up.config("train.steps=200", "evaluation.every_steps=0", "export.latency_seconds=0")
+    )
+    folder = trained_to(up, first, 5)
+    terminal = up.shop.start("pretrain", str(up.shop.config), "train.steps=4", "export.latency_seconds=0")
+    shown = {"task_runs": {"name": {"like_": "Wait: run "}, "state": {"type": {"any_": ["RUNNING"]}}}}
+    deadline = time.monotonic() + ENDED_WITHIN_S
+    while not (waiting := up.prefect("/task_runs/filter", shown)):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert waiting[0]["name"].startswith(f"Wait: run {folder.name} (pid ")
+    _, told = terminal.communicate(timeout=ENDED_WITHIN_S)
+    assert terminal.returncode == 0, told
+    assert f"waits for its turn: run {folder.name} (pid " in told
+    assert f"`shardline stop {folder.name}` ends it" in told
+    (second,) = folders_of(up, waiting[0]["flow_run_id"])
+    assert completed(up, first) == folder
+    assert history(folder)[-1].at <= modified(second / "plan.json"), "it had no plan before the first had ended"
+
+
+def modified(path: Path) -> str:
+    return datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")

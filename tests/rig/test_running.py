@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,14 @@ from flows.cli import main
 from infra import containers
 from infra.containers import ATTEMPT, LAUNCHER, RUN, Job
 from infra.hosts import connect
+from tasks.devices import gpu_holder
+from tasks.hosts import docker_hosts, read_hosts
 from tasks.places import process_key
+from tasks.preflight import throw_away
 from tests.rig.rig import Rig, RigHost
 from tests.rig.runs import assert_nothing_is_left, curve, make_docker_run
 from tests.rig.test_launcher import launcher, mlflow_status, reaches, until
+from training.launch_config import LaunchConfig
 
 Shardline = Callable[..., dict[str, Any]]
 
@@ -173,3 +178,27 @@ def test_a_host_that_does_not_answer_is_named(
 def test_a_run_that_is_not_there_is_bad_input(shardline_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stop", "nobody"]) == 2
     assert "there is no run 'nobody'" in capsys.readouterr().err
+
+
+def test_gpus_that_another_runs_container_has(rig: Rig, home: Path) -> None:
+    config = LaunchConfig.model_validate(
+        {"image": rig.image, "mounts": rig.mounts, "memlock": False, "shm_gib": 0.25, "user": rig.user}
+        | {"launcher": "docker", "hosts": (rig.host_config(0, gpus=2), rig.host_config(1))}
+    )
+    one, two = docker_hosts(read_hosts(config), home=home)
+    (home / "other").mkdir()
+    job = throw_away(one, config, home=home, run_id="other", what="1", command=("sleep", "600"))
+    with closing(connect(one)) as client:
+        container = containers.start(client, replace(job, gpus=0))  # the rig has none; the label says it got two
+        try:
+            assert gpu_holder([two, one], run_id="mine") == (
+                f"run other has GPUs of host host0 ({job.name}); `shardline stop other` ends it, "
+                "`shardline reap` if its launcher is gone"
+            )
+            assert gpu_holder([one], run_id="other") == "", "its own"
+            assert gpu_holder([replace(one, gpus=0, gpu_ids=("2", "3"))], run_id="mine") == ""
+            assert gpu_holder([replace(one, gpus=0), two], run_id="mine") == "", "CPU ranks share"
+            containers.kill(client, container)
+            assert gpu_holder([one], run_id="mine") == "", "one that has ended has none"
+        finally:
+            containers.remove(client, container)
