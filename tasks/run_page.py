@@ -38,6 +38,7 @@ def write_report(story: RunStory) -> list[Path]:
         f"<h1>{escape(title)}</h1>",
         f'<p class="lead">{escape(first)}</p>',
         f"<p>{escape(' '.join(rest))}</p>",
+        words_table(story.links.items()),
         *([f"<pre class='bad'>{escape(story.ended)}</pre>"] if story.ended else []),
         tiles(_tiles(story)),
         *([embedded_picture(curves, alt="Loss, learning rate, throughput and memory against steps")] if drawn else []),
@@ -181,7 +182,6 @@ def _lineage(story: RunStory) -> Iterable[tuple[str, str]]:
         yield "model", f"{story.model.name} version {story.model.version}"
     yield "run folder", str(run.folder)
     yield "MLflow run", run.mlflow_run_id
-    yield from story.links.items()
 
 
 def _commands(story: RunStory) -> Iterable[tuple[str, str]]:

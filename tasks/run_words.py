@@ -36,7 +36,7 @@ def _what_it_was(story: RunStory) -> str:
     model = f"a {shape.architecture} model of {in_units(shape.parameters)} parameters ({shape.layers} layers)"
     passes = ""
     if story.shards and (there := story.shards.tokens("train")):
-        passes = f", {seen / there:.2g} passes over its {in_units(there)}"
+        passes = f", {seen / there:.2g} passes over its {in_units(there)} tokens"
     steps = f"{story.step:,} of {plan.steps:,} steps"
     return f"{config.name}: {model}, trained for {steps} on {in_units(seen)} tokens of {corpus}{passes}."
 

@@ -47,6 +47,7 @@ DESCRIPTION = "mlflow.note.content"
 OURS = "\n\nreport.html, among the artifacts, has more."  # what a description of ours ends with
 PARAMS_PER_REQUEST = 100
 PATIENCE_S, ASK_EVERY_S = 600.0, 2.0
+TRAINING_PAGES = {"mlflow.experimentKind": "custom_model_development"}  # or MLflow opens its pages of GenAI traces
 
 
 class TrackedRun(Record):
@@ -163,7 +164,7 @@ def _opened(client: MlflowClient, config: RunConfig, *, run_id: str, begun_by: s
     experiment_id = (
         experiment.experiment_id
         if experiment
-        else client.create_experiment(config.name, artifact_location=embedded_artifacts())
+        else client.create_experiment(config.name, artifact_location=embedded_artifacts(), tags=TRAINING_PAGES)
     )
     created = client.create_run(experiment_id, run_name=run_id, tags=_code_tags(config, run_id=run_id))
     run = TrackedRun(

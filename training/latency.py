@@ -48,7 +48,7 @@ def measure_latency(model: Any, folder: Path, *, plan: RunPlan) -> LatencyReport
     for graph, batch, length in shapes:
         figures += in_turns(engines, graph, batch, length, seconds=bounds.latency_seconds / len(shapes))
     return LatencyReport(
-        device=f"CPU, {torch.get_num_threads()} threads",
+        device=f"CPU, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}",
         figures=tuple(figures),
         skipped={"torch.compile": why} if why else {},
         seconds=time.perf_counter() - started,

@@ -61,6 +61,8 @@ def test_mlflow_has_config_metrics_data_and_a_true_status(
     memory_error = first["peak_memory_gib"] / against_plan["predicted_memory_gib"] - 1
     assert against_plan["memory_error_percent"] == pytest.approx(100 * memory_error)
     assert run.inputs.dataset_inputs[0].dataset.digest
+    kind = shop.mlflow.get_experiment(run.info.experiment_id).tags["mlflow.experimentKind"]
+    assert kind == "custom_model_development", "MLflow's pages are those of training runs"
     artifacts = {artifact.path for artifact in shop.mlflow.list_artifacts(run.info.run_id)}
     assert {"config.json", "plan.json", "dataset.json", "inventory.json", "summary.png", "eval.json"} <= artifacts
     assert {"report.html", "curves.png", "latency.json", "export-latency.png"} <= artifacts

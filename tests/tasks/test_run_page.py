@@ -68,6 +68,7 @@ def test_the_first_lines_tell_what_it_was_how_good_how_fast_and_what_became_of_i
     note_end(run.folder, status="FINISHED", cause="done", why="")
     page = words(page_of(run, links={"MLflow": "http://127.0.0.1:5000/#/runs/1"}))
     top = page.partition("Evaluation")[0]
+    assert "MLflow http://127.0.0.1:5000/#/runs/1" in top
     assert f"{in_units(plan.shape.parameters)} parameters" in top
     assert "8 of 8 steps on 2.05 k tokens of stdlib" in top
     assert "loss is 5.500 nats per token" in top
