@@ -22,6 +22,11 @@ def add_server_commands(command: Callable[..., argparse.ArgumentParser]) -> None
     )
     stack.add_argument("folder", metavar="DIR", nargs="?", default="/srv/shardline", help="default: /srv/shardline")
     stack.add_argument("--docker", action="store_true", help="init: its worker may use this machine's Docker daemon")
+    stack.add_argument(
+        "--pool",
+        choices=("process", "docker"),
+        help="init: runs are the worker's processes, or containers of this machine's Docker",
+    )
     for added in (up, down, stack):
         added.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
@@ -72,7 +77,7 @@ def _stack(options: argparse.Namespace) -> None:
     if options.action != "init":
         raise ValueError(f"shardline stack {options.action}: there is `shardline stack init DIR`")
     folder = Path(options.folder).absolute()
-    made = init(folder, docker=options.docker)
+    made = init(folder, docker=options.docker, pool=options.pool or "")
     if options.json:
         print(json.dumps({"folder": str(folder), "made": made}))
         return

@@ -14,6 +14,7 @@ import urllib.request
 from pathlib import Path
 
 from flows.deploying import POOL, deploy, make_pool, worker_name
+from tasks.docker_pool import job_template, remove_old_containers
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +31,15 @@ PASSWORDS = (
 )
 PREFECT_USER, SERVING_USER = "shardline", "serving"
 NOBODY_ELSE = 10001  # runs the stack of root, as containers of ours do anyway
-DOCKER_SOCKET = Path("/var/run/docker.sock")
 REQUEST_S = 30
+MOST_CPUS = 4  # for the worker, unless .env says otherwise
 
 
-def init(folder: Path, *, docker: bool = False) -> list[str]:
+def init(folder: Path, *, docker: bool = False, pool: str = "") -> list[str]:
     """Make folders, secrets of random content (mode 0600) and .env, for `docker compose` to be called in `folder`.
 
-    What is there already stays: secrets, and settings in .env. Returns the secrets that were made.
+    What is there already stays: secrets, and settings in .env. Returns the secrets that were made. `pool`: process
+    or docker; empty leaves it as it is.
     Raises ValueError for a path that .env could not hold, or without a checkout's infra/.
     """
     folder = folder.absolute()
@@ -45,8 +47,12 @@ def init(folder: Path, *, docker: bool = False) -> list[str]:
         raise ValueError(f"{folder}: take a path of letters, digits, `.`, `_`, `-`; Docker would read others otherwise")
     if not (INFRA / "compose.yaml").exists():
         raise ValueError(f"{INFRA / 'compose.yaml'} is not there: call this from a checkout of Shardline")
-    if docker and not DOCKER_SOCKET.exists():
-        raise ValueError(f"--docker: there is no {DOCKER_SOCKET} on this machine; start Docker, or leave it out")
+    known = _read_settings(folder / ".env")
+    pool = pool or known.get("SHARDLINE_POOL", "process")
+    docker = docker or pool == "docker"
+    daemon = Path(os.environ.get("DOCKER_HOST", "").removeprefix("unix://") or "/var/run/docker.sock")
+    if docker and not daemon.is_socket():
+        raise ValueError(f"no Docker daemon listens at {daemon} of this machine: start it, or do without")
     uid, gid = (NOBODY_ELSE, NOBODY_ELSE) if os.getuid() == 0 else (os.getuid(), os.getgid())
     for name in (".", *FOLDERS, "secrets"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -54,9 +60,10 @@ def init(folder: Path, *, docker: bool = False) -> list[str]:
     made = [name for name in (*PASSWORDS, "prefect_auth", "hf_token") if _make_secret(folder / "secrets" / name)]
     compose = [INFRA / "compose.yaml", *([INFRA / "compose.docker.yaml"] if docker else [])]
     settings = {"SHARDLINE_UID": str(uid), "SHARDLINE_GID": str(gid), "SHARDLINE_MODEL": "quickstart@champion"}
-    settings |= {"DOCKER_GID": str(DOCKER_SOCKET.stat().st_gid)} if docker else {}
-    always = {"COMPOSE_FILE": ":".join(map(str, compose)), "SHARDLINE_STACK": str(folder)}
-    content = settings | _read_settings(folder / ".env") | always
+    settings |= {"WORKER_CPUS": str(min(MOST_CPUS, os.cpu_count() or 1))}  # Docker refuses more than there are
+    settings |= {"DOCKER_SOCKET": str(daemon), "DOCKER_GID": str(daemon.stat().st_gid)} if docker else {}
+    always = {"COMPOSE_FILE": ":".join(map(str, compose)), "SHARDLINE_STACK": str(folder), "SHARDLINE_POOL": pool}
+    content = settings | known | always
     (folder / ".env").write_text("".join(f"{name}={value}\n" for name, value in content.items()))
     if os.getuid() == 0:
         uid, gid = int(content["SHARDLINE_UID"]), int(content["SHARDLINE_GID"])
@@ -85,10 +92,13 @@ def work() -> None:
     password = os.environ.pop("MLFLOW_SERVING_PASSWORD", "")
     if password:
         make_user(SERVING_USER, password)
+    kind = os.environ.pop("SHARDLINE_POOL", "process")
     environment = dict(os.environ)
-    make_pool(environment)
+    make_pool(environment, kind=kind, template=job_template() if kind == "docker" else None)
     deploy(environment)
-    options = ["--pool", POOL, "--type", "process", "--name", worker_name(), "--with-healthcheck"]
+    if kind == "docker":
+        remove_old_containers()
+    options = ["--pool", POOL, "--type", kind, "--name", worker_name(), "--with-healthcheck"]
     os.execv(sys.executable, [sys.executable, "-m", "prefect", "worker", "start", *options])
 
 

@@ -7,7 +7,7 @@ ARG PIP_INDEX_URL
 # torch for CPUs: 0.7 GB instead of 5. For the worker's own GPUs: --build-arg TORCH_INDEX_URL=
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 WORKDIR /opt/shardline/src
-RUN python -m venv /opt/shardline/venv
+RUN python3 -m venv /opt/shardline/venv
 ENV PATH=/opt/shardline/venv/bin:${PATH}
 # The dependencies come before the code, so that after a change of code a build takes seconds.
 COPY pyproject.toml constraints.txt README.md ./
@@ -26,5 +26,6 @@ FROM ${BASE_IMAGE}
 COPY --from=install /opt/shardline /opt/shardline
 RUN groupadd --gid 10001 shardline && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp shardline
 ENV PATH=/opt/shardline/venv/bin:${PATH} HOME=/tmp USER=shardline PYTHONUNBUFFERED=1 MPLCONFIGDIR=/tmp
+ENV SHARDLINE_HOME=/tmp/shardline
 WORKDIR /opt/shardline/src
 USER 10001:10001

@@ -7,12 +7,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from infra.hosts import HostClient, connect
 from tests.ranks import free_port
+from tests.rig.builds import LONG_S, build_head, make_base
+from tests.rig.image_tier import write_base
 from tests.rig.rig import Rig
 from tests.rig.runs import SLOW, SLOW_STEPS, curve, make_slow_run, train
 from tests.up import wait_for
@@ -122,3 +126,29 @@ def undisturbed(
         return curves[key]
 
     return find
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """One ordinary Docker host, whose containers have networks of its own, with a base image for Dockerfiles."""
+    if reason := missing() or ("" if shutil.which("mmdebstrap") else "images need mmdebstrap: tests/rig/install.sh"):
+        pytest.skip(reason)
+    rig = Rig(num_hosts=1, bridges=True)
+    try:
+        rig.up()
+        base = tmp_path_factory.mktemp("base") / "base.tar"
+        write_base(base, with_torch=False)
+        with closing(connect(rig.hosts[0].docker_host(), timeout_s=LONG_S)) as client:
+            make_base(client, base, gateway=rig.gateway)
+        base.unlink()
+        yield rig
+    finally:
+        rig.down()
+
+
+@pytest.fixture(scope="session")
+def head_image(engine: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostClient]:
+    """The engine, with the head image."""
+    with closing(connect(engine.hosts[0].docker_host(), timeout_s=LONG_S)) as client:
+        build_head(client, tmp_path_factory.mktemp("torch"), gateway=engine.gateway)
+        yield client

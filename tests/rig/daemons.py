@@ -15,6 +15,7 @@ import requests
 from docker.errors import APIError
 
 START_S = 30.0
+NO_BRIDGES = ("--bridge=none", "--iptables=false", "--ip-forward=false", "--ip-masq=false", "--userland-proxy=false")
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Daemon:
     address: str
     tls_dir: Path
     cgroup: str
+    bridges: bool = False
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
@@ -69,11 +71,7 @@ class Daemon:
             "--tlsverify",
             *tls,
             f"--tlskey={self.tls_dir}/key.pem",
-            "--bridge=none",
-            "--iptables=false",
-            "--ip-forward=false",
-            "--ip-masq=false",
-            "--userland-proxy=false",
+            *([] if self.bridges else NO_BRIDGES),
             "--live-restore",  # containers outlive their daemon, as on well-kept hosts
             f"--cgroup-parent={self.cgroup}",
             "--log-level=warn",

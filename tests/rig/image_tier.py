@@ -28,13 +28,13 @@ LEFT_OUT = ("torch/test/", "torch/bin/", "torch/include/")  # 200 of 750 MB, for
 START_S = 20.0
 
 
-def write_base(path: Path, *, with_torch: bool = True) -> None:
+def write_base(path: Path, *, with_torch: bool = True, packages: str = PACKAGES) -> None:
     """A root file system with Python and the torch of this environment, as NVIDIA's image has its own: `docker import`.
 
     750 MB; 50 s, of which mmdebstrap takes nearly all.
     """
     suite = SUITES[sys.version_info[:2]]
-    command = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={PACKAGES}", suite, str(path)]
+    command = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={packages}", suite, str(path)]
     subprocess.run(command, check=True)
     site = f"usr/local/lib/python{sys.version_info[0]}.{sys.version_info[1]}/dist-packages"
     if not with_torch:

@@ -60,15 +60,19 @@ class Container:
 
 
 class Rig:
-    """Hosts host0, host1 and host2; what tests do to them, and how all of it goes away."""
+    """Hosts host0, host1 and host2; what tests do to them, and how all of it goes away.
 
-    def __init__(self) -> None:
+    With `bridges` the daemons make networks of their own for containers, as an ordinary Docker host does.
+    """
+
+    def __init__(self, *, num_hosts: int = NUM_HOSTS, bridges: bool = False) -> None:
         self.slot, self._lock = _take_slot()
-        self.network = Network(self.slot, NUM_HOSTS)
+        self.bridges = bridges
+        self.network = Network(self.slot, num_hosts)
         self.folder, self.state = DATA / str(self.slot), STATE / str(self.slot)
         self.home, self.tls_dir, self.wrong_tls_dir = (self.folder / name for name in ("home", "client", "stranger"))
         self.user, self.gateway, self.mounts = USER, self.network.gateway, images.mounts()
-        self.daemons = [self._daemon(i) for i in range(NUM_HOSTS)]
+        self.daemons = [self._daemon(i) for i in range(num_hosts)]
         self.hosts = [
             RigHost(i, d.name, d.url, self.tls_dir, d.address, INTERFACE, str(self.home), d.socket)
             for i, d in enumerate(self.daemons)
@@ -86,6 +90,7 @@ class Rig:
             address=self.network.addresses[i],
             tls_dir=self.folder / "daemons",
             cgroup=f"/shardline-rig{self.slot}",
+            bridges=self.bridges,
         )
 
     def up(self) -> None:
@@ -98,7 +103,7 @@ class Rig:
         self.make_home("home")
         for daemon in self.daemons:
             daemon.start()
-        with ThreadPoolExecutor(NUM_HOSTS) as pool:
+        with ThreadPoolExecutor(len(self.daemons)) as pool:
             ids = set(pool.map(self._ready, self.daemons))
         assert len(ids) == 1, f"one archive gave several images: {ids}"
         (self.image,) = ids

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import io
-import os
 import shutil
-import subprocess
-import tarfile
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -20,15 +15,12 @@ from mlflow import MlflowClient
 from infra.hosts import HostClient, connect
 from tasks.generate import TextGenerator
 from tasks.register import register_model
-from tests.conftest import REPO
-from tests.rig.image_tier import proxy, write_base
+from tests.rig.builds import LONG_S, SERVE, build_serve, make_base
+from tests.rig.image_tier import write_base
 from tests.rig.rig import Rig
 from tests.tiny_run import another_run, export_by_program, tiny_run
 
-BASE, IMAGE = "shardline-serve-base:1", "shardline-serve:test"
-LONG_S = 600.0
-
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]  # 2 minutes: a system, a build
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]  # 2 minutes: a system, a build
 
 
 @pytest.fixture(scope="module")
@@ -38,45 +30,10 @@ def host(whole_rig: Rig) -> Iterator[HostClient]:
         pytest.skip("the serving image needs mmdebstrap: tests/rig/install.sh installs it")
     base = whole_rig.folder / "serve-base.tar"
     write_base(base, with_torch=False)
-    with (
-        closing(connect(whole_rig.hosts[0].docker_host(), timeout_s=LONG_S)) as client,
-        proxy(whole_rig.gateway) as way_out,
-    ):
-        client.api.import_image(str(base), repository="shardline-serve-bare", tag="1")
-        build(client, BASE, files=trusting(), dockerfile="Dockerfile")
-        arguments = {"BASE_IMAGE": BASE, "HTTPS_PROXY": way_out}
-        build(client, IMAGE, files=checkout(), dockerfile="infra/serve.Dockerfile", buildargs=arguments)
+    with closing(connect(whole_rig.hosts[0].docker_host(), timeout_s=LONG_S)) as client:
+        make_base(client, base, gateway=whole_rig.gateway)
+        build_serve(client, gateway=whole_rig.gateway)
         yield client
-
-
-def trusting() -> dict[str, bytes]:
-    """The base, whose pip trusts whom this environment's trusts: the last image keeps nothing of it."""
-    ca = os.environ.get("PIP_CERT") or os.environ.get("SSL_CERT_FILE")
-    trust = "COPY ca.pem /etc/ca.pem\nENV PIP_CERT=/etc/ca.pem\n" if ca else ""
-    files = {"Dockerfile": f"FROM shardline-serve-bare:1\n{trust}".encode()}
-    return files | ({"ca.pem": Path(ca).read_bytes()} if ca else {})
-
-
-def checkout() -> dict[str, bytes]:
-    names = subprocess.check_output(["git", "ls-files"], cwd=REPO, text=True).split("\n")
-    return {name: (REPO / name).read_bytes() for name in names if name and not name.startswith(("tests/", "docs/"))}
-
-
-def build(client: HostClient, tag: str, *, files: dict[str, bytes], **options: Any) -> None:
-    context = io.BytesIO()
-    with tarfile.open(fileobj=context, mode="w") as archive:
-        for name, content in files.items():
-            info = tarfile.TarInfo(name)
-            info.size, info.mode = len(content), 0o644
-            archive.addfile(info, io.BytesIO(content))
-    context.seek(0)
-    lines = list(
-        client.api.build(
-            fileobj=context, custom_context=True, tag=tag, rm=True, forcerm=True, decode=True, timeout=LONG_S,
-            network_mode="host", **options,
-        )
-    )  # fmt: skip
-    assert not any("error" in line for line in lines), lines[-20:]
 
 
 @pytest.fixture
@@ -96,10 +53,10 @@ def test_the_image_serves_the_champion_and_stops_in_order(
     rig: Rig, host: HostClient, champion: Path, mlflow_server: str
 ) -> None:
     api = host.api
-    size_gb = api.inspect_image(IMAGE)["Size"] / 1e9
+    size_gb = api.inspect_image(SERVE)["Size"] / 1e9
     config = api.create_host_config(network_mode="host", read_only=True, tmpfs={"/tmp": "rw,mode=1777"})
     environment = {"MLFLOW_TRACKING_URI": mlflow_server}
-    made = api.create_container(IMAGE, ["tiny@champion"], environment=environment, host_config=config)["Id"]
+    made = api.create_container(SERVE, ["tiny@champion"], environment=environment, host_config=config)["Id"]
     try:
         api.start(made)
         deadline = time.monotonic() + 120

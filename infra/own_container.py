@@ -1,0 +1,61 @@
+"""The container that this process is in, as its Docker daemon describes it: what another one like it is made of."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import docker
+
+SOCKET = "/var/run/docker.sock"
+
+
+def like_this_one() -> dict[str, Any]:
+    """docker-py's arguments for a container of the same image, settings, limits, mounts and network.
+
+    Without the daemon's socket, and without the group that may open it: who has those is root on the machine.
+    Raises RuntimeError where this is no container of the daemon at the socket.
+    """
+    client = docker.from_env()
+    try:
+        found = client.api.inspect_container(socket.gethostname())
+        image = client.api.inspect_image(found["Image"])
+    except docker.errors.DockerException as error:
+        raise RuntimeError(f"the Docker daemon at {SOCKET} does not show this container: {error}") from None
+    finally:
+        client.close()
+    config, host = found["Config"], found["HostConfig"]
+    return {
+        "image": config["Image"],
+        "environment": _added(config["Env"], image["Config"]["Env"] or []),
+        "networks": sorted(found["NetworkSettings"]["Networks"]),
+        "volumes": [bind for bind in host["Binds"] or [] if SOCKET not in bind],
+        "mem_limit": str(host["Memory"]),
+        "entrypoint": config["Entrypoint"],
+        "user": config["User"],
+        "mounts": [mount for mount in host.get("Mounts") or [] if mount["Target"] != SOCKET],
+        "tmpfs": host["Tmpfs"],
+        "init": host["Init"],
+        "read_only": host["ReadonlyRootfs"],
+        "cap_drop": host["CapDrop"],
+        "security_opt": host["SecurityOpt"],
+        "nano_cpus": host["NanoCpus"],
+        "pids_limit": host["PidsLimit"],
+        "shm_size": host["ShmSize"],
+        "device_requests": host["DeviceRequests"],
+        "log_config": host["LogConfig"],
+    }
+
+
+def _added(environment: list[str], image: list[str]) -> dict[str, str]:
+    return dict(entry.split("=", 1) for entry in environment if entry not in image)
+
+
+def remove_ended(label: str, *, older_than_hours: int) -> list[str]:
+    """Containers with that label that ended before; returns their ids."""
+    client = docker.from_env()
+    try:
+        done = client.containers.prune(filters={"label": label, "until": f"{older_than_hours}h"})
+        return list(done["ContainersDeleted"] or [])
+    finally:
+        client.close()
