@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import subprocess
 import sys
+import tempfile
+from typing import Any
 
 from flows.presets import PRESETS_FILE
 
@@ -20,9 +23,18 @@ def worker_name() -> str:
     return f"shardline-{socket.gethostname()}"
 
 
-def make_pool(environment: dict[str, str]) -> None:
-    """On the server that `environment` names, if it has not got it. Raises RuntimeError with what Prefect said."""
-    _run([*PREFECT, "work-pool", "create", POOL, "--type", "process", "--overwrite"], environment)
+def make_pool(environment: dict[str, str], *, kind: str = "process", template: dict[str, Any] | None = None) -> None:
+    """On the server that `environment` names, if it has not got it. Raises RuntimeError with what Prefect said.
+
+    `template`: Prefect's base job template; without one it is the kind's own.
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        command = [*PREFECT, "work-pool", "create", POOL, "--type", kind, "--overwrite"]
+        if template is not None:
+            json.dump(template, file)
+            file.flush()
+            command += ["--base-job-template", file.name]
+        _run(command, environment)
     with contextlib.suppress(_AlreadyThere):
         _run([*PREFECT, "work-queue", "create", TRAINING_QUEUE, "--pool", POOL, "--limit", "1"], environment)
 
@@ -42,4 +54,5 @@ def _run(command: list[str], environment: dict[str, str]) -> None:
         said = (done.stdout + done.stderr).strip()
         if "already exists" in said:
             raise _AlreadyThere(said)
-        raise RuntimeError(f"`{' '.join(command[2:])}` failed:\n{said[-2000:]}")
+        last = "\n".join(line[:500] for line in said.splitlines()[-20:])  # a refused template comes back whole
+        raise RuntimeError(f"`{' '.join(command[2:])}` failed:\n{last}")

@@ -22,11 +22,8 @@ def add_server_commands(command: Callable[..., argparse.ArgumentParser]) -> None
     )
     stack.add_argument("folder", metavar="DIR", nargs="?", default="/srv/shardline", help="default: /srv/shardline")
     stack.add_argument("--docker", action="store_true", help="init: its worker may use this machine's Docker daemon")
-    stack.add_argument(
-        "--pool",
-        choices=("process", "docker"),
-        help="init: runs are the worker's processes, or containers of this machine's Docker",
-    )
+    made_in = "init: each run is a process in the worker's container (process), or a container of its own (docker)"
+    stack.add_argument("--pool", choices=("process", "docker"), help=made_in)
     for added in (up, down, stack):
         added.add_argument("--json", action="store_true", help="one JSON object on stdout")
 

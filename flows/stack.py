@@ -93,6 +93,7 @@ def work() -> None:
     if password:
         make_user(SERVING_USER, password)
     kind = os.environ.pop("SHARDLINE_POOL", "process")
+    _check_pool(kind)
     environment = dict(os.environ)
     make_pool(environment, kind=kind, template=job_template() if kind == "docker" else None)
     deploy(environment)
@@ -100,6 +101,23 @@ def work() -> None:
         remove_old_containers()
     options = ["--pool", POOL, "--type", kind, "--name", worker_name(), "--with-healthcheck"]
     os.execv(sys.executable, [sys.executable, "-m", "prefect", "worker", "start", *options])
+
+
+def _check_pool(kind: str) -> None:
+    """Raises ValueError if the server has the pool in another kind: Prefect would leave it so, without a word."""
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import ObjectNotFound
+
+    with get_client(sync_client=True) as client:
+        try:
+            known = client.read_work_pool(POOL).type
+        except ObjectNotFound:
+            return
+    if known != kind:
+        raise ValueError(
+            f"the pool {POOL} is of type {known}, and Prefect changes no pool's type: to make it {kind}, wait until no "
+            f"run waits or is under way, then `prefect work-pool delete {POOL}`; this worker makes it new"
+        )
 
 
 def make_user(name: str, password: str) -> None:

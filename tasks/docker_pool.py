@@ -21,7 +21,6 @@ def job_template() -> dict[str, Any]:
     environment = settings.pop("environment")
     environment.pop("MLFLOW_SERVING_PASSWORD_FILE", None)  # the worker's business
     job = {
-        "name": "{{ ctx.flow_run.name }}",
         "command": "prefect flow-run execute",
         # The worker would write its password here, for `docker inspect` to show: each reads it from its file.
         "env": environment | {"PREFECT_API_AUTH_STRING": None},

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
 import stat
 import subprocess
 import sys
@@ -118,3 +120,22 @@ def test_a_secret_comes_from_its_file_and_only_from_a_folder_of_secrets(tmp_path
     assert with_secrets(environment) == {"A": "swordfish", "SSL_CERT_FILE": "/etc/ssl/cert.pem"}
     with pytest.raises(SystemExit, match="C_FILE"):
         with_secrets({"C_FILE": f"{folder}/missing"})
+
+
+def test_a_pool_of_containers_needs_a_daemon_and_stays_chosen(tmp_path: Path) -> None:
+    init = [sys.executable, "-m", "flows.cli", "stack", "init", str(tmp_path / "stack")]
+    nowhere = os.environ | {"DOCKER_HOST": f"unix://{tmp_path}/nowhere.sock"}
+    refused = subprocess.run([*init, "--pool", "docker"], cwd=REPO, env=nowhere, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert f"no Docker daemon listens at {tmp_path}/nowhere.sock" in refused.stderr
+    with socket.socket(socket.AF_UNIX) as daemon:
+        daemon.bind(str(tmp_path / "docker.sock"))
+        rootless = os.environ | {"DOCKER_HOST": f"unix://{tmp_path}/docker.sock"}
+        for words in ([*init, "--pool", "docker"], init):
+            subprocess.run(words, cwd=REPO, env=rootless, check=True, stdout=subprocess.DEVNULL)
+            settings = read_settings(tmp_path / "stack")
+            worker = read_compose(WITH_DOCKER, settings)["services"]["worker"]
+            assert settings["COMPOSE_FILE"] == f"{COMPOSE}:{WITH_DOCKER}"
+            assert worker["environment"] == {"SHARDLINE_POOL": "docker"}
+            assert worker["volumes"][0]["source"] == f"{tmp_path}/docker.sock"
+    assert int(settings["WORKER_CPUS"]) <= (os.cpu_count() or 1), "Docker refuses more"
