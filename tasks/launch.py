@@ -12,7 +12,7 @@ from tasks import local, recovery
 from tasks.causes import RunFailed, RunStopped
 from tasks.places import fresh
 from training.limits import is_finished
-from training.metrics import read_rows
+from training.metrics import read_rows, whole_lines
 from training.records import RunPlan, TrainFailure, TrainResult, train_failure
 from training.results import EvalReport, ExportedModel
 
@@ -93,8 +93,7 @@ class NewRows:
             inode = os.fstat(file.fileno()).st_ino
             if inode != self.inode:
                 self.inode, self.offset = inode, 0
-            file.seek(self.offset)
-            lines = [line for line in file if line.endswith(b"\n")]
+            lines = whole_lines(file, self.offset)
         self.offset += sum(map(len, lines))
         return [json.loads(line) for line in lines]
 

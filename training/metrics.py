@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from training.credentials import without_credentials
 from training.records import Record, write_atomically
@@ -146,6 +146,13 @@ class Sent(Record):
     known: tuple[tuple[int, str, float | None], ...] = ()  # step, key, and for what a model is like its value
 
 
+def whole_lines(file: BinaryIO, offset: int) -> list[bytes]:
+    """Those behind `offset` that have been written to their end; the writer may be at the next one."""
+    file.seek(offset)
+    content = file.read()  # at once: line by line, half a line would be taken for one when its other half comes
+    return content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
+
+
 def send_rows(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> int:
     """Send the rows beyond what was sent; returns how many. Raises what MLflow raises, having kept its place."""
     from mlflow import MlflowClient
@@ -154,8 +161,7 @@ def send_rows(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> int:
     sent, client, count = read_sent(path), MlflowClient(tracking_uri), 0
     known = set(sent.known)
     with path.open("rb") as file:
-        file.seek(sent.offset)
-        lines = [line for line in file if line.endswith(b"\n")]
+        lines = whole_lines(file, sent.offset)
     for start in range(0, len(lines), ROWS_PER_REQUEST):
         chunk = lines[start : start + ROWS_PER_REQUEST]
         metrics = [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tasks.launch import NewRows
 from tasks.local import command_for
 from tasks.nsight import check_here
 from tests.conftest import tiny_config
@@ -51,3 +53,23 @@ def test_nsys_that_is_not_installed_is_refused_with_the_cure(monkeypatch: pytest
     with pytest.raises(ValueError, match=r"install Nsight Systems, or use profile.steps"):
         check_here(tiny_config(profile__nsys=True))
     check_here(tiny_config())
+
+
+def test_rows_are_read_whole_while_they_are_written(tmp_path: Path) -> None:
+    """A line may be half there at one moment and whole at the next: it is one row all the same."""
+    path, number = tmp_path / "metrics.jsonl", 4000
+    path.touch()
+    reader = NewRows(path)
+    writes = (
+        "import json, sys\n"
+        "file = open(sys.argv[1], 'ab', buffering=0)\n"
+        "for step in range(int(sys.argv[2])):\n"
+        "    for byte in json.dumps({'step': step, 'loss': 0.5}).encode() + b'\\n':\n"
+        "        file.write(bytes([byte]))\n"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", writes, str(path), str(number)])
+    rows: list[dict[str, float]] = []
+    while writer.poll() is None:
+        rows += reader.read()
+    rows += reader.read()
+    assert [row["step"] for row in rows] == list(range(number))
