@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,8 +16,6 @@ from prefect.client.schemas.actions import ArtifactCreate
 from prefect.runtime import flow_run
 
 logger = logging.getLogger(__name__)
-
-MARKS = re.compile(r"([\\`*_{}\[\]<>()#+!|~&])")
 
 
 def show_pairs(rows: Sequence[tuple[str, str]], *, key: str, description: str) -> None:
@@ -39,11 +36,6 @@ def _create_for(flow_run_id: str, text: str, *, key: str, description: str) -> N
     made = ArtifactCreate(type="markdown", data=text, key=key, description=description, flow_run_id=UUID(flow_run_id))
     with get_client(sync_client=True) as client:
         client.create_artifact(made)
-
-
-def as_text(text: str) -> str:
-    """For markdown: what comes from configs, paths and errors is no markup."""
-    return MARKS.sub(r"\\\1", text)
 
 
 def as_picture(path: Path, *, alt: str) -> str:

@@ -7,10 +7,11 @@ from typing import Any
 from prefect import flow
 from prefect.states import Completed, State
 
-from flows.artifacts import as_text, show_markdown
+from flows.artifacts import show_markdown
 from flows.began import began
 from flows.pretrain import pretrain
 from tasks.news import find_news
+from tasks.page import as_text
 from tasks.places import tracking_uri
 from training.config import RunConfig
 

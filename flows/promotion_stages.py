@@ -13,13 +13,14 @@ from prefect.input import RunInput
 from prefect.runtime import flow_run
 from pydantic import Field
 
-from flows.artifacts import as_text, show_markdown, show_table
+from flows.artifacts import show_markdown, show_table
 from flows.embedded import is_embedded
 from flows.presets import parse_override
 from flows.stage import stage
 from tasks import promotion, switching
 from tasks.gate import Check
 from tasks.judging import VERDICT, Terms, standing
+from tasks.page import as_text
 from tasks.places import tracking_uri
 from tasks.promotion import Case, Request, gate_rows
 from tasks.registry import CHALLENGER, aliases_of, registry_client, require_model

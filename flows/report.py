@@ -8,11 +8,12 @@ from contextlib import contextmanager
 
 from prefect.runtime import flow_run
 
-from flows.artifacts import as_picture, as_text, show_markdown, show_pairs
+from flows.artifacts import as_picture, show_markdown, show_pairs
 from flows.presets import presets
 from flows.stage import stage, stage_seconds
 from flows.stages import mlflow_page, open_mlflow, prefect_page
 from tasks import track
+from tasks.page import as_text
 from tasks.places import command, tracking_uri
 from tasks.report import Outcome, against_plan, draw, outcome_rows
 from tasks.run_page import CURVES, PAGE, write_report

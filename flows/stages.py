@@ -15,7 +15,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_UI_URL
 
-from flows.artifacts import as_text, name_flow_run, show_markdown, show_pairs, show_table
+from flows.artifacts import name_flow_run, show_markdown, show_pairs, show_table
 from flows.embedded import is_embedded
 from flows.promote import promote
 from flows.stage import stage, timed
@@ -28,6 +28,7 @@ from tasks.evaluate import check_tasks
 from tasks.evaluation_report import metrics_of, table_of
 from tasks.generate import TextGenerator
 from tasks.latency import draw_latency, latency_rows
+from tasks.page import as_text
 from tasks.places import command, home, mlflow_url, run_folder, tracking_uri
 from tasks.plan_words import plan_in_words
 from tasks.pretrained import check_tokenizer

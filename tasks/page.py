@@ -1,17 +1,19 @@
 """What the reports share: one HTML file that needs nothing beside it, no script, no other file, no network.
 
-Every text that is put in is escaped here, since config, samples and paths come from outside.
+Every text that is put in is escaped here, since config, samples and paths come from outside; for markdown by as_text.
 """
 
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
 from training.records import write_atomically
 
+MARKS = re.compile(r"([\\`*_{}\[\]<>()#+!|~&])")
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #1c2733; max-width: 1320px; margin: 2em auto; padding: 0 1.2em; }
 h1 { font-size: 1.5em; margin-bottom: .2em; } h2 { font-size: 1.1em; margin-top: 1.8em; }
@@ -38,6 +40,11 @@ def write_html(path: Path, *, title: str, parts: Iterable[str]) -> None:
     head = f"<head><meta charset='utf-8'><title>{escape(title)}</title><style>{STYLE}</style></head>"
     content = f"<!doctype html>\n<html lang='en'>{head}\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
     write_atomically(path, content)
+
+
+def as_text(text: str) -> str:
+    """For markdown: what comes from configs, paths and errors is no markup."""
+    return MARKS.sub(r"\\\1", text)
 
 
 def paragraph(text: str, kind: str = "") -> str:

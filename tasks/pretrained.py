@@ -39,6 +39,12 @@ def _check_weights(folder: Path) -> None:
             "and no *.safetensors: if you trust its source, load it with transformers once and call "
             "save_pretrained(FOLDER), then give that folder"
         )
+    for index in folder.glob("*.safetensors.index.json"):
+        named = set(json.loads(index.read_text()).get("weight_map", {}).values())
+        if beyond := sorted(name for name in named if Path(name).name != name):
+            raise ValueError(
+                f"{index} leads out of its folder, to {beyond[0]}: a model's weights lie beside its config"
+            )
 
 
 def check_tokenizer(config: RunConfig, tokenizer: Path | None = None) -> None:

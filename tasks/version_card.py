@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from tasks.page import as_text
+
 if TYPE_CHECKING:
     from tasks.register import FinishedRun
 
@@ -36,21 +38,21 @@ def described(run: FinishedRun) -> str:
         f"Run {plan.run_id}, step {run.result.step}: "
         f"validation loss {report.loss:.4f} over {report.tokens:,} tokens{bits}",
         "",
-        f"- data: {plan.config.data.path}, fingerprint `{run.shards.fingerprint[:12]}`",
+        f"- data: {as_text(plan.config.data.path)}, fingerprint `{run.shards.fingerprint[:12]}`",
         f"- checkpoint: sha256 `{run.result.checkpoint_sha256[:12]}`",
         f"- ONNX against torch: differs by at most {parity.max_logit_difference:.2g}, "
         f"{parity.argmax_agreement:.2%} equal argmax, {'within' if parity.passed else 'out of'} bounds",
-        f"- licence: {registry.licence or 'none given'}",
+        f"- licence: {as_text(registry.licence) or 'none given'}",
         f"- again: `shardline reproduce {plan.run_id}`",
     ]
     if registry.notes:
         lines += ["", registry.notes]
     if report.sources:
         lines += ["", "| source | loss | tokens |", "|---|---|---|"]
-        lines += [f"| {each.source} | {each.loss:.4f} | {each.tokens:,} |" for each in report.sources]
+        lines += [f"| {as_text(each.source)} | {each.loss:.4f} | {each.tokens:,} |" for each in report.sources]
     if report.tasks:
         lines += ["", "| task | figure | value |", "|---|---|---|"]
-        lines += [f"| {each.task} | {each.metric} | {each.value:.4f} |" for each in report.tasks]
+        lines += [f"| {as_text(each.task)} | {as_text(each.metric)} | {each.value:.4f} |" for each in report.tasks]
     return "\n".join(lines)
 
 

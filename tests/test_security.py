@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from flows.presets import load_config, with_overrides
+from tasks.page import as_text
 from tasks.places import run_folder
 from tasks.pretrained import hf_config
 from training.config import RunConfig
@@ -202,3 +204,22 @@ def test_a_pickle_planted_in_a_model_is_never_read(model_folder: Path, tmp_path:
     with pytest.raises(OSError, match="safetensors"):
         AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False)
     assert not canary.exists()
+
+
+def test_a_models_index_cannot_lead_out_of_its_folder(model_folder: Path, tmp_path: Path) -> None:
+    import shutil
+
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    (folder / "model.safetensors").rename(tmp_path / "another.safetensors")
+    for name in ("../another.safetensors", str(tmp_path / "another.safetensors"), "sub/another.safetensors"):
+        index = {"metadata": {}, "weight_map": {"transformer.wte.weight": name}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(ValueError, match="leads out of its folder, to"):
+            hf_config(pretrained(folder).model)
+
+
+def test_names_of_a_corpus_are_no_markup_in_prefect_and_mlflow() -> None:
+    assert as_text("![a](http://x/y.png) <b> | `c` [d](javascript:e)") == (
+        r"\!\[a\]\(http://x/y.png\) \<b\> \| \`c\` \[d\]\(javascript:e\)"
+    )
