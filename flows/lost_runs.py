@@ -63,14 +63,14 @@ def end_lost() -> list[FlowRun]:
     """Tell Prefect that they crashed, which gives their place in the queue to the next one."""
     alive = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(ALIVE))))
     with get_client(sync_client=True) as client:
-        lost = [run for run in client.read_flow_runs(flow_run_filter=alive) if _is_lost(run)]
+        lost = [run for run in client.read_flow_runs(flow_run_filter=alive) if is_lost(run)]
         for run in lost:
             logger.warning("flow run %s is taken for alive, but its process is gone: now marked crashed", run.name)
             client.set_flow_run_state(run.id, Crashed(message=LOST), force=True)
     return lost
 
 
-def _is_lost(run: FlowRun) -> bool:
+def is_lost(run: FlowRun) -> bool:
     """Of this machine, and gone. A retry has the old process's label until it runs: hence the age."""
     if run.state is None or (datetime.now(UTC) - run.state.timestamp).total_seconds() < SETTLED_S:
         return False
@@ -102,7 +102,7 @@ def tell_prefect(runs: Sequence[Ended]) -> list[Ended]:
             else:
                 if _is_started_again(flow_run, run):
                     continue
-                if flow_run.state is None or not flow_run.state.is_final():
+                if flow_run.state is None or not flow_run.state.is_final() or _is_a_guess(flow_run.state, run):
                     client.set_flow_run_state(flow_run_id, _state(run), force=True)
                     told.append(run)
             prefect_knows(run.run_id, run.ending)
@@ -113,6 +113,11 @@ def _is_started_again(flow_run: FlowRun, run: Ended) -> bool:
     """By Retry in Prefect's pages: it waits for its turn, or runs and has not taken its run up yet."""
     waits = flow_run.state is not None and (flow_run.state.is_scheduled() or flow_run.state.is_pending())
     return waits or 0 < run.prefect_starts < flow_run.run_count
+
+
+def _is_a_guess(state: State[Any], run: Ended) -> bool:
+    """A worker calls it a crash, too, when a process could not tell Prefect of an end that it had come to."""
+    return state.type == StateType.CRASHED and run.ending.cause not in {"", "killed"}
 
 
 def _state(run: Ended) -> State[Any]:

@@ -16,6 +16,7 @@ from tasks.history import note_end
 from tasks.owner import end_orphans, owner_of
 from tasks.places import AlreadyOwned, home, local_process, owned, tracking_uri
 from tasks.registry import registry_client
+from tasks.running import local_gang
 from training.credentials import without_credentials
 from training.metrics import Sender
 from training.records import Record
@@ -140,7 +141,8 @@ def _settled(client: MlflowClient, folder: Path, mlflow_run_id: str) -> Ending |
                 note_end(folder, status=ending.status, cause=ending.cause, why=ending.why)
             _tell(client, folder, mlflow_run_id, ending)
             _say(folder.name, ending)
-            ending = ending.model_copy(update={"mlflow_knows": True})
+            ranks_are_gone = local_gang(folder) is None  # else they write rows yet: the next time sends those
+            ending = ending.model_copy(update={"mlflow_knows": ranks_are_gone})
     if owner is None or not owner.flow_run:
         ending = ending.model_copy(update={"prefect_knows": True})
     ending.write(folder / ENDING)

@@ -9,6 +9,7 @@ import pytest
 from tests.shop import Shop
 from tests.truth import MIDDLE, Story, until
 from tests.up import Up
+from training.metrics import read_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -59,6 +60,9 @@ def test_both_away_in_the_middle_cost_nothing(up: Up) -> None:
         {"artifacts": {"flow_run_id": {"any_": [story.flow_run_id]}, "key": {"any_": ["training"]}}},
     )
     assert f"step {LONG_STEPS:,}/{LONG_STEPS:,}" in progress["description"]
+    stalls = sorted(row["log_stall_ms"] for row in read_rows(story.folder / "metrics.jsonl") if "log_stall_ms" in row)
+    assert len(stalls) > LONG_STEPS / 5
+    assert stalls[int(0.99 * len(stalls))] < 5, f"the longest: {stalls[-1]:.1f} ms"
     story.check_the_rest()
 
 

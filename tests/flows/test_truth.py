@@ -60,7 +60,6 @@ def test_after_a_kill_of_the_flow_its_ranks_leave_and_both_are_told(up: Up, undi
     kill(story.flow())
     until(lambda: not story.processes(), what="the end of its ranks", within_s=30)
     run = up.wait(story.flow_run_id)
-    print("message", run["state"]["message"])
     assert run["state_type"] == "CRASHED"
     reconciled(up)
     assert story.says() == ("CRASHED", "KILLED", "killed")
