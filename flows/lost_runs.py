@@ -102,7 +102,7 @@ def tell_prefect(runs: Sequence[Ended]) -> list[Ended]:
             else:
                 if _is_started_again(flow_run, run):
                     continue
-                if flow_run.state is None or not flow_run.state.is_final() or _is_a_guess(flow_run.state, run):
+                if flow_run.state is None or not flow_run.state.is_final() or is_a_guess(flow_run.state, run):
                     client.set_flow_run_state(flow_run_id, _state(run), force=True)
                     told.append(run)
             prefect_knows(run.run_id, run.ending)
@@ -115,9 +115,10 @@ def _is_started_again(flow_run: FlowRun, run: Ended) -> bool:
     return waits or 0 < run.prefect_starts < flow_run.run_count
 
 
-def _is_a_guess(state: State[Any], run: Ended) -> bool:
-    """A worker calls it a crash, too, when a process could not tell Prefect of an end that it had come to."""
-    return state.type == StateType.CRASHED and run.ending.cause not in {"", "killed"}
+def is_a_guess(state: State[Any], run: Ended) -> bool:
+    """A process that cannot tell Prefect of an end that it has come to fails, or is called a crash by its worker."""
+    known = run.ending.cause not in {"", "killed"}
+    return known and state.type in {StateType.CRASHED, StateType.FAILED} and state.type != _state(run).type
 
 
 def _state(run: Ended) -> State[Any]:
