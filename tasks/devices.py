@@ -28,7 +28,7 @@ from training.config import RunConfig
 logger = logging.getLogger(__name__)
 
 NAMES = "SHARDLINE_DEVICES"  # of this machine's devices that runs take in turn; by default the UUIDs of its GPUs
-LOOK_S, TELL_EVERY_S = 1.0, 600.0
+LOOK_S, SELDOM_S, TELL_EVERY_S = 0.5, 10.0, 600.0  # seldom: to ask Docker hosts is work, over hours
 
 Look = Callable[[], str]  # the run that has them, in words; empty: they are ours
 
@@ -60,7 +60,7 @@ def wait_for(look: Look, holder: str, *, run_id: str) -> None:
             if now != holder or time.monotonic() > told + TELL_EVERY_S:
                 holder, told = now, time.monotonic()
                 logger.warning("%s waits for its turn since %.0f min: %s", run_id, (told - began) / 60, holder)
-            time.sleep(LOOK_S)
+            time.sleep(min(SELDOM_S, LOOK_S + (time.monotonic() - began) / 60))
     except Exception:
         raise
     except BaseException:  # Ctrl-C, or the SIGTERM that Prefect turns into an exception
