@@ -65,12 +65,8 @@ def _link_to_prefect(story: RunStory) -> list[str]:
 
 def _show(story: RunStory, *, drawn: bool, flow_run_id: str) -> None:
     """Prefect shows no HTML: the words and the curves, and where the page is."""
-    run, page = story.run, mlflow_page(story.run)
-    where = (
-        f"[The whole report]({page}/artifacts/{PAGE}), in MLflow"
-        if page
-        else f"The whole report: `{run.folder / PAGE}`"
-    )
+    run, page = story.run, mlflow_page(story.run, tab=f"/artifacts/{PAGE}")
+    where = f"[The whole report]({page}), in MLflow" if page else f"The whole report: `{run.folder / PAGE}`"
     parts = [as_text(" ".join(summary(story))), where]
     parts += [as_picture(run.folder / CURVES, alt="loss, learning rate, throughput and memory")] if drawn else []
     show_markdown("\n\n".join(parts), key="report", description=f"Report of {run.run_id}", flow_run_id=flow_run_id)

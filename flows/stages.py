@@ -107,10 +107,10 @@ def link(run: TrackedRun) -> None:
     name_flow_run(run.run_id)
 
 
-def mlflow_page(run: TrackedRun) -> str:
-    """URL of the run in MLflow's UI; empty where there is no server."""
-    uri = mlflow_url()
-    return f"{uri}/#/experiments/{run.experiment_id}/runs/{run.mlflow_run_id}" if uri.startswith("http") else ""
+def mlflow_page(run: TrackedRun, tab: str = "") -> str:
+    """URL of the run in MLflow's UI, among its pages of training and not of GenAI; empty where there is no server."""
+    uri, page = mlflow_url(), f"/#/experiments/{run.experiment_id}/runs/{run.mlflow_run_id}{tab}"
+    return f"{uri}{page}?workflowType=machine_learning" if uri.startswith("http") else ""
 
 
 def open_mlflow() -> str:

@@ -51,8 +51,7 @@ def write_report(story: RunStory) -> list[Path]:
         *_cost(story),
         heading("Where it comes from"),
         words_table(_lineage(story)),
-        heading("Go on from here"),
-        words_table(_commands(story)),
+        *_commands(story),
     ]
     write_html(page, title=title, parts=parts)
     return [page, curves] if drawn else [page]
@@ -184,7 +183,12 @@ def _lineage(story: RunStory) -> Iterable[tuple[str, str]]:
     yield "MLflow run", run.mlflow_run_id
 
 
-def _commands(story: RunStory) -> Iterable[tuple[str, str]]:
+def _commands(story: RunStory) -> list[str]:
+    rows = list(_command_rows(story))
+    return [heading("Go on from here"), words_table(rows)] if rows else []
+
+
+def _command_rows(story: RunStory) -> Iterable[tuple[str, str]]:
     shardline, run_id, model = command("shardline"), story.run.run_id, story.model
     on = "train longer, or with other settings" if story.result and not story.ended else "go on with it"
     more = " train.steps=" + str(2 * story.config.train.steps) if on.startswith("train") else ""

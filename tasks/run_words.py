@@ -43,7 +43,7 @@ def _what_it_was(story: RunStory) -> str:
 
 def _whose_program(story: RunStory) -> str:
     name, trainer, plan = story.config.name, story.config.trainer, story.program
-    words = f"{name}: `{' '.join((trainer.module or trainer.script, *trainer.args))}`, a training program of its user's"
+    words = f"{name}: {' '.join((trainer.module or trainer.script, *trainer.args))}, a training program of its user's"
     if plan is None:
         return f"{words}, was to be started; it was given no ranks yet."
     where = " + ".join(f"{ranks} on {host}" for host, ranks in zip(plan.hosts, plan.ranks_per_host, strict=True))

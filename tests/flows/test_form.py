@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,4 +174,6 @@ def test_a_submitted_run_completes_and_its_page_tells_of_it(form: Form, up: Up) 
     tags = up.mlflow.get_run(json.loads((folder / "run.json").read_text())["mlflow_run_id"]).data.tags
     assert tags["prefect.flow_run_url"].endswith(run["id"]), "the way back"
     (link,) = up.prefect("/artifacts/filter", {"artifacts": {"key": {"any_": ["mlflow-run"]}}})
-    assert f"{up.url('mlflow')}/#/experiments/" in link["data"]
+    form.page.goto(re.search(rf"{up.url('mlflow')}/#/experiments/[^)]+", link["data"])[0])  # type: ignore[index]
+    form.page.get_by_role("heading", name=folder.name).wait_for()
+    assert form.page.get_by_text("Sessions", exact=True).count() == 0, "not MLflow's pages of GenAI"

@@ -162,7 +162,7 @@ def test_retry_of_a_run_that_failed_goes_on_from_its_checkpoint(up: Up, undistur
     assert (failed["state_type"], mlflow_runs(up, folder)) == ("FAILED", [(folder.name, "FAILED")])
     retry(up, flow_run_id, force=False)  # as the older pages do
     assert completed(up, flow_run_id) == folder
-    assert [event.what for event in history(folder)] == ["begun", "failed", "resumed", "done"]
+    assert [event.what for event in history(folder)] == ["begun", "killed", "resumed", "done"]
     assert losses(folder / "plan.json") == losses(undisturbed / "plan.json")
     assert mlflow_runs(up, folder) == [(folder.name, "FINISHED")]
 
@@ -190,7 +190,7 @@ def test_retry_of_a_night_goes_on_with_its_run_and_the_next_has_nothing_to_do(up
     retry(up, night)
     done = up.wait(night, timeout_s=WITHIN_S)
     assert (done["state_type"], folders_of(up, night)) == ("COMPLETED", [folder]), done["state"]
-    assert [event.what for event in history(folder)] == ["begun", "failed", "resumed", "done"]
+    assert [event.what for event in history(folder)] == ["begun", "killed", "resumed", "done"]
     assert mlflow_runs(up, folder) == [(folder.name, "FINISHED")]
     skipped = up.wait(up.submit("pretrain-nightly", config, min_new_mib=0.0), timeout_s=WITHIN_S)["state"]
     assert (skipped["name"], skipped["message"]) == (
