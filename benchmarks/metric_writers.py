@@ -2,7 +2,7 @@
 
     python -m benchmarks.metric_writers WAY FOLDER --run MLFLOW_RUN --rows 1000 --rows-per-s 50
 
-WAY: `shardline` (training/metrics.py, and what it has not sent at the end as the flow sends it), `mlflow`
+WAY: `shardline` (training/metrics.py; what it has not sent at the end is left to the flow), `mlflow`
 (`mlflow.log_metrics`, the default) or `mlflow-async` (the same with `synchronous=False`, flushed at the end). The store
 is MLFLOW_TRACKING_URI. A row has the 13 metrics of a Shardline row. A row whose call raises is counted, and the loop
 goes on. Leaves FOLDER/WAY.json and FOLDER/WAY.npy, the milliseconds of each write.
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from training.metrics import MetricsLog, read_sent, send_rows
+from training.metrics import MetricsLog, read_sent
 
 WAYS = ("shardline", "mlflow", "mlflow-async")
 STARTED = "started"
@@ -66,7 +66,6 @@ def by_shardline(folder: Path, run: str, **pace: Any) -> dict[str, Any]:
     written = measured(lambda step, values: log.write(step, **values), look, **pace)
     began = time.perf_counter()
     log.close()
-    send_rows(log.path, tracking_uri=uri, mlflow_run_id=run)
     return written | {"backlog_rows": backlog, "drained_s": time.perf_counter() - began}
 
 
