@@ -70,7 +70,11 @@ class Writing:
 
     def written(self) -> dict[str, Written]:
         """Once all have ended."""
-        return {way: self._written(way) for way in self.runs}
+        try:
+            return {way: self._written(way) for way in self.runs}
+        finally:
+            for process in self.processes.values():
+                process.kill()
 
     def _written(self, way: str) -> Written:
         if self.processes[way].wait():
