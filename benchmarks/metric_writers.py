@@ -5,7 +5,8 @@
 WAY: `shardline` (training/metrics.py; what it has not sent at the end is left to the flow), `mlflow`
 (`mlflow.log_metrics`, the default) or `mlflow-async` (the same with `synchronous=False`, flushed at the end). The store
 is MLFLOW_TRACKING_URI. A row has the 13 metrics of a Shardline row. A row whose call raises is counted, and the loop
-goes on. Leaves FOLDER/WAY.json and FOLDER/WAY.npy, the milliseconds of each write.
+goes on. Leaves FOLDER/WAY.started after a tenth of the rows, FOLDER/WAY.json, and FOLDER/WAY.npy: the milliseconds of each
+write.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def by_shardline(folder: Path, run: str, **pace: Any) -> dict[str, Any]:
         size, rows = log.path.stat().st_size, pace["rows"] * (len(backlog) + 1) // TENTHS
         backlog.append(rows - round(rows * read_sent(log.path).offset / size))
 
-    written = measured(lambda step, values: log.write(step, **values), look, **pace)
+    written = measured(lambda step, values: log.write(step, **values), look, folder / f"shardline.{STARTED}", **pace)
     began = time.perf_counter()
     log.close()
     return written | {"backlog_rows": backlog, "drained_s": time.perf_counter() - began}
@@ -73,9 +74,12 @@ def by_mlflow(folder: Path, run: str, *, synchronous: bool, **pace: Any) -> dict
     import mlflow
 
     mlflow.start_run(run_id=run)
-    written = measured(
-        lambda step, values: mlflow.log_metrics(values, step=step, synchronous=synchronous), lambda: None, **pace
-    )
+
+    def write(step: int, values: dict[str, float]) -> None:
+        mlflow.log_metrics(values, step=step, synchronous=synchronous)
+
+    started = folder / f"{'mlflow' if synchronous else 'mlflow-async'}.{STARTED}"
+    written = measured(write, lambda: None, started, **pace)
     began = time.perf_counter()
     if not synchronous:
         mlflow.flush_async_logging()
@@ -83,13 +87,14 @@ def by_mlflow(folder: Path, run: str, *, synchronous: bool, **pace: Any) -> dict
     return written | {"drained_s": time.perf_counter() - began}
 
 
-def measured(write: Write, look: Callable[[], object], **pace: Any) -> dict[str, Any]:
-    """With the memory of this process after each tenth."""
+def measured(write: Write, look: Callable[[], object], started: Path, **pace: Any) -> dict[str, Any]:
+    """With the memory of this process after each tenth; after the first one `started` is there."""
     memory, process = list[float](), psutil.Process()
 
     def at_tenth() -> None:
         memory.append(process.memory_info().rss / MIB)
         look()
+        started.touch()
 
     return write_rows(write, at_tenth=at_tenth, **pace) | {"memory_mib": memory}
 
@@ -103,7 +108,6 @@ def main() -> None:
     parser.add_argument("--rows-per-s", type=float, default=50)
     args = parser.parse_args()
     pace = {"rows": args.rows, "rows_per_s": args.rows_per_s}
-    (args.folder / f"{args.way}.{STARTED}").touch()
     if args.way == "shardline":
         result = by_shardline(args.folder, args.run, **pace)
     else:

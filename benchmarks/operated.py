@@ -6,9 +6,11 @@ import os
 import sqlite3
 import time
 from contextlib import closing
+from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.error import HTTPError
 
 from benchmarks.metric_writers import METRICS
 from flows.deploying import POOL
@@ -18,6 +20,7 @@ from tests.up import FINAL, Up
 REPO = Path(__file__).parents[1]
 UNSET = ("MLFLOW_TRACKING_URI", "PREFECT_API_URL", "PREFECT_HOME")
 POLL_S = 0.1
+BUSY_TRIES = 10
 
 
 class Servers(Up):
@@ -35,6 +38,17 @@ class Servers(Up):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
+
+    def prefect(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Asked again, as Prefect's own client does, where its database is busy."""
+        for _ in range(BUSY_TRIES):
+            try:
+                return super().prefect(path, body)
+            except HTTPError as error:
+                if error.code != HTTPStatus.SERVICE_UNAVAILABLE:
+                    raise
+                time.sleep(1)
+        return super().prefect(path, body)
 
     def deploy(self, flow: str, *, name: str, entrypoint: str) -> None:
         """Into the queue that takes as many as there are."""

@@ -17,7 +17,6 @@ from benchmarks.metric_writers import STARTED, TENTHS, WAYS
 from benchmarks.operated import POLL_S, REPO, Servers
 from training.metrics import METRICS, send_rows
 
-STRIKE_AFTER_S = 5.0
 OURS = WAYS[0]
 
 
@@ -65,7 +64,10 @@ class Writing:
                 )
 
     def wait_until_started(self) -> None:
+        """Until a tenth of the rows is written by each, or one has ended without."""
         while not all((self.folder / f"{way}.{STARTED}").exists() for way in self.runs):
+            if any(process.poll() is not None for process in self.processes.values()):
+                return
             time.sleep(POLL_S)
 
     def written(self) -> dict[str, Written]:
@@ -116,9 +118,8 @@ def side_by_side(servers: Servers, folder: Path, *, rounds: int, rows: int) -> l
 
 def outage(servers: Servers, folder: Path, *, away_s: float) -> tuple[dict[str, Written], float]:
     """All ways at once, 20 rows a second, while MLflow is killed and started again; and how long it was away."""
-    writing = Writing(servers, folder, WAYS, rows=round(20 * (2 * STRIKE_AFTER_S + away_s)), rows_per_s=20)
+    writing = Writing(servers, folder, WAYS, rows=round(20 * (10 + away_s)), rows_per_s=20)
     writing.wait_until_started()
-    time.sleep(STRIKE_AFTER_S)
     began = time.monotonic()
     servers.kill("mlflow")
     time.sleep(away_s)
