@@ -5,8 +5,8 @@
 WAY: `shardline` (training/metrics.py; what it has not sent at the end is left to the flow), `mlflow`
 (`mlflow.log_metrics`, the default) or `mlflow-async` (the same with `synchronous=False`, flushed at the end). The store
 is MLFLOW_TRACKING_URI. A row has the 13 metrics of a Shardline row. A row whose call raises is counted, and the loop
-goes on. Leaves FOLDER/WAY.started after a tenth of the rows, FOLDER/WAY.json, and FOLDER/WAY.npy: the milliseconds of each
-write.
+goes on. Leaves FOLDER/WAY.started after a tenth of the rows, FOLDER/WAY.json, and FOLDER/WAY.npy: the milliseconds of
+each write.
 """
 
 from __future__ import annotations
