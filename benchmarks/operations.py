@@ -170,7 +170,7 @@ def show_log(long: Written, server_growth_mib: float, *, size: Size) -> None:
 
 
 def show_ways(rounds: list[dict[str, Written]], struck: dict[str, Written], *, away_s: float) -> None:
-    title = f"MLflow away for {away_s:.0f} s" if struck else "no outage with --quick"
+    title = f"MLflow killed, up again after {away_s:.0f} s" if struck else "no outage with --quick"
     print(f"{'':14}{'undisturbed, stall ms':>32}{title:>40}")
     print(f"{'':14}{'p50':>10}{'p99':>10}{'times ours':>12}{'rows lost':>12}{'p99 ms':>12}{'longest ms':>16}")
     for way in WAYS:

@@ -117,7 +117,10 @@ def side_by_side(servers: Servers, folder: Path, *, rounds: int, rows: int) -> l
 
 
 def outage(servers: Servers, folder: Path, *, away_s: float) -> tuple[dict[str, Written], float]:
-    """All ways at once, 20 rows a second, while MLflow is killed and started again; and how long it was away."""
+    """All ways at once, 20 rows a second, while MLflow is killed and started again.
+
+    And the seconds until `shardline up` was through, its deployments included.
+    """
     writing = Writing(servers, folder, WAYS, rows=round(20 * (10 + away_s)), rows_per_s=20)
     writing.wait_until_started()
     began = time.monotonic()
