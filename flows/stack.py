@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import secrets
+import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -15,6 +16,8 @@ from pathlib import Path
 
 from flows.deploying import POOL, deploy, make_pool, worker_name
 from tasks.docker_pool import job_template, remove_old_containers
+from tasks.running import known_hosts, list_running
+from tasks.stopping import stop
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +91,10 @@ def _read_settings(path: Path) -> dict[str, str]:
 
 
 def work() -> None:
-    """Make the serving user of MLflow, deploy prefect.yaml, and become the worker of its pool."""
+    """Make the serving user of MLflow, deploy prefect.yaml, and be the worker of its pool until a stop is asked for.
+
+    Its own processes are stopped with a checkpoint then; runs in containers of their own go on.
+    """
     password = os.environ.pop("MLFLOW_SERVING_PASSWORD", "")
     if password:
         make_user(SERVING_USER, password)
@@ -100,7 +106,19 @@ def work() -> None:
     if kind == "docker":
         remove_old_containers()
     options = ["--pool", POOL, "--type", kind, "--name", worker_name(), "--with-healthcheck"]
-    os.execv(sys.executable, [sys.executable, "-m", "prefect", "worker", "start", *options])
+    # In a session of its own, so that the stop comes to us first: it would leave its runs, to be killed with us.
+    worker = subprocess.Popen([sys.executable, "-m", "prefect", "worker", "start", *options], start_new_session=True)
+    try:
+        sys.exit(worker.wait())
+    finally:
+        for run in _under_way() if kind == "process" and worker.poll() is None else ():
+            logger.info("stopping run %s: saved at step %d", run, stop(run).checkpoint_step)
+        worker.terminate()
+        worker.wait()
+
+
+def _under_way() -> list[str]:
+    return sorted({row.run for row in list_running(known_hosts("")).running})
 
 
 def _check_pool(kind: str) -> None:

@@ -43,6 +43,9 @@ def build_postgres(client: HostClient, folder: Path) -> None:
     client.api.import_image(str(folder / "postgres.tar"), repository="shardline-rig-postgres", tag="1")
     entrypoint = REPO / "tests" / "rig" / "postgres_entrypoint.sh"
     lines = ["FROM shardline-rig-postgres:1", "COPY entrypoint.sh /", f"RUN useradd --uid {USER.split(':')[0]} runner"]
+    lines += [
+        "RUN install --directory --mode 3777 /var/run/postgresql"
+    ]  # as the official one; a restarted tmpfs has it
     lines += ["ENV PATH=/usr/lib/postgresql/15/bin:/usr/bin:/bin LANG=C.UTF-8", "STOPSIGNAL SIGINT"]
     lines += ['ENTRYPOINT ["bash", "/entrypoint.sh"]']
     files = {"Dockerfile": "\n".join(lines).encode(), "entrypoint.sh": entrypoint.read_bytes()}

@@ -7,8 +7,10 @@ missing=()
 for package in "${packages[@]}"; do
     [ "$(dpkg-query -W -f='${db:Status-Status}' "$package" 2>/dev/null)" = installed ] || missing+=("$package")
 done
-[ ${#missing[@]} -gt 0 ] || exit 0
-[ "$(id -u)" = 0 ] || { echo "as root: apt-get install ${missing[*]}" >&2; exit 1; }
+composes=(/usr{,/local}/{lib,libexec}/docker/cli-plugins/docker-compose "$HOME/.docker/cli-plugins/docker-compose")
+compose=$(ls "${composes[@]}" 2>/dev/null || true)
+[ ${#missing[@]} -gt 0 ] || [ -z "$compose" ] || exit 0
+[ "$(id -u)" = 0 ] || { echo "as root: apt-get install ${missing[*]} docker-compose" >&2; exit 1; }
 policy=/usr/sbin/policy-rc.d
 if [ ! -e $policy ]; then # invoke-rc.d asks it before it starts a service
     printf '#!/bin/sh\nexit 101\n' >$policy
@@ -16,5 +18,23 @@ if [ ! -e $policy ]; then # invoke-rc.d asks it before it starts a service
     trap 'rm -f $policy' EXIT
 fi
 export DEBIAN_FRONTEND=noninteractive
-apt-get update -qq
-apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+if [ ${#missing[@]} -gt 0 ]; then
+    apt-get update -qq
+    apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+fi
+# Debian 12 has no Compose 2: the one program from Debian 13's package, and nothing else of that release.
+fetch_compose() {
+    local keyring=/usr/share/keyrings/debian-archive-keyring.gpg folder
+    folder=$(mktemp -d) && mkdir -p "$folder"/{lists,archives}/partial && cd "$folder" || return 1
+    echo "deb [signed-by=$keyring] http://deb.debian.org/debian trixie main" >sources.list
+    local here=(-o "Dir::Etc::SourceList=$folder/sources.list" -o Dir::Etc::SourceParts=-
+        -o "Dir::State::Lists=$folder/lists" -o "Dir::Cache::Archives=$folder/archives"
+        -o Dir::Cache::pkgcache= -o Dir::Cache::srcpkgcache= -o APT::Sandbox::User=root)
+    apt-get "${here[@]}" update -qq && apt-get "${here[@]}" download -qq docker-compose \
+        && dpkg-deb -x docker-compose_*.deb . \
+        && install -D usr/libexec/docker/cli-plugins/docker-compose /usr/local/lib/docker/cli-plugins/docker-compose
+    local code=$?
+    rm -rf "$folder"
+    return $code
+}
+[ -n "$compose" ] || fetch_compose || echo "no Docker Compose: tests/rig/test_compose_stack.py will be skipped" >&2
