@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENDING = "ending.json"
+CAUSE, ENDED_BY = "shardline.cause", "shardline.ended_by"  # tags of the MLflow run
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 
@@ -75,17 +76,21 @@ def _tell(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: Ending
         Sender(folder, tracking_uri=tracking_uri(), mlflow_run_id=mlflow_run_id).send()
     except Exception as error:  # the status is true without them
         unsent = error
-    client.set_tag(mlflow_run_id, "shardline.cause", ending.cause)
+    client.set_tag(mlflow_run_id, CAUSE, ending.cause)
     if ending.why:
-        client.set_tag(mlflow_run_id, "shardline.ended_by", ending.why[:4000])
+        client.set_tag(mlflow_run_id, ENDED_BY, ending.why[:4000])
     client.set_terminated(mlflow_run_id, ending.status)
     if unsent is not None:
         raise unsent
     ending.model_copy(update={"mlflow_knows": True}).write(folder / ENDING)
 
 
-def reopen(folder: Path) -> None:
+def reopen(client: MlflowClient, folder: Path, mlflow_run_id: str) -> None:
+    """It runs again: what was said of its end is true no more."""
     (folder / ENDING).unlink(missing_ok=True)
+    client.update_run(mlflow_run_id, status="RUNNING")
+    for tag in {CAUSE, ENDED_BY} & client.get_run(mlflow_run_id).data.tags.keys():
+        client.delete_tag(mlflow_run_id, tag)
 
 
 def reconcile() -> list[Ended]:

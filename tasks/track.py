@@ -156,8 +156,7 @@ def _opened(client: MlflowClient, config: RunConfig, *, run_id: str, begun_by: s
     path = run_folder(run_id) / "run.json"
     if path.exists():
         run = TrackedRun.read(path)
-        reopen(run.folder)
-        client.update_run(run.mlflow_run_id, status="RUNNING")
+        reopen(client, run.folder, run.mlflow_run_id)
         logger.info("going on with MLflow run %s", run.mlflow_run_id)
         return run
     experiment = client.get_experiment_by_name(config.name)

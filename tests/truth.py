@@ -31,7 +31,7 @@ SETTINGS = (
     "parallel.ranks=2",
 )
 MIDDLE = 40  # a step with a checkpoint behind it and most of the run before it
-WITHIN_S = 180.0
+WITHIN_S = 600.0
 
 
 def until(happened: Callable[[], Any], *, what: str, within_s: float = WITHIN_S) -> Any:

@@ -17,7 +17,7 @@ from tests.up import Up
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.long,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a small file system"),
 ]
 

@@ -11,7 +11,7 @@ from tests.truth import MIDDLE, Story, kill, until
 from tests.up import Up
 from training.metrics import read_rows
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 
 LONG_STEPS = 2000
 LONG = (f"train.steps={LONG_STEPS}", "train.log_every_steps=5", "checkpoint.every_steps=500")

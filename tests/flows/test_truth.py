@@ -9,7 +9,7 @@ import pytest
 from tests.truth import MIDDLE, STEPS, Story, kill, until
 from tests.up import Up
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
