@@ -65,6 +65,8 @@ def draw_latency(path: Path, report: LatencyReport) -> None:
 
 
 def _draw_graph(axes: Any, figures: list[LatencyFigure], engines: list[str]) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     shapes = list(dict.fromkeys((figure.batch, figure.length) for figure in figures))
     height = 0.8 / len(engines)
     for place, engine in enumerate(engines):
@@ -81,6 +83,9 @@ def _draw_graph(axes: Any, figures: list[LatencyFigure], engines: list[str]) -> 
     axes.set_yticks(range(len(shapes)), texts, fontsize=9)
     axes.invert_yaxis()
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("milliseconds (log scale)")
     axes.margins(x=0.15)
     axes.grid(axis="x", alpha=0.25)
