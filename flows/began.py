@@ -9,13 +9,14 @@ from typing import Any
 from prefect.client.orchestration import get_client
 from rich.console import Console
 
-from tasks.places import process_key
+from tasks.places import keep_password_apart, process_key
 
 PROCESS = "shardline.process"  # label of a flow run: which process it is, so that others can tell whether it lives
 
 
 def began(flow: Any, flow_run: Any, state: Any) -> None:
     """Prefect logs what goes wrong here; the run goes on."""
+    keep_password_apart()
     Console.on_broken_pipe = _go_on_unheard  # type: ignore[method-assign, assignment]
     with get_client(sync_client=True) as client:
         client.update_flow_run_labels(flow_run.id, {PROCESS: process_key(os.getpid())})

@@ -34,8 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _set_up_logging(verbose=options.verbose)
     signal.signal(signal.SIGTERM, _interrupt)
     from tasks.causes import RunStopped
+    from tasks.places import keep_password_apart
     from training.credentials import without_credentials
 
+    keep_password_apart()
     try:
         return int(options.call(options) or DONE)
     except (RunStopped, KeyboardInterrupt) as stop:

@@ -40,15 +40,18 @@ def run_folder(run_id: str) -> Path:
 
 
 def tracking_uri() -> str:
-    """MLFLOW_TRACKING_URI if set, else the server of `shardline up`, else a sqlite file under SHARDLINE_HOME.
+    """MLFLOW_TRACKING_URI if set, else the server of `shardline up`, else a sqlite file under SHARDLINE_HOME."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or up_url("mlflow") or f"sqlite:///{home()}/mlflow.db"
 
-    A password in it is moved to variables of its own, where MLflow finds it too: its errors quote the URI whole, and
-    end up in Prefect's states and logs.
+
+def keep_password_apart() -> None:
+    """Move a password in MLFLOW_TRACKING_URI to variables of its own, where MLflow finds it too.
+
+    Commands and flows begin with it: MLflow's errors quote the URI whole, and end up in Prefect's states and logs.
     """
     if apart := credentials_apart(os.environ.get("MLFLOW_TRACKING_URI", "")):
         names = ("MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
         os.environ |= dict(zip(names, apart, strict=True))
-    return os.environ.get("MLFLOW_TRACKING_URI") or up_url("mlflow") or f"sqlite:///{home()}/mlflow.db"
 
 
 def mlflow_url() -> str:

@@ -6,9 +6,11 @@ import os
 from collections.abc import Iterable
 from urllib.parse import unquote
 
-# Environment variables that ranks may need, and nothing may print or keep.
+# Environment variables that ranks may need, and nothing may print or keep; but a user's name, as that is a word of
+# other texts too.
+USER = "MLFLOW_TRACKING_USERNAME"
 SECRETS = (
-    "MLFLOW_TRACKING_USERNAME",
+    USER,
     "MLFLOW_TRACKING_PASSWORD",
     "MLFLOW_TRACKING_TOKEN",
     "AWS_ACCESS_KEY_ID",
@@ -44,7 +46,7 @@ def without_credentials(text: str, *, uri: str) -> str:
 
 def without_secrets(text: str, *, more: Iterable[str] = ()) -> str:
     """`text`, such as a log's, with *** for SECRETS, the credentials of MLFLOW_TRACKING_URI, and `more`."""
-    secrets = {*more, *(os.environ.get(name, "") for name in (*SECRETS, *OURS_ALONE))} - {""}
+    secrets = {*more, *(os.environ.get(name, "") for name in (*SECRETS, *OURS_ALONE) if name != USER)} - {""}
     for secret in sorted(secrets, key=len, reverse=True):  # one may be part of another
         text = without_credentials(text.replace(secret, "***"), uri=secret)
     return without_credentials(text, uri=os.environ.get("MLFLOW_TRACKING_URI", ""))

@@ -24,7 +24,7 @@ from types import FrameType
 
 import psutil
 
-from training.credentials import without_secrets
+from training.credentials import USER, without_secrets
 from training.node_output import Output
 from training.node_ranks import (
     adopt_orphans,
@@ -193,7 +193,7 @@ def _without(end: NodeEnd, secrets: dict[str, str]) -> NodeEnd:
     """The record as a file may hold it: *** for what an error quotes of the secrets."""
 
     def hidden(text: str) -> str:
-        return without_secrets(text, more=secrets.values())
+        return without_secrets(text, more=[value for name, value in secrets.items() if name != USER])
 
     failures = tuple(failure.model_copy(update={"cause": hidden(failure.cause)}) for failure in end.failures)
     return end.model_copy(update={"failures": failures, "last_lines": tuple(map(hidden, end.last_lines))})

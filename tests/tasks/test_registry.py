@@ -12,7 +12,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from tasks.places import tracking_uri
+from tasks.places import keep_password_apart, tracking_uri
 from tasks.register import register_model
 from tasks.registry import CLIENT_ENVIRONMENT, lineage, registry_client, resolve, shown
 from tests.tasks.conftest import Store
@@ -116,6 +116,7 @@ def test_a_password_in_the_uri_reaches_the_server_and_no_error(monkeypatch: pyte
         for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
             monkeypatch.setenv(name, "another")
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        keep_password_apart()
         with pytest.raises(MlflowException) as failure:
             MlflowClient(tracking_uri()).get_run("none")
         server.shutdown()

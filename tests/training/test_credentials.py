@@ -10,6 +10,7 @@ from training.credentials import without_secrets
 def test_secrets_and_a_uris_password_are_hidden_wherever_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_abc")
     monkeypatch.setenv("WANDB_API_KEY", "hf_abcdef")
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "example")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:pass%21@mlflow.example")
     assert without_secrets("hf_abcdef hf_abc pass! pass%21 https://me:pass%21@mlflow.example/api") == (
         "*** *** *** *** https://***@mlflow.example/api"
