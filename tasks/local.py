@@ -170,7 +170,9 @@ def _end(launcher: psutil.Process, *, grace_s: float) -> None:
     The ranks are told directly: torchrun would kill them 30 s after it was told, and as each is in a session of
     its own, no process group reaches them all.
     """
-    family = [launcher, *launcher.children(recursive=True)]
+    family = [launcher]
+    with suppress(psutil.NoSuchProcess):  # it leaves by itself too, once whoever started it is gone
+        family += launcher.children(recursive=True)
     try:
         for rank in [*filter(_is_rank, family)] or family:  # none yet: the launcher still imports
             with suppress(psutil.NoSuchProcess):
@@ -183,7 +185,7 @@ def _end(launcher: psutil.Process, *, grace_s: float) -> None:
     except KeyboardInterrupt:
         alive = family
     for member in alive:
-        if member.is_running():
+        with suppress(psutil.NoSuchProcess):
             member.kill()
     psutil.wait_procs(alive)
 

@@ -7,11 +7,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tasks import local
 from tasks.launch import NewRows
-from tasks.local import command_for
+from tasks.local import Gang, command_for, end_earlier_gang
 from tasks.nsight import check_here
+from tasks.places import process_key
 from tests.conftest import tiny_config
 from training.records import RunPlan
 
@@ -73,3 +76,19 @@ def test_rows_are_read_whole_while_they_are_written(tmp_path: Path) -> None:
         rows += reader.read()
     rows += reader.read()
     assert [row["step"] for row in rows] == list(range(number))
+
+
+def test_ranks_that_leave_by_themselves_while_they_are_stopped_are_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    Gang(launcher=process_key(earlier.pid)).write(tmp_path / "gang.json")
+
+    def found_then_gone(key: str) -> psutil.Process:
+        process = psutil.Process(earlier.pid)
+        earlier.communicate()
+        return process
+
+    monkeypatch.setattr(local, "local_process", found_then_gone)
+    end_earlier_gang(tmp_path)
+    assert not psutil.pid_exists(earlier.pid)
