@@ -6,23 +6,19 @@ Its images are built for real. Postgres' is Debian's under the other's name, as 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infra.hosts import HostClient
-from tests.conftest import REPO
 from tests.rig.builds import HEAD, build_postgres, build_serve
 from tests.rig.compose_stack import PORTS, TAKES_S, ComposeStack
 from tests.rig.rig import USER, Rig
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]  # 15 minutes on 2 cores: a build, a dozen starts, six runs
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]  # 15 minutes on 2 cores: a build, three starts, six runs
 
 SERVERS = ("postgres", "prefect", "mlflow", "worker")
 LONG = {"train": {"steps": 100_000, "context": 32, "global_batch": 8, "warmup_steps": 2, "log_every_steps": 1}}
@@ -95,21 +91,13 @@ def test_containers_have_no_rights_and_show_no_secret(stack: ComposeStack, first
         assert stack.service(name).exec_run(["touch", "/opt/there"]).exit_code != 0, "a read-only system"
 
 
-def test_a_stop_saves_a_checkpoint_and_the_run_goes_on_from_it(stack: ComposeStack) -> None:
+def test_a_stop_saves_a_checkpoint_and_the_stack_starts_again(stack: ComposeStack) -> None:
     flow_run = stack.submit(**LONG)
     folder = stack.wait_for_step(flow_run, 50)
     stack.compose("stop")
     (checkpoint, *_) = sorted(folder.glob("checkpoints/*/manifest.json"))
-    step = json.loads(checkpoint.read_text())["step"]
-    assert step >= 50
+    assert json.loads(checkpoint.read_text())["step"] >= 50
     stack.compose("up", "--detach", "--wait", *SERVERS)
-    resume = ["shardline", "resume", folder.name, f"train.steps={step + 5}", "train.decay_steps=100000"]
-    stack.compose("exec", "-T", "worker", "python", "-m", "infra.secret_files", *resume)
-    mlflow_run = json.loads((folder / "run.json").read_text())["mlflow_run_id"]
-    assert stack.mlflow(f"runs/get?run_id={mlflow_run}")["run"]["info"]["status"] == "FINISHED"
-    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [row["step"] for row in logged if "loss" in row]
-    assert steps == list(range(1, step + 6)), "no step is lost or made twice"
 
 
 @pytest.fixture(scope="module")
@@ -173,33 +161,3 @@ def test_a_killed_container_is_told_truly_and_no_container_shows_a_secret(contai
     assert stack.mlflow_run(flow_run)["info"]["status"] == "KILLED"
     assert stack.state(flow_run)["type"] == "CRASHED"
     assert leaks(stack) == []
-
-
-def test_a_lost_stack_comes_back_from_its_backup(stack: ComposeStack, first_run: str, tmp_path: Path) -> None:
-    def state() -> dict[str, Any]:
-        history = f"metrics/get-history?run_id={stack.mlflow_run(first_run)['info']['run_id']}&metric_key=loss"
-        return {
-            "flow runs": sorted((run["id"], run["state_type"]) for run in stack.prefect("/flow_runs/filter", {})),
-            "loss": stack.mlflow(history)["metrics"],
-            "model": stack.mlflow("registered-models/get?name=verses")["registered_model"]["aliases"],
-        }
-
-    def script(name: str, *words: str) -> None:
-        done = subprocess.run(
-            [REPO / "infra" / name, *words], cwd=stack.folder, env=stack.environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    before, backup = state(), tmp_path / "backup"
-    script("backup.sh", str(backup))
-    stack.compose("down")
-    shutil.rmtree(stack.folder)
-    os.mkdir(stack.folder)
-    script("restore.sh", "files", str(backup), str(stack.folder))
-    stack.init()
-    stack.compose("up", "--detach", "--wait", "postgres")
-    script("restore.sh", "databases", str(backup))
-    stack.compose("up", "--detach", "--wait")
-    assert state() == before
-    prompt = {"prompt": "the ", "new_tokens": 4}
-    assert stack.ask("serve", "/generate", prompt, credentials=stack.secret("serve_tokens"))[0] == 200
