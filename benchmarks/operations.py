@@ -62,7 +62,7 @@ class Size:
 
 
 FULL = Size(runs=50, flows=10, flow_rows=1000, rows=100_000, rows_per_s=400, rounds=3, round_rows=500, away_s=20)
-QUICK = Size(runs=2, flows=4, flow_rows=100, rows=4000, rows_per_s=400, rounds=1, round_rows=150, away_s=0)
+QUICK = Size(runs=1, flows=4, flow_rows=100, rows=4000, rows_per_s=400, rounds=1, round_rows=150, away_s=0)
 
 
 @dataclass(frozen=True)
