@@ -30,3 +30,9 @@ def read_compose(path: Path, settings: Mapping[str, str]) -> dict[str, Any]:
 def read_settings(folder: Path) -> dict[str, str]:
     """.env of a stack's folder."""
     return dict(line.split("=", 1) for line in (folder / ".env").read_text().splitlines())
+
+
+def read_secrets(folder: Path) -> dict[str, str]:
+    """Passwords and tokens of a stack's folder; prefect_auth's without the user's name."""
+    found = {path.name: path.read_text().strip() for path in (folder / "secrets").iterdir()}
+    return {name: text.partition(":")[2] or text for name, text in found.items() if text}

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.compose import COMPOSE, read_compose, read_settings
+from tests.compose import COMPOSE, read_compose, read_secrets, read_settings
 from tests.conftest import REPO
 from tests.ranks import free_port
 
@@ -62,9 +62,7 @@ class Stack:
 
     @property
     def secrets(self) -> dict[str, str]:
-        """Passwords and tokens; prefect_auth's without the user's name."""
-        found = {path.name: path.read_text().strip() for path in (self.folder / "secrets").iterdir()}
-        return {name: text.partition(":")[2] or text for name, text in found.items() if text}
+        return read_secrets(self.folder)
 
     def url(self, name: str) -> str:
         return f"http://127.0.0.1:{self.ports[name]}"

@@ -20,7 +20,7 @@ from typing import Any
 
 import docker
 
-from tests.compose import read_settings
+from tests.compose import read_secrets, read_settings
 from tests.conftest import REPO
 from tests.rig.rig import Rig
 
@@ -89,9 +89,7 @@ class ComposeStack:
 
     @property
     def secrets(self) -> dict[str, str]:
-        """Passwords and tokens; prefect_auth's without the user's name."""
-        found = {path.name: path.read_text().strip() for path in (self.folder / "secrets").iterdir()}
-        return {name: text.partition(":")[2] or text for name, text in found.items() if text}
+        return read_secrets(self.folder)
 
     def ask(
         self, name: str, path: str, content: Any = None, *, credentials: str = "", method: str = ""
