@@ -32,13 +32,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from training.config import RunConfig
-from training.inventory import Device, Host, Inventory
-from training.plan import make_plan
-from training.rank import entered
-from training.records import RunPlan, TokenShards
-from training.saver import Saver
-from training.shards import write_shard
+from training.config.run import RunConfig
+from training.records.inventory import Device, Host, Inventory
+from training.planner.plan import make_plan
+from training.runtime.process import entered
+from training.records.plan import RunPlan, TokenShards
+from training.checkpoint.saver import Saver
+from training.shards.format import write_shard
 from training.train import Training, prepare
 
 VOCAB = 32_000

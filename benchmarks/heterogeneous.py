@@ -27,13 +27,13 @@ from typing import Any
 from benchmarks.hosts import docker_hosts, home_and_tokens
 from benchmarks.slow_link import show as show_link
 from benchmarks.slow_link import slow_link
-from tasks.fleet import check_fleet
+from tasks.launch.check_hosts import check_fleet
 from tests.conftest import tiny_config
-from tests.rig.rig import Rig
-from tests.rig.runs import docker_config, make_docker_run, train
-from training.inventory import Inventory
-from training.metrics import read_rows
-from training.records import RunPlan
+from tests.support.rig.rig import Rig
+from tests.support.rig.runs import docker_config, make_docker_run, train
+from training.records.inventory import Inventory
+from training.tracking.metrics_log import read_rows
+from training.records.plan import RunPlan
 
 CPUS = (1.0, 0.5)
 VOCAB, GLOBAL_BATCH = 256, 48

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.workload import write_corpus
 from tests.rig.conftest import missing
-from tests.rig.rig import Rig
+from tests.support.rig.rig import Rig
 
 
 @contextmanager

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from tasks.machine import usable_cores
-from tasks.torch_ranks import TorchRanks
+from tasks.hardware.machine import usable_cores
+from tasks.inference.torch_ranks import TorchRanks
 
 CONTEXT = 512
 SIZES: dict[str, dict[str, Any]] = {

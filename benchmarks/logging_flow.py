@@ -10,12 +10,12 @@ import json
 from prefect import flow
 
 from benchmarks.metric_writers import write_rows
-from flows.stages import link, new_run_id, prefect_tags
-from tasks.places import tracking_uri
-from tasks.progress import steps_shown
-from tasks.track import tracked
-from training.config import RunConfig
-from training.metrics import MetricsLog, read_rows
+from flows.stages.training import link, new_run_id, prefect_tags
+from tasks.workspace.paths import tracking_uri
+from tasks.display.progress import steps_shown
+from tasks.tracking.mlflow_run import tracked
+from training.config.run import RunConfig
+from training.tracking.metrics_log import MetricsLog, read_rows
 
 NAME = "load"
 STALLS = "stalls.json"

@@ -2,7 +2,7 @@
 
     python -m benchmarks.metric_writers WAY FOLDER --run MLFLOW_RUN --rows 1000 --rows-per-s 50
 
-WAY: `shardline` (training/metrics.py; what it has not sent at the end is left to the flow), `mlflow`
+WAY: `shardline` (training/tracking/metrics_log.py; what it has not sent at the end is left to the flow), `mlflow`
 (`mlflow.log_metrics`, the default) or `mlflow-async` (the same with `synchronous=False`, flushed at the end). The store
 is MLFLOW_TRACKING_URI. A row has the 13 metrics of a Shardline row. A row whose call raises is counted, and the loop
 goes on. Leaves FOLDER/WAY.started after a tenth of the rows, FOLDER/WAY.json, and FOLDER/WAY.npy: the milliseconds of
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from training.metrics import MetricsLog, read_sent
+from training.tracking.metrics_log import MetricsLog, read_sent
 
 WAYS = ("shardline", "mlflow", "mlflow-async")
 STARTED = "started"

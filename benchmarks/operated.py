@@ -13,9 +13,9 @@ from typing import Any
 from urllib.error import HTTPError
 
 from benchmarks.metric_writers import METRICS
-from flows.deploying import POOL
-from tests.shop import Shop
-from tests.up import FINAL, Up
+from flows.servers.deploy import POOL
+from tests.support.user_folder import Shop
+from tests.support.local_servers import FINAL, Up
 
 REPO = Path(__file__).parents[1]
 UNSET = ("MLFLOW_TRACKING_URI", "PREFECT_API_URL", "PREFECT_HOME")

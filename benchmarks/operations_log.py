@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.metric_writers import STARTED, TENTHS, WAYS
 from benchmarks.operated import POLL_S, REPO, Servers
-from training.metrics import METRICS, send_rows
+from training.tracking.metrics_log import METRICS, send_rows
 
 OURS = WAYS[0]
 

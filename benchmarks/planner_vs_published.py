@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner_vs_published [--quick] [--parts]
 
-The functions that price our own runs (training/memory.py, training/step_time.py) price runs of Megatron-LM, DeepSpeed,
+The functions that price our own runs (training/planner/memory.py, training/planner/step_time.py) price runs of Megatron-LM, DeepSpeed,
 torchtitan and MosaicML here, each by a recipe that says how that program works. A few efficiencies were fitted, to the
 rows marked * in published.py; errors are those of all other rows. The last line is one JSON object:
 `median_throughput_error`, `median_memory_error`, `worst_error` (of both), `rows`, and the blind rows' median apart.
@@ -19,13 +19,13 @@ from statistics import median
 from typing import Any
 
 from benchmarks.published import SOURCES, Model, Row, models, rows
-from training.machines import Machines, machines
-from training.memory import memory_gib
+from training.planner.cluster import Machines, machines
+from training.planner.memory import memory_gib
 from training.prediction import NOT_ALLOCATED, ModelShape
-from training.recipe import Choice, Job, Kept, Recipe
-from training.shape import count_parameters
-from training.stand_in import stand_in_inventory
-from training.step_time import step_s
+from training.planner.cost_model import Choice, Job, Kept, Recipe
+from training.planner.model_shape import count_parameters
+from training.planner.hypothetical_hosts import stand_in_inventory
+from training.planner.step_time import step_s
 
 # GPU, network of a host as the sources say (A100S, A100I: assumed), and the share of the stand-in's rate of matrix
 # products that whole steps sustain: fitted, one number for A100, one for H100, one for H100 held at 500 W.

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from training.records import RunPlan
+from training.records.plan import RunPlan
 
 POLL_S = 0.05
 DEADLINE_S = 900  # for the first rows, compilation included, and for every turn

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hosts import docker_hosts, home_and_tokens
-from tasks.recovery import attempts_of
-from tests.rig.rig import Rig
-from tests.rig.runs import kill_containers, make_docker_run, train
-from training.metrics import read_rows
+from tasks.launch.docker_hosts import attempts_of
+from tests.support.rig.rig import Rig
+from tests.support.rig.runs import kill_containers, make_docker_run, train
+from training.tracking.metrics_log import read_rows
 
 BETWEEN = 6  # steps between two strikes
 RESTART_S = 3.0  # until a killed dockerd is started again

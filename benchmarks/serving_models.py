@@ -33,9 +33,9 @@ def _write_export(folder: Path) -> tuple[Any, Any]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from training.onnx_graphs import save_graphs
-    from training.records import sha256_file
-    from training.results import ExportedModel, ParityReport
+    from training.exports.onnx_graphs import save_graphs
+    from training.records.plan import sha256_file
+    from training.records.results import ExportedModel, ParityReport
 
     folder.mkdir(parents=True)
     tokenizer = _tokenizer(folder)

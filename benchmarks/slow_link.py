@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hosts import docker_hosts, home_and_tokens
-from tests.rig.network import INTERFACE, ip
-from tests.rig.rig import Rig
-from tests.rig.runs import docker_config, make_docker_run, train
-from training.metrics import read_rows
-from training.records import RunPlan
+from tests.support.rig.network import INTERFACE, ip
+from tests.support.rig.rig import Rig
+from tests.support.rig.runs import docker_config, make_docker_run, train
+from training.tracking.metrics_log import read_rows
+from training.records.plan import RunPlan
 
 RATE = "100mbit"
 VOCAB, RATIO, RANK = 256, 0.1, 4

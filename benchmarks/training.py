@@ -7,7 +7,7 @@ its own process, in turns (benchmarks/race.py). Shardline is `python -m training
 rate, like theirs, is what it writes to metrics.jsonl. Then Shardline on 2 ranks of 1 thread against 1 rank of 1
 thread, for every strategy, on the same global batch.
 
-FLOPs per token are 6 N + 12 L H Q T (training/shape.py), the matmul rate is what training/measure.py finds here.
+FLOPs per token are 6 N + 12 L H Q T (training/planner/model_shape.py), the matmul rate is what training/measure.py finds here.
 The last line is one JSON object: `ratio_vs_plain_loop`, `ratio_vs_hf_trainer`, `ratio_vs_accelerate` by model size,
 `scaling_2_ranks` by strategy.
 """
@@ -22,9 +22,9 @@ from typing import Any
 
 from benchmarks.race import Contestant, loss_difference, race, ratio
 from benchmarks.workload import Size, inventory, measure, write_corpus, write_plan
-from training.inventory import Measured
+from training.records.inventory import Measured
 from training.measure import visible_cores
-from training.shape import flops_per_token
+from training.planner.model_shape import flops_per_token
 
 VOCAB_SIZE = 65  # tiny Shakespeare's
 SIZES = (

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from training.config import RunConfig
-from training.inventory import Host, Inventory, Measured
-from training.plan import make_plan
-from training.records import RunPlan, TokenShards
-from training.shards import MANIFEST, token_dtype, write_shard
+from training.config.run import RunConfig
+from training.records.inventory import Host, Inventory, Measured
+from training.planner.plan import make_plan
+from training.records.plan import RunPlan, TokenShards
+from training.shards.format import MANIFEST, token_dtype, write_shard
 
 CORPUS_CHARACTERS = 2_000_000
 NEVER = 10**8

@@ -12,35 +12,25 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Cancelled
 
-from flows import stages
-from flows.artifacts import show_table
-from flows.began import began
-from flows.lost_runs import reconcile
+from flows.stages import training as stages
+from flows.prefect_ui.artifacts import show_table
+from flows.prefect_ui.hooks import began
+from flows.stages.crashed_runs import reconcile
 from flows.presets import with_overrides
-from flows.report import reported
-from tasks import track
-from tasks.causes import RunStopped
-from tasks.choices import Choice, read_choices
-from tasks.comparison import (
-    REQUEST,
-    CompareRequest,
-    Comparison,
-    Ending,
-    check,
-    compare_runs,
-    ending_of,
-    machine_in_words,
-    one_device,
-)
-from tasks.comparison_page import write_page
-from tasks.comparison_picture import draw
-from tasks.comparison_report import headline, table, write_csv
-from tasks.places import command, run_folder, tracking_uri
-from tasks.track import TrackedRun, tracked
-from training.config import RunConfig
-from training.credentials import without_credentials
-from training.inventory import Inventory
-from training.records import TokenShards
+from flows.stages.report import reported
+from tasks.tracking import mlflow_run
+from tasks.launch.failure import RunStopped
+from tasks.comparison.strategies import Choice, read_choices
+from tasks.comparison.compare import REQUEST, CompareRequest, Comparison, Ending, check, compare_runs, ending_of, machine_in_words, one_device
+from tasks.comparison.page import write_page
+from tasks.comparison.picture import draw
+from tasks.comparison.table import headline, table, write_csv
+from tasks.workspace.paths import command, run_folder, tracking_uri
+from tasks.tracking.mlflow_run import TrackedRun, tracked
+from training.config.run import RunConfig
+from training.tracking.redaction import without_credentials
+from training.records.inventory import Inventory
+from training.records.plan import TokenShards
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +172,7 @@ def report(
         target_loss=target,
         target_was_given=bool(request.target_loss),
         machine=machine_in_words(Inventory.read(path)) if (path := folder / INVENTORY).exists() else (),
-        commit=track.git_commit()[0],
+        commit=mlflow_run.git_commit()[0],
         command=_command(folder / CONFIG, request),
         open_mlflow=stages.open_mlflow(),
         report=str(folder / PAGE),
@@ -193,7 +183,7 @@ def report(
     draw(folder / PICTURE, comparison, folders=folders)
     write_page(folder / PAGE, comparison, picture=folder / PICTURE, config=text)
     comparison.write(folder / RECORD)
-    track.log_files(parent, *(folder / name for name in (CSV, PICTURE, PAGE, RECORD, CONFIG)))
+    mlflow_run.log_files(parent, *(folder / name for name in (CSV, PICTURE, PAGE, RECORD, CONFIG)))
     _log_to_children(comparison)
     headings, cells = table(comparison)
     shown = [dict(zip(headings, line, strict=True)) for line in cells]
@@ -214,4 +204,4 @@ def _log_to_children(comparison: Comparison) -> None:
     for row in comparison.rows:
         if row.run_id and row.steps is not None:
             figures = {f"compare/{key}": value for key in keys if (value := getattr(row, key)) is not None}
-            track.log_figures(track.read_run(row.run_id), figures, step=row.steps)
+            mlflow_run.log_figures(mlflow_run.read_run(row.run_id), figures, step=row.steps)

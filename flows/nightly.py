@@ -7,13 +7,13 @@ from typing import Any
 from prefect import flow
 from prefect.states import Completed, State
 
-from flows.artifacts import show_markdown
-from flows.began import began
+from flows.prefect_ui.artifacts import show_markdown
+from flows.prefect_ui.hooks import began
 from flows.pretrain import pretrain
-from tasks.news import find_news
-from tasks.page import as_text
-from tasks.places import tracking_uri
-from training.config import RunConfig
+from tasks.data.new_files import find_news
+from tasks.display.html_page import as_text
+from tasks.workspace.paths import tracking_uri
+from training.config.run import RunConfig
 
 
 @flow(name="Pretrain nightly", flow_run_name="{config.name}, what is new", on_running=[began], validate_parameters=True)

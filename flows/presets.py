@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from training.config import RunConfig
-from training.serving_config import EvaluateConfig, ServeConfig
+from training.config.run import RunConfig
+from training.config.serving import EvaluateConfig, ServeConfig
 from training.triton_config import TritonConfig
 
 C = TypeVar("C", bound=BaseModel)

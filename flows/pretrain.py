@@ -8,17 +8,17 @@ from __future__ import annotations
 from prefect import flow
 from prefect.states import Cancelled
 
-from flows import stages
-from flows.began import began
-from flows.lost_runs import reconcile
-from flows.report import report, reported
-from flows.trainer import train_by_program
-from tasks.causes import RunStopped
-from tasks.report import Outcome
-from tasks.track import tracked
-from tasks.trainer import TrainerOutcome
-from training.config import RunConfig
-from training.records import RunPlan
+from flows.stages import training as stages
+from flows.prefect_ui.hooks import began
+from flows.stages.crashed_runs import reconcile
+from flows.stages.report import report, reported
+from flows.stages.custom_program import train_by_program
+from tasks.launch.failure import RunStopped
+from tasks.reports.outcome import Outcome
+from tasks.tracking.mlflow_run import tracked
+from tasks.planning.custom_program import TrainerOutcome
+from training.config.run import RunConfig
+from training.records.plan import RunPlan
 
 
 @flow(name="Pretrain", flow_run_name="{config.name}", on_running=[began], validate_parameters=True)

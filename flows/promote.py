@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from prefect import flow
 
-from flows import promotion_stages as stages
-from flows.began import began
-from training.results import RegisteredModel
+from flows.stages import promotion as stages
+from flows.prefect_ui.hooks import began
+from training.records.results import RegisteredModel
 
 
 @flow(name="Promote", flow_run_name="promote {model}", on_running=[began], validate_parameters=True)

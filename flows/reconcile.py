@@ -6,11 +6,11 @@ from typing import Any
 
 from prefect import flow
 
-from flows import lost_runs
-from flows.artifacts import show_table
-from flows.began import began
-from tasks.running import known_hosts
-from tasks.stopping import reap
+from flows.stages import crashed_runs
+from flows.prefect_ui.artifacts import show_table
+from flows.prefect_ui.hooks import began
+from tasks.operations.ps import known_hosts
+from tasks.operations.stop import reap
 
 
 @flow(name="Reconcile", flow_run_name="true statuses, unsent metrics, stale containers", on_running=[began])
@@ -18,7 +18,7 @@ def reconcile() -> list[dict[str, Any]]:
     """Tell MLflow and Prefect how runs ended that could not say so, and remove containers that nobody looks after."""
     rows = [
         {"what": run.run_id, "done": f"{run.ending.status} ({run.ending.cause})", "why": run.ending.why}
-        for run in lost_runs.reconcile()
+        for run in crashed_runs.reconcile()
     ]
     reaped = reap(known_hosts())
     rows += [{"what": name, "done": "container removed", "why": "its launcher is gone"} for name in reaped.removed]

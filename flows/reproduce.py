@@ -5,12 +5,12 @@ from __future__ import annotations
 from prefect import flow
 from prefect.states import Cancelled
 
-from flows import stages
-from flows.began import began
-from flows.lost_runs import reconcile
-from tasks.causes import RunStopped
-from tasks.reproduce import Agreement, compare, find_original, pinned, require_same_data
-from tasks.track import git_commit, tracked
+from flows.stages import training as stages
+from flows.prefect_ui.hooks import began
+from flows.stages.crashed_runs import reconcile
+from tasks.launch.failure import RunStopped
+from tasks.comparison.reproduce import Agreement, compare, find_original, pinned, require_same_data
+from tasks.tracking.mlflow_run import git_commit, tracked
 
 
 @flow(name="Reproduce", flow_run_name="reproduce {ref}", on_running=[began])

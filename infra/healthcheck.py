@@ -1,4 +1,4 @@
-"""`python -m infra.answers URL`: exit code 0 if it answers 200 within 5 s; compose.yaml's health checks."""
+"""`python -m infra.healthcheck URL`: exit code 0 if it answers 200 within 5 s; compose.yaml's health checks."""
 
 from __future__ import annotations
 

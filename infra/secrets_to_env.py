@@ -1,4 +1,4 @@
-"""`python -m infra.secret_files COMMAND …`: read secrets from files into the environment, then become the command.
+"""`python -m infra.secrets_to_env COMMAND …`: read secrets from files into the environment, then become the command.
 
 NAME_FILE=/run/secrets/x becomes NAME, as in Postgres' image: what `docker inspect` and compose.yaml show is the path.
 Only files of a folder called `secrets` are meant, since SSL_CERT_FILE and its like are no secrets. An empty file

@@ -35,6 +35,6 @@ WORKDIR /opt/shardline/src
 USER 10001:10001
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=6s --start-period=60s --retries=6 \
-    CMD ["python", "-m", "infra.answers", "http://127.0.0.1:8000/health/ready"]
+    CMD ["python", "-m", "infra.healthcheck", "http://127.0.0.1:8000/health/ready"]
 # The last of --host wins, like any option's, so that what follows the image's name may change it.
 ENTRYPOINT ["shardline", "serve", "--host", "0.0.0.0", "--port", "8000"]

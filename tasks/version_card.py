@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from tasks.page import as_text
+from tasks.display.html_page import as_text
 
 if TYPE_CHECKING:
-    from tasks.register import FinishedRun
+    from tasks.registry.versions import FinishedRun
 
 
 def figures_of(run: FinishedRun) -> dict[str, float]:

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.manifests import write_manifest
-from tests.ranks import Ranks
-from training.config import RunConfig
-from training.inventory import Device, Host, Inventory
-from training.metrics import read_rows
-from training.packing import one_epoch
-from training.plan import make_plan
-from training.records import RunPlan, SourceFile, Stretch, TokenShards
-from training.shards import write_shard
+from tests.support.manifests import write_manifest
+from tests.support.ranks import Ranks
+from training.config.run import RunConfig
+from training.records.inventory import Device, Host, Inventory
+from training.tracking.metrics_log import read_rows
+from training.shards.packing import one_epoch
+from training.planner.plan import make_plan
+from training.records.plan import RunPlan, SourceFile, Stretch, TokenShards
+from training.shards.format import write_shard
 
 REPO = Path(__file__).parents[1]
 VOCAB, END, MASK = 61, 0, 1

@@ -107,8 +107,8 @@ def test_the_contract_loads_neither_torch_nor_prefect_nor_mlflow() -> None:
 
 def test_help_answers_without_heavy_libraries() -> None:
     code = (
-        "import sys, flows.cli\n"
-        "try:\n    flows.cli.main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "import sys, flows.cli.command\n"
+        "try:\n    flows.cli.command.main(['--help'])\nexcept SystemExit:\n    pass\n"
         "print(sorted({'torch', 'prefect', 'mlflow', 'transformers', 'datasets', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPO)

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from flows.presets import PRESETS_FILE, load_config, presets
-from tasks.sources import Skipped, find_sources
+from tasks.data.sources import Skipped, find_sources
 from tests.conftest import inventory
-from training.config import RunConfig
-from training.plan import make_plan
+from training.config.run import RunConfig
+from training.planner.plan import make_plan
 
 PRESETS = ["quickstart", "pretrain", "shakespeare-char", "gpt2-124m", "llama-1b", "bert-base"]
 

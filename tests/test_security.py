@@ -14,10 +14,10 @@ import yaml
 from pydantic import ValidationError
 
 from flows.presets import load_config, with_overrides
-from tasks.page import as_text
-from tasks.places import run_folder
-from tasks.pretrained import hf_config
-from training.config import RunConfig
+from tasks.display.html_page import as_text
+from tasks.workspace.paths import run_folder
+from tasks.planning.pretrained import hf_config
+from training.config.run import RunConfig
 
 REPO = Path(__file__).parents[1]
 ROOMS = ("flows", "tasks", "training", "infra", "benchmarks")

@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from training.export_config import ExportConfig
-from training.latency import Graph, in_turns, session_engine, torch_engine
-from training.onnx_graphs import graph_file
-from training.onnx_session import open_session
-from training.parity import Tally, graphs_in, held_out_texts, session_logits, torch_logits
-from training.records import RunPlan, write_atomically
-from training.results import EngineRecord, EngineReport, ExportedModel, LatencyFigure
-from training.tensorrt_engine import EngineSession, build_engine, profile, why_no_tensorrt
+from training.config.export import ExportConfig
+from training.exports.latency import Graph, in_turns, session_engine, torch_engine
+from training.exports.onnx_graphs import graph_file
+from training.exports.onnx_session import open_session
+from training.exports.parity import Tally, graphs_in, held_out_texts, session_logits, torch_logits
+from training.records.plan import RunPlan, write_atomically
+from training.records.results import EngineRecord, EngineReport, ExportedModel, LatencyFigure
+from training.exports.tensorrt import EngineSession, build_engine, profile, why_no_tensorrt
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ def _vocab_size(folder: Path) -> int:
 
 
 def _torch_model(folder: Path, exported: ExportedModel) -> Any:
-    from training.model import auto_class_of
+    from training.models.language_model import auto_class_of
 
     model = auto_class_of(exported.objective)
     return model.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False).eval()

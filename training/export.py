@@ -22,16 +22,16 @@ from typing import Any
 import torch
 
 from training.build_engine import build_engines
-from training.checkpoint import check_model
-from training.latency import measure_latency
-from training.model import load_model
-from training.model_card import model_card
-from training.onnx_graphs import save_graphs
-from training.parity import check_parity, parity_failure
-from training.records import RunPlan, TrainResult, sha256_file
-from training.results import ExportedModel
-from training.retention import keep, reading
-from training.tensorrt_engine import why_no_tensorrt
+from training.checkpoint.load import check_model
+from training.exports.latency import measure_latency
+from training.models.language_model import load_model
+from training.exports.model_card import model_card
+from training.exports.onnx_graphs import save_graphs
+from training.exports.parity import check_parity, parity_failure
+from training.records.plan import RunPlan, TrainResult, sha256_file
+from training.records.results import ExportedModel
+from training.checkpoint.retention import keep, reading
+from training.exports.tensorrt import why_no_tensorrt
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from training.batches import Batcher, Request
-from training.channel import Channel
-from training.decode_plan import DecodePlan
-from training.decode_ranks import Alone, Sharing, Stages
-from training.decoding import AnyClass, Do, Part, is_described, load_part, load_whole
-from training.matmul import prefer_onednn
+from training.inference.continuous_batching import Batcher, Request
+from training.inference.socket_channel import Channel
+from training.records.decode_plan import DecodePlan
+from training.inference.decode_ranks import Alone, Sharing, Stages
+from training.inference.decode_step import AnyClass, Do, Part, is_described, load_part, load_whole
+from training.runtime.onednn import prefer_onednn
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def _ranks(plan: DecodePlan, *, dtype: torch.dtype, device: torch.device) -> Alo
 
 
 def _deepspeed_ranks(plan: DecodePlan, *, dtype: torch.dtype, device: torch.device) -> Alone:
-    from training.deepspeed_inference import deepspeed_model
+    from training.inference.deepspeed import deepspeed_model
 
     folder, vocab_size = Path(plan.folder), _vocab_size(plan)
     hf, how = deepspeed_model(folder, dtype=dtype, device=device, degree=plan.degree, context=plan.context)

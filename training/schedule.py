@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # training/train_config.py checks its combinations with `check_schedule`
-    from training.train_config import TrainConfig
+if TYPE_CHECKING:  # training/config/train.py checks its combinations with `check_schedule`
+    from training.config.train import TrainConfig
 
 
 def learning_rate(step: int, train: TrainConfig, *, steps: int) -> float:

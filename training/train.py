@@ -20,26 +20,27 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from training import checkpoint, metrics
-from training.data import Loader, held_out
-from training.freezing import trainable_parameters
-from training.hang import Watch, watched
-from training.limits import Limits
-from training.loss import IGNORED
-from training.machine_log import machine_logged
-from training.mesh import build_mesh
-from training.meter import Meter
-from training.model import LanguageModel, unfilled_model
-from training.profiling import Profiler
-from training.rank import Rank, StopFlag, entered
-from training.rebalance import Rebalancer, in_force
-from training.records import RunPlan, StoppedBy, TrainResult, sha256_file
-from training.retention import prune, reading, sweep
-from training.samples import SampleLog
-from training.saver import Saver
+from training.checkpoint import load
+from training.tracking import metrics_log
+from training.data.loader import Loader, held_out
+from training.models.freezing import trainable_parameters
+from training.runtime.watchdog import Watch, watched
+from training.trainer.stop_rules import Limits
+from training.models.linear_cross_entropy import IGNORED
+from training.monitoring.system_metrics import machine_logged
+from training.runtime.mesh import build_mesh
+from training.monitoring.meter import Meter
+from training.models.language_model import LanguageModel, unfilled_model
+from training.monitoring.profiler import Profiler
+from training.runtime.process import Rank, StopFlag, entered
+from training.trainer.rebalance import Rebalancer, in_force
+from training.records.plan import RunPlan, StoppedBy, TrainResult, sha256_file
+from training.checkpoint.retention import prune, reading, sweep
+from training.inference.samples import SampleLog
+from training.checkpoint.saver import Saver
 from training.schedule import learning_rate
 from training.strategies import Strategy, parallelize
-from training.tracing import part
+from training.runtime.step_trace import part
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class Training:
     strategy: Strategy
     loader: Loader
     start: int
-    resumed: checkpoint.Manifest | None
+    resumed: load.Manifest | None
 
 
 def prepare(plan: RunPlan, *, rank: Rank, run_dir: Path) -> Training:
@@ -74,14 +75,14 @@ def prepared(plan: RunPlan, found: Path | None, *, rank: Rank, run_dir: Path) ->
     """At the checkpoint `found`; without one, at the start. Collective."""
     model, weights = unfilled_model(plan)
     if found is not None:
-        weights = checkpoint.weights_for(model, found)
+        weights = load.weights_for(model, found)
     model.train()
     num_trained = trainable_parameters(model)
     mesh = build_mesh(plan)
     strategy = parallelize(plan, mesh, model, weights=weights, device=rank.device)
     # Ranks must not drop the same units, but for tp peers, which share each unit's neighbours.
     torch.manual_seed(plan.config.train.seed + rank.rank // plan.mesh["tp"])
-    resumed = checkpoint.load_state(found, strategy=strategy, rank=rank, mesh=plan.mesh) if found is not None else None
+    resumed = load.load_state(found, strategy=strategy, rank=rank, mesh=plan.mesh) if found is not None else None
     start = resumed.step if resumed is not None else 0
     loader = Loader(in_force(plan, resumed), dp_rank=mesh["dp"].get_local_rank(), device=rank.device)
     return Training(plan, rank, run_dir, mesh, model, num_trained, strategy, loader, start, resumed)
@@ -93,7 +94,7 @@ def _agree_on_checkpoint(run_dir: Path, rank: Rank) -> Path | None:
     if rank.rank == 0:
         sweep(run_dir)
         try:
-            found = [checkpoint.newest_whole(run_dir)]
+            found = [load.newest_whole(run_dir)]
         except RuntimeError as error:
             found = [error]
     patient = dist.new_group(timeout=HASHING_TIMEOUT, backend="gloo")
@@ -109,7 +110,7 @@ def train(
     *,
     meter: Meter,
     profiler: Profiler,
-    log: metrics.MetricsLog | None,
+    log: metrics_log.MetricsLog | None,
     limits: Limits,
     saver: Saver,
     watch: Watch,
@@ -198,11 +199,11 @@ def main(plan_path: Path) -> None:
         state = prepare(plan, rank=rank, run_dir=run_dir)
         log, rows = None, []
         if rank.is_metrics_rank:
-            for path in metrics.row_files(run_dir):
-                metrics.forget_after(path, state.start)
-            rows = metrics.read_rows(run_dir / metrics.METRICS)
+            for path in metrics_log.row_files(run_dir):
+                metrics_log.forget_after(path, state.start)
+            rows = metrics_log.read_rows(run_dir / metrics_log.METRICS)
             uri = os.environ.get("MLFLOW_TRACKING_URI", "")
-            log = metrics.MetricsLog(run_dir, tracking_uri=uri, mlflow_run_id=plan.mlflow_run_id)
+            log = metrics_log.MetricsLog(run_dir, tracking_uri=uri, mlflow_run_id=plan.mlflow_run_id)
             if not any("trainable_parameters" in row for row in rows):
                 log.write(0, trainable_parameters=state.trainable_parameters)
         tokens = state.resumed.tokens if state.resumed is not None else 0
@@ -232,7 +233,7 @@ def main(plan_path: Path) -> None:
 
 
 def result(state: Training, *, meter: Meter, stopped_by: StoppedBy) -> TrainResult:
-    folder = checkpoint.checkpoint_folder(state.run_dir, meter.step)
+    folder = load.checkpoint_folder(state.run_dir, meter.step)
     return TrainResult(
         step=meter.step,
         tokens=meter.tokens,

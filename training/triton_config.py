@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from training.data_config import Part
+from training.config.data import Part
 
 
 class TritonConfig(Part):

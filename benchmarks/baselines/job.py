@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from training.data import Loader
-from training.model import build_model
-from training.records import RunPlan
-from training.shards import read_manifest
+from training.data.loader import Loader
+from training.models.language_model import build_model
+from training.records.plan import RunPlan
+from training.shards.format import read_manifest
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from flows.compare_cli import add_compare_command, is_comparison, resume_comparison
-from flows.evaluate_cli import add_evaluate_command
-from flows.image_cli import add_image_commands
-from flows.model_cli import add_model_commands
-from flows.promotion_cli import add_promotion_commands
-from flows.running_cli import add_running_commands
-from flows.servers_cli import add_server_commands
-from flows.tables import print_pairs
+from flows.cli.compare import add_compare_command, is_comparison, resume_comparison
+from flows.cli.evaluate import add_evaluate_command
+from flows.cli.images import add_image_commands
+from flows.cli.models import add_model_commands
+from flows.cli.promotion import add_promotion_commands
+from flows.cli.runs import add_running_commands
+from flows.cli.servers import add_server_commands
+from flows.cli.tables import print_pairs
 
 DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 130
 
@@ -33,9 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     _set_up_logging(verbose=options.verbose)
     signal.signal(signal.SIGTERM, _interrupt)
-    from tasks.causes import RunStopped
-    from tasks.places import keep_password_apart
-    from training.credentials import without_credentials
+    from tasks.launch.failure import RunStopped
+    from tasks.workspace.paths import keep_password_apart
+    from training.tracking.redaction import without_credentials
 
     keep_password_apart()
     try:
@@ -144,8 +144,8 @@ def _pretrain(options: argparse.Namespace) -> int:
 
 def _resume(options: argparse.Namespace) -> int:
     from flows.presets import with_overrides
-    from tasks.overrides import accepted, latest_config
-    from tasks.track import read_run
+    from tasks.runs.resume import accepted, latest_config
+    from tasks.tracking.mlflow_run import read_run
 
     run = read_run(options.run)
     if is_comparison(run.folder):
@@ -156,14 +156,14 @@ def _resume(options: argparse.Namespace) -> int:
 
 
 def _run_pretrain(config: Any, *, run_id: str, force: bool = False, as_json: bool) -> int:
-    from tasks.report import outcome_rows
+    from tasks.reports.outcome import outcome_rows
 
     outcome = _run_flow("pretrain", config, run_id=run_id, force=force)
     if as_json:
         print(outcome.model_dump_json())
         return DONE
     if config.trainer.given:
-        from flows.trainer import trainer_rows
+        from flows.stages.custom_program import trainer_rows
 
         print_pairs(f"run {outcome.run_id} is done", trainer_rows(outcome))
         return DONE
@@ -175,13 +175,13 @@ def _run_pretrain(config: Any, *, run_id: str, force: bool = False, as_json: boo
 
 def _run_flow(name: str, *arguments: Any, **named: Any) -> Any:
     """Call flows.NAME.NAME, imported while Prefect's server starts; its Cancelled state is our RunStopped."""
-    from flows.embedded import start_prefect_server
+    from flows.servers.embedded import start_prefect_server
 
     wait = start_prefect_server()
     from prefect.exceptions import CancelledRun
 
-    from tasks.causes import RunStopped
-    from tasks.track import connect
+    from tasks.launch.failure import RunStopped
+    from tasks.tracking.mlflow_run import connect
 
     flow = getattr(importlib.import_module(f"flows.{name}"), name)
     connect()
@@ -194,8 +194,8 @@ def _run_flow(name: str, *arguments: Any, **named: Any) -> Any:
 
 def _plan(options: argparse.Namespace) -> None:
     from flows.presets import field_rows, load_config
-    from tasks.plan_words import plan_in_words
-    from tasks.planning import plan_run
+    from tasks.planning.describe import plan_in_words
+    from tasks.planning.plan import plan_run
 
     if options.fields:
         print_pairs("fields of the config", field_rows())
@@ -210,9 +210,9 @@ def _plan(options: argparse.Namespace) -> None:
 
 def _inventory(config: Any, *, hosts: str | None) -> Any:
     """Of the machines that `hosts` describes; else of this one, measured."""
-    from tasks.hardware import check_hardware
-    from tasks.places import home
-    from training.stand_in import stand_in_inventory
+    from tasks.hardware.measure import check_hardware
+    from tasks.workspace.paths import home
+    from training.planner.hypothetical_hosts import stand_in_inventory
 
     if hosts:
         return stand_in_inventory(hosts)
@@ -220,16 +220,16 @@ def _inventory(config: Any, *, hosts: str | None) -> Any:
 
 
 def _doctor(options: argparse.Namespace) -> None:
-    from tasks.doctor import doctor_record, doctor_report
-    from tasks.hardware import check_hardware
-    from tasks.places import home
+    from tasks.hardware.doctor import doctor_record, doctor_report
+    from tasks.hardware.measure import check_hardware
+    from tasks.workspace.paths import home
 
     inventory = check_hardware(home=home(), ranks=options.ranks, measure_again=options.again)
     print(json.dumps(doctor_record(inventory)) if options.json else doctor_report(inventory))
 
 
 def _reproduce(options: argparse.Namespace) -> int:
-    from tasks.reproduce import agreement_rows
+    from tasks.comparison.reproduce import agreement_rows
 
     agreement = _run_flow("reproduce", options.run)
     if options.json:
@@ -237,7 +237,3 @@ def _reproduce(options: argparse.Namespace) -> int:
     else:
         print_pairs(f"{agreement.original} again, as {agreement.repeated}", agreement_rows(agreement))
     return DONE if agreement.agrees else FAILED
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`shardline compare`, for flows/cli.py; `shardline resume` of a comparison comes here too."""
+"""`shardline compare`, for flows/cli/command.py; `shardline resume` of a comparison comes here too."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flows.tables import print_table
+from flows.cli.tables import print_table
 
 DONE, FAILED = 0, 1
 
 
 def add_compare_command(command: Callable[..., argparse.ArgumentParser], run_flow: Callable[..., Any]) -> None:
-    """`command`: as flows/cli.py makes one. `run_flow`: calls a flow by name."""
+    """`command`: as flows/cli/command.py makes one. `run_flow`: calls a flow by name."""
     compare = command("compare", lambda options: _compare(options, run_flow), "strategies side by side, in one report")
     compare.add_argument("preset", metavar="PRESET", help="a preset's name, or the path of a YAML file")
     about = "for all strategies, for example train.steps=200"
@@ -30,8 +30,8 @@ def add_compare_command(command: Callable[..., argparse.ArgumentParser], run_flo
 
 def _compare(options: argparse.Namespace, run_flow: Callable[..., Any]) -> int:
     from flows.presets import load_config
-    from tasks.choices import check_for_all, read_choices
-    from tasks.comparison import CompareRequest, check
+    from tasks.comparison.strategies import check_for_all, read_choices
+    from tasks.comparison.compare import CompareRequest, check
 
     hosts = ["launch.launcher=docker", f"launch.hosts_file={options.hosts}"] if options.hosts else []
     config = load_config(options.preset, [*hosts, *options.overrides])
@@ -45,14 +45,14 @@ def _compare(options: argparse.Namespace, run_flow: Callable[..., Any]) -> int:
 
 
 def is_comparison(run_dir: Path) -> bool:
-    from tasks.comparison import REQUEST
+    from tasks.comparison.compare import REQUEST
 
     return (run_dir / REQUEST).exists()
 
 
 def resume_comparison(run: Any, options: argparse.Namespace, run_flow: Callable[..., Any]) -> int:
     """What is done stays, what was stopped goes on, what failed is tried again. `run`: the parent."""
-    from tasks.comparison import REQUEST, CompareRequest
+    from tasks.comparison.compare import REQUEST, CompareRequest
 
     if options.overrides:
         raise ValueError(
@@ -64,7 +64,7 @@ def resume_comparison(run: Any, options: argparse.Namespace, run_flow: Callable[
 
 
 def _run(config: Any, request: Any, run_flow: Callable[..., Any], *, run_id: str, as_json: bool) -> int:
-    from tasks.comparison_report import headline, table, target_in_words
+    from tasks.comparison.table import headline, table, target_in_words
 
     comparison = run_flow(
         "compare",

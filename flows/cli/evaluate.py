@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Callable
 
-from flows.tables import print_table
+from flows.cli.tables import print_table
 
 
 def add_evaluate_command(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -26,9 +26,9 @@ def add_evaluate_command(command: Callable[..., argparse.ArgumentParser]) -> Non
 
 def _evaluate(options: argparse.Namespace) -> None:
     from flows.presets import evaluate_config
-    from tasks.evaluate import evaluate, find_subject
-    from tasks.evaluation_record import record
-    from tasks.evaluation_report import table_of
+    from tasks.evaluation.evaluate import evaluate, find_subject
+    from tasks.evaluation.record import record
+    from tasks.evaluation.tables import table_of
 
     subject = find_subject(options.what)
     evaluation = subject.plan.config.evaluation.model_dump() if subject.plan else {"prompts": ()}

@@ -1,4 +1,4 @@
-"""`shardline image build|push`, for flows/cli.py."""
+"""`shardline image build|push`, for flows/cli/command.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_image_commands(commands: Any) -> None:
 
 
 def _build(options: argparse.Namespace) -> None:
-    from tasks.images import build_image
+    from tasks.operations.images import build_image
 
     image_id = build_image(
         options.name,
@@ -46,7 +46,7 @@ def _build(options: argparse.Namespace) -> None:
 
 
 def _push(options: argparse.Namespace) -> None:
-    from tasks.images import push_image
+    from tasks.operations.images import push_image
 
     image = push_image(options.name)
     print(json.dumps({"name": options.name, "image": image}) if options.json else image)

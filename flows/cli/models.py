@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flows.tables import print_pairs
+from flows.cli.tables import print_pairs
 
 ROWS_AT_A_TIME = 16  # of a file of prompts, by ONNX Runtime; torch's ranks have as many each
 
@@ -41,23 +41,23 @@ def add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _lineage(options: argparse.Namespace) -> None:
-    from tasks.places import home, tracking_uri
-    from tasks.registry import lineage
+    from tasks.workspace.paths import home, tracking_uri
+    from tasks.registry.models import lineage
 
     found = lineage(options.model, tracking_uri=tracking_uri(), cache_dir=home() / "models")
     if options.json:
         print(json.dumps(found))
         return
-    from tasks.overrides import flattened
+    from tasks.runs.resume import flattened
 
     print_pairs(f"where {options.model} comes from", [(key, str(value)) for key, value in flattened(found)])
 
 
 def _generate(options: argparse.Namespace) -> int:
     from flows.presets import serve_config
-    from tasks.engine import open_engine
-    from tasks.places import home, tracking_uri
-    from tasks.registry import resolve
+    from tasks.inference.engine import open_engine
+    from tasks.workspace.paths import home, tracking_uri
+    from tasks.registry.models import resolve
 
     if options.prompts is not None and options.prompt:  # argparse takes the first override for the prompt
         options.overrides.insert(0, options.prompt)
@@ -85,8 +85,8 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _generate_file(options: argparse.Namespace, opened: Any, model: Any, sampling: dict[str, Any]) -> int:
     """1 if a row could not be completed; it says why in the file."""
-    from tasks.generate_file import generate_file
-    from tasks.progress import rows_shown
+    from tasks.inference.prompts_file import generate_file
+    from tasks.display.progress import rows_shown
 
     if options.out is None:
         raise ValueError("--prompts needs --out FILE.jsonl, where the completions go")
@@ -102,8 +102,8 @@ def _generate_file(options: argparse.Namespace, opened: Any, model: Any, samplin
 
 def _serve(options: argparse.Namespace) -> None:
     from flows.presets import serve_config
-    from tasks.places import home, tracking_uri
-    from tasks.serve import serve
+    from tasks.workspace.paths import home, tracking_uri
+    from tasks.serving.server import serve
 
     config = serve_config(options.overrides)
 
@@ -120,9 +120,9 @@ def _serve(options: argparse.Namespace) -> None:
 
 def _triton(options: argparse.Namespace) -> None:
     from flows.presets import triton_config
-    from tasks.places import home, tracking_uri
-    from tasks.registry import resolve
-    from tasks.triton import write_repository
+    from tasks.workspace.paths import home, tracking_uri
+    from tasks.registry.models import resolve
+    from tasks.serving.triton import write_repository
 
     config, target = triton_config(options.overrides), Path(options.dir)
     export_dir, name, version = Path(options.model), Path(options.model).resolve().parent.name, 1

@@ -1,4 +1,4 @@
-"""`shardline promote|rollback|history|watch`, for flows/cli.py."""
+"""`shardline promote|rollback|history|watch`, for flows/cli/command.py."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from flows.tables import print_table
+from flows.cli.tables import print_table
 
 DONE, FAILED = 0, 1
 RunFlow = Callable[..., Any]
 
 
 def add_promotion_commands(command: Callable[..., argparse.ArgumentParser], run_flow: RunFlow) -> None:
-    """`command`: as flows/cli.py makes one. `run_flow`: calls a flow with Prefect set up."""
+    """`command`: as flows/cli/command.py makes one. `run_flow`: calls a flow with Prefect set up."""
     promote = command(
         "promote",
         lambda options: _promote(options, run_flow),
@@ -58,8 +58,8 @@ def _promote(options: argparse.Namespace, run_flow: RunFlow) -> int:
 
 
 def _rollback(options: argparse.Namespace) -> int:
-    from tasks.places import tracking_uri
-    from tasks.switching import roll_back
+    from tasks.workspace.paths import tracking_uri
+    from tasks.promotion.rollout import roll_back
 
     move = roll_back(options.model, to=options.to, why=options.why, tracking_uri=tracking_uri())
     if options.json:
@@ -70,9 +70,9 @@ def _rollback(options: argparse.Namespace) -> int:
 
 
 def _history(options: argparse.Namespace) -> None:
-    from tasks.moves import history
-    from tasks.places import tracking_uri
-    from tasks.registry import registry_client
+    from tasks.promotion.journal import history
+    from tasks.workspace.paths import tracking_uri
+    from tasks.registry.models import registry_client
 
     moves = history(registry_client(tracking_uri()), options.model)
     if options.json:
@@ -86,7 +86,7 @@ def _history(options: argparse.Namespace) -> None:
 
 
 def _watch(options: argparse.Namespace) -> None:
-    from flows.watch import watch
+    from flows.servers.watch import watch
 
     watch(
         options.models,

@@ -1,4 +1,4 @@
-"""`shardline ps|stop|reap|reconcile`, for flows/cli.py."""
+"""`shardline ps|stop|reap|reconcile`, for flows/cli/command.py."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flows.tables import print_table
+from flows.cli.tables import print_table
 
 DONE, FAILED = 0, 1
 COLUMNS = ("run", "attempt", "host", "ranks", "status", "health", "since", "step", "launcher")
 
 
 def add_running_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """`command`: as flows/cli.py makes one."""
+    """`command`: as flows/cli/command.py makes one."""
     ps = command("ps", _ps, "what runs: containers on all hosts, and runs of this machine")
     stop = command("stop", _stop, "end a run in order, with a checkpoint, on all its hosts", "RUN")
     reap = command("reap", _reap, "remove the containers that no launcher looks after any more")
@@ -29,7 +29,7 @@ def add_running_commands(command: Callable[..., argparse.ArgumentParser]) -> Non
 
 
 def _ps(options: argparse.Namespace) -> int:
-    from tasks.running import known_hosts, list_running
+    from tasks.operations.ps import known_hosts, list_running
 
     listing = list_running(known_hosts(options.hosts_file))
     if options.json:
@@ -43,7 +43,7 @@ def _ps(options: argparse.Namespace) -> int:
 
 
 def _cells(row: Any) -> tuple[str, ...]:
-    from tasks.running import ago
+    from tasks.operations.ps import ago
 
     ranks, step = ("" if number is None else f"{number:,}" for number in (row.ranks, row.step))
     return (row.run, row.attempt, row.host, ranks, row.status, row.health, ago(row.since), step, row.launcher)
@@ -55,7 +55,7 @@ def _print_silent(silent: Mapping[str, str], *, meaning: str = "what runs there 
 
 
 def _stop(options: argparse.Namespace) -> int:
-    from tasks.stopping import stop
+    from tasks.operations.stop import stop
 
     stopped = stop(options.run)
     if stopped.by != "launcher":
@@ -71,7 +71,7 @@ def _stop(options: argparse.Namespace) -> int:
 
 
 def _reconcile(options: argparse.Namespace) -> None:
-    from flows.embedded import start_prefect_server
+    from flows.servers.embedded import start_prefect_server
 
     wait = start_prefect_server()
     from flows.reconcile import reconcile
@@ -88,21 +88,21 @@ def _reconcile(options: argparse.Namespace) -> None:
 
 def _close_lost() -> None:
     """What their launcher could not say any more: KILLED in MLflow, Crashed in Prefect."""
-    from tasks.ending import reconcile
+    from tasks.tracking.final_status import reconcile
 
     if lost := [run for run in reconcile() if run.found]:
-        from flows.embedded import start_prefect_server
+        from flows.servers.embedded import start_prefect_server
 
         wait = start_prefect_server()
-        from flows.lost_runs import tell
+        from flows.stages.crashed_runs import tell
 
         wait()
         tell(lost)
 
 
 def _reap(options: argparse.Namespace) -> int:
-    from tasks.running import known_hosts
-    from tasks.stopping import reap
+    from tasks.operations.ps import known_hosts
+    from tasks.operations.stop import reap
 
     reaped = reap(known_hosts(options.hosts_file), dry_run=options.dry_run)
     if reaped.removed and not options.dry_run:

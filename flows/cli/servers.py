@@ -1,4 +1,4 @@
-"""`shardline up|down|stack`, for flows/cli.py."""
+"""`shardline up|down|stack`, for flows/cli/command.py."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from flows.tables import print_pairs
+from flows.cli.tables import print_pairs
 
 
 def add_server_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """`command`: as flows/cli.py makes one."""
+    """`command`: as flows/cli/command.py makes one."""
     up = command("up", _up, "start Prefect, MLflow and a worker on this machine; again: start what is missing")
     up.add_argument("--prefect-port", type=int, default=4200)
     up.add_argument("--mlflow-port", type=int, default=5000)
@@ -29,7 +29,7 @@ def add_server_commands(command: Callable[..., argparse.ArgumentParser]) -> None
 
 
 def _up(options: argparse.Namespace) -> None:
-    from flows.servers import up
+    from flows.servers.local import up
 
     found = up(prefect_port=options.prefect_port, mlflow_port=options.mlflow_port)
     if options.json:
@@ -46,9 +46,9 @@ def _up(options: argparse.Namespace) -> None:
 
 
 def _down(options: argparse.Namespace) -> None:
-    from flows.servers import down
-    from tasks.running import known_hosts, list_running
-    from tasks.stopping import stop
+    from flows.servers.local import down
+    from tasks.operations.ps import known_hosts, list_running
+    from tasks.operations.stop import stop
 
     under_way = sorted({row.run for row in list_running(known_hosts("")).running})
     if under_way and not options.force:
@@ -67,7 +67,7 @@ def _down(options: argparse.Namespace) -> None:
 
 def _stack(options: argparse.Namespace) -> None:
     """`worker` is what the stack's worker container runs; nobody else needs it."""
-    from flows.stack import init, work
+    from flows.servers.stack import init, work
 
     if options.action == "worker":
         work()

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tasks.places import home, up_url
+from tasks.workspace.paths import home, up_url
 
 READY_WITHIN_S = 120  # a first start migrates a database: 10 s and more
 POLL_S = 0.05

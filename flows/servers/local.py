@@ -1,7 +1,7 @@
 """`shardline up`: a Prefect server, an MLflow server and a worker of this machine, on loopback, until `shardline down`.
 
 Their state, logs and up.json are under SHARDLINE_HOME, and are the embedded ones': runs made before are seen, and runs
-made after `down` go on without servers. While they run every command uses them (tasks/places.py, `up_url`).
+made after `down` go on without servers. While they run every command uses them (tasks/workspace/paths.py, `up_url`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 
 import psutil
 
-from flows.deploying import POOL, deploy, make_pool, worker_name
-from tasks.places import UP_FILE, embedded_artifacts, home, local_process, owned, process_key, up_url
-from training.records import write_atomically
+from flows.servers.deploy import POOL, deploy, make_pool, worker_name
+from tasks.workspace.paths import UP_FILE, embedded_artifacts, home, local_process, owned, process_key, up_url
+from training.records.plan import write_atomically
 
 logger = logging.getLogger(__name__)
 

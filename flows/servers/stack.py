@@ -14,10 +14,10 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from flows.deploying import POOL, deploy, make_pool, worker_name
-from tasks.docker_pool import job_template, remove_old_containers
-from tasks.running import known_hosts, list_running
-from tasks.stopping import stop
+from flows.servers.deploy import POOL, deploy, make_pool, worker_name
+from tasks.operations.worker_pool import job_template, remove_old_containers
+from tasks.operations.ps import known_hosts, list_running
+from tasks.operations.stop import stop
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from uuid import UUID
 
 import uvicorn
 
-from tasks.challenges import Challenges, Due
-from tasks.places import tracking_uri, up_url
-from tasks.registry import registry_client, require_model
-from tasks.webhook import PATH, build_receiver, read_secret, register_webhook
+from tasks.promotion.challengers import Challenges, Due
+from tasks.workspace.paths import tracking_uri, up_url
+from tasks.registry.models import registry_client, require_model
+from tasks.promotion.webhook import PATH, build_receiver, read_secret, register_webhook
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def _start_here(due: Due) -> Callable[[], bool]:
 
 def start_in_prefect(due: Due) -> Callable[[], bool]:
     """A run of the deployment; where there is none yet, here."""
-    from flows.embedded import start_prefect_server
+    from flows.servers.embedded import start_prefect_server
 
     start_prefect_server()()
     from prefect.client.schemas.objects import FlowRun

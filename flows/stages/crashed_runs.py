@@ -20,13 +20,13 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Completed, Crashed, Failed
 
-from flows.began import PROCESS
-from flows.deploying import worker_name
-from flows.report import write_page
-from tasks import ending
-from tasks.ending import Ended, prefect_knows
-from tasks.places import is_local, local_process, tracking_uri
-from training.credentials import without_credentials
+from flows.prefect_ui.hooks import PROCESS
+from flows.servers.deploy import worker_name
+from flows.stages.report import write_page
+from tasks.tracking import final_status
+from tasks.tracking.final_status import Ended, prefect_knows
+from tasks.workspace.paths import is_local, local_process, tracking_uri
+from training.tracking.redaction import without_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ LOST = "its process was killed; nobody was there to say so, it was found later"
 
 def reconcile() -> list[Ended]:
     """Tell MLflow, then Prefect, how they ended; returns those of which Prefect did not know."""
-    told = tell(ending.reconcile())
+    told = tell(final_status.reconcile())
     end_lost()
     return told
 

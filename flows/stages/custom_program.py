@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 
-from flows import stages
-from flows.artifacts import show_pairs
-from flows.stage import stage, stage_seconds, timed
-from flows.stages import open_mlflow
-from tasks import track
-from tasks.recovery import attempts_of
-from tasks.track import TrackedRun
-from tasks.trainer import SKIPPED, TrainerOutcome, TrainerPlan, check_trainer, place
-from tasks.trainer_run import run_trainer
-from training.config import RunConfig
+from flows.stages import training as stages
+from flows.prefect_ui.artifacts import show_pairs
+from flows.stages.stage import stage, stage_seconds, timed
+from flows.stages.training import open_mlflow
+from tasks.tracking import mlflow_run
+from tasks.launch.docker_hosts import attempts_of
+from tasks.tracking.mlflow_run import TrackedRun
+from tasks.planning.custom_program import SKIPPED, TrainerOutcome, TrainerPlan, check_trainer, place
+from tasks.launch.custom_program import run_trainer
+from training.config.run import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ def train_by_program(config: RunConfig, run: TrackedRun) -> TrainerOutcome:
     """Hardware, ranks, the program; what it made of it is in MLflow and where it wrote it. Raises as run_trainer."""
     check_trainer(config)
     inventory = stages.hardware(config, run)
-    name = track.connect().get_experiment(run.experiment_id).name
+    name = mlflow_run.connect().get_experiment(run.experiment_id).name
     plan = place(
         config,
         inventory,
@@ -53,8 +53,8 @@ def train(plan: TrainerPlan, run: TrackedRun) -> TrainerOutcome:
         open_mlflow=open_mlflow(),
     )
     outcome.write(run.folder / "outcome.json")
-    track.log_files(run, run.folder / "outcome.json")
-    client = track.connect()
+    mlflow_run.log_files(run, run.folder / "outcome.json")
+    client = mlflow_run.connect()
     client.update_run(run.mlflow_run_id, name=run.run_id)  # programs may have given it a name of theirs
     client.set_tag(run.mlflow_run_id, "shardline.trainer", plan.program)
     client.set_tag(run.mlflow_run_id, "shardline.skipped", ", ".join(SKIPPED))

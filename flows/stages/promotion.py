@@ -13,20 +13,20 @@ from prefect.input import RunInput
 from prefect.runtime import flow_run
 from pydantic import Field
 
-from flows.artifacts import show_markdown, show_table
-from flows.embedded import is_embedded
+from flows.prefect_ui.artifacts import show_markdown, show_table
+from flows.servers.embedded import is_embedded
 from flows.presets import parse_override
-from flows.stage import stage
-from tasks import promotion, switching
-from tasks.gate import Check
-from tasks.judging import VERDICT, Terms, standing
-from tasks.page import as_text
-from tasks.places import tracking_uri
-from tasks.promotion import Case, Request, gate_rows
-from tasks.registry import CHALLENGER, aliases_of, registry_client, require_model
-from tasks.turns import Turn, turn, who
-from training.promotion_config import RolloutConfig
-from training.results import RegisteredModel
+from flows.stages.stage import stage
+from tasks.promotion import promote, rollout as switching
+from tasks.promotion.gates import Check
+from tasks.promotion.judge import VERDICT, Terms, standing
+from tasks.display.html_page import as_text
+from tasks.workspace.paths import tracking_uri
+from tasks.promotion.promote import Case, Request, gate_rows
+from tasks.registry.models import CHALLENGER, aliases_of, registry_client, require_model
+from tasks.promotion.lock import Turn, turn, who
+from training.config.promotion import RolloutConfig
+from training.records.results import RegisteredModel
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def asked(model: str, *, version: int | None, force: bool, overrides: Sequence[s
         overrides=dict(map(parse_override, overrides)),
         prefect_run=run_id if is_embedded() else str(flow_run.ui_url or run_id),
     )
-    promotion.overridden(Terms(), request.overrides or {})
+    promote.overridden(Terms(), request.overrides or {})
     require_model(registry_client(tracking_uri()), model)
     return request
 
@@ -61,7 +61,7 @@ def settle(request: Request, mine: Turn) -> RegisteredModel | None:
     client, overrides = registry_client(tracking_uri()), request.overrides or {}
 
     def changed(rollout: RolloutConfig) -> RolloutConfig:
-        return promotion.overridden(Terms(rollout=rollout), overrides).rollout
+        return promote.overridden(Terms(rollout=rollout), overrides).rollout
 
     move = switching.settle(client, mine, request.model, changed=changed, show=logger.debug)
     if move is None:
@@ -74,7 +74,7 @@ def settle(request: Request, mine: Turn) -> RegisteredModel | None:
 
 @stage("Gates and smoke test")
 def judge(request: Request) -> Case:
-    case = promotion.judge(registry_client(tracking_uri()), request, tracking_uri=tracking_uri())
+    case = promote.judge(registry_client(tracking_uri()), request, tracking_uri=tracking_uri())
     _show(case)
     return case
 
@@ -90,7 +90,7 @@ class Approval(RunInput):
 def approve(request: Request, case: Case) -> Case:
     """A person says yes or no: in the form of this flow run, or by a tag of the version."""
     if case.terms.gates.approval == "tag":
-        check = promotion.approved_by_tag(registry_client(tracking_uri()), case)
+        check = promote.approved_by_tag(registry_client(tracking_uri()), case)
     else:
         check = _approved_in_prefect(case)
     case = replace(case, checks=(*case.checks, check))
@@ -121,8 +121,8 @@ def roll_out(request: Request, case: Case, mine: Turn) -> RegisteredModel:
     if case.settled:
         return standing(client, case.model, case.version, verdict=case.settled)
     if not case.passed:
-        return promotion.refuse(client, request, case)
-    move = promotion.begin(client, mine, request, case)
+        return promote.refuse(client, request, case)
+    move = promote.begin(client, mine, request, case)
     if isinstance(move, RegisteredModel):
         return move
     switching.carry_out(client, mine, move, show=logger.debug)

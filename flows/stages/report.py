@@ -8,21 +8,21 @@ from contextlib import contextmanager
 
 from prefect.runtime import flow_run
 
-from flows.artifacts import as_picture, show_markdown, show_pairs
+from flows.prefect_ui.artifacts import as_picture, show_markdown, show_pairs
 from flows.presets import presets
-from flows.stage import stage, stage_seconds
-from flows.stages import mlflow_page, open_mlflow, prefect_page
-from tasks import track
-from tasks.page import as_text
-from tasks.places import command, tracking_uri
-from tasks.report import Outcome, against_plan, draw, outcome_rows
-from tasks.run_page import CURVES, PAGE, write_report
-from tasks.run_story import RunStory, read_story
-from tasks.run_words import summary
-from tasks.track import TrackedRun
-from training.credentials import without_credentials
-from training.records import RunPlan, TrainResult
-from training.results import EvalReport, ExportedModel, RegisteredModel
+from flows.stages.stage import stage, stage_seconds
+from flows.stages.training import mlflow_page, open_mlflow, prefect_page
+from tasks.tracking import mlflow_run
+from tasks.display.html_page import as_text
+from tasks.workspace.paths import command, tracking_uri
+from tasks.reports.outcome import Outcome, against_plan, draw, outcome_rows
+from tasks.reports.run_report import CURVES, PAGE, write_report
+from tasks.reports.run_data import RunStory, read_story
+from tasks.reports.run_summary import summary
+from tasks.tracking.mlflow_run import TrackedRun
+from training.tracking.redaction import without_credentials
+from training.records.plan import RunPlan, TrainResult
+from training.records.results import EvalReport, ExportedModel, RegisteredModel
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +48,14 @@ def reported(run_id: str) -> Iterator[None]:
 
 def write_page(run_id: str, *, ended: str, flow_run_id: str = "") -> None:
     """Into the run's folder, MLflow and Prefect. `flow_run_id`: whose it is, where that is not this flow run."""
-    run, of = track.read_run(run_id), flow_run_id or str(flow_run.id or "")
+    run, of = mlflow_run.read_run(run_id), flow_run_id or str(flow_run.id or "")
     links = {"MLflow": mlflow_page(run) or open_mlflow()} | ({"Prefect": prefect_page(of) or of} if of else {})
     story = read_story(run, ended=ended, preset=presets().get(run.config.name), links=links)
     written = write_report(story)
     logger.info("report: %s", run.folder / PAGE)
     _show(story, drawn=run.folder / CURVES in written, flow_run_id=flow_run_id)
-    track.log_files(run, *written)
-    track.describe(run, "\n\n".join([as_text(" ".join(summary(story))), *_link_to_prefect(story)]))
+    mlflow_run.log_files(run, *written)
+    mlflow_run.describe(run, "\n\n".join([as_text(" ".join(summary(story))), *_link_to_prefect(story)]))
 
 
 def _link_to_prefect(story: RunStory) -> list[str]:
@@ -87,8 +87,8 @@ def report(plan: RunPlan, run: TrackedRun, model: RegisteredModel, *, generated:
         model=model,
         stage_s=seconds,
     )
-    track.wait_for_store()
-    track.log_files(run, run.folder / "summary.png")
+    mlflow_run.wait_for_store()
+    mlflow_run.log_files(run, run.folder / "summary.png")
     outcome = Outcome(
         run_id=run.run_id,
         mlflow_run_id=run.mlflow_run_id,

@@ -15,34 +15,39 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_UI_URL
 
-from flows.artifacts import name_flow_run, show_markdown, show_pairs, show_table
-from flows.embedded import is_embedded
+from flows.prefect_ui.artifacts import name_flow_run, show_markdown, show_pairs, show_table
+from flows.servers.embedded import is_embedded
 from flows.promote import promote
-from flows.stage import stage, timed
-from tasks import corpus, fleet, launch, nsight, overrides, planning, rival, track, trial
-from tasks import devices as own
-from tasks import hardware as machines
-from tasks.doctor import hardware_rows
-from tasks.engine import check_prompts
-from tasks.evaluate import check_tasks
-from tasks.evaluation_report import metrics_of, table_of
-from tasks.generate import TextGenerator
-from tasks.latency import draw_latency, latency_rows
-from tasks.page import as_text
-from tasks.places import command, home, mlflow_url, run_folder, tracking_uri
-from tasks.plan_words import plan_in_words
-from tasks.pretrained import check_tokenizer
-from tasks.progress import steps_shown
-from tasks.recovery import attempts_of
-from tasks.register import register_model
-from tasks.registry import resolve
-from tasks.report import against_plan
-from tasks.run_page import LATENCY
-from tasks.track import TrackedRun
-from training.config import RunConfig
-from training.inventory import Inventory
-from training.records import RunPlan, TokenShards, TrainResult, write_atomically
-from training.results import EvalReport, ExportedModel, LatencyReport, RegisteredModel
+from flows.stages.stage import stage, timed
+from tasks.data import corpus
+from tasks.launch import check_hosts, programs, nsight, batch_size_trial
+from tasks.runs import resume
+from tasks.planning import plan as planning
+from tasks.evaluation import champion as rival
+from tasks.tracking import mlflow_run
+from tasks.operations import gpu_queue as own
+from tasks.hardware import measure as machines
+from tasks.hardware.doctor import hardware_rows
+from tasks.inference.engine import check_prompts
+from tasks.evaluation.evaluate import check_tasks
+from tasks.evaluation.tables import metrics_of, table_of
+from tasks.inference.onnx_generator import TextGenerator
+from tasks.reports.export_latency import draw_latency, latency_rows
+from tasks.display.html_page import as_text
+from tasks.workspace.paths import command, home, mlflow_url, run_folder, tracking_uri
+from tasks.planning.describe import plan_in_words
+from tasks.planning.pretrained import check_tokenizer
+from tasks.display.progress import steps_shown
+from tasks.launch.docker_hosts import attempts_of
+from tasks.registry.versions import register_model
+from tasks.registry.models import resolve
+from tasks.reports.outcome import against_plan
+from tasks.reports.run_report import LATENCY
+from tasks.tracking.mlflow_run import TrackedRun
+from training.config.run import RunConfig
+from training.records.inventory import Inventory
+from training.records.plan import RunPlan, TokenShards, TrainResult, write_atomically
+from training.records.results import EvalReport, ExportedModel, LatencyReport, RegisteredModel
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +60,15 @@ def choose_run(run_id: str, config: RunConfig, *, force: bool) -> str:
     run_id = run_id or begun_before(config)
     if not run_id:
         return new_run_id(config.name)
-    run = track.read_run(run_id)
-    for change in overrides.accepted(run.folder, config, begun_with=run.config, force=force):
+    run = mlflow_run.read_run(run_id)
+    for change in resume.accepted(run.folder, config, begun_with=run.config, force=force):
         logger.warning("resumed with %s", change)
     return run_id
 
 
 def begun_before(config: RunConfig) -> str:
     """ID of the run that this flow run began when it was started before; empty if there is none."""
-    run_id = track.run_begun_by(str(flow_run.root_flow_run_id or ""), config)
+    run_id = mlflow_run.run_begun_by(str(flow_run.root_flow_run_id or ""), config)
     if run_id:
         logger.info("started again: going on with %s", run_id)
     return run_id
@@ -84,9 +89,9 @@ def new_run_id(name: str) -> str:
 def prefect_tags() -> dict[str, str]:
     """The way from the MLflow run to the Prefect run."""
     tags = {
-        track.FLOW_RUN: flow_run.id,
-        track.FLOW_RUN_STARTS: flow_run.run_count,
-        track.ROOT_FLOW_RUN: flow_run.root_flow_run_id,
+        mlflow_run.FLOW_RUN: flow_run.id,
+        mlflow_run.FLOW_RUN_STARTS: flow_run.run_count,
+        mlflow_run.ROOT_FLOW_RUN: flow_run.root_flow_run_id,
     }
     if flow_run.id:
         tags["prefect.flow_run_url"] = prefect_page(flow_run.id)
@@ -150,8 +155,8 @@ def hardware(config: RunConfig, run: TrackedRun | None = None) -> Inventory:
         return _inventory(config, home() / "dry-run")
     with timed(run, "hardware"):
         inventory = _inventory(config, run.folder)
-    if (report := run.folder / fleet.NETWORK).exists():
-        track.log_files(run, report)
+    if (report := run.folder / check_hosts.NETWORK).exists():
+        mlflow_run.log_files(run, report)
     show_table(hardware_rows(inventory), key="hardware", description="Devices, as measured")
     return inventory
 
@@ -159,7 +164,7 @@ def hardware(config: RunConfig, run: TrackedRun | None = None) -> Inventory:
 def _inventory(config: RunConfig, folder: Path) -> Inventory:
     if config.launch.launcher == "docker":
         folder.mkdir(exist_ok=True)
-        return fleet.check_fleet(config, run_dir=folder)
+        return check_hosts.check_fleet(config, run_dir=folder)
     ranks = 1 if config.parallel.strategy == "single" else config.parallel.ranks
     return machines.check_hardware(home=home(), ranks=ranks)
 
@@ -177,9 +182,9 @@ def plan(
     else:
         with timed(run, "plan"):
             made = planning.write_plan(config, run=run, inventory=inventory, shards=shards, shards_dir=shards_dir)
-            made = trial.confirmed(made, run=run, inventory=inventory)
-            track.log_plan(made, inventory, shards)
-            track.log_resumptions(run, made.config, overrides.read_resumptions(run.folder))
+            made = batch_size_trial.confirmed(made, run=run, inventory=inventory)
+            mlflow_run.log_plan(made, inventory, shards)
+            mlflow_run.log_resumptions(run, made.config, resume.read_resumptions(run.folder))
     show_pairs(plan_in_words(made), key="plan", description="The plan")
     return made
 
@@ -188,9 +193,9 @@ def plan(
 def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
     try:
         with timed(run, "train"), steps_shown("training", total=plan.steps) as show:
-            result = launch.train(plan, run_dir=run.folder, on_row=show)
+            result = programs.train(plan, run_dir=run.folder, on_row=show)
     finally:  # of a run that fails or is stopped they tell most
-        track.offer_files(run, *sorted((run.folder / "profile").glob("*.json.gz")), folder="profile")
+        mlflow_run.offer_files(run, *sorted((run.folder / "profile").glob("*.json.gz")), folder="profile")
         log_attempts(run)
     figures = {
         "train/samples_per_s": result.samples_per_s,
@@ -202,7 +207,7 @@ def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
         **{f"train/memory/{what}": value for what, value in result.memory.items()},
     }
     known = {key: value for key, value in figures.items() if value is not None}
-    track.log_figures(run, known, step=result.step)
+    mlflow_run.log_figures(run, known, step=result.step)
     return result
 
 
@@ -211,15 +216,15 @@ def log_attempts(run: TrackedRun) -> None:
     if attempts := attempts_of(run.folder):
         with suppress(OSError):  # a full disk may be what ended it: that is to be told
             write_atomically(run.folder / "attempts.json", json.dumps(attempts, indent=2))
-        track.offer_files(run, run.folder / "attempts.json")
+        mlflow_run.offer_files(run, run.folder / "attempts.json")
 
 
 @stage("Evaluate")
 def evaluate(plan: RunPlan, run: TrackedRun) -> EvalReport:
     with timed(run, "evaluate"):
-        report = launch.evaluate(plan, run_dir=run.folder)
-    track.log_figures(run, metrics_of(report), step=report.step)
-    track.log_files(run, run.folder / "eval.json")
+        report = programs.evaluate(plan, run_dir=run.folder)
+    mlflow_run.log_figures(run, metrics_of(report), step=report.step)
+    mlflow_run.log_files(run, run.folder / "eval.json")
     show_table(table_of(report), key="evaluation", description="Held-out text, by source, and tasks")
     return report
 
@@ -227,8 +232,8 @@ def evaluate(plan: RunPlan, run: TrackedRun) -> EvalReport:
 @stage("Export")
 def export(plan: RunPlan, run: TrackedRun) -> ExportedModel:
     with timed(run, "export"):
-        exported = launch.export(plan, run_dir=run.folder)
-    track.log_files(run, run.folder / "export" / "export.json")
+        exported = programs.export(plan, run_dir=run.folder)
+    mlflow_run.log_files(run, run.folder / "export" / "export.json")
     if (run.folder / "export" / "latency.json").is_file():
         show_latency(run)
     return exported
@@ -239,7 +244,7 @@ def show_latency(run: TrackedRun) -> None:
     report = LatencyReport.read(run.folder / "export" / "latency.json")
     picture = run.folder / LATENCY
     draw_latency(picture, report)
-    track.log_files(run, run.folder / "export" / "latency.json", picture)
+    mlflow_run.log_files(run, run.folder / "export" / "latency.json", picture)
     show_table(latency_rows(report), key="export-latency", description=f"Speed of the export on {report.device}")
 
 

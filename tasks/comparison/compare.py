@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tasks.causes import RunFailed, RunStopped
-from tasks.choices import BASELINE, Choice
-from tasks.run_figures import Rows, loss_difference, measure, reaches, warmup
-from training.config import RunConfig
-from training.inventory import Inventory
-from training.launch_config import Cause
-from training.metrics import read_rows
-from training.records import Record, RunPlan
+from tasks.launch.failure import RunFailed, RunStopped
+from tasks.comparison.strategies import BASELINE, Choice
+from tasks.comparison.measurements import Rows, loss_difference, measure, reaches, warmup
+from training.config.run import RunConfig
+from training.records.inventory import Inventory
+from training.config.launch import Cause
+from training.tracking.metrics_log import read_rows
+from training.records.plan import Record, RunPlan
 
 REQUEST = "compare.json"
 PROGRAM_FAILED = re.compile(r"^training\.\w+ failed: (\[rank\d+\]: )?(\w+\.)*(?=\w+:)")  # before the error of a rank

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from tasks.comparison import Comparison, StrategyRow
-from tasks.comparison_report import COLUMNS, MORE_COLUMNS, Column, cell, headline, target_in_words
-from tasks.page import embedded_picture, write_html
+from tasks.comparison.compare import Comparison, StrategyRow
+from tasks.comparison.table import COLUMNS, MORE_COLUMNS, Column, cell, headline, target_in_words
+from tasks.display.html_page import embedded_picture, write_html
 
 LARGEST_IS_BEST = {"samples_per_s", "tokens_per_s", "speedup", "scaling_efficiency", "mfu"}
 SMALLEST_IS_BEST = {"step_ms", "average_memory_gib", "peak_memory_gib", "seconds_to_target"}

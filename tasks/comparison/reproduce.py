@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.places import home, run_folder, tracking_uri
-from tasks.registry import TAG, find_version
-from tasks.track import EXACT, OVERRIDES, TrackedRun, connect
-from training.config import RunConfig
-from training.metrics import read_rows
-from training.records import Record, RunPlan, TokenShards
+from tasks.workspace.paths import home, run_folder, tracking_uri
+from tasks.registry.models import TAG, find_version
+from tasks.tracking.mlflow_run import EXACT, OVERRIDES, TrackedRun, connect
+from training.config.run import RunConfig
+from training.tracking.metrics_log import read_rows
+from training.records.plan import Record, RunPlan, TokenShards
 
 TOLERANCE = 1e-3  # nats; the same machine and versions give 0, others round differently
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, get_args
 
-from training.config import RunConfig
+from training.config.run import RunConfig
 
 BASELINE = "single"
 NUMBERS = {"tp": "parallel.tp", "pp": "parallel.pp", "mb": "train.micro_batch", "ranks": "parallel.ranks"}

@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from tasks.chunks import Workplace, cut_chunks, tokenize_chunks
-from tasks.machine import usable_cores
-from tasks.progress import Progress, terminal_bar
-from tasks.reading import Piece, read_pieces
-from tasks.sources import EXAMPLES_KEPT, Skipped, Source, find_sources
-from tasks.split import SplitRule, choose_rule, split_pieces
-from tasks.tokenizer import SavedTokenizer, Specials, content_hash, load_pretrained, save_tokenizer, special_tokens
-from training.config import DataConfig
-from training.records import Shard, TokenShards
-from training.shards import MANIFEST, SPLITS, discard_damaged, discard_other_tokens, verify_hashes
+from tasks.data.sharding import Workplace, cut_chunks, tokenize_chunks
+from tasks.hardware.machine import usable_cores
+from tasks.display.progress import Progress, terminal_bar
+from tasks.data.readers import Piece, read_pieces
+from tasks.data.sources import EXAMPLES_KEPT, Skipped, Source, find_sources
+from tasks.data.split import SplitRule, choose_rule, split_pieces
+from tasks.data.tokenizer import SavedTokenizer, Specials, content_hash, load_pretrained, save_tokenizer, special_tokens
+from training.config.run import DataConfig
+from training.records.plan import Shard, TokenShards
+from training.shards.format import MANIFEST, SPLITS, discard_damaged, discard_other_tokens, verify_hashes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

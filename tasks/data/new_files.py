@@ -12,11 +12,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.places import home
-from tasks.registry import CHAMPION, ResolvedModel, aliases_of, registry_client, resolve
-from tasks.sources import Skipped, Source, find_sources
-from training.config import RunConfig
-from training.records import Record, RunPlan, TokenShards
+from tasks.workspace.paths import home
+from tasks.registry.models import CHAMPION, ResolvedModel, aliases_of, registry_client, resolve
+from tasks.data.sources import Skipped, Source, find_sources
+from training.config.run import RunConfig
+from training.records.plan import Record, RunPlan, TokenShards
 
 logger = logging.getLogger(__name__)
 

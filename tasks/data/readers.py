@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tasks.sources import Skipped, Source
-from training.config import DataConfig
+from tasks.data.sources import Skipped, Source
+from training.config.run import DataConfig
 
 if TYPE_CHECKING:
     import pyarrow

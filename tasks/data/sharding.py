@@ -13,10 +13,10 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.split import Passage
-from tasks.tokenizer import SavedTokenizer, encode
-from training.records import Shard, Stretch
-from training.shards import SPLITS, finished_shards, write_marker, write_shard
+from tasks.data.split import Passage
+from tasks.data.tokenizer import SavedTokenizer, encode
+from training.records.plan import Shard, Stretch
+from training.shards.format import SPLITS, finished_shards, write_marker, write_shard
 
 Chunk = list[Passage]
 Tokenized = tuple[int, tuple[Shard, ...]]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from training.config import DataConfig
-from training.records import SourceFile, sha256_file
+from training.config.run import DataConfig
+from training.records.plan import SourceFile, sha256_file
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from tasks.reading import Piece
-from training.config import DataConfig
-from training.shards import Split
+from tasks.data.readers import Piece
+from training.config.run import DataConfig
+from training.shards.format import Split
 
 ENOUGH_DOCUMENTS = 20
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tasks.split import Passage
-from training.data_config import TokenizerConfig
-from training.records import sha256_file, write_atomically
-from training.shards import Dtype, token_dtype
+from tasks.data.split import Passage
+from training.config.data import TokenizerConfig
+from training.records.plan import sha256_file, write_atomically
+from training.shards.format import Dtype, token_dtype
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

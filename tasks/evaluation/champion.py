@@ -7,16 +7,16 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.evaluate import evaluate, find_subject
-from tasks.evaluation_record import record
-from tasks.judging import LOSS_ON
-from tasks.pretrained import same_words
-from tasks.registry import CHAMPION, TAG, aliases_of, registry_client
-from training.data_config import DataConfig
-from training.evaluation_config import EvaluationConfig
-from training.records import RunPlan, TokenShards
-from training.results import EvalReport
-from training.serving_config import InferenceConfig
+from tasks.evaluation.evaluate import evaluate, find_subject
+from tasks.evaluation.record import record
+from tasks.promotion.judge import LOSS_ON
+from tasks.planning.pretrained import same_words
+from tasks.registry.models import CHAMPION, TAG, aliases_of, registry_client
+from training.config.data import DataConfig
+from training.config.evaluation import EvaluationConfig
+from training.records.plan import RunPlan, TokenShards
+from training.records.results import EvalReport
+from training.config.serving import InferenceConfig
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion

@@ -18,21 +18,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks import local
-from tasks.corpus import prepare_corpus
-from tasks.machine import device_kind_of, usable_cores
-from tasks.places import command, home, tracking_uri
-from tasks.registry import ResolvedModel, resolve
-from training.config import ModelConfig, ProfileConfig, RunConfig
-from training.data_config import DataConfig, TokenizerConfig
-from training.decode_plan import check_inference
-from training.evaluation_config import EvaluationConfig
-from training.launch_config import LaunchConfig
+from tasks.launch import local
+from tasks.data.corpus import prepare_corpus
+from tasks.hardware.machine import device_kind_of, usable_cores
+from tasks.workspace.paths import command, home, tracking_uri
+from tasks.registry.models import ResolvedModel, resolve
+from training.config.run import ModelConfig, ProfileConfig, RunConfig
+from training.config.data import DataConfig, TokenizerConfig
+from training.records.decode_plan import check_inference
+from training.config.evaluation import EvaluationConfig
+from training.config.launch import LaunchConfig
 from training.prediction import Prediction
-from training.records import RunPlan, TokenShards, TrainResult, sha256_file
-from training.results import EvalReport, EvaluationJob
-from training.serving_config import InferenceConfig
-from training.shape import MASKED_TYPES, shape_of_hf
+from training.records.plan import RunPlan, TokenShards, TrainResult, sha256_file
+from training.records.results import EvalReport, EvaluationJob
+from training.config.serving import InferenceConfig
+from training.planner.model_shape import MASKED_TYPES, shape_of_hf
 
 logger = logging.getLogger(__name__)
 
@@ -283,7 +283,7 @@ def check_tasks(config: RunConfig) -> None:
         raise ValueError(
             f"evaluation.tasks need lm-evaluation-harness: `{command('pip')} install -c constraints.txt 'lm-eval'`"
         )
-    program = [sys.executable, "-m", "training.harness_tasks", config.evaluation.model_dump_json()]
+    program = [sys.executable, "-m", "training.evaluation.lm_eval_tasks", config.evaluation.model_dump_json()]
     done = subprocess.run(program, capture_output=True, text=True, env={**os.environ, "PYTHONSAFEPATH": "1"})
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]

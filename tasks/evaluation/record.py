@@ -6,12 +6,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from tasks.evaluate import Subject
-from tasks.evaluation_report import metrics_of
-from tasks.judging import note_evaluation
-from tasks.places import tracking_uri
-from tasks.registry import TAG, registry_client
-from training.results import EvalReport
+from tasks.evaluation.evaluate import Subject
+from tasks.evaluation.tables import metrics_of
+from tasks.promotion.judge import note_evaluation
+from tasks.workspace.paths import tracking_uri
+from tasks.registry.models import TAG, registry_client
+from training.records.results import EvalReport
 
 
 def record(report: EvalReport, subject: Subject, *, text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from training.results import EvalReport, SourceFigures
+from training.records.results import EvalReport, SourceFigures
 
 NOT_IN_A_METRIC = re.compile(r"[^\w\-. /:]")  # MLflow's names
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from infra.containers import Bind
 from infra.hosts import DockerHost
-from training.launch_config import HostConfig, LaunchConfig
+from training.config.launch import HostConfig, LaunchConfig
 
 TLS_FILES = ("ca.pem", "cert.pem", "key.pem")
 

@@ -24,18 +24,9 @@ import psutil
 from pydantic import ValidationError
 
 import training
-from tasks.machine import (
-    Gpu,
-    cpu_model,
-    cpu_quota,
-    driver_gpus,
-    head_versions,
-    usable_cores,
-    usable_memory_bytes,
-    visible_gpus,
-)
-from training.inventory import Device, Host, Inventory, Measured
-from training.records import Record
+from tasks.hardware.machine import Gpu, cpu_model, cpu_quota, driver_gpus, head_versions, usable_cores, usable_memory_bytes, visible_gpus
+from training.records.inventory import Device, Host, Inventory, Measured
+from training.records.plan import Record
 
 log = logging.getLogger(__name__)
 

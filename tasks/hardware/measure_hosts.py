@@ -14,18 +14,11 @@ from pathlib import Path
 from infra.containers import start
 from infra.hosts import DockerHost, HostError, connect, on_all
 from infra.preflight import finish
-from tasks.hardware import (
-    BUSY_PERCENT,
-    MEASURE_TIMEOUT_S,
-    CachedMeasurement,
-    find_cached,
-    keep_cached,
-    last_lines,
-)
-from tasks.preflight import HostFacts, throw_away
-from training.inventory import Device, Host, Inventory, Measured
-from training.launch_config import LaunchConfig
-from training.node_record import CollectiveReport
+from tasks.hardware.measure import BUSY_PERCENT, MEASURE_TIMEOUT_S, CachedMeasurement, find_cached, keep_cached, last_lines
+from tasks.hardware.preflight import HostFacts, throw_away
+from training.records.inventory import Device, Host, Inventory, Measured
+from training.config.launch import LaunchConfig
+from training.records.node import CollectiveReport
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ import training
 from infra.containers import ATTEMPT, GPUS, HOST, LAUNCHER, RUN, Job, gpus_granted
 from infra.hosts import DockerHost
 from infra.preflight import Probe, image_findings, probe_all
-from tasks.hosts import binds, rank_user
-from tasks.places import process_key
-from training.host_check import Asked, answer_name, own_name, sources_sha256
-from training.launch_config import LaunchConfig
-from training.records import Record
+from tasks.hardware.hosts import binds, rank_user
+from tasks.workspace.paths import process_key
+from training.node.host_check import Asked, answer_name, own_name, sources_sha256
+from training.config.launch import LaunchConfig
+from training.records.plan import Record
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def _command(host: DockerHost, launch: LaunchConfig, *, run_dir: Path, token: st
         shm_gib=launch.shm_gib,
         disk_gib=disk_gib,
     )
-    return ("python", "-m", "training.host_check", json.dumps(asdict(asked)))
+    return ("python", "-m", "training.node.host_check", json.dumps(asdict(asked)))
 
 
 def throw_away(

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from tasks.generate import Sampling, TextGenerator, TextStream, choose_token, shortened
+from tasks.inference.onnx_generator import Sampling, TextGenerator, TextStream, choose_token, shortened
 
 logger = logging.getLogger(__name__)
 

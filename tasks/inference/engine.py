@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from tasks.batching import BatchedGenerator
-from tasks.generate import TextGenerator, TextStream, encode_prompt
-from tasks.machine import gpus_here
-from training.serving_config import InferenceConfig
+from tasks.inference.batching import BatchedGenerator
+from tasks.inference.onnx_generator import TextGenerator, TextStream, encode_prompt
+from tasks.hardware.machine import gpus_here
+from training.config.serving import InferenceConfig
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class EngineDied(RuntimeError):
 class Engine(Protocol):
     """An open model. Its methods may be called from several threads at a time.
 
-    `sampling` are the fields of tasks.generate.Sampling, so equal ones give equal text.
+    `sampling` are the fields of tasks.inference.onnx_generator.Sampling, so equal ones give equal text.
     """
 
     context: int  # tokens that the model sees at most
@@ -67,7 +67,7 @@ def open_engine(export_dir: Path, inference: InferenceConfig | None = None, *, r
         return BatchedGenerator(export_dir, precision=precision, rows=rows)
     if not has_torch():
         raise ValueError(f"{why}: that needs torch, which is not installed here: {TORCH_CURE}")
-    from tasks.torch_engine import TorchEngine
+    from tasks.inference.torch_engine import TorchEngine
 
     return TorchEngine(export_dir, inference)
 

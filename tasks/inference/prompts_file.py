@@ -12,9 +12,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from tasks.engine import Engine, EngineDied
-from tasks.generate import Sampling
-from training.records import Record, write_atomically
+from tasks.inference.engine import Engine, EngineDied
+from tasks.inference.onnx_generator import Sampling
+from training.records.plan import Record, write_atomically
 
 logger = logging.getLogger(__name__)
 

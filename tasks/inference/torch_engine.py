@@ -1,4 +1,4 @@
-"""The engine of torch ranks: on GPUs, on several devices, or for a model of any class (tasks/engine.py's protocol)."""
+"""The engine of torch ranks: on GPUs, on several devices, or for a model of any class (tasks/inference/engine.py's protocol)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tasks.engine import EngineDied
-from tasks.generate import Sampling, TextStream, encode_prompt, open_export
-from tasks.machine import device_kind_of, usable_cores
-from tasks.torch_ranks import Tokens, TorchRanks
-from training.decode_plan import ROWS, check_inference
-from training.serving_config import InferenceConfig
+from tasks.inference.engine import EngineDied
+from tasks.inference.onnx_generator import Sampling, TextStream, encode_prompt, open_export
+from tasks.hardware.machine import device_kind_of, usable_cores
+from tasks.inference.torch_ranks import Tokens, TorchRanks
+from training.records.decode_plan import ROWS, check_inference
+from training.config.serving import InferenceConfig
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class TorchEngine:
         return "".join(self.stream(prompt, **sampling))
 
     def stream(self, prompt: str, **sampling: Any) -> TextStream:
-        """As tasks.generate.TextGenerator's; also raises EngineDied, at the call or while the text comes."""
+        """As tasks.inference.onnx_generator.TextGenerator's; also raises EngineDied, at the call or while the text comes."""
         how = Sampling(**sampling)
         prompt_ids = encode_prompt(self.tokenizer, prompt) or [self.end_id]
         number = next(self.numbers)

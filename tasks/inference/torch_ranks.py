@@ -24,8 +24,8 @@ from typing import Any
 
 import psutil
 
-from tasks.engine import EngineDied
-from training.decode_plan import DecodePlan
+from tasks.inference.engine import EngineDied
+from training.records.decode_plan import DecodePlan
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ def command_for(plan: DecodePlan, path: Path) -> list[str]:
 
 def _environment(plan: DecodePlan) -> dict[str, str]:
     return {
-        "GOMP_SPINCOUNT": "1000",  # as in tasks/local.py: threads that spin while they wait take others' cores
+        "GOMP_SPINCOUNT": "1000",  # as in tasks/launch/local.py: threads that spin while they wait take others' cores
         **os.environ,
         "OMP_NUM_THREADS": str(plan.threads_per_rank),
         "PYTHONSAFEPATH": "1",

@@ -1,6 +1,6 @@
 """One attempt at a program on several Docker hosts: a container on each, watched until all have ended or one failed.
 
-No decision about what comes next is made here: that is tasks/recovery.py's. Nothing here waits for a host that hangs
+No decision about what comes next is made here: that is tasks/launch/docker_hosts.py's. Nothing here waits for a host that hangs
 longer than ANSWER_S for each thing it is asked, and all hosts are asked at once.
 """
 
@@ -19,13 +19,13 @@ from infra import containers
 from infra.containers import Heartbeat
 from infra.hosts import DockerHost, HostError, connect, on_each
 from infra.logs import LogFollower
-from tasks.causes import FIRST_CAUSES, Ending, classify
-from tasks.lease import Lease, withdraw_leases
-from tasks.places import fresh
-from tasks.preflight import throw_away
-from tasks.watcher import ANSWER_S, POLL_S, Watcher
-from training.launch_config import LaunchConfig
-from training.node_record import NodeTask
+from tasks.launch.failure import FIRST_CAUSES, Ending, classify
+from tasks.launch.lease import Lease, withdraw_leases
+from tasks.workspace.paths import fresh
+from tasks.hardware.preflight import throw_away
+from tasks.launch.watcher import ANSWER_S, POLL_S, Watcher
+from training.config.launch import LaunchConfig
+from training.records.node import NodeTask
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The largest micro-batch that fits: found by the plan, confirmed by a short launch of its own before training.
 
-The ranks of a trial make a few steps of the plan (training/trial.py). If one runs out of memory its process ends, the
+The ranks of a trial make a few steps of the plan (training/trainer/trial.py). If one runs out of memory its process ends, the
 others are ended with it, and the next smaller micro-batch is tried. So all ranks agree, since all get the same plan.
 """
 
@@ -10,22 +10,15 @@ import logging
 import time
 from pathlib import Path
 
-from tasks import launch, planning, track
-from tasks.causes import RunFailed
-from tasks.places import fresh
-from tasks.track import TrackedRun
-from training.inventory import Inventory
-from training.records import RunPlan
-from training.trial_record import (
-    MEASURED,
-    TRIALS,
-    Trial,
-    TrialMeasured,
-    Trials,
-    read_trials,
-    smaller,
-    wants_trial,
-)
+from tasks.launch import programs
+from tasks.planning import plan as planning
+from tasks.tracking import mlflow_run
+from tasks.launch.failure import RunFailed
+from tasks.workspace.paths import fresh
+from tasks.tracking.mlflow_run import TrackedRun
+from training.records.inventory import Inventory
+from training.records.plan import RunPlan
+from training.records.trial import MEASURED, TRIALS, Trial, TrialMeasured, Trials, read_trials, smaller, wants_trial
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +62,7 @@ def _smaller(plan: RunPlan, trial: Trial) -> tuple[int, ...]:
 def _log(record: Trials, plan: RunPlan, run: TrackedRun) -> None:
     measured = record.trials[-1].measured
     assert measured is not None
-    track.log_files(run, run.folder / TRIALS)
+    mlflow_run.log_files(run, run.folder / TRIALS)
     figures = {
         "trial/launches": float(len(record.trials)),
         "trial/peak_memory_gib": max(measured.peak_gib),
@@ -77,7 +70,7 @@ def _log(record: Trials, plan: RunPlan, run: TrackedRun) -> None:
         "trial/step_s": measured.step_s,
         "trial/seconds": sum(trial.seconds for trial in record.trials),
     }
-    track.log_figures(run, figures, step=0)
+    mlflow_run.log_figures(run, figures, step=0)
 
 
 def _try(plan: RunPlan, *, run_dir: Path) -> Trial:
@@ -85,7 +78,7 @@ def _try(plan: RunPlan, *, run_dir: Path) -> Trial:
     path, began = run_dir / MEASURED, time.perf_counter()
     path.unlink(missing_ok=True)
     try:
-        launch.run_program("training.trial", plan=plan, run_dir=run_dir)
+        programs.run_program("training.trainer.trial", plan=plan, run_dir=run_dir)
         measured, detail = TrialMeasured.read(fresh(path)), ""
     except RunFailed as failure:
         if failure.cause != "out of memory":

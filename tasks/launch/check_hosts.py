@@ -9,20 +9,20 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from infra.hosts import DockerHost
-from tasks import nsight
-from tasks.docker_hardware import measure_hosts, with_network
-from tasks.gang import Gang, Program, new_folder, sweep
-from tasks.hosts import docker_hosts, rank_user, read_hosts, slots
-from tasks.local import grace_s
-from tasks.places import fresh, home, tracking_uri
-from tasks.preflight import HostFacts, HostsNotReady, check_hosts
-from tasks.trainer import TrainerPlan, is_loopback
-from training.config import RunConfig
-from training.credentials import SECRETS, shown
-from training.inventory import Inventory
-from training.launch_config import HostConfig, LaunchConfig
-from training.node_record import CollectiveReport, in_words
-from training.records import RunPlan
+from tasks.launch import nsight
+from tasks.hardware.measure_hosts import measure_hosts, with_network
+from tasks.launch.attempt import Gang, Program, new_folder, sweep
+from tasks.hardware.hosts import docker_hosts, rank_user, read_hosts, slots
+from tasks.launch.local import grace_s
+from tasks.workspace.paths import fresh, home, tracking_uri
+from tasks.hardware.preflight import HostFacts, HostsNotReady, check_hosts
+from tasks.planning.custom_program import TrainerPlan, is_loopback
+from training.config.run import RunConfig
+from training.tracking.redaction import SECRETS, shown
+from training.records.inventory import Inventory
+from training.config.launch import HostConfig, LaunchConfig
+from training.records.node import CollectiveReport, in_words
+from training.records.plan import RunPlan
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def try_network(
     program = Program(
         run_id=run_dir.name,
         ranks={host.name: len(host.devices) for host in inventory.hosts},
-        module="training.collective",
+        module="training.hardware.check_network",
         args=(str(out),),
         grace_s=0.0,
     )

@@ -10,16 +10,16 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tasks import recovery
-from tasks.causes import LAST_LINES, Ending, HostEnd, RunFailed, RunStopped, classify
-from tasks.gang import new_folder
-from tasks.lease import Lease
-from tasks.local import POLL_S, Gang, end_earlier_gang, grace_s
-from tasks.places import process_key, tracking_uri
-from tasks.recovery import Attempt, attempts_of
-from tasks.trainer import TrainerPlan, experiment_of, free_port, program_of
-from training.credentials import without_secrets
-from training.node_record import NodeEnd, NodeTask
+from tasks.launch import docker_hosts
+from tasks.launch.failure import LAST_LINES, Ending, HostEnd, RunFailed, RunStopped, classify
+from tasks.launch.attempt import new_folder
+from tasks.launch.lease import Lease
+from tasks.launch.local import POLL_S, Gang, end_earlier_gang, grace_s
+from tasks.workspace.paths import process_key, tracking_uri
+from tasks.launch.docker_hosts import Attempt, attempts_of
+from tasks.planning.custom_program import TrainerPlan, experiment_of, free_port, program_of
+from training.tracking.redaction import without_secrets
+from training.records.node import NodeEnd, NodeTask
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def run_trainer(plan: TrainerPlan, *, run_dir: Path) -> None:
     if is_done(run_dir):
         logger.info("%s has come to its end already", plan.program)
     elif plan.config.launch.launcher == "docker":
-        recovery.run(plan.program, run_dir=run_dir, on_poll=lambda: None)
+        docker_hosts.run(plan.program, run_dir=run_dir, on_poll=lambda: None)
     else:
         run_here(plan, run_dir=run_dir)
 
@@ -78,7 +78,7 @@ def run_here(plan: TrainerPlan, *, run_dir: Path) -> None:
 
 
 def _task(plan: TrainerPlan, *, folder: Path, run_dir: Path) -> NodeTask:
-    environment = {"GOMP_SPINCOUNT": "1000"} | dict(os.environ)  # why: tasks/local.py
+    environment = {"GOMP_SPINCOUNT": "1000"} | dict(os.environ)  # why: tasks/launch/local.py
     return NodeTask(
         **program_of("", plan, run_dir=run_dir),
         num_ranks=plan.world_size,

@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from infra.hosts import HostError
-from tasks import nsight
-from tasks.causes import CURES, Ending, RunFailed, RunStopped
-from tasks.fleet import NCCL, give_to_ranks, hosts_of, ranks_reach_mlflow, tracking_for_ranks
-from tasks.gang import Gang, Program, new_folder, sweep
-from tasks.local import end_earlier_gang, grace_s
-from tasks.muster import Muster, muster
-from tasks.places import fresh, home
-from tasks.signs import Steps, Warnings
-from tasks.trainer import TrainerPlan, experiment_of, placed, program_of
-from training.inventory import Inventory
-from training.launch_config import LaunchConfig
-from training.records import Record, RunPlan, TrainResult
+from tasks.launch import nsight
+from tasks.launch.failure import CURES, Ending, RunFailed, RunStopped
+from tasks.launch.check_hosts import NCCL, give_to_ranks, hosts_of, ranks_reach_mlflow, tracking_for_ranks
+from tasks.launch.attempt import Gang, Program, new_folder, sweep
+from tasks.launch.local import end_earlier_gang, grace_s
+from tasks.launch.host_set import Muster, muster
+from tasks.workspace.paths import fresh, home
+from tasks.launch.rank_logs import Steps, Warnings
+from tasks.planning.custom_program import TrainerPlan, experiment_of, placed, program_of
+from training.records.inventory import Inventory
+from training.config.launch import LaunchConfig
+from training.records.plan import Record, RunPlan, TrainResult
 
 logger = logging.getLogger(__name__)
 

@@ -7,16 +7,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from training.launch_config import Cause
-from training.node_record import NodeEnd
-from training.records import Record
+from training.config.launch import Cause
+from training.records.node import NodeEnd
+from training.records.plan import Record
 
 if TYPE_CHECKING:
     from infra.containers import State
 
 DONE, SIGKILLED, SIGTERM = 0, 137, 15
 UNKNOWN = 255  # what a daemon says of a container whose end it did not see
-TOLD_TO_STOP = {130, 143}  # training/node.py's exit code; and a shell's, for one that had not started yet
+TOLD_TO_STOP = {130, 143}  # training/node/__main__.py's exit code; and a shell's, for one that had not started yet
 LAST_LINES = 25
 PEER_IS_GONE = re.compile(
     r"Connection (closed|reset|refused|was likely closed)|Broken pipe|connectFullMesh|remote process exited|"

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.hosts import DockerHost, HostError
-from tasks.causes import CURES, RunFailed
-from tasks.fleet import hosts_of
-from tasks.gang import sweep
-from tasks.lease import FENCE_S
-from tasks.places import home
-from tasks.planning import replan
-from tasks.preflight import HostsNotReady, check_hosts
-from tasks.trainer import TrainerPlan, place_again, placed
-from training.inventory import Inventory
-from training.launch_config import LaunchConfig
-from training.records import RunPlan
+from tasks.launch.failure import CURES, RunFailed
+from tasks.launch.check_hosts import hosts_of
+from tasks.launch.attempt import sweep
+from tasks.launch.lease import FENCE_S
+from tasks.workspace.paths import home
+from tasks.planning.plan import replan
+from tasks.hardware.preflight import HostsNotReady, check_hosts
+from tasks.planning.custom_program import TrainerPlan, place_again, placed
+from training.records.inventory import Inventory
+from training.config.launch import LaunchConfig
+from training.records.plan import RunPlan
 
 logger = logging.getLogger(__name__)
 

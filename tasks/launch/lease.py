@@ -1,7 +1,7 @@
 """The launcher's lease on a run's containers: while its file changes they work; once it is gone they are killed.
 
 Each attempt has a lease of its own, so that ranks of an earlier one, on a host that was cut off, cannot take a newer
-lease for theirs: they end by themselves as soon as they see the storage again (training/node.py).
+lease for theirs: they end by themselves as soon as they see the storage again (training/node/__main__.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-from training.records import write_atomically
+from training.records.plan import write_atomically
 
 logger = logging.getLogger(__name__)
 

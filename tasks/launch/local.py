@@ -20,11 +20,11 @@ from pathlib import Path
 
 import psutil
 
-from tasks import nsight
-from tasks.causes import OUT_OF_MEMORY, PEER_IS_GONE, RunFailed, RunStopped, cause_of
-from tasks.lease import FENCE_S, withdraw_leases
-from tasks.places import local_process, process_key, tracking_uri
-from training.records import Record, RunPlan
+from tasks.launch import nsight
+from tasks.launch.failure import OUT_OF_MEMORY, PEER_IS_GONE, RunFailed, RunStopped, cause_of
+from tasks.launch.lease import FENCE_S, withdraw_leases
+from tasks.workspace.paths import local_process, process_key, tracking_uri
+from training.records.plan import Record, RunPlan
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ STACK_S = 1.0  # for the stacks of ranks that did not stop in that time
 LAST_LINES = 25
 LOG_LINE = re.compile(r"[\d-]+ [\d:,]+ [A-Z]+ ")
 DIED = re.compile(r"rank +: (\d+) .*\n.*exitcode.*\n.*error_file.*\n.*(Signal \d+ \(\w+\) received by PID \d+)")
-RANK_WARNING = re.compile(r"[\d-]+ [\d:,]+ WARNING (.*)")  # as training/rank.py formats its log
+RANK_WARNING = re.compile(r"[\d-]+ [\d:,]+ WARNING (.*)")  # as training/runtime/process.py formats its log
 
 
 class Gang(Record):
@@ -101,7 +101,7 @@ def command_for(module: str, *, plan: RunPlan, run_dir: Path, ranks: int) -> lis
 
 
 class Stacks:
-    """runs/ID/stacks: what ranks write of where they are when no step comes (training/hang.py)."""
+    """runs/ID/stacks: what ranks write of where they are when no step comes (training/runtime/watchdog.py)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.seen = folder, False

@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tasks.preflight import HostFacts
-from training.config import RunConfig
+from tasks.hardware.preflight import HostFacts
+from training.config.run import RunConfig
 
 CURE = "or use profile.steps=[20,21] for a trace by torch's own profiler"
 

@@ -8,13 +8,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from tasks import local, recovery
-from tasks.causes import RunFailed, RunStopped
-from tasks.places import fresh
-from training.limits import is_finished
-from training.metrics import read_rows, whole_lines
-from training.records import RunPlan, TrainFailure, TrainResult, train_failure
-from training.results import EvalReport, ExportedModel
+from tasks.launch import local, docker_hosts
+from tasks.launch.failure import RunFailed, RunStopped
+from tasks.workspace.paths import fresh
+from training.trainer.stop_rules import is_finished
+from training.tracking.metrics_log import read_rows, whole_lines
+from training.records.plan import RunPlan, TrainFailure, TrainResult, train_failure
+from training.records.results import EvalReport, ExportedModel
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def run_program(
     Raises RuntimeError with the log's last lines if it fails, RunStopped if we were interrupted meanwhile.
     """
     if plan.config.launch.launcher == "docker":
-        recovery.run(module, run_dir=run_dir, ranks=ranks, on_poll=on_poll)
+        docker_hosts.run(module, run_dir=run_dir, ranks=ranks, on_poll=on_poll)
     else:
         local.run_program(module, plan=plan, run_dir=run_dir, ranks=ranks, on_poll=on_poll)
 
@@ -63,7 +63,7 @@ def train(plan: RunPlan, *, run_dir: Path, on_row: Callable[[dict[str, float]], 
 
 
 def _record(failed: RunFailed, *, run_dir: Path) -> None:
-    step = recovery.newest_step(run_dir)
+    step = docker_hosts.newest_step(run_dir)
     checkpoint, detail = f"checkpoints/{step:08d}" if step else "", str(failed).partition("\n")[0]
     failure = TrainFailure(step=step, checkpoint=checkpoint, stopped_by=failed.cause, detail=detail)
     try:

@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from tasks.local import RANK_WARNING
-from tasks.places import tracking_uri
-from training.metrics import METRICS, Sender
+from tasks.launch.local import RANK_WARNING
+from tasks.workspace.paths import tracking_uri
+from training.tracking.metrics_log import METRICS, Sender
 
 logger = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from infra import containers
 from infra.containers import State
 from infra.hosts import DockerHost, HostClient, HostError, connect
 from infra.logs import last_lines
-from tasks.causes import HostEnd
-from training.credentials import without_secrets
-from training.node_record import NodeEnd
+from tasks.launch.failure import HostEnd
+from training.tracking.redaction import without_secrets
+from training.records.node import NodeEnd
 
 POLL_S = 0.2
 ANSWER_S = 5.0  # a daemon that takes longer counts as silent; the next question comes at once
 LAST_LINES = 25
-DONE, STOPPED, KILLED = 0, 130, 137  # training/node.py's exit codes that tell all
+DONE, STOPPED, KILLED = 0, 130, 137  # training/node/__main__.py's exit codes that tell all
 
 
 class Watcher(threading.Thread):

@@ -17,13 +17,13 @@ from typing import IO
 
 from infra.containers import gpus_granted
 from infra.hosts import DockerHost
-from tasks.causes import RunStopped
-from tasks.fleet import hosts_of
-from tasks.local import end_earlier_gang
-from tasks.machine import gpus_here
-from tasks.places import home, local_process, process_key, run_folder
-from tasks.running import ask, local_gang
-from training.config import RunConfig
+from tasks.launch.failure import RunStopped
+from tasks.launch.check_hosts import hosts_of
+from tasks.launch.local import end_earlier_gang
+from tasks.hardware.machine import gpus_here
+from tasks.workspace.paths import home, local_process, process_key, run_folder
+from tasks.operations.ps import ask, local_gang
+from training.config.run import RunConfig
 
 logger = logging.getLogger(__name__)
 

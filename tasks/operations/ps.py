@@ -21,19 +21,19 @@ from pydantic import ValidationError
 from infra import containers
 from infra.containers import Found, State
 from infra.hosts import DockerHost, HostError, connect, on_each
-from tasks.hosts import docker_hosts, read_hosts
-from tasks.local import Gang
-from tasks.owner import Owner
-from tasks.places import home, is_local, is_owned, local_process, run_folder
-from training.launch_config import LaunchConfig
-from training.node_record import NodeTask
-from training.records import Record
+from tasks.hardware.hosts import docker_hosts, read_hosts
+from tasks.launch.local import Gang
+from tasks.runs.owner import Owner
+from tasks.workspace.paths import home, is_local, is_owned, local_process, run_folder
+from training.config.launch import LaunchConfig
+from training.records.node import NodeTask
+from training.records.plan import Record
 
 logger = logging.getLogger(__name__)
 
 PLANS = ("plan.json", "trainer.json")  # ours, and that of a program of the user's
 ANSWER_S = 5.0
-THROW_AWAY_S = 600.0  # what checks or measures a host ends long before that (tasks/hardware.py: 180 s)
+THROW_AWAY_S = 600.0  # what checks or measures a host ends long before that (tasks/hardware/measure.py: 180 s)
 TAIL_BYTES = 65_536  # of metrics.jsonl: a row has under 1000
 
 

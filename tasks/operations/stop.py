@@ -12,12 +12,12 @@ from typing import Literal
 import psutil
 
 from infra.hosts import DockerHost
-from tasks.gang import sweep
-from tasks.local import end_earlier_gang, grace_s
-from tasks.overrides import steps_done
-from tasks.places import AlreadyOwned, home, is_owned, owned, run_folder
-from tasks.running import OnHost, ask, hosts_of_run, launcher_of, local_gang, owner_of, run_folders
-from training.records import Record
+from tasks.launch.attempt import sweep
+from tasks.launch.local import end_earlier_gang, grace_s
+from tasks.runs.resume import steps_done
+from tasks.workspace.paths import AlreadyOwned, home, is_owned, owned, run_folder
+from tasks.operations.ps import OnHost, ask, hosts_of_run, launcher_of, local_gang, owner_of, run_folders
+from training.records.plan import Record
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from infra.own_container import like_this_one, remove_ended
+from infra.this_container import like_this_one, remove_ended
 
 FIELDS = ("image", "networks", "volumes", "mem_limit")  # prefect-docker's own; it passes on the others as they are
 KEPT_HOURS = 7 * 24

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tasks.hosts import read_hosts
-from tasks.places import home, run_folder, tracking_uri
-from training.config import RunConfig
-from training.credentials import shown
-from training.inventory import Inventory
-from training.launch_config import LaunchConfig
-from training.records import Record, RunPlan
+from tasks.hardware.hosts import read_hosts
+from tasks.workspace.paths import home, run_folder, tracking_uri
+from training.config.run import RunConfig
+from training.tracking.redaction import shown
+from training.records.inventory import Inventory
+from training.config.launch import LaunchConfig
+from training.records.plan import Record, RunPlan
 
 logger = logging.getLogger(__name__)
 

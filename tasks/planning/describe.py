@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from training.prediction import RankedChoice
-from training.records import RunPlan
+from training.records.plan import RunPlan
 
 CHOICES_SHOWN = 4
 

@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tasks.overrides import Change, changes, read_plan, remember
-from tasks.pretrained import hf_config
-from tasks.track import TrackedRun
-from training.config import RunConfig
-from training.inventory import Inventory
-from training.packing import one_epoch
-from training.plan import make_plan
-from training.records import RunPlan, TokenShards
-from training.shards import MANIFEST
-from training.trial_record import read_trials
+from tasks.runs.resume import Change, changes, read_plan, remember
+from tasks.planning.pretrained import hf_config
+from tasks.tracking.mlflow_run import TrackedRun
+from training.config.run import RunConfig
+from training.records.inventory import Inventory
+from training.shards.packing import one_epoch
+from training.planner.plan import make_plan
+from training.records.plan import RunPlan, TokenShards
+from training.shards.format import MANIFEST
+from training.records.trial import read_trials
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from training.config import ModelConfig, RunConfig
-from training.records import sha256_file
+from training.config.run import ModelConfig, RunConfig
+from training.records.plan import sha256_file
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tasks.judging import VERDICT
-from tasks.moves import unfinished
-from tasks.registry import CHALLENGER, aliases_of, registry_client
-from tasks.turns import Sight
-from training.credentials import without_credentials
+from tasks.promotion.judge import VERDICT
+from tasks.promotion.journal import unfinished
+from tasks.registry.models import CHALLENGER, aliases_of, registry_client
+from tasks.promotion.lock import Sight
+from training.tracking.redaction import without_credentials
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient

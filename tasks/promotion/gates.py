@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from training.promotion_config import GatesConfig, TaskFloor
+from training.config.promotion import GatesConfig, TaskFloor
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What moved a model's champion: one MLflow run a move, which tells who, what, when, why, and how far it came.
 
 They are never deleted, so they are the history. A run that still says RUNNING while nobody has the turn
-(tasks/turns.py) is a move that was interrupted: whoever has the turn next finishes it, or takes it back.
+(tasks/promotion/lock.py) is a move that was interrupted: whoever has the turn next finishes it, or takes it back.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import datetime
 import logging
 from typing import TYPE_CHECKING, Literal
 
-from tasks.places import embedded_artifacts
-from tasks.registry import TAG
-from training.promotion_config import RolloutConfig
-from training.records import Record
+from tasks.workspace.paths import embedded_artifacts
+from tasks.registry.models import TAG
+from training.config.promotion import RolloutConfig
+from training.records.plan import Record
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

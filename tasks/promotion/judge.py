@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.gate import Candidate, Check, Verdict, gate
-from tasks.registry import CHALLENGER, CHAMPION, GATE, REPLACES, TAG, aliases_of, local_folder
-from training.promotion_config import GatesConfig, RolloutConfig
-from training.records import Record
-from training.results import EvalReport, RegisteredModel
+from tasks.promotion.gates import Candidate, Check, Verdict, gate
+from tasks.registry.models import CHALLENGER, CHAMPION, GATE, REPLACES, TAG, aliases_of, local_folder
+from training.config.promotion import GatesConfig, RolloutConfig
+from training.records.plan import Record
+from training.records.results import EvalReport, RegisteredModel
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion

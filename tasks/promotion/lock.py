@@ -21,9 +21,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
-from tasks.places import is_local, local_process, process_key
-from tasks.registry import TAG
-from training.records import Record
+from tasks.workspace.paths import is_local, local_process, process_key
+from tasks.registry.models import TAG
+from training.records.plan import Record
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient

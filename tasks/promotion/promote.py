@@ -1,6 +1,6 @@
 """From challenger to the beginning of its move: found, judged by its gates, approved.
 
-All that moves is moved by whoever has the turn (tasks/turns.py), and stands in the move's MLflow run (tasks/moves.py)
+All that moves is moved by whoever has the turn (tasks/promotion/lock.py), and stands in the move's MLflow run (tasks/promotion/journal.py)
 before it is done: a run again finds there how far the last one came.
 """
 
@@ -14,25 +14,16 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from tasks.followers import following
-from tasks.gate import Check, Verdict, check_latency
-from tasks.judging import (
-    APPROVED,
-    VERDICT,
-    Terms,
-    judge_records,
-    note_checks,
-    note_verdict,
-    standing,
-    terms_of,
-)
-from tasks.moves import Move, begin_move
-from tasks.registry import CHALLENGER, CHAMPION, aliases_of, find_version
-from tasks.rollout import baseline
-from tasks.smoke import smoke_test
-from tasks.turns import Turn
-from training.promotion_config import GatesConfig, RolloutConfig
-from training.results import RegisteredModel
+from tasks.promotion.servers import following
+from tasks.promotion.gates import Check, Verdict, check_latency
+from tasks.promotion.judge import APPROVED, VERDICT, Terms, judge_records, note_checks, note_verdict, standing, terms_of
+from tasks.promotion.journal import Move, begin_move
+from tasks.registry.models import CHALLENGER, CHAMPION, aliases_of, find_version
+from tasks.promotion.server_stats import baseline
+from tasks.promotion.smoke_test import smoke_test
+from tasks.promotion.lock import Turn
+from training.config.promotion import GatesConfig, RolloutConfig
+from training.records.results import RegisteredModel
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion

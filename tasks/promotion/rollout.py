@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from tasks.followers import following
-from tasks.judging import note_verdict, set_champion
-from tasks.moves import Move, begin_move, end_move, history, note_stage, read_move, unfinished
-from tasks.registry import CHAMPION, REPLACES, aliases_of, find_version, registry_client, replaced_by
-from tasks.rollout import Counts, OutOfBounds, Watch, baseline, wait_for_switch
-from tasks.turns import Turn, TurnLost, turn
-from training.promotion_config import RolloutConfig
+from tasks.promotion.servers import following
+from tasks.promotion.judge import note_verdict, set_champion
+from tasks.promotion.journal import Move, begin_move, end_move, history, note_stage, read_move, unfinished
+from tasks.registry.models import CHAMPION, REPLACES, aliases_of, find_version, registry_client, replaced_by
+from tasks.promotion.server_stats import Counts, OutOfBounds, Watch, baseline, wait_for_switch
+from tasks.promotion.lock import Turn, TurnLost, turn
+from training.config.promotion import RolloutConfig
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tasks.followers import Server, following
-from training.promotion_config import RolloutConfig
+from tasks.promotion.servers import Server, following
+from training.config.promotion import RolloutConfig
 
 logger = logging.getLogger(__name__)
 

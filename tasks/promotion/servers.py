@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tasks.places import home, is_local, local_process
-from tasks.registry import CHAMPION, parse_ref
-from tasks.servers import ServerRecord
+from tasks.workspace.paths import home, is_local, local_process
+from tasks.registry.models import CHAMPION, parse_ref
+from tasks.serving.announce import ServerRecord
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
-from training.credentials import shown, without_credentials
-from training.records import RunPlan, TokenShards, TrainResult, sha256_file
-from training.results import EvalReport, ExportedModel
+from training.tracking.redaction import shown, without_credentials
+from training.records.plan import RunPlan, TokenShards, TrainResult, sha256_file
+from training.records.results import EvalReport, ExportedModel
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion

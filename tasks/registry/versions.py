@@ -8,26 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.followers import following
-from tasks.judging import (
-    TAG_CHARS,
-    VERDICT,
-    Terms,
-    judge_records,
-    note_checks,
-    note_verdict,
-    set_champion,
-    standing,
-    terms_of,
-)
-from tasks.logged_model import logged_model
-from tasks.moves import begin_move, end_move, unfinished
-from tasks.registry import CHALLENGER, CHAMPION, TAG, aliases_of, registry_client
-from tasks.turns import Turn, turn
+from tasks.promotion.servers import following
+from tasks.promotion.judge import TAG_CHARS, VERDICT, Terms, judge_records, note_checks, note_verdict, set_champion, standing, terms_of
+from tasks.registry.logged_model import logged_model
+from tasks.promotion.journal import begin_move, end_move, unfinished
+from tasks.registry.models import CHALLENGER, CHAMPION, TAG, aliases_of, registry_client
+from tasks.promotion.lock import Turn, turn
 from tasks.version_card import described, figures_of
-from training.promotion_config import RolloutConfig
-from training.records import RunPlan, TokenShards, TrainResult, sha256_config
-from training.results import EvalReport, ExportedModel, RegisteredModel
+from training.config.promotion import RolloutConfig
+from training.records.plan import RunPlan, TokenShards, TrainResult, sha256_config
+from training.records.results import EvalReport, ExportedModel, RegisteredModel
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from training.records import RunPlan
+from training.records.plan import RunPlan
 
 BLUE, RED, GREY = "#4a6fa5", "#d1603d", "#8a97a5"
 POINTS = 500  # of a curve; what a line of 1,000 pixels can show

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from training.results import LatencyFigure, LatencyReport
+from training.records.results import LatencyFigure, LatencyReport
 
 TITLES = {
     "forward": "Logits of whole texts",

@@ -6,9 +6,9 @@ import math
 import textwrap
 from pathlib import Path
 
-from training.metrics import read_rows
-from training.records import Record, RunPlan, TrainResult
-from training.results import EvalReport, ExportedModel, RegisteredModel
+from training.tracking.metrics_log import read_rows
+from training.records.plan import Record, RunPlan, TrainResult
+from training.records.results import EvalReport, ExportedModel, RegisteredModel
 
 FIRST_CJK = "\u2e80"
 

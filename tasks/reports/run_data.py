@@ -9,16 +9,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tasks.history import Event, history
-from tasks.overrides import Resumptions, latest_config, read_plan, read_resumptions
-from tasks.recovery import attempts_of
-from tasks.report import Outcome
-from tasks.track import TrackedRun
-from tasks.trainer import PLAN, TrainerPlan
-from training.config import RunConfig
-from training.metrics import read_rows
-from training.records import RunPlan, TokenShards, TrainResult, train_failure
-from training.results import EvalReport, LatencyReport, RegisteredModel
+from tasks.runs.history import Event, history
+from tasks.runs.resume import Resumptions, latest_config, read_plan, read_resumptions
+from tasks.launch.docker_hosts import attempts_of
+from tasks.reports.outcome import Outcome
+from tasks.tracking.mlflow_run import TrackedRun
+from tasks.planning.custom_program import PLAN, TrainerPlan
+from training.config.run import RunConfig
+from training.tracking.metrics_log import read_rows
+from training.records.plan import RunPlan, TokenShards, TrainResult, train_failure
+from training.records.results import EvalReport, LatencyReport, RegisteredModel
 
 STARTS, CUTS = {"begun", "resumed"}, {"failed", "stopped", "killed"}
 

@@ -10,20 +10,20 @@ from typing import Any
 
 import yaml
 
-from tasks.evaluation_report import table_of
-from tasks.latency import latency_rows
-from tasks.overrides import flattened
-from tasks.page import details, embedded_picture, heading, paragraph, tiles, words_table, write_html
-from tasks.places import command
-from tasks.plan_words import plan_in_words
-from tasks.progress import span
-from tasks.report import against_plan
-from tasks.run_curves import draw_curves
-from tasks.run_story import RunStory
-from tasks.run_words import in_units, summary
-from training.config import RunConfig
-from training.records import RunPlan, TrainResult
-from training.results import EvalReport, LatencyReport
+from tasks.evaluation.tables import table_of
+from tasks.reports.export_latency import latency_rows
+from tasks.runs.resume import flattened
+from tasks.display.html_page import details, embedded_picture, heading, paragraph, tiles, words_table, write_html
+from tasks.workspace.paths import command
+from tasks.planning.describe import plan_in_words
+from tasks.display.progress import span
+from tasks.reports.outcome import against_plan
+from tasks.reports.curves import draw_curves
+from tasks.reports.run_data import RunStory
+from tasks.reports.run_summary import in_units, summary
+from training.config.run import RunConfig
+from training.records.plan import RunPlan, TrainResult
+from training.records.results import EvalReport, LatencyReport
 
 PAGE, CURVES, LATENCY = "report.html", "curves.png", "export-latency.png"
 

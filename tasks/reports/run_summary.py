@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from tasks.progress import span
-from tasks.run_story import CUTS, RunStory
+from tasks.display.progress import span
+from tasks.reports.run_data import CUTS, RunStory
 
 
 def summary(story: RunStory) -> list[str]:

@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 from typing import Literal
 
-from tasks.overrides import steps_done
-from training.records import Record
+from tasks.runs.resume import steps_done
+from training.records.plan import Record
 
 logger = logging.getLogger(__name__)
 

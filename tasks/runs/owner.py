@@ -7,8 +7,8 @@ from pathlib import Path
 
 import psutil
 
-from tasks.places import local_process, process_key
-from training.records import Record
+from tasks.workspace.paths import local_process, process_key
+from training.records.plan import Record
 
 
 class Owner(Record):

@@ -11,10 +11,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from training.config import RunConfig
-from training.packing import one_epoch
-from training.plan import length
-from training.records import Record, RunPlan
+from training.config.run import RunConfig
+from training.shards.packing import one_epoch
+from training.planner.plan import length
+from training.records.plan import Record, RunPlan
 from training.schedule import learning_rate
 
 Effect = Literal["exact", "rounding", "schedule", "breaks", "refused"]

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tasks.places import local_process, process_key
-from training.records import Record
+from tasks.workspace.paths import local_process, process_key
+from training.records.plan import Record
 
 
 class ServerRecord(Record):
     url: str
     ref: str  # what it was told to serve, e.g. quickstart@champion
     model: str
-    process: str  # tasks.places.process_key: tells a server from what has its pid after it
+    process: str  # tasks.workspace.paths.process_key: tells a server from what has its pid after it
 
 
 @contextmanager

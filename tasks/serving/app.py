@@ -13,15 +13,15 @@ from fastapi.responses import HTMLResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp
 
-from tasks.engine import EngineDied
-from tasks.follow import Follower, Served
-from tasks.serve_gate import Gate, Refused, refusal
-from tasks.serve_kserve import add_kserve
-from tasks.serve_metrics import ServerMetrics
-from tasks.serve_openai import add_openai
-from tasks.serve_page import PAGE
-from tasks.serve_text import ClientGone, TextService, unless_gone
-from training.serving_config import ServingConfig
+from tasks.inference.engine import EngineDied
+from tasks.serving.model_follower import Follower, Served
+from tasks.serving.middleware import Gate, Refused, refusal
+from tasks.serving.kserve_api import add_kserve
+from tasks.serving.metrics import ServerMetrics
+from tasks.serving.openai_api import add_openai
+from tasks.serving.demo_page import PAGE
+from tasks.serving.completions import ClientGone, TextService, unless_gone
+from training.config.serving import ServingConfig
 
 
 class GenerateRequest(BaseModel):

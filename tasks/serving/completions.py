@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from tasks.follow import Served
-from tasks.generate import TextStream
-from tasks.serve_gate import Refused
-from tasks.serve_metrics import ServerMetrics
-from training.serving_config import ServingConfig
+from tasks.serving.model_follower import Served
+from tasks.inference.onnx_generator import TextStream
+from tasks.serving.middleware import Refused
+from tasks.serving.metrics import ServerMetrics
+from training.config.serving import ServingConfig
 
 T = TypeVar("T")
 TIMEOUT = "timeout"  # a finish_reason that no client sees

@@ -13,9 +13,9 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tasks.follow import Follower
-from tasks.serve_metrics import ServerMetrics
-from training.serving_config import ServingConfig
+from tasks.serving.model_follower import Follower
+from tasks.serving.metrics import ServerMetrics
+from training.config.serving import ServingConfig
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tasks.engine import Engine, open_engine
-from tasks.registry import find_version, parse_ref, registry_client, replaced_by, resolve
-from training.credentials import without_credentials
-from training.serving_config import InferenceConfig
+from tasks.inference.engine import Engine, open_engine
+from tasks.registry.models import find_version, parse_ref, registry_client, replaced_by, resolve
+from training.tracking.redaction import without_credentials
+from training.config.serving import InferenceConfig
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import uvicorn
 
-from tasks.follow import Follower
-from tasks.serve_app import build_app
-from tasks.servers import announced
-from training.serving_config import ServeConfig
+from tasks.serving.model_follower import Follower
+from tasks.serving.app import build_app
+from tasks.serving.announce import announced
+from training.config.serving import ServeConfig
 
 
 def serve(

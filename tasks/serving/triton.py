@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training.records import write_atomically
-from training.results import ExportedModel
+from training.records.plan import write_atomically
+from training.records.results import ExportedModel
 from training.triton_config import TritonConfig
 
 TYPES = {"tensor(int64)": "TYPE_INT64", "tensor(float)": "TYPE_FP32", "tensor(float16)": "TYPE_FP16"}

@@ -12,14 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from tasks.history import note_end
-from tasks.owner import end_orphans, owner_of
-from tasks.places import AlreadyOwned, home, local_process, owned, tracking_uri
-from tasks.registry import registry_client
-from tasks.running import local_gang
-from training.credentials import without_credentials
-from training.metrics import Sender
-from training.records import Record
+from tasks.runs.history import note_end
+from tasks.runs.owner import end_orphans, owner_of
+from tasks.workspace.paths import AlreadyOwned, home, local_process, owned, tracking_uri
+from tasks.registry.models import registry_client
+from tasks.operations.ps import local_gang
+from training.tracking.redaction import without_credentials
+from training.tracking.metrics_log import Sender
+from training.records.plan import Record
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

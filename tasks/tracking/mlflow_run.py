@@ -1,7 +1,7 @@
 """The MLflow run of a training: opened, named and closed here, and nowhere else, so that its status is true.
 
 FINISHED, FAILED or KILLED is written on every way out. After a kill -9 nobody is left to write it: every start
-flow first closes the runs whose owner is gone (tasks/ending.py).
+flow first closes the runs whose owner is gone (tasks/tracking/final_status.py).
 """
 
 from __future__ import annotations
@@ -14,23 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.causes import RunFailed, RunStopped
-from tasks.ending import Ending, close, reopen
-from tasks.history import note_start
-from tasks.overrides import Resumptions, flattened
-from tasks.owner import claim
-from tasks.places import (
-    embedded_artifacts,
-    home,
-    owned,
-    run_folder,
-    tracking_uri,
-)
-from tasks.registry import registry_client
-from training.config import RunConfig
-from training.credentials import without_credentials
-from training.inventory import Inventory
-from training.records import Record, RunPlan, TokenShards, sha256_config
+from tasks.launch.failure import RunFailed, RunStopped
+from tasks.tracking.final_status import Ending, close, reopen
+from tasks.runs.history import note_start
+from tasks.runs.resume import Resumptions, flattened
+from tasks.runs.owner import claim
+from tasks.workspace.paths import embedded_artifacts, home, owned, run_folder, tracking_uri
+from tasks.registry.models import registry_client
+from training.config.run import RunConfig
+from training.tracking.redaction import without_credentials
+from training.records.inventory import Inventory
+from training.records.plan import Record, RunPlan, TokenShards, sha256_config
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import psutil
 
-from training.credentials import credentials_apart, shown
+from training.tracking.redaction import credentials_apart, shown
 
-UP_FILE = "up.json"  # in SHARDLINE_HOME: service -> {url, process}, by flows/servers.py
+UP_FILE = "up.json"  # in SHARDLINE_HOME: service -> {url, process}, by flows/servers/local.py
 
 
 def home() -> Path:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import losses
-from tests.shop import DEADLINE_S, Shop, wait_for_step
+from tests.support.user_folder import DEADLINE_S, Shop, wait_for_step
 
 SHORT = ("model.dropout=0", "train.steps=30", "train.log_every_steps=1", "evaluation.every_steps=0")
 RECKLESS = "parallel.strategy=single,train.learning_rate=10,train.min_learning_rate=10,train.weight_decay=10"

@@ -12,11 +12,11 @@ from uuid import UUID, uuid4
 import pytest
 from prefect.client.schemas.objects import FlowRun, State, StateType
 
-from flows.began import PROCESS
-from flows.deploying import worker_name
-from flows.lost_runs import is_a_guess, is_lost
-from tasks.ending import KILLED, Ended, Ending
-from tasks.places import process_key
+from flows.prefect_ui.hooks import PROCESS
+from flows.servers.deploy import worker_name
+from flows.stages.crashed_runs import is_a_guess, is_lost
+from tasks.tracking.final_status import KILLED, Ended, Ending
+from tasks.workspace.paths import process_key
 
 OLD_S, YOUNG_S = 600, 5
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.up import Up
-from training.config import RunConfig
+from tests.support.local_servers import Up
+from training.config.run import RunConfig
 
 playwright = pytest.importorskip("playwright.sync_api")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.shop import Shop, wait_for_step
-from tests.truth import MIDDLE, SETTINGS, Story
-from tests.up import Up
+from tests.support.user_folder import Shop, wait_for_step
+from tests.support.run_status import MIDDLE, SETTINGS, Story
+from tests.support.local_servers import Up
 
 pytestmark = [
     pytest.mark.slow,

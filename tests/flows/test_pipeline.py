@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tasks.places import local_process
+from tasks.workspace.paths import local_process
 from tests.conftest import losses
-from tests.shop import DEADLINE_S, Shop, wait_for_step
-from training.records import TrainResult, sha256_file, train_failure
+from tests.support.user_folder import DEADLINE_S, Shop, wait_for_step
+from training.records.plan import TrainResult, sha256_file, train_failure
 
 
 @pytest.fixture(scope="module")

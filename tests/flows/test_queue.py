@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tasks.history import history
-from tasks.local import Gang
-from tasks.places import local_process
+from tasks.runs.history import history
+from tasks.launch.local import Gang
+from tasks.workspace.paths import local_process
 from tests.conftest import losses
-from tests.up import Up
+from tests.support.local_servers import Up
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 

@@ -10,8 +10,8 @@ import pytest
 from mlflow.artifacts import download_artifacts
 
 from tests.conftest import losses
-from tests.shop import Shop
-from training.records import RunPlan, TrainResult
+from tests.support.user_folder import Shop
+from training.records.plan import RunPlan, TrainResult
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # whole pipelines beside those of tests/flows/test_pipeline.py
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import REPO
-from tests.stack import Stack, free_folder
+from tests.support.stack_processes import Stack, free_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
 

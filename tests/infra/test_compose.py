@@ -16,8 +16,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from infra.secret_files import with_secrets
-from tests.compose import COMPOSE, WITH_DOCKER, read_compose, read_settings
+from infra.secrets_to_env import with_secrets
+from tests.support.compose import COMPOSE, WITH_DOCKER, read_compose, read_settings
 from tests.conftest import REPO
 
 SECRET_WORDS = re.compile(r"PASSWORD|TOKEN|SECRET|AUTH_STRING|KEY", re.IGNORECASE)

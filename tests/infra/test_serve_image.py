@@ -15,8 +15,8 @@ class Missing(importlib.abc.MetaPathFinder):
         if name.partition(".")[0] in {missing}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Missing())
-import tasks.batching, tasks.serve, flows.cli
-sys.exit(flows.cli.main(["serve", "tiny@champion", "--port", "0"]))
+import tasks.inference.batching, tasks.serving.server, flows.cli.command
+sys.exit(flows.cli.command.main(["serve", "tiny@champion", "--port", "0"]))
 """
 
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from training.parallel_config import ParallelConfig
-from training.rank import entered
-from training.records import RunPlan
+from training.config.parallel import ParallelConfig
+from training.runtime.process import entered
+from training.records.plan import RunPlan
 from training.strategies.compression import Compression, compress
 
 SHAPES = ((40, 24), (24,), (3, 4), (64, 16), (16,), (30, 30))

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from training.data import Loader, held_out
-from training.mesh import build_mesh
-from training.model import unfilled_model
-from training.rank import entered
-from training.records import RunPlan
+from training.data.loader import Loader, held_out
+from training.runtime.mesh import build_mesh
+from training.models.language_model import unfilled_model
+from training.runtime.process import entered
+from training.records.plan import RunPlan
 from training.strategies import parallelize
 
 

@@ -36,7 +36,7 @@ def main(plan_path: Path) -> None:
     if int(os.environ["RANK"]) == full_for:
         set_room(FULL_AT_BYTES)
     if kind == "until-reported":
-        logging.getLogger("training.saver").addHandler(RoomAfterWarning())
+        logging.getLogger("training.checkpoint.saver").addHandler(RoomAfterWarning())
     if kind == "dies":
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it, and gets EFBIG
     train(plan_path)

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from training.rank import entered
-from training.records import RunPlan
+from training.runtime.process import entered
+from training.records.plan import RunPlan
 from training.train import prepare
 
 

@@ -1,4 +1,4 @@
-"""`python -m tests.rig.train_run RUN`: the flow's training stage in a process of its own, to be killed by tests."""
+"""`python -m tests.programs.train_run RUN`: the flow's training stage in a process of its own, to be killed by tests."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import signal
 import sys
 from types import FrameType
 
-from tasks import launch
-from tasks.causes import RunStopped
-from tasks.ending import reconcile
-from tasks.fleet import hosts_of
-from tasks.gang import sweep
-from tasks.local import grace_s
-from tasks.places import run_folder
-from tasks.track import tracked
-from training.records import RunPlan
+from tasks.launch import programs
+from tasks.launch.failure import RunStopped
+from tasks.tracking.final_status import reconcile
+from tasks.launch.check_hosts import hosts_of
+from tasks.launch.attempt import sweep
+from tasks.launch.local import grace_s
+from tasks.workspace.paths import run_folder
+from tasks.tracking.mlflow_run import tracked
+from training.records.plan import RunPlan
 
 
 def main(run_id: str) -> int:
@@ -26,7 +26,7 @@ def main(run_id: str) -> int:
         with tracked(plan.config, run_id=run_id, tags={}) as run:
             plan.model_copy(update={"mlflow_run_id": run.mlflow_run_id}).write(folder / "plan.json")
             sweep(hosts_of(plan.config.launch), run_id, folder, grace_s=grace_s(folder))  # as check_fleet does
-            launch.train(RunPlan.read(folder / "plan.json"), run_dir=folder, on_row=lambda row: None)
+            programs.train(RunPlan.read(folder / "plan.json"), run_dir=folder, on_row=lambda row: None)
     except RunStopped as stop:
         print(stop)
         return 130
@@ -34,7 +34,7 @@ def main(run_id: str) -> int:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt  # as flows/cli.py has it
+    raise KeyboardInterrupt  # as flows/cli/command.py has it
 
 
 if __name__ == "__main__":

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tasks import trial
-from tasks.recovery import attempts_of
-from tasks.track import tracked
-from tests.rig.rig import Rig
-from tests.rig.runs import assert_nothing_is_left, make_docker_run
-from training.inventory import Inventory
-from training.records import RunPlan
-from training.trial_record import read_trials
+from tasks.launch import batch_size_trial
+from tasks.launch.docker_hosts import attempts_of
+from tasks.tracking.mlflow_run import tracked
+from tests.support.rig.rig import Rig
+from tests.support.rig.runs import assert_nothing_is_left, make_docker_run
+from training.records.inventory import Inventory
+from training.records.plan import RunPlan
+from training.records.trial import read_trials
 
 
 @pytest.mark.long
@@ -40,12 +40,12 @@ def test_a_host_that_runs_out_of_memory_lowers_the_micro_batch_of_all(
     assert plan.micro_batches == (64, 64)
     with tracked(plan.config, run_id=run_dir.name, tags={}) as run:
         plan = plan.model_copy(update={"mlflow_run_id": run.mlflow_run_id})
-        plan = trial.confirmed(plan, run=run, inventory=machines)
+        plan = batch_size_trial.confirmed(plan, run=run, inventory=machines)
     first, second = (read_trials(run_dir) or pytest.fail("no record")).trials
     assert first.measured is None
     assert first.detail.startswith("host1: the kernel killed a rank")
     assert (plan.micro_batches, second.micro_batches) == ((32, 32), (32, 32))
     assert RunPlan.read(run_dir / "plan.json") == plan
     endings = [(attempt["program"], attempt["ending"]["cause"]) for attempt in attempts_of(run_dir)]
-    assert endings == [("training.trial", "out of memory"), ("training.trial", "done")]
+    assert endings == [("training.trainer.trial", "out of memory"), ("training.trainer.trial", "done")]
     assert_nothing_is_left(rig)

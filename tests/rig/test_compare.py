@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.rig.rig import Rig
-from tests.rig.runs import assert_nothing_is_left
+from tests.support.rig.rig import Rig
+from tests.support.rig.runs import assert_nothing_is_left
 from tests.rig.test_flow import REPO, config
-from training.records import RunPlan
+from training.records.plan import RunPlan
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ import pytest
 from infra import containers
 from infra.containers import ATTEMPT, RUN, Bind, Heartbeat, Job, State
 from infra.hosts import HostClient, HostError, connect, on_all
-from tests.rig.rig import Rig, RigHost
+from tests.support.rig.rig import Rig, RigHost
 
 UNTIL_S = 30.0
 

@@ -13,12 +13,12 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from tasks.trainer import place
-from tasks.trainer_run import run_trainer
+from tasks.planning.custom_program import place
+from tasks.launch.custom_program import run_trainer
 from tests.conftest import inventory
-from tests.rig.rig import Rig
-from tests.rig.runs import assert_nothing_is_left, causes, docker_config
-from training.config import RunConfig
+from tests.support.rig.rig import Rig
+from tests.support.rig.runs import assert_nothing_is_left, causes, docker_config
+from training.config.run import RunConfig
 
 SCRIPTS = Path(__file__).parent / "trainers"
 REPO = Path(__file__).parents[2]

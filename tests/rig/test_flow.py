@@ -11,9 +11,9 @@ from pathlib import Path
 import yaml
 from mlflow import MlflowClient
 
-from tests.rig.rig import Rig
-from tests.rig.runs import assert_nothing_is_left
-from training.inventory import Inventory
+from tests.support.rig.rig import Rig
+from tests.support.rig.runs import assert_nothing_is_left
+from training.records.inventory import Inventory
 
 REPO = Path(__file__).parents[2]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from infra.hosts import HostClient
-from tests.rig.builds import HEAD
-from tests.rig.rig import USER, Rig
+from tests.support.rig.image_builds import HEAD
+from tests.support.rig.rig import USER, Rig
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]  # 3 minutes, nearly all of them the build
 
@@ -58,7 +58,7 @@ def test_its_commands_work_without_rights_on_a_read_only_system(head_image: Host
 
 def test_secrets_come_from_files_and_a_missing_one_is_named(head_image: HostClient, secrets: Path) -> None:
     (secrets / "token").write_text("planted_9c41\n")
-    reading = ("python", "-m", "infra.secret_files", "sh", "-c", 'echo "$TOKEN at $TOKEN_FILE."')
+    reading = ("python", "-m", "infra.secrets_to_env", "sh", "-c", 'echo "$TOKEN at $TOKEN_FILE."')
     options = {"binds": [f"{secrets}:/run/secrets:ro"], "environment": {"TOKEN_FILE": "/run/secrets/token"}}
     assert output(head_image, *reading, **options) == "planted_9c41 at .\n"
     (secrets / "token").unlink()

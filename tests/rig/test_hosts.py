@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from infra.hosts import DockerHost, HostClient, HostError, connect, in_words, on_all, on_each
-from tests.rig.certificates import make_certificate
-from tests.rig.rig import Rig
+from tests.support.rig.certificates import make_certificate
+from tests.support.rig.rig import Rig
 
 
 def hostname(client: HostClient) -> str:

@@ -16,10 +16,10 @@ import pytest
 from infra import containers, images
 from infra.containers import ATTEMPT, RUN, Bind, Job
 from infra.hosts import HostClient, HostError, connect, on_all
-from tests.rig.image_tier import proxy, registry, write_base
-from tests.rig.rig import Rig
-from training.node_record import NodeEnd, NodeTask
-from training.records import RunPlan, TrainResult
+from tests.support.rig.image_tier import proxy, registry, write_base
+from tests.support.rig.rig import Rig
+from training.records.node import NodeEnd, NodeTask
+from training.records.plan import RunPlan, TrainResult
 
 BASE = "shardline-rig-base:1"
 LONG_S = 600.0

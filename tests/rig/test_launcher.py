@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from tasks.places import tracking_uri
-from tasks.recovery import attempts_of
-from tasks.track import read_run
-from tests.rig.rig import Rig
-from tests.rig.runs import assert_nothing_is_left, curve, make_docker_run, train
+from tasks.workspace.paths import tracking_uri
+from tasks.launch.docker_hosts import attempts_of
+from tasks.tracking.mlflow_run import read_run
+from tests.support.rig.rig import Rig
+from tests.support.rig.runs import assert_nothing_is_left, curve, make_docker_run, train
 
 UNTIL_S = 90.0
 LEASE_S = 5.0
@@ -46,7 +46,7 @@ def make(rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: dict[in
 
 def launcher(run_dir: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.rig.train_run", run_dir.name],
+        [sys.executable, "-m", "tests.programs.train_run", run_dir.name],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from infra import containers
 from infra.logs import LogFollower
-from tests.rig.rig import Rig
+from tests.support.rig.rig import Rig
 from tests.rig.test_containers import client_of, job, says, until
 
 COUNT = """

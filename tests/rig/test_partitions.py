@@ -12,23 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tasks.causes import RunFailed
-from tasks.fleet import hosts_of
-from tasks.gang import sweep
-from tasks.recovery import attempts_of
-from tests.rig.rig import Rig, RigHost
-from tests.rig.runs import (
-    SLOW_STEPS,
-    assert_nothing_is_left,
-    at_step,
-    causes,
-    curve,
-    kill_containers,
-    make_slow_run,
-    train,
-)
-from training.launch_config import LaunchConfig
-from training.records import RunPlan
+from tasks.launch.failure import RunFailed
+from tasks.launch.check_hosts import hosts_of
+from tasks.launch.attempt import sweep
+from tasks.launch.docker_hosts import attempts_of
+from tests.support.rig.rig import Rig, RigHost
+from tests.support.rig.runs import SLOW_STEPS, assert_nothing_is_left, at_step, causes, curve, kill_containers, make_slow_run, train
+from training.config.launch import LaunchConfig
+from training.records.plan import RunPlan
 
 BLIP_S, PARTITION_S, RESTART_S = 8.0, 45.0, 3.0
 Undisturbed = Callable[..., dict[int, float]]

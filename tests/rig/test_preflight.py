@@ -20,11 +20,11 @@ import pytest
 from infra.containers import Job
 from infra.hosts import HostError, connect
 from infra.preflight import probe
-from tasks.docker_hardware import measure_hosts
-from tasks.hosts import docker_hosts, read_hosts
-from tasks.preflight import HostFacts, HostsNotReady, check_hosts
-from tests.rig.rig import Rig, RigHost
-from training.launch_config import LaunchConfig
+from tasks.hardware.measure_hosts import measure_hosts
+from tasks.hardware.hosts import docker_hosts, read_hosts
+from tasks.hardware.preflight import HostFacts, HostsNotReady, check_hosts
+from tests.support.rig.rig import Rig, RigHost
+from training.config.launch import LaunchConfig
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def test_a_kernel_that_keeps_its_limit_on_locked_memory(rig: Rig, run_dir: Path)
 def test_hosts_are_measured_in_their_containers_once(
     rig: Rig, run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tasks.docker_hardware.BUSY_PERCENT", 101.0)  # whatever else runs beside the tests
+    monkeypatch.setattr("tasks.hardware.measure_hosts.BUSY_PERCENT", 101.0)  # whatever else runs beside the tests
     caplog.set_level(logging.INFO, logger="tasks")
     config = launch(rig, rig.host_config(0, cpus=1, memory_gib=2), rig.host_config(1))
     hosts, home = docker_hosts(read_hosts(config), home=run_dir.parent), run_dir.parent

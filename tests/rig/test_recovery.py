@@ -11,22 +11,12 @@ from pathlib import Path
 import pytest
 
 from infra.containers import Heartbeat
-from tasks import gang
-from tasks.causes import RunFailed
-from tasks.recovery import attempts_of, newest_step
-from tests.rig.rig import Rig
-from tests.rig.runs import (
-    assert_nothing_is_left,
-    at_step,
-    causes,
-    curve,
-    kill_containers,
-    make_docker_run,
-    make_slow_run,
-    seconds_to_next_step,
-    train,
-)
-from training.records import RunPlan
+from tasks.launch import attempt
+from tasks.launch.failure import RunFailed
+from tasks.launch.docker_hosts import attempts_of, newest_step
+from tests.support.rig.rig import Rig
+from tests.support.rig.runs import assert_nothing_is_left, at_step, causes, curve, kill_containers, make_docker_run, make_slow_run, seconds_to_next_step, train
+from training.records.plan import RunPlan
 
 # On two quiet cores it is 6 s; three ranks that import torch at once on busy ones take the rest.
 MOST_S = 30.0

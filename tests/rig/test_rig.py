@@ -8,13 +8,13 @@ import sys
 import time
 from pathlib import Path
 
-from tests.rig.rig import DATA, STATE, Rig
+from tests.support.rig.rig import DATA, STATE, Rig
 
 SESSION = """
 import signal
 from infra import containers
 from infra.hosts import connect
-from tests.rig.rig import Rig
+from tests.support.rig.rig import Rig
 from tests.rig.test_containers import job
 rig = Rig()
 rig.up()

@@ -15,7 +15,7 @@ import yaml
 from docker.errors import APIError
 
 from tests.conftest import REPO
-from tests.rig.rig import Rig
+from tests.support.rig.rig import Rig
 from tests.rig.test_flow import config
 
 PLANTED = {

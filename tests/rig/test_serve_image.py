@@ -13,12 +13,12 @@ import pytest
 from mlflow import MlflowClient
 
 from infra.hosts import HostClient, connect
-from tasks.generate import TextGenerator
-from tasks.register import register_model
-from tests.rig.builds import LONG_S, SERVE, build_serve, make_base
-from tests.rig.image_tier import write_base
-from tests.rig.rig import Rig
-from tests.tiny_run import another_run, export_by_program, tiny_run
+from tasks.inference.onnx_generator import TextGenerator
+from tasks.registry.versions import register_model
+from tests.support.rig.image_builds import LONG_S, SERVE, build_serve, make_base
+from tests.support.rig.image_tier import write_base
+from tests.support.rig.rig import Rig
+from tests.support.tiny_run import another_run, export_by_program, tiny_run
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]  # 2 minutes: a system, a build
 

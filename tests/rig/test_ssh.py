@@ -13,7 +13,7 @@ import pytest
 
 from infra import containers
 from infra.hosts import DockerHost, HostError, connect
-from tests.rig.rig import Rig
+from tests.support.rig.rig import Rig
 from tests.rig.test_containers import ended, job, output
 
 SSHD = """

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tasks.causes import RunFailed
-from tasks.recovery import attempts_of
-from tests.rig.rig import Rig
-from tests.rig.runs import assert_nothing_is_left, at_step, causes, curve, kill_containers, make_slow_run, train
-from training.checkpoint import damage, published
-from training.records import RunPlan
+from tasks.launch.failure import RunFailed
+from tasks.launch.docker_hosts import attempts_of
+from tests.support.rig.rig import Rig
+from tests.support.rig.runs import assert_nothing_is_left, at_step, causes, curve, kill_containers, make_slow_run, train
+from training.checkpoint.load import damage, published
+from training.records.plan import RunPlan
 
 DISK_MIB, SPARE_BYTES = 48, 200_000  # a checkpoint of the tiny model has 0.4 MB
 Undisturbed = Callable[..., dict[int, float]]

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from tests.rig.rig import Rig
-from tests.rig.runs import make_docker_run, train
-from training.metrics import read_rows
-from training.records import RunPlan
+from tests.support.rig.rig import Rig
+from tests.support.rig.runs import make_docker_run, train
+from training.tracking.metrics_log import read_rows
+from training.records.plan import RunPlan
 
 
 @pytest.mark.long

@@ -14,8 +14,8 @@ import psutil
 import yaml
 from mlflow import MlflowClient
 
-from tasks.places import local_process
-from tests.shop import Shop
+from tasks.workspace.paths import local_process
+from tests.support.user_folder import Shop
 
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 ENDED_WITHIN_S = 240.0

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from training.records import Shard, TokenShards
-from training.shards import MANIFEST
+from training.records.plan import Shard, TokenShards
+from training.shards.format import MANIFEST
 
 
 def write_manifest(

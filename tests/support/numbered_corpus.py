@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from tests.conftest import END, MASK, inventory, tiny_config
-from tests.manifests import write_manifest
-from training.data import Batch, Loader
-from training.loss import IGNORED
-from training.packing import one_epoch
-from training.plan import make_plan
-from training.records import RunPlan, TokenShards
-from training.shards import write_shard
+from tests.support.manifests import write_manifest
+from training.data.loader import Batch, Loader
+from training.models.linear_cross_entropy import IGNORED
+from training.shards.packing import one_epoch
+from training.planner.plan import make_plan
+from training.records.plan import RunPlan, TokenShards
+from training.shards.format import write_shard
 
 CPU = torch.device("cpu")
 FIRST = 2

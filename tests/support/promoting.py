@@ -17,15 +17,15 @@ from typing import Any
 import httpx
 from mlflow.tracking import MlflowClient
 
-from tasks.moves import Move, history, unfinished
-from tasks.register import register_model
-from tasks.registry import aliases_of
-from tasks.turns import PREFIX
+from tasks.promotion.journal import Move, history, unfinished
+from tasks.registry.versions import register_model
+from tasks.registry.models import aliases_of
+from tasks.promotion.lock import PREFIX
 from tests.tasks.conftest import Store
-from tests.up import wait_for
-from training.promotion_config import RegistryConfig
-from training.records import RunPlan
-from training.results import RegisteredModel
+from tests.support.local_servers import wait_for
+from training.config.promotion import RegistryConfig
+from training.records.plan import RunPlan
+from training.records.results import RegisteredModel
 
 DEADLINE_S = 120
 WEBHOOKS = {

@@ -1,4 +1,4 @@
-"""What the server of tests/ranks.py has imported before it forks."""
+"""What the server of tests/support/ranks.py has imported before it forks."""
 
 from transformers.models.bert import modeling_bert
 from transformers.models.gpt2 import modeling_gpt2

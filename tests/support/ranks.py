@@ -16,10 +16,10 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from training.records import RunPlan
+from training.records.plan import RunPlan
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["tests.rank_imports"])
+_SERVER.set_forkserver_preload(["tests.support.rank_imports"])
 
 
 def free_port() -> int:

@@ -14,12 +14,12 @@ from typing import Any
 
 import psutil
 
-from tasks.owner import owner_of
-from tasks.places import local_process
+from tasks.runs.owner import owner_of
+from tasks.workspace.paths import local_process
 from tests.conftest import losses
-from tests.up import Up
-from training.metrics import NOT_METRICS, OF_THE_MODEL, read_rows
-from training.records import TrainResult
+from tests.support.local_servers import Up
+from training.tracking.metrics_log import NOT_METRICS, OF_THE_MODEL, read_rows
+from training.records.plan import TrainResult
 
 STEPS = 300
 SETTINGS = (

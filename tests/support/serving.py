@@ -17,8 +17,8 @@ CODE = """
 import json
 import sys
 from pathlib import Path
-from tasks.serve import serve
-from training.serving_config import ServeConfig
+from tasks.serving.server import serve
+from training.config.serving import ServeConfig
 try:
     config = ServeConfig.model_validate(json.loads(sys.argv[4]))
     serve(sys.argv[1], port=0, tracking_uri=sys.argv[2], servers_dir=Path(sys.argv[3]), config=config)

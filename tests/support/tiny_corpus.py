@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from tasks.corpus import prepare_corpus
-from training.config import DataConfig
-from training.records import TokenShards
-from training.shards import SPLITS, TokenStream
+from tasks.data.corpus import prepare_corpus
+from training.config.run import DataConfig
+from training.records.plan import TokenShards
+from training.shards.format import SPLITS, TokenStream
 
 POEM = "秦川雄帝宅，函谷壯皇居。\n綺殿千尋起，離宮百雉餘。"
 CODE = "def f(x):\n    if x:\n\treturn  \"a b\"   # tail  \n\n\n    return '\\n'\r\n"

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from tests.conftest import inventory
-from tests.manifests import write_manifest
-from training.config import RunConfig
-from training.plan import make_plan
-from training.records import RunPlan, TokenShards, TrainResult, sha256_config, sha256_file
-from training.results import EvalReport, ExportedModel
-from training.shards import write_shard
+from tests.support.manifests import write_manifest
+from training.config.run import RunConfig
+from training.planner.plan import make_plan
+from training.records.plan import RunPlan, TokenShards, TrainResult, sha256_config, sha256_file
+from training.records.results import EvalReport, ExportedModel
+from training.shards.format import write_shard
 
 TEXT = "def add(a, b):\n    return a + b  # größer, 中文\n\n\n" * 30
 END, MASK, VOCAB = 256, 257, 258
@@ -107,8 +107,8 @@ def tiny_run(folder: Path, *, architecture: str = "llama", **export: Any) -> Pat
 
 
 def _checkpoint(plan: RunPlan, folder: Path) -> None:
-    from training.checkpoint import Manifest
-    from training.model import build_model
+    from training.checkpoint.load import Manifest
+    from training.models.language_model import build_model
 
     model: Any = build_model(plan).hf
     model.save_pretrained(folder)

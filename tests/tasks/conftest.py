@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiny_run import another_run, export_by_program, tiny_run
+from tests.support.tiny_run import another_run, export_by_program, tiny_run
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +74,7 @@ def store(empty_store: Path, exported_run: Path, tmp_path: Path, monkeypatch: py
 @pytest.fixture
 def champion(store: Store) -> Store:
     """A store whose registry has tiny/1 as champion."""
-    from tasks.register import register_model
+    from tasks.registry.versions import register_model
 
     register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
     return store

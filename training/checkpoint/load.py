@@ -8,7 +8,7 @@
         manifest.json                     step, tokens, config hash, size and sha256 of each file; written last
 
 Several ranks write KIND-00001-of-00004.safetensors …, and KIND.safetensors.index.json says which tensor is where.
-training/saver.py writes them, training/retention.py deletes them; here they are found, checked and loaded. One whose
+training/checkpoint/saver.py writes them, training/checkpoint/retention.py deletes them; here they are found, checked and loaded. One whose
 manifest is missing or whose hashes are off is never loaded: the previous one is, with a message. No pickle anywhere.
 """
 
@@ -24,11 +24,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from training.model import LanguageModel
-from training.rank import Rank
-from training.records import Record, sha256_file
+from training.models.language_model import LanguageModel
+from training.runtime.process import Rank
+from training.records.plan import Record, sha256_file
 from training.strategies import Strategy
-from training.tensor_files import TensorFiles, WrittenFile
+from training.checkpoint.safetensors_files import TensorFiles, WrittenFile
 
 logger = logging.getLogger(__name__)
 

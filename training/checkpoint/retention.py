@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from training.checkpoint import MANIFEST, Manifest, damage, published
-from training.config import CheckpointConfig
+from training.checkpoint.load import MANIFEST, Manifest, damage, published
+from training.config.run import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 

@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.checkpoint import Manifest, checkpoint_folder, own_name, rng_name, rng_state
-from training.finite import NonFiniteLoss
-from training.model import LanguageModel
-from training.rank import Rank
-from training.records import RunPlan, sha256_config
-from training.staging import Staging
+from training.checkpoint.load import Manifest, checkpoint_folder, own_name, rng_name, rng_state
+from training.monitoring.nonfinite import NonFiniteLoss
+from training.models.language_model import LanguageModel
+from training.runtime.process import Rank
+from training.records.plan import RunPlan, sha256_config
+from training.checkpoint.staging import Staging
 from training.strategies import Strategy
-from training.tensor_files import file_name
-from training.writer import Failure, Writer
+from training.checkpoint.safetensors_files import file_name
+from training.checkpoint.writer import Failure, Writer
 
 logger = logging.getLogger(__name__)
 

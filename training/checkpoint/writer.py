@@ -21,11 +21,11 @@ from typing import Any
 
 from torch import Tensor
 
-from training.checkpoint import MANIFEST, Manifest
-from training.rank import Rank
-from training.records import RunPlan, sha256_file, write_atomically
-from training.retention import prune
-from training.tensor_files import Abandoned, WrittenFile, index_name, write_tensors
+from training.checkpoint.load import MANIFEST, Manifest
+from training.runtime.process import Rank
+from training.records.plan import RunPlan, sha256_file, write_atomically
+from training.checkpoint.retention import prune
+from training.checkpoint.safetensors_files import Abandoned, WrittenFile, index_name, write_tensors
 
 logger = logging.getLogger(__name__)
 

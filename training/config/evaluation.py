@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from training.data_config import Part
+from training.config.data import Part
 
 
 class EvaluationConfig(Part):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from training.data_config import Part
+from training.config.data import Part
 
 
 class TensorRTConfig(Part):

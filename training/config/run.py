@@ -10,13 +10,13 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from training.data_config import DataConfig, Part
-from training.evaluation_config import EvaluationConfig
-from training.export_config import ExportConfig
-from training.launch_config import LaunchConfig, TrainerConfig
-from training.parallel_config import ParallelConfig
-from training.promotion_config import GatesConfig, RegistryConfig, RolloutConfig
-from training.train_config import TrainConfig
+from training.config.data import DataConfig, Part
+from training.config.evaluation import EvaluationConfig
+from training.config.export import ExportConfig
+from training.config.launch import LaunchConfig, TrainerConfig
+from training.config.parallel import ParallelConfig
+from training.config.promotion import GatesConfig, RegistryConfig, RolloutConfig
+from training.config.train import TrainConfig
 
 
 class ModelConfig(Part):

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from training.data_config import DataConfig, Part
-from training.evaluation_config import EvaluationConfig
+from training.config.data import DataConfig, Part
+from training.config.evaluation import EvaluationConfig
 
 
 class InferenceConfig(Part):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from training.data_config import Part
+from training.config.data import Part
 from training.schedule import check_schedule
 
 

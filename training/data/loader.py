@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.loss import IGNORED
-from training.packing import PADDING, document_rows, positions_within, read_rows, sequences_of
-from training.records import RunPlan
-from training.shards import TokenStream
+from training.models.linear_cross_entropy import IGNORED
+from training.shards.packing import PADDING, document_rows, positions_within, read_rows, sequences_of
+from training.records.plan import RunPlan
+from training.shards.format import TokenStream
 
 STEPS_AHEAD = 2
 ORDERED_AT_ONCE = 4096  # sequences: finding a batch of 12 takes 29 to 121 us, so many 0.05 to 0.3 us each
@@ -53,7 +53,7 @@ class Share:
 class Loader:
     """The shares of one data-parallel rank: of each step's global batch, the same slice of sequences every time.
 
-    `plan` is the one in force: its micro-batches may change between steps (training/rebalance.py).
+    `plan` is the one in force: its micro-batches may change between steps (training/trainer/rebalance.py).
 
     `ahead`: steps that a thread prepares beforehand. For a GPU STEPS_AHEAD, in pinned memory. For a CPU 0: a share
     of 12 x 64 tokens takes 0.04 ms (0.11 with documents) of a 58 ms step on one thread, and preparing it in another
@@ -88,7 +88,7 @@ class Loader:
         self._coming, self.plan = {}, plan
 
     def spans(self, step: int) -> np.ndarray:
-        """int64 [sequences of this rank, 3]: what they are read from (training/packing.py)."""
+        """int64 [sequences of this rank, 3]: what they are read from (training/shards/packing.py)."""
         spans, _ = self._ordered(step // self._steps_at_once)
         return spans[step % self._steps_at_once, own_sequences(self.plan, self.dp_rank)]
 

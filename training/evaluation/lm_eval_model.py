@@ -23,13 +23,13 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from tokenizers import Tokenizer
 
-from training.continuations import continuations
-from training.data import Batch
-from training.evaluated import Opened
-from training.harness_tasks import EXAMPLES_SEED, load_tasks
-from training.loss import IGNORED
-from training.results import TaskScore
-from training.sampling import Draw
+from training.inference.uncached import continuations
+from training.data.loader import Batch
+from training.evaluation.loaded_model import Opened
+from training.evaluation.lm_eval_tasks import EXAMPLES_SEED, load_tasks
+from training.models.linear_cross_entropy import IGNORED
+from training.records.results import TaskScore
+from training.inference.sampling import Draw
 
 RESAMPLED = 1000  # times, for the standard error of what is no mean
 Request = tuple[Any, list[int], list[int]]  # text, and tokens of context and continuation

@@ -1,6 +1,6 @@
 """The downstream tasks that a config names, loaded with their data by lm-evaluation-harness (Gao et al. 2021).
 
-    python -m training.harness_tasks EVALUATION_JSON
+    python -m training.evaluation.lm_eval_tasks EVALUATION_JSON
 
 loads them before training, in a process of its own, and ends with 2 and one line for what cannot be had.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from lm_eval.tasks import TaskManager
 
-from training.evaluation_config import EvaluationConfig
+from training.config.evaluation import EvaluationConfig
 
 SIMILAR = 5  # names in an error message
 EXAMPLES_SEED = 1234  # the harness's own, for few-shot examples

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from training.anatomy import ANATOMIES
-from training.mesh import build_mesh
-from training.model import LanguageModel, auto_class_of
-from training.rank import Rank
-from training.records import RunPlan
+from training.models.architectures import ANATOMIES
+from training.runtime.mesh import build_mesh
+from training.models.language_model import LanguageModel, auto_class_of
+from training.runtime.process import Rank
+from training.records.plan import RunPlan
 from training.strategies import Strategy, parallelize
-from training.tensor_files import TensorFiles, file_name, index_name
+from training.checkpoint.safetensors_files import TensorFiles, file_name, index_name
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from training.export_config import ExportConfig
-from training.onnx_graphs import Decode, Forward, graph_file, zero_cache
-from training.onnx_session import empty_past, open_session
-from training.parity import graphs_in
-from training.records import RunPlan
-from training.results import LatencyFigure, LatencyReport
+from training.config.export import ExportConfig
+from training.exports.onnx_graphs import Decode, Forward, graph_file, zero_cache
+from training.exports.onnx_session import empty_past, open_session
+from training.exports.parity import graphs_in
+from training.records.plan import RunPlan
+from training.records.results import LatencyFigure, LatencyReport
 
 ROUNDS = range(3, 31)  # as few and as many as a shape gets, by what is left of its time
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from training.records import RunPlan, TrainResult
-from training.results import EvalReport, ParityReport
+from training.records.plan import RunPlan, TrainResult
+from training.records.results import EvalReport, ParityReport
 
 
 def model_card(plan: RunPlan, result: TrainResult, *, parity: ParityReport, run_dir: Path) -> str:

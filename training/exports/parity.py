@@ -10,12 +10,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from training.export_config import ExportConfig
-from training.onnx_graphs import Forward, graph_file
-from training.onnx_session import decoded_logits, forward_logits, open_session
-from training.records import RunPlan
-from training.results import GraphParity, ParityReport
-from training.shards import TokenStream
+from training.config.export import ExportConfig
+from training.exports.onnx_graphs import Forward, graph_file
+from training.exports.onnx_session import decoded_logits, forward_logits, open_session
+from training.records.plan import RunPlan
+from training.records.results import GraphParity, ParityReport
+from training.shards.format import TokenStream
 
 # Rows of a batch are limited so that one array of logits stays under 128 MiB.
 MAX_BATCH_LOGITS = 2**25

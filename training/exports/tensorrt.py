@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from training.export_config import TensorRTConfig
-from training.records import write_atomically
+from training.config.export import TensorRTConfig
+from training.records.plan import write_atomically
 
 CURE = "build engines inside the serving image on a machine with a GPU: python -m training.build_engine EXPORT_DIR"
 

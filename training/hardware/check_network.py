@@ -1,4 +1,4 @@
-"""A short test of the network between ranks: `torchrun … -m training.collective OUT.json`, in seconds.
+"""A short test of the network between ranks: `torchrun … -m training.hardware.check_network OUT.json`, in seconds.
 
 Are sums right, how fast are all-reduces, and which two hosts are the slowest pair. gloo between CPUs, NCCL between
 GPUs. Definitions are those of nccl-tests (doc/PERFORMANCE.md, github.com/NVIDIA/nccl-tests).
@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from training.node_record import Bandwidth, CollectiveReport, PairBandwidth, in_words
+from training.records.node import Bandwidth, CollectiveReport, PairBandwidth, in_words
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

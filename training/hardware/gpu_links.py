@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from training.inventory import Link
+from training.records.inventory import Link
 
 COPY_BYTES = 256 << 20
 COPIES = 4

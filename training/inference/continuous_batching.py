@@ -2,7 +2,7 @@
 
 A new request joins a running batch by a step of its own, which takes its prompt in; one that ends leaves its row to
 the batch's last one. A text that has filled the context goes on from the last half of it, which is taken in anew: all
-positions move, so nothing that was kept holds (as tasks/generate.py does it).
+positions move, so nothing that was kept holds (as tasks/inference/onnx_generator.py does it).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from training.decode_ranks import Alone
-from training.decoding import SKIPPED, Do, Step, extend, move, prefill
-from training.sampling import Draw, choose
+from training.inference.decode_ranks import Alone
+from training.inference.decode_step import SKIPPED, Do, Step, extend, move, prefill
+from training.inference.sampling import Draw, choose
 
 
 @dataclass(eq=False)

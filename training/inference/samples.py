@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from training.continuations import continuations
-from training.metrics import SAMPLES, read_rows
-from training.records import RunPlan, write_atomically
-from training.sampling import Draw
+from training.inference.uncached import continuations
+from training.tracking.metrics_log import SAMPLES, read_rows
+from training.records.plan import RunPlan, write_atomically
+from training.inference.sampling import Draw
 from training.strategies import Strategy
 
 logger = logging.getLogger(__name__)

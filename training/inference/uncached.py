@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.sampling import Draw, choose
+from training.inference.sampling import Draw, choose
 from training.strategies import Strategy
 
 Ids = list[int]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.anatomy import Anatomy
+from training.models.architectures import Anatomy
 
 
 class FreshWeights(Mapping[str, Tensor]):

@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from training.anatomy import ANATOMIES, anatomy_of, layers_of
-from training.cut import Cut
-from training.data import Batch
-from training.freezing import freeze
-from training.loss import IGNORED, linear_cross_entropy, linear_scores
-from training.mesh import same_for_all
-from training.packing import PADDING
-from training.records import RunPlan
-from training.shape import dropout_fields
-from training.weights import FreshWeights, fill
+from training.models.architectures import ANATOMIES, anatomy_of, layers_of
+from training.runtime.tensor_cut import Cut
+from training.data.loader import Batch
+from training.models.freezing import freeze
+from training.models.linear_cross_entropy import IGNORED, linear_cross_entropy, linear_scores
+from training.runtime.mesh import same_for_all
+from training.shards.packing import PADDING
+from training.records.plan import RunPlan
+from training.planner.model_shape import dropout_fields
+from training.models.init_weights import FreshWeights, fill
 
 Wanted = Literal["loss", "scores", "next"]
 
@@ -138,7 +138,7 @@ class LanguageModel(nn.Module):
         return loss
 
     def _of_words(self, function: Callable[..., Any], hidden: Tensor, targets: Tensor) -> Any:
-        """`function` of training/loss.py, of the share of the words that is here."""
+        """`function` of training/models/linear_cross_entropy.py, of the share of the words that is here."""
         weight, bias = self.output()
         return function(
             hidden.flatten(0, 1),

@@ -1,6 +1,6 @@
 """Steps whose loss or gradient is NaN or infinite: which they were, on which ranks, from which documents.
 
-Nothing here reads a tensor: training/meter.py does so at log points, for all steps since the last one at once, and
+Nothing here reads a tensor: training/monitoring/meter.py does so at log points, for all steps since the last one at once, and
 gives every rank the same numbers. So all of them raise, or go on, alike.
 """
 
@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from training.data import documents_in
-from training.records import RunPlan
+from training.data.loader import documents_in
+from training.records.plan import RunPlan
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from training.metrics import SYSTEM, RowLog, read_rows
+from training.tracking.metrics_log import SYSTEM, RowLog, read_rows
 
 if TYPE_CHECKING:
-    from training.meter import Meter
+    from training.monitoring.meter import Meter
 
 logger = logging.getLogger(__name__)
 

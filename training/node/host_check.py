@@ -1,6 +1,6 @@
 """Looks at a host from inside a throw-away container, before a run starts there. Needs nothing but Python itself.
 
-    python -m training.host_check '{"host": "gpu1", "folder": "/runs/ID", "token": "…", …}'      see `Asked`
+    python -m training.node.host_check '{"host": "gpu1", "folder": "/runs/ID", "token": "…", …}'      see `Asked`
 
 The last line of stdout is one JSON object: `findings`, what is wrong, in words with the cure, and what the host has.
 """

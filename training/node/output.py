@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
-from training.node_record import RankFailure
+from training.records.node import RankFailure
 
 MOST_WAITING = 4 * 2**20  # bytes that nobody reads: while a killed dockerd is away a pipe holds 64 KiB, then blocks
 CHUNK = 65_536

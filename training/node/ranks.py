@@ -14,10 +14,10 @@ from pathlib import Path
 
 import psutil
 
-from training.node_record import NodeTask
+from training.records.node import NodeTask
 
 POLL_S = 0.1
-STACK_S = 1.0  # for the stacks of ranks that did not stop in that time, as tasks/launch.py has it
+STACK_S = 1.0  # for the stacks of ranks that did not stop in that time, as tasks/launch/programs.py has it
 DEATH_S = 5.0  # for killed processes; one that waits for a dead file server cannot die
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
-from training.inventory import Device, Host, Inventory
+from training.records.inventory import Device, Host, Inventory
 
 # Per kind of device, where an inventory does not say: TFLOP/s, GB/s of memory, of an all-reduce in the host and between
 # hosts, and us of a small one. Modest ones: a run that is faster than its plan does less harm than one that is slower.
@@ -86,7 +86,7 @@ class Machines:
 
 
 def matmul_tflops(device: Device, precision: str) -> float:
-    """As measured; fp32 products run as tf32 where a GPU has it (training/rank.py). 0: not measured."""
+    """As measured; fp32 products run as tf32 where a GPU has it (training/runtime/process.py). 0: not measured."""
     measured = device.matmul_tflops
     if precision == "fp8" and "fp8" not in measured:  # a CPU, which is slower still
         precision = "bf16"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from training.config import RunConfig
-from training.parallel_config import IN_GROUPS, ParallelConfig, Strategy
+from training.config.run import RunConfig
+from training.config.parallel import IN_GROUPS, ParallelConfig, Strategy
 
 KEEPS_RESIDUALS = ("topk", "powersgd")
 

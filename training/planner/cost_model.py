@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from training.parallel_config import Precision, Strategy
+from training.config.parallel import Precision, Strategy
 from training.prediction import ModelShape
 
 Offload = Literal["none", "optimizer", "parameters"]
 Recompute = Literal["none", "selective", "full"]
 
-DESCRIBED = ("llama", "gpt2", "bert")  # architectures with an entry in training/anatomy.py
-CHUNK_TOKENS = 2048  # logits are made for so many tokens at a time (training/loss.py)
+DESCRIBED = ("llama", "gpt2", "bert")  # architectures with an entry in training/models/architectures.py
+CHUNK_TOKENS = 2048  # logits are made for so many tokens at a time (training/models/linear_cross_entropy.py)
 
 
 @dataclass(frozen=True)

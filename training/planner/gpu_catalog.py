@@ -1,7 +1,7 @@
 """Known GPUs: datasheet peaks, and the share of them that large matrix products were measured to reach.
 
 Peaks are dense (without the factor 2 of structured sparsity) and accumulate in fp32, as torch does. Two uses: a
-measured device is compared with its like, and one that is not there gets stand-in rates (training/stand_in.py).
+measured device is compared with its like, and one that is not there gets stand-in rates (training/planner/hypothetical_hosts.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from training.inventory import Device, Inventory
+from training.records.inventory import Device, Inventory
 
 SLOW = 0.9  # of its like: below, a device is reported as slow
 COPY_SHARE = 0.88  # of the memory bandwidth: a copy of 1727 of 1935 GB/s (github.com/mli/transformers-benchmarks #4)

@@ -8,7 +8,7 @@ recomputation; attention scores only where a recipe stores them. Peaks of parts 
 from __future__ import annotations
 
 from training.prediction import ModelShape
-from training.recipe import CHUNK_TOKENS, SHARING, Choice, Job, Recipe
+from training.planner.cost_model import CHUNK_TOKENS, SHARING, Choice, Job, Recipe
 
 GIB = 2**30
 LAYERS_GATHERED = 2  # the one that computes, and the next
@@ -142,7 +142,7 @@ def _gathered_sequence(job: Job, choice: Choice, recipe: Recipe) -> float:
 
 
 def _logits(job: Job, choice: Choice, recipe: Recipe) -> float:
-    """Whole; or a chunk of them with its gradient, and the fp32 gradient of the output layer (training/loss.py)."""
+    """Whole; or a chunk of them with its gradient, and the fp32 gradient of the output layer (training/models/linear_cross_entropy.py)."""
     words, tokens = job.shape.vocab_size / choice.tp, _tokens(job, choice)
     if not recipe.chunked_logits:
         return words * tokens * recipe.logit_bytes

@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from training.config import RunConfig
-from training.cost import predict
-from training.inventory import Host, Inventory
-from training.known_gpus import slow_devices
-from training.layout import Layout, choose_layout
-from training.packing import Epoch
+from training.config.run import RunConfig
+from training.planner.cost import predict
+from training.records.inventory import Host, Inventory
+from training.planner.gpu_catalog import slow_devices
+from training.planner.layout import Layout, choose_layout
+from training.shards.packing import Epoch
 from training.prediction import ModelShape, Prediction
-from training.recipe import DESCRIBED
-from training.records import RunPlan, TokenShards
-from training.replicas import Dealt, deal_batch
+from training.planner.cost_model import DESCRIBED
+from training.records.plan import RunPlan, TokenShards
+from training.planner.replicas import Dealt, deal_batch
 from training.schedule import check_schedule
-from training.shape import ASSUMED_VOCAB, model_shape, vocab_size
-from training.stand_in import assumptions
-from training.trial_record import wants_trial
+from training.planner.model_shape import ASSUMED_VOCAB, model_shape, vocab_size
+from training.planner.hypothetical_hosts import assumptions
+from training.records.trial import wants_trial
 
 
 def make_plan(

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from training.machines import HOST_ADAM_GB_PER_S, PCIE_GB_PER_S, Machines
-from training.memory import stage_layers, stage_parameters
-from training.recipe import CHUNK_TOKENS, SHARING, Choice, Job, Recipe
+from training.planner.cluster import HOST_ADAM_GB_PER_S, PCIE_GB_PER_S, Machines
+from training.planner.memory import stage_layers, stage_parameters
+from training.planner.cost_model import CHUNK_TOKENS, SHARING, Choice, Job, Recipe
 
 BUCKET_BYTES = 25 * 2**20
 TP_OPS = 20.0  # two sums a layer: each some ten operations' time of the host
@@ -127,7 +127,7 @@ def _selected_again(job: Job, choice: Choice, recipe: Recipe, layer: Pass) -> Pa
 
 
 def _makes_gradient(recipe: Recipe) -> bool:
-    """Our loss makes its gradient in the forward pass (training/loss.py)."""
+    """Our loss makes its gradient in the forward pass (training/models/linear_cross_entropy.py)."""
     return recipe.chunked_logits
 
 

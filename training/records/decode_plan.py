@@ -1,6 +1,6 @@
 """What the ranks that generate text are told: which model, how it is shared among them, and where requests come from.
 
-Written by tasks/torch_engine.py, read by every rank of training/generate.py.
+Written by tasks/inference/torch_engine.py, read by every rank of training/generate.py.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from training.recipe import DESCRIBED
-from training.records import Record
-from training.serving_config import InferenceConfig
-from training.shape import shape_of_hf
+from training.planner.cost_model import DESCRIBED
+from training.records.plan import Record
+from training.config.serving import InferenceConfig
+from training.planner.model_shape import shape_of_hf
 
 ROWS = 16  # sequences that a batch may hold
 

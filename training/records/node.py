@@ -1,4 +1,4 @@
-"""What one host does in one attempt, and how that ended: written by the launcher, and by training/node.py for it."""
+"""What one host does in one attempt, and how that ended: written by the launcher, and by training/node/__main__.py for it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from training.records import Record
+from training.records.plan import Record
 
 NodeEnding = Literal["done", "failed", "stopped", "killed"]
 StopCause = Literal["", "signal", "lease stale", "lease withdrawn"]
@@ -80,7 +80,7 @@ class PairBandwidth(Record):
 
 
 class CollectiveReport(Record):
-    """training/collective.py's: `hosts` in the order of their ranks, `pairs` from the slowest to the fastest."""
+    """training/hardware/check_network.py's: `hosts` in the order of their ranks, `pairs` from the slowest to the fastest."""
 
     backend: str
     hosts: tuple[str, ...]

@@ -10,9 +10,9 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from training.config import RunConfig
-from training.launch_config import Cause
-from training.parallel_config import Precision, Strategy
+from training.config.run import RunConfig
+from training.config.launch import Cause
+from training.config.parallel import Precision, Strategy
 from training.prediction import ModelShape, Prediction, RankedChoice
 
 
@@ -221,7 +221,7 @@ class TrainResult(Record):
     """How training ended. Rates are of the last attempt, over all ranks, without first step, validation, checkpoints.
 
     `mfu`: share of the ranks' measured matmul rate (None: not measured). `peak_memory_gib`: of one rank, allocated on
-    a GPU, resident on a CPU; `memory`: peaks and averages of all that training/gauges.py reads.
+    a GPU, resident on a CPU; `memory`: peaks and averages of all that training/monitoring/device_stats.py reads.
     """
 
     step: int

@@ -1,10 +1,10 @@
-"""What evaluation, export and registration leave: the records of stages 7 to 9, like those in training/records.py."""
+"""What evaluation, export and registration leave: the records of stages 7 to 9, like those in training/records/plan.py."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from training.records import Record
+from training.records.plan import Record
 
 
 class Sample(Record):

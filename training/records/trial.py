@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from training.config import RunConfig
-from training.records import Record, RunPlan
-from training.shares import deal
+from training.config.run import RunConfig
+from training.records.plan import Record, RunPlan
+from training.planner.shares import deal
 
 STEPS = 3  # the first fills the allocator, and later ones meet what it left
 TRIALS, MEASURED = "trial.json", "trial-measured.json"  # in the run folder

@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from training.records import RunPlan
+from training.records.plan import RunPlan
 
 ACROSS, INSIDE = "across_groups", "inside_group"
 

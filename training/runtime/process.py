@@ -18,8 +18,8 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from training.matmul import prefer_onednn
-from training.records import RunPlan
+from training.runtime.onednn import prefer_onednn
+from training.records.plan import RunPlan
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from training.records import RunPlan
+from training.records.plan import RunPlan
 
 WRITE_AT = 0.9  # of the timeout: while the collective still waits
 BEAT_EVERY_S = 1.0  # arming takes 0.14 ms, as it starts a thread

@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from training.records import Shard, TokenShards, sha256_file, write_atomically
+from training.records.plan import Shard, TokenShards, sha256_file, write_atomically
 
 Split = Literal["train", "validation"]
 Dtype = Literal["uint16", "uint32"]

@@ -3,7 +3,7 @@
 A sequence is a span of three stream positions, begin <= first <= stop: it predicts the tokens [first, stop), one
 `context` of them at most, and reads from `begin` on. For begin == first - 1 its first input is the token before;
 for begin == first it is an end token, as before any document. A span without tokens is a sequence of padding alone.
-numpy only: the plan counts sequences, training/data.py reads them.
+numpy only: the plan counts sequences, training/data/loader.py reads them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from training.shards import TokenStream
+from training.shards.format import TokenStream
 
 Packing = Literal["stream", "documents", "padded"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from training.anatomy import layers_of
-from training.model import LanguageModel
+from training.models.architectures import layers_of
+from training.models.language_model import LanguageModel
 
 # Dear to compute, small to keep: matrix products, attention, and what other ranks had to send.
 KEPT = {

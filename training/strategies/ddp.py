@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from training.communication import all_reduce_bytes
-from training.data import Batch, Share
-from training.model import LanguageModel
-from training.records import RunPlan
+from training.planner.communication import all_reduce_bytes
+from training.data.loader import Batch, Share
+from training.models.language_model import LanguageModel
+from training.records.plan import RunPlan
 from training.strategies.compression import Compression, compress
-from training.strategies.single import Torch
+from training.strategies.torch_strategy import Torch
 from training.strategies.stats import StepStats
 
 

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from training.anatomy import layers_of
-from training.communication import all_reduce_bytes, gather_bytes
-from training.mesh import INSIDE, group_mesh
-from training.model import LanguageModel
-from training.records import RunPlan
-from training.strategies.single import Torch
+from training.models.architectures import layers_of
+from training.planner.communication import all_reduce_bytes, gather_bytes
+from training.runtime.mesh import INSIDE, group_mesh
+from training.models.language_model import LanguageModel
+from training.records.plan import RunPlan
+from training.strategies.torch_strategy import Torch
 
 
 def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Fsdp:

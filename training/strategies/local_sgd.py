@@ -20,15 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from training.communication import all_reduce_bytes, gather_bytes
-from training.data import Batch, Share
-from training.mesh import ACROSS, INSIDE, group_mesh
-from training.model import LanguageModel
-from training.records import RunPlan
+from training.planner.communication import all_reduce_bytes, gather_bytes
+from training.data.loader import Batch, Share
+from training.runtime.mesh import ACROSS, INSIDE, group_mesh
+from training.models.language_model import LanguageModel
+from training.records.plan import RunPlan
 from training.strategies.compression import unpack
 from training.strategies.ddp import Ddp
 from training.strategies.stats import StepStats
-from training.tracing import part
+from training.runtime.step_trace import part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

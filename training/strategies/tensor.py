@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from training.anatomy import layers_of
-from training.cut import Cut
-from training.mesh import same_for_all, sum_over
-from training.model import LanguageModel
+from training.models.architectures import layers_of
+from training.runtime.tensor_cut import Cut
+from training.runtime.mesh import same_for_all, sum_over
+from training.models.language_model import LanguageModel
 
 
 def share_matrices(model: LanguageModel, mesh: DeviceMesh) -> None:
@@ -66,7 +66,7 @@ class _Shared(nn.Module):
     def __init__(self, whole: Any, cut: Any, *, column: bool, blocks: int, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.column, self.group, self.transposed = column, group, not isinstance(whole, nn.Linear)
-        self.linear = F.linear  # or what training/float8.py puts in its place
+        self.linear = F.linear  # or what training/strategies/float8.py puts in its place
         self.weight: nn.Parameter = cut(whole.weight, Cut(int(column == self.transposed), blocks))
         keeps_bias = whole.bias is None or not column
         self.bias: nn.Parameter | None = whole.bias if keeps_bias else cut(whole.bias, Cut(0, blocks))

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from training.credentials import without_credentials
-from training.records import Record, write_atomically
+from training.tracking.redaction import without_credentials
+from training.records.plan import Record, write_atomically
 
 logger = logging.getLogger(__name__)
 

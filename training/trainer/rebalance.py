@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from training.checkpoint import Manifest
-from training.data import Loader
-from training.meter import Meter
-from training.metrics import MetricsLog, read_rows
-from training.records import RunPlan, write_atomically
-from training.shares import MIN_GAIN, followed
+from training.checkpoint.load import Manifest
+from training.data.loader import Loader
+from training.monitoring.meter import Meter
+from training.tracking.metrics_log import MetricsLog, read_rows
+from training.records.plan import RunPlan, write_atomically
+from training.planner.shares import MIN_GAIN, followed
 
 logger = logging.getLogger(__name__)
 

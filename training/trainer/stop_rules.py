@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from training.records import RunPlan, StoppedBy, TrainResult
+from training.records.plan import RunPlan, StoppedBy, TrainResult
 
 Rows = Iterable[Mapping[str, Any]]
 

@@ -1,8 +1,8 @@
-"""Does the plan's micro-batch fit? `torchrun … -m training.trial runs/ID/plan.json` makes some whole steps of it.
+"""Does the plan's micro-batch fit? `torchrun … -m training.trainer.trial runs/ID/plan.json` makes some whole steps of it.
 
 Real data, forward, backward, update and a quick validation, as training does them; all is thrown away but how much
 memory each rank took. A rank that fails ends at once, whatever its peers wait for in a collective: its launcher sees
-that and ends them (tasks/trial.py).
+that and ends them (tasks/launch/batch_size_trial.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from training.gauges import Gauges
-from training.rank import Rank, entered
-from training.records import RunPlan
+from training.monitoring.device_stats import Gauges
+from training.runtime.process import Rank, entered
+from training.records.plan import RunPlan
 from training.schedule import learning_rate
 from training.train import prepared, validate
-from training.trial_record import MEASURED, STEPS, TrialMeasured
+from training.records.trial import MEASURED, STEPS, TrialMeasured
 
 
 def main(plan_path: Path) -> None:

@@ -20,9 +20,9 @@ from typing import Any
 
 import docker
 
-from tests.compose import read_secrets, read_settings
+from tests.support.compose import read_secrets, read_settings
 from tests.conftest import REPO
-from tests.rig.rig import Rig
+from tests.support.rig.rig import Rig
 
 PORTS = {"prefect": 4200, "mlflow": 5000, "serve": 8000}
 CLONE_NEWNET = 0x40000000

@@ -18,8 +18,8 @@ from typing import Any
 
 from infra.hosts import HostClient
 from tests.conftest import REPO
-from tests.rig.image_tier import proxy, write_base
-from tests.rig.rig import USER
+from tests.support.rig.image_tier import proxy, write_base
+from tests.support.rig.rig import USER
 
 BASE, BARE = "shardline-rig-python:1", "shardline-rig-bare:1"
 HEAD, SERVE = "shardline-head:0.1.0", "shardline-serve:0.1.0"  # as compose.yaml names them

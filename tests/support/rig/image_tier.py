@@ -19,8 +19,8 @@ from urllib.request import urlopen
 
 from packaging.requirements import Requirement
 
-from tests.ranks import free_port
-from tests.rig.certificates import make_certificate
+from tests.support.ranks import free_port
+from tests.support.rig.certificates import make_certificate
 
 SUITES = {(3, 11): "bookworm", (3, 13): "trixie"}  # Debian's, by its Python: torch's binaries fit one version only
 PACKAGES = "python3,python3-venv,ca-certificates,iproute2"

@@ -18,10 +18,10 @@ from typing import Any
 
 from infra.containers import Bind
 from infra.hosts import DockerHost
-from tests.rig import images
-from tests.rig.certificates import make_authority, make_certificate
-from tests.rig.daemons import Daemon
-from tests.rig.network import INTERFACE, Network
+from tests.support.rig import images
+from tests.support.rig.certificates import make_authority, make_certificate
+from tests.support.rig.daemons import Daemon
+from tests.support.rig.network import INTERFACE, Network
 
 NUM_HOSTS = 3
 SLOTS = 8

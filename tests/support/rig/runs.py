@@ -10,18 +10,18 @@ from typing import Any
 
 from mlflow import MlflowClient
 
-from tasks import launch
-from tasks.causes import RunStopped
-from tasks.places import tracking_uri
-from tasks.recovery import attempts_of
-from tasks.track import tracked
+from tasks.launch import programs
+from tasks.launch.failure import RunStopped
+from tasks.workspace.paths import tracking_uri
+from tasks.launch.docker_hosts import attempts_of
+from tasks.tracking.mlflow_run import tracked
 from tests.conftest import inventory, losses, tiny_config
-from tests.rig.rig import Rig, RigHost
-from training.inventory import Inventory
-from training.metrics import read_rows
-from training.packing import one_epoch
-from training.plan import make_plan
-from training.records import RunPlan, TokenShards, TrainResult
+from tests.support.rig.rig import Rig, RigHost
+from training.records.inventory import Inventory
+from training.tracking.metrics_log import read_rows
+from training.shards.packing import one_epoch
+from training.planner.plan import make_plan
+from training.records.plan import RunPlan, TokenShards, TrainResult
 
 STEPS = 60
 SLOW = "10mbit"  # a step of the tiny model takes 0.15 s then, whatever the cores do: time to strike in the middle
@@ -88,7 +88,7 @@ def train(run_dir: Path, *, on_row: Callable[[dict[str, float]], None] = lambda 
         with tracked(plan.config, run_id=run_dir.name, tags={}) as run:
             plan = plan.model_copy(update={"mlflow_run_id": run.mlflow_run_id})
             plan.write(run_dir / "plan.json")
-            return launch.train(plan, run_dir=run_dir, on_row=on_row)
+            return programs.train(plan, run_dir=run_dir, on_row=on_row)
     except RunStopped:
         status = "KILLED"
         raise

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tasks.causes import RunFailed, RunStopped
-from tasks.choices import read_choices
-from tasks.comparison import Comparison, Ending, StrategyRow, compare_runs, ending_of, one_device
-from tasks.comparison_page import write_page
-from tasks.comparison_report import headline, table, write_csv
+from tasks.launch.failure import RunFailed, RunStopped
+from tasks.comparison.strategies import read_choices
+from tasks.comparison.compare import Comparison, Ending, StrategyRow, compare_runs, ending_of, one_device
+from tasks.comparison.page import write_page
+from tasks.comparison.table import headline, table, write_csv
 from tests.conftest import inventory, tiny_config
-from training.plan import make_plan
+from training.planner.plan import make_plan
 
 STEPS, TOKENS = 40, 8 * 16
 DONE = Ending(outcome="done", run_id="run")
@@ -120,7 +120,7 @@ def test_a_failure_is_a_row_with_its_cause_and_no_figures(folders: dict[str, Pat
     assert (rows["fsdp"].cause, rows["fsdp"].devices, rows["fsdp"].samples_per_s) == ("boom", 2, None)
 
 
-LOST = "training.train failed: [rank1]: training.finite.NonFiniteLoss: step 8\nThe last lines of …"
+LOST = "training.train failed: [rank1]: training.monitoring.nonfinite.NonFiniteLoss: step 8\nThe last lines of …"
 
 
 @pytest.mark.parametrize(

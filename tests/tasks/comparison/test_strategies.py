@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from flows.presets import with_overrides
-from tasks.choices import check_for_all, read_choices
+from tasks.comparison.strategies import check_for_all, read_choices
 from tests.conftest import tiny_config
-from training.config import RunConfig
+from training.config.run import RunConfig
 
 
 def chosen(text: str, **config: object) -> dict[str, RunConfig]:

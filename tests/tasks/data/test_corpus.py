@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tasks.corpus import prepare_corpus
-from tasks.reading import LONGEST_PIECE
-from tests.tiny_corpus import DOCUMENTS, all_documents, contents, decoded, prepare, write_json_lines
-from training.config import DataConfig
-from training.shards import SPLITS, TokenStream, verify_hashes
+from tasks.data.corpus import prepare_corpus
+from tasks.data.readers import LONGEST_PIECE
+from tests.support.tiny_corpus import DOCUMENTS, all_documents, contents, decoded, prepare, write_json_lines
+from training.config.run import DataConfig
+from training.shards.format import SPLITS, TokenStream, verify_hashes
 
 # Text to shards and back
 
@@ -214,8 +214,8 @@ def test_an_unfinished_folder_without_its_tokenizer_begins_anew(tmp_path: Path) 
 BLOCKED = """
 import sys
 from pathlib import Path
-from tasks.corpus import prepare_corpus
-from training.config import DataConfig
+from tasks.data.corpus import prepare_corpus
+from training.config.run import DataConfig
 
 def block(phase, done_bytes, total_bytes):
     if phase == "tokens":

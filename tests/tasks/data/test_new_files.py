@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tasks.news import find_news, known_to
-from tasks.register import register_model
-from tasks.registry import resolve
+from tasks.data.new_files import find_news, known_to
+from tasks.registry.versions import register_model
+from tasks.registry.models import resolve
 from tests.tasks.conftest import Store
-from training.config import RunConfig
-from training.records import RunPlan
+from training.config.run import RunConfig
+from training.records.plan import RunPlan
 
 
 @pytest.fixture

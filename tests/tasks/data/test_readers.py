@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
-from tests.tiny_corpus import all_documents, decoded, prepare
-from training.shards import SPLITS, TokenStream
+from tests.support.tiny_corpus import all_documents, decoded, prepare
+from training.shards.format import SPLITS, TokenStream
 
 # Sources
 

@@ -11,8 +11,8 @@ from queue import Queue
 
 import pytest
 
-from tasks import progress
-from tasks.progress import ProgressArtifact, span, steps_shown
+from tasks.display import progress
+from tasks.display.progress import ProgressArtifact, span, steps_shown
 
 
 @pytest.fixture

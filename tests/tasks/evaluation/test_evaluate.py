@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from flows.cli import main
+from flows.cli.command import main
 from flows.presets import evaluate_config
-from tasks.evaluate import check_tasks, evaluate, find_subject
-from tasks.evaluation_report import metrics_of, table_of
-from tasks.register import register_model
+from tasks.evaluation.evaluate import check_tasks, evaluate, find_subject
+from tasks.evaluation.tables import metrics_of, table_of
+from tasks.registry.versions import register_model
 from tests.conftest import tiny_config
-from tests.local_tasks import write_tasks
+from tests.support.lm_eval_tasks import write_tasks
 from tests.tasks.conftest import Store
-from tests.tiny_run import TEXT, tiny_run
-from training.results import EvalReport, SourceFigures, TaskScore
+from tests.support.tiny_run import TEXT, tiny_run
+from training.records.results import EvalReport, SourceFigures, TaskScore
 
 
 def test_tasks_that_could_only_fail_after_training_are_refused() -> None:

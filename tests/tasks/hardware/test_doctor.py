@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tasks.doctor import doctor_record, doctor_report, find_warnings, hardware_rows
-from training.inventory import Device, Host, Inventory, Link
+from tasks.hardware.doctor import doctor_record, doctor_report, find_warnings, hardware_rows
+from training.records.inventory import Device, Host, Inventory, Link
 
 
 def cpu_host(*, num_devices: int = 2, bf16: float = 0.4, **changes: Any) -> Host:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tasks.hosts import binds, docker_hosts, read_hosts, slots
-from training.launch_config import HostConfig, LaunchConfig
+from tasks.hardware.hosts import binds, docker_hosts, read_hosts, slots
+from training.config.launch import HostConfig, LaunchConfig
 
 HERE = {"name": "a", "address": "10.0.0.1", "interface": "eth0", "docker": "tcp://10.0.0.1:2375"}
 THERE = {"name": "b", "address": "10.0.0.2", "interface": "eth0", "docker": "tcp://10.0.0.2:2375"}

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.hardware import CachedMeasurement, HardwareCache, check_hardware, keep_cached, read_cache, run_measure
-from tasks.machine import Gpu, cpu_quota, driver_gpus, usable_cores, usable_memory_bytes, visible_gpus
-from training.inventory import Device, Measured
+from tasks.hardware.measure import CachedMeasurement, HardwareCache, check_hardware, keep_cached, read_cache, run_measure
+from tasks.hardware.machine import Gpu, cpu_quota, driver_gpus, usable_cores, usable_memory_bytes, visible_gpus
+from training.records.inventory import Device, Measured
 
 
 def cgroup(folder: Path, membership: str, files: dict[str, str]) -> dict[str, Path]:
@@ -111,8 +111,8 @@ def test_measured_once_then_taken_from_the_cache_until_something_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("tasks.hardware.BUSY_PERCENT", 100.0)  # whatever else runs beside the tests
-    caplog.set_level(logging.INFO, logger="tasks.hardware")
+    monkeypatch.setattr("tasks.hardware.measure.BUSY_PERCENT", 100.0)  # whatever else runs beside the tests
+    caplog.set_level(logging.INFO, logger="tasks.hardware.measure")
     home = tmp_path / "not" / "there" / "yet"
     first = check_hardware(home=home, ranks=1).hosts[0]
     assert "measured now" in caplog.text
@@ -141,7 +141,7 @@ def test_rates_of_a_busy_machine_are_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("tasks.hardware.BUSY_PERCENT", -1.0)  # so that any machine is a busy one
+    monkeypatch.setattr("tasks.hardware.measure.BUSY_PERCENT", -1.0)  # so that any machine is a busy one
     (host,) = check_hardware(home=tmp_path, ranks=1).hosts
     assert host.devices[0].matmul_tflops["fp32"] > 0
     assert "busy: rates will be low, so they are not kept and the next run measures again" in caplog.text

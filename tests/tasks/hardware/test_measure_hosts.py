@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.docker_hardware import with_network
+from tasks.hardware.measure_hosts import with_network
 from tests.conftest import inventory
-from training.node_record import Bandwidth, CollectiveReport, PairBandwidth
+from training.records.node import Bandwidth, CollectiveReport, PairBandwidth
 
 
 def report(*pairs: tuple[str, str, float]) -> CollectiveReport:

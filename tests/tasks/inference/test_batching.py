@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks import batching
-from tasks.batching import BatchedGenerator
-from tasks.generate import TextGenerator
+from tasks.inference import batching
+from tasks.inference.batching import BatchedGenerator
+from tasks.inference.onnx_generator import TextGenerator
 
 PROMPTS = ["", "x", "def add(a", "0123456789" * 4, "größer, 中文", "0123456789abcdef", "q" * 31, "r" * 32]  # context 32
 ENDLESS = {"new_tokens": 10**9, "stop_at_end": False}

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasks.corpus import prepare_corpus
-from tasks.engine import check_prompts
-from tasks.generate import Sampling, TextGenerator, TextStream, choose_token
-from training.data_config import DataConfig, TokenizerConfig
+from tasks.data.corpus import prepare_corpus
+from tasks.inference.engine import check_prompts
+from tasks.inference.onnx_generator import Sampling, TextGenerator, TextStream, choose_token
+from training.config.data import DataConfig, TokenizerConfig
 
 PROMPT = "def add(a"
 
@@ -155,7 +155,7 @@ def test_a_folder_without_an_export_is_named(tmp_path: Path) -> None:
 
 def test_no_torch_is_loaded(exported_run: Path) -> None:
     code = (
-        "import sys; from tasks.generate import TextGenerator; "
+        "import sys; from tasks.inference.onnx_generator import TextGenerator; "
         f"TextGenerator({str(exported_run / 'export')!r}).generate('x', new_tokens=1); "
         "print({'torch', 'transformers', 'mlflow'} & set(sys.modules))"
     )

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tasks import engine
-from tasks.engine import EngineDied, choose_engine, open_engine
-from tasks.generate import TextGenerator, TextStream
-from tasks.generate_file import GeneratedFile, generate_file
+from tasks.inference import engine
+from tasks.inference.engine import EngineDied, choose_engine, open_engine
+from tasks.inference.onnx_generator import TextGenerator, TextStream
+from tasks.inference.prompts_file import GeneratedFile, generate_file
 from tests.tasks.conftest import Store
-from training.serving_config import InferenceConfig
+from training.config.serving import InferenceConfig
 
 GREEDY: dict[str, Any] = {"new_tokens": 5, "temperature": 0}
 
@@ -114,7 +114,7 @@ def test_files_that_cannot_be_used_are_named(exported_run: Path, tmp_path: Path)
 def test_the_command_completes_a_file_and_says_how_much(
     champion: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from flows.cli import main
+    from flows.cli.command import main
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", champion.uri)
     prompts, out = champion.folder / "prompts.jsonl", champion.folder / "out.jsonl"

@@ -9,12 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.engine import EngineDied
-from tasks.generate import TextGenerator
-from tasks.torch_engine import TorchEngine
+from tasks.inference.engine import EngineDied
+from tasks.inference.onnx_generator import TextGenerator
+from tasks.inference.torch_engine import TorchEngine
 from tests.tasks.conftest import Store
-from tests.tasks.serving import server
-from training.serving_config import InferenceConfig
+from tests.support.serving import server
+from training.config.serving import InferenceConfig
 
 SAMPLINGS = ({"temperature": 0}, {"temperature": 1.0, "seed": 5}, {"temperature": 1.0, "top_k": 0, "top_p": 0.9})
 

@@ -8,10 +8,10 @@ import pytest
 
 from infra.containers import State
 from infra.hosts import DockerHost
-from tasks.gang import Gang, Program, sweep
-from tasks.watcher import Watcher
-from training.launch_config import LaunchConfig
-from training.node_record import NodeEnd
+from tasks.launch.attempt import Gang, Program, sweep
+from tasks.launch.watcher import Watcher
+from training.config.launch import LaunchConfig
+from training.records.node import NodeEnd
 
 STOPPED = State(status="exited", exit_code=130, oom_killed=False, health="", error="", started_at="", finished_at="")
 

@@ -12,16 +12,17 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
-from tasks import planning, trial
-from tasks.causes import RunFailed
-from tasks.places import tracking_uri
-from tasks.track import tracked
+from tasks.planning import plan as planning
+from tasks.launch import batch_size_trial
+from tasks.launch.failure import RunFailed
+from tasks.workspace.paths import tracking_uri
+from tasks.tracking.mlflow_run import tracked
 from tests.conftest import inventory, tiny_config
-from training.config import RunConfig
-from training.inventory import Inventory
-from training.plan import make_plan
-from training.records import RunPlan, TokenShards
-from training.trial_record import Trial, TrialMeasured, Trials, read_trials, smaller, wants_trial
+from training.config.run import RunConfig
+from training.records.inventory import Inventory
+from training.planner.plan import make_plan
+from training.records.plan import RunPlan, TokenShards
+from training.records.trial import Trial, TrialMeasured, Trials, read_trials, smaller, wants_trial
 
 # A rank's memory as a machine that is short of it has it: allocations beyond the limit fail. Resident memory of these
 # ranks is 2.1 GiB at micro-batch 64, 1.4 at 32, of which 1.0 are torch's and transformers' own.
@@ -135,9 +136,9 @@ def test_a_micro_batch_too_large_for_one_rank_is_lowered_for_all_and_nobody_hang
             shards_dir=tiny_shards,
         )
         assert plan.micro_batches == (64, 64)
-        plan = trial.confirmed(plan, run=run, inventory=machines)
+        plan = batch_size_trial.confirmed(plan, run=run, inventory=machines)
         first, second = (read_trials(run.folder) or pytest.fail("no record")).trials
-        again = trial.confirmed(plan, run=run, inventory=machines)
+        again = batch_size_trial.confirmed(plan, run=run, inventory=machines)
     assert first.measured is None
     assert re.search(r"can't allocate memory|bad_alloc|MemoryError", first.detail)
     assert second.measured is not None
@@ -151,7 +152,7 @@ def test_a_micro_batch_too_large_for_one_rank_is_lowered_for_all_and_nobody_hang
     logged = MlflowClient(tracking_uri()).get_run(run.mlflow_run_id).data.metrics
     assert logged["trial/launches"] == 2
     assert logged["trial/peak_memory_gib"] == pytest.approx(max(second.measured.peak_gib))
-    assert not [child for child in psutil.Process().children(recursive=True) if "training.trial" in child.cmdline()]
+    assert not [child for child in psutil.Process().children(recursive=True) if "training.trainer.trial" in child.cmdline()]
 
 
 @pytest.mark.slow
@@ -166,7 +167,7 @@ def test_where_nothing_fits_the_run_fails_with_the_cure(
             shards = TokenShards.read(tiny_shards / "manifest.json")
             plan = make_plan(config, machines, run_id="nothing", shards=shards, shards_dir=str(tiny_shards))
             plan.write(run.folder / "plan.json")
-            trial.confirmed(plan, run=run, inventory=machines)
+            batch_size_trial.confirmed(plan, run=run, inventory=machines)
 
     with pytest.raises(RunFailed, match=r"micro-batch 1 ran out of memory .*; there is no smaller one") as failed:
         run_it()

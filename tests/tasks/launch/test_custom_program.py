@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from tasks.causes import RunFailed
-from tasks.recovery import attempts_of
-from tasks.trainer import TrainerPlan, check_trainer, place, place_again, placed, program_of, ranks_by_host
-from tasks.trainer_run import is_done, run_trainer
+from tasks.launch.failure import RunFailed
+from tasks.launch.docker_hosts import attempts_of
+from tasks.planning.custom_program import TrainerPlan, check_trainer, place, place_again, placed, program_of, ranks_by_host
+from tasks.launch.custom_program import is_done, run_trainer
 from tests.conftest import inventory
-from training.config import RunConfig
+from training.config.run import RunConfig
 
 DOCKER = {"launcher": "docker", "image": "sha256:" + "0" * 64}
 FAR = [
@@ -44,8 +44,8 @@ time.sleep(600)
 LAUNCHER = """
 import sys
 from pathlib import Path
-from tasks.trainer import placed
-from tasks.trainer_run import run_trainer
+from tasks.planning.custom_program import placed
+from tasks.launch.custom_program import run_trainer
 run_trainer(placed(Path(sys.argv[1])), run_dir=Path(sys.argv[1]))
 """
 

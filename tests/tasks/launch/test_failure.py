@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from infra.containers import State
-from tasks.causes import HostEnd, cause_of, classify
-from training.launch_config import LaunchConfig
-from training.node_record import NodeEnd, RankFailure
+from tasks.launch.failure import HostEnd, cause_of, classify
+from training.config.launch import LaunchConfig
+from training.records.node import NodeEnd, RankFailure
 
 PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:1974"
 
@@ -137,7 +137,7 @@ def test_a_peer_or_a_network_that_fails_is_worth_another_attempt(said: str, caus
     ("said", "cause"),
     [
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "out of memory"),
-        ("training.finite.NonFiniteLoss: step 12: loss nan on rank 3", "bad loss"),
+        ("training.monitoring.nonfinite.NonFiniteLoss: step 12: loss nan on rank 3", "bad loss"),
         ("ValueError: the model's lm_head.weight is [256, 32]", "bad config"),
         ("  traceback : Signal 9 (SIGKILL) received by PID 4711", "killed"),
         ("  traceback : Signal 11 (SIGSEGV) received by PID 4711", "error"),

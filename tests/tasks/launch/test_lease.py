@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks import local
-from tasks.lease import Lease
+from tasks.launch import local
+from tasks.launch.lease import Lease
 
 
 def test_it_is_renewed_and_goes(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_a_withdrawn_lease_is_never_made_anew(tmp_path: Path, caplog: pytest.Log
 def test_a_resume_on_this_machine_ends_what_runs_on_docker_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tasks.local.FENCE_S", 0.0)
+    monkeypatch.setattr("tasks.launch.local.FENCE_S", 0.0)
     with Lease(tmp_path / "attempts" / "1" / "lease", lease_s=60.0) as lease, caplog.at_level(logging.WARNING):
         local.end_containers(tmp_path)
         assert not lease.path.exists()

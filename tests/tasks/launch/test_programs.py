@@ -10,13 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks import local
-from tasks.launch import NewRows
-from tasks.local import Gang, command_for, end_earlier_gang
-from tasks.nsight import check_here
-from tasks.places import process_key
+from tasks.launch import local
+from tasks.launch.programs import NewRows
+from tasks.launch.local import Gang, command_for, end_earlier_gang
+from tasks.launch.nsight import check_here
+from tasks.workspace.paths import process_key
 from tests.conftest import tiny_config
-from training.records import RunPlan
+from training.records.plan import RunPlan
 
 
 @pytest.fixture

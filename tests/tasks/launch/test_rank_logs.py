@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tasks.signs import LOOK_BYTES, Warnings
+from tasks.launch.rank_logs import LOOK_BYTES, Warnings
 
 WARNING = "2026-11-20 19:00:00,000 WARNING {}"
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "tasks.signs"]
+    return [record.getMessage() for record in caplog.records if record.name == "tasks.launch.rank_logs"]
 
 
 @pytest.fixture

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from infra.containers import gpus_granted
-from tasks.causes import RunStopped
-from tasks.devices import LocalDevices, devices_of, overlap, turn, wait_for
-from tasks.local import Gang
-from tasks.places import process_key
+from tasks.launch.failure import RunStopped
+from tasks.operations.gpu_queue import LocalDevices, devices_of, overlap, turn, wait_for
+from tasks.launch.local import Gang
+from tasks.workspace.paths import process_key
 from tests.conftest import tiny_config
 
 HOLDS = """
 import sys
 from contextlib import ExitStack
-from tasks.devices import LocalDevices
+from tasks.operations.gpu_queue import LocalDevices
 with ExitStack() as held:
     assert LocalDevices(sys.argv[2:], run_id=sys.argv[1], held=held).take() == ""
     print("held", flush=True)

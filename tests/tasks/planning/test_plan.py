@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tasks.planning import replan
+from tasks.planning.plan import replan
 from tests.conftest import inventory, tiny_config
-from training.inventory import Inventory
-from training.packing import one_epoch
-from training.plan import make_plan
-from training.records import RunPlan, TokenShards
+from training.records.inventory import Inventory
+from training.shards.packing import one_epoch
+from training.planner.plan import make_plan
+from training.records.plan import RunPlan, TokenShards
 
 
 def planned(

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from tasks.gate import Candidate, check_latency, gate
-from training.promotion_config import GatesConfig, TaskFloor
+from tasks.promotion.gates import Candidate, check_latency, gate
+from training.config.promotion import GatesConfig, TaskFloor
 
 
 def version(

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
-from tasks.gate import Check
-from tasks.judging import Terms, judge_records, note_evaluation, set_champion
-from tasks.moves import Move, begin_move, history, note_stage
-from tasks.places import process_key
-from tasks.promotion import Case, Request, approved_by_tag, begin, overridden, refuse
-from tasks.registry import TAG, aliases_of, replaced_by
-from tasks.rollout import Counts, OutOfBounds, Watch, read_counts
-from tasks.serve_metrics import ServerMetrics
-from tasks.switching import roll_back, settle
-from tasks.turns import PREFIX, Flag, TurnLost, turn
-from training.promotion_config import GatesConfig, RolloutConfig
+from tasks.promotion.gates import Check
+from tasks.promotion.judge import Terms, judge_records, note_evaluation, set_champion
+from tasks.promotion.journal import Move, begin_move, history, note_stage
+from tasks.workspace.paths import process_key
+from tasks.promotion.promote import Case, Request, approved_by_tag, begin, overridden, refuse
+from tasks.registry.models import TAG, aliases_of, replaced_by
+from tasks.promotion.server_stats import Counts, OutOfBounds, Watch, read_counts
+from tasks.serving.metrics import ServerMetrics
+from tasks.promotion.rollout import roll_back, settle
+from tasks.promotion.lock import PREFIX, Flag, TurnLost, turn
+from training.config.promotion import GatesConfig, RolloutConfig
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import free_port
+from tests.support.ranks import free_port
 from tests.tasks.conftest import Store
-from tests.tasks.promoting import Served, Shop, wait_until
-from tests.up import wait_for
+from tests.support.promoting import Served, Shop, wait_until
+from tests.support.local_servers import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 QUICK = ("rollout.smoke_requests=2", "rollout.min_requests=3", "rollout.watch_minutes=0.03")
@@ -204,8 +204,8 @@ def test_prefect_gets_one_run_for_a_version_however_many_start_it(shop: Shop) ->
     from prefect.client.orchestration import get_client
 
     from flows.promote import promote
-    from flows.watch import start_in_prefect
-    from tasks.challenges import Due
+    from flows.servers.watch import start_in_prefect
+    from tasks.promotion.challengers import Due
 
     with get_client(sync_client=True) as prefect:
         flow_id = prefect.create_flow(promote)

@@ -11,7 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 from mlflow.webhooks.delivery import _generate_hmac_signature
 
-from tasks.webhook import DELIVERY, SIGNATURE, TIMESTAMP, build_receiver, read_secret
+from tasks.promotion.webhook import DELIVERY, SIGNATURE, TIMESTAMP, build_receiver, read_secret
 
 SECRET = "0123456789abcdef"
 

@@ -12,12 +12,12 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from tasks.places import keep_password_apart, tracking_uri
-from tasks.register import register_model
-from tasks.registry import CLIENT_ENVIRONMENT, lineage, registry_client, resolve, shown
+from tasks.workspace.paths import keep_password_apart, tracking_uri
+from tasks.registry.versions import register_model
+from tasks.registry.models import CLIENT_ENVIRONMENT, lineage, registry_client, resolve, shown
 from tests.tasks.conftest import Store
-from training.records import RunPlan
-from training.results import ExportedModel
+from training.records.plan import RunPlan
+from training.records.results import ExportedModel
 
 
 @pytest.mark.parametrize("ref", ["tiny", "tiny@champion", "tiny/1"])

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
-from tasks.generate import TextGenerator
-from tasks.judging import terms_of
-from tasks.logged_model import link_or_copy
-from tasks.moves import history
-from tasks.register import register_model
-from tasks.registry import aliases_of, lineage, resolve
+from tasks.inference.onnx_generator import TextGenerator
+from tasks.promotion.judge import terms_of
+from tasks.registry.logged_model import link_or_copy
+from tasks.promotion.journal import history
+from tasks.registry.versions import register_model
+from tasks.registry.models import aliases_of, lineage, resolve
 from tests.tasks.conftest import Store
-from training.promotion_config import GatesConfig, RegistryConfig, TaskFloor
-from training.records import RunPlan
-from training.results import EvalReport, ExportedModel, SourceFigures, TaskScore
+from training.config.promotion import GatesConfig, RegistryConfig, TaskFloor
+from training.records.plan import RunPlan
+from training.records.results import EvalReport, ExportedModel, SourceFigures, TaskScore
 
 GREEDY = {"new_tokens": 12, "temperature": 0.0}
 

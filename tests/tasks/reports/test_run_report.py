@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from tasks.history import history, note_end, note_start
-from tasks.latency import draw_latency
-from tasks.report import Outcome
-from tasks.run_curves import thinned
-from tasks.run_page import write_report
-from tasks.run_story import read_story
-from tasks.run_words import in_units
-from tasks.track import TrackedRun
-from tasks.trainer import TrainerOutcome, place
+from tasks.runs.history import history, note_end, note_start
+from tasks.reports.export_latency import draw_latency
+from tasks.reports.outcome import Outcome
+from tasks.reports.curves import thinned
+from tasks.reports.run_report import write_report
+from tasks.reports.run_data import read_story
+from tasks.reports.run_summary import in_units
+from tasks.tracking.mlflow_run import TrackedRun
+from tasks.planning.custom_program import TrainerOutcome, place
 from tests.conftest import inventory
-from tests.tiny_run import another_run
-from training.config import RunConfig
-from training.records import RunPlan, TrainFailure, TrainResult
-from training.results import EvalReport, LatencyReport, Sample
+from tests.support.tiny_run import another_run
+from training.config.run import RunConfig
+from training.records.plan import RunPlan, TrainFailure, TrainResult
+from training.records.results import EvalReport, LatencyReport, Sample
 
 HOSTILE = "</pre><script>alert('x')</script><img src=http://evil.example/x.png>"
 

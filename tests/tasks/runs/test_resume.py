@@ -9,22 +9,13 @@ from typing import Any
 
 import pytest
 
-from tasks.overrides import (
-    TABLE,
-    Change,
-    accepted,
-    changes,
-    flattened,
-    latest_config,
-    read_plan,
-    read_resumptions,
-)
-from tasks.planning import write_plan
-from tasks.track import TrackedRun
+from tasks.runs.resume import TABLE, Change, accepted, changes, flattened, latest_config, read_plan, read_resumptions
+from tasks.planning.plan import write_plan
+from tasks.tracking.mlflow_run import TrackedRun
 from tests.conftest import inventory, tiny_config
-from training.config import RunConfig
-from training.inventory import Inventory
-from training.records import RunPlan, TokenShards
+from training.config.run import RunConfig
+from training.records.inventory import Inventory
+from training.records.plan import RunPlan, TokenShards
 
 FIELDS = [name for name, _ in flattened(RunConfig().model_dump(mode="json"))]
 STEPS = 100

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tasks.generate import TextGenerator
-from tasks.register import register_model
-from tasks.registry import resolve
+from tasks.inference.onnx_generator import TextGenerator
+from tasks.registry.versions import register_model
+from tasks.registry.models import resolve
 from tests.tasks.conftest import Store
-from tests.tasks.serving import server
+from tests.support.serving import server
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 

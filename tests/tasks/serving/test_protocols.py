@@ -11,10 +11,10 @@ import pytest
 from tritonclient import http as kserve
 from tritonclient.utils import InferenceServerException
 
-from tasks.generate import TextGenerator
-from tasks.registry import resolve
+from tasks.inference.onnx_generator import TextGenerator
+from tasks.registry.models import resolve
 from tests.tasks.conftest import Store
-from tests.tasks.serving import server
+from tests.support.serving import server
 
 SAMPLING = {"temperature": 1.0, "top_k": 0, "seed": 5}
 

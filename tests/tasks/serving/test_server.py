@@ -18,14 +18,14 @@ import pytest
 from mlflow import MlflowClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from tasks.generate import TextGenerator
-from tasks.register import register_model
-from tasks.registry import resolve
-from tasks.serve import serve
-from tasks.servers import running_servers
-from tasks.switching import roll_back
+from tasks.inference.onnx_generator import TextGenerator
+from tasks.registry.versions import register_model
+from tasks.registry.models import resolve
+from tasks.serving.server import serve
+from tasks.serving.announce import running_servers
+from tasks.promotion.rollout import roll_back
 from tests.tasks.conftest import Store
-from tests.tasks.serving import server
+from tests.support.serving import server
 
 
 def test_it_serves_the_champion_refuses_what_is_out_of_bounds_and_stops_in_order(champion: Store) -> None:

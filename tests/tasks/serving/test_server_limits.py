@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.tasks.conftest import Store
-from tests.tasks.serving import server
+from tests.support.serving import server
 
 pytestmark = pytest.mark.slow  # 25 s: a server each
 

@@ -12,9 +12,9 @@ import onnxruntime
 import pytest
 from google.protobuf import text_format
 
-from flows.cli import main
+from flows.cli.command import main
 from flows.presets import triton_config
-from tasks.triton import write_repository
+from tasks.serving.triton import write_repository
 
 
 def schema() -> Any:

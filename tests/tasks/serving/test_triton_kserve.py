@@ -17,8 +17,8 @@ import onnxruntime
 import pytest
 import tritonclient.http as triton
 
-from tasks.triton import write_repository
-from tests.tasks.test_triton import schema
+from tasks.serving.triton import write_repository
+from tests.tasks.serving.test_triton import schema
 from training.triton_config import TritonConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # MLServer's pins conflict with ours: 40 s to install it elsewhere

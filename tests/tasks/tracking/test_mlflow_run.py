@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from tasks.causes import RunStopped
-from tasks.ending import prefect_knows, reconcile
-from tasks.places import run_folder
-from tasks.track import TrackedRun, describe, tracked
+from tasks.launch.failure import RunStopped
+from tasks.tracking.final_status import prefect_knows, reconcile
+from tasks.workspace.paths import run_folder
+from tasks.tracking.mlflow_run import TrackedRun, describe, tracked
 from tests.conftest import REPO, tiny_config
 
 HOLD = """
 import sys
-from tasks.track import tracked
+from tasks.tracking.mlflow_run import tracked
 from tests.conftest import tiny_config
 with tracked(tiny_config(), run_id=sys.argv[1], tags={"prefect.flow_run_id": "f1"}):
     print("opened", flush=True)

@@ -10,11 +10,11 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.conftest import losses, run_ranks
-from training.checkpoint import Manifest, checkpoint_folder, damage, newest_whole, weights_for
-from training.metrics import read_rows
-from training.model import build_model
-from training.records import RunPlan, sha256_config
-from training.tensor_files import TensorFiles
+from training.checkpoint.load import Manifest, checkpoint_folder, damage, newest_whole, weights_for
+from training.tracking.metrics_log import read_rows
+from training.models.language_model import build_model
+from training.records.plan import RunPlan, sha256_config
+from training.checkpoint.safetensors_files import TensorFiles
 
 
 @pytest.fixture(scope="module")

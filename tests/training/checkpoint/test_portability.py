@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import losses, run_ranks
-from tests.training.layouts import LAYOUTS, Layout
-from tests.training.test_strategies import LOSS_BOUND, WEIGHT_BOUND, final
+from tests.support.layouts import LAYOUTS, Layout
+from tests.training.strategies.test_strategies import LOSS_BOUND, WEIGHT_BOUND, final
 
 LEG_STEPS = 3
 CHAIN = ("ddp", "hsdp 4", "zero2", "dp x tp", "pp interleaved", "zero3", "fsdp x tp", "single", "zero1", "tp x pp")
@@ -60,4 +60,4 @@ def test_peers_that_share_a_layer_drop_the_same_units_after_they_took_a_checkpoi
     saved = make_run("four", ranks=4, train__steps=2, train__micro_batch=1)
     run_ranks(saved)
     make_run("two by two", ranks=4, train__micro_batch=1, **LAYOUTS["dp x tp"][1]).rename(saved)
-    run_ranks(saved, program="tests.training.peers")
+    run_ranks(saved, program="tests.programs.peers")

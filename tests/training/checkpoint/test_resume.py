@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import losses, run_ranks
-from tests.ranks import Ranks
-from tests.training.layouts import LAYOUTS, Layout
-from training.checkpoint import Manifest
-from training.metrics import read_rows
-from training.records import TrainResult
+from tests.support.ranks import Ranks
+from tests.support.layouts import LAYOUTS, Layout
+from training.checkpoint.load import Manifest
+from training.tracking.metrics_log import read_rows
+from training.records.plan import TrainResult
 
 STEPS = 60
 DEADLINE_S = 100

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from training.checkpoint import MANIFEST, Manifest, checkpoint_folder, damage, published
-from training.config import CheckpointConfig
-from training.records import sha256_file
-from training.retention import keep, prune, reading, sweep
-from training.tensor_files import WrittenFile
+from training.checkpoint.load import MANIFEST, Manifest, checkpoint_folder, damage, published
+from training.config.run import CheckpointConfig
+from training.records.plan import sha256_file
+from training.checkpoint.retention import keep, prune, reading, sweep
+from training.checkpoint.safetensors_files import WrittenFile
 
 
 def checkpoints(run_dir: Path, val_losses: dict[int, float | None]) -> Path:

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from tests.conftest import losses, run_ranks
-from tests.ranks import Ranks
-from tests.training.full_disk import FULL_AT_BYTES, RoomAfterWarning, set_room
-from training.checkpoint import checkpoint_folder, damage, newest_whole, published
-from training.finite import NonFiniteLoss
-from training.metrics import read_rows
-from training.rank import entered
-from training.records import RunPlan
-from training.saver import Saver
-from training.tensor_files import TensorFiles
+from tests.support.ranks import Ranks
+from tests.programs.full_disk import FULL_AT_BYTES, RoomAfterWarning, set_room
+from training.checkpoint.load import checkpoint_folder, damage, newest_whole, published
+from training.monitoring.nonfinite import NonFiniteLoss
+from training.tracking.metrics_log import read_rows
+from training.runtime.process import entered
+from training.records.plan import RunPlan
+from training.checkpoint.saver import Saver
+from training.checkpoint.safetensors_files import TensorFiles
 from training.train import Training, prepare
 
 
@@ -57,7 +57,7 @@ def full_disk() -> Iterator[None]:
 
 @pytest.fixture
 def room_after_warning() -> Iterator[None]:
-    handler, log = RoomAfterWarning(), logging.getLogger("training.saver")
+    handler, log = RoomAfterWarning(), logging.getLogger("training.checkpoint.saver")
     log.addHandler(handler)
     yield
     log.removeHandler(handler)
@@ -190,7 +190,7 @@ def test_a_lost_loss_still_gets_the_checkpoint_from_before_it(start: Callable[..
 
 def on_full_disk(plan_path: Path, kind: str) -> Ranks:
     (plan_path.parent / "disk").write_text(kind)
-    return Ranks(plan_path, program="tests.training.full_disk")
+    return Ranks(plan_path, program="tests.programs.full_disk")
 
 
 def test_two_ranks_survive_a_disk_that_is_full_for_a_while_on_one_of_them(make_run: Callable[..., Path]) -> None:

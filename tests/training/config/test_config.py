@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from tests.conftest import tiny_config
-from training.config import RunConfig
+from training.config.run import RunConfig
 
 COMBINATIONS = [
     ({"model__width": 30}, "model.width = 30 is not divisible by model.heads = 4"),

@@ -10,24 +10,11 @@ import pytest
 import torch
 
 from tests.conftest import END
-from tests.training.numbered import (
-    BERT,
-    CONTEXT,
-    CPU,
-    FIRST,
-    NUM_TOKENS,
-    PACKINGS,
-    global_batch,
-    one_pass,
-    plan_of,
-    predicted,
-    rows,
-    write_numbered,
-)
-from training.data import Loader, shuffled
-from training.loss import IGNORED
-from training.packing import one_epoch
-from training.shards import TokenStream
+from tests.support.numbered_corpus import BERT, CONTEXT, CPU, FIRST, NUM_TOKENS, PACKINGS, global_batch, one_pass, plan_of, predicted, rows, write_numbered
+from training.data.loader import Loader, shuffled
+from training.models.linear_cross_entropy import IGNORED
+from training.shards.packing import one_epoch
+from training.shards.format import TokenStream
 
 
 @pytest.fixture(scope="module")

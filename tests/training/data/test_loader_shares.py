@@ -11,22 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training.numbered import (
-    BERT,
-    CONTEXT,
-    CPU,
-    FIRST,
-    NUM_TOKENS,
-    PACKINGS,
-    global_batch,
-    one_pass,
-    plan_of,
-    rows,
-    write_numbered,
-)
-from training.data import Loader, documents_in, held_out
-from training.loss import IGNORED
-from training.shards import TokenStream
+from tests.support.numbered_corpus import BERT, CONTEXT, CPU, FIRST, NUM_TOKENS, PACKINGS, global_batch, one_pass, plan_of, rows, write_numbered
+from training.data.loader import Loader, documents_in, held_out
+from training.models.linear_cross_entropy import IGNORED
+from training.shards.format import TokenStream
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from tests.local_tasks import QUESTIONS, write_tasks
-from tests.ranks import Ranks
-from tests.tiny_run import tiny_run
-from training.records import RunPlan
-from training.results import EvalReport, TaskScore
+from tests.support.lm_eval_tasks import QUESTIONS, write_tasks
+from tests.support.ranks import Ranks
+from tests.support.tiny_run import tiny_run
+from training.records.plan import RunPlan
+from training.records.results import EvalReport, TaskScore
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from tests.conftest import END, REPO, rank_env, run_ranks
-from tests.tiny_run import tiny_run
-from training.data import held_out
-from training.model import build_model
-from training.records import RunPlan
-from training.results import EvalReport
-from training.shards import TokenStream
+from tests.support.tiny_run import tiny_run
+from training.data.loader import held_out
+from training.models.language_model import build_model
+from training.records.plan import RunPlan
+from training.records.results import EvalReport
+from training.shards.format import TokenStream
 
 
 @pytest.fixture(scope="module")

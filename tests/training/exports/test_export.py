@@ -13,16 +13,16 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
-from tests.tiny_run import END, VOCAB, export_by_program, tiny_run
-from training.checkpoint import Manifest
-from training.config import RunConfig
+from tests.support.tiny_run import END, VOCAB, export_by_program, tiny_run
+from training.checkpoint.load import Manifest
+from training.config.run import RunConfig
 from training.export import export_run, main
-from training.latency import measure_latency
-from training.model import load_model
-from training.records import RunPlan, TrainResult, sha256_file
-from training.results import ExportedModel, ParityReport
-from training.tensor_files import WrittenFile
-from training.tensorrt_engine import why_no_tensorrt
+from training.exports.latency import measure_latency
+from training.models.language_model import load_model
+from training.records.plan import RunPlan, TrainResult, sha256_file
+from training.records.results import ExportedModel, ParityReport
+from training.checkpoint.safetensors_files import WrittenFile
+from training.exports.tensorrt import why_no_tensorrt
 
 AUTO_CLASS = {"llama": AutoModelForCausalLM, "gpt2": AutoModelForCausalLM, "bert": AutoModelForMaskedLM}
 

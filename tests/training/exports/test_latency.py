@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tasks.latency import draw_latency, latency_rows
-from tests.tiny_run import tiny_run
+from tasks.reports.export_latency import draw_latency, latency_rows
+from tests.support.tiny_run import tiny_run
 from training.export import export_run
-from training.export_config import ExportConfig
-from training.latency import why_no_compile
-from training.results import LatencyFigure, LatencyReport
+from training.config.export import ExportConfig
+from training.exports.latency import why_no_compile
+from training.records.results import LatencyFigure, LatencyReport
 
 
 def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

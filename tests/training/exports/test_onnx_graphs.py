@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from training.onnx_graphs import save_graphs
-from training.onnx_session import Decoding, decoded_logits, forward_logits, open_session
-from training.parity import torch_logits
+from training.exports.onnx_graphs import save_graphs
+from training.exports.onnx_session import Decoding, decoded_logits, forward_logits, open_session
+from training.exports.parity import torch_logits
 
 SIZES = {
     "num_hidden_layers": 2,

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import training.tensorrt_engine
-from tests.tiny_run import tiny_run
+import training.exports.tensorrt
+from tests.support.tiny_run import tiny_run
 from training.build_engine import build_engines, main
 from training.export import export_run
-from training.export_config import TensorRTConfig
-from training.records import RunPlan
-from training.tensorrt_engine import Range, profile, why_no_tensorrt
+from training.config.export import TensorRTConfig
+from training.records.plan import RunPlan
+from training.exports.tensorrt import Range, profile, why_no_tensorrt
 
 DECODE = {
     "input_ids": ["batch", "length"],
@@ -125,7 +125,7 @@ def names_used(source: Path) -> tuple[set[str], dict[str, list[str]]]:
 
 
 def test_the_names_that_are_looked_up_are_those_of_the_source() -> None:
-    names, keywords = names_used(Path(training.tensorrt_engine.__file__))
+    names, keywords = names_used(Path(training.exports.tensorrt.__file__))
     assert {"Builder.build_serialized_network", "NetworkDefinitionCreationFlag.STRONGLY_TYPED"} <= names
     assert keywords == {"IBuilderConfig.set_timing_cache": ["ignore_mismatch"]}
 
@@ -150,7 +150,7 @@ def test_every_name_is_one_of_the_real_bindings(tmp_path: Path) -> None:
     (tmp_path / "entries.c").write_text("".join(f"void *{name}(void) {{ return 0; }}\n" for name in ENTRIES))
     for library in LIBRARIES:
         subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / library, tmp_path / "entries.c"], check=True)
-    names, keywords = names_used(Path(training.tensorrt_engine.__file__))
+    names, keywords = names_used(Path(training.exports.tensorrt.__file__))
     look = textwrap.dedent(
         """
         import functools, json, sys

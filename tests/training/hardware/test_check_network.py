@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPO, rank_env
-from tests.ranks import free_port
-from training.node_record import CollectiveReport
+from tests.support.ranks import free_port
+from training.records.node import CollectiveReport
 
 NODES = (2, 1, 1)  # ranks of each
 
@@ -34,7 +34,7 @@ def run_nodes(out: Path, *, program: tuple[str, ...], nodes: tuple[int, ...] = N
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> CollectiveReport:
     out = tmp_path_factory.mktemp("collective") / "report.json"
-    for code, output in run_nodes(out, program=("-m", "training.collective")):
+    for code, output in run_nodes(out, program=("-m", "training.hardware.check_network")):
         assert code == 0, output
     return CollectiveReport.read(out)
 

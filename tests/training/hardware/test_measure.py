@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.machine import driver_gpus
-from training.inventory import Measured
+from tasks.hardware.machine import driver_gpus
+from training.records.inventory import Measured
 from training.measure import DTYPES, product
 
 # GFLOP/s of numpy's matrix product on one thread, the median of some 0.3 s: another library, another clock loop.

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tasks.generate import Sampling, choose_token
-from tasks.machine import driver_gpus
-from tests.ranks import Ranks
-from tests.tiny_run import tiny_run
-from training.decode_plan import DecodePlan, check_inference
-from training.sampling import Draw, sample
-from training.serving_config import InferenceConfig
+from tasks.inference.onnx_generator import Sampling, choose_token
+from tasks.hardware.machine import driver_gpus
+from tests.support.ranks import Ranks
+from tests.support.tiny_run import tiny_run
+from training.records.decode_plan import DecodePlan, check_inference
+from training.inference.sampling import Draw, sample
+from training.config.serving import InferenceConfig
 
 CONTEXT = 32
 TEXTS = ("def", "x", "return a + b  #", "a" * 30, "the prompt is longer than context " * 2)
@@ -93,7 +93,7 @@ def request(number: int, ids: list[int], new_tokens: int, **how: Any) -> dict[st
 
 
 def greedy(folder: Path, ids: list[int], new_tokens: int) -> list[int]:
-    """By the plain class, without a cache; a full context is cut to its last half, as tasks/generate.py does it."""
+    """By the plain class, without a cache; a full context is cut to its last half, as tasks/inference/onnx_generator.py does it."""
     model, seen, made = AutoModelForCausalLM.from_pretrained(folder), ids[-CONTEXT:], list[int]()
     with torch.no_grad():
         for _ in range(new_tokens):

@@ -1,4 +1,4 @@
-"""A class that is not described in training/anatomy.py trains whole; what it cannot have is refused in words."""
+"""A class that is not described in training/models/architectures.py trains whole; what it cannot have is refused in words."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoConfig
 
 from tests.conftest import VOCAB, losses, run_ranks
-from tests.training.layouts import LAYOUTS
-from tests.training.test_strategies import COMMON, assert_equal_training
+from tests.support.layouts import LAYOUTS
+from tests.training.strategies.test_strategies import COMMON, assert_equal_training
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 NEOX = SIZES | {"vocab_size": VOCAB, "max_position_embeddings": 64, "tie_word_embeddings": False}

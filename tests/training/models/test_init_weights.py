@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.conftest import inventory, tiny_config
-from training.model import build_model, unfilled_model
-from training.plan import make_plan
-from training.records import RunPlan
+from training.models.language_model import build_model, unfilled_model
+from training.planner.plan import make_plan
+from training.records.plan import RunPlan
 
 
 def plan_of(architecture: str, **overrides: int) -> RunPlan:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from training.loss import IGNORED, linear_cross_entropy, linear_scores
-from training.recipe import CHUNK_TOKENS
+from training.models.linear_cross_entropy import IGNORED, linear_cross_entropy, linear_scores
+from training.planner.cost_model import CHUNK_TOKENS
 
 
 def made(tokens: int, width: int, vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

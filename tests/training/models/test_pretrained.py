@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tasks.planning import plan_run
-from tasks.pretrained import check_tokenizer
+from tasks.planning.plan import plan_run
+from tasks.planning.pretrained import check_tokenizer
 from tests.conftest import VOCAB, inventory, losses, run_ranks, tiny_config
-from tests.tiny_run import byte_tokenizer
-from training.data import Loader
-from training.model import build_model
-from training.records import RunPlan, TokenShards
+from tests.support.tiny_run import byte_tokenizer
+from training.data.loader import Loader
+from training.models.language_model import build_model
+from training.records.plan import RunPlan, TokenShards
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import run_ranks
-from training.meter import Meter
-from training.metrics import read_rows
-from training.rank import Rank
-from training.records import RunPlan, TrainResult
+from training.monitoring.meter import Meter
+from training.tracking.metrics_log import read_rows
+from training.runtime.process import Rank
+from training.records.plan import RunPlan, TrainResult
 from training.strategies import StepStats
 
 

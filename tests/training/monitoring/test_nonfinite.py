@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tasks.planning import plan_run
+from tasks.planning.plan import plan_run
 from tests.conftest import REPO, VOCAB, inventory, rank_env, tiny_config, torchrun
-from training.data import Loader
-from training.finite import SKIPPED_IN_A_ROW, FiniteCheck, NonFiniteLoss, StepOutcome
-from training.records import RunPlan, TokenShards, TrainResult
+from training.data.loader import Loader
+from training.monitoring.nonfinite import SKIPPED_IN_A_ROW, FiniteCheck, NonFiniteLoss, StepOutcome
+from training.records.plan import RunPlan, TokenShards, TrainResult
 
 RARE = VOCAB - 1
 BAD_STEP, BAD_RANK = 5, 1

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from tests.conftest import REPO
-from tests.ranks import free_port
-from training.node_record import NodeEnd, NodeTask
+from tests.support.ranks import free_port
+from training.records.node import NodeEnd, NodeTask
 
 DEADLINE_S = 60
 SECRET = 's3cr3t/tok"en'

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from training.node_output import LONGEST_LINE, Causes, Output
+from training.node.output import LONGEST_LINE, Causes, Output
 
 # As torch 2.7 printed it (ranks 4 and 5 are 0 and 1 of the second group).
 TIMED_OUT = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=BROADCAST, NumelIn=131072000, "

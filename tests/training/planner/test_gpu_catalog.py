@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from flows import cli
-from training.inventory import Device, Host, Inventory
-from training.known_gpus import find_gpu, known_gpus, nearest_names, slow_devices
-from training.stand_in import stand_in_inventory
+from flows.cli import command
+from training.records.inventory import Device, Host, Inventory
+from training.planner.gpu_catalog import find_gpu, known_gpus, nearest_names, slow_devices
+from training.planner.hypothetical_hosts import stand_in_inventory
 
 
 def gpu(name: str, *, memory_gb_per_s: float = 0.0, **tflops: float) -> Device:
@@ -158,7 +158,7 @@ def test_a_plan_for_other_machines_does_not_measure_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path))
-    cli._plan(cli._parse(["plan", "llama-1b", "--hosts", "2x8xA100-80GB-SXM,200Gb", "--json"]))
+    command._plan(command._parse(["plan", "llama-1b", "--hosts", "2x8xA100-80GB-SXM,200Gb", "--json"]))
     plan = json.loads(capsys.readouterr().out)
     assert (plan["ranks_per_host"], plan["device_kind"], plan["precision"]) == ([8, 8], "cuda", "bf16")
     assert any("stand-in hosts, nothing was measured" in reason for reason in plan["reasons"])

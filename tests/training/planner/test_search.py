@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tests.conftest import inventory, tiny_config
-from training.config import RunConfig
-from training.inventory import Inventory
-from training.plan import make_plan
-from training.records import RunPlan
-from training.stand_in import stand_in_inventory
+from training.config.run import RunConfig
+from training.records.inventory import Inventory
+from training.planner.plan import make_plan
+from training.records.plan import RunPlan
+from training.planner.hypothetical_hosts import stand_in_inventory
 
 LLAMA_1B = {"layers": 22, "width": 2048, "heads": 32, "kv_heads": 8, "mlp_width": 5632, "tie_embeddings": False}
 LLAMA_8B = {"layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "mlp_width": 14336, "tie_embeddings": False}

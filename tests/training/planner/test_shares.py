@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from training.shares import Replica, Shares, choose_shares, deal, followed, largest_that_fits
+from training.planner.shares import Replica, Shares, choose_shares, deal, followed, largest_that_fits
 
 
 def step_time(micro_batches: Sequence[int], speeds: Sequence[float]) -> float:

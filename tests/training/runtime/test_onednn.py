@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from training.matmul import prefer_onednn
+from training.runtime.onednn import prefer_onednn
 
 SHAPES = [(50, 40, 30), (1, 1, 1), (0, 4, 3), (4, 0, 3), (4, 3, 0), (768, 128, 384)]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.tracing import part, recorded, uncovered
+from training.runtime.step_trace import part, recorded, uncovered
 
 CPU = torch.device("cpu")
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.causes import RunStopped
-from tasks.local import run_program
+from tasks.launch.failure import RunStopped
+from tasks.launch.local import run_program
 from tests.conftest import REPO, losses, rank_env, torchrun
-from training.records import RunPlan, TrainResult
+from training.records.plan import RunPlan, TrainResult
 
 TIMEOUT_S = 10
 DEADLINE_S = 120
@@ -99,7 +99,7 @@ def test_a_stopped_rank_ends_the_run_with_the_stack_of_the_other(running: tuple[
 def test_ranks_that_do_not_stop_tell_where_they_are_before_they_are_killed(
     make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.local.STOP_GRACE_S", 2.0)
+    monkeypatch.setattr("tasks.launch.local.STOP_GRACE_S", 2.0)
     plan_path = make_run("killed", ranks=2, train__steps=400, evaluation__every_steps=0)
 
     def interrupt() -> None:

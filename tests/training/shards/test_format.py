@@ -4,18 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.manifests import write_manifest
-from training.records import Shard, sha256_file
-from training.shards import (
-    TokenStream,
-    discard_damaged,
-    finished_shards,
-    read_manifest,
-    token_dtype,
-    verify_hashes,
-    write_marker,
-    write_shard,
-)
+from tests.support.manifests import write_manifest
+from training.records.plan import Shard, sha256_file
+from training.shards.format import TokenStream, discard_damaged, finished_shards, read_manifest, token_dtype, verify_hashes, write_marker, write_shard
 
 
 @pytest.fixture

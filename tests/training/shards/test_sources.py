@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tests.manifests import write_manifest
-from tests.tiny_corpus import prepare
-from training.records import Shard, SourceFile, Stretch, TokenShards
-from training.shards import TokenStream
-from training.sources import MAX_SOURCES, held_out_sources, source_names
+from tests.support.manifests import write_manifest
+from tests.support.tiny_corpus import prepare
+from training.records.plan import Shard, SourceFile, Stretch, TokenShards
+from training.shards.format import TokenStream
+from training.shards.sources import MAX_SOURCES, held_out_sources, source_names
 
 
 @pytest.mark.parametrize(

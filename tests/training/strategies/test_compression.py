@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from tests.conftest import inventory, losses, run_ranks, tiny_config
-from tests.ranks import Ranks
-from tests.training.test_strategies import assert_equal_training
-from training.checkpoint import Manifest
-from training.metrics import read_rows
-from training.plan import make_plan
-from training.records import RunPlan, TrainResult
+from tests.support.ranks import Ranks
+from tests.training.strategies.test_strategies import assert_equal_training
+from training.checkpoint.load import Manifest
+from training.tracking.metrics_log import read_rows
+from training.planner.plan import make_plan
+from training.records.plan import RunPlan, TrainResult
 
 KINDS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -64,7 +64,7 @@ def resumed_from_step_6(plan_path: Path, name: str) -> Path:
 
 
 def test_what_is_not_sent_is_kept_and_all_ranks_get_the_same(make_run: Callable[..., Path]) -> None:
-    run_ranks(make_run("averaged", ranks=2), program="tests.training.averaged")
+    run_ranks(make_run("averaged", ranks=2), program="tests.programs.averaged")
 
 
 def test_every_step_says_what_it_sent(trained: Callable[[str], Path]) -> None:

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from tests.conftest import inventory, losses, run_ranks, tiny_config
-from tests.ranks import Ranks
-from tests.training.test_strategies import LOSS_BOUND, WEIGHT_BOUND, final
-from training.data import Loader, held_out
-from training.inventory import Inventory
-from training.metrics import read_rows
-from training.model import build_model
-from training.optim import build_adamw, set_learning_rate
-from training.plan import make_plan
-from training.records import RunPlan
+from tests.support.ranks import Ranks
+from tests.training.strategies.test_strategies import LOSS_BOUND, WEIGHT_BOUND, final
+from training.data.loader import Loader, held_out
+from training.records.inventory import Inventory
+from training.tracking.metrics_log import read_rows
+from training.models.language_model import build_model
+from training.strategies.optim import build_adamw, set_learning_rate
+from training.planner.plan import make_plan
+from training.records.plan import RunPlan
 from training.schedule import learning_rate
 
 STEPS, EVERY, VALIDATED, GROUPS = 8, 3, 4, 2

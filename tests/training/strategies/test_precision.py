@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import losses, run_ranks
-from tests.training.layouts import LAYOUTS
-from training.metrics import read_rows
-from training.optim import LossScale
+from tests.support.layouts import LAYOUTS
+from training.tracking.metrics_log import read_rows
+from training.strategies.optim import LossScale
 
 COMMON = {"model__dropout": 0.0, "train__steps": 20}
 
@@ -66,10 +66,10 @@ def test_an_overflow_halves_the_scale_and_a_long_good_stretch_doubles_it() -> No
 
 def test_a_checkpoint_may_come_before_the_first_update(make_run: Callable[..., Path]) -> None:
     """fp16 leaves out its first steps while the scale adapts."""
-    from training.mesh import build_mesh
-    from training.model import unfilled_model
-    from training.rank import entered
-    from training.records import RunPlan
+    from training.runtime.mesh import build_mesh
+    from training.models.language_model import unfilled_model
+    from training.runtime.process import entered
+    from training.records.plan import RunPlan
     from training.strategies import parallelize
 
     plan = RunPlan.read(make_run("early", parallel__strategy="single", parallel__precision="fp16"))

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.conftest import losses, run_ranks
-from tests.training.layouts import EIGHT_RANKS, LAYOUTS
-from training.metrics import read_rows
-from training.records import RunPlan
+from tests.support.layouts import EIGHT_RANKS, LAYOUTS
+from training.tracking.metrics_log import read_rows
+from training.records.plan import RunPlan
 from training.strategies import STRATEGIES
-from training.tensor_files import TensorFiles
+from training.checkpoint.safetensors_files import TensorFiles
 
 STEPS = 20
 # fp32 sums are taken in another order: each step's relative error is about 1e-7, AdamW's division by the root of a

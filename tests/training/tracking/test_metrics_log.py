@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from training.metrics import MetricsLog, RowLog, Sender, forget_after, read_rows, read_sent, send_rows
+from training.tracking.metrics_log import MetricsLog, RowLog, Sender, forget_after, read_rows, read_sent, send_rows
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from training.credentials import without_secrets
+from training.tracking.redaction import without_secrets
 
 
 def test_secrets_and_a_uris_password_are_hidden_wherever_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:

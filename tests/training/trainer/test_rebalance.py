@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from tests.conftest import run_ranks
-from tests.ranks import Ranks
-from tests.training.test_strategies import assert_equal_training
-from training.checkpoint import Manifest
-from training.metrics import read_rows
-from training.rebalance import in_force, with_room
-from training.records import RunPlan
+from tests.support.ranks import Ranks
+from tests.training.strategies.test_strategies import assert_equal_training
+from training.checkpoint.load import Manifest
+from training.tracking.metrics_log import read_rows
+from training.trainer.rebalance import in_force, with_room
+from training.records.plan import RunPlan
 
 STEPS = 30
 COMMON: dict[str, Any] = {

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.conftest import inventory, run_ranks, tiny_config
-from training.limits import elapsed_s, is_finished, since_best, validations
-from training.metrics import read_rows
-from training.plan import make_plan
-from training.records import RunPlan, StoppedBy, TrainResult
+from training.trainer.stop_rules import elapsed_s, is_finished, since_best, validations
+from training.tracking.metrics_log import read_rows
+from training.planner.plan import make_plan
+from training.records.plan import RunPlan, StoppedBy, TrainResult
 
 LIMIT_S = 1.0
 NO_LEARNING = {"train__schedule": "constant", "train__learning_rate": 1e-12}  # no weight moves: no validation is better

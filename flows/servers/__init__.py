@@ -1,0 +1,1 @@
+"""Prefect, MLflow and a worker."""

@@ -1,0 +1,1 @@
+"""Each stage of a flow as a Prefect task."""

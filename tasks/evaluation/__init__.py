@@ -1,0 +1,1 @@
+"""Any model on any text."""

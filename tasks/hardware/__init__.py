@@ -1,0 +1,1 @@
+"""Machines: measured, checked, and reached."""

@@ -1,0 +1,1 @@
+"""Text from a model: the engines and how one is chosen."""

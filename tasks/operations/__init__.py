@@ -1,0 +1,1 @@
+"""What runs, how it is stopped, and who waits for GPUs."""

@@ -1,0 +1,1 @@
+"""Config, machines and shards to a plan."""

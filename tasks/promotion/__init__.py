@@ -1,0 +1,1 @@
+"""Challenger to champion: gates, roll-out, journal, lock."""

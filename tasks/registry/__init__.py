@@ -1,0 +1,1 @@
+"""Model versions, aliases and tags in the MLflow registry."""

@@ -1,0 +1,1 @@
+"""The MLflow run and its true status."""

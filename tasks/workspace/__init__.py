@@ -1,0 +1,1 @@
+"""SHARDLINE_HOME, processes and locks of this machine."""

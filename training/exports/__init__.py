@@ -1,0 +1,1 @@
+"""Export formats, their parity with the checkpoint, and their speed."""

@@ -1,0 +1,1 @@
+"""What ranks measure of devices and of the links between them."""

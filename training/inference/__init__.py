@@ -1,0 +1,1 @@
+"""Text from a model, by torch ranks."""

@@ -1,0 +1,1 @@
+"""Language models: classes, first weights, loss, freezing."""

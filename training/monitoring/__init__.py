@@ -1,0 +1,1 @@
+"""What is read of a run while it trains: rates, memory, profiles."""

@@ -1,0 +1,1 @@
+"""The program that a host starts: `python -m training.node NODE.json`."""

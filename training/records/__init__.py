@@ -1,0 +1,1 @@
+"""What each stage leaves for the next one, as files."""

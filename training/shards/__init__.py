@@ -1,0 +1,1 @@
+"""The format of token shards, written and read."""

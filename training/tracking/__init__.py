@@ -1,0 +1,1 @@
+"""Rows of metrics: on disk first, then sent to MLflow."""
