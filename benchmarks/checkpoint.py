@@ -32,14 +32,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from training.config.run import RunConfig
-from training.records.inventory import Device, Host, Inventory
-from training.planner.plan import make_plan
-from training.runtime.process import entered
-from training.records.plan import RunPlan, TokenShards
 from training.checkpoint.saver import Saver
+from training.config.run import RunConfig
+from training.planner.plan import make_plan
+from training.records.inventory import Device, Host, Inventory
+from training.records.plan import RunPlan
+from training.records.token_shards import TokenShards
+from training.runtime.process import entered
 from training.shards.format import write_shard
-from training.train import Training, prepare
+from training.trainer.state import Training, prepare
 
 VOCAB = 32_000
 STEPS_BEFORE = 3

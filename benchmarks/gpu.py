@@ -25,8 +25,8 @@ import torch
 
 from benchmarks.race import Contestant, race, ratio
 from benchmarks.workload import Size, inventory, measure, write_corpus, write_plan
-from training.records.inventory import Measured
 from training.planner.model_shape import flops_per_token
+from training.records.inventory import Measured
 
 BASELINES = {"plain loop": "plain", "HF Trainer": "trainer"}
 GPT2_124M = {"architecture": "gpt2", "layers": 12, "width": 768, "heads": 12}

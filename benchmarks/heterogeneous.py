@@ -32,8 +32,8 @@ from tests.conftest import tiny_config
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import docker_config, make_docker_run, train
 from training.records.inventory import Inventory
-from training.tracking.metrics_log import read_rows
 from training.records.plan import RunPlan
+from training.tracking.rows import read_rows
 
 CPUS = (1.0, 0.5)
 VOCAB, GLOBAL_BATCH = 256, 48

@@ -10,12 +10,14 @@ import json
 from prefect import flow
 
 from benchmarks.metric_writers import write_rows
-from flows.stages.training import link, new_run_id, prefect_tags
-from tasks.workspace.paths import tracking_uri
+from flows.prefect_ui.links import link, prefect_tags
+from flows.stages.training import new_run_id
 from tasks.display.progress import steps_shown
 from tasks.tracking.mlflow_run import tracked
+from tasks.workspace.paths import tracking_uri
 from training.config.run import RunConfig
-from training.tracking.metrics_log import MetricsLog, read_rows
+from training.tracking.metrics_log import MetricsLog
+from training.tracking.rows import read_rows
 
 NAME = "load"
 STALLS = "stalls.json"

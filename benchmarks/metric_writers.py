@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from training.tracking.metrics_log import MetricsLog, read_sent
+from training.tracking.metrics_log import MetricsLog
+from training.tracking.mlflow_sender import read_sent
 
 WAYS = ("shardline", "mlflow", "mlflow-async")
 STARTED = "started"

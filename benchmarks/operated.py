@@ -14,8 +14,8 @@ from urllib.error import HTTPError
 
 from benchmarks.metric_writers import METRICS
 from flows.servers.deploy import POOL
-from tests.support.user_folder import Shop
 from tests.support.local_servers import FINAL, Up
+from tests.support.user_folder import Shop
 
 REPO = Path(__file__).parents[1]
 UNSET = ("MLFLOW_TRACKING_URI", "PREFECT_API_URL", "PREFECT_HOME")

@@ -15,7 +15,8 @@ import numpy as np
 
 from benchmarks.metric_writers import STARTED, TENTHS, WAYS
 from benchmarks.operated import POLL_S, REPO, Servers
-from training.tracking.metrics_log import METRICS, send_rows
+from training.tracking.mlflow_sender import send_rows
+from training.tracking.rows import METRICS
 
 OURS = WAYS[0]
 

@@ -20,12 +20,13 @@ from typing import Any
 
 from benchmarks.published import SOURCES, Model, Row, models, rows
 from training.planner.cluster import Machines, machines
-from training.planner.memory import memory_gib
-from training.prediction import NOT_ALLOCATED, ModelShape
-from training.planner.cost_model import Choice, Job, Kept, Recipe
-from training.planner.model_shape import count_parameters
+from training.planner.cost_model import Kept, Recipe
 from training.planner.hypothetical_hosts import stand_in_inventory
+from training.planner.job import Choice, Job
+from training.planner.memory import memory_gib
+from training.planner.model_shape import count_parameters
 from training.planner.step_time import step_s
+from training.records.plan import NOT_ALLOCATED, ModelShape
 
 # GPU, network of a host as the sources say (A100S, A100I: assumed), and the share of the stand-in's rate of matrix
 # products that whole steps sustain: fitted, one number for A100, one for H100, one for H100 held at 500 W.

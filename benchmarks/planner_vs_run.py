@@ -25,11 +25,11 @@ from typing import Any
 import psutil
 
 from benchmarks.workload import Size, measure, write_corpus, write_plan
+from training.measure import visible_cores
 from training.planner.cost import TRACKING
 from training.records.inventory import Host, Inventory
-from training.measure import visible_cores
-from training.tracking.metrics_log import read_rows
-from training.records.plan import TrainResult
+from training.records.train_result import TrainResult
+from training.tracking.rows import read_rows
 
 MODEL = {"layers": 4, "width": 256, "heads": 8, "kv_heads": 4}
 VOCAB_SIZE, CONTEXT, BATCH = 2048, 256, 8

@@ -30,7 +30,7 @@ from benchmarks.hosts import docker_hosts, home_and_tokens
 from tasks.launch.docker_hosts import attempts_of
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import kill_containers, make_docker_run, train
-from training.tracking.metrics_log import read_rows
+from training.tracking.rows import read_rows
 
 BETWEEN = 6  # steps between two strikes
 RESTART_S = 3.0  # until a killed dockerd is started again

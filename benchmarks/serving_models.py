@@ -34,7 +34,7 @@ def _write_export(folder: Path) -> tuple[Any, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from training.exports.onnx_graphs import save_graphs
-    from training.records.plan import sha256_file
+    from training.records.record import sha256_file
     from training.records.results import ExportedModel, ParityReport
 
     folder.mkdir(parents=True)

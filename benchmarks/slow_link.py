@@ -32,8 +32,8 @@ from benchmarks.hosts import docker_hosts, home_and_tokens
 from tests.support.rig.network import INTERFACE, ip
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import docker_config, make_docker_run, train
-from training.tracking.metrics_log import read_rows
 from training.records.plan import RunPlan
+from training.tracking.rows import read_rows
 
 RATE = "100mbit"
 VOCAB, RATIO, RANK = 256, 0.1, 4

@@ -22,9 +22,9 @@ from typing import Any
 
 from benchmarks.race import Contestant, loss_difference, race, ratio
 from benchmarks.workload import Size, inventory, measure, write_corpus, write_plan
-from training.records.inventory import Measured
 from training.measure import visible_cores
 from training.planner.model_shape import flops_per_token
+from training.records.inventory import Measured
 
 VOCAB_SIZE = 65  # tiny Shakespeare's
 SIZES = (

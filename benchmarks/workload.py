@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from training.config.run import RunConfig
-from training.records.inventory import Host, Inventory, Measured
 from training.planner.plan import make_plan
-from training.records.plan import RunPlan, TokenShards
+from training.records.inventory import Host, Inventory, Measured
+from training.records.plan import RunPlan
+from training.records.token_shards import TokenShards
 from training.shards.format import MANIFEST, token_dtype, write_shard
 
 CORPUS_CHARACTERS = 2_000_000

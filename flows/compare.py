@@ -12,25 +12,36 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Cancelled
 
-from flows.stages import training as stages
+from flows.prefect_ui import links
 from flows.prefect_ui.artifacts import show_table
 from flows.prefect_ui.hooks import began
-from flows.stages.crashed_runs import reconcile
 from flows.presets import with_overrides
+from flows.stages import training as stages
+from flows.stages.crashed_runs import reconcile
 from flows.stages.report import reported
-from tasks.tracking import mlflow_run
-from tasks.launch.failure import RunStopped
-from tasks.comparison.strategies import Choice, read_choices
-from tasks.comparison.compare import REQUEST, CompareRequest, Comparison, Ending, check, compare_runs, ending_of, machine_in_words, one_device
+from tasks.comparison.compare import (
+    REQUEST,
+    CompareRequest,
+    Comparison,
+    Ending,
+    check,
+    compare_runs,
+    ending_of,
+    machine_in_words,
+    one_device,
+)
 from tasks.comparison.page import write_page
 from tasks.comparison.picture import draw
+from tasks.comparison.strategies import Choice, read_choices
 from tasks.comparison.table import headline, table, write_csv
-from tasks.workspace.paths import command, run_folder, tracking_uri
+from tasks.runs.errors import RunStopped
+from tasks.tracking import mlflow_run
 from tasks.tracking.mlflow_run import TrackedRun, tracked
+from tasks.workspace.paths import command, run_folder, tracking_uri
 from training.config.run import RunConfig
-from training.tracking.redaction import without_credentials
 from training.records.inventory import Inventory
-from training.records.plan import TokenShards
+from training.records.token_shards import TokenShards
+from training.tracking.redaction import without_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +65,8 @@ def compare(
     run_id = run_id or stages.begun_before(config) or stages.new_run_id(f"{config.name}-compare")
     tags = {"shardline.comparison": ", ".join(choice.name for choice in choices)}
     try:
-        with tracked(config, run_id=run_id, tags=stages.prefect_tags() | tags) as parent:
-            stages.link(parent)
+        with tracked(config, run_id=run_id, tags=links.prefect_tags() | tags) as parent:
+            links.link(parent)
             request.write(parent.folder / REQUEST)
             shards_dir, shards = stages.tokenize(config, parent)
             with stages.devices(config, parent):
@@ -149,7 +160,7 @@ def train_child(children: Children, choice: Choice) -> Ending:
     config, parent = children.config_of(choice), children.parent
     tags = {"mlflow.parentRunId": parent.mlflow_run_id, "shardline.strategy": choice.name}
     run_id = children.run_id(choice)
-    with reported(run_id), tracked(config, run_id=run_id, tags=stages.prefect_tags() | tags) as run:
+    with reported(run_id), tracked(config, run_id=run_id, tags=links.prefect_tags() | tags) as run:
         inventory = children.inventory(config, run)
         plan = stages.plan(config, inventory, run=run, shards=children.shards, shards_dir=children.shards_dir)
         stages.train(plan, run)
@@ -174,7 +185,7 @@ def report(
         machine=machine_in_words(Inventory.read(path)) if (path := folder / INVENTORY).exists() else (),
         commit=mlflow_run.git_commit()[0],
         command=_command(folder / CONFIG, request),
-        open_mlflow=stages.open_mlflow(),
+        open_mlflow=links.open_mlflow(),
         report=str(folder / PAGE),
     )
     text = yaml.safe_dump(parent.config.model_dump(mode="json"), sort_keys=False)

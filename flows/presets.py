@@ -10,8 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from training.config.run import RunConfig
-from training.config.serving import EvaluateConfig, ServeConfig
-from training.triton_config import TritonConfig
+from training.config.serving import EvaluateConfig, ServeConfig, TritonConfig
 
 C = TypeVar("C", bound=BaseModel)
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 from prefect import flow
 from prefect.states import Cancelled
 
-from flows.stages import training as stages
+from flows.prefect_ui import links
 from flows.prefect_ui.hooks import began
+from flows.stages import training as stages
 from flows.stages.crashed_runs import reconcile
-from flows.stages.report import report, reported
 from flows.stages.custom_program import train_by_program
-from tasks.launch.failure import RunStopped
-from tasks.reports.outcome import Outcome
-from tasks.tracking.mlflow_run import tracked
+from flows.stages.report import report, reported
 from tasks.planning.custom_program import TrainerOutcome
+from tasks.reports.outcome import Outcome
+from tasks.runs.errors import RunStopped
+from tasks.tracking.mlflow_run import tracked
 from training.config.run import RunConfig
 from training.records.plan import RunPlan
 
@@ -34,8 +35,8 @@ def pretrain(
     reconcile()
     try:
         run_id = stages.choose_run(run_id, config, force=force)
-        with reported(run_id), tracked(config, run_id=run_id, tags=stages.prefect_tags()) as run:
-            stages.link(run)
+        with reported(run_id), tracked(config, run_id=run_id, tags=links.prefect_tags()) as run:
+            links.link(run)
             if config.trainer.given:
                 with stages.devices(config, run):
                     return train_by_program(config, run)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from prefect import flow
 
-from flows.stages import promotion as stages
 from flows.prefect_ui.hooks import began
+from flows.stages import promotion as stages
 from training.records.results import RegisteredModel
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from prefect import flow
 
-from flows.stages import crashed_runs
 from flows.prefect_ui.artifacts import show_table
 from flows.prefect_ui.hooks import began
+from flows.stages import crashed_runs
 from tasks.operations.ps import known_hosts
 from tasks.operations.stop import reap
 

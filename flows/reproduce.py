@@ -5,11 +5,12 @@ from __future__ import annotations
 from prefect import flow
 from prefect.states import Cancelled
 
-from flows.stages import training as stages
+from flows.prefect_ui import links
 from flows.prefect_ui.hooks import began
+from flows.stages import training as stages
 from flows.stages.crashed_runs import reconcile
-from tasks.launch.failure import RunStopped
 from tasks.comparison.reproduce import Agreement, compare, find_original, pinned, require_same_data
+from tasks.runs.errors import RunStopped
 from tasks.tracking.mlflow_run import git_commit, tracked
 
 
@@ -20,8 +21,8 @@ def reproduce(ref: str) -> Agreement:
     config, tags = pinned(original), {"shardline.reproduces": original.run_id}
     reconcile()
     try:
-        with tracked(config, run_id=stages.new_run_id(config.name), tags=stages.prefect_tags() | tags) as run:
-            stages.link(run)
+        with tracked(config, run_id=stages.new_run_id(config.name), tags=links.prefect_tags() | tags) as run:
+            links.link(run)
             shards_dir, shards = stages.tokenize(config, run)
             require_same_data(original, shards)
             with stages.devices(config, run):

@@ -16,12 +16,13 @@ import pytest
 from tests.support.manifests import write_manifest
 from tests.support.ranks import Ranks
 from training.config.run import RunConfig
-from training.records.inventory import Device, Host, Inventory
-from training.tracking.metrics_log import read_rows
-from training.shards.packing import one_epoch
 from training.planner.plan import make_plan
-from training.records.plan import RunPlan, SourceFile, Stretch, TokenShards
+from training.records.inventory import Device, Host, Inventory
+from training.records.plan import RunPlan
+from training.records.token_shards import SourceFile, Stretch, TokenShards
 from training.shards.format import write_shard
+from training.shards.packing import one_epoch
+from training.tracking.rows import read_rows
 
 REPO = Path(__file__).parents[1]
 VOCAB, END, MASK = 61, 0, 1

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from flows.presets import load_config, with_overrides
 from tasks.display.html_page import as_text
-from tasks.workspace.paths import run_folder
 from tasks.planning.pretrained import hf_config
+from tasks.workspace.paths import run_folder
 from training.config.run import RunConfig
 
 REPO = Path(__file__).parents[1]

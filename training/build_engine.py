@@ -24,9 +24,10 @@ from training.exports.latency import Graph, in_turns, session_engine, torch_engi
 from training.exports.onnx_graphs import graph_file
 from training.exports.onnx_session import open_session
 from training.exports.parity import Tally, graphs_in, held_out_texts, session_logits, torch_logits
-from training.records.plan import RunPlan, write_atomically
-from training.records.results import EngineRecord, EngineReport, ExportedModel, LatencyFigure
 from training.exports.tensorrt import EngineSession, build_engine, profile, why_no_tensorrt
+from training.records.plan import RunPlan
+from training.records.record import write_atomically
+from training.records.results import EngineRecord, EngineReport, ExportedModel, LatencyFigure
 
 logger = logging.getLogger(__name__)
 

@@ -18,14 +18,16 @@ import torch
 import torch.distributed as dist
 
 from training.checkpoint.load import MANIFEST, check_model
-from training.data.loader import held_out_placed
-from training.evaluation.loaded_model import Opened, open_model
-from training.models.linear_cross_entropy import IGNORED
-from training.runtime.process import entered
-from training.records.plan import RunPlan, TokenShards, TrainResult
-from training.records.results import EvalReport, EvaluationJob, Sample, SourceFigures, TaskScore
 from training.checkpoint.retention import reading
+from training.data.batch import IGNORED
+from training.data.held_out import held_out_placed
+from training.evaluation.loaded_model import Opened, open_model
 from training.inference.samples import Sampler
+from training.records.plan import RunPlan
+from training.records.results import EvalReport, EvaluationJob, Sample, SourceFigures, TaskScore
+from training.records.token_shards import TokenShards
+from training.records.train_result import TrainResult
+from training.runtime.process import entered
 from training.shards.sources import HeldOutSources, held_out_sources
 
 logger = logging.getLogger(__name__)
@@ -122,7 +124,9 @@ def by_source(sums: np.ndarray, sources: HeldOutSources | None, *, causal: bool)
 def scores(opened: Opened) -> tuple[TaskScore, ...]:
     if not opened.plan.config.evaluation.has_tasks:
         return ()
-    from training.evaluation.lm_eval_model import task_scores  # lm-evaluation-harness takes seconds to import, and is an extra
+    from training.evaluation.lm_eval_model import (
+        task_scores,  # lm-evaluation-harness takes seconds to import, and is an extra
+    )
 
     return task_scores(opened)
 

@@ -23,15 +23,17 @@ import torch
 
 from training.build_engine import build_engines
 from training.checkpoint.load import check_model
+from training.checkpoint.retention import keep, reading
 from training.exports.latency import measure_latency
-from training.models.language_model import load_model
 from training.exports.model_card import model_card
 from training.exports.onnx_graphs import save_graphs
 from training.exports.parity import check_parity, parity_failure
-from training.records.plan import RunPlan, TrainResult, sha256_file
-from training.records.results import ExportedModel
-from training.checkpoint.retention import keep, reading
 from training.exports.tensorrt import why_no_tensorrt
+from training.models.language_model import load_model
+from training.records.plan import RunPlan
+from training.records.record import sha256_file
+from training.records.results import ExportedModel
+from training.records.train_result import TrainResult
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from training.records.inventory import Device, Measured
 from training.hardware.gpu_links import measure_links
+from training.records.inventory import Device, Measured
 from training.runtime.onednn import prefer_onednn
 
 WINDOW_S = 0.11  # longer than the 100 ms period of a CPU quota: a shorter burst would run unthrottled

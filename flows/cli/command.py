@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     _set_up_logging(verbose=options.verbose)
     signal.signal(signal.SIGTERM, _interrupt)
-    from tasks.launch.failure import RunStopped
+    from tasks.runs.errors import RunStopped
     from tasks.workspace.paths import keep_password_apart
     from training.tracking.redaction import without_credentials
 
@@ -144,7 +144,8 @@ def _pretrain(options: argparse.Namespace) -> int:
 
 def _resume(options: argparse.Namespace) -> int:
     from flows.presets import with_overrides
-    from tasks.runs.resume import accepted, latest_config
+    from tasks.runs.folder import latest_config
+    from tasks.runs.resume import accepted
     from tasks.tracking.mlflow_run import read_run
 
     run = read_run(options.run)
@@ -180,8 +181,8 @@ def _run_flow(name: str, *arguments: Any, **named: Any) -> Any:
     wait = start_prefect_server()
     from prefect.exceptions import CancelledRun
 
-    from tasks.launch.failure import RunStopped
-    from tasks.tracking.mlflow_run import connect
+    from tasks.runs.errors import RunStopped
+    from tasks.tracking.client import connect
 
     flow = getattr(importlib.import_module(f"flows.{name}"), name)
     connect()

@@ -30,8 +30,8 @@ def add_compare_command(command: Callable[..., argparse.ArgumentParser], run_flo
 
 def _compare(options: argparse.Namespace, run_flow: Callable[..., Any]) -> int:
     from flows.presets import load_config
-    from tasks.comparison.strategies import check_for_all, read_choices
     from tasks.comparison.compare import CompareRequest, check
+    from tasks.comparison.strategies import check_for_all, read_choices
 
     hosts = ["launch.launcher=docker", f"launch.hosts_file={options.hosts}"] if options.hosts else []
     config = load_config(options.preset, [*hosts, *options.overrides])

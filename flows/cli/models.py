@@ -41,23 +41,23 @@ def add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _lineage(options: argparse.Namespace) -> None:
-    from tasks.workspace.paths import home, tracking_uri
     from tasks.registry.models import lineage
+    from tasks.workspace.paths import home, tracking_uri
 
     found = lineage(options.model, tracking_uri=tracking_uri(), cache_dir=home() / "models")
     if options.json:
         print(json.dumps(found))
         return
-    from tasks.runs.resume import flattened
+    from tasks.runs.folder import flattened
 
     print_pairs(f"where {options.model} comes from", [(key, str(value)) for key, value in flattened(found)])
 
 
 def _generate(options: argparse.Namespace) -> int:
     from flows.presets import serve_config
-    from tasks.inference.engine import open_engine
-    from tasks.workspace.paths import home, tracking_uri
+    from tasks.inference.open_engine import open_engine
     from tasks.registry.models import resolve
+    from tasks.workspace.paths import home, tracking_uri
 
     if options.prompts is not None and options.prompt:  # argparse takes the first override for the prompt
         options.overrides.insert(0, options.prompt)
@@ -85,8 +85,8 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _generate_file(options: argparse.Namespace, opened: Any, model: Any, sampling: dict[str, Any]) -> int:
     """1 if a row could not be completed; it says why in the file."""
-    from tasks.inference.prompts_file import generate_file
     from tasks.display.progress import rows_shown
+    from tasks.inference.prompts_file import generate_file
 
     if options.out is None:
         raise ValueError("--prompts needs --out FILE.jsonl, where the completions go")
@@ -102,8 +102,8 @@ def _generate_file(options: argparse.Namespace, opened: Any, model: Any, samplin
 
 def _serve(options: argparse.Namespace) -> None:
     from flows.presets import serve_config
-    from tasks.workspace.paths import home, tracking_uri
     from tasks.serving.server import serve
+    from tasks.workspace.paths import home, tracking_uri
 
     config = serve_config(options.overrides)
 
@@ -120,9 +120,9 @@ def _serve(options: argparse.Namespace) -> None:
 
 def _triton(options: argparse.Namespace) -> None:
     from flows.presets import triton_config
-    from tasks.workspace.paths import home, tracking_uri
     from tasks.registry.models import resolve
     from tasks.serving.triton import write_repository
+    from tasks.workspace.paths import home, tracking_uri
 
     config, target = triton_config(options.overrides), Path(options.dir)
     export_dir, name, version = Path(options.model), Path(options.model).resolve().parent.name, 1

@@ -58,8 +58,8 @@ def _promote(options: argparse.Namespace, run_flow: RunFlow) -> int:
 
 
 def _rollback(options: argparse.Namespace) -> int:
-    from tasks.workspace.paths import tracking_uri
     from tasks.promotion.rollout import roll_back
+    from tasks.workspace.paths import tracking_uri
 
     move = roll_back(options.model, to=options.to, why=options.why, tracking_uri=tracking_uri())
     if options.json:
@@ -71,8 +71,8 @@ def _rollback(options: argparse.Namespace) -> int:
 
 def _history(options: argparse.Namespace) -> None:
     from tasks.promotion.journal import history
+    from tasks.tracking.client import registry_client
     from tasks.workspace.paths import tracking_uri
-    from tasks.registry.models import registry_client
 
     moves = history(registry_client(tracking_uri()), options.model)
     if options.json:

@@ -9,7 +9,8 @@ from typing import Any
 from prefect.client.orchestration import get_client
 from rich.console import Console
 
-from tasks.workspace.paths import keep_password_apart, process_key
+from tasks.workspace.paths import keep_password_apart
+from tasks.workspace.processes import process_key
 
 PROCESS = "shardline.process"  # label of a flow run: which process it is, so that others can tell whether it lives
 

@@ -21,8 +21,10 @@ from pathlib import Path
 import psutil
 
 from flows.servers.deploy import POOL, deploy, make_pool, worker_name
-from tasks.workspace.paths import UP_FILE, embedded_artifacts, home, local_process, owned, process_key, up_url
-from training.records.plan import write_atomically
+from tasks.workspace.locks import owned
+from tasks.workspace.paths import UP_FILE, embedded_artifacts, home, up_url
+from tasks.workspace.processes import local_process, process_key
+from training.records.record import write_atomically
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ import urllib.request
 from pathlib import Path
 
 from flows.servers.deploy import POOL, deploy, make_pool, worker_name
-from tasks.operations.worker_pool import job_template, remove_old_containers
 from tasks.operations.ps import known_hosts, list_running
 from tasks.operations.stop import stop
+from tasks.operations.worker_pool import job_template, remove_old_containers
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,10 @@ from uuid import UUID
 import uvicorn
 
 from tasks.promotion.challengers import Challenges, Due
-from tasks.workspace.paths import tracking_uri, up_url
-from tasks.registry.models import registry_client, require_model
 from tasks.promotion.webhook import PATH, build_receiver, read_secret, register_webhook
+from tasks.registry.models import require_model
+from tasks.tracking.client import registry_client
+from tasks.workspace.paths import tracking_uri, up_url
 
 logger = logging.getLogger(__name__)
 

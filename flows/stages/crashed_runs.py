@@ -25,7 +25,8 @@ from flows.servers.deploy import worker_name
 from flows.stages.report import write_page
 from tasks.tracking import final_status
 from tasks.tracking.final_status import Ended, prefect_knows
-from tasks.workspace.paths import is_local, local_process, tracking_uri
+from tasks.workspace.paths import tracking_uri
+from tasks.workspace.processes import is_local, local_process
 from training.tracking.redaction import without_credentials
 
 logger = logging.getLogger(__name__)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 
-from flows.stages import training as stages
 from flows.prefect_ui.artifacts import show_pairs
+from flows.prefect_ui.links import open_mlflow
+from flows.stages import training as stages
 from flows.stages.stage import stage, stage_seconds, timed
-from flows.stages.training import open_mlflow
-from tasks.tracking import mlflow_run
-from tasks.launch.docker_hosts import attempts_of
-from tasks.tracking.mlflow_run import TrackedRun
-from tasks.planning.custom_program import SKIPPED, TrainerOutcome, TrainerPlan, check_trainer, place
 from tasks.launch.custom_program import run_trainer
+from tasks.launch.docker_hosts import attempts_of
+from tasks.planning.custom_program import SKIPPED, TrainerOutcome, TrainerPlan, check_trainer, place
+from tasks.tracking import client as mlflow_run_client
+from tasks.tracking import mlflow_run
+from tasks.tracking.mlflow_run import TrackedRun
 from training.config.run import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ def train_by_program(config: RunConfig, run: TrackedRun) -> TrainerOutcome:
     """Hardware, ranks, the program; what it made of it is in MLflow and where it wrote it. Raises as run_trainer."""
     check_trainer(config)
     inventory = stages.hardware(config, run)
-    name = mlflow_run.connect().get_experiment(run.experiment_id).name
+    name = mlflow_run_client.connect().get_experiment(run.experiment_id).name
     plan = place(
         config,
         inventory,
@@ -54,7 +55,7 @@ def train(plan: TrainerPlan, run: TrackedRun) -> TrainerOutcome:
     )
     outcome.write(run.folder / "outcome.json")
     mlflow_run.log_files(run, run.folder / "outcome.json")
-    client = mlflow_run.connect()
+    client = mlflow_run_client.connect()
     client.update_run(run.mlflow_run_id, name=run.run_id)  # programs may have given it a name of theirs
     client.set_tag(run.mlflow_run_id, "shardline.trainer", plan.program)
     client.set_tag(run.mlflow_run_id, "shardline.skipped", ", ".join(SKIPPED))

@@ -14,17 +14,20 @@ from prefect.runtime import flow_run
 from pydantic import Field
 
 from flows.prefect_ui.artifacts import show_markdown, show_table
-from flows.servers.embedded import is_embedded
 from flows.presets import parse_override
+from flows.servers.embedded import is_embedded
 from flows.stages.stage import stage
-from tasks.promotion import promote, rollout as switching
-from tasks.promotion.gates import Check
-from tasks.promotion.judge import VERDICT, Terms, standing
 from tasks.display.html_page import as_text
-from tasks.workspace.paths import tracking_uri
-from tasks.promotion.promote import Case, Request, gate_rows
-from tasks.registry.models import CHALLENGER, aliases_of, registry_client, require_model
+from tasks.promotion import promote
+from tasks.promotion import rollout as switching
+from tasks.promotion.gates import Check
+from tasks.promotion.judge import Terms, standing
 from tasks.promotion.lock import Turn, turn, who
+from tasks.promotion.promote import Case, Request, gate_rows
+from tasks.registry.models import aliases_of, require_model
+from tasks.registry.tags import CHALLENGER, VERDICT
+from tasks.tracking.client import registry_client
+from tasks.workspace.paths import tracking_uri
 from training.config.promotion import RolloutConfig
 from training.records.results import RegisteredModel
 

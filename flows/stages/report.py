@@ -9,20 +9,21 @@ from contextlib import contextmanager
 from prefect.runtime import flow_run
 
 from flows.prefect_ui.artifacts import as_picture, show_markdown, show_pairs
+from flows.prefect_ui.links import mlflow_page, open_mlflow, prefect_page
 from flows.presets import presets
 from flows.stages.stage import stage, stage_seconds
-from flows.stages.training import mlflow_page, open_mlflow, prefect_page
-from tasks.tracking import mlflow_run
 from tasks.display.html_page import as_text
-from tasks.workspace.paths import command, tracking_uri
 from tasks.reports.outcome import Outcome, against_plan, draw, outcome_rows
-from tasks.reports.run_report import CURVES, PAGE, write_report
 from tasks.reports.run_data import RunStory, read_story
+from tasks.reports.run_report import CURVES, PAGE, write_report
 from tasks.reports.run_summary import summary
+from tasks.tracking import client, mlflow_run
 from tasks.tracking.mlflow_run import TrackedRun
-from training.tracking.redaction import without_credentials
-from training.records.plan import RunPlan, TrainResult
+from tasks.workspace.paths import command, tracking_uri
+from training.records.plan import RunPlan
 from training.records.results import EvalReport, ExportedModel, RegisteredModel
+from training.records.train_result import TrainResult
+from training.tracking.redaction import without_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def report(plan: RunPlan, run: TrackedRun, model: RegisteredModel, *, generated:
         model=model,
         stage_s=seconds,
     )
-    mlflow_run.wait_for_store()
+    client.wait_for_store()
     mlflow_run.log_files(run, run.folder / "summary.png")
     outcome = Outcome(
         run_id=run.run_id,

@@ -11,9 +11,9 @@ from typing import ParamSpec, TypeVar
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from tasks.tracking import mlflow_run
+from tasks.tracking import client
 from tasks.tracking.mlflow_run import TrackedRun
-from training.records.plan import write_atomically
+from training.records.record import write_atomically
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,7 +38,7 @@ def timed(run: TrackedRun, name: str) -> Iterator[None]:
         seconds[name] = round(seconds.get(name, 0.0) + time.perf_counter() - began, 2)
         with suppress(OSError):  # a full disk costs the figure; what ended the stage is to be told
             write_atomically(path, json.dumps(seconds))
-    mlflow_run.wait_for_store()
+    client.wait_for_store()
 
 
 def stage_seconds(run: TrackedRun) -> dict[str, float]:

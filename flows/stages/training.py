@@ -13,41 +13,42 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
-from prefect.settings import PREFECT_UI_URL
 
-from flows.prefect_ui.artifacts import name_flow_run, show_markdown, show_pairs, show_table
-from flows.servers.embedded import is_embedded
+from flows.prefect_ui.artifacts import show_markdown, show_pairs, show_table
 from flows.promote import promote
 from flows.stages.stage import stage, timed
 from tasks.data import corpus
-from tasks.launch import check_hosts, programs, nsight, batch_size_trial
-from tasks.runs import resume
-from tasks.planning import plan as planning
+from tasks.display.html_page import as_text
+from tasks.display.progress import steps_shown
 from tasks.evaluation import champion as rival
-from tasks.tracking import mlflow_run
-from tasks.operations import gpu_queue as own
-from tasks.hardware import measure as machines
-from tasks.hardware.doctor import hardware_rows
-from tasks.inference.engine import check_prompts
 from tasks.evaluation.evaluate import check_tasks
 from tasks.evaluation.tables import metrics_of, table_of
+from tasks.hardware import measure as machines
+from tasks.hardware.doctor import hardware_rows
 from tasks.inference.onnx_generator import TextGenerator
-from tasks.reports.export_latency import draw_latency, latency_rows
-from tasks.display.html_page import as_text
-from tasks.workspace.paths import command, home, mlflow_url, run_folder, tracking_uri
+from tasks.inference.open_engine import check_prompts
+from tasks.launch import batch_size_trial, check_hosts, nsight, programs
+from tasks.launch.docker_hosts import attempts_of
+from tasks.operations import gpu_queue as own
+from tasks.planning import plan as planning
 from tasks.planning.describe import plan_in_words
 from tasks.planning.pretrained import check_tokenizer
-from tasks.display.progress import steps_shown
-from tasks.launch.docker_hosts import attempts_of
-from tasks.registry.versions import register_model
+from tasks.promotion.register import register_model
 from tasks.registry.models import resolve
+from tasks.reports.export_latency import draw_latency, latency_rows
 from tasks.reports.outcome import against_plan
 from tasks.reports.run_report import LATENCY
+from tasks.runs import resume
+from tasks.tracking import mlflow_run
 from tasks.tracking.mlflow_run import TrackedRun
+from tasks.workspace.paths import command, home, run_folder, tracking_uri
 from training.config.run import RunConfig
 from training.records.inventory import Inventory
-from training.records.plan import RunPlan, TokenShards, TrainResult, write_atomically
+from training.records.plan import RunPlan
+from training.records.record import write_atomically
 from training.records.results import EvalReport, ExportedModel, LatencyReport, RegisteredModel
+from training.records.token_shards import TokenShards
+from training.records.train_result import TrainResult
 
 logger = logging.getLogger(__name__)
 
@@ -84,43 +85,6 @@ def new_run_id(name: str) -> str:
             continue
         return run_id
     raise RuntimeError(f"1000 runs named {base} in one second")
-
-
-def prefect_tags() -> dict[str, str]:
-    """The way from the MLflow run to the Prefect run."""
-    tags = {
-        mlflow_run.FLOW_RUN: flow_run.id,
-        mlflow_run.FLOW_RUN_STARTS: flow_run.run_count,
-        mlflow_run.ROOT_FLOW_RUN: flow_run.root_flow_run_id,
-    }
-    if flow_run.id:
-        tags["prefect.flow_run_url"] = prefect_page(flow_run.id)
-    return {key: str(value) for key, value in tags.items() if value}
-
-
-def prefect_page(flow_run_id: str) -> str:
-    """URL of a flow run in Prefect's UI; empty where there is no server to show it later."""
-    uri = PREFECT_UI_URL.value()
-    return f"{uri}/flow-runs/flow-run/{flow_run_id}" if uri and not is_embedded() else ""
-
-
-def link(run: TrackedRun) -> None:
-    """The way from the Prefect run to the MLflow run; and the run's ID as its name, which is known only now."""
-    page = mlflow_page(run)
-    where = f"[MLflow run {run.run_id}]({page})" if page else f"MLflow run `{run.mlflow_run_id}`: `{open_mlflow()}`"
-    show_markdown(f"{where}\n\nRun folder: `{run.folder}`", key="mlflow-run", description="MLflow run")
-    name_flow_run(run.run_id)
-
-
-def mlflow_page(run: TrackedRun, tab: str = "") -> str:
-    """URL of the run in MLflow's UI, among its pages of training and not of GenAI; empty where there is no server."""
-    uri, page = mlflow_url(), f"/#/experiments/{run.experiment_id}/runs/{run.mlflow_run_id}{tab}"
-    return f"{uri}{page}?workflowType=machine_learning" if uri.startswith("http") else ""
-
-
-def open_mlflow() -> str:
-    uri = mlflow_url()
-    return uri if uri.startswith("http") else f"{command('mlflow')} ui --backend-store-uri {uri}"
 
 
 @stage("Tokenize the corpus")

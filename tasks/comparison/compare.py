@@ -10,14 +10,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tasks.launch.failure import RunFailed, RunStopped
-from tasks.comparison.strategies import BASELINE, Choice
 from tasks.comparison.measurements import Rows, loss_difference, measure, reaches, warmup
+from tasks.comparison.strategies import BASELINE, Choice
+from tasks.runs.errors import RunFailed, RunStopped
+from training.config.launch import Cause
 from training.config.run import RunConfig
 from training.records.inventory import Inventory
-from training.config.launch import Cause
-from training.tracking.metrics_log import read_rows
-from training.records.plan import Record, RunPlan
+from training.records.plan import RunPlan
+from training.records.record import Record
+from training.tracking.rows import read_rows
 
 REQUEST = "compare.json"
 PROGRAM_FAILED = re.compile(r"^training\.\w+ failed: (\[rank\d+\]: )?(\w+\.)*(?=\w+:)")  # before the error of a rank

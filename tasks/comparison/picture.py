@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tasks.comparison.strategies import BASELINE
 from tasks.comparison.compare import Comparison, StrategyRow
-from tasks.comparison.table import in_short
 from tasks.comparison.measurements import smoothed
-from training.tracking.metrics_log import read_rows
+from tasks.comparison.strategies import BASELINE
+from tasks.comparison.table import in_short
+from training.tracking.rows import read_rows
 
 BAR = {"height": 0.62}
 GREY = "#555555"

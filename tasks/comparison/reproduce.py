@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tasks.registry.models import find_version
+from tasks.registry.tags import TAG
+from tasks.tracking.client import connect
+from tasks.tracking.mlflow_run import EXACT, OVERRIDES, TrackedRun
 from tasks.workspace.paths import home, run_folder, tracking_uri
-from tasks.registry.models import TAG, find_version
-from tasks.tracking.mlflow_run import EXACT, OVERRIDES, TrackedRun, connect
 from training.config.run import RunConfig
-from training.tracking.metrics_log import read_rows
-from training.records.plan import Record, RunPlan, TokenShards
+from training.records.plan import RunPlan
+from training.records.record import Record
+from training.records.token_shards import TokenShards
+from training.tracking.rows import read_rows
 
 TOLERANCE = 1e-3  # nats; the same machine and versions give 0, others round differently
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tasks.comparison.strategies import BASELINE
 from tasks.comparison.compare import Comparison, StrategyRow
 from tasks.comparison.measurements import WINDOW
+from tasks.comparison.strategies import BASELINE
 
 SAME_LOSS = 1e-4  # nats: below it two losses are the same but for the order of sums
 

@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from tasks.data.sharding import Workplace, cut_chunks, tokenize_chunks
-from tasks.hardware.machine import usable_cores
-from tasks.display.progress import Progress, terminal_bar
 from tasks.data.readers import Piece, read_pieces
+from tasks.data.sharding import Workplace, cut_chunks, tokenize_chunks
 from tasks.data.sources import EXAMPLES_KEPT, Skipped, Source, find_sources
 from tasks.data.split import SplitRule, choose_rule, split_pieces
 from tasks.data.tokenizer import SavedTokenizer, Specials, content_hash, load_pretrained, save_tokenizer, special_tokens
+from tasks.display.progress import Progress, terminal_bar
+from tasks.hardware.machine import usable_cores
 from training.config.run import DataConfig
-from training.records.plan import Shard, TokenShards
+from training.records.token_shards import Shard, TokenShards
 from training.shards.format import MANIFEST, SPLITS, discard_damaged, discard_other_tokens, verify_hashes
 
 if TYPE_CHECKING:

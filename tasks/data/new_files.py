@@ -12,11 +12,15 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.workspace.paths import home
-from tasks.registry.models import CHAMPION, ResolvedModel, aliases_of, registry_client, resolve
 from tasks.data.sources import Skipped, Source, find_sources
+from tasks.registry.models import ResolvedModel, aliases_of, resolve
+from tasks.registry.tags import CHAMPION
+from tasks.tracking.client import registry_client
+from tasks.workspace.paths import home
 from training.config.run import RunConfig
-from training.records.plan import Record, RunPlan, TokenShards
+from training.records.plan import RunPlan
+from training.records.record import Record
+from training.records.token_shards import TokenShards
 
 logger = logging.getLogger(__name__)
 

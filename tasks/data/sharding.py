@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tasks.data.split import Passage
 from tasks.data.tokenizer import SavedTokenizer, encode
-from training.records.plan import Shard, Stretch
+from training.records.token_shards import Shard, Stretch
 from training.shards.format import SPLITS, finished_shards, write_marker, write_shard
 
 Chunk = list[Passage]

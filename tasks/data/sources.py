@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from training.config.run import DataConfig
-from training.records.plan import SourceFile, sha256_file
+from training.records.record import sha256_file
+from training.records.token_shards import SourceFile
 
 log = logging.getLogger(__name__)
 

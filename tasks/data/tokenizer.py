@@ -16,7 +16,7 @@ import numpy as np
 
 from tasks.data.split import Passage
 from training.config.data import TokenizerConfig
-from training.records.plan import sha256_file, write_atomically
+from training.records.record import sha256_file, write_atomically
 from training.shards.format import Dtype, token_dtype
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from training.records.plan import write_atomically
+from training.records.record import write_atomically
 
 MARKS = re.compile(r"([\\`*_{}\[\]<>()#+!|~&])")
 STYLE = """

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 
 from tasks.evaluation.evaluate import evaluate, find_subject
 from tasks.evaluation.record import record
-from tasks.promotion.judge import LOSS_ON
 from tasks.planning.pretrained import same_words
-from tasks.registry.models import CHAMPION, TAG, aliases_of, registry_client
+from tasks.registry.models import aliases_of
+from tasks.registry.tags import CHAMPION, LOSS_ON, TAG
+from tasks.tracking.client import registry_client
 from training.config.data import DataConfig
 from training.config.evaluation import EvaluationConfig
-from training.records.plan import RunPlan, TokenShards
-from training.records.results import EvalReport
 from training.config.serving import InferenceConfig
+from training.records.plan import RunPlan
+from training.records.results import EvalReport
+from training.records.token_shards import TokenShards
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion

@@ -18,21 +18,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.launch import local
 from tasks.data.corpus import prepare_corpus
 from tasks.hardware.machine import device_kind_of, usable_cores
-from tasks.workspace.paths import command, home, tracking_uri
+from tasks.launch import local
 from tasks.registry.models import ResolvedModel, resolve
-from training.config.run import ModelConfig, ProfileConfig, RunConfig
+from tasks.workspace.paths import command, home, tracking_uri
 from training.config.data import DataConfig, TokenizerConfig
-from training.records.decode_plan import check_inference
 from training.config.evaluation import EvaluationConfig
 from training.config.launch import LaunchConfig
-from training.prediction import Prediction
-from training.records.plan import RunPlan, TokenShards, TrainResult, sha256_file
-from training.records.results import EvalReport, EvaluationJob
+from training.config.model import ModelConfig
+from training.config.run import ProfileConfig, RunConfig
 from training.config.serving import InferenceConfig
+from training.planner.inference import check_inference
 from training.planner.model_shape import MASKED_TYPES, shape_of_hf
+from training.records.plan import Prediction, RunPlan
+from training.records.record import sha256_file
+from training.records.results import EvalReport, EvaluationJob
+from training.records.token_shards import TokenShards
+from training.records.train_result import TrainResult
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tasks.evaluation.evaluate import Subject
 from tasks.evaluation.tables import metrics_of
-from tasks.promotion.judge import note_evaluation
+from tasks.registry.tags import TAG, note_evaluation
+from tasks.tracking.client import registry_client
 from tasks.workspace.paths import tracking_uri
-from tasks.registry.models import TAG, registry_client
 from training.records.results import EvalReport
 
 

@@ -11,9 +11,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from training.records.inventory import Device, Host, Inventory, Link
 from training.planner.gpu_catalog import PRECISIONS, slow_devices
 from training.planner.precision import choose_precision
+from training.records.inventory import Device, Host, Inventory, Link
 
 BYTES_PER_PARAMETER = 16  # fp32 weights 4, gradients 4, AdamW's two moments 8
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # weights and moments

@@ -14,7 +14,7 @@ from typing import Literal
 
 import psutil
 
-from training.records.plan import Record
+from training.records.record import Record
 
 log = logging.getLogger(__name__)
 

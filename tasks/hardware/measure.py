@@ -24,9 +24,18 @@ import psutil
 from pydantic import ValidationError
 
 import training
-from tasks.hardware.machine import Gpu, cpu_model, cpu_quota, driver_gpus, head_versions, usable_cores, usable_memory_bytes, visible_gpus
+from tasks.hardware.machine import (
+    Gpu,
+    cpu_model,
+    cpu_quota,
+    driver_gpus,
+    head_versions,
+    usable_cores,
+    usable_memory_bytes,
+    visible_gpus,
+)
 from training.records.inventory import Device, Host, Inventory, Measured
-from training.records.plan import Record
+from training.records.record import Record
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,17 @@ from pathlib import Path
 from infra.containers import start
 from infra.hosts import DockerHost, HostError, connect, on_all
 from infra.preflight import finish
-from tasks.hardware.measure import BUSY_PERCENT, MEASURE_TIMEOUT_S, CachedMeasurement, find_cached, keep_cached, last_lines
+from tasks.hardware.measure import (
+    BUSY_PERCENT,
+    MEASURE_TIMEOUT_S,
+    CachedMeasurement,
+    find_cached,
+    keep_cached,
+    last_lines,
+)
 from tasks.hardware.preflight import HostFacts, throw_away
-from training.records.inventory import Device, Host, Inventory, Measured
 from training.config.launch import LaunchConfig
+from training.records.inventory import Device, Host, Inventory, Measured
 from training.records.node import CollectiveReport
 
 logger = logging.getLogger(__name__)

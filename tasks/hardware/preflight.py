@@ -19,10 +19,10 @@ from infra.containers import ATTEMPT, GPUS, HOST, LAUNCHER, RUN, Job, gpus_grant
 from infra.hosts import DockerHost
 from infra.preflight import Probe, image_findings, probe_all
 from tasks.hardware.hosts import binds, rank_user
-from tasks.workspace.paths import process_key
-from training.node.host_check import Asked, answer_name, own_name, sources_sha256
+from tasks.workspace.processes import process_key
 from training.config.launch import LaunchConfig
-from training.records.plan import Record
+from training.node.host_check import Asked, answer_name, own_name, sources_sha256
+from training.records.record import Record
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tasks.inference.engine import Engine, EngineDied
 from tasks.inference.onnx_generator import Sampling
-from training.records.plan import Record, write_atomically
+from training.records.record import Record, write_atomically
 
 logger = logging.getLogger(__name__)
 

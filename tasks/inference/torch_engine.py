@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tasks.hardware.machine import device_kind_of, usable_cores
 from tasks.inference.engine import EngineDied
 from tasks.inference.onnx_generator import Sampling, TextStream, encode_prompt, open_export
-from tasks.hardware.machine import device_kind_of, usable_cores
 from tasks.inference.torch_ranks import Tokens, TorchRanks
-from training.records.decode_plan import ROWS, check_inference
 from training.config.serving import InferenceConfig
+from training.planner.inference import check_inference
+from training.records.decode_plan import ROWS
 
 logger = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from infra import containers
 from infra.containers import Heartbeat
 from infra.hosts import DockerHost, HostError, connect, on_each
 from infra.logs import LogFollower
+from tasks.hardware.preflight import throw_away
 from tasks.launch.failure import FIRST_CAUSES, Ending, classify
 from tasks.launch.lease import Lease, withdraw_leases
-from tasks.workspace.paths import fresh
-from tasks.hardware.preflight import throw_away
 from tasks.launch.watcher import ANSWER_S, POLL_S, Watcher
+from tasks.workspace.paths import fresh
 from training.config.launch import LaunchConfig
 from training.records.node import NodeTask
 
@@ -53,7 +53,7 @@ class Program:
     grace_s: float = 120.0
 
 
-class Gang:
+class Attempt:
     """The containers of one attempt. Leaving the context ends and removes them wherever a daemon answers.
 
     `left`: hosts where that was not to be had. Their ranks end by themselves when they see that the lease is gone.
@@ -70,7 +70,7 @@ class Gang:
         self.taken = False  # by another launcher
         self.progress_at, self.pace_s = time.monotonic(), 0.0
 
-    def __enter__(self) -> Gang:
+    def __enter__(self) -> Attempt:
         self.lease.__enter__()
         try:
             self._start()

@@ -12,13 +12,14 @@ from pathlib import Path
 
 from tasks.launch import programs
 from tasks.planning import plan as planning
+from tasks.runs.errors import RunFailed
 from tasks.tracking import mlflow_run
-from tasks.launch.failure import RunFailed
-from tasks.workspace.paths import fresh
 from tasks.tracking.mlflow_run import TrackedRun
+from tasks.workspace.paths import fresh
+from training.planner.trial import smaller, wants_trial
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
-from training.records.trial import MEASURED, TRIALS, Trial, TrialMeasured, Trials, read_trials, smaller, wants_trial
+from training.records.trial import MEASURED, TRIALS, Trial, TrialMeasured, Trials, read_trials
 
 logger = logging.getLogger(__name__)
 

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from infra.hosts import DockerHost
-from tasks.launch import nsight
+from tasks.hardware.hosts import docker_hosts, read_hosts, slots
 from tasks.hardware.measure_hosts import measure_hosts, with_network
-from tasks.launch.attempt import Gang, Program, new_folder, sweep
-from tasks.hardware.hosts import docker_hosts, rank_user, read_hosts, slots
-from tasks.launch.local import grace_s
-from tasks.workspace.paths import fresh, home, tracking_uri
 from tasks.hardware.preflight import HostFacts, HostsNotReady, check_hosts
-from tasks.planning.custom_program import TrainerPlan, is_loopback
-from training.config.run import RunConfig
-from training.tracking.redaction import SECRETS, shown
-from training.records.inventory import Inventory
+from tasks.launch import nsight
+from tasks.launch.attempt import Attempt, Program, new_folder, sweep
+from tasks.launch.local import grace_s
+from tasks.launch.rank_environment import give_to_ranks
+from tasks.workspace.paths import fresh, home
 from training.config.launch import HostConfig, LaunchConfig
+from training.config.run import RunConfig
+from training.records.inventory import Inventory
 from training.records.node import CollectiveReport, in_words
-from training.records.plan import RunPlan
 
 logger = logging.getLogger(__name__)
 
 NETWORK = "network.json"  # the collective test's report
-# NCCL's settings, all in this one place; launch.nccl adds to them and overrides them. The interface comes from each
-# host's `interface` (NCCL_SOCKET_IFNAME), the patience of a collective from parallel.timeout_s.
-NCCL = {
-    "NCCL_DEBUG": "WARN",  # why a link could not be made; INFO also prints which rings and links were chosen
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # a lost peer ends the rank, where NCCL itself would wait for ever
-    "NCCL_IB_TIMEOUT": "22",  # 17 s a try: an InfiniBand switch that reroutes is no lost host (NCCL's default: 20, 4 s)
-}
 
 
 def hosts_of(launch: LaunchConfig) -> tuple[DockerHost, ...]:
@@ -82,7 +71,7 @@ def try_network(
         grace_s=0.0,
     )
     ordered = [by_name[host.name] for host in inventory.hosts]
-    with Gang(program, ordered, config.launch, home=home(), folder=folder) as gang:
+    with Attempt(program, ordered, config.launch, home=home(), folder=folder) as gang:
         ending = gang.wait(lambda: False)
     if ending.cause != "done" or not fresh(out).exists():
         lines = "\n".join(ending.lines)
@@ -112,43 +101,3 @@ def slots_of(named: Sequence[HostConfig], facts: Mapping[str, HostFacts], config
     if config.parallel.strategy == "single":
         return {host.name: 1 for host in named if host.name in facts}
     return {host.name: slots(host, gpus_found=len(facts[host.name].gpus)) for host in named if host.name in facts}
-
-
-def give_to_ranks(run_dir: Path, launch: LaunchConfig) -> None:
-    """A launcher that is root hands over what ranks write; any other user's ranks are that user's own."""
-    if os.getuid() != 0:
-        return
-    uid, _, gid = rank_user(launch).partition(":")
-    for path in (run_dir, *run_dir.rglob("*")):
-        try:
-            if not path.is_symlink() and path.stat().st_uid != int(uid):
-                os.chown(path, int(uid), int(gid or uid))
-        except FileNotFoundError:  # ranks of an earlier attempt take their files away
-            continue
-        except PermissionError:
-            raise ValueError(
-                f"{path} cannot be given to uid {uid}, whose ranks are to write it: over NFS root has no rights of its "
-                "own (root_squash); start Shardline as the user who owns the shared folder"
-            ) from None
-
-
-def ranks_reach_mlflow(launch: LaunchConfig) -> bool:
-    """Not a store in a file of this machine; nor a server on its loopback, for ranks on other machines."""
-    uri = urlsplit(tracking_uri())
-    far = any(not host.docker.startswith("unix:") for host in read_hosts(launch))
-    return uri.scheme in {"http", "https"} and not (far and is_loopback(uri.hostname or ""))
-
-
-def tracking_for_ranks(plan: RunPlan | TrainerPlan) -> tuple[dict[str, str], dict[str, str]]:
-    """Environment and secrets that lead a rank to the run in MLflow; secrets go over standard input.
-
-    Where they cannot reach it, the launcher sends the metrics.
-    """
-    uri = tracking_uri()
-    secrets = {name: os.environ[name] for name in SECRETS if name in os.environ}
-    if not ranks_reach_mlflow(plan.config.launch):
-        return {"MLFLOW_TRACKING_URI": ""}, secrets
-    environment = {"MLFLOW_RUN_ID": plan.mlflow_run_id}
-    if shown(uri) != uri:
-        return environment, secrets | {"MLFLOW_TRACKING_URI": uri}
-    return environment | {"MLFLOW_TRACKING_URI": uri}, secrets

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -11,15 +12,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tasks.launch import docker_hosts
-from tasks.launch.failure import LAST_LINES, Ending, HostEnd, RunFailed, RunStopped, classify
 from tasks.launch.attempt import new_folder
+from tasks.launch.docker_hosts import AttemptRecord, attempts_of
+from tasks.launch.failure import LAST_LINES, Ending, HostEnd, classify
 from tasks.launch.lease import Lease
-from tasks.launch.local import POLL_S, Gang, end_earlier_gang, grace_s
-from tasks.workspace.paths import process_key, tracking_uri
-from tasks.launch.docker_hosts import Attempt, attempts_of
-from tasks.planning.custom_program import TrainerPlan, experiment_of, free_port, program_of
-from training.tracking.redaction import without_secrets
+from tasks.launch.local import POLL_S, end_earlier_gang, grace_s
+from tasks.planning.custom_program import TrainerPlan, experiment_of, program_of
+from tasks.runs.errors import RunFailed, RunStopped
+from tasks.runs.owner import RanksLauncher
+from tasks.workspace.paths import tracking_uri
+from tasks.workspace.processes import process_key
 from training.records.node import NodeEnd, NodeTask
+from training.tracking.redaction import without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +66,10 @@ def run_here(plan: TrainerPlan, *, run_dir: Path) -> None:
             env=os.environ | {"MLFLOW_TRACKING_URI": tracking_uri()},  # not in the file: it may hold a password
             start_new_session=True,
         )
-        Gang(launcher=process_key(node.pid)).write(run_dir / "gang.json")
+        RanksLauncher(launcher=process_key(node.pid)).write(run_dir / "gang.json")
         _wait(node, plan)
     ending = _ending(Path(task.end), plan, log_path=log_path)
-    Attempt(
+    AttemptRecord(
         number=int(folder.name),
         program=plan.program,
         hosts=dict(zip(plan.hosts, plan.ranks_per_host, strict=True)),
@@ -132,3 +136,9 @@ def _raise(ending: Ending, plan: TrainerPlan, *, log_path: Path) -> None:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

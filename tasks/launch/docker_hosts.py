@@ -15,24 +15,28 @@ from typing import Any
 
 from infra.hosts import HostError
 from tasks.launch import nsight
-from tasks.launch.failure import CURES, Ending, RunFailed, RunStopped
-from tasks.launch.check_hosts import NCCL, give_to_ranks, hosts_of, ranks_reach_mlflow, tracking_for_ranks
-from tasks.launch.attempt import Gang, Program, new_folder, sweep
-from tasks.launch.local import end_earlier_gang, grace_s
+from tasks.launch.attempt import Attempt, Program, new_folder, sweep
+from tasks.launch.check_hosts import hosts_of
+from tasks.launch.failure import CURES, Ending
 from tasks.launch.host_set import Muster, muster
-from tasks.workspace.paths import fresh, home
+from tasks.launch.local import end_earlier_gang, grace_s
+from tasks.launch.rank_environment import NCCL, give_to_ranks, ranks_reach_mlflow, tracking_for_ranks
 from tasks.launch.rank_logs import Steps, Warnings
 from tasks.planning.custom_program import TrainerPlan, experiment_of, placed, program_of
-from training.records.inventory import Inventory
+from tasks.runs.errors import RunFailed, RunStopped
+from tasks.workspace.paths import fresh, home
 from training.config.launch import LaunchConfig
-from training.records.plan import Record, RunPlan, TrainResult
+from training.records.inventory import Inventory
+from training.records.plan import RunPlan
+from training.records.record import Record
+from training.records.train_result import TrainResult
 
 logger = logging.getLogger(__name__)
 
 LONGEST_BACKOFF_S = 60.0
 
 
-class Attempt(Record):
+class AttemptRecord(Record):
     """runs/ID/attempts/N/attempt.json."""
 
     number: int
@@ -133,7 +137,7 @@ def _attempt(
     alone: bool,
     on_poll: Callable[[], object],
     unswept: set[str],
-) -> Attempt:
+) -> AttemptRecord:
     plan = there.plan
     by_name = dict(zip(plan.hosts, plan.ranks_per_host, strict=True))
     if alone:
@@ -143,7 +147,7 @@ def _attempt(
     began_at, from_step = _now(), newest_step(run_dir)
     program = _program(module, plan, by_name, run_dir=run_dir)
     logger.info("attempt %s: %s on %s, from step %d", folder.name, module, _in_words(by_name), from_step)
-    gang = Gang(program, there.hosts[: len(by_name)], plan.config.launch, home=home(), folder=folder)
+    gang = Attempt(program, there.hosts[: len(by_name)], plan.config.launch, home=home(), folder=folder)
     ending = Ending(cause="stopped", detail="the launcher was interrupted")
     try:
         ending = _watched(gang, plan, run_dir=run_dir, on_poll=on_poll)
@@ -153,7 +157,7 @@ def _attempt(
         unswept |= set(gang.left)
         if gang.taken:  # what is there now may be the other launcher's
             unswept.clear()
-        attempt = Attempt(
+        attempt = AttemptRecord(
             number=int(folder.name),
             program=module,
             hosts=by_name,
@@ -191,7 +195,7 @@ def _stopped_early(run_dir: Path) -> bool:
     return path.exists() and TrainResult.read(path).stopped_by == "signal"
 
 
-def _record(attempt: Attempt, folder: Path) -> None:
+def _record(attempt: AttemptRecord, folder: Path) -> None:
     try:
         attempt.write(folder / "attempt.json")
     except OSError as error:  # a full disk may be what ended it: that is to be told
@@ -199,7 +203,7 @@ def _record(attempt: Attempt, folder: Path) -> None:
         logger.warning("attempt %s could not be recorded (%s): %s, %s", folder.name, error, ending.cause, ending.detail)
 
 
-def _watched(gang: Gang, plan: RunPlan | TrainerPlan, *, run_dir: Path, on_poll: Callable[[], object]) -> Ending:
+def _watched(gang: Attempt, plan: RunPlan | TrainerPlan, *, run_dir: Path, on_poll: Callable[[], object]) -> Ending:
     steps = Steps(run_dir, mlflow_run_id=plan.mlflow_run_id, sends=not ranks_reach_mlflow(plan.config.launch))
     warnings = Warnings(run_dir, gang.program.ranks)
 
@@ -252,4 +256,4 @@ def _now() -> str:
 def attempts_of(run_dir: Path) -> list[dict[str, Any]]:
     """All attempts that have ended, oldest first, for reports and tags."""
     paths = sorted((run_dir / "attempts").glob("*/attempt.json"), key=lambda path: int(path.parent.name))
-    return [Attempt.read(path).model_dump(mode="json") for path in paths]
+    return [AttemptRecord.read(path).model_dump(mode="json") for path in paths]

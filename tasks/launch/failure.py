@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from training.config.launch import Cause
 from training.records.node import NodeEnd
-from training.records.plan import Record
+from training.records.record import Record
 
 if TYPE_CHECKING:
     from infra.containers import State
@@ -43,21 +43,6 @@ CURES: Mapping[str, str] = {
     "timeout": "one rank waited for another: stacks/ in the run folder says where each was; parallel.timeout_s is how "
     "long they wait",
 }
-
-
-class RunStopped(Exception):
-    """The run was asked to stop and did; the message says where it can be taken up again."""
-
-
-class RunFailed(RuntimeError):
-    """No other attempt was worth making, or they were used up; the message has cause, cure and last lines.
-
-    `detail`: where it began and what was said there, in one line.
-    """
-
-    def __init__(self, message: str, *, cause: Cause, detail: str = "") -> None:
-        super().__init__(message)
-        self.cause, self.detail = cause, detail
 
 
 def cause_of(said: str) -> Cause:

@@ -9,16 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.hosts import DockerHost, HostError
-from tasks.launch.failure import CURES, RunFailed
-from tasks.launch.check_hosts import hosts_of
-from tasks.launch.attempt import sweep
-from tasks.launch.lease import FENCE_S
-from tasks.workspace.paths import home
-from tasks.planning.plan import replan
 from tasks.hardware.preflight import HostsNotReady, check_hosts
+from tasks.launch.attempt import sweep
+from tasks.launch.check_hosts import hosts_of
+from tasks.launch.failure import CURES
+from tasks.launch.lease import FENCE_S
 from tasks.planning.custom_program import TrainerPlan, place_again, placed
-from training.records.inventory import Inventory
+from tasks.planning.plan import replan
+from tasks.runs.errors import RunFailed
+from tasks.workspace.paths import home
 from training.config.launch import LaunchConfig
+from training.records.inventory import Inventory
 from training.records.plan import RunPlan
 
 logger = logging.getLogger(__name__)

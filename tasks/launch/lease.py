@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-from training.records.plan import write_atomically
+from training.records.record import write_atomically
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,13 @@ from pathlib import Path
 import psutil
 
 from tasks.launch import nsight
-from tasks.launch.failure import OUT_OF_MEMORY, PEER_IS_GONE, RunFailed, RunStopped, cause_of
+from tasks.launch.failure import OUT_OF_MEMORY, PEER_IS_GONE, cause_of
 from tasks.launch.lease import FENCE_S, withdraw_leases
-from tasks.workspace.paths import local_process, process_key, tracking_uri
-from training.records.plan import Record, RunPlan
+from tasks.runs.errors import RunFailed, RunStopped
+from tasks.runs.owner import RanksLauncher
+from tasks.workspace.paths import tracking_uri
+from tasks.workspace.processes import local_process, process_key
+from training.records.plan import RunPlan
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +39,6 @@ LAST_LINES = 25
 LOG_LINE = re.compile(r"[\d-]+ [\d:,]+ [A-Z]+ ")
 DIED = re.compile(r"rank +: (\d+) .*\n.*exitcode.*\n.*error_file.*\n.*(Signal \d+ \(\w+\) received by PID \d+)")
 RANK_WARNING = re.compile(r"[\d-]+ [\d:,]+ WARNING (.*)")  # as training/runtime/process.py formats its log
-
-
-class Gang(Record):
-    """runs/ID/gang.json: the launcher process of the ranks that last worked on the run."""
-
-    launcher: str
 
 
 def run_program(
@@ -63,7 +60,7 @@ def run_program(
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=_environment(plan)
         )
-    Gang(launcher=process_key(process.pid)).write(run_dir / "gang.json")
+    RanksLauncher(launcher=process_key(process.pid)).write(run_dir / "gang.json")
     stacks = Stacks(run_dir / "stacks")
     try:
         while process.poll() is None:
@@ -193,7 +190,7 @@ def _end(launcher: psutil.Process, *, grace_s: float) -> None:
 def end_earlier_gang(run_dir: Path) -> None:
     """No two gangs on one run: ranks that outlived their launcher are told to stop, then made to."""
     path = run_dir / "gang.json"
-    launcher = local_process(Gang.read(path).launcher) if path.exists() else None
+    launcher = local_process(RanksLauncher.read(path).launcher) if path.exists() else None
     if launcher is not None:
         logger.warning("ranks of an earlier start are still alive (pid %d): stopping them first", launcher.pid)
         _end(launcher, grace_s=grace_s(run_dir))

@@ -8,13 +8,14 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from tasks.launch import local, docker_hosts
-from tasks.launch.failure import RunFailed, RunStopped
+from tasks.launch import docker_hosts, local
+from tasks.runs.errors import RunFailed, RunStopped
 from tasks.workspace.paths import fresh
-from training.trainer.stop_rules import is_finished
-from training.tracking.metrics_log import read_rows, whole_lines
-from training.records.plan import RunPlan, TrainFailure, TrainResult, train_failure
+from training.records.plan import RunPlan
 from training.records.results import EvalReport, ExportedModel
+from training.records.train_result import TrainFailure, TrainResult, train_failure
+from training.tracking.rows import read_rows, whole_lines
+from training.tracking.stop_rules import is_finished
 
 logger = logging.getLogger(__name__)
 

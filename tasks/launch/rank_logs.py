@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tasks.launch.local import RANK_WARNING
 from tasks.workspace.paths import tracking_uri
-from training.tracking.metrics_log import METRICS, Sender
+from training.tracking.mlflow_sender import Sender
+from training.tracking.rows import METRICS
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from infra.containers import State
 from infra.hosts import DockerHost, HostClient, HostError, connect
 from infra.logs import last_lines
 from tasks.launch.failure import HostEnd
-from training.tracking.redaction import without_secrets
 from training.records.node import NodeEnd
+from training.tracking.redaction import without_secrets
 
 POLL_S = 0.2
 ANSWER_S = 5.0  # a daemon that takes longer counts as silent; the next question comes at once

@@ -17,12 +17,14 @@ from typing import IO
 
 from infra.containers import gpus_granted
 from infra.hosts import DockerHost
-from tasks.launch.failure import RunStopped
+from tasks.hardware.machine import gpus_here
 from tasks.launch.check_hosts import hosts_of
 from tasks.launch.local import end_earlier_gang
-from tasks.hardware.machine import gpus_here
-from tasks.workspace.paths import home, local_process, process_key, run_folder
-from tasks.operations.ps import ask, local_gang
+from tasks.operations.ps import ask
+from tasks.runs.errors import RunStopped
+from tasks.runs.owner import ranks_launcher
+from tasks.workspace.paths import home, run_folder
+from tasks.workspace.processes import local_process, process_key
 from training.config.run import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -138,7 +140,7 @@ def _holder(file: IO[str], name: str) -> str:
 
 def _orphans(run_id: str) -> str:
     """Ranks that outlived their launcher leave by themselves, once they have saved a checkpoint."""
-    gang = local_gang(run_folder(run_id))
+    gang = ranks_launcher(run_folder(run_id))
     if gang is None:
         return ""
     return f"ranks of run {run_id} have outlived it (pid {gang.pid}); `shardline stop {run_id}` ends them"

@@ -22,12 +22,12 @@ from infra import containers
 from infra.containers import Found, State
 from infra.hosts import DockerHost, HostError, connect, on_each
 from tasks.hardware.hosts import docker_hosts, read_hosts
-from tasks.launch.local import Gang
-from tasks.runs.owner import Owner
-from tasks.workspace.paths import home, is_local, is_owned, local_process, run_folder
+from tasks.runs.owner import owner_process, ranks_launcher
+from tasks.workspace.paths import home, run_folder
+from tasks.workspace.processes import is_local, local_process
 from training.config.launch import LaunchConfig
 from training.records.node import NodeTask
-from training.records.plan import Record
+from training.records.record import Record
 
 logger = logging.getLogger(__name__)
 
@@ -186,20 +186,13 @@ def launch_of(run_dir: Path) -> LaunchConfig:
 # Who looks after it
 
 
-def owner_of(run_dir: Path) -> psutil.Process | None:
-    """The process of this machine that works on the run; None if there is none, or it is through with it."""
-    path = run_dir / "owner.json"
-    process = local_process(Owner.read(path).process) if path.exists() else None
-    return process if process is not None and is_owned(run_dir) else None
-
-
 def launcher_of(each: OnHost) -> tuple[bool, str]:
     """Whether one looks after the container, and where it is, in words.
 
     Of a launcher on this machine the process tells; of one elsewhere its lease, where this SHARDLINE_HOME has it.
     """
     found, run_dir = each.found, run_folder(each.found.run)
-    if owner := owner_of(run_dir):
+    if owner := owner_process(run_dir):
         return True, f"alive (pid {owner.pid})"
     machine, _, process = found.launcher.partition("/")
     if is_local(found.launcher):
@@ -248,16 +241,11 @@ def _of_this_machine(in_containers: set[str]) -> list[Running]:
     """Runs whose ranks, or at least launcher, are processes here."""
     rows = []
     for folder in run_folders():
-        gang = local_gang(folder)
-        owner = owner_of(folder)
+        gang = ranks_launcher(folder)
+        owner = owner_process(folder)
         if folder.name not in in_containers and (gang or owner):
             rows.append(_local_row(folder, gang=gang, owner=owner))
     return rows
-
-
-def local_gang(run_dir: Path) -> psutil.Process | None:
-    path = run_dir / "gang.json"
-    return local_process(Gang.read(path).launcher) if path.exists() else None
 
 
 def _local_row(run_dir: Path, *, gang: psutil.Process | None, owner: psutil.Process | None) -> Running:

@@ -14,10 +14,12 @@ import psutil
 from infra.hosts import DockerHost
 from tasks.launch.attempt import sweep
 from tasks.launch.local import end_earlier_gang, grace_s
-from tasks.runs.resume import steps_done
-from tasks.workspace.paths import AlreadyOwned, home, is_owned, owned, run_folder
-from tasks.operations.ps import OnHost, ask, hosts_of_run, launcher_of, local_gang, owner_of, run_folders
-from training.records.plan import Record
+from tasks.operations.ps import OnHost, ask, hosts_of_run, launcher_of, run_folders
+from tasks.runs.folder import steps_done
+from tasks.runs.owner import owner_process, ranks_launcher
+from tasks.workspace.locks import AlreadyOwned, is_owned, owned
+from tasks.workspace.paths import home, run_folder
+from training.records.record import Record
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +55,11 @@ def stop(run_id: str) -> Stopped:
     began, run_dir = time.monotonic(), run_folder(run_id)
     if run_dir not in run_folders():
         raise ValueError(f"there is no run {run_id!r} in {home()}: `ls {home()}` lists the runs")
-    owner, hosts = owner_of(run_dir), hosts_of_run(run_dir)
+    owner, hosts = owner_process(run_dir), hosts_of_run(run_dir)
     if owner is not None:
         _stop_launcher(owner, run_dir)
     there, _ = ask(hosts, run=run_id)
-    left = any(there.values()) or local_gang(run_dir) is not None
+    left = any(there.values()) or ranks_launcher(run_dir) is not None
     with _held(run_dir):
         end_earlier_gang(run_dir)
         silent = sweep(hosts, run_id, run_dir, grace_s=grace_s(run_dir))
@@ -81,7 +83,7 @@ def _stop_launcher(launcher: psutil.Process, run_dir: Path) -> None:
     deadline = began + grace_s(run_dir) + CLOSING_S
     logger.info("%s: its launcher (pid %d) is told to stop; ranks save a checkpoint", run_dir.name, launcher.pid)
     launcher.terminate()
-    while owner_of(run_dir) == launcher:
+    while owner_process(run_dir) == launcher:
         now = time.monotonic()
         if now > deadline:
             raise RuntimeError(

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import socket
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from tasks.hardware.hosts import read_hosts
 from tasks.workspace.paths import home, run_folder, tracking_uri
-from training.config.run import RunConfig
-from training.tracking.redaction import shown
-from training.records.inventory import Inventory
 from training.config.launch import LaunchConfig
-from training.records.plan import Record, RunPlan
+from training.config.run import RunConfig
+from training.records.inventory import Inventory
+from training.records.plan import RunPlan
+from training.records.record import Record
+from training.tracking.redaction import shown
 
 logger = logging.getLogger(__name__)
 
@@ -199,9 +199,3 @@ def experiment_of(plan: RunPlan | TrainerPlan) -> dict[str, str]:
         "MLFLOW_EXPERIMENT_ID": plan.mlflow_experiment_id,
         "MLFLOW_EXPERIMENT_NAME": plan.mlflow_experiment_name,
     }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from training.prediction import RankedChoice
-from training.records.plan import RunPlan
+from training.records.plan import RankedChoice, RunPlan
 
 CHOICES_SHOWN = 4
 

@@ -7,16 +7,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tasks.runs.resume import Change, changes, read_plan, remember
 from tasks.planning.pretrained import hf_config
+from tasks.runs.folder import read_plan
+from tasks.runs.resume import Change, changes, remember
 from tasks.tracking.mlflow_run import TrackedRun
 from training.config.run import RunConfig
-from training.records.inventory import Inventory
-from training.shards.packing import one_epoch
 from training.planner.plan import make_plan
-from training.records.plan import RunPlan, TokenShards
-from training.shards.format import MANIFEST
+from training.records.inventory import Inventory
+from training.records.plan import RunPlan
+from training.records.token_shards import TokenShards
 from training.records.trial import read_trials
+from training.shards.format import MANIFEST
+from training.shards.packing import one_epoch
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from training.config.run import ModelConfig, RunConfig
-from training.records.plan import sha256_file
+from training.config.model import ModelConfig
+from training.config.run import RunConfig
+from training.records.record import sha256_file
 
 logger = logging.getLogger(__name__)
 

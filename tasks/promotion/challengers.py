@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tasks.promotion.judge import VERDICT
 from tasks.promotion.journal import unfinished
-from tasks.registry.models import CHALLENGER, aliases_of, registry_client
 from tasks.promotion.lock import Sight
+from tasks.registry.models import aliases_of
+from tasks.registry.tags import CHALLENGER, VERDICT
+from tasks.tracking.client import registry_client
 from training.tracking.redaction import without_credentials
 
 if TYPE_CHECKING:

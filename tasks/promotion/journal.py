@@ -10,10 +10,10 @@ import datetime
 import logging
 from typing import TYPE_CHECKING, Literal
 
+from tasks.registry.tags import TAG
 from tasks.workspace.paths import embedded_artifacts
-from tasks.registry.models import TAG
 from training.config.promotion import RolloutConfig
-from training.records.plan import Record
+from training.records.record import Record
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

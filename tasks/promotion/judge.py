@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.promotion.gates import Candidate, Check, Verdict, gate
-from tasks.registry.models import CHALLENGER, CHAMPION, GATE, REPLACES, TAG, aliases_of, local_folder
+from tasks.registry.models import aliases_of, local_folder
+from tasks.registry.tags import CHALLENGER, CHAMPION, GATE, LOSS_ON, REPLACES, TAG, TAG_CHARS, VERDICT
 from training.config.promotion import GatesConfig, RolloutConfig
-from training.records.plan import Record
+from training.records.record import Record
 from training.records.results import EvalReport, RegisteredModel
 
 if TYPE_CHECKING:
@@ -21,10 +22,6 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 logger = logging.getLogger(__name__)
-
-VERDICT, APPROVED = f"{TAG}verdict", f"{TAG}approved"
-LOSS_ON = f"{TAG}loss_on."
-TAG_CHARS = 5000  # MLflow's limit for a version's tag
 
 
 class Terms(Record):
@@ -90,11 +87,6 @@ def judge_records(client: MlflowClient, version: ModelVersion, *, terms: Terms, 
                 challenger = replace(challenger, dataset=common, loss=ours[common][0], tokens=int(ours[common][1]))
                 champion = replace(champion, dataset=common, loss=theirs[common][0], tokens=int(theirs[common][1]))
     return gate(challenger, champion, gates=terms.gates)
-
-
-def note_evaluation(client: MlflowClient, name: str, number: int, *, dataset: str, loss: float, tokens: int) -> None:
-    """What the version scores on other held-out tokens: the loss gate compares where both were measured."""
-    client.set_model_version_tag(name, str(number), f"{LOSS_ON}{dataset}", json.dumps([loss, tokens]))
 
 
 def _measured(version: ModelVersion, registered: Candidate) -> dict[str, list[float]]:

@@ -21,9 +21,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
-from tasks.workspace.paths import is_local, local_process, process_key
-from tasks.registry.models import TAG
-from training.records.plan import Record
+from tasks.registry.tags import TAG
+from tasks.workspace.processes import is_local, local_process, process_key
+from training.records.record import Record
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient

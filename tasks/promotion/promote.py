@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from tasks.promotion.servers import following
 from tasks.promotion.gates import Check, Verdict, check_latency
-from tasks.promotion.judge import APPROVED, VERDICT, Terms, judge_records, note_checks, note_verdict, standing, terms_of
 from tasks.promotion.journal import Move, begin_move
-from tasks.registry.models import CHALLENGER, CHAMPION, aliases_of, find_version
-from tasks.promotion.server_stats import baseline
-from tasks.promotion.smoke_test import smoke_test
+from tasks.promotion.judge import Terms, judge_records, note_checks, note_verdict, standing, terms_of
 from tasks.promotion.lock import Turn
+from tasks.promotion.server_stats import baseline
+from tasks.promotion.servers import following
+from tasks.promotion.smoke_test import smoke_test
+from tasks.registry.models import aliases_of, find_version
+from tasks.registry.tags import APPROVED, CHALLENGER, CHAMPION, VERDICT
 from training.config.promotion import GatesConfig, RolloutConfig
 from training.records.results import RegisteredModel
 

@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from tasks.promotion.servers import following
-from tasks.promotion.judge import note_verdict, set_champion
 from tasks.promotion.journal import Move, begin_move, end_move, history, note_stage, read_move, unfinished
-from tasks.registry.models import CHAMPION, REPLACES, aliases_of, find_version, registry_client, replaced_by
-from tasks.promotion.server_stats import Counts, OutOfBounds, Watch, baseline, wait_for_switch
+from tasks.promotion.judge import note_verdict, set_champion
 from tasks.promotion.lock import Turn, TurnLost, turn
+from tasks.promotion.server_stats import Counts, OutOfBounds, Watch, baseline, wait_for_switch
+from tasks.promotion.servers import following
+from tasks.registry.models import aliases_of, find_version, replaced_by
+from tasks.registry.tags import CHAMPION, REPLACES
+from tasks.tracking.client import registry_client
 from training.config.promotion import RolloutConfig
 
 if TYPE_CHECKING:

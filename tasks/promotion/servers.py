@@ -10,9 +10,11 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tasks.workspace.paths import home, is_local, local_process
-from tasks.registry.models import CHAMPION, parse_ref
+from tasks.registry.models import parse_ref
+from tasks.registry.tags import CHAMPION
 from tasks.serving.announce import ServerRecord
+from tasks.workspace.paths import home
+from tasks.workspace.processes import is_local, local_process
 
 logger = logging.getLogger(__name__)
 

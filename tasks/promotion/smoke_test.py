@@ -15,12 +15,14 @@ from typing import IO
 
 import httpx
 
-from training.records.plan import Record
+from training.records.record import Record
 
 logger = logging.getLogger(__name__)
 
 # The kernel ends the server with us, however we end: PR_SET_PDEATHSIG (1), SIGTERM (15); prctl(2).
-SERVE = "import ctypes, sys; ctypes.CDLL(None).prctl(1, 15, 0, 0, 0); from flows.cli.command import main; sys.exit(main())"
+SERVE = (
+    "import ctypes, sys; ctypes.CDLL(None).prctl(1, 15, 0, 0, 0); from flows.cli.command import main; sys.exit(main())"
+)
 NEW_TOKENS = 32
 STOP_S = 30.0
 LAST_LINES = 10

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from tasks.registry.models import CHALLENGER
+from tasks.registry.tags import CHALLENGER
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks.registry.models import TAG
+from tasks.registry.tags import TAG
 
 if TYPE_CHECKING:
     from mlflow.entities import Dataset, LoggedModel, Run

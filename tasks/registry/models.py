@@ -5,27 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
-from training.tracking.redaction import shown, without_credentials
-from training.records.plan import RunPlan, TokenShards, TrainResult, sha256_file
+from tasks.registry.tags import CHAMPION, GATE, REPLACES, TAG
+from tasks.tracking.client import registry_client
+from training.records.plan import RunPlan
+from training.records.record import sha256_file
 from training.records.results import EvalReport, ExportedModel
+from training.records.token_shards import TokenShards
+from training.records.train_result import TrainResult
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
     from mlflow.tracking import MlflowClient
 
 logger = logging.getLogger(__name__)
-
-CHAMPION, CHALLENGER = "champion", "challenger"
-# Tags of a version. Losses and differences are written with repr, so that they read back exactly.
-TAG = "shardline."
-GATE, REPLACES = f"{TAG}gate.", f"{TAG}replaces"
 
 
 @dataclass(frozen=True)
@@ -38,40 +36,6 @@ class ResolvedModel:
     export_dir: Path
     records_dir: Path
     tags: dict[str, str]
-
-
-# MLflow's own are minutes of silence. So a request waits 0, 2 and 4 s, each with up to 1 s of jitter, for a server
-# that restarts. What is set already, as by the user, stays.
-CLIENT_ENVIRONMENT = {
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
-    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
-    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",  # three bars per registration
-}
-# urllib3 tells of every retry; the error at the end says it once.
-LOG_LEVELS = {"mlflow": logging.WARNING, "alembic": logging.WARNING, "urllib3.connectionpool": logging.ERROR}
-
-
-def registry_client(tracking_uri: str) -> MlflowClient:
-    """One store for tracking and registry, that answers; a process's first takes about a second.
-
-    Raises RuntimeError, without the URI's credentials, if it does not answer.
-    """
-    for name, value in CLIENT_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    from mlflow.tracking import MlflowClient
-
-    for name, level in LOG_LEVELS.items():
-        logging.getLogger(name).setLevel(level)
-    try:
-        client = MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
-        client.search_experiments(max_results=1)
-    except Exception as error:
-        why = without_credentials(str(error), uri=tracking_uri)
-        raise RuntimeError(
-            f"MLflow at {shown(tracking_uri)} does not answer ({why}): start it, or unset MLFLOW_TRACKING_URI"
-        ) from None  # the cause's text has the credentials, and a traceback would print it
-    return client
 
 
 def parse_ref(ref: str) -> tuple[str, str | int]:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.promotion.servers import following
-from tasks.promotion.judge import TAG_CHARS, VERDICT, Terms, judge_records, note_checks, note_verdict, set_champion, standing, terms_of
+from tasks.display.html_page import as_text
 from tasks.registry.logged_model import logged_model
-from tasks.promotion.journal import begin_move, end_move, unfinished
-from tasks.registry.models import CHALLENGER, CHAMPION, TAG, aliases_of, registry_client
-from tasks.promotion.lock import Turn, turn
-from tasks.version_card import described, figures_of
-from training.config.promotion import RolloutConfig
-from training.records.plan import RunPlan, TokenShards, TrainResult, sha256_config
-from training.records.results import EvalReport, ExportedModel, RegisteredModel
+from tasks.registry.tags import TAG, TAG_CHARS
+from training.records.plan import RunPlan
+from training.records.record import sha256_config
+from training.records.results import EvalReport, ExportedModel
+from training.records.token_shards import TokenShards
+from training.records.train_result import TrainResult
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
@@ -62,74 +61,6 @@ def read_finished_run(run_dir: Path) -> FinishedRun:
     if not plan.mlflow_run_id:
         raise ValueError(f"{run_dir}/plan.json names no MLflow run to link the model to: start runs with `shardline`")
     return run
-
-
-def register_model(run_dir: Path, *, tracking_uri: str) -> RegisteredModel:
-    """Register runs/ID/export/ under the config's name as `challenger`, and as `champion` if it passes its gates.
-
-    Left as challenger, without a verdict, for flows/promote.py: where a server follows the champion, or a gate needs a
-    server or a person, or an earlier move was interrupted. Nobody follows it: then nobody can be hurt, and a fresh
-    server of its own would cost each run 4 s and more.
-
-    Safe to repeat: a checkpoint of a run has one version, and once it has a verdict nothing is moved again.
-    Raises ValueError if the run is not finished.
-    """
-    run = read_finished_run(run_dir)
-    client = registry_client(tracking_uri)
-    version = _existing_version(client, run) or _create_version(client, run)
-    name, number = version.name, int(version.version)
-    if VERDICT in version.tags:
-        logger.info("%s/%d is this checkpoint already: kept", name, number)
-        return standing(client, name, number, verdict=version.tags[VERDICT])
-    terms = terms_of(version, tracking_uri=tracking_uri)
-    with turn(client, name, what=f"registers {name}/{number}") as mine:
-        return _judge_at_once(client, mine, version, terms=terms)
-
-
-def _judge_at_once(client: MlflowClient, mine: Turn, version: ModelVersion, *, terms: Terms) -> RegisteredModel:
-    name, number = version.name, int(version.version)
-    version = client.get_model_version(name, str(number))  # another may have judged it while we waited
-    if text := version.tags.get(VERDICT, ""):
-        return standing(client, name, number, verdict=text)
-    client.set_registered_model_alias(name, CHALLENGER, str(number))  # two at once break MLflow: in turn only
-    left = standing(client, name, number, verdict="")
-    if unfinished(client, name):
-        return left
-    reigning = aliases_of(client, name).get(CHAMPION)
-    if reigning == number:  # a registration before this one died at its last write
-        set_champion(client, name, number, replaces=number)
-        note_verdict(client, name, number, text := "passed: it is the champion already", by=mine.who)
-        return standing(client, name, number, verdict=text)
-    verdict = judge_records(client, version, terms=terms, reigning=reigning)
-    if verdict.passed and (why := _needs_a_rollout(name, terms)):
-        logger.info("%s/%d is left to its promotion: %s", name, number, why)
-        return left
-    note_checks(client, version, verdict.checks)
-    if verdict.passed:
-        mine.check()
-        _move_at_once(client, name, number, replaces=reigning, who=mine.who, why=verdict.text, rollout=terms.rollout)
-    note_verdict(client, name, number, verdict.text, by=mine.who)
-    return standing(client, name, number, verdict=verdict.text)
-
-
-def _move_at_once(
-    client: MlflowClient, name: str, number: int, *, replaces: int | None, who: str, why: str, rollout: RolloutConfig
-) -> None:
-    move = begin_move(
-        client, name, version=number, replaces=replaces, kind="promotion", who=who, why=why, rollout=rollout
-    )
-    set_champion(client, name, number, replaces=replaces)
-    end_move(client, move, outcome="promoted when it was registered: no server followed", well=True)
-
-
-def _needs_a_rollout(name: str, terms: Terms) -> str:
-    """Why more is to be done than to move the alias; empty if nothing is."""
-    if terms.gates.approval != "none":
-        return "somebody must approve"
-    if terms.gates.max_p95_ms:
-        return "it has a latency budget"
-    servers = [server.url for server in following(name, urls=terms.rollout.servers)]
-    return f"{', '.join(servers)} serves the champion" if servers else ""
 
 
 def _existing_version(client: MlflowClient, run: FinishedRun) -> ModelVersion | None:
@@ -197,3 +128,53 @@ def version_tags(run: FinishedRun, *, git_commit: str) -> dict[str, str]:
         "reproduce": f"shardline reproduce {plan.run_id}",
     }
     return {f"{TAG}{key}": value for key, value in tags.items()}
+
+
+def figures_of(run: FinishedRun) -> dict[str, float]:
+    """Metric name -> value: the whole held-out split, each source, each downstream task, and the export's parity."""
+    report, parity = run.evaluation, run.export.parity
+    found: dict[str, float | None] = {
+        "val_loss": report.loss,
+        "bits_per_byte": report.bits_per_byte,
+        "accuracy": report.accuracy,
+        "parity/max_logit_difference": parity.max_logit_difference,
+        "parity/argmax_agreement": parity.argmax_agreement,
+    }
+    for source in report.sources:
+        found[f"source/{_plain(source.source)}/loss"] = source.loss
+        found[f"source/{_plain(source.source)}/bits_per_byte"] = source.bits_per_byte
+    for score in report.tasks:
+        found[f"task/{_plain(score.task)}/{_plain(score.metric)}"] = score.value
+    return {f"registered/{name}": value for name, value in found.items() if value is not None}
+
+
+def described(run: FinishedRun) -> str:
+    """Markdown, as MLflow's page of the version renders it."""
+    plan, report, parity = run.plan, run.evaluation, run.export.parity
+    registry = plan.config.registry
+    bits = "" if report.bits_per_byte is None else f", {report.bits_per_byte:.4f} bits per byte"
+    lines = [
+        f"Run {plan.run_id}, step {run.result.step}: "
+        f"validation loss {report.loss:.4f} over {report.tokens:,} tokens{bits}",
+        "",
+        f"- data: {as_text(plan.config.data.path)}, fingerprint `{run.shards.fingerprint[:12]}`",
+        f"- checkpoint: sha256 `{run.result.checkpoint_sha256[:12]}`",
+        f"- ONNX against torch: differs by at most {parity.max_logit_difference:.2g}, "
+        f"{parity.argmax_agreement:.2%} equal argmax, {'within' if parity.passed else 'out of'} bounds",
+        f"- licence: {as_text(registry.licence) or 'none given'}",
+        f"- again: `shardline reproduce {plan.run_id}`",
+    ]
+    if registry.notes:
+        lines += ["", registry.notes]
+    if report.sources:
+        lines += ["", "| source | loss | tokens |", "|---|---|---|"]
+        lines += [f"| {as_text(each.source)} | {each.loss:.4f} | {each.tokens:,} |" for each in report.sources]
+    if report.tasks:
+        lines += ["", "| task | figure | value |", "|---|---|---|"]
+        lines += [f"| {as_text(each.task)} | {as_text(each.metric)} | {each.value:.4f} |" for each in report.tasks]
+    return "\n".join(lines)
+
+
+def _plain(name: str) -> str:
+    """MLflow's metric names take letters, digits, _ - . and spaces."""
+    return re.sub(r"[^\w\-. ]", "_", name)

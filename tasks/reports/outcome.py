@@ -6,9 +6,11 @@ import math
 import textwrap
 from pathlib import Path
 
-from training.tracking.metrics_log import read_rows
-from training.records.plan import Record, RunPlan, TrainResult
+from training.records.plan import RunPlan
+from training.records.record import Record
 from training.records.results import EvalReport, ExportedModel, RegisteredModel
+from training.records.train_result import TrainResult
+from training.tracking.rows import read_rows
 
 FIRST_CJK = "\u2e80"
 

@@ -9,16 +9,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tasks.runs.history import Event, history
-from tasks.runs.resume import Resumptions, latest_config, read_plan, read_resumptions
 from tasks.launch.docker_hosts import attempts_of
-from tasks.reports.outcome import Outcome
-from tasks.tracking.mlflow_run import TrackedRun
 from tasks.planning.custom_program import PLAN, TrainerPlan
+from tasks.reports.outcome import Outcome
+from tasks.runs.folder import latest_config, read_plan
+from tasks.runs.history import Event, history
+from tasks.runs.resume import Resumptions, read_resumptions
+from tasks.tracking.mlflow_run import TrackedRun
 from training.config.run import RunConfig
-from training.tracking.metrics_log import read_rows
-from training.records.plan import RunPlan, TokenShards, TrainResult, train_failure
+from training.records.plan import RunPlan
 from training.records.results import EvalReport, LatencyReport, RegisteredModel
+from training.records.token_shards import TokenShards
+from training.records.train_result import TrainResult, train_failure
+from training.tracking.rows import read_rows
 
 STARTS, CUTS = {"begun", "resumed"}, {"failed", "stopped", "killed"}
 

@@ -10,20 +10,21 @@ from typing import Any
 
 import yaml
 
-from tasks.evaluation.tables import table_of
-from tasks.reports.export_latency import latency_rows
-from tasks.runs.resume import flattened
 from tasks.display.html_page import details, embedded_picture, heading, paragraph, tiles, words_table, write_html
-from tasks.workspace.paths import command
-from tasks.planning.describe import plan_in_words
 from tasks.display.progress import span
-from tasks.reports.outcome import against_plan
+from tasks.evaluation.tables import table_of
+from tasks.planning.describe import plan_in_words
 from tasks.reports.curves import draw_curves
+from tasks.reports.export_latency import latency_rows
+from tasks.reports.outcome import against_plan
 from tasks.reports.run_data import RunStory
 from tasks.reports.run_summary import in_units, summary
+from tasks.runs.folder import flattened
+from tasks.workspace.paths import command
 from training.config.run import RunConfig
-from training.records.plan import RunPlan, TrainResult
+from training.records.plan import RunPlan
 from training.records.results import EvalReport, LatencyReport
+from training.records.train_result import TrainResult
 
 PAGE, CURVES, LATENCY = "report.html", "curves.png", "export-latency.png"
 

@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 from typing import Literal
 
-from tasks.runs.resume import steps_done
-from training.records.plan import Record
+from tasks.runs.folder import steps_done
+from training.records.record import Record
 
 logger = logging.getLogger(__name__)
 

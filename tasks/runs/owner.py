@@ -7,8 +7,9 @@ from pathlib import Path
 
 import psutil
 
-from tasks.workspace.paths import local_process, process_key
-from training.records.plan import Record
+from tasks.workspace.locks import is_owned
+from tasks.workspace.processes import local_process, process_key
+from training.records.record import Record
 
 
 class Owner(Record):
@@ -30,7 +31,7 @@ def claim(folder: Path, *, flow_run: str, flow_run_starts: int) -> None:
     ).write(folder / "owner.json")
 
 
-def owner_of(folder: Path) -> Owner | None:
+def owner_record(folder: Path) -> Owner | None:
     """Who drives the run, or did last."""
     path = folder / "owner.json"
     return Owner.read(path) if path.exists() else None
@@ -38,7 +39,25 @@ def owner_of(folder: Path) -> Owner | None:
 
 def end_orphans(folder: Path) -> None:
     """A killed owner's embedded server would listen, and hold its database, for ever."""
-    owner = owner_of(folder)
+    owner = owner_record(folder)
     for key in owner.children if owner else ():
         if orphan := local_process(key):
             orphan.terminate()
+
+
+class RanksLauncher(Record):
+    """runs/ID/gang.json: the launcher process of the ranks that last worked on the run."""
+
+    launcher: str
+
+
+def owner_process(run_dir: Path) -> psutil.Process | None:
+    """The process of this machine that works on the run; None if there is none, or it is through with it."""
+    path = run_dir / "owner.json"
+    process = local_process(Owner.read(path).process) if path.exists() else None
+    return process if process is not None and is_owned(run_dir) else None
+
+
+def ranks_launcher(run_dir: Path) -> psutil.Process | None:
+    path = run_dir / "gang.json"
+    return local_process(RanksLauncher.read(path).launcher) if path.exists() else None

@@ -6,16 +6,17 @@ A change is exact if the run goes on as if it had had the new value from its fir
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
+from tasks.runs.folder import flattened, latest_config, read_plan, steps_done
 from training.config.run import RunConfig
-from training.shards.packing import one_epoch
+from training.config.train import learning_rate
 from training.planner.plan import length
-from training.records.plan import Record, RunPlan
-from training.schedule import learning_rate
+from training.records.plan import RunPlan
+from training.records.record import Record
+from training.shards.packing import one_epoch
 
 Effect = Literal["exact", "rounding", "schedule", "breaks", "refused"]
 
@@ -205,22 +206,6 @@ def _shown(value: Any) -> str:
 # What the run folder holds
 
 
-def read_plan(run_dir: Path) -> RunPlan | None:
-    path = run_dir / "plan.json"
-    return RunPlan.read(path) if path.exists() else None
-
-
-def latest_config(run_dir: Path, *, begun_with: RunConfig) -> RunConfig:
-    """That of the plan, which a resume may have replaced; before there is one, what the run began with."""
-    plan = read_plan(run_dir)
-    return plan.config if plan else begun_with
-
-
-def steps_done(run_dir: Path) -> int:
-    """Step of the newest checkpoint."""
-    return max((int(path.name) for path in (run_dir / "checkpoints").glob("[0-9]*")), default=0)
-
-
 def read_resumptions(run_dir: Path) -> Resumptions:
     path = run_dir / "resume-overrides.json"
     return Resumptions.read(path) if path.exists() else Resumptions()
@@ -231,12 +216,3 @@ def remember(run_dir: Path, found: tuple[Change, ...]) -> None:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     latest = Resumption(after_step=steps_done(run_dir), at=now, changes=found)
     Resumptions(resumptions=(*read_resumptions(run_dir).resumptions, latest)).write(run_dir / "resume-overrides.json")
-
-
-def flattened(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """("train.steps", 480), …"""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from flattened(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

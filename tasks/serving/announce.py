@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tasks.workspace.paths import local_process, process_key
-from training.records.plan import Record
+from tasks.workspace.processes import local_process, process_key
+from training.records.record import Record
 
 
 class ServerRecord(Record):

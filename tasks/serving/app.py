@@ -14,13 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp
 
 from tasks.inference.engine import EngineDied
-from tasks.serving.model_follower import Follower, Served
-from tasks.serving.middleware import Gate, Refused, refusal
+from tasks.serving.completions import ClientGone, TextService, unless_gone
+from tasks.serving.demo_page import PAGE
 from tasks.serving.kserve_api import add_kserve
 from tasks.serving.metrics import ServerMetrics
+from tasks.serving.middleware import Gate, Refused, refusal
+from tasks.serving.model_follower import Follower, Served
 from tasks.serving.openai_api import add_openai
-from tasks.serving.demo_page import PAGE
-from tasks.serving.completions import ClientGone, TextService, unless_gone
 from training.config.serving import ServingConfig
 
 

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from tasks.serving.model_follower import Served
 from tasks.inference.onnx_generator import TextStream
-from tasks.serving.middleware import Refused
 from tasks.serving.metrics import ServerMetrics
+from tasks.serving.middleware import Refused
+from tasks.serving.model_follower import Served
 from training.config.serving import ServingConfig
 
 T = TypeVar("T")

@@ -15,9 +15,9 @@ import numpy as np
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tasks.serving.model_follower import Follower
-from tasks.serving.middleware import Refused
 from tasks.serving.completions import TextService, Written, unless_gone
+from tasks.serving.middleware import Refused
+from tasks.serving.model_follower import Follower
 
 HEADER = "inference-header-content-length"
 MAX_PROMPTS = 128

@@ -13,8 +13,8 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tasks.serving.model_follower import Follower
 from tasks.serving.metrics import ServerMetrics
+from tasks.serving.model_follower import Follower
 from training.config.serving import ServingConfig
 
 logger = logging.getLogger(__name__)

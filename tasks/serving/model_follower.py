@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tasks.inference.engine import Engine, open_engine
-from tasks.registry.models import find_version, parse_ref, registry_client, replaced_by, resolve
-from training.tracking.redaction import without_credentials
+from tasks.inference.engine import Engine
+from tasks.inference.open_engine import open_engine
+from tasks.registry.models import find_version, parse_ref, replaced_by, resolve
+from tasks.tracking.client import registry_client
 from training.config.serving import InferenceConfig
+from training.tracking.redaction import without_credentials
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
-from tasks.serving.model_follower import Follower, Served
 from tasks.inference.onnx_generator import TextStream
-from tasks.serving.middleware import Refused, refusal
 from tasks.serving.completions import TextService, unless_gone
+from tasks.serving.middleware import Refused, refusal
+from tasks.serving.model_follower import Follower, Served
 
 MAX_CHOICES = 128  # of one request, over all its prompts
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # name -> values that change nothing

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import uvicorn
 
-from tasks.serving.model_follower import Follower
-from tasks.serving.app import build_app
 from tasks.serving.announce import announced
+from tasks.serving.app import build_app
+from tasks.serving.model_follower import Follower
 from training.config.serving import ServeConfig
 
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training.records.plan import write_atomically
+from training.config.serving import TritonConfig
+from training.records.record import write_atomically
 from training.records.results import ExportedModel
-from training.triton_config import TritonConfig
 
 TYPES = {"tensor(int64)": "TYPE_INT64", "tensor(float)": "TYPE_FP32", "tensor(float16)": "TYPE_FP16"}
 WARM_UP_TOKENS = 8

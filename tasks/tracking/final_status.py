@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tasks.runs.history import note_end
-from tasks.runs.owner import end_orphans, owner_of
-from tasks.workspace.paths import AlreadyOwned, home, local_process, owned, tracking_uri
-from tasks.registry.models import registry_client
-from tasks.operations.ps import local_gang
+from tasks.runs.owner import end_orphans, owner_record, ranks_launcher
+from tasks.tracking.client import registry_client
+from tasks.workspace.locks import AlreadyOwned, owned
+from tasks.workspace.paths import home, tracking_uri
+from tasks.workspace.processes import local_process
+from training.records.record import Record
+from training.tracking.mlflow_sender import Sender
 from training.tracking.redaction import without_credentials
-from training.tracking.metrics_log import Sender
-from training.records.plan import Record
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -109,7 +110,7 @@ def reconcile() -> list[Ended]:
                 ending = _settled(client, path.parent, json.loads(path.read_text())["mlflow_run_id"])
         except AlreadyOwned:
             continue
-        owner = owner_of(path.parent)
+        owner = owner_record(path.parent)
         if ending is None or ending.prefect_knows or owner is None or local_process(owner.process):
             continue
         found = before is None or not before.mlflow_knows
@@ -129,7 +130,7 @@ def _settled(client: MlflowClient, folder: Path, mlflow_run_id: str) -> Ending |
     """How it ended, MLflow knowing of it now; None for a run of another MLflow."""
     from mlflow.exceptions import MlflowException
 
-    ending, owner = _read(folder), owner_of(folder)
+    ending, owner = _read(folder), owner_record(folder)
     if ending is None or not ending.mlflow_knows:
         try:
             status = client.get_run(mlflow_run_id).info.status
@@ -146,7 +147,7 @@ def _settled(client: MlflowClient, folder: Path, mlflow_run_id: str) -> Ending |
                 note_end(folder, status=ending.status, cause=ending.cause, why=ending.why)
             _tell(client, folder, mlflow_run_id, ending)
             _say(folder.name, ending)
-            ranks_are_gone = local_gang(folder) is None  # else they write rows yet: the next time sends those
+            ranks_are_gone = ranks_launcher(folder) is None  # else they write rows yet: the next time sends those
             ending = ending.model_copy(update={"mlflow_knows": ranks_are_gone})
     if owner is None or not owner.flow_run:
         ending = ending.model_copy(update={"prefect_knows": True})

@@ -14,17 +14,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.launch.failure import RunFailed, RunStopped
-from tasks.tracking.final_status import Ending, close, reopen
+from tasks.runs.errors import RunFailed, RunStopped
+from tasks.runs.folder import flattened
 from tasks.runs.history import note_start
-from tasks.runs.resume import Resumptions, flattened
 from tasks.runs.owner import claim
-from tasks.workspace.paths import embedded_artifacts, home, owned, run_folder, tracking_uri
-from tasks.registry.models import registry_client
+from tasks.runs.resume import Resumptions
+from tasks.tracking.client import connect
+from tasks.tracking.final_status import Ending, close, reopen
+from tasks.workspace.locks import owned
+from tasks.workspace.paths import embedded_artifacts, home, run_folder, tracking_uri
 from training.config.run import RunConfig
-from training.tracking.redaction import without_credentials
 from training.records.inventory import Inventory
-from training.records.plan import Record, RunPlan, TokenShards, sha256_config
+from training.records.plan import RunPlan
+from training.records.record import Record, sha256_config
+from training.records.token_shards import TokenShards
+from training.tracking.redaction import without_credentials
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -40,7 +44,6 @@ ROOT_FLOW_RUN = "prefect.root_flow_run_id"  # the one that people see, where a f
 DESCRIPTION = "mlflow.note.content"
 OURS = "\n\nreport.html, among the artifacts, has more."  # what a description of ours ends with
 PARAMS_PER_REQUEST = 100
-PATIENCE_S, ASK_EVERY_S = 600.0, 2.0
 TRAINING_PAGES = {"mlflow.experimentKind": "custom_model_development"}  # or MLflow opens its pages of GenAI traces
 
 
@@ -77,29 +80,6 @@ def run_begun_by(flow_run: str, config: RunConfig) -> str:
             if run.begun_by == flow_run and run.config == config:
                 return run.run_id
     return ""
-
-
-def connect() -> MlflowClient:
-    """A client of the store that this process uses. Raises RuntimeError within seconds if it does not answer."""
-    logging.getLogger("alembic").setLevel(logging.WARNING)
-    return registry_client(tracking_uri())
-
-
-def wait_for_store() -> None:
-    """In the middle of a run MLflow may be away for a while. Raises RuntimeError if that is longer than PATIENCE_S."""
-    deadline, said = time.monotonic() + PATIENCE_S, False
-    while True:
-        try:
-            connect()
-        except RuntimeError as error:
-            if time.monotonic() > deadline:
-                raise
-            if not said:
-                logger.warning("%s. The run waits for it, up to %.0f min", error, PATIENCE_S / 60)
-            said = True
-            time.sleep(ASK_EVERY_S)
-        else:
-            return
 
 
 @contextmanager

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import shutil
-import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
-
+from tasks.workspace.processes import local_process
 from training.tracking.redaction import credentials_apart, shown
 
 UP_FILE = "up.json"  # in SHARDLINE_HOME: service -> {url, process}, by flows/servers/local.py
@@ -79,34 +74,6 @@ def command(name: str) -> str:
     return str(ours.relative_to(Path.cwd())) if ours.is_relative_to(Path.cwd()) else str(ours)
 
 
-def process_key(pid: int) -> str:
-    """Names a process beyond the reuse of its pid: HOST/PID/START/KERNEL. Empty if it is gone."""
-    try:
-        return f"{socket.gethostname()}/{pid}/{psutil.Process(pid).create_time():.2f}/{_kernel()}"
-    except psutil.NoSuchProcess:
-        return ""
-
-
-def _kernel() -> str:
-    """Whose pids they are: this boot's, in this container's namespace. Cloned machines have one name, but not this."""
-    boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    if not boot.exists():
-        return ""
-    return f"{boot.read_text().strip()[:8]}-{pids.stat().st_ino}"
-
-
-def is_local(key: str) -> bool:
-    """Whether the process of that key, if it lives, would be seen here."""
-    host, _, rest = key.partition("/")
-    return host == socket.gethostname() and rest.rpartition("/")[2] == _kernel()
-
-
-def local_process(key: str) -> psutil.Process | None:
-    """The process that `process_key` named, if it still runs and is of this host; never another one with its pid."""
-    pid = int(key.split("/")[1]) if key else 0
-    return psutil.Process(pid) if key and process_key(pid) == key else None
-
-
 def fresh(path: Path) -> Path:
     """`path`, to be read now: an NFS client remembers for up to 60 s that a file was not there when it last asked.
 
@@ -117,38 +84,3 @@ def fresh(path: Path) -> Path:
         probe.touch()
         probe.unlink()
     return path
-
-
-@contextmanager
-def owned(folder: Path) -> Iterator[None]:
-    """Hold runs/ID for this process. The lock is the kernel's: it goes with the process, however that ends.
-
-    Raises AlreadyOwned, naming who holds it, if another process does.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            raise AlreadyOwned(
-                f"run {folder.name} is being worked on by {lock.read().strip() or 'another process'}: "
-                "wait until it is done, or stop it first"
-            ) from None
-        lock.truncate(0)
-        lock.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
-        lock.flush()
-        yield
-
-
-def is_owned(folder: Path) -> bool:
-    """Whether a process holds runs/ID at this moment."""
-    try:
-        with owned(folder):
-            return False
-    except AlreadyOwned:
-        return True
-
-
-class AlreadyOwned(ValueError):
-    """Another process works on the run."""

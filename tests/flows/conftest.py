@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.user_folder import Shop
 from tests.support.local_servers import Up
+from tests.support.user_folder import Shop
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from flows.prefect_ui.hooks import PROCESS
 from flows.servers.deploy import worker_name
 from flows.stages.crashed_runs import is_a_guess, is_lost
 from tasks.tracking.final_status import KILLED, Ended, Ending
-from tasks.workspace.paths import process_key
+from tasks.workspace.processes import process_key
 
 OLD_S, YOUNG_S = 600, 5
 

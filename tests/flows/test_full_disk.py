@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.user_folder import Shop, wait_for_step
-from tests.support.run_status import MIDDLE, SETTINGS, Story
 from tests.support.local_servers import Up
+from tests.support.run_status import MIDDLE, SETTINGS, Story
+from tests.support.user_folder import Shop, wait_for_step
 
 pytestmark = [
     pytest.mark.slow,

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.user_folder import Shop
-from tests.support.run_status import MIDDLE, Story, kill, until
 from tests.support.local_servers import Up
-from training.tracking.metrics_log import read_rows
+from tests.support.run_status import MIDDLE, Story, kill, until
+from tests.support.user_folder import Shop
+from training.tracking.rows import read_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 

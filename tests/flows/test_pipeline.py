@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from tasks.workspace.paths import local_process
+from tasks.workspace.processes import local_process
 from tests.conftest import losses
 from tests.support.user_folder import DEADLINE_S, Shop, wait_for_step
-from training.records.plan import TrainResult, sha256_file, train_failure
+from training.records.record import sha256_file
+from training.records.train_result import TrainResult, train_failure
 
 
 @pytest.fixture(scope="module")

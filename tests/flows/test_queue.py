@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tasks.runs.history import history
-from tasks.launch.local import Gang
-from tasks.workspace.paths import local_process
+from tasks.runs.owner import RanksLauncher
+from tasks.workspace.processes import local_process
 from tests.conftest import losses
 from tests.support.local_servers import Up
 
@@ -99,7 +99,7 @@ def mlflow_runs(up: Up, folder: Path) -> list[tuple[str, str]]:
 
 
 def kill_rank(folder: Path) -> None:
-    launcher = local_process(Gang.read(folder / "gang.json").launcher)
+    launcher = local_process(RanksLauncher.read(folder / "gang.json").launcher)
     assert launcher is not None
     family = [launcher, *launcher.children(recursive=True)]
     next(it for it in family if "training.train" in it.cmdline() and "--standalone" not in it.cmdline()).kill()

@@ -11,7 +11,8 @@ from mlflow.artifacts import download_artifacts
 
 from tests.conftest import losses
 from tests.support.user_folder import Shop
-from training.records.plan import RunPlan, TrainResult
+from training.records.plan import RunPlan
+from training.records.train_result import TrainResult
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # whole pipelines beside those of tests/flows/test_pipeline.py
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from tests.support.run_status import MIDDLE, STEPS, Story, kill, until
 from tests.support.local_servers import Up
+from tests.support.run_status import MIDDLE, STEPS, Story, kill, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 

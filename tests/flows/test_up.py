@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from tests.conftest import losses
-from tests.support.user_folder import Shop
 from tests.support.local_servers import Up, asked, lasting_ports
+from tests.support.user_folder import Shop
 
 
 def test_a_taken_port_is_named_with_who_has_it_before_anything_starts(tmp_path: Path) -> None:

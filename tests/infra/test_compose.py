@@ -17,8 +17,8 @@ import jsonschema
 import pytest
 
 from infra.secrets_to_env import with_secrets
-from tests.support.compose import COMPOSE, WITH_DOCKER, read_compose, read_settings
 from tests.conftest import REPO
+from tests.support.compose import COMPOSE, WITH_DOCKER, read_compose, read_settings
 
 SECRET_WORDS = re.compile(r"PASSWORD|TOKEN|SECRET|AUTH_STRING|KEY", re.IGNORECASE)
 

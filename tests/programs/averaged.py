@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from training.config.parallel import ParallelConfig
-from training.runtime.process import entered
 from training.records.plan import RunPlan
+from training.runtime.process import entered
 from training.strategies.compression import Compression, compress
 
 SHAPES = ((40, 24), (24,), (3, 4), (64, 16), (16,), (30, 30))

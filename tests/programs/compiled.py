@@ -6,11 +6,12 @@ from pathlib import Path
 
 import torch
 
-from training.data.loader import Loader, held_out
-from training.runtime.mesh import build_mesh
+from training.data.held_out import held_out
+from training.data.loader import Loader
 from training.models.language_model import unfilled_model
-from training.runtime.process import entered
 from training.records.plan import RunPlan
+from training.runtime.mesh import build_mesh
+from training.runtime.process import entered
 from training.strategies import parallelize
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from training.runtime.process import entered
 from training.records.plan import RunPlan
-from training.train import prepare
+from training.runtime.process import entered
+from training.trainer.state import prepare
 
 
 def main(plan_path: Path) -> None:

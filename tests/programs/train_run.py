@@ -8,13 +8,13 @@ import sys
 from types import FrameType
 
 from tasks.launch import programs
-from tasks.launch.failure import RunStopped
-from tasks.tracking.final_status import reconcile
-from tasks.launch.check_hosts import hosts_of
 from tasks.launch.attempt import sweep
+from tasks.launch.check_hosts import hosts_of
 from tasks.launch.local import grace_s
-from tasks.workspace.paths import run_folder
+from tasks.runs.errors import RunStopped
+from tasks.tracking.final_status import reconcile
 from tasks.tracking.mlflow_run import tracked
+from tasks.workspace.paths import run_folder
 from training.records.plan import RunPlan
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from infra.hosts import HostClient, connect
+from tests.support.local_servers import wait_for
 from tests.support.ranks import free_port
 from tests.support.rig.image_builds import LONG_S, build_head, make_base
 from tests.support.rig.image_tier import write_base
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import SLOW, SLOW_STEPS, curve, make_slow_run, train
-from tests.support.local_servers import wait_for
 
 PROGRAMS = ("dockerd", "containerd", "ip", "tc", "nsenter", "unshare", "openssl")
 

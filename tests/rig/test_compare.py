@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.rig.test_flow import REPO, config
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import assert_nothing_is_left
-from tests.rig.test_flow import REPO, config
 from training.records.plan import RunPlan
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from infra.hosts import HostClient
-from tests.support.rig.image_builds import HEAD, build_postgres, build_serve
 from tests.support.rig.compose_stack import PORTS, TAKES_S, ComposeStack
+from tests.support.rig.image_builds import HEAD, build_postgres, build_serve
 from tests.support.rig.rig import USER, Rig
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]  # 15 minutes on 2 cores: a build, three starts, six runs

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from tasks.planning.custom_program import place
 from tasks.launch.custom_program import run_trainer
+from tasks.planning.custom_program import place
 from tests.conftest import inventory
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import assert_nothing_is_left, causes, docker_config

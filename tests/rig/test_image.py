@@ -19,7 +19,8 @@ from infra.hosts import HostClient, HostError, connect, on_all
 from tests.support.rig.image_tier import proxy, registry, write_base
 from tests.support.rig.rig import Rig
 from training.records.node import NodeEnd, NodeTask
-from training.records.plan import RunPlan, TrainResult
+from training.records.plan import RunPlan
+from training.records.train_result import TrainResult
 
 BASE = "shardline-rig-base:1"
 LONG_S = 600.0

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from tasks.workspace.paths import tracking_uri
 from tasks.launch.docker_hosts import attempts_of
 from tasks.tracking.mlflow_run import read_run
+from tasks.workspace.paths import tracking_uri
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import assert_nothing_is_left, curve, make_docker_run, train
 

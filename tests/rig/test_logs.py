@@ -6,8 +6,8 @@ from pathlib import Path
 
 from infra import containers
 from infra.logs import LogFollower
-from tests.support.rig.rig import Rig
 from tests.rig.test_containers import client_of, job, says, until
+from tests.support.rig.rig import Rig
 
 COUNT = """
 import sys, time

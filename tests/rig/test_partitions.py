@@ -12,12 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from tasks.launch.failure import RunFailed
-from tasks.launch.check_hosts import hosts_of
 from tasks.launch.attempt import sweep
+from tasks.launch.check_hosts import hosts_of
 from tasks.launch.docker_hosts import attempts_of
+from tasks.runs.errors import RunFailed
 from tests.support.rig.rig import Rig, RigHost
-from tests.support.rig.runs import SLOW_STEPS, assert_nothing_is_left, at_step, causes, curve, kill_containers, make_slow_run, train
+from tests.support.rig.runs import (
+    SLOW_STEPS,
+    assert_nothing_is_left,
+    at_step,
+    causes,
+    curve,
+    kill_containers,
+    make_slow_run,
+    train,
+)
 from training.config.launch import LaunchConfig
 from training.records.plan import RunPlan
 

@@ -20,8 +20,8 @@ import pytest
 from infra.containers import Job
 from infra.hosts import HostError, connect
 from infra.preflight import probe
-from tasks.hardware.measure_hosts import measure_hosts
 from tasks.hardware.hosts import docker_hosts, read_hosts
+from tasks.hardware.measure_hosts import measure_hosts
 from tasks.hardware.preflight import HostFacts, HostsNotReady, check_hosts
 from tests.support.rig.rig import Rig, RigHost
 from training.config.launch import LaunchConfig

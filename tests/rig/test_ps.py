@@ -20,13 +20,13 @@ from flows.cli.command import main
 from infra import containers
 from infra.containers import ATTEMPT, LAUNCHER, RUN, Job
 from infra.hosts import connect
-from tasks.operations.gpu_queue import gpu_holder
 from tasks.hardware.hosts import docker_hosts, read_hosts
-from tasks.workspace.paths import process_key
 from tasks.hardware.preflight import throw_away
+from tasks.operations.gpu_queue import gpu_holder
+from tasks.workspace.processes import process_key
+from tests.rig.test_launcher import launcher, mlflow_status, reaches, until
 from tests.support.rig.rig import Rig, RigHost
 from tests.support.rig.runs import assert_nothing_is_left, curve, make_docker_run
-from tests.rig.test_launcher import launcher, mlflow_status, reaches, until
 from training.config.launch import LaunchConfig
 
 Shardline = Callable[..., dict[str, Any]]

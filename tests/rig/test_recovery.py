@@ -12,10 +12,20 @@ import pytest
 
 from infra.containers import Heartbeat
 from tasks.launch import attempt
-from tasks.launch.failure import RunFailed
 from tasks.launch.docker_hosts import attempts_of, newest_step
+from tasks.runs.errors import RunFailed
 from tests.support.rig.rig import Rig
-from tests.support.rig.runs import assert_nothing_is_left, at_step, causes, curve, kill_containers, make_docker_run, make_slow_run, seconds_to_next_step, train
+from tests.support.rig.runs import (
+    assert_nothing_is_left,
+    at_step,
+    causes,
+    curve,
+    kill_containers,
+    make_docker_run,
+    make_slow_run,
+    seconds_to_next_step,
+    train,
+)
 from training.records.plan import RunPlan
 
 # On two quiet cores it is 6 s; three ranks that import torch at once on busy ones take the rest.
@@ -111,7 +121,7 @@ def test_a_node_that_hangs_is_a_lost_host(
 ) -> None:
     """Its daemon answers, its container runs: only the heartbeat tells, and the steps that do not come."""
     expected = undisturbed()
-    monkeypatch.setattr(gang, "HEARTBEAT", Heartbeat(path="/tmp/heartbeat", max_age_s=4, every_s=1))
+    monkeypatch.setattr(attempt, "HEARTBEAT", Heartbeat(path="/tmp/heartbeat", max_age_s=4, every_s=1))
     run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "hung", parallel__timeout_s=300)
     train(run_dir, on_row=at_step(12, lambda: signal_processes(slow_rig, 1, signal.SIGSTOP, of="python")))
     first, second = attempts_of(run_dir)

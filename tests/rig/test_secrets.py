@@ -15,8 +15,8 @@ import yaml
 from docker.errors import APIError
 
 from tests.conftest import REPO
-from tests.support.rig.rig import Rig
 from tests.rig.test_flow import config
+from tests.support.rig.rig import Rig
 
 PLANTED = {
     "HF_TOKEN": "hf_planted-1f0c5a",

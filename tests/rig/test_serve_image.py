@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 
 from infra.hosts import HostClient, connect
 from tasks.inference.onnx_generator import TextGenerator
-from tasks.registry.versions import register_model
+from tasks.promotion.register import register_model
 from tests.support.rig.image_builds import LONG_S, SERVE, build_serve, make_base
 from tests.support.rig.image_tier import write_base
 from tests.support.rig.rig import Rig

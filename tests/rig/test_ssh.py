@@ -13,8 +13,8 @@ import pytest
 
 from infra import containers
 from infra.hosts import DockerHost, HostError, connect
-from tests.support.rig.rig import Rig
 from tests.rig.test_containers import ended, job, output
+from tests.support.rig.rig import Rig
 
 SSHD = """
 ListenAddress {address}

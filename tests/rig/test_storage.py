@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.launch.failure import RunFailed
 from tasks.launch.docker_hosts import attempts_of
+from tasks.runs.errors import RunFailed
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import assert_nothing_is_left, at_step, causes, curve, kill_containers, make_slow_run, train
 from training.checkpoint.load import damage, published

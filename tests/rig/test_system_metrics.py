@@ -9,8 +9,8 @@ from mlflow import MlflowClient
 
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import make_docker_run, train
-from training.tracking.metrics_log import read_rows
 from training.records.plan import RunPlan
+from training.tracking.rows import read_rows
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ import psutil
 import yaml
 from mlflow import MlflowClient
 
-from tasks.workspace.paths import local_process
+from tasks.workspace.processes import local_process
 from tests.support.user_folder import Shop
 
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")

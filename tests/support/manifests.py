@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from training.records.plan import Shard, TokenShards
+from training.records.token_shards import Shard, TokenShards
 from training.shards.format import MANIFEST
 
 

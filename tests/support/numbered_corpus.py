@@ -11,12 +11,13 @@ import torch
 
 from tests.conftest import END, MASK, inventory, tiny_config
 from tests.support.manifests import write_manifest
-from training.data.loader import Batch, Loader
-from training.models.linear_cross_entropy import IGNORED
-from training.shards.packing import one_epoch
+from training.data.batch import IGNORED, Batch
+from training.data.loader import Loader
 from training.planner.plan import make_plan
-from training.records.plan import RunPlan, TokenShards
+from training.records.plan import RunPlan
+from training.records.token_shards import TokenShards
 from training.shards.format import write_shard
+from training.shards.packing import one_epoch
 
 CPU = torch.device("cpu")
 FIRST = 2

@@ -18,11 +18,11 @@ import httpx
 from mlflow.tracking import MlflowClient
 
 from tasks.promotion.journal import Move, history, unfinished
-from tasks.registry.versions import register_model
-from tasks.registry.models import aliases_of
 from tasks.promotion.lock import PREFIX
-from tests.tasks.conftest import Store
+from tasks.promotion.register import register_model
+from tasks.registry.models import aliases_of
 from tests.support.local_servers import wait_for
+from tests.tasks.conftest import Store
 from training.config.promotion import RegistryConfig
 from training.records.plan import RunPlan
 from training.records.results import RegisteredModel

@@ -14,12 +14,13 @@ from typing import Any
 
 import psutil
 
-from tasks.runs.owner import owner_of
-from tasks.workspace.paths import local_process
+from tasks.runs.owner import owner_record
+from tasks.workspace.processes import local_process
 from tests.conftest import losses
 from tests.support.local_servers import Up
-from training.tracking.metrics_log import NOT_METRICS, OF_THE_MODEL, read_rows
-from training.records.plan import TrainResult
+from training.records.train_result import TrainResult
+from training.tracking.mlflow_sender import NOT_METRICS, OF_THE_MODEL
+from training.tracking.rows import read_rows
 
 STEPS = 300
 SETTINGS = (
@@ -74,7 +75,7 @@ class Story:
         return [process for _, process in sorted(found, key=lambda each: each[0])]
 
     def flow(self) -> psutil.Process:
-        owner = owner_of(self.folder)
+        owner = owner_record(self.folder)
         process = local_process(owner.process) if owner else None
         assert process is not None, "nobody works on the run"
         return process

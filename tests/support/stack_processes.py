@@ -25,8 +25,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.compose import COMPOSE, read_compose, read_secrets, read_settings
 from tests.conftest import REPO
+from tests.support.compose import COMPOSE, read_compose, read_secrets, read_settings
 from tests.support.ranks import free_port
 
 READY_WITHIN_S = 120

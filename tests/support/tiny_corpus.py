@@ -9,8 +9,9 @@ from tokenizers import Tokenizer
 
 from tasks.data.corpus import prepare_corpus
 from training.config.run import DataConfig
-from training.records.plan import TokenShards
-from training.shards.format import SPLITS, TokenStream
+from training.records.token_shards import TokenShards
+from training.shards.format import SPLITS
+from training.shards.stream import TokenStream
 
 POEM = "秦川雄帝宅，函谷壯皇居。\n綺殿千尋起，離宮百雉餘。"
 CODE = "def f(x):\n    if x:\n\treturn  \"a b\"   # tail  \n\n\n    return '\\n'\r\n"

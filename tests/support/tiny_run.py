@@ -15,8 +15,11 @@ from tests.conftest import inventory
 from tests.support.manifests import write_manifest
 from training.config.run import RunConfig
 from training.planner.plan import make_plan
-from training.records.plan import RunPlan, TokenShards, TrainResult, sha256_config, sha256_file
+from training.records.plan import RunPlan
+from training.records.record import sha256_config, sha256_file
 from training.records.results import EvalReport, ExportedModel
+from training.records.token_shards import TokenShards
+from training.records.train_result import TrainResult
 from training.shards.format import write_shard
 
 TEXT = "def add(a, b):\n    return a + b  # größer, 中文\n\n\n" * 30

@@ -24,11 +24,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from training.models.language_model import LanguageModel
-from training.runtime.process import Rank
-from training.records.plan import Record, sha256_file
-from training.strategies import Strategy
 from training.checkpoint.safetensors_files import TensorFiles, WrittenFile
+from training.models.language_model import LanguageModel
+from training.records.record import Record, sha256_file
+from training.runtime.process import Rank
+from training.strategies import Strategy
 
 logger = logging.getLogger(__name__)
 

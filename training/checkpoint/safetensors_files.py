@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from training.records.plan import Record
+from training.records.record import Record
 
 CHUNK_BYTES = 2**24  # long enough that Python costs nothing, short enough to stop soon: 10-50 ms
 DTYPE_NAMES = {

@@ -19,14 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from training.checkpoint.load import Manifest, checkpoint_folder, own_name, rng_name, rng_state
-from training.monitoring.nonfinite import NonFiniteLoss
-from training.models.language_model import LanguageModel
-from training.runtime.process import Rank
-from training.records.plan import RunPlan, sha256_config
-from training.checkpoint.staging import Staging
-from training.strategies import Strategy
 from training.checkpoint.safetensors_files import file_name
+from training.checkpoint.staging import Staging
 from training.checkpoint.writer import Failure, Writer
+from training.models.language_model import LanguageModel
+from training.records.plan import RunPlan
+from training.records.record import sha256_config
+from training.runtime.errors import NonFiniteLoss
+from training.runtime.process import Rank
+from training.strategies import Strategy
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from training.runtime.process import Rank
 from training.records.plan import RunPlan
+from training.runtime.process import Rank
 from training.strategies import Strategy
 
 MOMENTS = (".exp_avg", ".exp_avg_sq")

@@ -22,10 +22,11 @@ from typing import Any
 from torch import Tensor
 
 from training.checkpoint.load import MANIFEST, Manifest
-from training.runtime.process import Rank
-from training.records.plan import RunPlan, sha256_file, write_atomically
 from training.checkpoint.retention import prune
 from training.checkpoint.safetensors_files import Abandoned, WrittenFile, index_name, write_tensors
+from training.records.plan import RunPlan
+from training.records.record import sha256_file, write_atomically
+from training.runtime.process import Rank
 
 logger = logging.getLogger(__name__)
 

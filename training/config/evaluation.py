@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from training.config.data import Part
+from training.config.section import Part
 
 
 class EvaluationConfig(Part):

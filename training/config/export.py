@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from training.config.data import Part
+from training.config.section import Part
 
 
 class TensorRTConfig(Part):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from training.config.data import Part
+from training.config.section import Part
 
 # Of NCCL and what it rides on; any other name, such as LD_PRELOAD, would be a way to run code.
 NcclName = Annotated[str, StringConstraints(pattern=r"^(NCCL|TORCH_NCCL|GLOO|UCX|FI)_[A-Z0-9_]+$")]

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from training.config.data import Part
+from training.config.section import Part
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Strategy = Literal["single", "ddp", "fsdp", "hsdp", "local-sgd", "zero1", "zero2", "zero3"]

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from training.config.data import Part
+from training.config.section import Part
 
 
 class RegistryConfig(Part):

@@ -10,64 +10,15 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from training.config.data import DataConfig, Part
+from training.config.data import DataConfig
 from training.config.evaluation import EvaluationConfig
 from training.config.export import ExportConfig
 from training.config.launch import LaunchConfig, TrainerConfig
+from training.config.model import ModelConfig
 from training.config.parallel import ParallelConfig
 from training.config.promotion import GatesConfig, RegistryConfig, RolloutConfig
+from training.config.section import Part
 from training.config.train import TrainConfig
-
-
-class ModelConfig(Part):
-    architecture: Literal["llama", "gpt2", "bert", "path"] = Field(
-        "llama", description="Model class; `path` takes any Hugging Face config.json from `path`."
-    )
-    path: str = Field("", description="Folder or hub name of a Hugging Face model.")
-    init: Literal["random", "pretrained"] = Field(
-        "random", description="random: fresh weights. pretrained: continue from the weights in `path`."
-    )
-    layers: int = Field(4, ge=1, le=1000, description="Transformer layers.")
-    width: int = Field(256, ge=8, le=65_536, description="Hidden size.")
-    heads: int = Field(8, ge=1, le=1024, description="Attention heads.")
-    kv_heads: int = Field(0, ge=0, le=1024, description="Key/value heads (llama); 0: as many as heads.")
-    mlp_width: int = Field(
-        0, ge=0, le=1_000_000, description="Width inside the MLP; 0: 4 x width (llama: 8/3 x width, up to 64s)."
-    )
-    dropout: float = Field(
-        0.0,
-        ge=0.0,
-        lt=1.0,
-        description="Dropout while training (llama: on attention only); for `path` too, whatever its config.json says.",
-    )
-    tie_embeddings: bool = Field(True, description="Input and output embeddings are one matrix.")
-    rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary position embedding (llama).")
-
-    @model_validator(mode="after")
-    def check(self) -> ModelConfig:
-        kv_heads, from_path = self.kv_heads or self.heads, self.architecture == "path" or self.init == "pretrained"
-        if from_path and not self.path:
-            raise ValueError("model.path is empty: set it to a Hugging Face model's folder or hub name")
-        if self.path and not from_path:
-            raise ValueError(
-                f"model.path = {self.path!r} would not be used: set model.init=pretrained for its weights, "
-                "or model.architecture=path for its shape"
-            )
-        if not from_path and self.width % self.heads:
-            raise ValueError(
-                f"model.width = {self.width} is not divisible by model.heads = {self.heads}: "
-                f"change model.width to a multiple of {self.heads}, or model.heads"
-            )
-        if not from_path and self.architecture == "llama" and (self.width // self.heads) % 2:
-            raise ValueError(
-                f"model.width / model.heads = {self.width // self.heads} is odd, rotary positions need an even "
-                "head size: change model.width or model.heads"
-            )
-        if self.heads % kv_heads:
-            raise ValueError(
-                f"model.heads = {self.heads} is not divisible by model.kv_heads = {kv_heads}: change one of them"
-            )
-        return self
 
 
 class CheckpointConfig(Part):

@@ -8,46 +8,24 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from training.models.linear_cross_entropy import IGNORED
-from training.shards.packing import PADDING, document_rows, positions_within, read_rows, sequences_of
+from training.data.batch import IGNORED, Batch, Share
+from training.data.masking import mask_tokens, num_predicted
+from training.data.shuffle import shuffled
 from training.records.plan import RunPlan
-from training.shards.format import TokenStream
+from training.shards.packing import PADDING, document_rows, positions_within, read_rows, sequences_of
+from training.shards.stream import TokenStream
 
 STEPS_AHEAD = 2
 ORDERED_AT_ONCE = 4096  # sequences: finding a batch of 12 takes 29 to 121 us, so many 0.05 to 0.3 us each
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One micro-batch, every tensor [sequences, context]; padding predicts nothing."""
-
-    inputs: Tensor  # int64
-    targets: Tensor  # int64, IGNORED where nothing is predicted
-    positions: Tensor | None = None  # int64, from 0 in each document; None: from 0 in each sequence
-    documents: Tensor | None = None  # int64; tokens look only at tokens of the same number; None: at all
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """The same batch with every tensor changed: moved, cut, pinned."""
-        positions = None if self.positions is None else change(self.positions)
-        documents = None if self.documents is None else change(self.documents)
-        return Batch(change(self.inputs), change(self.targets), positions, documents)
-
-
-@dataclass(frozen=True)
-class Share:
-    """A rank's micro-batches of one step, and the number of targets in all ranks' together."""
-
-    batches: list[Batch]
-    num_targets: int
 
 
 class Loader:
@@ -156,38 +134,6 @@ def documents_in(plan: RunPlan, *, step: int, dp_rank: int) -> list[int]:
     return sorted({int(number) for span in spans for number in np.unique(loader.stream.document_ids(*span))})
 
 
-def held_out(plan: RunPlan, *, rank: int, world_size: int, device: torch.device, limit: int = 0) -> Iterator[Batch]:
-    """The validation split once, in order, dealt to the data-parallel ranks batch by batch.
-
-    Every batch is [micro-batch, context], and every rank gets as many: compiled graphs and pipelines want one shape,
-    sharded models every rank in every forward pass. What is short of it is padding. A rank's micro-batch is the plan's;
-    where the ranks are others than in training, the smallest.
-    `limit` > 0 takes only that many sequences, evenly spaced over the split.
-    """
-    placed = held_out_placed(plan, rank=rank, world_size=world_size, device=device, limit=limit)
-    return (batch for batch, _ in placed)
-
-
-def held_out_placed(
-    plan: RunPlan, *, rank: int, world_size: int, device: torch.device, limit: int = 0
-) -> Iterator[tuple[Batch, np.ndarray]]:
-    """`held_out`, each batch with its targets' places in the split: int64 [sequences, context], any for padding."""
-    train, stream = plan.config.train, TokenStream(Path(plan.shards_dir), "validation")
-    sequences = sequences_of(stream, packing=train.packing, context=train.context, partial=True)
-    numbers = np.arange(len(sequences))
-    if limit and limit < len(sequences):
-        numbers = np.linspace(0, len(sequences) - 1, limit).astype(int)
-    micro_batches = plan.micro_batches if world_size == plan.dp else (min(plan.micro_batches),) * world_size
-    together = sum(micro_batches)
-    spans = np.zeros((-(-len(numbers) // together) * together, 3), np.int64)
-    spans[: len(numbers)] = sequences.spans(numbers)
-    for first in range(sum(micro_batches[:rank]), len(spans), together):
-        own = spans[first : first + micro_batches[rank]]
-        batch = make_batch(plan, stream, own, keys=own[:, 1].tolist(), partial=True)
-        places = np.minimum(own[:, 1:2] + np.arange(train.context), len(stream) - 1)
-        yield batch.each(lambda tensor: tensor.to(device, non_blocking=True)), places
-
-
 def make_batch(
     plan: RunPlan, stream: TokenStream, spans: np.ndarray, *, keys: Iterable[int], partial: bool = False
 ) -> Batch:
@@ -216,54 +162,3 @@ def make_batch(
     if not causal and (train.packing == "padded" or partial):  # who looks ahead must not see the padding there
         return replace(batch, documents=torch.from_numpy(np.where(padding, PADDING, 0)))
     return batch
-
-
-def mask_tokens(plan: RunPlan, tokens: np.ndarray, *, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """BERT's masking (Devlin et al. 2019, section 3.1): of the chosen 15%, 80% mask, 10% random, 10% unchanged.
-
-    int64 [length] -> inputs, targets [length]. A fixed number of positions per sequence, as in the authors' data
-    generator.
-    """
-    assert plan.mask_id is not None
-    rng = np.random.default_rng(key)
-    count = int(num_predicted(plan, np.array(len(tokens))))
-    chosen = rng.permutation(len(tokens))[:count]
-    inputs, targets = tokens.copy(), np.full_like(tokens, IGNORED)
-    targets[chosen] = tokens[chosen]
-    action = rng.random(count)
-    inputs[chosen[action < 0.8]] = plan.mask_id
-    random = chosen[action >= 0.9]
-    inputs[random] = rng.integers(0, plan.vocab_size, len(random))
-    return inputs, targets
-
-
-def num_predicted(plan: RunPlan, lengths: np.ndarray) -> np.ndarray:
-    """Targets in sequences of so many tokens: every token, or for masked-LM models a share of them, at least one."""
-    if plan.config.objective == "causal":
-        return lengths
-    return np.where(lengths > 0, np.maximum(1, np.rint(lengths * plan.config.train.mask_fraction)), 0).astype(np.int64)
-
-
-def shuffled(positions: np.ndarray, *, length: int, key: tuple[int, ...]) -> np.ndarray:
-    """A permutation of range(length), evaluated at `positions` only: O(1) to resume, no table to keep.
-
-    A four-round Feistel network over the next even number of bits, walked until it lands inside the range
-    (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"); under four walks on average.
-    """
-    half_bits = max(1, (max(length - 1, 1).bit_length() + 1) // 2)
-    mask = np.uint64((1 << half_bits) - 1)
-    round_keys = np.random.SeedSequence(key).generate_state(4, np.uint64)
-
-    def encrypt(values: np.ndarray) -> np.ndarray:
-        left, right = values >> np.uint64(half_bits), values & mask
-        for round_key in round_keys:
-            mixed = (right ^ round_key) * np.uint64(0x9E3779B97F4A7C15)
-            mixed ^= mixed >> np.uint64(29)
-            mixed *= np.uint64(0xBF58476D1CE4E5B9)
-            left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
-        return (left << np.uint64(half_bits)) | right
-
-    result = encrypt(positions.astype(np.uint64))
-    while (outside := result >= length).any():
-        result[outside] = encrypt(result[outside])
-    return result.astype(np.int64)

@@ -23,13 +23,12 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from tokenizers import Tokenizer
 
-from training.inference.uncached import continuations
-from training.data.loader import Batch
-from training.evaluation.loaded_model import Opened
+from training.data.batch import IGNORED, Batch
 from training.evaluation.lm_eval_tasks import EXAMPLES_SEED, load_tasks
-from training.models.linear_cross_entropy import IGNORED
-from training.records.results import TaskScore
+from training.evaluation.loaded_model import Opened
 from training.inference.sampling import Draw
+from training.inference.uncached import continuations
+from training.records.results import TaskScore
 
 RESAMPLED = 1000  # times, for the standard error of what is no mean
 Request = tuple[Any, list[int], list[int]]  # text, and tokens of context and continuation

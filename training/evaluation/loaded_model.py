@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from training.models.architectures import ANATOMIES
-from training.runtime.mesh import build_mesh
-from training.models.language_model import LanguageModel, auto_class_of
-from training.runtime.process import Rank
-from training.records.plan import RunPlan
-from training.strategies import Strategy, parallelize
 from training.checkpoint.safetensors_files import TensorFiles, file_name, index_name
+from training.models.architectures import ANATOMIES
+from training.models.language_model import LanguageModel, auto_class_of
+from training.records.plan import RunPlan
+from training.runtime.mesh import build_mesh
+from training.runtime.process import Rank
+from training.strategies import Strategy, parallelize
 
 logger = logging.getLogger(__name__)
 

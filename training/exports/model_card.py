@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from training.records.plan import RunPlan, TrainResult
+from training.records.plan import RunPlan
 from training.records.results import EvalReport, ParityReport
+from training.records.train_result import TrainResult
 
 
 def model_card(plan: RunPlan, result: TrainResult, *, parity: ParityReport, run_dir: Path) -> str:

@@ -15,7 +15,7 @@ from training.exports.onnx_graphs import Forward, graph_file
 from training.exports.onnx_session import decoded_logits, forward_logits, open_session
 from training.records.plan import RunPlan
 from training.records.results import GraphParity, ParityReport
-from training.shards.format import TokenStream
+from training.shards.stream import TokenStream
 
 # Rows of a batch are limited so that one array of logits stays under 128 MiB.
 MAX_BATCH_LOGITS = 2**25

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from training.config.export import TensorRTConfig
-from training.records.plan import write_atomically
+from training.records.record import write_atomically
 
 CURE = "build engines inside the serving image on a machine with a GPU: python -m training.build_engine EXPORT_DIR"
 

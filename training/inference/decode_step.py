@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from training.models.architectures import ANATOMIES, layers_of
+from training.checkpoint.safetensors_files import TensorFiles
 from training.inference.kv_cache import KeyValues
+from training.models.architectures import ANATOMIES, layers_of
 from training.models.language_model import LanguageModel
 from training.strategies.pipeline import keep_stages
 from training.strategies.tensor import share_matrices
-from training.checkpoint.safetensors_files import TensorFiles
 
 SKIPPED = -1  # position of a row that is not to be extended
 

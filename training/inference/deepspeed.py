@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.models.architectures import layers_of
 from training.inference.decode_step import load_whole
+from training.models.architectures import layers_of
 from training.strategies.zero import import_deepspeed
 
 logger = logging.getLogger(__name__)

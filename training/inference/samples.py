@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
-from training.inference.uncached import continuations
-from training.tracking.metrics_log import SAMPLES, read_rows
-from training.records.plan import RunPlan, write_atomically
 from training.inference.sampling import Draw
+from training.inference.uncached import continuations
+from training.records.plan import RunPlan
+from training.records.record import write_atomically
 from training.strategies import Strategy
+from training.tracking.rows import SAMPLES, read_rows
 
 logger = logging.getLogger(__name__)
 

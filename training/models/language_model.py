@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from training.data.batch import IGNORED, Batch
 from training.models.architectures import ANATOMIES, anatomy_of, layers_of
-from training.runtime.tensor_cut import Cut
-from training.data.loader import Batch
 from training.models.freezing import freeze
-from training.models.linear_cross_entropy import IGNORED, linear_cross_entropy, linear_scores
-from training.runtime.mesh import same_for_all
-from training.shards.packing import PADDING
-from training.records.plan import RunPlan
-from training.planner.model_shape import dropout_fields
 from training.models.init_weights import FreshWeights, fill
+from training.models.linear_cross_entropy import linear_cross_entropy, linear_scores
+from training.planner.model_shape import dropout_fields
+from training.records.plan import RunPlan
+from training.runtime.mesh import same_for_all
+from training.runtime.tensor_cut import Cut
+from training.shards.packing import PADDING
 
 Wanted = Literal["loss", "scores", "next"]
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.planner.cost_model import CHUNK_TOKENS
+from training.data.batch import IGNORED
+from training.planner.job import CHUNK_TOKENS
 
 FP16_HEADROOM = 32.0  # a chunk's sum of gradients could pass fp16's 65,504, and comes before any loss scale
-IGNORED = -100  # target of a position that is not predicted, as in torch.nn.functional.cross_entropy
 
 
 def linear_cross_entropy(

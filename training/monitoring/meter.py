@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from training.monitoring.nonfinite import FiniteCheck, StepOutcome
 from training.monitoring.device_stats import Gauges
-from training.runtime.process import Rank
+from training.monitoring.nonfinite import FiniteCheck, StepOutcome
 from training.records.plan import RunPlan
+from training.runtime.process import Rank
 from training.strategies import StepStats
 
 

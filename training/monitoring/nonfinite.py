@@ -13,16 +13,13 @@ from dataclasses import dataclass
 
 from training.data.loader import documents_in
 from training.records.plan import RunPlan
+from training.runtime.errors import NonFiniteLoss
 
 logger = logging.getLogger(__name__)
 
 SKIPPED_IN_A_ROW = 20  # fp16 gets from its first loss scale, 2**16, to 1 in 16 skipped steps: more is no adapting
 RANKS_NAMED, DOCUMENTS_NAMED = 4, 8
 CURE = "lower train.learning_rate, raise train.warmup_steps, set parallel.precision=fp32 or look at the documents"
-
-
-class NonFiniteLoss(RuntimeError):
-    """The loss or the gradient is NaN or infinite; the message has step, ranks, documents and the cure."""
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from training.monitoring.meter import Meter
-from training.tracking.metrics_log import MetricsLog
 from training.records.plan import RunPlan
 from training.runtime.step_trace import emit_nvtx, recorded
+from training.tracking.metrics_log import MetricsLog
 
 SPLITS_IN_A_RUN = 10
 SHORTEST_PERIOD = 10  # steps: in runs of under a hundred, fewer are timed

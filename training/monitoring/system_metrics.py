@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from training.tracking.metrics_log import SYSTEM, RowLog, read_rows
+from training.tracking.rows import SYSTEM, RowLog, read_rows
 
 if TYPE_CHECKING:
     from training.monitoring.meter import Meter

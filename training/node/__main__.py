@@ -24,10 +24,18 @@ from types import FrameType
 
 import psutil
 
-from training.tracking.redaction import USER, without_secrets
 from training.node.output import Output
-from training.node.ranks import adopt_orphans, end_torchrun, kill_family, kill_siblings, rank_environment, stop_ranks, torchrun_command
+from training.node.ranks import (
+    adopt_orphans,
+    end_torchrun,
+    kill_family,
+    kill_siblings,
+    rank_environment,
+    stop_ranks,
+    torchrun_command,
+)
 from training.records.node import NodeEnd, NodeEnding, NodeTask, RankFailure, StopCause
+from training.tracking.redaction import USER, without_secrets
 
 POLL_S = 0.1
 TORCHRUN_S = 5.0  # for torchrun to leave when its ranks have: alone it waits up to 300 s for other hosts' torchruns

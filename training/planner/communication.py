@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from training.config.run import RunConfig
 from training.config.parallel import IN_GROUPS, ParallelConfig, Strategy
+from training.config.run import RunConfig
 
 KEEPS_RESIDUALS = ("topk", "powersgd")
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from training.planner.communication import kept_bytes, own_bytes
 from training.config.run import RunConfig
 from training.planner.cluster import Machines
+from training.planner.communication import kept_bytes, own_bytes
+from training.planner.cost_model import SHARING, Recipe, our_recipe
+from training.planner.job import Choice, Job
 from training.planner.memory import GIB, memory_gib, stage_parameters
-from training.prediction import ModelShape, Prediction
-from training.planner.cost_model import SHARING, Choice, Job, Recipe, our_recipe
 from training.planner.model_shape import flops_per_token
 from training.planner.step_time import exposed_s, step_s
+from training.records.plan import ModelShape, Prediction
 
 MEMORY_SHARE = 0.9  # of a device; the rest is left to other programs, and to what the arithmetic leaves out
 TRACKING, TRACKING_GIB = "MLflow's client", 0.25  # in the rank that logs: 0.86 GiB with it, 0.60 without

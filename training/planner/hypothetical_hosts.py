@@ -18,8 +18,8 @@ from __future__ import annotations
 import math
 import re
 
-from training.records.inventory import Device, Host, Inventory
 from training.planner.gpu_catalog import COPY_SHARE, KnownGpu, find_gpu, known_gpus, nearest_names
+from training.records.inventory import Device, Host, Inventory
 
 NVLINK_SHARE, PCIE_SHARE, NETWORK_SHARE = 0.8, 0.45, 0.92
 START_US, NVLINK_HOP_US, PCIE_HOP_US, NETWORK_HOP_US = 6.8, 0.6, 1.0, 5.0

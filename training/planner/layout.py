@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from training.planner.search import Ranking, best_by_kind, rank_choices
-from training.planner.communication import check_communication, choose_groups
-from training.config.run import RunConfig
-from training.planner.cost import Price, memory_of
-from training.records.inventory import Inventory
-from training.planner.cluster import Machines
-from training.planner.memory import GIB
 from training.config.parallel import Strategy
-from training.planner.precision import Precision, resolved_precision
-from training.prediction import ModelShape, RankedChoice
-from training.planner.cost_model import Choice, Job
+from training.config.run import RunConfig
+from training.planner.cluster import Machines
+from training.planner.communication import check_communication, choose_groups
+from training.planner.cost import Price, memory_of
+from training.planner.job import Choice, Job
+from training.planner.memory import GIB
 from training.planner.model_shape import flops_per_token
+from training.planner.precision import Precision, resolved_precision
+from training.planner.search import Ranking, best_by_kind, rank_choices
 from training.planner.step_time import exposed_s
+from training.records.inventory import Inventory
+from training.records.plan import ModelShape, RankedChoice
 
 RANKED, UNFIT = 8, 4  # of each so many are kept in the plan
 

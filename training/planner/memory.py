@@ -7,8 +7,9 @@ recomputation; attention scores only where a recipe stores them. Peaks of parts 
 
 from __future__ import annotations
 
-from training.prediction import ModelShape
-from training.planner.cost_model import CHUNK_TOKENS, SHARING, Choice, Job, Recipe
+from training.planner.cost_model import SHARING, Recipe
+from training.planner.job import CHUNK_TOKENS, Choice, Job
+from training.records.plan import ModelShape
 
 GIB = 2**30
 LAYERS_GATHERED = 2  # the one that computes, and the next

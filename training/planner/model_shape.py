@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from training.config.run import ModelConfig, RunConfig
-from training.prediction import ModelShape
-from training.records.plan import TokenShards
+from training.config.model import ModelConfig
+from training.config.run import RunConfig
+from training.records.plan import ModelShape
+from training.records.token_shards import TokenShards
 
 ASSUMED_VOCAB = {"bytes": 257, "characters": 128, "pretrained": 50_257}  # in a dry run, until the corpus is tokenized
 # attention_dropout, resid_pdrop, hidden_dropout_prob, ...: as transformers' classes spell it (5.23)

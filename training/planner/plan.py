@@ -10,19 +10,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from training.config.run import RunConfig
+from training.config.train import check_schedule
 from training.planner.cost import predict
-from training.records.inventory import Host, Inventory
 from training.planner.gpu_catalog import slow_devices
-from training.planner.layout import Layout, choose_layout
-from training.shards.packing import Epoch
-from training.prediction import ModelShape, Prediction
-from training.planner.cost_model import DESCRIBED
-from training.records.plan import RunPlan, TokenShards
-from training.planner.replicas import Dealt, deal_batch
-from training.schedule import check_schedule
-from training.planner.model_shape import ASSUMED_VOCAB, model_shape, vocab_size
 from training.planner.hypothetical_hosts import assumptions
-from training.records.trial import wants_trial
+from training.planner.job import DESCRIBED
+from training.planner.layout import Layout, choose_layout
+from training.planner.model_shape import ASSUMED_VOCAB, model_shape, vocab_size
+from training.planner.replicas import Dealt, deal_batch
+from training.planner.trial import wants_trial
+from training.records.inventory import Host, Inventory
+from training.records.plan import ModelShape, Prediction, RunPlan
+from training.records.token_shards import TokenShards
+from training.shards.packing import Epoch
 
 
 def make_plan(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from training.config.run import RunConfig
-from training.records.inventory import Device, Inventory
 from training.config.parallel import Precision
-from training.prediction import ModelShape
-from training.planner.cost_model import DESCRIBED
+from training.config.run import RunConfig
+from training.planner.job import DESCRIBED
+from training.records.inventory import Device, Inventory
+from training.records.plan import ModelShape
 
 FP8_CAPABILITY = (8, 9)
 FP8_MULTIPLE = 16  # of every dimension of a product (torch._scaled_mm)

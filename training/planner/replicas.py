@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from training.planner.search import check_accumulation
-from training.planner.cost import MEMORY_SHARE, seconds_of
-from training.records.inventory import Inventory
-from training.planner.layout import Layout
 from training.planner.cluster import Machines, machines
+from training.planner.cost import MEMORY_SHARE, seconds_of
+from training.planner.layout import Layout
+from training.planner.search import check_accumulation
 from training.planner.shares import Replica, Shares, choose_shares, largest_that_fits
+from training.records.inventory import Inventory
 
 COMPUTING = ("products", "attention", "memory-bound", "recomputing")
 

@@ -9,14 +9,14 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from training.config.run import RunConfig
-from training.planner.cost import Price, job_of, price
-from training.records.inventory import Inventory
-from training.planner.cluster import Machines, machines
 from training.config.parallel import OFFLOADS, WITH_PP, WITH_TP, Strategy
+from training.config.run import RunConfig
+from training.planner.cluster import Machines, machines
+from training.planner.cost import Price, job_of, price
+from training.planner.job import DESCRIBED, Choice, Job, Offload, Recompute
 from training.planner.precision import check_fp8_sizes
-from training.prediction import ModelShape
-from training.planner.cost_model import DESCRIBED, Choice, Job, Offload, Recompute
+from training.records.inventory import Inventory
+from training.records.plan import ModelShape
 
 # In the order of their simplicity: where two are as fast as the arithmetic can tell, the simpler is taken.
 AUTOMATIC: tuple[Strategy, ...] = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")

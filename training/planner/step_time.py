@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from training.planner.cluster import HOST_ADAM_GB_PER_S, PCIE_GB_PER_S, Machines
+from training.planner.cost_model import SHARING, Recipe
+from training.planner.job import CHUNK_TOKENS, Choice, Job
 from training.planner.memory import stage_layers, stage_parameters
-from training.planner.cost_model import CHUNK_TOKENS, SHARING, Choice, Job, Recipe
 
 BUCKET_BYTES = 25 * 2**20
 TP_OPS = 20.0  # two sums a layer: each some ten operations' time of the host

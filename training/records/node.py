@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from training.records.plan import Record
+from training.records.record import Record
 
 NodeEnding = Literal["done", "failed", "stopped", "killed"]
 StopCause = Literal["", "signal", "lease stale", "lease withdrawn"]

@@ -2,109 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from training.config.run import RunConfig
-from training.config.launch import Cause
 from training.config.parallel import Precision, Strategy
-from training.prediction import ModelShape, Prediction, RankedChoice
-
-
-class Record(BaseModel):
-    """A stage's result. `write` renames into place, so a reader never meets half a record."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    def write(self, path: Path) -> None:
-        write_atomically(path, self.model_dump_json(indent=2) + "\n")
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        return cls.model_validate_json(path.read_bytes())
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write beside, fsync, rename: after a crash at any point the path holds the old content or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with aside.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-
-
-def sha256_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sha256_config(config: BaseModel) -> str:
-    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()
-
+from training.config.run import RunConfig
+from training.records.record import Record
 
 # 1. text -> shards
-
-
-class SourceFile(Record):
-    name: str
-    num_bytes: int
-    sha256: str
-
-
-class Stretch(Record):
-    """Tokens in a row that were read from one file: the manifest's `sources[source]`."""
-
-    source: int
-    tokens: int
-    text_bytes: int
-
-
-class Shard(Record):
-    """One token file of one split; `name` is relative to the shard folder, without suffix.
-
-    `stretches`: of a validation shard, in order. None: not recorded (train, and folders made before they were).
-    """
-
-    name: str
-    split: Literal["train", "validation"]
-    tokens: int
-    documents: int
-    text_bytes: int
-    sha256: str
-    stretches: tuple[Stretch, ...] | None = None
-
-
-class TokenShards(Record):
-    """The manifest of a shard folder. No paths, times or hosts: equal inputs give equal bytes."""
-
-    fingerprint: str
-    sources: tuple[SourceFile, ...]
-    tokenizer: str
-    tokenizer_sha256: str
-    vocab_size: int
-    end_id: int
-    mask_id: int | None
-    dtype: Literal["uint16", "uint32"]
-    split_rule: str
-    shards: tuple[Shard, ...]
-    skipped: int
-    skipped_examples: tuple[str, ...]
-
-    def tokens(self, split: str) -> int:
-        return sum(shard.tokens for shard in self.shards if shard.split == split)
-
-    def documents(self, split: str) -> int:
-        return sum(shard.documents for shard in self.shards if shard.split == split)
-
-    def text_bytes(self, split: str) -> int:
-        return sum(shard.text_bytes for shard in self.shards if shard.split == split)
 
 
 # 3. the plan
@@ -199,53 +105,69 @@ class RunPlan(Record):
 # 6.-9. results
 
 
-StoppedBy = Literal["steps", "signal", "hours", "early stop"]
+NOT_ALLOCATED = ("process", "fragmentation")  # parts of a GPU's memory that torch's allocator does not count
 
 
-class TrainFailure(Record):
-    """result.json where training failed, until a resume succeeds: why, and the newest whole checkpoint, if any."""
-
-    step: int
-    checkpoint: str
-    stopped_by: Cause
-    detail: str
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def train_failure(path: Path) -> TrainFailure | None:
-    """What a result.json says of a failure; None if training came to its end."""
-    content = json.loads(path.read_bytes())
-    return TrainFailure.model_validate(content) if "detail" in content else None
+class ModelShape(Frozen):
+    """The numbers that memory and speed follow from."""
+
+    architecture: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    mlp_width: int
+    vocab_size: int
+    context: int
+    tied: bool
+    parameters: int
 
 
-class TrainResult(Record):
-    """How training ended. Rates are of the last attempt, over all ranks, without first step, validation, checkpoints.
+class Prediction(Frozen):
+    """Per rank; what the plan expects, to be compared with what the run measures.
 
-    `mfu`: share of the ranks' measured matmul rate (None: not measured). `peak_memory_gib`: of one rank, allocated on
-    a GPU, resident on a CPU; `memory`: peaks and averages of all that training/monitoring/device_stats.py reads.
+    `memory_gib` and `step_s` by part, which add up. `mfu`: share of the measured matmul rate (None: not measured).
     """
 
-    step: int
-    loss: float
-    tokens: int
-    samples_per_s: float
-    tokens_per_s: float
-    step_ms: float
+    memory_gib: dict[str, float]
+    step_s: dict[str, float]
+    exposed_communication_s: float
+    flops_per_token: float
+    peak_tflops: float  # measured for matrix products in the plan's precision, mean over ranks
     mfu: float | None
-    device_utilisation: float | None
-    peak_memory_gib: float
-    memory: dict[str, float]
-    skipped_steps: int
-    checkpoint: str
-    checkpoint_sha256: str
-    stopped_by: StoppedBy
+    tokens_per_s: float
     train_s: float
+    checkpoint_gib: float
 
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Raises ValueError if training failed."""
-        if failure := train_failure(path):
-            raise ValueError(
-                f"{path}: training ended by {failure.stopped_by} ({failure.detail}), its newest checkpoint is of step "
-                f"{failure.step}: `shardline resume {path.parent.name}` goes on"
-            )
-        return super().read(path)
+    @property
+    def step_ms(self) -> float:
+        return 1000 * sum(self.step_s.values())
+
+    def peak_gib(self, device_kind: str) -> float:
+        """What TrainResult.peak_memory_gib measures: on a CPU all that is resident, on a GPU what torch allocates."""
+        unseen = NOT_ALLOCATED if device_kind == "cuda" else ()
+        return sum(gib for part, gib in self.memory_gib.items() if part not in unseen)
+
+
+class RankedChoice(Frozen):
+    """One way to run the job, priced; `why_not`: why it cannot be had. Times are None where it does not fit."""
+
+    strategy: Strategy
+    tp: int
+    pp: int
+    dp: int
+    micro_batch: int
+    accumulation: int
+    activation_checkpointing: Literal["none", "selective", "full"]
+    offload: Literal["none", "optimizer", "parameters"]
+    memory_gib: float
+    usable_gib: float
+    step_s: float | None
+    tokens_per_s: float | None
+    mfu: float | None
+    exposed_communication_s: float | None
+    why_not: str

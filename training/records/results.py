@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from training.records.plan import Record
+from training.records.record import Record
 
 
 class Sample(Record):

@@ -6,27 +6,18 @@ import datetime
 import gc
 import logging
 import os
-import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
-from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 
-from training.runtime.onednn import prefer_onednn
 from training.records.plan import RunPlan
+from training.runtime.onednn import prefer_onednn
 
 logger = logging.getLogger(__name__)
-
-LOOK_EVERY_S = 1.0
-
-StopReason = Literal["hours", "signal"]
-STOP_REASONS: tuple[StopReason, ...] = get_args(StopReason)  # where several are there at once, the last one counts
 
 
 @dataclass(frozen=True)
@@ -86,59 +77,3 @@ def _init_process_group(device: torch.device, *, timeout_s: int) -> None:
         os.environ.setdefault(name, value)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
-
-
-class StopFlag:
-    """Stops all ranks after the same step: on a signal to any of them, after `seconds_left`, or when one asks.
-
-    The death of the launcher, whose pid comes in SHARDLINE_LAUNCHER_PID, counts as a signal: ranks that nobody
-    watches would hold their devices until the last step. The flag travels in a small CPU all-reduce that is
-    started at one step and read at the next, so that it never makes the device wait.
-    """
-
-    def __init__(self, *, seconds_left: float = float("inf")) -> None:
-        self._signalled = False
-        self._asked: set[StopReason] = set()
-        self._launcher = int(os.environ.get("SHARDLINE_LAUNCHER_PID", "0"))
-        self._looked_at = time.monotonic()
-        self._deadline = time.monotonic() + seconds_left
-        self._flag = torch.zeros(1)
-        self._work: dist.Work | None = None
-        signal.signal(signal.SIGTERM, self._remember)
-        signal.signal(signal.SIGINT, self._remember)
-
-    def _remember(self, signum: int, frame: FrameType | None) -> None:
-        self._signalled = True
-
-    def ask(self, reason: StopReason) -> None:
-        self._asked.add(reason)
-
-    def agreed(self) -> StopReason | None:
-        """Why to stop, on all ranks alike, once any of them wanted it before the previous call."""
-        reason: StopReason | None = None
-        if self._work is not None:
-            self._work.wait()
-            reason = (None, *STOP_REASONS)[int(self._flag.item())]
-        if time.monotonic() >= self._deadline:
-            self.ask("hours")
-        if self._signalled or self._launcher_is_gone():
-            self.ask("signal")
-        self._flag.fill_(max((STOP_REASONS.index(asked) + 1 for asked in self._asked), default=0))
-        self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, async_op=True)
-        return reason
-
-    def _launcher_is_gone(self) -> bool:
-        if not self._launcher or time.monotonic() < self._looked_at + LOOK_EVERY_S:
-            return False
-        self._looked_at = time.monotonic()
-        try:
-            os.kill(self._launcher, 0)
-        except ProcessLookupError:
-            logger.warning("the launcher (pid %d) is gone: saving a checkpoint and leaving", self._launcher)
-            return True
-        return False
-
-    def finish(self) -> None:
-        """Wait for the last flag that was sent, so that no collective is cut off by the teardown."""
-        if self._work is not None:
-            self._work.wait()

@@ -13,11 +13,8 @@ train and validation has none in train. A document may span shards: only the sha
 
 from __future__ import annotations
 
-import bisect
-import functools
 import hashlib
 import io
-import itertools
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,14 +23,14 @@ from typing import Literal
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from training.records.plan import Shard, TokenShards, sha256_file, write_atomically
+from training.records.record import sha256_file, write_atomically
+from training.records.token_shards import Shard, TokenShards
 
 Split = Literal["train", "validation"]
 Dtype = Literal["uint16", "uint32"]
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 MANIFEST = "manifest.json"
-MAX_OPEN_SHARDS = 128  # each mapped file holds a descriptor, and 1024 of them is a usual limit
 _MARKER = TypeAdapter(tuple[Shard, ...])
 
 
@@ -153,76 +150,6 @@ def discard_other_tokens(folder: Path, *, tokenizer_sha256: str) -> None:
     if path.exists() and TokenShards.read(path).tokenizer_sha256 != tokenizer_sha256:
         _forget_stretches(folder)
         path.unlink()  # last: until then the next call comes here again
-
-
-class TokenStream:
-    """All tokens of one split in a row, over its shard files, mapped as they are needed."""
-
-    def __init__(self, folder: Path, split: Split) -> None:
-        self.manifest = read_manifest(folder)
-        self._folder = folder
-        self._dtype = _on_disk(self.manifest.dtype)
-        self._shards = [shard for shard in self.manifest.shards if shard.split == split]
-        self._starts = [0, *itertools.accumulate(shard.tokens for shard in self._shards)]
-        self._first_documents = [0, *itertools.accumulate(shard.documents for shard in self._shards)]
-        self._tokens = functools.lru_cache(MAX_OPEN_SHARDS)(self._map_tokens)
-        self._ends = functools.lru_cache(MAX_OPEN_SHARDS)(self._map_ends)
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) as a fresh array of shape (stop - start,), in the manifest's dtype."""
-        assert 0 <= start <= stop <= len(self), f"[{start}, {stop}) is outside of [0, {len(self)})"
-        parts = []
-        index = self._shard_at(start)
-        while start < stop:
-            first = self._starts[index]
-            upto = min(stop, self._starts[index + 1])
-            parts.append(self._tokens(index)[start - first : upto - first])
-            start, index = upto, index + 1
-        return np.concatenate(parts) if parts else np.empty(0, dtype=self._dtype)
-
-    def document_at(self, position: int) -> int:
-        """Number, within this split, of the document that holds the token at `position` (its end token too)."""
-        assert 0 <= position < len(self), f"{position} is outside of [0, {len(self)})"
-        index = self._shard_at(position)
-        within = np.searchsorted(self._ends(index), position - self._starts[index], side="right")
-        return self._first_documents[index] + int(within)
-
-    def document_ids(self, start: int, stop: int) -> np.ndarray:
-        """`document_at` of every position in [start, stop): int64 (stop - start,)."""
-        assert 0 <= start <= stop <= len(self), f"[{start}, {stop}) is outside of [0, {len(self)})"
-        ids = np.zeros(stop - start, np.int64)
-        index = self._shard_at(start)
-        while index < len(self._shards) and self._starts[index] < stop:
-            ends, first = self._ends(index), self._starts[index]
-            low, high = ends.searchsorted((start - first, stop - 1 - first), side="right")
-            if first <= start:
-                ids[:1] = self._first_documents[index] + low
-            ids[ends[low:high] + (first - start)] += 1  # an end is where the next document begins
-            index += 1
-        return ids.cumsum()
-
-    def document_bounds(self) -> np.ndarray:
-        """Where each document begins, and the last one ends: int64 (documents + 1,), 8 bytes for each in memory.
-
-        Tokens after the last listed end are a document too.
-        """
-        listed = [self._ends(index) + first for index, first in enumerate(self._starts[:-1])]
-        bounds = np.concatenate([np.zeros(1, np.int64), *listed])
-        return bounds if bounds[-1] == len(self) else np.append(bounds, len(self))
-
-    def _shard_at(self, position: int) -> int:
-        return bisect.bisect_right(self._starts, position) - 1
-
-    def _map_tokens(self, index: int) -> np.ndarray:
-        """As a plain array over the mapping, whose slices are made in a tenth of the time of a memmap's."""
-        return np.asarray(np.memmap(_files(self._folder, self._shards[index])[0], dtype=self._dtype, mode="r"))
-
-    def _map_ends(self, index: int) -> np.ndarray:
-        """As int64: a search among uint64 for a (signed) position would first convert all of them to float64."""
-        return np.asarray(np.load(_files(self._folder, self._shards[index])[1], mmap_mode="r")).view("<i8")
 
 
 def _on_disk(dtype: str) -> np.dtype:

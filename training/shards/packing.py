@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from training.shards.format import TokenStream
+from training.shards.stream import TokenStream
 
 Packing = Literal["stream", "documents", "padded"]
 

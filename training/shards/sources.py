@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
-from training.records.plan import TokenShards
+from training.records.token_shards import TokenShards
 
 MAX_SOURCES = 16
 TOP = "(top)"  # files that lie beside the top folders

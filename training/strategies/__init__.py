@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from training.data.batch import Batch, Share
 from training.models.architectures import layers_of
-from training.data.loader import Batch, Share
-from training.strategies.float8 import use_float8
 from training.models.language_model import LanguageModel
 from training.records.plan import RunPlan
-from training.strategies import ddp, fsdp, local_sgd, pipeline, torch_strategy, tensor, zero
+from training.strategies import ddp, fsdp, local_sgd, pipeline, tensor, torch_strategy, zero
 from training.strategies.activation_checkpointing import compile_layers, recompute_in_backward
+from training.strategies.float8 import use_float8
 from training.strategies.stats import StepStats
 
 __all__ = ["STRATEGIES", "StepStats", "Strategy", "parallelize"]

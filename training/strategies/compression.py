@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from training.planner.communication import all_reduce_bytes, gather_bytes
 from training.config.parallel import ParallelConfig
+from training.planner.communication import all_reduce_bytes, gather_bytes
 
 
 def compress(

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from training.planner.communication import all_reduce_bytes
-from training.data.loader import Batch, Share
+from training.data.batch import Batch, Share
 from training.models.language_model import LanguageModel
+from training.planner.communication import all_reduce_bytes
 from training.records.plan import RunPlan
 from training.strategies.compression import Compression, compress
-from training.strategies.torch_strategy import Torch
 from training.strategies.stats import StepStats
+from training.strategies.torch_strategy import Torch
 
 
 def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Ddp:

@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from training.models.architectures import layers_of
-from training.planner.communication import all_reduce_bytes, gather_bytes
-from training.runtime.mesh import INSIDE, group_mesh
 from training.models.language_model import LanguageModel
+from training.planner.communication import all_reduce_bytes, gather_bytes
 from training.records.plan import RunPlan
+from training.runtime.mesh import INSIDE, group_mesh
 from training.strategies.torch_strategy import Torch
 
 

@@ -20,15 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from training.planner.communication import all_reduce_bytes, gather_bytes
-from training.data.loader import Batch, Share
-from training.runtime.mesh import ACROSS, INSIDE, group_mesh
+from training.data.batch import Batch, Share
 from training.models.language_model import LanguageModel
+from training.planner.communication import all_reduce_bytes, gather_bytes
 from training.records.plan import RunPlan
+from training.runtime.mesh import ACROSS, INSIDE, group_mesh
+from training.runtime.step_trace import part
 from training.strategies.compression import unpack
 from training.strategies.ddp import Ddp
 from training.strategies.stats import StepStats
-from training.runtime.step_trace import part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
+from training.data.batch import Batch, Share
 from training.models.architectures import layers_of
-from training.data.loader import Batch, Share
-from training.runtime.mesh import timeout
 from training.models.language_model import LanguageModel, Wanted
-from training.strategies.optim import set_learning_rate
 from training.records.plan import RunPlan
-from training.strategies.torch_strategy import Torch
-from training.strategies.stats import StepStats
+from training.runtime.mesh import timeout
 from training.runtime.step_trace import part
+from training.strategies.optim import set_learning_rate
+from training.strategies.stats import StepStats
+from training.strategies.torch_strategy import Torch
 
 
 def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Pipeline:

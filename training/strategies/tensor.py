@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from training.models.architectures import layers_of
-from training.runtime.tensor_cut import Cut
-from training.runtime.mesh import same_for_all, sum_over
 from training.models.language_model import LanguageModel
+from training.runtime.mesh import same_for_all, sum_over
+from training.runtime.tensor_cut import Cut
 
 
 def share_matrices(model: LanguageModel, mesh: DeviceMesh) -> None:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from training.runtime.tensor_cut import sharded_like, unsharded
-from training.data.loader import Batch, Share
+from training.data.batch import Batch, Share
 from training.models.language_model import LanguageModel
-from training.strategies.optim import LossScale, build_adamw, set_learning_rate
 from training.records.plan import RunPlan
-from training.strategies.stats import StepStats
 from training.runtime.step_trace import part
+from training.runtime.tensor_cut import sharded_like, unsharded
+from training.strategies.optim import LossScale, build_adamw, set_learning_rate
+from training.strategies.stats import StepStats
 
 
 def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Torch:

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from training.data.loader import Batch, Share
+from training.data.batch import Batch, Share
+from training.models.init_weights import fill
 from training.models.language_model import LanguageModel
-from training.strategies.optim import LossScale, build_adamw, set_learning_rate
 from training.planner.cost_model import ZERO_STAGE
 from training.records.plan import RunPlan
-from training.strategies.stats import StepStats
 from training.runtime.step_trace import part
-from training.models.init_weights import fill
+from training.strategies.optim import LossScale, build_adamw, set_learning_rate
+from training.strategies.stats import StepStats
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -20,9 +20,11 @@ import torch.distributed as dist
 from training.checkpoint.load import Manifest
 from training.data.loader import Loader
 from training.monitoring.meter import Meter
-from training.tracking.metrics_log import MetricsLog, read_rows
-from training.records.plan import RunPlan, write_atomically
 from training.planner.shares import MIN_GAIN, followed
+from training.records.plan import RunPlan
+from training.records.record import write_atomically
+from training.tracking.metrics_log import MetricsLog
+from training.tracking.rows import read_rows
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from training.config.train import learning_rate
 from training.monitoring.device_stats import Gauges
-from training.runtime.process import Rank, entered
 from training.records.plan import RunPlan
-from training.schedule import learning_rate
-from training.train import prepared, validate
 from training.records.trial import MEASURED, STEPS, TrialMeasured
+from training.runtime.process import Rank, entered
+from training.trainer.state import prepared
+from training.trainer.validation import validate
 
 
 def main(plan_path: Path) -> None:

@@ -11,17 +11,19 @@ from typing import Any
 from mlflow import MlflowClient
 
 from tasks.launch import programs
-from tasks.launch.failure import RunStopped
-from tasks.workspace.paths import tracking_uri
 from tasks.launch.docker_hosts import attempts_of
+from tasks.runs.errors import RunStopped
 from tasks.tracking.mlflow_run import tracked
+from tasks.workspace.paths import tracking_uri
 from tests.conftest import inventory, losses, tiny_config
 from tests.support.rig.rig import Rig, RigHost
-from training.records.inventory import Inventory
-from training.tracking.metrics_log import read_rows
-from training.shards.packing import one_epoch
 from training.planner.plan import make_plan
-from training.records.plan import RunPlan, TokenShards, TrainResult
+from training.records.inventory import Inventory
+from training.records.plan import RunPlan
+from training.records.token_shards import TokenShards
+from training.records.train_result import TrainResult
+from training.shards.packing import one_epoch
+from training.tracking.rows import read_rows
 
 STEPS = 60
 SLOW = "10mbit"  # a step of the tiny model takes 0.15 s then, whatever the cores do: time to strike in the middle

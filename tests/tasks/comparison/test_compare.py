@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tasks.launch.failure import RunFailed, RunStopped
-from tasks.comparison.strategies import read_choices
 from tasks.comparison.compare import Comparison, Ending, StrategyRow, compare_runs, ending_of, one_device
 from tasks.comparison.page import write_page
+from tasks.comparison.strategies import read_choices
 from tasks.comparison.table import headline, table, write_csv
+from tasks.runs.errors import RunFailed, RunStopped
 from tests.conftest import inventory, tiny_config
 from training.planner.plan import make_plan
 

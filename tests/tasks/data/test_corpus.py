@@ -18,7 +18,8 @@ from tasks.data.corpus import prepare_corpus
 from tasks.data.readers import LONGEST_PIECE
 from tests.support.tiny_corpus import DOCUMENTS, all_documents, contents, decoded, prepare, write_json_lines
 from training.config.run import DataConfig
-from training.shards.format import SPLITS, TokenStream, verify_hashes
+from training.shards.format import SPLITS, verify_hashes
+from training.shards.stream import TokenStream
 
 # Text to shards and back
 

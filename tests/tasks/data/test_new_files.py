@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tasks.data.new_files import find_news, known_to
-from tasks.registry.versions import register_model
+from tasks.promotion.register import register_model
 from tasks.registry.models import resolve
 from tests.tasks.conftest import Store
 from training.config.run import RunConfig

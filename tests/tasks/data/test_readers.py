@@ -13,7 +13,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.support.tiny_corpus import all_documents, decoded, prepare
-from training.shards.format import SPLITS, TokenStream
+from training.shards.format import SPLITS
+from training.shards.stream import TokenStream
 
 # Sources
 

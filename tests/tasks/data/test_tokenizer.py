@@ -3,7 +3,17 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from tests.support.tiny_corpus import CODE, DOCUMENTS, EMOJI, POEM, all_documents, contents, decoded, prepare, write_json_lines
+from tests.support.tiny_corpus import (
+    CODE,
+    DOCUMENTS,
+    EMOJI,
+    POEM,
+    all_documents,
+    contents,
+    decoded,
+    prepare,
+    write_json_lines,
+)
 
 
 @pytest.mark.parametrize("kind", ["bpe", "characters", "bytes"])

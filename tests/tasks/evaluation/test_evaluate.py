@@ -13,11 +13,11 @@ from flows.cli.command import main
 from flows.presets import evaluate_config
 from tasks.evaluation.evaluate import check_tasks, evaluate, find_subject
 from tasks.evaluation.tables import metrics_of, table_of
-from tasks.registry.versions import register_model
+from tasks.promotion.register import register_model
 from tests.conftest import tiny_config
 from tests.support.lm_eval_tasks import write_tasks
-from tests.tasks.conftest import Store
 from tests.support.tiny_run import TEXT, tiny_run
+from tests.tasks.conftest import Store
 from training.records.results import EvalReport, SourceFigures, TaskScore
 
 

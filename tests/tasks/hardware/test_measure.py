@@ -9,8 +9,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.hardware.measure import CachedMeasurement, HardwareCache, check_hardware, keep_cached, read_cache, run_measure
 from tasks.hardware.machine import Gpu, cpu_quota, driver_gpus, usable_cores, usable_memory_bytes, visible_gpus
+from tasks.hardware.measure import (
+    CachedMeasurement,
+    HardwareCache,
+    check_hardware,
+    keep_cached,
+    read_cache,
+    run_measure,
+)
 from training.records.inventory import Device, Measured
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from tasks.inference import engine
-from tasks.inference.engine import EngineDied, choose_engine, open_engine
+from tasks.inference.engine import EngineDied
 from tasks.inference.onnx_generator import TextGenerator, TextStream
+from tasks.inference.open_engine import choose_engine, open_engine
 from tasks.inference.prompts_file import GeneratedFile, generate_file
 from tests.tasks.conftest import Store
 from training.config.serving import InferenceConfig

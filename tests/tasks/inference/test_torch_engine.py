@@ -12,8 +12,8 @@ import pytest
 from tasks.inference.engine import EngineDied
 from tasks.inference.onnx_generator import TextGenerator
 from tasks.inference.torch_engine import TorchEngine
-from tests.tasks.conftest import Store
 from tests.support.serving import server
+from tests.tasks.conftest import Store
 from training.config.serving import InferenceConfig
 
 SAMPLINGS = ({"temperature": 0}, {"temperature": 1.0, "seed": 5}, {"temperature": 1.0, "top_k": 0, "top_p": 0.9})

@@ -8,7 +8,7 @@ import pytest
 
 from infra.containers import State
 from infra.hosts import DockerHost
-from tasks.launch.attempt import Gang, Program, sweep
+from tasks.launch.attempt import Attempt, Program, sweep
 from tasks.launch.watcher import Watcher
 from training.config.launch import LaunchConfig
 from training.records.node import NodeEnd
@@ -17,10 +17,10 @@ STOPPED = State(status="exited", exit_code=130, oom_killed=False, health="", err
 
 
 @pytest.fixture
-def gang(tmp_path: Path) -> Gang:
+def gang(tmp_path: Path) -> Attempt:
     """Its only container was told to stop, and did."""
     host, folder = DockerHost(name="a", url=f"unix://{tmp_path}/none"), tmp_path / "run" / "attempts" / "1"
-    gang = Gang(Program(run_id="run", ranks={"a": 1}), [host], LaunchConfig(), home=tmp_path, folder=folder)
+    gang = Attempt(Program(run_id="run", ranks={"a": 1}), [host], LaunchConfig(), home=tmp_path, folder=folder)
     NodeEnd(ending="stopped", exit_code=1, asked="signal", seconds=9.0).write(gang.end_path("a"))
     gang.lease.path.write_text("0\n")
     gang.watchers["a"] = Watcher(host, "abc", end_path=gang.end_path("a"))
@@ -29,14 +29,14 @@ def gang(tmp_path: Path) -> Gang:
     return gang
 
 
-def test_a_container_that_somebody_else_told_to_stop_is_started_again(gang: Gang) -> None:
+def test_a_container_that_somebody_else_told_to_stop_is_started_again(gang: Attempt) -> None:
     """Its machine goes down, or its daemon is restarted."""
     ending = gang.wait(lambda: False)
     assert (ending.cause, ending.host) == ("killed", "a")
     assert ending.cause in gang.launch.retried
 
 
-def test_a_run_that_was_stopped_from_elsewhere_stays_stopped(gang: Gang) -> None:
+def test_a_run_that_was_stopped_from_elsewhere_stays_stopped(gang: Attempt) -> None:
     lease = gang.lease.path
     sweep([], "run", gang.folder.parents[1], grace_s=1.0)
     assert not lease.exists()
@@ -45,7 +45,7 @@ def test_a_run_that_was_stopped_from_elsewhere_stays_stopped(gang: Gang) -> None
     assert gang.wait(lambda: False).cause == "stopped"
 
 
-def test_a_sweep_without_grace_is_no_order_to_stop(gang: Gang) -> None:
+def test_a_sweep_without_grace_is_no_order_to_stop(gang: Attempt) -> None:
     sweep([], "run", gang.folder.parents[1])
     gang.lease.path.write_text("0\n")
     assert gang.wait(lambda: False).cause == "killed"

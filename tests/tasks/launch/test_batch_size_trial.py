@@ -12,17 +12,19 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
-from tasks.planning import plan as planning
 from tasks.launch import batch_size_trial
-from tasks.launch.failure import RunFailed
-from tasks.workspace.paths import tracking_uri
+from tasks.planning import plan as planning
+from tasks.runs.errors import RunFailed
 from tasks.tracking.mlflow_run import tracked
+from tasks.workspace.paths import tracking_uri
 from tests.conftest import inventory, tiny_config
 from training.config.run import RunConfig
-from training.records.inventory import Inventory
 from training.planner.plan import make_plan
-from training.records.plan import RunPlan, TokenShards
-from training.records.trial import Trial, TrialMeasured, Trials, read_trials, smaller, wants_trial
+from training.planner.trial import smaller, wants_trial
+from training.records.inventory import Inventory
+from training.records.plan import RunPlan
+from training.records.token_shards import TokenShards
+from training.records.trial import Trial, TrialMeasured, Trials, read_trials
 
 # A rank's memory as a machine that is short of it has it: allocations beyond the limit fail. Resident memory of these
 # ranks is 2.1 GiB at micro-batch 64, 1.4 at 32, of which 1.0 are torch's and transformers' own.
@@ -152,7 +154,9 @@ def test_a_micro_batch_too_large_for_one_rank_is_lowered_for_all_and_nobody_hang
     logged = MlflowClient(tracking_uri()).get_run(run.mlflow_run_id).data.metrics
     assert logged["trial/launches"] == 2
     assert logged["trial/peak_memory_gib"] == pytest.approx(max(second.measured.peak_gib))
-    assert not [child for child in psutil.Process().children(recursive=True) if "training.trainer.trial" in child.cmdline()]
+    assert not [
+        child for child in psutil.Process().children(recursive=True) if "training.trainer.trial" in child.cmdline()
+    ]
 
 
 @pytest.mark.slow

@@ -13,10 +13,18 @@ from typing import Any
 
 import pytest
 
-from tasks.launch.failure import RunFailed
-from tasks.launch.docker_hosts import attempts_of
-from tasks.planning.custom_program import TrainerPlan, check_trainer, place, place_again, placed, program_of, ranks_by_host
 from tasks.launch.custom_program import is_done, run_trainer
+from tasks.launch.docker_hosts import attempts_of
+from tasks.planning.custom_program import (
+    TrainerPlan,
+    check_trainer,
+    place,
+    place_again,
+    placed,
+    program_of,
+    ranks_by_host,
+)
+from tasks.runs.errors import RunFailed
 from tests.conftest import inventory
 from training.config.run import RunConfig
 

@@ -11,10 +11,11 @@ import psutil
 import pytest
 
 from tasks.launch import local
-from tasks.launch.programs import NewRows
-from tasks.launch.local import Gang, command_for, end_earlier_gang
+from tasks.launch.local import command_for, end_earlier_gang
 from tasks.launch.nsight import check_here
-from tasks.workspace.paths import process_key
+from tasks.launch.programs import NewRows
+from tasks.runs.owner import RanksLauncher
+from tasks.workspace.processes import process_key
 from tests.conftest import tiny_config
 from training.records.plan import RunPlan
 
@@ -82,7 +83,7 @@ def test_ranks_that_leave_by_themselves_while_they_are_stopped_are_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     earlier = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    Gang(launcher=process_key(earlier.pid)).write(tmp_path / "gang.json")
+    RanksLauncher(launcher=process_key(earlier.pid)).write(tmp_path / "gang.json")
 
     def found_then_gone(key: str) -> psutil.Process:
         process = psutil.Process(earlier.pid)

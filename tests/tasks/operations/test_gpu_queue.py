@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from infra.containers import gpus_granted
-from tasks.launch.failure import RunStopped
 from tasks.operations.gpu_queue import LocalDevices, devices_of, overlap, turn, wait_for
-from tasks.launch.local import Gang
-from tasks.workspace.paths import process_key
+from tasks.runs.errors import RunStopped
+from tasks.runs.owner import RanksLauncher
+from tasks.workspace.processes import process_key
 from tests.conftest import tiny_config
 
 HOLDS = """
@@ -67,7 +67,7 @@ def test_ranks_that_outlived_their_launcher_are_waited_for(shardline_home: Path)
     assert take("gpu-0", run_id="other-1") == ""
     (shardline_home / "other-1").mkdir()
     rank = subprocess.Popen(["sleep", "60"])
-    Gang(launcher=process_key(rank.pid)).write(shardline_home / "other-1" / "gang.json")
+    RanksLauncher(launcher=process_key(rank.pid)).write(shardline_home / "other-1" / "gang.json")
     with ExitStack() as held:
         devices = LocalDevices(["gpu-0"], run_id="mine-1", held=held)
         try:

@@ -11,8 +11,9 @@ import pytest
 
 from infra.containers import Found, State
 from infra.hosts import DockerHost
-from tasks.workspace.paths import is_owned, owned, process_key
 from tasks.operations.ps import OnHost, ago, each_once, launch_of, launcher_of, list_running, newest_step, run_folders
+from tasks.workspace.locks import is_owned, owned
+from tasks.workspace.processes import process_key
 
 
 def test_each_daemon_is_asked_once_under_a_name_of_its_own() -> None:

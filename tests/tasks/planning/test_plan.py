@@ -8,10 +8,11 @@ import pytest
 
 from tasks.planning.plan import replan
 from tests.conftest import inventory, tiny_config
-from training.records.inventory import Inventory
-from training.shards.packing import one_epoch
 from training.planner.plan import make_plan
-from training.records.plan import RunPlan, TokenShards
+from training.records.inventory import Inventory
+from training.records.plan import RunPlan
+from training.records.token_shards import TokenShards
+from training.shards.packing import one_epoch
 
 
 def planned(

@@ -13,15 +13,16 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from tasks.promotion.gates import Check
-from tasks.promotion.judge import Terms, judge_records, note_evaluation, set_champion
 from tasks.promotion.journal import Move, begin_move, history, note_stage
-from tasks.workspace.paths import process_key
-from tasks.promotion.promote import Case, Request, approved_by_tag, begin, overridden, refuse
-from tasks.registry.models import TAG, aliases_of, replaced_by
-from tasks.promotion.server_stats import Counts, OutOfBounds, Watch, read_counts
-from tasks.serving.metrics import ServerMetrics
-from tasks.promotion.rollout import roll_back, settle
+from tasks.promotion.judge import Terms, judge_records, set_champion
 from tasks.promotion.lock import PREFIX, Flag, TurnLost, turn
+from tasks.promotion.promote import Case, Request, approved_by_tag, begin, overridden, refuse
+from tasks.promotion.rollout import roll_back, settle
+from tasks.promotion.server_stats import Counts, OutOfBounds, Watch, read_counts
+from tasks.registry.models import aliases_of, replaced_by
+from tasks.registry.tags import TAG, note_evaluation
+from tasks.serving.metrics import ServerMetrics
+from tasks.workspace.processes import process_key
 from training.config.promotion import GatesConfig, RolloutConfig
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.local_servers import wait_for
+from tests.support.promoting import Served, Shop, wait_until
 from tests.support.ranks import free_port
 from tests.tasks.conftest import Store
-from tests.support.promoting import Served, Shop, wait_until
-from tests.support.local_servers import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 QUICK = ("rollout.smoke_requests=2", "rollout.min_requests=3", "rollout.watch_minutes=0.03")

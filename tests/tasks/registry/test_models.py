@@ -12,12 +12,14 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
+from tasks.promotion.register import register_model
+from tasks.registry.models import lineage, resolve
+from tasks.tracking.client import CLIENT_ENVIRONMENT, registry_client
 from tasks.workspace.paths import keep_password_apart, tracking_uri
-from tasks.registry.versions import register_model
-from tasks.registry.models import CLIENT_ENVIRONMENT, lineage, registry_client, resolve, shown
 from tests.tasks.conftest import Store
 from training.records.plan import RunPlan
 from training.records.results import ExportedModel
+from training.tracking.redaction import shown
 
 
 @pytest.mark.parametrize("ref", ["tiny", "tiny@champion", "tiny/1"])

@@ -13,10 +13,10 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from tasks.inference.onnx_generator import TextGenerator
-from tasks.promotion.judge import terms_of
-from tasks.registry.logged_model import link_or_copy
 from tasks.promotion.journal import history
-from tasks.registry.versions import register_model
+from tasks.promotion.judge import terms_of
+from tasks.promotion.register import register_model
+from tasks.registry.logged_model import link_or_copy
 from tasks.registry.models import aliases_of, lineage, resolve
 from tests.tasks.conftest import Store
 from training.config.promotion import GatesConfig, RegistryConfig, TaskFloor

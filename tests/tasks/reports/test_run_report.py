@@ -10,20 +10,21 @@ from typing import Any
 
 import pytest
 
-from tasks.runs.history import history, note_end, note_start
+from tasks.planning.custom_program import TrainerOutcome, place
+from tasks.reports.curves import thinned
 from tasks.reports.export_latency import draw_latency
 from tasks.reports.outcome import Outcome
-from tasks.reports.curves import thinned
-from tasks.reports.run_report import write_report
 from tasks.reports.run_data import read_story
+from tasks.reports.run_report import write_report
 from tasks.reports.run_summary import in_units
+from tasks.runs.history import history, note_end, note_start
 from tasks.tracking.mlflow_run import TrackedRun
-from tasks.planning.custom_program import TrainerOutcome, place
 from tests.conftest import inventory
 from tests.support.tiny_run import another_run
 from training.config.run import RunConfig
-from training.records.plan import RunPlan, TrainFailure, TrainResult
+from training.records.plan import RunPlan
 from training.records.results import EvalReport, LatencyReport, Sample
+from training.records.train_result import TrainFailure, TrainResult
 
 HOSTILE = "</pre><script>alert('x')</script><img src=http://evil.example/x.png>"
 

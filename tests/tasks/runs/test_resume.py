@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from tasks.runs.resume import TABLE, Change, accepted, changes, flattened, latest_config, read_plan, read_resumptions
 from tasks.planning.plan import write_plan
+from tasks.runs.folder import flattened, latest_config, read_plan
+from tasks.runs.resume import TABLE, Change, accepted, changes, read_resumptions
 from tasks.tracking.mlflow_run import TrackedRun
 from tests.conftest import inventory, tiny_config
 from training.config.run import RunConfig
 from training.records.inventory import Inventory
-from training.records.plan import RunPlan, TokenShards
+from training.records.plan import RunPlan
+from training.records.token_shards import TokenShards
 
 FIELDS = [name for name, _ in flattened(RunConfig().model_dump(mode="json"))]
 STEPS = 100

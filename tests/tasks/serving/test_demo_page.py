@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tasks.inference.onnx_generator import TextGenerator
-from tasks.registry.versions import register_model
+from tasks.promotion.register import register_model
 from tasks.registry.models import resolve
-from tests.tasks.conftest import Store
 from tests.support.serving import server
+from tests.tasks.conftest import Store
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 

@@ -19,13 +19,13 @@ from mlflow import MlflowClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from tasks.inference.onnx_generator import TextGenerator
-from tasks.registry.versions import register_model
-from tasks.registry.models import resolve
-from tasks.serving.server import serve
-from tasks.serving.announce import running_servers
+from tasks.promotion.register import register_model
 from tasks.promotion.rollout import roll_back
-from tests.tasks.conftest import Store
+from tasks.registry.models import resolve
+from tasks.serving.announce import running_servers
+from tasks.serving.server import serve
 from tests.support.serving import server
+from tests.tasks.conftest import Store
 
 
 def test_it_serves_the_champion_refuses_what_is_out_of_bounds_and_stops_in_order(champion: Store) -> None:

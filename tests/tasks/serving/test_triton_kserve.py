@@ -19,7 +19,7 @@ import tritonclient.http as triton
 
 from tasks.serving.triton import write_repository
 from tests.tasks.serving.test_triton import schema
-from training.triton_config import TritonConfig
+from training.config.serving import TritonConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # MLServer's pins conflict with ours: 40 s to install it elsewhere
 RUNTIME = Path(__file__).parent / "mlserver_onnx.py"

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from tasks.launch.failure import RunStopped
+from tasks.runs.errors import RunStopped
 from tasks.tracking.final_status import prefect_knows, reconcile
-from tasks.workspace.paths import run_folder
 from tasks.tracking.mlflow_run import TrackedRun, describe, tracked
+from tasks.workspace.paths import run_folder
 from tests.conftest import REPO, tiny_config
 
 HOLD = """

@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 
 from tests.conftest import losses, run_ranks
 from training.checkpoint.load import Manifest, checkpoint_folder, damage, newest_whole, weights_for
-from training.tracking.metrics_log import read_rows
-from training.models.language_model import build_model
-from training.records.plan import RunPlan, sha256_config
 from training.checkpoint.safetensors_files import TensorFiles
+from training.models.language_model import build_model
+from training.records.plan import RunPlan
+from training.records.record import sha256_config
+from training.tracking.rows import read_rows
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import losses, run_ranks
-from tests.support.ranks import Ranks
 from tests.support.layouts import LAYOUTS, Layout
+from tests.support.ranks import Ranks
 from training.checkpoint.load import Manifest
-from training.tracking.metrics_log import read_rows
-from training.records.plan import TrainResult
+from training.records.train_result import TrainResult
+from training.tracking.rows import read_rows
 
 STEPS = 60
 DEADLINE_S = 100

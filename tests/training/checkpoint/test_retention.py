@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from training.checkpoint.load import MANIFEST, Manifest, checkpoint_folder, damage, published
-from training.config.run import CheckpointConfig
-from training.records.plan import sha256_file
 from training.checkpoint.retention import keep, prune, reading, sweep
 from training.checkpoint.safetensors_files import WrittenFile
+from training.config.run import CheckpointConfig
+from training.records.record import sha256_file
 
 
 def checkpoints(run_dir: Path, val_losses: dict[int, float | None]) -> Path:

@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from tests.conftest import losses, run_ranks
-from tests.support.ranks import Ranks
 from tests.programs.full_disk import FULL_AT_BYTES, RoomAfterWarning, set_room
+from tests.support.ranks import Ranks
 from training.checkpoint.load import checkpoint_folder, damage, newest_whole, published
-from training.monitoring.nonfinite import NonFiniteLoss
-from training.tracking.metrics_log import read_rows
-from training.runtime.process import entered
-from training.records.plan import RunPlan
-from training.checkpoint.saver import Saver
 from training.checkpoint.safetensors_files import TensorFiles
-from training.train import Training, prepare
+from training.checkpoint.saver import Saver
+from training.records.plan import RunPlan
+from training.runtime.errors import NonFiniteLoss
+from training.runtime.process import entered
+from training.tracking.rows import read_rows
+from training.trainer.state import Training, prepare
 
 
 @pytest.fixture

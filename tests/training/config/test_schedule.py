@@ -9,9 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from tests.conftest import inventory, tiny_config
+from training.config.train import TrainConfig, learning_rate
 from training.planner.plan import make_plan
-from training.schedule import learning_rate
-from training.config.train import TrainConfig
 
 PEAK, FLOOR = 1.0, 0.1
 STEPS, WARMUP = 100, 10

@@ -10,11 +10,25 @@ import pytest
 import torch
 
 from tests.conftest import END
-from tests.support.numbered_corpus import BERT, CONTEXT, CPU, FIRST, NUM_TOKENS, PACKINGS, global_batch, one_pass, plan_of, predicted, rows, write_numbered
-from training.data.loader import Loader, shuffled
-from training.models.linear_cross_entropy import IGNORED
+from tests.support.numbered_corpus import (
+    BERT,
+    CONTEXT,
+    CPU,
+    FIRST,
+    NUM_TOKENS,
+    PACKINGS,
+    global_batch,
+    one_pass,
+    plan_of,
+    predicted,
+    rows,
+    write_numbered,
+)
+from training.data.batch import IGNORED
+from training.data.loader import Loader
+from training.data.shuffle import shuffled
 from training.shards.packing import one_epoch
-from training.shards.format import TokenStream
+from training.shards.stream import TokenStream
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,23 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.numbered_corpus import BERT, CONTEXT, CPU, FIRST, NUM_TOKENS, PACKINGS, global_batch, one_pass, plan_of, rows, write_numbered
-from training.data.loader import Loader, documents_in, held_out
-from training.models.linear_cross_entropy import IGNORED
-from training.shards.format import TokenStream
+from tests.support.numbered_corpus import (
+    BERT,
+    CONTEXT,
+    CPU,
+    FIRST,
+    NUM_TOKENS,
+    PACKINGS,
+    global_batch,
+    one_pass,
+    plan_of,
+    rows,
+    write_numbered,
+)
+from training.data.batch import IGNORED
+from training.data.held_out import held_out
+from training.data.loader import Loader, documents_in
+from training.shards.stream import TokenStream
 
 
 @pytest.fixture(scope="module")

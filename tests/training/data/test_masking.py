@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from tests.conftest import MASK, VOCAB
-from training.data.loader import Loader, mask_tokens
-from training.models.linear_cross_entropy import IGNORED
+from training.data.batch import IGNORED
+from training.data.loader import Loader
+from training.data.masking import mask_tokens
 from training.records.plan import RunPlan
 
 BERT = {"model__architecture": "bert", "model__kv_heads": 0}

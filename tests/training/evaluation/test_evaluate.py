@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from tests.conftest import END, REPO, rank_env, run_ranks
 from tests.support.tiny_run import tiny_run
-from training.data.loader import held_out
+from training.data.held_out import held_out
 from training.models.language_model import build_model
 from training.records.plan import RunPlan
 from training.records.results import EvalReport
-from training.shards.format import TokenStream
+from training.shards.stream import TokenStream
 
 
 @pytest.fixture(scope="module")

@@ -15,14 +15,16 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokeniz
 
 from tests.support.tiny_run import END, VOCAB, export_by_program, tiny_run
 from training.checkpoint.load import Manifest
+from training.checkpoint.safetensors_files import WrittenFile
 from training.config.run import RunConfig
 from training.export import export_run, main
 from training.exports.latency import measure_latency
-from training.models.language_model import load_model
-from training.records.plan import RunPlan, TrainResult, sha256_file
-from training.records.results import ExportedModel, ParityReport
-from training.checkpoint.safetensors_files import WrittenFile
 from training.exports.tensorrt import why_no_tensorrt
+from training.models.language_model import load_model
+from training.records.plan import RunPlan
+from training.records.record import sha256_file
+from training.records.results import ExportedModel, ParityReport
+from training.records.train_result import TrainResult
 
 AUTO_CLASS = {"llama": AutoModelForCausalLM, "gpt2": AutoModelForCausalLM, "bert": AutoModelForMaskedLM}
 

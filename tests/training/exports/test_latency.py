@@ -9,8 +9,8 @@ from PIL import Image
 
 from tasks.reports.export_latency import draw_latency, latency_rows
 from tests.support.tiny_run import tiny_run
-from training.export import export_run
 from training.config.export import ExportConfig
+from training.export import export_run
 from training.exports.latency import why_no_compile
 from training.records.results import LatencyFigure, LatencyReport
 

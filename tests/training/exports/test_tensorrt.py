@@ -16,10 +16,10 @@ import torch
 import training.exports.tensorrt
 from tests.support.tiny_run import tiny_run
 from training.build_engine import build_engines, main
-from training.export import export_run
 from training.config.export import TensorRTConfig
-from training.records.plan import RunPlan
+from training.export import export_run
 from training.exports.tensorrt import Range, profile, why_no_tensorrt
+from training.records.plan import RunPlan
 
 DECODE = {
     "input_ids": ["batch", "length"],

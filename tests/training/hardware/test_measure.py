@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tasks.hardware.machine import driver_gpus
-from training.records.inventory import Measured
 from training.measure import DTYPES, product
+from training.records.inventory import Measured
 
 # GFLOP/s of numpy's matrix product on one thread, the median of some 0.3 s: another library, another clock loop.
 NUMPY_GFLOPS = """

@@ -13,13 +13,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tasks.inference.onnx_generator import Sampling, choose_token
 from tasks.hardware.machine import driver_gpus
+from tasks.inference.onnx_generator import Sampling, choose_token
 from tests.support.ranks import Ranks
 from tests.support.tiny_run import tiny_run
-from training.records.decode_plan import DecodePlan, check_inference
-from training.inference.sampling import Draw, sample
 from training.config.serving import InferenceConfig
+from training.inference.sampling import Draw, sample
+from training.planner.inference import check_inference
+from training.records.decode_plan import DecodePlan
 
 CONTEXT = 32
 TEXTS = ("def", "x", "return a + b  #", "a" * 30, "the prompt is longer than context " * 2)

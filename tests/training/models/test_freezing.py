@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from tests.conftest import inventory, run_ranks, tiny_config
+from training.checkpoint.safetensors_files import TensorFiles
 from training.models.freezing import freeze, trainable_parameters
-from training.tracking.metrics_log import read_rows
 from training.models.language_model import build_model
 from training.planner.plan import make_plan
 from training.records.plan import RunPlan
-from training.checkpoint.safetensors_files import TensorFiles
+from training.tracking.rows import read_rows
 
 STEPS = 6
 PATTERNS = ("*embed_tokens*", "model.layers.0.*norm*", "model.layers.1.mlp.*")

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from training.models.linear_cross_entropy import IGNORED, linear_cross_entropy, linear_scores
-from training.planner.cost_model import CHUNK_TOKENS
+from training.data.batch import IGNORED
+from training.models.linear_cross_entropy import linear_cross_entropy, linear_scores
+from training.planner.job import CHUNK_TOKENS
 
 
 def made(tokens: int, width: int, vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -18,7 +18,8 @@ from tests.conftest import VOCAB, inventory, losses, run_ranks, tiny_config
 from tests.support.tiny_run import byte_tokenizer
 from training.data.loader import Loader
 from training.models.language_model import build_model
-from training.records.plan import RunPlan, TokenShards
+from training.records.plan import RunPlan
+from training.records.token_shards import TokenShards
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
 

@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from tests.conftest import run_ranks
 from training.monitoring.meter import Meter
-from training.tracking.metrics_log import read_rows
+from training.records.plan import RunPlan
+from training.records.train_result import TrainResult
 from training.runtime.process import Rank
-from training.records.plan import RunPlan, TrainResult
 from training.strategies import StepStats
+from training.tracking.rows import read_rows
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,8 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tasks.planning.plan import plan_run
 from tests.conftest import REPO, VOCAB, inventory, rank_env, tiny_config, torchrun
 from training.data.loader import Loader
-from training.monitoring.nonfinite import SKIPPED_IN_A_ROW, FiniteCheck, NonFiniteLoss, StepOutcome
-from training.records.plan import RunPlan, TokenShards, TrainResult
+from training.monitoring.nonfinite import SKIPPED_IN_A_ROW, FiniteCheck, StepOutcome
+from training.records.plan import RunPlan
+from training.records.token_shards import TokenShards
+from training.records.train_result import TrainResult
+from training.runtime.errors import NonFiniteLoss
 
 RARE = VOCAB - 1
 BAD_STEP, BAD_RANK = 5, 1

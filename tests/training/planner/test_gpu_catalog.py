@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from flows.cli import command
-from training.records.inventory import Device, Host, Inventory
 from training.planner.gpu_catalog import find_gpu, known_gpus, nearest_names, slow_devices
 from training.planner.hypothetical_hosts import stand_in_inventory
+from training.records.inventory import Device, Host, Inventory
 
 
 def gpu(name: str, *, memory_gb_per_s: float = 0.0, **tflops: float) -> Device:

@@ -12,12 +12,13 @@ from benchmarks.planner_vs_published import MEGATRON, compared, shape_of, summar
 from benchmarks.published import models, rows
 from tests.conftest import inventory, tiny_config
 from training.models.architectures import layers_of
-from training.planner.cluster import Machines, Ring, machines
-from training.planner.memory import kept_bytes, memory_gib, stage_parameters
 from training.models.language_model import build_model
-from training.planner.plan import make_plan
-from training.planner.cost_model import Choice, Job, our_recipe
+from training.planner.cluster import Machines, Ring, machines
+from training.planner.cost_model import our_recipe
 from training.planner.hypothetical_hosts import stand_in_inventory
+from training.planner.job import Choice, Job
+from training.planner.memory import kept_bytes, memory_gib, stage_parameters
+from training.planner.plan import make_plan
 from training.planner.step_time import step_s
 
 GPT3 = Job(shape=shape_of("gpt-175b", models()["gpt-175b"], 2048), context=2048, global_batch=64, precision="bf16")

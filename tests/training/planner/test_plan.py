@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.conftest import inventory, tiny_config
-from training.records.inventory import Device, Host, Inventory
 from training.models.language_model import build_model
-from training.shards.packing import Epoch, Packing, one_epoch
+from training.planner.model_shape import flops_per_token
 from training.planner.plan import make_plan
 from training.planner.precision import choose_precision
-from training.planner.model_shape import flops_per_token
+from training.records.inventory import Device, Host, Inventory
+from training.shards.packing import Epoch, Packing, one_epoch
 
 EPOCH = Epoch(sequences=100, tokens=1600)
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.conftest import inventory, tiny_config
-from training.records.inventory import Inventory
-from training.shards.packing import Epoch
 from training.planner.plan import make_plan
 from training.planner.replicas import COMPUTING
+from training.records.inventory import Inventory
+from training.shards.packing import Epoch
 
 EPOCH = Epoch(sequences=100, tokens=1600)
 

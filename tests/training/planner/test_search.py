@@ -9,10 +9,10 @@ import pytest
 
 from tests.conftest import inventory, tiny_config
 from training.config.run import RunConfig
-from training.records.inventory import Inventory
-from training.planner.plan import make_plan
-from training.records.plan import RunPlan
 from training.planner.hypothetical_hosts import stand_in_inventory
+from training.planner.plan import make_plan
+from training.records.inventory import Inventory
+from training.records.plan import RunPlan
 
 LLAMA_1B = {"layers": 22, "width": 2048, "heads": 32, "kv_heads": 8, "mlp_width": 5632, "tie_embeddings": False}
 LLAMA_8B = {"layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "mlp_width": 14336, "tie_embeddings": False}

@@ -12,10 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.launch.failure import RunStopped
 from tasks.launch.local import run_program
+from tasks.runs.errors import RunStopped
 from tests.conftest import REPO, losses, rank_env, torchrun
-from training.records.plan import RunPlan, TrainResult
+from training.records.plan import RunPlan
+from training.records.train_result import TrainResult
 
 TIMEOUT_S = 10
 DEADLINE_S = 120

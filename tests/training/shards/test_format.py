@@ -5,8 +5,18 @@ import numpy as np
 import pytest
 
 from tests.support.manifests import write_manifest
-from training.records.plan import Shard, sha256_file
-from training.shards.format import TokenStream, discard_damaged, finished_shards, read_manifest, token_dtype, verify_hashes, write_marker, write_shard
+from training.records.record import sha256_file
+from training.records.token_shards import Shard
+from training.shards.format import (
+    discard_damaged,
+    finished_shards,
+    read_manifest,
+    token_dtype,
+    verify_hashes,
+    write_marker,
+    write_shard,
+)
+from training.shards.stream import TokenStream
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 
 from tests.support.manifests import write_manifest
 from tests.support.tiny_corpus import prepare
-from training.records.plan import Shard, SourceFile, Stretch, TokenShards
-from training.shards.format import TokenStream
+from training.records.token_shards import Shard, SourceFile, Stretch, TokenShards
 from training.shards.sources import MAX_SOURCES, held_out_sources, source_names
+from training.shards.stream import TokenStream
 
 
 @pytest.mark.parametrize(

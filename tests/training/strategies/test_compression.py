@@ -13,9 +13,10 @@ from tests.conftest import inventory, losses, run_ranks, tiny_config
 from tests.support.ranks import Ranks
 from tests.training.strategies.test_strategies import assert_equal_training
 from training.checkpoint.load import Manifest
-from training.tracking.metrics_log import read_rows
 from training.planner.plan import make_plan
-from training.records.plan import RunPlan, TrainResult
+from training.records.plan import RunPlan
+from training.records.train_result import TrainResult
+from training.tracking.rows import read_rows
 
 KINDS: dict[str, dict[str, Any]] = {
     "none": {},

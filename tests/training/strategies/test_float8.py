@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from tests.conftest import inventory, losses, run_ranks, tiny_config
-from training.strategies.float8 import linear
-from training.records.inventory import Device, Host, Inventory
 from training.planner.plan import make_plan
+from training.records.inventory import Device, Host, Inventory
 from training.records.plan import RunPlan
+from training.strategies.float8 import linear
 
 # Sizes that fp8 products take; micro-batches of 2 in every layout, so that every scale is the same.
 SMALL: dict[str, Any] = {

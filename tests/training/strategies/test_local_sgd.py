@@ -14,14 +14,15 @@ import torch
 from tests.conftest import inventory, losses, run_ranks, tiny_config
 from tests.support.ranks import Ranks
 from tests.training.strategies.test_strategies import LOSS_BOUND, WEIGHT_BOUND, final
-from training.data.loader import Loader, held_out
-from training.records.inventory import Inventory
-from training.tracking.metrics_log import read_rows
+from training.config.train import learning_rate
+from training.data.held_out import held_out
+from training.data.loader import Loader
 from training.models.language_model import build_model
-from training.strategies.optim import build_adamw, set_learning_rate
 from training.planner.plan import make_plan
+from training.records.inventory import Inventory
 from training.records.plan import RunPlan
-from training.schedule import learning_rate
+from training.strategies.optim import build_adamw, set_learning_rate
+from training.tracking.rows import read_rows
 
 STEPS, EVERY, VALIDATED, GROUPS = 8, 3, 4, 2
 SETTINGS: dict[str, Any] = {

@@ -11,8 +11,8 @@ import pytest
 
 from tests.conftest import losses, run_ranks
 from tests.support.layouts import LAYOUTS
-from training.tracking.metrics_log import read_rows
 from training.strategies.optim import LossScale
+from training.tracking.rows import read_rows
 
 COMMON = {"model__dropout": 0.0, "train__steps": 20}
 
@@ -66,10 +66,10 @@ def test_an_overflow_halves_the_scale_and_a_long_good_stretch_doubles_it() -> No
 
 def test_a_checkpoint_may_come_before_the_first_update(make_run: Callable[..., Path]) -> None:
     """fp16 leaves out its first steps while the scale adapts."""
-    from training.runtime.mesh import build_mesh
     from training.models.language_model import unfilled_model
-    from training.runtime.process import entered
     from training.records.plan import RunPlan
+    from training.runtime.mesh import build_mesh
+    from training.runtime.process import entered
     from training.strategies import parallelize
 
     plan = RunPlan.read(make_run("early", parallel__strategy="single", parallel__precision="fp16"))

@@ -10,10 +10,10 @@ import pytest
 
 from tests.conftest import losses, run_ranks
 from tests.support.layouts import EIGHT_RANKS, LAYOUTS
-from training.tracking.metrics_log import read_rows
+from training.checkpoint.safetensors_files import TensorFiles
 from training.records.plan import RunPlan
 from training.strategies import STRATEGIES
-from training.checkpoint.safetensors_files import TensorFiles
+from training.tracking.rows import read_rows
 
 STEPS = 20
 # fp32 sums are taken in another order: each step's relative error is about 1e-7, AdamW's division by the root of a

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from training.tracking.metrics_log import MetricsLog, RowLog, Sender, forget_after, read_rows, read_sent, send_rows
+from training.tracking.metrics_log import MetricsLog
+from training.tracking.mlflow_sender import Sender, forget_after, read_sent, send_rows
+from training.tracking.rows import RowLog, read_rows
 
 
 @pytest.fixture(scope="module")

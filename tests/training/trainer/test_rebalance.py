@@ -17,9 +17,9 @@ from tests.conftest import run_ranks
 from tests.support.ranks import Ranks
 from tests.training.strategies.test_strategies import assert_equal_training
 from training.checkpoint.load import Manifest
-from training.tracking.metrics_log import read_rows
-from training.trainer.rebalance import in_force, with_room
 from training.records.plan import RunPlan
+from training.tracking.rows import read_rows
+from training.trainer.rebalance import in_force, with_room
 
 STEPS = 30
 COMMON: dict[str, Any] = {

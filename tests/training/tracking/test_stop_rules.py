@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from tests.conftest import inventory, run_ranks, tiny_config
-from training.trainer.stop_rules import elapsed_s, is_finished, since_best, validations
-from training.tracking.metrics_log import read_rows
 from training.planner.plan import make_plan
-from training.records.plan import RunPlan, StoppedBy, TrainResult
+from training.records.plan import RunPlan
+from training.records.train_result import StoppedBy, TrainResult
+from training.tracking.rows import read_rows
+from training.tracking.stop_rules import elapsed_s, is_finished, since_best, validations
 
 LIMIT_S = 1.0
 NO_LEARNING = {"train__schedule": "constant", "train__learning_rate": 1e-12}  # no weight moves: no validation is better

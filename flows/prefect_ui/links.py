@@ -1,0 +1,49 @@
+"""Links between the Prefect run and the MLflow run."""
+
+from __future__ import annotations
+
+from prefect.runtime import flow_run
+from prefect.settings import PREFECT_UI_URL
+
+from flows.prefect_ui.artifacts import name_flow_run, show_markdown
+from flows.servers.embedded import is_embedded
+from tasks.tracking import mlflow_run
+from tasks.tracking.mlflow_run import TrackedRun
+from tasks.workspace.paths import command, mlflow_url
+
+
+def prefect_tags() -> dict[str, str]:
+    """The way from the MLflow run to the Prefect run."""
+    tags = {
+        mlflow_run.FLOW_RUN: flow_run.id,
+        mlflow_run.FLOW_RUN_STARTS: flow_run.run_count,
+        mlflow_run.ROOT_FLOW_RUN: flow_run.root_flow_run_id,
+    }
+    if flow_run.id:
+        tags["prefect.flow_run_url"] = prefect_page(flow_run.id)
+    return {key: str(value) for key, value in tags.items() if value}
+
+
+def prefect_page(flow_run_id: str) -> str:
+    """URL of a flow run in Prefect's UI; empty where there is no server to show it later."""
+    uri = PREFECT_UI_URL.value()
+    return f"{uri}/flow-runs/flow-run/{flow_run_id}" if uri and not is_embedded() else ""
+
+
+def link(run: TrackedRun) -> None:
+    """The way from the Prefect run to the MLflow run; and the run's ID as its name, which is known only now."""
+    page = mlflow_page(run)
+    where = f"[MLflow run {run.run_id}]({page})" if page else f"MLflow run `{run.mlflow_run_id}`: `{open_mlflow()}`"
+    show_markdown(f"{where}\n\nRun folder: `{run.folder}`", key="mlflow-run", description="MLflow run")
+    name_flow_run(run.run_id)
+
+
+def mlflow_page(run: TrackedRun, tab: str = "") -> str:
+    """URL of the run in MLflow's UI, among its pages of training and not of GenAI; empty where there is no server."""
+    uri, page = mlflow_url(), f"/#/experiments/{run.experiment_id}/runs/{run.mlflow_run_id}{tab}"
+    return f"{uri}{page}?workflowType=machine_learning" if uri.startswith("http") else ""
+
+
+def open_mlflow() -> str:
+    uri = mlflow_url()
+    return uri if uri.startswith("http") else f"{command('mlflow')} ui --backend-store-uri {uri}"

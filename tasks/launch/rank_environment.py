@@ -1,0 +1,62 @@
+"""What ranks in containers are given: NCCL settings, file ownership, a way to MLflow."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tasks.hardware.hosts import rank_user, read_hosts
+from tasks.planning.custom_program import TrainerPlan, is_loopback
+from tasks.workspace.paths import tracking_uri
+from training.config.launch import LaunchConfig
+from training.records.plan import RunPlan
+from training.tracking.redaction import SECRETS, shown
+
+# NCCL's settings, all in this one place; launch.nccl adds to them and overrides them. The interface comes from each
+# host's `interface` (NCCL_SOCKET_IFNAME), the patience of a collective from parallel.timeout_s.
+NCCL = {
+    "NCCL_DEBUG": "WARN",  # why a link could not be made; INFO also prints which rings and links were chosen
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # a lost peer ends the rank, where NCCL itself would wait for ever
+    "NCCL_IB_TIMEOUT": "22",  # 17 s a try: an InfiniBand switch that reroutes is no lost host (NCCL's default: 20, 4 s)
+}
+
+
+def give_to_ranks(run_dir: Path, launch: LaunchConfig) -> None:
+    """A launcher that is root hands over what ranks write; any other user's ranks are that user's own."""
+    if os.getuid() != 0:
+        return
+    uid, _, gid = rank_user(launch).partition(":")
+    for path in (run_dir, *run_dir.rglob("*")):
+        try:
+            if not path.is_symlink() and path.stat().st_uid != int(uid):
+                os.chown(path, int(uid), int(gid or uid))
+        except FileNotFoundError:  # ranks of an earlier attempt take their files away
+            continue
+        except PermissionError:
+            raise ValueError(
+                f"{path} cannot be given to uid {uid}, whose ranks are to write it: over NFS root has no rights of its "
+                "own (root_squash); start Shardline as the user who owns the shared folder"
+            ) from None
+
+
+def ranks_reach_mlflow(launch: LaunchConfig) -> bool:
+    """Not a store in a file of this machine; nor a server on its loopback, for ranks on other machines."""
+    uri = urlsplit(tracking_uri())
+    far = any(not host.docker.startswith("unix:") for host in read_hosts(launch))
+    return uri.scheme in {"http", "https"} and not (far and is_loopback(uri.hostname or ""))
+
+
+def tracking_for_ranks(plan: RunPlan | TrainerPlan) -> tuple[dict[str, str], dict[str, str]]:
+    """Environment and secrets that lead a rank to the run in MLflow; secrets go over standard input.
+
+    Where they cannot reach it, the launcher sends the metrics.
+    """
+    uri = tracking_uri()
+    secrets = {name: os.environ[name] for name in SECRETS if name in os.environ}
+    if not ranks_reach_mlflow(plan.config.launch):
+        return {"MLFLOW_TRACKING_URI": ""}, secrets
+    environment = {"MLFLOW_RUN_ID": plan.mlflow_run_id}
+    if shown(uri) != uri:
+        return environment, secrets | {"MLFLOW_TRACKING_URI": uri}
+    return environment | {"MLFLOW_TRACKING_URI": uri}, secrets

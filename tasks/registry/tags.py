@@ -1,0 +1,22 @@
+"""The registry's vocabulary: aliases, and the tags of a version."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+CHAMPION, CHALLENGER = "champion", "challenger"
+# Tags of a version. Losses and differences are written with repr, so that they read back exactly.
+TAG = "shardline."
+GATE, REPLACES = f"{TAG}gate.", f"{TAG}replaces"
+VERDICT, APPROVED = f"{TAG}verdict", f"{TAG}approved"
+LOSS_ON = f"{TAG}loss_on."
+TAG_CHARS = 5000  # MLflow's limit for a version's tag
+
+
+def note_evaluation(client: MlflowClient, name: str, number: int, *, dataset: str, loss: float, tokens: int) -> None:
+    """What the version scores on other held-out tokens: the loss gate compares where both were measured."""
+    client.set_model_version_tag(name, str(number), f"{LOSS_ON}{dataset}", json.dumps([loss, tokens]))

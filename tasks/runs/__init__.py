@@ -1,0 +1,1 @@
+"""A run's folder: its records, its owner, how it is resumed."""

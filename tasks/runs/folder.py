@@ -1,0 +1,35 @@
+"""What a run's folder says: its plan, its config, its newest checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from training.config.run import RunConfig
+from training.records.plan import RunPlan
+
+
+def read_plan(run_dir: Path) -> RunPlan | None:
+    path = run_dir / "plan.json"
+    return RunPlan.read(path) if path.exists() else None
+
+
+def latest_config(run_dir: Path, *, begun_with: RunConfig) -> RunConfig:
+    """That of the plan, which a resume may have replaced; before there is one, what the run began with."""
+    plan = read_plan(run_dir)
+    return plan.config if plan else begun_with
+
+
+def steps_done(run_dir: Path) -> int:
+    """Step of the newest checkpoint."""
+    return max((int(path.name) for path in (run_dir / "checkpoints").glob("[0-9]*")), default=0)
+
+
+def flattened(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """("train.steps", 480), …"""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,74 @@
+"""MLflow's client: bounded patience, quiet logs, clear errors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING
+
+from tasks.workspace.paths import tracking_uri
+from training.tracking.redaction import shown, without_credentials
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+logger = logging.getLogger(__name__)
+PATIENCE_S, ASK_EVERY_S = 600.0, 2.0
+
+
+def connect() -> MlflowClient:
+    """A client of the store that this process uses. Raises RuntimeError within seconds if it does not answer."""
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    return registry_client(tracking_uri())
+
+
+def wait_for_store() -> None:
+    """In the middle of a run MLflow may be away for a while. Raises RuntimeError if that is longer than PATIENCE_S."""
+    deadline, said = time.monotonic() + PATIENCE_S, False
+    while True:
+        try:
+            connect()
+        except RuntimeError as error:
+            if time.monotonic() > deadline:
+                raise
+            if not said:
+                logger.warning("%s. The run waits for it, up to %.0f min", error, PATIENCE_S / 60)
+            said = True
+            time.sleep(ASK_EVERY_S)
+        else:
+            return
+
+
+# MLflow's own are minutes of silence. So a request waits 0, 2 and 4 s, each with up to 1 s of jitter, for a server
+# that restarts. What is set already, as by the user, stays.
+CLIENT_ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",  # three bars per registration
+}
+# urllib3 tells of every retry; the error at the end says it once.
+LOG_LEVELS = {"mlflow": logging.WARNING, "alembic": logging.WARNING, "urllib3.connectionpool": logging.ERROR}
+
+
+def registry_client(tracking_uri: str) -> MlflowClient:
+    """One store for tracking and registry, that answers; a process's first takes about a second.
+
+    Raises RuntimeError, without the URI's credentials, if it does not answer.
+    """
+    for name, value in CLIENT_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from mlflow.tracking import MlflowClient
+
+    for name, level in LOG_LEVELS.items():
+        logging.getLogger(name).setLevel(level)
+    try:
+        client = MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+        client.search_experiments(max_results=1)
+    except Exception as error:
+        why = without_credentials(str(error), uri=tracking_uri)
+        raise RuntimeError(
+            f"MLflow at {shown(tracking_uri)} does not answer ({why}): start it, or unset MLFLOW_TRACKING_URI"
+        ) from None  # the cause's text has the credentials, and a traceback would print it
+    return client

@@ -1,0 +1,34 @@
+"""BERT's objective: which tokens are hidden, and how many are to be predicted."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from training.data.batch import IGNORED
+from training.records.plan import RunPlan
+
+
+def mask_tokens(plan: RunPlan, tokens: np.ndarray, *, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """BERT's masking (Devlin et al. 2019, section 3.1): of the chosen 15%, 80% mask, 10% random, 10% unchanged.
+
+    int64 [length] -> inputs, targets [length]. A fixed number of positions per sequence, as in the authors' data
+    generator.
+    """
+    assert plan.mask_id is not None
+    rng = np.random.default_rng(key)
+    count = int(num_predicted(plan, np.array(len(tokens))))
+    chosen = rng.permutation(len(tokens))[:count]
+    inputs, targets = tokens.copy(), np.full_like(tokens, IGNORED)
+    targets[chosen] = tokens[chosen]
+    action = rng.random(count)
+    inputs[chosen[action < 0.8]] = plan.mask_id
+    random = chosen[action >= 0.9]
+    inputs[random] = rng.integers(0, plan.vocab_size, len(random))
+    return inputs, targets
+
+
+def num_predicted(plan: RunPlan, lengths: np.ndarray) -> np.ndarray:
+    """Targets in sequences of so many tokens: every token, or for masked-LM models a share of them, at least one."""
+    if plan.config.objective == "causal":
+        return lengths
+    return np.where(lengths > 0, np.maximum(1, np.rint(lengths * plan.config.train.mask_fraction)), 0).astype(np.int64)

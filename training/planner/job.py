@@ -1,0 +1,76 @@
+"""What one step trains, and one way to lay it out over devices: what the planner prices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from training.config.parallel import Precision, Strategy
+from training.records.plan import ModelShape
+
+Offload = Literal["none", "optimizer", "parameters"]
+Recompute = Literal["none", "selective", "full"]
+DESCRIBED = ("llama", "gpt2", "bert")  # architectures with an entry in training/models/architectures.py
+CHUNK_TOKENS = 2048  # logits are made for so many tokens at a time (training/models/linear_cross_entropy.py)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one optimizer step trains."""
+
+    shape: ModelShape
+    context: int
+    global_batch: int
+    precision: Precision
+    dropout: float = 0.0
+
+    @property
+    def width_bytes(self) -> int:
+        """Of a number that matrix products take."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def kv_width(self) -> int:
+        return self.shape.kv_heads * (self.shape.width // self.shape.heads)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP has three matrices, as Llama's; two, as GPT-2's and BERT's."""
+        return self.shape.architecture not in {"gpt2", "bert"}
+
+    @property
+    def is_causal(self) -> bool:
+        return self.shape.architecture != "bert"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run a job. `accumulation`: micro-batches of `micro_batch` sequences that each replica makes a step."""
+
+    strategy: Strategy
+    tp: int
+    pp: int
+    dp: int
+    micro_batch: int
+    accumulation: int
+    recompute: Recompute = "none"
+    offload: Offload = "none"
+    stages_per_rank: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def is_undivided(self) -> bool:
+        """Whether each rank has all layers, and all of each."""
+        return self.tp == self.pp == 1
+
+    def __str__(self) -> str:
+        sizes = [f"{axis} {size}" for axis, size in (("tp", self.tp), ("pp", self.pp), ("dp", self.dp)) if size > 1]
+        if self.stages_per_rank > 1:
+            sizes.append(f"{self.stages_per_rank} stages a rank")
+        words = [" ".join([self.strategy, *sizes]), f"micro-batch {self.micro_batch}"]
+        words += [f"{self.recompute} activation checkpointing"] if self.recompute != "none" else []
+        words += [f"{self.offload} offloaded"] if self.offload != "none" else []
+        return ", ".join(words)

@@ -1,0 +1,31 @@
+"""When the micro-batch is confirmed by a trial, and the next smaller one to try."""
+
+from __future__ import annotations
+
+from training.config.run import RunConfig
+from training.planner.shares import deal
+from training.records.plan import RunPlan
+
+
+def wants_trial(config: RunConfig, device_kind: str) -> bool:
+    """By train.micro_batch_trial; auto: on GPUs, where the plan chose the micro-batch."""
+    if config.train.micro_batch_trial != "auto":
+        return config.train.micro_batch_trial == "always"
+    return device_kind == "cuda" and not config.train.micro_batch and isinstance(config.parallel.shares, str)
+
+
+def smaller(plan: RunPlan) -> tuple[int, ...] | None:
+    """The next smaller micro-batches, in the proportions of the plan's; None: there are none.
+
+    As many a step as divide the global batch evenly, and fill the stages of a pipeline.
+    """
+    batch, pp = plan.config.train.global_batch, plan.mesh["pp"]
+    for accumulation in range(plan.accumulation + 1, batch // plan.dp + 1):
+        if batch % accumulation or accumulation % pp or (not plan.is_unequal and batch % (accumulation * plan.dp)):
+            continue
+        if not plan.is_unequal:
+            return (batch // accumulation // plan.dp,) * plan.dp
+        dealt = deal(batch // accumulation, speeds=plan.micro_batches, most=plan.micro_batches)
+        if max(dealt) < plan.micro_batch:
+            return dealt
+    return None

@@ -1,0 +1,43 @@
+"""A record: a small frozen file of JSON, written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Record(BaseModel):
+    """A stage's result. `write` renames into place, so a reader never meets half a record."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def write(self, path: Path) -> None:
+        write_atomically(path, self.model_dump_json(indent=2) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        return cls.model_validate_json(path.read_bytes())
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write beside, fsync, rename: after a crash at any point the path holds the old content or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with aside.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_config(config: BaseModel) -> str:
+    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()

@@ -1,0 +1,62 @@
+"""Stage 1, text to shards: the manifest of a shard folder."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from training.records.record import Record
+
+
+class SourceFile(Record):
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+class Stretch(Record):
+    """Tokens in a row that were read from one file: the manifest's `sources[source]`."""
+
+    source: int
+    tokens: int
+    text_bytes: int
+
+
+class Shard(Record):
+    """One token file of one split; `name` is relative to the shard folder, without suffix.
+
+    `stretches`: of a validation shard, in order. None: not recorded (train, and folders made before they were).
+    """
+
+    name: str
+    split: Literal["train", "validation"]
+    tokens: int
+    documents: int
+    text_bytes: int
+    sha256: str
+    stretches: tuple[Stretch, ...] | None = None
+
+
+class TokenShards(Record):
+    """The manifest of a shard folder. No paths, times or hosts: equal inputs give equal bytes."""
+
+    fingerprint: str
+    sources: tuple[SourceFile, ...]
+    tokenizer: str
+    tokenizer_sha256: str
+    vocab_size: int
+    end_id: int
+    mask_id: int | None
+    dtype: Literal["uint16", "uint32"]
+    split_rule: str
+    shards: tuple[Shard, ...]
+    skipped: int
+    skipped_examples: tuple[str, ...]
+
+    def tokens(self, split: str) -> int:
+        return sum(shard.tokens for shard in self.shards if shard.split == split)
+
+    def documents(self, split: str) -> int:
+        return sum(shard.documents for shard in self.shards if shard.split == split)
+
+    def text_bytes(self, split: str) -> int:
+        return sum(shard.text_bytes for shard in self.shards if shard.split == split)

@@ -1,0 +1,61 @@
+"""Stage 6, the end of training: result.json, of a success or of a failure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal, Self
+
+from training.config.launch import Cause
+from training.records.record import Record
+
+StoppedBy = Literal["steps", "signal", "hours", "early stop"]
+
+
+class TrainFailure(Record):
+    """result.json where training failed, until a resume succeeds: why, and the newest whole checkpoint, if any."""
+
+    step: int
+    checkpoint: str
+    stopped_by: Cause
+    detail: str
+
+
+def train_failure(path: Path) -> TrainFailure | None:
+    """What a result.json says of a failure; None if training came to its end."""
+    content = json.loads(path.read_bytes())
+    return TrainFailure.model_validate(content) if "detail" in content else None
+
+
+class TrainResult(Record):
+    """How training ended. Rates are of the last attempt, over all ranks, without first step, validation, checkpoints.
+
+    `mfu`: share of the ranks' measured matmul rate (None: not measured). `peak_memory_gib`: of one rank, allocated on
+    a GPU, resident on a CPU; `memory`: peaks and averages of all that training/monitoring/device_stats.py reads.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    samples_per_s: float
+    tokens_per_s: float
+    step_ms: float
+    mfu: float | None
+    device_utilisation: float | None
+    peak_memory_gib: float
+    memory: dict[str, float]
+    skipped_steps: int
+    checkpoint: str
+    checkpoint_sha256: str
+    stopped_by: StoppedBy
+    train_s: float
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises ValueError if training failed."""
+        if failure := train_failure(path):
+            raise ValueError(
+                f"{path}: training ended by {failure.stopped_by} ({failure.detail}), its newest checkpoint is of step "
+                f"{failure.step}: `shardline resume {path.parent.name}` goes on"
+            )
+        return super().read(path)

@@ -1,0 +1,81 @@
+"""What a training run starts from: model, strategy, data, and the checkpoint it resumes."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from training.checkpoint import load
+from training.checkpoint.retention import reading, sweep
+from training.data.loader import Loader
+from training.models.freezing import trainable_parameters
+from training.models.language_model import LanguageModel, unfilled_model
+from training.records.plan import RunPlan
+from training.runtime.mesh import build_mesh
+from training.runtime.process import Rank
+from training.strategies import Strategy, parallelize
+from training.trainer.rebalance import in_force
+
+HASHING_TIMEOUT = datetime.timedelta(hours=6)  # while the first rank hashes a checkpoint: 100 GB take minutes
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the loop works with; made by `prepare`."""
+
+    plan: RunPlan
+    rank: Rank
+    run_dir: Path
+    mesh: DeviceMesh
+    model: LanguageModel
+    trainable_parameters: int  # of the whole model, whatever part of it this rank holds
+    strategy: Strategy
+    loader: Loader
+    start: int
+    resumed: load.Manifest | None
+
+
+def prepare(plan: RunPlan, *, rank: Rank, run_dir: Path) -> Training:
+    """Model, strategy and data, at the newest whole checkpoint if there is one. Collective."""
+    found = _agree_on_checkpoint(run_dir, rank)
+    with reading(found):
+        return prepared(plan, found, rank=rank, run_dir=run_dir)
+
+
+def prepared(plan: RunPlan, found: Path | None, *, rank: Rank, run_dir: Path) -> Training:
+    """At the checkpoint `found`; without one, at the start. Collective."""
+    model, weights = unfilled_model(plan)
+    if found is not None:
+        weights = load.weights_for(model, found)
+    model.train()
+    num_trained = trainable_parameters(model)
+    mesh = build_mesh(plan)
+    strategy = parallelize(plan, mesh, model, weights=weights, device=rank.device)
+    # Ranks must not drop the same units, but for tp peers, which share each unit's neighbours.
+    torch.manual_seed(plan.config.train.seed + rank.rank // plan.mesh["tp"])
+    resumed = load.load_state(found, strategy=strategy, rank=rank, mesh=plan.mesh) if found is not None else None
+    start = resumed.step if resumed is not None else 0
+    loader = Loader(in_force(plan, resumed), dp_rank=mesh["dp"].get_local_rank(), device=rank.device)
+    return Training(plan, rank, run_dir, mesh, model, num_trained, strategy, loader, start, resumed)
+
+
+def _agree_on_checkpoint(run_dir: Path, rank: Rank) -> Path | None:
+    """The first rank looks and checks the hashes; all take its word, so that none starts from another step."""
+    found: list[Path | RuntimeError | None] = [None]
+    if rank.rank == 0:
+        sweep(run_dir)
+        try:
+            found = [load.newest_whole(run_dir)]
+        except RuntimeError as error:
+            found = [error]
+    patient = dist.new_group(timeout=HASHING_TIMEOUT, backend="gloo")
+    dist.broadcast_object_list(found, src=0, group=patient)
+    dist.destroy_process_group(patient)
+    if isinstance(found[0], RuntimeError):
+        raise found[0]
+    return found[0]
