@@ -1,4 +1,4 @@
-"""What one host does in one attempt, and how that ended: written by the launcher, and by training/node/__main__.py for it."""
+"""What one host does in one attempt, and how that ended: written by the launcher and the node program."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class PairBandwidth(Record):
 
 
 class CollectiveReport(Record):
-    """training/hardware/check_network.py's: `hosts` in the order of their ranks, `pairs` from the slowest to the fastest."""
+    """Of training/hardware/check_network.py: `hosts` in the order of ranks, `pairs` from the slowest to the fastest."""
 
     backend: str
     hosts: tuple[str, ...]
