@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from training.inference.continuous_batching import Batcher, Request
 from training.inference.decode_ranks import Alone, Sharing, Stages
-from training.inference.decode_step import AnyClass, Do, Part, is_described, load_part, load_whole
+from training.inference.model_shard import AnyClass, Do, Part, is_described, load_part, load_whole
 from training.inference.socket_channel import Channel
-from training.records.decode_plan import DecodePlan
+from training.records.decoding import DecodePlan
 from training.runtime.onednn import prefer_onednn
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from tasks.hardware.machine import gpus_here
-from tasks.inference.batching import BatchedGenerator
+from tasks.inference.onnx_batching import BatchedGenerator
 from tasks.inference.engine import Engine
 from tasks.inference.onnx_generator import TextGenerator, encode_prompt
 from training.config.serving import InferenceConfig

@@ -15,7 +15,7 @@ from tasks.inference.onnx_generator import Sampling, TextStream, encode_prompt, 
 from tasks.inference.torch_ranks import Tokens, TorchRanks
 from training.config.serving import InferenceConfig
 from training.planner.inference import check_inference
-from training.records.decode_plan import ROWS
+from training.records.decoding import ROWS
 
 logger = logging.getLogger(__name__)
 

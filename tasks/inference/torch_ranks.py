@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from tasks.inference.engine import EngineDied
-from training.records.decode_plan import DecodePlan
+from training.records.decoding import DecodePlan
 
 logger = logging.getLogger(__name__)
 

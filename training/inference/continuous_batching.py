@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from training.inference.decode_ranks import Alone
-from training.inference.decode_step import SKIPPED, Do, Step, extend, move, prefill
+from training.inference.model_shard import SKIPPED, Do, Step, extend, move, prefill
 from training.inference.sampling import Draw, choose
 
 

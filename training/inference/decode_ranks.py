@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.inference.decode_step import Do, Part, Step, hidden_shape
+from training.inference.model_shard import Do, Part, Step, hidden_shape
 
 
 class Runs(Protocol):
-    """What a rank runs steps on: training/inference/decode_step.py's Part or AnyClass."""
+    """What a rank runs steps on: training/inference/model_shard.py's Part or AnyClass."""
 
     device: torch.device
 

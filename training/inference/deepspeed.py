@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.inference.decode_step import load_whole
+from training.inference.model_shard import load_whole
 from training.models.architectures import layers_of
 from training.strategies.zero import import_deepspeed
 

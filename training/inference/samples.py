@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from training.inference.sampling import Draw
-from training.inference.uncached import continuations
+from training.inference.generate_uncached import continuations
 from training.records.plan import RunPlan
 from training.records.record import write_atomically
 from training.strategies import Strategy

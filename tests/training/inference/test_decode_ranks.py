@@ -20,7 +20,7 @@ from tests.support.tiny_run import tiny_run
 from training.config.serving import InferenceConfig
 from training.inference.sampling import Draw, sample
 from training.planner.inference import check_inference
-from training.records.decode_plan import DecodePlan
+from training.records.decoding import DecodePlan
 
 CONTEXT = 32
 TEXTS = ("def", "x", "return a + b  #", "a" * 30, "the prompt is longer than context " * 2)

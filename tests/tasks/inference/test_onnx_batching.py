@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.inference import batching
-from tasks.inference.batching import BatchedGenerator
+from tasks.inference import onnx_batching
+from tasks.inference.onnx_batching import BatchedGenerator
 from tasks.inference.onnx_generator import TextGenerator
 
 PROMPTS = ["", "x", "def add(a", "0123456789" * 4, "größer, 中文", "0123456789abcdef", "q" * 31, "r" * 32]  # context 32
