@@ -26,8 +26,8 @@ from tokenizers import Tokenizer
 from training.data.batch import IGNORED, Batch
 from training.evaluation.lm_eval_tasks import EXAMPLES_SEED, load_tasks
 from training.evaluation.loaded_model import Opened
-from training.inference.sampling import SamplingParams
 from training.inference.generate_uncached import continuations
+from training.inference.sampling import SamplingParams
 from training.records.results import TaskScore
 
 RESAMPLED = 1000  # times, for the standard error of what is no mean

@@ -63,6 +63,7 @@ class ModelShard:
         weight, bias = self.model.output()
         return F.linear(self.model.finish(hidden[:, -1]), weight, bias).float()
 
+    @torch.inference_mode()
     def move(self, step: Move) -> None:
         self.caches[step.batch].move(step.source, step.target, length=step.length)
 
