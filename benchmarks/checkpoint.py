@@ -38,7 +38,7 @@ from training.planner.plan import make_plan
 from training.records.inventory import Device, Host, Inventory
 from training.records.plan import RunPlan
 from training.records.token_shards import TokenShards
-from training.runtime.process import entered
+from training.runtime.process import process_group
 from training.shards.format import write_shard
 from training.trainer.state import Training, prepare
 
@@ -172,7 +172,7 @@ def measure(bench: Bench, way: str) -> Timing:
 def run(folder: Path, *, rounds: int) -> dict[str, Any]:
     plan = make_run(folder)
     timings: dict[str, list[Timing]] = {way: [] for way in WAYS}
-    with entered(plan) as rank, ExitStack() as stack:
+    with process_group(plan) as rank, ExitStack() as stack:
         state = prepare(plan, rank=rank, run_dir=folder / "run")
         bench = Bench(state, folder, stack=stack)
         for _ in range(1 + rounds):

@@ -80,7 +80,7 @@ def _run(
         there = muster(run_dir, launch, alone=alone, lost=lost)
         unswept.clear()
         unswept |= set(there.away)
-        step = newest_step(run_dir)
+        step = last_checkpoint_step(run_dir)
         failures, reached = (0, step) if step > reached else (failures, reached)
         attempt = _attempt(module, there, run_dir=run_dir, alone=alone, on_poll=on_poll, unswept=unswept)
         ending, run_id = attempt.ending, there.plan.run_id
@@ -144,7 +144,7 @@ def _attempt(
         by_name = {there.hosts[0].name: 1}
     folder = new_folder(run_dir / "attempts")
     give_to_ranks(run_dir, plan.config.launch)
-    began_at, from_step = _now(), newest_step(run_dir)
+    began_at, from_step = _now(), last_checkpoint_step(run_dir)
     program = _program(module, plan, by_name, run_dir=run_dir)
     logger.info("attempt %s: %s on %s, from step %d", folder.name, module, _in_words(by_name), from_step)
     gang = Attempt(program, there.hosts[: len(by_name)], plan.config.launch, home=home(), folder=folder)
@@ -234,7 +234,7 @@ def _watched(gang: Attempt, plan: RunPlan | TrainerPlan, *, run_dir: Path, on_po
         warnings.look(now=True)
 
 
-def newest_step(run_dir: Path) -> int:
+def last_checkpoint_step(run_dir: Path) -> int:
     """Of the whole checkpoints; 0 without one."""
     return max((int(path.parent.name) for path in (run_dir / "checkpoints").glob("[0-9]*/manifest.json")), default=0)
 

@@ -112,13 +112,13 @@ def _row(host: str, each: OnHost) -> Running:
         status=state.status if state.running or state.status == "created" else f"{state.status} ({state.exit_code})",
         health=state.health,
         since=state.started_at if state.running else state.finished_at,
-        step=newest_step(run_dir),
+        step=last_logged_step(run_dir),
         looked_after=looked_after,
         launcher=launcher,
     )
 
 
-def newest_step(run_dir: Path) -> int | None:
+def last_logged_step(run_dir: Path) -> int | None:
     """As logged; None if nothing was, or not by us."""
     path = run_dir / "metrics.jsonl"
     if not path.exists():
@@ -261,7 +261,7 @@ def _local_row(run_dir: Path, *, gang: psutil.Process | None, owner: psutil.Proc
         status="running" if gang else "no ranks at the moment",
         health="",
         since=began,
-        step=newest_step(run_dir),
+        step=last_logged_step(run_dir),
         looked_after=owner is not None,
         launcher=f"alive (pid {owner.pid})" if owner else "gone",
     )
