@@ -1,4 +1,4 @@
-"""The phases of a training step, marked by the loop and the strategies (`with phase("forward"): …`), and the time each took.
+"""The phases of a training step and the time each took; the loop and the strategies mark them: `with phase("forward")`.
 
 Most steps are not recorded; then marking a phase costs 0.14 us, where torch's record_function costs 5 us.
 """
@@ -72,7 +72,7 @@ class Recording:
         return event
 
     def split_ms(self) -> dict[str, float]:
-        """Milliseconds by phase, summed over micro-batches; `exposed_communication` is already included in the others."""
+        """Times by phase, summed over micro-batches; `exposed_communication` is already included in the others."""
         split: dict[str, float] = {}
         for name, began, ended in self.phases:
             ms = began.elapsed_time(ended) if self.device.type == "cuda" else 1000 * (ended - began)
