@@ -38,7 +38,6 @@ def measure_hosts(
     slots: Mapping[str, int],
     home: Path,
     run_dir: Path,
-    measure_again: bool = False,
 ) -> Inventory:
     """The hosts with one device per slot, strongest first; `facts` are check_hosts', `slots` ranks by host's name.
 
@@ -46,7 +45,7 @@ def measure_hosts(
     measured beside other work are not kept. Raises HostError if a measurement fails, with the end of its output.
     """
     keys = {host.name: cache_key(host, facts[host.name], slots=slots[host.name]) for host in hosts}
-    known = {} if measure_again else {name: found for name, key in keys.items() if (found := find_cached(home, key))}
+    known = {name: found for name, key in keys.items() if (found := find_cached(home, key))}
     unknown = [host for host in hosts if host.name not in known]
     begin = time.perf_counter()
     new = on_all(

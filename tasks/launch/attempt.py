@@ -24,6 +24,7 @@ from tasks.launch.failure import FIRST_CAUSES, Ending, classify
 from tasks.launch.lease import Lease, withdraw_leases
 from tasks.launch.watcher import ANSWER_S, POLL_S, Watcher
 from tasks.workspace.paths import fresh
+from tasks.workspace.wait import until
 from training.config.launch import LaunchConfig
 from training.records.node import NodeTask
 
@@ -180,9 +181,7 @@ class Attempt:
 
     def _settle(self) -> None:
         """What failed first to be seen may have failed of another host's end, which is to be seen yet."""
-        deadline = time.monotonic() + SETTLE_S
-        while time.monotonic() < deadline and not self._all_ended() and self._ending().cause not in FIRST_CAUSES:
-            time.sleep(POLL_S / 2)
+        until(lambda: self._all_ended() or self._ending().cause in FIRST_CAUSES, timeout_s=SETTLE_S, every_s=POLL_S / 2)
 
     def _ending(self) -> Ending:
         self.taken = not self.lease.path.exists()
@@ -205,9 +204,7 @@ class Attempt:
         for name, result in on_each(self._started(), tell).items():
             if isinstance(result, HostError):
                 logger.warning("%s could not be told to stop, its lease is withdrawn: %s", name, result)
-        deadline = time.monotonic() + self.program.grace_s + SETTLE_S
-        while time.monotonic() < deadline and not self._all_ended():
-            time.sleep(POLL_S)
+        until(self._all_ended, timeout_s=self.program.grace_s + SETTLE_S, every_s=POLL_S)
 
     def _started(self) -> list[DockerHost]:
         return [host for host in self.hosts if host.name in self.watchers]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from tasks.planning.custom_program import TrainerPlan, experiment_of, program_of
 from tasks.runs.errors import RunFailed, RunStopped
 from tasks.runs.owner import RanksLauncher
 from tasks.workspace.paths import tracking_uri
-from tasks.workspace.processes import process_key
+from tasks.workspace.processes import free_port, process_key
 from training.records.node import NodeEnd, NodeTask
 from training.tracking.redaction import without_secrets
 
@@ -136,9 +135,3 @@ def _raise(ending: Ending, plan: TrainerPlan, *, log_path: Path) -> None:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
