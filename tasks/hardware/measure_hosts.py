@@ -22,7 +22,7 @@ from tasks.hardware.measure import (
     keep_cached,
     last_lines,
 )
-from tasks.hardware.preflight import HostFacts, throw_away
+from tasks.hardware.preflight import HostFacts, container_spec
 from training.config.launch import LaunchConfig
 from training.records.inventory import Device, Host, Inventory, Measured
 from training.records.node import CollectiveReport
@@ -72,7 +72,7 @@ def measure(host: DockerHost, launch: LaunchConfig, *, slots: int, cores: int, h
     out = run_dir / f".{name}-{host.name}.json"
     launcher = ("torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", f"--nproc-per-node={slots}", "-m")
     program = (*(launcher if slots > 1 else ()), "training.measure", str(out), str(threads))
-    job = throw_away(
+    job = container_spec(
         host, launch, home=home, run_id=run_dir.name, what=name, command=("python", "-m", *program), threads=threads
     )
     try:

@@ -76,7 +76,7 @@ def check_hosts(
         probes = probe_all(
             hosts,
             {
-                host.name: throw_away(
+                host.name: container_spec(
                     host,
                     launch,
                     home=home,
@@ -116,7 +116,7 @@ def _command(host: DockerHost, launch: LaunchConfig, *, run_dir: Path, token: st
     return ("python", "-m", "training.node.host_check", json.dumps(asdict(asked)))
 
 
-def throw_away(
+def container_spec(
     host: DockerHost,
     launch: LaunchConfig,
     *,

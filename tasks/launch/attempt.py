@@ -19,8 +19,8 @@ from infra import containers
 from infra.containers import Heartbeat
 from infra.hosts import DockerHost, HostError, connect, on_each
 from infra.logs import LogFollower
-from tasks.hardware.preflight import throw_away
-from tasks.launch.failure import FIRST_CAUSES, Ending, classify
+from tasks.hardware.preflight import container_spec
+from tasks.launch.failure import FIRST_CAUSES, AttemptOutcome, classify
 from tasks.launch.lease import Lease, withdraw_leases
 from tasks.launch.watcher import ANSWER_S, POLL_S, Watcher
 from tasks.workspace.paths import fresh
@@ -126,7 +126,7 @@ class Attempt:
         )
         task_path = self.folder / f"{host.name}.json"
         task.write(task_path)
-        job = throw_away(
+        job = container_spec(
             host,
             self.launch,
             home=self.home,
@@ -149,7 +149,7 @@ class Attempt:
 
     # Watching
 
-    def wait(self, on_poll: Callable[[], bool]) -> Ending:
+    def wait(self, on_poll: Callable[[], bool]) -> AttemptOutcome:
         """Until all containers have ended, one failed, or a host is lost; `on_poll` says whether steps were made."""
         while not self._all_ended():
             if on_poll():
@@ -183,16 +183,18 @@ class Attempt:
         """What failed first to be seen may have failed of another host's end, which is to be seen yet."""
         until(lambda: self._all_ended() or self._ending().cause in FIRST_CAUSES, timeout_s=SETTLE_S, every_s=POLL_S / 2)
 
-    def _ending(self) -> Ending:
+    def _ending(self) -> AttemptOutcome:
         self.taken = not self.lease.path.exists()
         if self.taken:
-            return Ending(cause="stopped", detail="another launcher has taken the run over: it withdrew our lease")
+            return AttemptOutcome(
+                cause="stopped", detail="another launcher has taken the run over: it withdrew our lease"
+            )
         lost = set(self.lost())
         ends = {name: watcher.end(lost=name in lost) for name, watcher in self.watchers.items()}
         told = any(end.told_to_stop for end in ends.values())
         return classify(ends, asked=told and fresh(self.folder / ASKED).exists())
 
-    # Ending
+    # Ending it
 
     def stop(self) -> None:
         """SIGTERM to all at once, so that they save a checkpoint together, and time for it."""

@@ -17,7 +17,7 @@ from infra.containers import gpus_granted
 from infra.hosts import DockerHost
 from tasks.hardware.machine import gpus_here
 from tasks.launch.check_hosts import hosts_of
-from tasks.launch.local import end_earlier_gang
+from tasks.launch.local import end_earlier_attempt
 from tasks.operations.ps import ask
 from tasks.runs.errors import RunStopped
 from tasks.runs.owner import ranks_launcher
@@ -48,7 +48,7 @@ def _look(config: RunConfig, run_id: str, held: ExitStack) -> Look:
     if config.launch.launcher == "docker":
         hosts = [host for host in hosts_of(config.launch) if host.gpus or host.gpu_ids]
         return lambda: gpu_holder(hosts, run_id=run_id)
-    end_earlier_gang(run_folder(run_id))  # or a killed start of this very run would be waited for
+    end_earlier_attempt(run_folder(run_id))  # or a killed start of this very run would be waited for
     return LocalDevices(devices_of(config), run_id=run_id, held=held).take
 
 
@@ -130,10 +130,10 @@ def _holder(content: str, name: str) -> str:
 
 def _orphans(run_id: str) -> str:
     """Ranks that outlived their launcher leave by themselves, once they have saved a checkpoint."""
-    gang = ranks_launcher(run_folder(run_id))
-    if gang is None:
+    ranks = ranks_launcher(run_folder(run_id))
+    if ranks is None:
         return ""
-    return f"ranks of run {run_id} have outlived it (pid {gang.pid}); `shardline stop {run_id}` ends them"
+    return f"ranks of run {run_id} have outlived it (pid {ranks.pid}); `shardline stop {run_id}` ends them"
 
 
 # Of Docker hosts

@@ -13,7 +13,7 @@ import psutil
 
 from infra.hosts import DockerHost
 from tasks.launch.attempt import sweep
-from tasks.launch.local import end_earlier_gang, grace_s
+from tasks.launch.local import end_earlier_attempt, grace_s
 from tasks.operations.ps import OnHost, ask, hosts_of_run, launcher_of, run_folders
 from tasks.runs.folder import steps_done
 from tasks.runs.owner import owner_process, ranks_launcher
@@ -62,7 +62,7 @@ def stop(run_id: str) -> Stopped:
     there, _ = ask(hosts, run=run_id)
     left = any(there.values()) or ranks_launcher(run_dir) is not None
     with _held(run_dir):
-        end_earlier_gang(run_dir)
+        end_earlier_attempt(run_dir)
         silent = sweep(hosts, run_id, run_dir, grace_s=grace_s(run_dir))
     return Stopped(
         run=run_id,
