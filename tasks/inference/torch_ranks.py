@@ -20,9 +20,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
 from tasks.inference.engine import EngineDied
+from tasks.workspace.processes import end_process
 from training.records.decoding import (
     CHANNEL,
     CancelRequest,
@@ -96,7 +95,7 @@ class TorchRanks:
                             f"the ranks were not ready in {START_TIMEOUT_S:.0f} s: {self.error_in_log()}"
                         )
             except BaseException:
-                kill_tree(process)
+                end_process(process, grace_s=0, with_descendants=True)
                 raise
         return process
 
@@ -162,7 +161,7 @@ class TorchRanks:
             return
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_TIMEOUT_S)
-        kill_tree(self.process)
+        end_process(self.process, grace_s=0, with_descendants=True)
         code = self.process.returncode
         cause = f"Signal {-code}" if code < 0 else f"exit code {code}: {self.error_in_log()}"
         error = EngineDied(f"the torch engine's ranks have ended by themselves ({cause})")
@@ -185,7 +184,9 @@ class TorchRanks:
         with self.lock:
             self.alive = False
         self._fail_all(EngineDied("the engine was closed"))
-        kill_tree(self.process)  # they hold nothing to save, and would take seconds to end by themselves
+        end_process(
+            self.process, grace_s=0, with_descendants=True
+        )  # they hold nothing to save, and would take seconds to end by themselves
         self._release()
 
     def _release(self) -> None:
@@ -210,14 +211,3 @@ def _environment(plan: DecodePlan) -> dict[str, str]:
         "PYTHONSAFEPATH": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-
-
-def kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process and its children: torchrun gives each rank a session of its own."""
-    with suppress(psutil.NoSuchProcess):
-        processes = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-        for each in processes:
-            with suppress(psutil.NoSuchProcess):
-                each.kill()
-        psutil.wait_procs(processes)
-    process.wait()

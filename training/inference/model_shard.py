@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from training.checkpoint.safetensors_files import TensorFiles
 from training.inference.kv_cache import KeyValues
 from training.inference.steps import SKIPPED, Extend, Forward, Move, Prefill
-from training.models.architectures import ANATOMIES, layers_of
+from training.models.architectures import ARCHITECTURES, layers_of
 from training.models.language_model import LanguageModel
 from training.strategies.pipeline import keep_stages
 from training.strategies.tensor import share_matrices
@@ -53,8 +53,8 @@ class ModelShard:
         ids, positions, mask = self._prefill(step, cache) if isinstance(step, Prefill) else self._extend(step, cache)
         if hidden is None:
             hidden = self.model.embed(ids, positions)
-        assert self.model.anatomy is not None
-        arguments = self.model.anatomy.arguments(self.model.hf, hidden, positions)
+        assert self.model.architecture is not None
+        arguments = self.model.architecture.arguments(self.model.hf, hidden, positions)
         for layer in self.layers:
             hidden = layer(hidden, attention_mask=mask, past_key_values=cache, **arguments)
         assert hidden is not None
@@ -164,14 +164,14 @@ def _named(model: LanguageModel) -> Iterator[tuple[str, str, torch.nn.Parameter]
 
     A tied embedding is saved once: the last stage's copy has the name of the first stage's.
     """
-    assert model.anatomy is not None
+    assert model.architecture is not None
     for name, parameter in model.hf.named_parameters():
-        tied = model.tied and name == f"{model.anatomy.output}.weight"
-        yield name, f"{model.anatomy.embedding}.weight" if tied else name, parameter
+        tied = model.tied and name == f"{model.architecture.output}.weight"
+        yield name, f"{model.architecture.embedding}.weight" if tied else name, parameter
 
 
 def is_described(folder: Path) -> bool:
     """Whether models of this class can be split (training/models/architectures.py)."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(folder, trust_remote_code=False).model_type in ANATOMIES
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False).model_type in ARCHITECTURES
