@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
+GENERATOR = HERE.parent / "inference" / "onnx_generator.py"  # a version takes its code along: nothing is imported
 RECORDS = ("plan.json", "result.json", "eval.json")
 METRICS_PER_REQUEST = 1000
 # What a loaded version needs to run. Written out: left to itself MLflow finds out in a subprocess, in 10 s and more.
@@ -83,7 +84,7 @@ def _save_pyfunc(folder: Path, *, model: LoggedModel, run_dir: Path, shards_dir:
         artifacts={
             "export": str(stub),
             "records": str(records),
-            "generator": str(HERE / "generate.py"),
+            "generator": str(GENERATOR),
         },
         signature=_signature(),
         input_example=(pd.DataFrame({"prompt": ["def "]}), {"new_tokens": 32, "seed": 1}),
