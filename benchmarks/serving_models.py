@@ -80,8 +80,7 @@ def _write_mlflow(folder: Path, export: Path, model: Any, tokenizer: Any) -> Non
     import pandas as pd
     from mlflow.models import infer_signature
 
-    from tasks.inference import onnx_generator
-    from tasks.registry import logged_model
+    from tasks.registry.logged_model import GENERATOR, PYFUNC_MODEL
 
     def requirements(*names: str) -> list[str]:  # written out: found out by MLflow they cost half a minute
         return [f"{name}=={importlib.metadata.version(name)}" for name in names]
@@ -97,8 +96,8 @@ def _write_mlflow(folder: Path, export: Path, model: Any, tokenizer: Any) -> Non
     )
     mlflow.pyfunc.save_model(
         folder / "pyfunc",
-        python_model=logged_model.HERE / "pyfunc_model.py",
-        artifacts={"export": str(export), "generator": onnx_generator.__file__},
+        python_model=PYFUNC_MODEL,
+        artifacts={"export": str(export), "generator": str(GENERATOR)},
         signature=infer_signature(
             pd.DataFrame({"prompt": ["def "]}), ["x"], {"new_tokens": 64, "temperature": 0.0, "top_k": 0, "seed": 1}
         ),
