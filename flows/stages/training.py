@@ -127,7 +127,7 @@ def hardware(config: RunConfig, run: TrackedRun | None = None) -> Inventory:
 def _inventory(config: RunConfig, folder: Path) -> Inventory:
     if config.launch.launcher == "docker":
         folder.mkdir(exist_ok=True)
-        return check_hosts.check_fleet(config, run_dir=folder)
+        return check_hosts.prepare_hosts(config, run_dir=folder)
     ranks = 1 if config.parallel.strategy == "single" else config.parallel.ranks
     return machines.check_hardware(home=home(), ranks=ranks)
 
