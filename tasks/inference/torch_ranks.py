@@ -184,9 +184,8 @@ class TorchRanks:
         with self.lock:
             self.alive = False
         self._fail_all(EngineDied("the engine was closed"))
-        end_process(
-            self.process, grace_s=0, with_descendants=True
-        )  # they hold nothing to save, and would take seconds to end by themselves
+        # No grace: they hold nothing to save, and would take seconds to end by themselves.
+        end_process(self.process, grace_s=0, with_descendants=True)
         self._release()
 
     def _release(self) -> None:
