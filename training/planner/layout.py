@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from training.config.parallel import Strategy
+from training.config.parallel import StrategyName
 from training.config.run import RunConfig
 from training.planner.cluster import Machines
 from training.planner.communication import check_communication, choose_groups
@@ -32,7 +31,7 @@ class Layout:
     """Who computes what, in which precision; `reasons` says why. `config` has the choices that were left to us made."""
 
     config: RunConfig
-    strategy: Strategy
+    strategy: StrategyName
     precision: Precision
     ranks_per_host: tuple[int, ...]
     mesh: dict[str, int]
@@ -215,7 +214,3 @@ def _ranked(ranking: Ranking, each: Price) -> RankedChoice:
         exposed_communication_s=exposed_s(dict(each.seconds)) if each.fits else None,
         why_not="" if each.fits else f"{each.missing_gib:.2f} GiB too few",
     )
-
-
-def parts_in_words(parts: Mapping[str, float], unit: str) -> str:
-    return ", ".join(f"{part} {value:.2f}{unit}" for part, value in parts.items())

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from training.config.parallel import Precision, Strategy
+from training.config.parallel import Precision, StrategyName
 from training.config.run import RunConfig
 from training.records.record import Record
 
@@ -37,7 +37,7 @@ class RunPlan(Record):
     mask_id: int | None
     shape: ModelShape
     device_kind: Literal["cpu", "cuda"]
-    strategy: Strategy
+    strategy: StrategyName
     offload: Literal["none", "optimizer", "parameters"]
     activation_checkpointing: Literal["none", "selective", "full"]
     mesh: dict[str, int]
@@ -156,7 +156,7 @@ class Prediction(Frozen):
 class RankedChoice(Frozen):
     """One way to run the job, priced; `why_not`: why it cannot be had. Times are None where it does not fit."""
 
-    strategy: Strategy
+    strategy: StrategyName
     tp: int
     pp: int
     dp: int
