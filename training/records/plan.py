@@ -53,7 +53,7 @@ class RunPlan(Record):
     steps: int
     sequences: int
     predicted: Prediction
-    ranking: tuple[RankedChoice, ...]
+    ranking: tuple[RankedLayout, ...]
     reasons: tuple[str, ...]
     mlflow_run_id: str = ""
 
@@ -153,7 +153,7 @@ class Prediction(Frozen):
         return sum(gib for part, gib in self.memory_gib.items() if part not in unseen)
 
 
-class RankedChoice(Frozen):
+class RankedLayout(Frozen):
     """One way to run the job, priced; `why_not`: why it cannot be had. Times are None where it does not fit."""
 
     strategy: Strategy
