@@ -26,8 +26,8 @@ def check_inference(folder: Path, inference: InferenceConfig, *, device_kind: st
     shape = shape_of_hf(settings, vocab_size=int(settings["vocab_size"]), context=0)
     if shape.architecture not in KNOWN_ARCHITECTURES:
         raise ValueError(
-            f"a {shape.architecture} model has no tensor or pipeline plan (there is one for {', '.join(KNOWN_ARCHITECTURES)}): "
-            "set inference.parallel=data"
+            f"a {shape.architecture} model has no tensor or pipeline plan (there is one for "
+            f"{', '.join(KNOWN_ARCHITECTURES)}): set inference.parallel=data"
         )
     if inference.parallel == "pipeline" and shape.layers < degree:
         raise ValueError(

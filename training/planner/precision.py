@@ -63,7 +63,8 @@ def check_fp8_sizes(shape: ModelShape, *, tp: int) -> None:
     """Raises ValueError for products that torch._scaled_mm cannot make."""
     if shape.architecture not in KNOWN_ARCHITECTURES:
         raise ValueError(
-            f"parallel.precision=fp8 is there for {', '.join(KNOWN_ARCHITECTURES)} models, not for {shape.architecture}: use bf16"
+            f"parallel.precision=fp8 is there for {', '.join(KNOWN_ARCHITECTURES)} models, not for "
+            f"{shape.architecture}: use bf16"
         )
     sizes = {
         "width / tp": shape.width / tp,

@@ -173,9 +173,9 @@ def _choose(chosen: ChosenLayout, replicas: Sequence[Paced], *, equal: Shares) -
     )
     rates = " and ".join(dict.fromkeys(f"{replica.slowest.cluster.matmul_tflops:.3g}" for replica in replicas))
     return shares, (
-        f"shares: {describe_shares(replicas, shares)}: in proportion to {speeds} sequences/s, predicted from matrix products "
-        f"at {rates} TFLOP/s; with equal shares ({equal.accumulation} x {equal.micro_batches[0]} each) a step would "
-        f"take {gain:.2f}x as long"
+        f"shares: {describe_shares(replicas, shares)}: in proportion to {speeds} sequences/s, predicted from matrix "
+        f"products at {rates} TFLOP/s; with equal shares ({equal.accumulation} x {equal.micro_batches[0]} each) a step "
+        f"would take {gain:.2f}x as long"
     )
 
 

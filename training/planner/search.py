@@ -245,7 +245,8 @@ def check_mesh(config: RunConfig, shape: ModelShape, *, tp: int, pp: int) -> Non
     if (tp > 1 or pp > 1) and shape.architecture not in KNOWN_ARCHITECTURES:
         raise ValueError(
             f"a {shape.architecture} model has no tensor or pipeline plan (there is one for "
-            f"{', '.join(KNOWN_ARCHITECTURES)}): set parallel.tp=1 parallel.pp=1 and use ddp, fsdp, zero1, zero2 or zero3"
+            f"{', '.join(KNOWN_ARCHITECTURES)}): set parallel.tp=1 parallel.pp=1 and use ddp, fsdp, zero1, zero2 or "
+            "zero3"
         )
     for what, size in (
         ("attention heads", shape.heads),
