@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from training.config.section import Section
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
-Strategy = Literal["single", "ddp", "fsdp", "hsdp", "local-sgd", "zero1", "zero2", "zero3"]
+StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "local-sgd", "zero1", "zero2", "zero3"]
 # What goes with what: the config refuses the rest, and the plan chooses among these.
 WITH_TP = ("ddp", "fsdp", "hsdp")
 WITH_PP = ("ddp",)
@@ -25,7 +25,7 @@ IN_GROUPS = ("hsdp", "local-sgd")
 
 
 class ParallelConfig(Section):
-    strategy: Literal["auto", Strategy] = Field(
+    strategy: Literal["auto", StrategyName] = Field(
         "auto",
         description="How data-parallel ranks share weights, gradients and optimizer: one process, DDP (each has all), "
         "FSDP2 (each has a shard), or DeepSpeed ZeRO stage 1, 2, 3; or in groups of ranks: hsdp is FSDP2 in groups "

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from training.checkpoint.safetensors_files import TensorFiles
 from training.inference.kv_cache import KeyValues
-from training.models.architectures import ANATOMIES, layers_of
+from training.models.architectures import ARCHITECTURES, layers_of
 from training.models.language_model import LanguageModel
 from training.strategies.pipeline import keep_stages
 from training.strategies.tensor import share_matrices
@@ -77,8 +77,8 @@ class Part:
         ids, positions, mask = self._inputs(step, cache)
         if hidden is None:
             hidden = self.model.embed(ids, positions)
-        assert self.model.anatomy is not None
-        arguments = self.model.anatomy.arguments(self.model.hf, hidden, positions)
+        assert self.model.architecture is not None
+        arguments = self.model.architecture.arguments(self.model.hf, hidden, positions)
         for layer in self.own:
             hidden = layer(hidden, attention_mask=mask, past_key_values=cache, **arguments)
         if not self.last:
@@ -182,13 +182,13 @@ def load_part(
 
 def _named(model: LanguageModel) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
     """Name here, name in the files and parameter; the last stage's copy of a tied embedding is saved as the first's."""
-    assert model.anatomy is not None
+    assert model.architecture is not None
     for name, parameter in model.hf.named_parameters():
-        tied = model.tied and name == f"{model.anatomy.output}.weight"
-        yield name, f"{model.anatomy.embedding}.weight" if tied else name, parameter
+        tied = model.tied and name == f"{model.architecture.output}.weight"
+        yield name, f"{model.architecture.embedding}.weight" if tied else name, parameter
 
 
 def is_described(folder: Path) -> bool:
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(folder, trust_remote_code=False).model_type in ANATOMIES
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False).model_type in ARCHITECTURES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from training.config.parallel import Strategy
+from training.config.parallel import StrategyName
 from training.config.run import RunConfig
 from training.planner.cluster import Cluster
 from training.planner.communication import check_communication, choose_groups
@@ -31,7 +31,7 @@ class ChosenLayout:
     """Who computes what, in which precision; `reasons` says why. `config` has the choices that were left to us made."""
 
     config: RunConfig
-    strategy: Strategy
+    strategy: StrategyName
     precision: Precision
     ranks_per_host: tuple[int, ...]
     mesh: dict[str, int]

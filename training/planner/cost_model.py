@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from training.config.parallel import Strategy
+from training.config.parallel import StrategyName
 from training.planner.job import KNOWN_ARCHITECTURES, Job
 
 
@@ -135,7 +135,7 @@ class Recipe:
 
 def our_recipe(
     job: Job,
-    strategy: Strategy,
+    strategy: StrategyName,
     *,
     kind: Literal["cpu", "cuda"],
     compiled: bool = False,
@@ -182,6 +182,6 @@ def our_recipe(
     )
 
 
-def _is_16_bit(strategy: Strategy, job: Job) -> bool:
+def _is_16_bit(strategy: StrategyName, job: Job) -> bool:
     """fsdp gathers weights in bf16 and carries bf16 from layer to layer (training/strategies/fsdp.py)."""
     return job.precision in {"bf16", "fp8"} and strategy in {"fsdp", "hsdp"}

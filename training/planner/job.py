@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from training.config.parallel import Precision, Strategy
+from training.config.parallel import Precision, StrategyName
 from training.records.plan import ModelShape
 
 Offload = Literal["none", "optimizer", "parameters"]
@@ -47,7 +47,7 @@ class Job:
 class Layout:
     """One way to run a job. `accumulation`: micro-batches of `micro_batch` sequences that each replica makes a step."""
 
-    strategy: Strategy
+    strategy: StrategyName
     tp: int
     pp: int
     dp: int

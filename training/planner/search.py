@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from training.config.parallel import OFFLOADS, WITH_PP, WITH_TP, Strategy
+from training.config.parallel import OFFLOADS, WITH_PP, WITH_TP, StrategyName
 from training.config.run import RunConfig
 from training.planner.cluster import Cluster, cluster_of
 from training.planner.cost import PricedLayout, job_of, price
@@ -19,7 +19,7 @@ from training.records.inventory import Inventory
 from training.records.plan import ModelShape
 
 # In the order of their simplicity: where two are as fast as the arithmetic can tell, the simpler is taken.
-AUTOMATIC: tuple[Strategy, ...] = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
+AUTOMATIC: tuple[StrategyName, ...] = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOAD: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 AS_FAST = 1.05  # published runs come out within 4% at the median: closer kinds are not told apart
@@ -130,7 +130,7 @@ def _simplicity(priced: PricedLayout) -> tuple[int, ...]:
 # What is open
 
 
-def _meshes(config: RunConfig, shape: ModelShape, inventory: Inventory) -> Iterator[tuple[Strategy, int, int]]:
+def _meshes(config: RunConfig, shape: ModelShape, inventory: Inventory) -> Iterator[tuple[StrategyName, int, int]]:
     parallel = config.parallel
     slots = [len(host.devices) for host in inventory.hosts]
     devices = parallel.ranks or sum(slots)
@@ -144,7 +144,7 @@ def _meshes(config: RunConfig, shape: ModelShape, inventory: Inventory) -> Itera
                     yield strategy, tp, pp
 
 
-def _strategies(config: RunConfig, *, devices: int, num_hosts: int) -> tuple[Strategy, ...]:
+def _strategies(config: RunConfig, *, devices: int, num_hosts: int) -> tuple[StrategyName, ...]:
     """`single` where there is one device, or one host whose cores one process can have as well as several."""
     parallel = config.parallel
     if parallel.strategy != "auto":
@@ -156,7 +156,7 @@ def _strategies(config: RunConfig, *, devices: int, num_hosts: int) -> tuple[Str
         several.remove("hsdp")
     if devices > 1:
         return tuple(several)
-    alone: tuple[Strategy, ...] = ("single", "fsdp", "zero1", "zero2", "zero3")
+    alone: tuple[StrategyName, ...] = ("single", "fsdp", "zero1", "zero2", "zero3")
     return tuple(strategy for strategy in alone if strategy == "single" or strategy in several)
 
 
@@ -176,7 +176,7 @@ def _pipeline_sizes(shape: ModelShape, groups: int) -> list[int]:
     return [pp for pp in range(1, max(1, min(groups, shape.layers, MOST_STAGES)) + 1) if groups % pp == 0]
 
 
-def _savings(config: RunConfig, strategy: Strategy) -> Iterator[tuple[Recompute, Offload]]:
+def _savings(config: RunConfig, strategy: StrategyName) -> Iterator[tuple[Recompute, Offload]]:
     asked, offload = config.train.activation_checkpointing, config.parallel.offload
     possible = [each for each in OFFLOAD if each == "none" or each in OFFLOADS.get(strategy, ())]
     for recompute in RECOMPUTE if asked == "auto" else (asked,):
@@ -211,7 +211,7 @@ def _micro_batches(config: RunConfig, layout: Layout) -> Iterator[tuple[int, int
 
 
 def ranks_of(
-    config: RunConfig, inventory: Inventory, *, model_ranks: int, strategy: Strategy
+    config: RunConfig, inventory: Inventory, *, model_ranks: int, strategy: StrategyName
 ) -> tuple[tuple[int, ...], str]:
     """Ranks per host. Automatic: as many as there are devices and the global batch can be dealt to evenly."""
     slots = [len(host.devices) for host in inventory.hosts]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from training.config.parallel import Precision, Strategy
+from training.config.parallel import Precision, StrategyName
 from training.config.run import RunConfig
 from training.records.record import Record
 
@@ -62,7 +62,7 @@ class Prediction(Record):
 class RankedLayout(Record):
     """One way to run the job, priced; `why_not`: why it cannot be had. Times are None where it does not fit."""
 
-    strategy: Strategy
+    strategy: StrategyName
     tp: int
     pp: int
     dp: int
@@ -108,7 +108,7 @@ class RunPlan(Record):
     mask_id: int | None
     shape: ModelShape
     device_kind: Literal["cpu", "cuda"]
-    strategy: Strategy
+    strategy: StrategyName
     offload: Literal["none", "optimizer", "parameters"]
     activation_checkpointing: Literal["none", "selective", "full"]
     mesh: dict[str, int]
