@@ -20,12 +20,11 @@ from tasks.data import corpus
 from tasks.display.html_page import as_text
 from tasks.display.progress import steps_shown
 from tasks.evaluation import champion as rival
-from tasks.evaluation.evaluate import check_tasks
+from tasks.evaluation.evaluate import check_prompts, check_tasks
 from tasks.evaluation.tables import metrics_of, table_of
 from tasks.hardware import measure as machines
 from tasks.hardware.doctor import hardware_rows
 from tasks.inference.onnx_generator import TextGenerator
-from tasks.inference.open_engine import check_prompts
 from tasks.launch import batch_size_trial, check_hosts, nsight, programs
 from tasks.launch.docker_hosts import attempts_of
 from tasks.operations import gpu_queue as own
