@@ -5,14 +5,12 @@ It can be interrupted anywhere: the next promotion of the model first finishes, 
 
 from __future__ import annotations
 
-from prefect import flow
-
-from flows.prefect_ui.hooks import began
+from flows.prefect_ui.flow import shardline_flow
 from flows.stages import promotion as stages
 from training.records.results import RegisteredModel
 
 
-@flow(name="Promote", flow_run_name="promote {model}", on_running=[began], validate_parameters=True)
+@shardline_flow("Promote", run_name="promote {model}")
 def promote(
     model: str, version: int | None = None, force: bool = False, overrides: tuple[str, ...] = (), by: str = ""
 ) -> RegisteredModel:

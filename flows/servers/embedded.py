@@ -26,8 +26,24 @@ POLL_S = 0.05
 EMBEDDED = "SHARDLINE_EMBEDDED_PREFECT"
 
 
+def start_servers() -> Callable[[], None]:
+    """Start Prefect's server for a flow; returns a function that waits until it and MLflow answer.
+
+    Import the flow between the two calls: that takes as long as the server needs to start.
+    """
+    wait_for_prefect = start_prefect_server()
+
+    def wait() -> None:
+        from tasks.tracking.client import connect
+
+        connect()
+        wait_for_prefect()
+
+    return wait
+
+
 def start_prefect_server() -> Callable[[], None]:
-    """Set up Prefect's environment and start a server; returns `wait`, which comes back once it answers.
+    """Set up Prefect's environment and start a server; returns a function that waits until it answers.
 
     To be called before prefect is imported: what is registered at exit first runs last, and Prefect sends its last
     logs and events at exit (to a server that is gone it would try for over a minute).
