@@ -158,6 +158,7 @@ def _run_pretrain(config: Any, *, run_id: str, force: bool = False, as_json: boo
 
     wait = start_servers()
     from flows.pretrain import pretrain
+    from tasks.planning.custom_program import TrainerOutcome
     from tasks.reports.outcome import Outcome, outcome_rows
 
     wait()
@@ -165,11 +166,12 @@ def _run_pretrain(config: Any, *, run_id: str, force: bool = False, as_json: boo
     if as_json:
         print(outcome.model_dump_json())
         return DONE
-    if not isinstance(outcome, Outcome):
+    if isinstance(outcome, TrainerOutcome):
         from flows.stages.custom_program import trainer_rows
 
         print_pairs(f"run {outcome.run_id} is done", trainer_rows(outcome))
         return DONE
+    assert isinstance(outcome, Outcome), "a plan only of a dry run"
     if outcome.generated:
         print(f"\n{outcome.generated}\n")
     print_pairs(f"run {outcome.run_id} is done", outcome_rows(outcome))
