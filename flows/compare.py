@@ -17,7 +17,7 @@ from flows.prefect_ui.artifacts import show_table
 from flows.prefect_ui.hooks import began
 from flows.presets import with_overrides
 from flows.stages import training as stages
-from flows.stages.crashed_runs import reconcile
+from flows.stages.crashed_runs import reconcile_statuses
 from flows.stages.report import reported
 from tasks.comparison.compare import (
     REQUEST,
@@ -60,7 +60,7 @@ def compare(
     check(config)
     compared = read_strategies(strategies, baseline=baseline)
     request = CompareRequest(strategies=tuple(strategies), target_loss=target_loss, baseline=baseline)
-    reconcile()
+    reconcile_statuses()
     run_id = run_id or stages.begun_before(config) or stages.new_run_id(f"{config.name}-compare")
     tags = {"shardline.comparison": ", ".join(strategy.name for strategy in compared)}
     try:

@@ -15,23 +15,21 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
 from flows.prefect_ui.artifacts import show_markdown, show_pairs, show_table
-from flows.promote import promote
 from flows.stages.stage import stage, timed
 from tasks.data import corpus
 from tasks.display.markdown import escape_markdown
 from tasks.display.progress import step_progress
 from tasks.evaluation import champion as rival
-from tasks.evaluation.evaluate import check_tasks
+from tasks.evaluation.evaluate import check_prompts, check_tasks
 from tasks.evaluation.tables import metrics_of, table_of
 from tasks.hardware import measure as machines
 from tasks.hardware.doctor import hardware_rows
 from tasks.inference.onnx_generator import TextGenerator
-from tasks.inference.open_engine import check_prompts
 from tasks.launch import batch_size_trial, check_hosts, nsight, programs
 from tasks.launch.docker_hosts import attempts_of
 from tasks.operations import gpu_queue as own
 from tasks.planning import plan as planning
-from tasks.planning.describe import plan_in_words
+from tasks.planning.describe import describe_plan
 from tasks.planning.pretrained import check_tokenizer
 from tasks.promotion.register import register_model
 from tasks.registry.models import resolve
@@ -128,7 +126,7 @@ def hardware(config: RunConfig, run: TrackedRun | None = None) -> Inventory:
 def _inventory(config: RunConfig, folder: Path) -> Inventory:
     if config.launch.launcher == "docker":
         folder.mkdir(exist_ok=True)
-        return check_hosts.check_fleet(config, run_dir=folder)
+        return check_hosts.prepare_hosts(config, run_dir=folder)
     ranks = 1 if config.parallel.strategy == "single" else config.parallel.ranks
     return machines.check_hardware(home=home(), ranks=ranks)
 
@@ -149,7 +147,7 @@ def plan(
             made = batch_size_trial.confirmed(made, run=run, inventory=inventory)
             mlflow_run.log_plan(made, inventory, shards)
             mlflow_run.log_resumptions(run, made.config, resume.read_resumptions(run.folder))
-    show_pairs(plan_in_words(made), key="plan", description="The plan")
+    show_pairs(describe_plan(made), key="plan", description="The plan")
     return made
 
 
@@ -220,13 +218,15 @@ def measure_champion(plan: RunPlan, run: TrackedRun, shards: TokenShards) -> Non
             rival.measure(champion, plan)
 
 
-@stage("Register, and let the gates decide")
+@stage("Register, and judge what needs no server and no person")
 def register(run: TrackedRun) -> RegisteredModel:
-    """Where nobody must be asked or switched it is champion at once; else by a promotion, as `shardline promote`."""
+    """A version without a verdict is left to a promotion, for which a server or a person is needed."""
     with timed(run, "register"):
-        model = register_model(run.folder, tracking_uri=tracking_uri())
-        if not model.verdict and run.config.gates.approval == "none":
-            model = promote(model.name, version=model.version)
+        return register_model(run.folder, tracking_uri=tracking_uri())
+
+
+def show_verdict(model: RegisteredModel) -> RegisteredModel:
+    """`model`, whose verdict says what it waits for if it was not judged yet."""
     text = model.verdict or f"waits for approval: `{command('shardline')} promote {model.name}`"
     verdict = f"**{model.name} version {model.version}**, alias `{model.alias or 'none'}`: {escape_markdown(text)}"
     show_markdown(verdict, key="gate", description="The gates' verdict")

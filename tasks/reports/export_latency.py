@@ -12,7 +12,7 @@ TITLES = {
     "forward": "Logits of whole texts",
     "decode": "One more token of each text, with KV cache",
 }
-LENGTHS = {"forward": "of {} tokens", "decode": "behind {}"}
+LENGTHS = {"forward": "of {} tokens", "decode": "after {} tokens"}
 
 
 def latency_rows(report: LatencyReport) -> list[dict[str, str]]:

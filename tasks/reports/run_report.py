@@ -12,7 +12,7 @@ import yaml
 from tasks.display.html_page import write_html
 from tasks.display.numbers import format_count, format_duration
 from tasks.evaluation.tables import table_of
-from tasks.planning.describe import plan_in_words
+from tasks.planning.describe import describe_plan
 from tasks.reports.export_latency import latency_rows
 from tasks.reports.outcome import against_plan
 from tasks.reports.pictures import draw_curves
@@ -47,7 +47,7 @@ def write_report(data: RunData) -> list[Path]:
         evaluation=[tuple(row.values()) for row in table_of(data.evaluation)] if data.evaluation else [],
         samples=data.evaluation.samples if data.evaluation else (),
         **_latency(data.latency, folder / LATENCY),
-        plan=plan_in_words(data.plan) if data.plan else [],
+        plan=describe_plan(data.plan) if data.plan else [],
         against_plan=_plan_errors(data.plan, data.result) if data.plan and data.result else [],
         **_settings(data),
         events=_events(data),

@@ -57,7 +57,7 @@ def _quality(data: RunData) -> Iterator[str]:
     perplexity = math.exp(min(report.loss, 700))
     yield (
         f"On {format_count(report.tokens)} held-out tokens the model's loss is {report.loss:.3f} nats per token "
-        f"(perplexity {perplexity:,.4g}{bits}), and its first guess is the next token in {report.accuracy:.1%} of cases."
+        f"(perplexity {perplexity:,.4g}{bits}), and its first guess is right for {report.accuracy:.1%} of tokens."
     )
 
 
