@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -38,6 +39,12 @@ def promised(name: str) -> set[str]:
 def run(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=os.environ | environment)
+
+
+def test_every_file_of_the_benchmarks_can_be_imported() -> None:
+    """In the fast suite: most benchmarks take a minute, and what moves in the code breaks their imports first."""
+    for path in sorted((REPO / "benchmarks").rglob("*.py")):
+        importlib.import_module(".".join(path.relative_to(REPO).with_suffix("").parts))
 
 
 @pytest.mark.timeout(900)
