@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import re
@@ -40,6 +41,7 @@ def run(name: str, *arguments: str, **environment: str) -> subprocess.CompletedP
     return subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=os.environ | environment)
 
 
+@functools.cache
 def names_of(module: Path) -> set[str]:
     """What a file defines or imports at its top level."""
     names: set[str] = set()
