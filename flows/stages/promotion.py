@@ -17,7 +17,7 @@ from flows.prefect_ui.artifacts import show_markdown, show_table
 from flows.presets import parse_override
 from flows.servers.embedded import is_embedded
 from flows.stages.stage import stage
-from tasks.display.html_page import as_text
+from tasks.display.markdown import escape_markdown
 from tasks.promotion import promote, rollout
 from tasks.promotion.gates import Check
 from tasks.promotion.judge import Terms, registered_model
@@ -131,8 +131,8 @@ def roll_out(request: Request, case: Case, lock: PromotionLock) -> RegisteredMod
     rollout.carry_out(client, lock, move, show=logger.debug)
     model = registered_model(client, case.model, case.version)
     show_markdown(
-        f"**{model.name}**: champion was version {move.replaces or 'none'}, asked by {as_text(move.who)}. Version "
-        f"{model.version} is {model.alias or 'no alias'} now: {as_text(model.verdict)}",
+        f"**{model.name}**: champion was version {move.replaces or 'none'}, asked by {escape_markdown(move.who)}. "
+        f"Version {model.version} is {model.alias or 'no alias'} now: {escape_markdown(model.verdict)}",
         key="promotion",
         description="What moved",
     )
