@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from tasks.promotion.challengers import ChallengerWatcher, DuePromotion
 from tasks.promotion.webhook import PATH, build_receiver, read_secret, register_webhook
 from tasks.registry.models import require_model
 from tasks.tracking.client import registry_client
-from tasks.workspace.paths import tracking_uri, up_url
+from tasks.workspace.paths import command, tracking_uri, up_url
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +67,8 @@ def _prefect_url() -> str:
 
 def _start_here(due: DuePromotion) -> Callable[[], bool]:
     """In a session of its own: a Ctrl-C here does not interrupt it."""
-    command = [sys.executable, "-m", "flows.cli", "promote", due.model, "--by", f"watch: {due.reason}"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    promote = [command("shardline"), "promote", due.model, "--by", f"watch: {due.reason}"]
+    process = subprocess.Popen(promote, stdout=subprocess.DEVNULL, start_new_session=True)
     return lambda: process.poll() is None
 
 
