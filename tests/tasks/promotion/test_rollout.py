@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.local_servers import wait_for
@@ -72,10 +72,8 @@ def test_a_champion_takes_over_without_a_failed_request_and_is_taken_back_when_i
     order = [version for _, version in served.seen]
     assert {1, 2, 3} == {*order}  # each has served
     assert order[-1] == 2
-    with urllib.request.urlopen(
-        urllib.request.Request(f"{shop.env['PREFECT_API_URL']}/artifacts/filter", data=b"{}", method="POST")
-    ) as reply:
-        tables = [each for each in json.loads(reply.read()) if each["key"] == "gates"]
+    artifacts = httpx.post(f"{shop.env['PREFECT_API_URL']}/artifacts/filter", json={}, trust_env=False).json()
+    tables = [each for each in artifacts if each["key"] == "gates"]
     assert {row["gate"] for row in json.loads(tables[0]["data"])} == {"parity", "loss", "smoke"}
 
 
