@@ -28,7 +28,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     from flows.presets import evaluate_config
     from tasks.evaluation.evaluate import evaluate, find_subject
     from tasks.evaluation.record import record
-    from tasks.evaluation.tables import table_of
+    from tasks.evaluation.report import table_of
 
     subject = find_subject(options.what)
     evaluation = subject.plan.config.evaluation.model_dump() if subject.plan else {"prompts": ()}

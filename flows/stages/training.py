@@ -21,7 +21,7 @@ from tasks.display.html_page import as_text
 from tasks.display.progress import steps_shown
 from tasks.evaluation import champion as rival
 from tasks.evaluation.evaluate import check_prompts, check_tasks
-from tasks.evaluation.tables import metrics_of, table_of
+from tasks.evaluation.report import metrics_of, table_of
 from tasks.hardware import measure as machines
 from tasks.hardware.doctor import hardware_rows
 from tasks.inference.onnx_generator import TextGenerator

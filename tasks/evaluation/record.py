@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from tasks.evaluation.evaluate import Subject
-from tasks.evaluation.tables import metrics_of
+from tasks.evaluation.report import metrics_of
 from tasks.registry.tags import TAG, note_evaluation
 from tasks.tracking.client import registry_client
 from tasks.workspace.paths import tracking_uri

@@ -12,7 +12,7 @@ import yaml
 
 from tasks.display.html_page import details, embedded_picture, heading, paragraph, tiles, words_table, write_html
 from tasks.display.progress import span
-from tasks.evaluation.tables import table_of
+from tasks.evaluation.report import table_of
 from tasks.planning.describe import plan_in_words
 from tasks.reports.curves import draw_curves
 from tasks.reports.export_latency import latency_rows
