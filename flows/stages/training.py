@@ -20,7 +20,7 @@ from tasks.data import corpus
 from tasks.display.html_page import as_text
 from tasks.display.progress import steps_shown
 from tasks.evaluation import champion as rival
-from tasks.evaluation.evaluate import check_prompts, check_tasks
+from tasks.evaluation.checks import check_prompts, check_tasks
 from tasks.evaluation.report import metrics_of, table_of
 from tasks.hardware import measure as machines
 from tasks.hardware.doctor import hardware_rows
