@@ -29,7 +29,7 @@ from tasks.launch import batch_size_trial, check_hosts, nsight, programs
 from tasks.launch.docker_hosts import attempts_of
 from tasks.operations import gpu_queue as own
 from tasks.planning import plan as planning
-from tasks.planning.describe import plan_in_words
+from tasks.planning.describe import describe_plan
 from tasks.planning.pretrained import check_tokenizer
 from tasks.promotion.register import register_model
 from tasks.registry.models import resolve
@@ -147,7 +147,7 @@ def plan(
             made = batch_size_trial.confirmed(made, run=run, inventory=inventory)
             mlflow_run.log_plan(made, inventory, shards)
             mlflow_run.log_resumptions(run, made.config, resume.read_resumptions(run.folder))
-    show_pairs(plan_in_words(made), key="plan", description="The plan")
+    show_pairs(describe_plan(made), key="plan", description="The plan")
     return made
 
 
