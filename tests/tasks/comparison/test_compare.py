@@ -13,7 +13,7 @@ from tasks.comparison.page import write_page
 from tasks.comparison.strategies import read_choices
 from tasks.comparison.table import headline, table, write_csv
 from tasks.runs.errors import RunFailed, RunStopped
-from tests.conftest import inventory, tiny_config
+from tests.support.configs import inventory, tiny_config
 from training.planner.plan import make_plan
 
 STEPS, TOKENS = 40, 8 * 16

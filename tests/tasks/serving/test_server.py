@@ -24,8 +24,8 @@ from tasks.promotion.rollout import roll_back
 from tasks.registry.models import resolve
 from tasks.serving.announce import running_servers
 from tasks.serving.server import serve
+from tests.support.mlflow_store import Store
 from tests.support.serving import server
-from tests.tasks.conftest import Store
 
 
 def test_it_serves_the_champion_refuses_what_is_out_of_bounds_and_stops_in_order(champion: Store) -> None:

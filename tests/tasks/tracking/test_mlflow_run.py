@@ -17,7 +17,8 @@ from tasks.runs.errors import RunStopped
 from tasks.tracking.final_status import prefect_knows, reconcile
 from tasks.tracking.mlflow_run import TrackedRun, describe, tracked
 from tasks.workspace.paths import run_folder
-from tests.conftest import REPO, tiny_config
+from tests.support.configs import tiny_config
+from tests.support.repository import REPO
 
 HOLD = """
 import sys
