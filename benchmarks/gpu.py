@@ -5,7 +5,7 @@
 GPT-2 124M, a Llama of 1.1 B and one of 6.7 B parameters, the same weights and batches for all; each contestant is a
 process of its own with the GPU to itself, in turns. Then, at 1.1 B, every strategy that one GPU can show.
 
-MFU is tokens/s x (6 N + 12 L H Q T) FLOPs per token (training/planner/model_shape.py; recomputation is not counted) over the data
+MFU is tokens/s x (6 N + 12 L H Q T) FLOPs per token (training/planner/model_shape.py, no recomputation) over the data
 sheet's dense bf16 peak, and, beside it, over what training/measure.py measures for a large matrix product.
 The last line is one JSON object: `ratio_vs_plain_loop`, `ratio_vs_hf_trainer` and `mfu` by model size, `strategies`.
 Exits 2 where there is no CUDA device.

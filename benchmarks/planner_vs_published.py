@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner_vs_published [--quick] [--parts]
 
-The functions that price our own runs (training/planner/memory.py, training/planner/step_time.py) price runs of Megatron-LM, DeepSpeed,
+What prices our own runs (memory.py and step_time.py in training/planner) price runs of Megatron-LM, DeepSpeed,
 torchtitan and MosaicML here, each by a recipe that says how that program works. A few efficiencies were fitted, to the
 rows marked * in published.py; errors are those of all other rows. The last line is one JSON object:
 `median_throughput_error`, `median_memory_error`, `worst_error` (of both), `rows`, and the blind rows' median apart.

@@ -7,7 +7,7 @@ its own process, in turns (benchmarks/race.py). Shardline is `python -m training
 rate, like theirs, is what it writes to metrics.jsonl. Then Shardline on 2 ranks of 1 thread against 1 rank of 1
 thread, for every strategy, on the same global batch.
 
-FLOPs per token are 6 N + 12 L H Q T (training/planner/model_shape.py), the matmul rate is what training/measure.py finds here.
+FLOPs per token: 6 N + 12 L H Q T (training/planner/model_shape.py). Matmul rates are what training/measure.py finds.
 The last line is one JSON object: `ratio_vs_plain_loop`, `ratio_vs_hf_trainer`, `ratio_vs_accelerate` by model size,
 `scaling_2_ranks` by strategy.
 """

@@ -1,4 +1,4 @@
-"""The engine of torch ranks: on GPUs, on several devices, or for a model of any class (tasks/inference/engine.py's protocol)."""
+"""The engine of torch ranks (an `Engine`): on GPUs, on several devices, or for a model of any class."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TorchEngine:
         return "".join(self.stream(prompt, **sampling))
 
     def stream(self, prompt: str, **sampling: Any) -> TextStream:
-        """As tasks.inference.onnx_generator.TextGenerator's; also raises EngineDied, at the call or while the text comes."""
+        """As onnx_generator.TextGenerator's; also raises EngineDied, at the call or while the text comes."""
         how = Sampling(**sampling)
         prompt_ids = encode_prompt(self.tokenizer, prompt) or [self.end_id]
         number = next(self.numbers)

@@ -1,6 +1,6 @@
 """One attempt at a program on several Docker hosts: a container on each, watched until all have ended or one failed.
 
-No decision about what comes next is made here: that is tasks/launch/docker_hosts.py's. Nothing here waits for a host that hangs
+No decision about what comes next is made here: that is docker_hosts.py's. Nothing here waits for a host that hangs
 longer than ANSWER_S for each thing it is asked, and all hosts are asked at once.
 """
 

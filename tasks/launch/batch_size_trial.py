@@ -1,6 +1,6 @@
 """The largest micro-batch that fits: found by the plan, confirmed by a short launch of its own before training.
 
-The ranks of a trial make a few steps of the plan (training/trainer/trial.py). If one runs out of memory its process ends, the
+The ranks of a trial make a few steps (training/trainer/trial.py). If one runs out of memory its process ends, the
 others are ended with it, and the next smaller micro-batch is tried. So all ranks agree, since all get the same plan.
 """
 

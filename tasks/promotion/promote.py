@@ -1,6 +1,6 @@
 """From challenger to the beginning of its move: found, judged by its gates, approved.
 
-All that moves is moved by whoever has the turn (tasks/promotion/lock.py), and stands in the move's MLflow run (tasks/promotion/journal.py)
+All that moves is moved by whoever has the turn (lock.py), and stands in the move's MLflow run (journal.py)
 before it is done: a run again finds there how far the last one came.
 """
 

@@ -1,4 +1,4 @@
-"""`python -m tests.programs.train_run RUN`: the flow's training stage in a process of its own, to be killed by tests."""
+"""`python -m tests.programs.train_run RUN`: the flow's training stage as a process that tests kill."""
 
 from __future__ import annotations
 

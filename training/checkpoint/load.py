@@ -8,7 +8,7 @@
         manifest.json                     step, tokens, config hash, size and sha256 of each file; written last
 
 Several ranks write KIND-00001-of-00004.safetensors …, and KIND.safetensors.index.json says which tensor is where.
-training/checkpoint/saver.py writes them, training/checkpoint/retention.py deletes them; here they are found, checked and loaded. One whose
+saver.py writes them, retention.py deletes them; here they are found, checked and loaded. One whose
 manifest is missing or whose hashes are off is never loaded: the previous one is, with a message. No pickle anywhere.
 """
 

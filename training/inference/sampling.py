@@ -1,4 +1,4 @@
-"""The choice of the next token from logits: the very one of tasks/inference/onnx_generator.py, which may import nothing of ours.
+"""The choice of the next token from logits: that of tasks/inference/onnx_generator.py, which imports no torch.
 
 Equal logits, settings and seeds give equal text, whichever engine computed the logits (a test compares the two).
 """

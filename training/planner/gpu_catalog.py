@@ -1,7 +1,7 @@
 """Known GPUs: datasheet peaks, and the share of them that large matrix products were measured to reach.
 
 Peaks are dense (without the factor 2 of structured sparsity) and accumulate in fp32, as torch does. Two uses: a
-measured device is compared with its like, and one that is not there gets stand-in rates (training/planner/hypothetical_hosts.py).
+measured device is compared with its like, and one that is not there gets stand-in rates (hypothetical_hosts.py).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ HOSTSxGPUSxNAME[,NETWORK], several groups of unlike hosts joined by `+`. NETWORK
 direction, shared by its GPUs: `400Gb`, or `8x400Gb` where it has eight adapters. A number alone could mean either; we
 take the smaller, since a plan that runs faster than it said does less harm than one that runs slower.
 
-Rates are those that others measured on such GPUs (training/planner/gpu_catalog.py), links what NCCL makes of the datasheet's:
+Rates are those that others measured on such GPUs (gpu_catalog.py), links what NCCL makes of the datasheet's:
 - NVLink: 0.80 of one direction; 370 of 450 GB/s on 8 H100 (NVIDIA/nccl-tests issue 212), 232 of 300 on 8 A100 (175).
   Bridges between two cards are not counted on: in a ring over more than two, PCIe decides (issue 178: 20 GB/s).
 - PCIe: 0.45 of one direction; 28 of 64 GB/s on 8 RTX 5090 (NVIDIA/nccl issue 1639).

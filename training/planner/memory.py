@@ -143,7 +143,7 @@ def _gathered_sequence(job: Job, choice: Choice, recipe: Recipe) -> float:
 
 
 def _logits(job: Job, choice: Choice, recipe: Recipe) -> float:
-    """Whole; or a chunk of them with its gradient, and the fp32 gradient of the output layer (training/models/linear_cross_entropy.py)."""
+    """Whole; or a chunk with its gradient, and the output layer's fp32 gradient (models/linear_cross_entropy.py)."""
     words, tokens = job.shape.vocab_size / choice.tp, _tokens(job, choice)
     if not recipe.chunked_logits:
         return words * tokens * recipe.logit_bytes

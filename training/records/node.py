@@ -1,4 +1,4 @@
-"""What one host does in one attempt, and how that ended: written by the launcher, and by training/node/__main__.py for it."""
+"""What one host does in one attempt, and how that ended: written by the launcher and by training/node."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class PairBandwidth(Record):
 
 
 class CollectiveReport(Record):
-    """training/hardware/check_network.py's: `hosts` in the order of their ranks, `pairs` from the slowest to the fastest."""
+    """What check_network.py found: `hosts` in the order of their ranks, `pairs` from the slowest to the fastest."""
 
     backend: str
     hosts: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What evaluation, export and registration leave: the records of stages 7 to 9, like those in training/records/plan.py."""
+"""What evaluation, export and registration leave: the records of stages 7 to 9."""
 
 from __future__ import annotations
 

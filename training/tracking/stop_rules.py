@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from training.records.plan import RunPlan, StoppedBy, TrainResult
+from training.records.plan import RunPlan
+from training.records.train_result import StoppedBy, TrainResult
 
 Rows = Iterable[Mapping[str, Any]]
 

@@ -1,4 +1,4 @@
-"""Does the plan's micro-batch fit? `torchrun … -m training.trainer.trial runs/ID/plan.json` makes some whole steps of it.
+"""Does the plan's micro-batch fit? `torchrun … -m training.trainer.trial PLAN` makes some whole steps of it.
 
 Real data, forward, backward, update and a quick validation, as training does them; all is thrown away but how much
 memory each rank took. A rank that fails ends at once, whatever its peers wait for in a collective: its launcher sees

@@ -94,7 +94,7 @@ def request(number: int, ids: list[int], new_tokens: int, **how: Any) -> dict[st
 
 
 def greedy(folder: Path, ids: list[int], new_tokens: int) -> list[int]:
-    """By the plain class, without a cache; a full context is cut to its last half, as tasks/inference/onnx_generator.py does it."""
+    """By the plain class, without a cache; a full context is cut to its last half, as onnx_generator.py does it."""
     model, seen, made = AutoModelForCausalLM.from_pretrained(folder), ids[-CONTEXT:], list[int]()
     with torch.no_grad():
         for _ in range(new_tokens):

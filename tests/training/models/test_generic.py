@@ -1,4 +1,4 @@
-"""A class that is not described in training/models/architectures.py trains whole; what it cannot have is refused in words."""
+"""A class that is not in training/models/architectures.py trains whole; what it cannot have is refused in words."""
 
 from __future__ import annotations
 
