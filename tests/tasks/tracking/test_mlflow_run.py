@@ -23,7 +23,7 @@ from tests.support.repository import REPO
 HOLD = """
 import sys
 from tasks.tracking.mlflow_run import tracked
-from tests.conftest import tiny_config
+from tests.support.configs import tiny_config
 with tracked(tiny_config(), run_id=sys.argv[1], tags={"prefect.flow_run_id": "f1"}):
     print("opened", flush=True)
     sys.stdin.read()
