@@ -10,6 +10,7 @@ from prefect.states import Cancelled
 
 from flows.prefect_ui import links
 from flows.prefect_ui.hooks import began
+from flows.promote import promote
 from flows.stages import training as stages
 from flows.stages.crashed_runs import reconcile
 from flows.stages.custom_program import train_by_program
@@ -48,6 +49,9 @@ def pretrain(
                 stages.export(plan, run)
                 stages.measure_champion(plan, run, shards)
                 model = stages.register(run)
+                if not model.verdict and plan.config.gates.approval == "none":
+                    model = promote(model.name, version=model.version)
+                model = stages.show_verdict(model)
                 text = stages.generate(plan, run, model)
                 return report(plan, run, model, generated=text)
     except RunStopped as stop:

@@ -121,7 +121,7 @@ def with_host_facts(device: Device, memory_share_gib: float) -> Device:
 
 
 def cache_key(*, cores: int, gpus: tuple[Gpu, ...], ranks: int) -> dict[str, str]:
-    programs = [Path(training.__path__[0]) / name for name in ("measure.py", "links.py")]
+    programs = [Path(training.__path__[0]) / name for name in ("measure.py", "hardware/gpu_links.py")]
     return {
         "host": socket.gethostname(),
         "ranks": str(ranks),
