@@ -10,8 +10,9 @@ Llama of 1.3M parameters trains on one rank each under ddp, always on the same g
     rebalanced   equal shares at first, which follow the measured steps; timed in the second half of the run
 
 A step's time is the median over a run's steps, the speed-up the median over the repetitions. Twice the speed on one of
-two hosts can gain 1.5x at most. Then benchmarks/slow_link.py: compressed gradients at 100 Mbit. The last line is one
-JSON object with the figures of both; `loss` is each run's after the same tokens.
+two hosts can gain 1.5x at most. Then benchmarks/slow_link.py: compressed gradients at 100 Mbit.
+The last line is one JSON object: `speedup_planned_vs_equal`, `speedup_rebalanced_vs_equal`, `step_s` and `loss` (after
+the same tokens) by way, and all of slow_link's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 from benchmarks.hosts import docker_hosts, home_and_tokens
 from benchmarks.slow_link import show as show_link
 from benchmarks.slow_link import slow_link
-from tasks.launch.check_hosts import check_fleet
+from tasks.launch.check_hosts import prepare_hosts
 from tests.support.configs import tiny_config
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import docker_config, make_docker_run, train
@@ -77,7 +78,7 @@ def measured(home: Path, common: dict[str, Any]) -> Inventory:
     """The hosts as a flow would measure them: in containers, with the run's quotas."""
     run_dir = home / "measured"
     run_dir.mkdir()
-    return check_fleet(tiny_config(**common), run_dir=run_dir)
+    return prepare_hosts(tiny_config(**common), run_dir=run_dir)
 
 
 def run_one(run_dir: Path) -> Outcome:

@@ -20,17 +20,16 @@ from tasks.data import corpus
 from tasks.display.html_page import as_text
 from tasks.display.progress import steps_shown
 from tasks.evaluation import champion as rival
-from tasks.evaluation.evaluate import check_tasks
+from tasks.evaluation.evaluate import check_prompts, check_tasks
 from tasks.evaluation.tables import metrics_of, table_of
 from tasks.hardware import measure as machines
 from tasks.hardware.doctor import hardware_rows
 from tasks.inference.onnx_generator import TextGenerator
-from tasks.inference.open_engine import check_prompts
 from tasks.launch import batch_size_trial, check_hosts, nsight, programs
 from tasks.launch.docker_hosts import attempts_of
 from tasks.operations import gpu_queue as own
 from tasks.planning import plan as planning
-from tasks.planning.describe import plan_in_words
+from tasks.planning.describe import describe_plan
 from tasks.planning.pretrained import check_tokenizer
 from tasks.promotion.register import register_model
 from tasks.registry.models import resolve
@@ -127,7 +126,7 @@ def hardware(config: RunConfig, run: TrackedRun | None = None) -> Inventory:
 def _inventory(config: RunConfig, folder: Path) -> Inventory:
     if config.launch.launcher == "docker":
         folder.mkdir(exist_ok=True)
-        return check_hosts.check_fleet(config, run_dir=folder)
+        return check_hosts.prepare_hosts(config, run_dir=folder)
     ranks = 1 if config.parallel.strategy == "single" else config.parallel.ranks
     return machines.check_hardware(home=home(), ranks=ranks)
 
@@ -148,7 +147,7 @@ def plan(
             made = batch_size_trial.confirmed(made, run=run, inventory=inventory)
             mlflow_run.log_plan(made, inventory, shards)
             mlflow_run.log_resumptions(run, made.config, resume.read_resumptions(run.folder))
-    show_pairs(plan_in_words(made), key="plan", description="The plan")
+    show_pairs(describe_plan(made), key="plan", description="The plan")
     return made
 
 

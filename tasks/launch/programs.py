@@ -64,7 +64,7 @@ def train(plan: RunPlan, *, run_dir: Path, on_row: Callable[[dict[str, float]], 
 
 
 def _record(failed: RunFailed, *, run_dir: Path) -> None:
-    step = docker_hosts.newest_step(run_dir)
+    step = docker_hosts.last_checkpoint_step(run_dir)
     checkpoint, detail = f"checkpoints/{step:08d}" if step else "", str(failed).partition("\n")[0]
     failure = TrainFailure(step=step, checkpoint=checkpoint, stopped_by=failed.cause, detail=detail)
     try:

@@ -10,20 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from tasks.launch.docker_hosts import attempts_of
-from tasks.planning.custom_program import PLAN, TrainerPlan
 from tasks.reports.outcome import Outcome
 from tasks.runs.folder import latest_config, read_plan
 from tasks.runs.history import Event, history
 from tasks.runs.resume import Resumptions, read_resumptions
 from tasks.tracking.mlflow_run import TrackedRun
 from training.config.run import RunConfig
-from training.records.plan import RunPlan
+from training.records.plan import TRAINER_PLAN, RunPlan, TrainerPlan
 from training.records.results import EvalReport, LatencyReport, RegisteredModel
 from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult, train_failure
 from training.tracking.rows import read_rows
 
-STARTS, CUTS = {"begun", "resumed"}, {"failed", "stopped", "killed"}
+CUTS = {"failed", "stopped", "killed"}
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def read_story(
     """`ended`: what a run that failed or was stopped said at its end."""
     folder, plan = run.folder, read_plan(run.folder)
     result, shards = folder / "result.json", Path(plan.shards_dir if plan else "") / "manifest.json"
-    stages, latency, program = folder / "stages.json", folder / "export" / "latency.json", folder / PLAN
+    stages, latency, program = folder / "stages.json", folder / "export" / "latency.json", folder / TRAINER_PLAN
     return RunStory(
         run=run,
         config=latest_config(folder, begun_with=run.config),

@@ -13,7 +13,7 @@ import yaml
 from tasks.display.html_page import details, embedded_picture, heading, paragraph, tiles, words_table, write_html
 from tasks.display.progress import span
 from tasks.evaluation.tables import table_of
-from tasks.planning.describe import plan_in_words
+from tasks.planning.describe import describe_plan
 from tasks.reports.curves import draw_curves
 from tasks.reports.export_latency import latency_rows
 from tasks.reports.outcome import against_plan
@@ -111,7 +111,7 @@ def _against_plan(plan: RunPlan | None, result: TrainResult | None) -> list[str]
         ]
         cells.append(("training", span(predicted.train_s), span(result.train_s), "with validations and checkpoints"))
         parts.append(words_table(cells, heads=("", "predicted", "measured", "difference")))
-    return [*parts, details("The plan, with its reasons", words_table(plan_in_words(plan)))]
+    return [*parts, details("The plan, with its reasons", words_table(describe_plan(plan)))]
 
 
 def _config(story: RunStory) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from infra.containers import Heartbeat
 from tasks.launch import attempt
-from tasks.launch.docker_hosts import attempts_of, newest_step
+from tasks.launch.docker_hosts import attempts_of, last_checkpoint_step
 from tasks.runs.errors import RunFailed
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import (
@@ -63,7 +63,7 @@ def test_a_killed_node_costs_seconds(
     def strike() -> None:
         times.append(time.time())
         kill_containers(slow_rig, slow_rig.hosts[killed])
-        saved.append(newest_step(run_dir))
+        saved.append(last_checkpoint_step(run_dir))
 
     train(run_dir, on_row=at_step(12, strike))
     seconds = seconds_to_next_step(run_dir, since=times[0])

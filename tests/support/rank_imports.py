@@ -13,5 +13,6 @@ __all__ = ["evaluate", "export", "generate", "modeling_bert", "modeling_gpt2", "
 
 import_deepspeed()
 # DeepSpeed imports these, and torch's compiler with them, when it makes an engine: 1.7 s of a core in each rank
-for name in ("module_inject.auto_ep_layer", "runtime.superoffload.superoffload_stage3", "runtime.zero.muon.original_muon"):
-    import_module(f"deepspeed.{name}")
+import_module("deepspeed.module_inject.auto_ep_layer")
+import_module("deepspeed.runtime.superoffload.superoffload_stage3")
+import_module("deepspeed.runtime.zero.muon.original_muon")

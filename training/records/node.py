@@ -13,7 +13,7 @@ StopCause = Literal["", "signal", "lease stale", "lease withdrawn"]
 
 
 class NodeTask(Record):
-    """Paths are the container's own. `lease` is one attempt's, so that an old gang cannot live on a newer lease.
+    """Paths are the container's own. `lease` is one attempt's, so that an old attempt cannot live on a newer lease.
 
     The launcher changes the lease file (its time, or its content) well within `lease_s`; removing it withdraws the
     lease, and then ranks are killed at once. Empty `lease` or `heartbeat`: none. Heartbeat: best on tmpfs.
@@ -91,7 +91,7 @@ class CollectiveReport(Record):
     seconds: float
 
 
-def in_words(report: CollectiveReport) -> str:
+def describe_collectives(report: CollectiveReport) -> str:
     best = max(report.all_reduce, key=lambda rate: rate.busbw_gb_s)
     text = (
         f"all-reduce of {best.num_bytes / 2**20:g} MiB over {report.num_ranks} ranks on {len(report.hosts)} hosts: "

@@ -11,7 +11,16 @@ import pytest
 
 from infra.containers import Found, State
 from infra.hosts import DockerHost
-from tasks.operations.ps import OnHost, ago, each_once, launch_of, launcher_of, list_running, newest_step, run_folders
+from tasks.operations.ps import (
+    OnHost,
+    ago,
+    each_once,
+    last_logged_step,
+    launch_of,
+    launcher_of,
+    list_running,
+    run_folders,
+)
 from tasks.workspace.locks import is_owned, owned
 from tasks.workspace.processes import process_key
 
@@ -26,10 +35,10 @@ def test_each_daemon_is_asked_once_under_a_name_of_its_own() -> None:
 
 
 def test_the_newest_step_is_that_of_the_last_whole_row(tmp_path: Path) -> None:
-    assert newest_step(tmp_path) is None
+    assert last_logged_step(tmp_path) is None
     rows = "".join(json.dumps({"step": step, "loss": 1.0, "note": "x" * 100}) + "\n" for step in range(1, 2001))
     (tmp_path / "metrics.jsonl").write_text(rows + '{"step": 20')
-    assert newest_step(tmp_path) == 2000
+    assert last_logged_step(tmp_path) == 2000
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(30, "30 s"), (130, "2 min"), (7300, "2 h"), (260_000, "3 days")])
