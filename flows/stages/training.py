@@ -17,8 +17,8 @@ from prefect.runtime import flow_run
 from flows.prefect_ui.artifacts import show_markdown, show_pairs, show_table
 from flows.stages.stage import stage, timed
 from tasks.data import corpus
-from tasks.display.html_page import as_text
-from tasks.display.progress import steps_shown
+from tasks.display.markdown import escape_markdown
+from tasks.display.progress import step_progress
 from tasks.evaluation import champion as rival
 from tasks.evaluation.evaluate import check_prompts, check_tasks
 from tasks.evaluation.tables import metrics_of, table_of
@@ -154,7 +154,7 @@ def plan(
 @stage("Train")
 def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
     try:
-        with timed(run, "train"), steps_shown("training", total=plan.steps) as show:
+        with timed(run, "train"), step_progress("training", total=plan.steps) as show:
             result = programs.train(plan, run_dir=run.folder, on_row=show)
     finally:  # of a run that fails or is stopped they tell most
         mlflow_run.offer_files(run, *sorted((run.folder / "profile").glob("*.json.gz")), folder="profile")
@@ -228,7 +228,7 @@ def register(run: TrackedRun) -> RegisteredModel:
 def show_verdict(model: RegisteredModel) -> RegisteredModel:
     """`model`, whose verdict says what it waits for if it was not judged yet."""
     text = model.verdict or f"waits for approval: `{command('shardline')} promote {model.name}`"
-    verdict = f"**{model.name} version {model.version}**, alias `{model.alias or 'none'}`: {as_text(text)}"
+    verdict = f"**{model.name} version {model.version}**, alias `{model.alias or 'none'}`: {escape_markdown(text)}"
     show_markdown(verdict, key="gate", description="The gates' verdict")
     return model.model_copy(update={"verdict": text})
 

@@ -25,7 +25,8 @@ def benchmarks() -> list[str]:
 
 def marked(name: str) -> object:
     needs_hosts = "benchmarks.hosts" in (REPO / "benchmarks" / f"{name}.py").read_text()
-    marks = [pytest.mark.rig, pytest.mark.skipif(bool(why_no_rig()), reason=why_no_rig())] if needs_hosts else []
+    reason = why_no_rig() if needs_hosts else None
+    marks = [pytest.mark.rig, pytest.mark.skipif(reason is not None, reason=reason or "")] if needs_hosts else []
     return pytest.param(name, marks=marks if name in IN_SECONDS else [*marks, pytest.mark.slow])
 
 
