@@ -89,13 +89,8 @@ def test_prefect_and_mlflow_runs_link_to_each_other(first: dict[str, Any], user_
     assert name == first["run_id"]
     assert run.info.run_id in artifacts["mlflow-run"]
     assert {"plan", "evaluation", "gate", "outcome", "training"} <= artifacts.keys()
-<<<<<<< HEAD
-    assert "It went through without a stop" in artifacts["report"]
-    last = losses(user_folder.home / first["run_id"] / "plan.json")[60]
-=======
     assert "The run finished without an interruption" in artifacts["report"]
-    last = losses(shop.home / first["run_id"] / "plan.json")[60]
->>>>>>> main
+    last = losses(user_folder.home / first["run_id"] / "plan.json")[60]
     assert f"step 60/60  loss {last:.3f}" in told["training"]
 
 
@@ -178,13 +173,8 @@ def test_a_stop_saves_a_checkpoint_says_killed_and_resume_goes_on_to_the_bit(
     assert (run_dir / result.checkpoint / "manifest.json").exists()
     stopped = user_folder.mlflow_run(run_dir)
     assert stopped.info.status == "KILLED"
-<<<<<<< HEAD
-    assert "It did not come to its end: interrupted" in (run_dir / "report.html").read_text()
-    assert user_folder.prefect_states()[stopped.data.tags["prefect.flow_run_id"]] == "CANCELLED"
-=======
     assert "The run did not finish: interrupted" in (run_dir / "report.html").read_text()
-    assert shop.prefect_states()[stopped.data.tags["prefect.flow_run_id"]] == "CANCELLED"
->>>>>>> main
+    assert user_folder.prefect_states()[stopped.data.tags["prefect.flow_run_id"]] == "CANCELLED"
 
     outcome = json.loads(user_folder.run("resume", run_dir.name, "--json")[0])
     assert outcome["mlflow_run_id"] == stopped.info.run_id, "a resume goes on with the same MLflow run"

@@ -137,15 +137,9 @@ def test_a_whole_tree_killed_holds_up_nobody_and_retry_goes_on_from_its_checkpoi
     crashed = servers.prefect(f"/flow_runs/{first}")
     assert (crashed["state_type"], mlflow_runs(servers, folder)) == ("CRASHED", [(folder.name, "KILLED")])
     page = (folder / "report.html").read_text()
-<<<<<<< HEAD
-    assert "It did not come to its end: its process was killed" in page
-    assert "report.html" in {artifact.path for artifact in servers.mlflow.list_artifacts(mlflow_run_id(folder))}
-    told = servers.prefect(
-=======
     assert "The run did not finish: its process was killed" in page
     assert "report.html" in {artifact.path for artifact in up.mlflow.list_artifacts(mlflow_run_id(folder))}
-    told = up.prefect(
->>>>>>> main
+    told = servers.prefect(
         "/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [first]}, "key": {"any_": ["report"]}}}
     )
     assert "its process was killed" in told[0]["data"]

@@ -5,13 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flows.presets import with_overrides
-<<<<<<< HEAD
-from tasks.comparison.strategies import check_for_all, read_choices
-from tests.support.configs import tiny_config
-=======
 from tasks.comparison.strategies import check_shared_overrides, read_strategies
-from tests.conftest import tiny_config
->>>>>>> main
+from tests.support.configs import tiny_config
 from training.config.run import RunConfig
 
 
