@@ -138,7 +138,7 @@ def test_a_whole_tree_killed_holds_up_nobody_and_retry_goes_on_from_its_checkpoi
     assert (crashed["state_type"], mlflow_runs(servers, folder)) == ("CRASHED", [(folder.name, "KILLED")])
     page = (folder / "report.html").read_text()
     assert "The run did not finish: its process was killed" in page
-    assert "report.html" in {artifact.path for artifact in up.mlflow.list_artifacts(mlflow_run_id(folder))}
+    assert "report.html" in {artifact.path for artifact in servers.mlflow.list_artifacts(mlflow_run_id(folder))}
     told = servers.prefect(
         "/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [first]}, "key": {"any_": ["report"]}}}
     )
