@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tasks.registry.models import parse_ref
 from tasks.registry.tags import CHAMPION
-from tasks.serving.announce import ServerRecord
+from tasks.serving.server_record import ServerRecord
 from tasks.workspace.paths import home
 from tasks.workspace.processes import is_local, local_process
 from training.config.promotion import RolloutConfig
