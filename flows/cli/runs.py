@@ -16,14 +16,14 @@ COLUMNS = ("run", "attempt", "host", "ranks", "status", "health", "since", "step
 
 def add_running_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     """`command`: as flows/cli/command.py makes one."""
-    ps = command("ps", _ps, "what runs: containers on all hosts, and runs of this machine")
-    stop = command("stop", _stop, "end a run in order, with a checkpoint, on all its hosts", "RUN")
-    reap = command("reap", _reap, "remove the containers that no launcher looks after any more")
-    about = "these hosts, instead of those of all runs in SHARDLINE_HOME"
+    ps = command("ps", _ps, "list what runs: containers on all hosts, and runs of this machine")
+    stop = command("stop", _stop, "stop a run on all its hosts, with a checkpoint", "RUN")
+    reap = command("reap", _reap, "remove containers whose launcher is gone")
+    about = "file with the hosts (default: the hosts of all runs in SHARDLINE_HOME)"
     for added in (ps, reap):
         added.add_argument("--hosts-file", default="", metavar="FILE", help=about)
-    reconcile = command("reconcile", _reconcile, "tell MLflow and Prefect of runs that could not say how they ended")
-    reap.add_argument("--dry-run", action="store_true", help="only say which")
+    reconcile = command("reconcile", _reconcile, "report to MLflow and Prefect how crashed runs ended")
+    reap.add_argument("--dry-run", action="store_true", help="only list them")
     for added in (ps, stop, reap, reconcile):
         added.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
@@ -37,7 +37,7 @@ def _ps(options: argparse.Namespace) -> int:
     elif listing.running:
         print_table(COLUMNS, [_cells(row) for row in listing.running])
     else:
-        print("nothing runs")
+        print("nothing is running")
     _print_silent(listing.silent)
     return DONE
 
@@ -49,9 +49,9 @@ def _cells(row: Any) -> tuple[str, ...]:
     return (row.run, row.attempt, row.host, ranks, row.status, row.health, ago(row.since), step, row.launcher)
 
 
-def _print_silent(silent: Mapping[str, str], *, meaning: str = "what runs there is not known") -> None:
+def _print_silent(silent: Mapping[str, str], *, meaning: str = "so what runs there is unknown") -> None:
     for name, error in silent.items():
-        print(f"{name} gave no answer, {meaning}: {error}", file=sys.stderr)
+        print(f"{name} did not answer, {meaning}: {error}", file=sys.stderr)
 
 
 def _stop(options: argparse.Namespace) -> int:
@@ -59,14 +59,14 @@ def _stop(options: argparse.Namespace) -> int:
 
     stopped = stop(options.run)
     if stopped.by != "launcher":
-        _close_lost()
+        _report_crashed_runs()
     if options.json:
         print(stopped.model_dump_json())
     else:
-        how = {"launcher": "stopped by its launcher", "stop": "stopped; it had no launcher", "": "was not running"}
-        goes_on = f"goes on from step {step}" if (step := stopped.checkpoint_step) else "starts it again"
+        how = {"launcher": "stopped by its launcher", "stop": "stopped; its launcher was gone", "": "was not running"}
+        goes_on = f"continues from step {step}" if (step := stopped.checkpoint_step) else "starts it again"
         print(f"{stopped.run}: {how[stopped.by]}; `shardline resume {stopped.run}` {goes_on}")
-    _print_silent(stopped.silent, meaning="its ranks end by themselves once they see that their lease is withdrawn")
+    _print_silent(stopped.silent, meaning="but its ranks end by themselves once they see that their lease is withdrawn")
     return FAILED if stopped.silent else DONE
 
 
@@ -81,23 +81,23 @@ def _reconcile(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(rows))
     elif rows:
-        print_table(("what", "done", "why"), [tuple(map(str, row.values())) for row in rows])
+        print_table(("run or container", "action", "reason"), [tuple(map(str, row.values())) for row in rows])
     else:
-        print("all is known already")
+        print("nothing to reconcile")
 
 
-def _close_lost() -> None:
-    """What their launcher could not say any more: KILLED in MLflow, Crashed in Prefect."""
+def _report_crashed_runs() -> None:
+    """Report runs that their launcher could not report any more: KILLED in MLflow, Crashed in Prefect."""
     from tasks.tracking.final_status import reconcile_mlflow
 
-    if lost := [run for run in reconcile_mlflow() if run.found]:
+    if crashed := [run for run in reconcile_mlflow() if run.found]:
         from flows.servers.embedded import start_prefect_server
 
         wait = start_prefect_server()
-        from flows.stages.crashed_runs import tell
+        from flows.stages.crashed_runs import report_ended_runs
 
         wait()
-        tell(lost)
+        report_ended_runs(crashed)
 
 
 def _reap(options: argparse.Namespace) -> int:
@@ -106,14 +106,14 @@ def _reap(options: argparse.Namespace) -> int:
 
     reaped = reap(known_hosts(options.hosts_file), dry_run=options.dry_run)
     if reaped.removed and not options.dry_run:
-        _close_lost()
+        _report_crashed_runs()
     if options.json:
         print(reaped.model_dump_json())
     else:
         for name in reaped.removed:
             print(f"{name}: {'would be removed' if options.dry_run else 'removed'}")
         for name, keeper in reaped.kept.items():
-            print(f"{name}: left to its launcher, {keeper}")
+            print(f"{name}: kept, its launcher is running: {keeper}")
         if not reaped.removed:
             print("nothing to remove")
     _print_silent(reaped.silent)
