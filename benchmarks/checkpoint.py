@@ -40,7 +40,7 @@ from training.records.plan import RunPlan
 from training.records.token_shards import TokenShards
 from training.runtime.process import process_group
 from training.shards.format import write_shard
-from training.trainer.state import Training, prepare
+from training.trainer.state import TrainingState, restore
 
 VOCAB = 32_000
 STEPS_BEFORE = 3
@@ -102,7 +102,7 @@ def _this_machine() -> Inventory:
 class Bench:
     """The training that is stopped for checkpoints, and each way to make one: returns how to tell that it is there."""
 
-    def __init__(self, state: Training, folder: Path, *, stack: ExitStack) -> None:
+    def __init__(self, state: TrainingState, folder: Path, *, stack: ExitStack) -> None:
         self.state, self.folder, self.number = state, folder, 0
         self.savers = {}
         for way, asynchronous in (("synchronous", False), ("asynchronous", True)):
@@ -173,7 +173,7 @@ def run(folder: Path, *, rounds: int) -> dict[str, Any]:
     plan = make_run(folder)
     timings: dict[str, list[Timing]] = {way: [] for way in WAYS}
     with process_group(plan) as rank, ExitStack() as stack:
-        state = prepare(plan, rank=rank, run_dir=folder / "run")
+        state = restore(plan, rank=rank, run_dir=folder / "run")
         bench = Bench(state, folder, stack=stack)
         for _ in range(1 + rounds):
             for way in WAYS:

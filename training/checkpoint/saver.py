@@ -22,6 +22,7 @@ from training.checkpoint.load import CheckpointManifest, checkpoint_folder, rank
 from training.checkpoint.safetensors_files import file_name
 from training.checkpoint.staging import Staging
 from training.checkpoint.writer import Failure, Writer
+from training.data.batch import MicroBatches
 from training.models.language_model import LanguageModel
 from training.records.plan import RunPlan
 from training.records.record import sha256_config
@@ -37,8 +38,18 @@ ASK_EVERY_S = 0.05  # how often ranks that wait ask each other
 class Saver:
     """A run's checkpoints. All methods are called on all ranks alike; leave the context to wait for the last one."""
 
-    def __init__(self, run_dir: Path, *, plan: RunPlan, strategy: Strategy, model: LanguageModel, rank: Rank) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        plan: RunPlan,
+        strategy: Strategy,
+        model: LanguageModel,
+        rank: Rank,
+        micro_batches: MicroBatches | None = None,
+    ) -> None:
         self.run_dir, self.plan, self.strategy, self.rank = run_dir, plan, strategy, rank
+        self.micro_batches = micro_batches or MicroBatches.of(plan)
         self.hf_config: Any = model.hf.config
         self.staging = Staging(plan, rank)
         self.writer: Writer | None = None  # of the checkpoint on its way, or of the last one
@@ -60,14 +71,10 @@ class Saver:
             if self.in_flight and self.writer is not None:
                 self.writer.abandon()
 
-    def save(
-        self, step: int, *, tokens: int, val_loss: float | None, micro_batches: tuple[int, ...] | None = None
-    ) -> float:
+    def save(self, step: int, *, tokens: int, val_loss: float | None) -> float:
         """Begin the checkpoint of `step`; returns the seconds that training stood still.
 
-        `micro_batches`: those in force, where they are not the plan's any more.
-
-        Raises RuntimeError if the one before it is still on its way, and fails for good.
+        Raises RuntimeError if the checkpoint before it is still being written, and fails for good.
         """
         began = time.perf_counter()
         if self.writer is not None:
@@ -80,7 +87,7 @@ class Saver:
             world_size=self.rank.world_size,
             config_sha256=sha256_config(self.plan.config),
             val_loss=val_loss,
-            micro_batches=self.plan.micro_batches if micro_batches is None else micro_batches,
+            micro_batches=self.micro_batches.sizes,
             files={},
         )
         folder = checkpoint_folder(self.run_dir, step)

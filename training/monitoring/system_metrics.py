@@ -1,7 +1,7 @@
-"""What each machine of a run is at while it trains: CPU, memory, disk, network and GPUs.
+"""System metrics of each machine of a run while it trains: CPU, memory, disk, network and GPUs.
 
-A thread of the machine's first rank writes rows to runs/ID/system/MACHINE.jsonl, which go the way of all metrics. They
-have the names that MLflow gives them, so that its page shows them under "System metrics".
+A thread of the machine's first rank writes rows to runs/ID/system/MACHINE.jsonl, which are sent as all metrics are.
+They have the names that MLflow gives them, so that its page shows them under "System metrics".
 """
 
 from __future__ import annotations
@@ -11,17 +11,13 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
+from training.monitoring.rates import Rates
 from training.tracking.rows import SYSTEM, RowLog, read_rows
-
-if TYPE_CHECKING:
-    from training.monitoring.meter import Meter
 
 logger = logging.getLogger(__name__)
 
@@ -30,39 +26,44 @@ LAST_SAMPLE_S = 5.0  # a file server that hangs is not waited for longer
 MB = 1_000_000  # as MLflow counts
 
 
-@contextmanager
-def record_system_metrics(run_dir: Path, *, meter: Meter) -> Iterator[None]:
-    """While it trains, by the first rank of each machine. Rows beyond the step where a resume begins must be gone."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        yield
-        return
-    over = threading.Event()
-    thread = threading.Thread(target=_sample_until, args=(over, run_dir, meter), daemon=True, name="machine")
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(LAST_SAMPLE_S)
+class SystemMetrics:
+    """The thread that samples this machine, in the first rank of each machine; in the others nothing runs.
 
+    Rows beyond the step that a resume goes on from must be gone before `start`.
+    """
 
-def _sample_until(over: threading.Event, run_dir: Path, meter: Meter) -> None:
-    """A row per sample, but one per step at most; what goes wrong costs rows, never the run."""
-    machine = os.environ.get("SHARDLINE_HOST") or socket.gethostname()
-    path = run_dir / SYSTEM / f"{machine}.jsonl"
-    try:
-        path.parent.mkdir(exist_ok=True)
-        last = max((row["step"] for row in read_rows(path)), default=-1)
-        log, gauges = RowLog(path), MachineStats(run_dir)
-        is_over = False
-        while not is_over:
-            is_over = over.wait(SAMPLE_EVERY_S)
-            if meter.step > last:
-                last = meter.step
-                log.write(last, **{f"system/{machine}/{name}": value for name, value in gauges.read().items()})
-        log.close()
-    except Exception as error:
-        logger.warning("system metrics of %s end here (%s)", machine, error)
+    def __init__(self, run_dir: Path, *, rates: Rates) -> None:
+        self.run_dir, self.rates, self.ended = run_dir, rates, threading.Event()
+        self.thread: threading.Thread | None = None
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            self.thread = threading.Thread(target=self._sample_until_ended, daemon=True, name="machine")
+
+    def start(self) -> None:
+        if self.thread is not None:
+            self.thread.start()
+
+    def stop(self) -> None:
+        self.ended.set()
+        if self.thread is not None:
+            self.thread.join(LAST_SAMPLE_S)
+
+    def _sample_until_ended(self) -> None:
+        """A row per sample, but one per step at most; what goes wrong costs rows, never the run."""
+        machine = os.environ.get("SHARDLINE_HOST") or socket.gethostname()
+        path = self.run_dir / SYSTEM / f"{machine}.jsonl"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            last_step = max((row["step"] for row in read_rows(path)), default=-1)
+            log, stats = RowLog(path), MachineStats(self.run_dir)
+            is_last = False
+            while not is_last:
+                is_last = self.ended.wait(SAMPLE_EVERY_S)
+                if self.rates.step > last_step:
+                    last_step = self.rates.step
+                    log.write(last_step, **{f"system/{machine}/{name}": value for name, value in stats.read().items()})
+            log.close()
+        except Exception as error:
+            logger.warning("system metrics of %s end here (%s)", machine, error)
 
 
 class MachineStats:

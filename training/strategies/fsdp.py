@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from training.models.architectures import layers_of
 from training.models.language_model import LanguageModel
@@ -39,6 +39,8 @@ def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mappin
     for layer in layers_of(model.hf):
         fully_shard(layer, **options)
     fully_shard(model, **options)
+    for method in ("scores", "next_logits"):  # they gather weights as `forward` does
+        register_fsdp_forward_method(model, method)
     return Fsdp(plan, mesh, model, weights, inside=inside, sent=sent)
 
 

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from training.data.batch import Batch, Share
 from training.models.architectures import layers_of
-from training.models.language_model import LanguageModel, Wanted
+from training.models.language_model import LanguageModel
 from training.records.plan import RunPlan
 from training.runtime.mesh import timeout
 from training.runtime.step_trace import phase
@@ -131,7 +131,7 @@ class Pipeline(TorchStrategy):
 
     def _weighted_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         with self.model.autocast(hidden.device):
-            loss = self.model.loss(hidden, targets)
+            loss = self.model.loss_from(hidden, targets)
         self.losses.append(loss.detach())
         return loss * self.weight
 
@@ -170,42 +170,47 @@ class Pipeline(TorchStrategy):
             dist.all_reduce(tied.grad, group=self.tie_group)
 
     def loss(self, batch: Batch) -> Tensor:
-        found = self._through(batch.inputs, batch.targets, "loss", **_arguments(batch))
-        return torch.zeros((), device=batch.inputs.device) if found is None else self.counted_once(found)
+        hidden = self._last_hidden(batch.inputs, **_arguments(batch))
+        if hidden is None:
+            return torch.zeros((), device=batch.inputs.device)
+        with self.model.autocast(hidden.device):
+            return self.counted_once(self.model.loss_from(hidden, batch.targets))
 
     def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        found = self._through(batch.inputs, batch.targets, "scores", **_arguments(batch))
-        if found is None:
+        hidden = self._last_hidden(batch.inputs, **_arguments(batch))
+        if hidden is None:
             flat = batch.targets.flatten()
             return torch.zeros_like(flat, dtype=torch.float32), torch.zeros_like(flat, dtype=torch.bool)
-        return self.counted_once(found[0]), self.counted_once(found[1])
+        with self.model.autocast(hidden.device):
+            losses, right = self.model.scores_from(hidden, batch.targets)
+        return self.counted_once(losses), self.counted_once(right)
 
     def next_logits(self, inputs: Tensor, places: Tensor) -> Tensor:
-        found: Tensor | None = self._through(inputs, places, "next")
-        if found is None:
-            found = torch.empty((len(inputs), self.model.num_words), device=inputs.device)
-        dist.broadcast(found, group=self.pp.get_group(), group_src=self.last_stage % self.pp.size())
-        return found
+        hidden = self._last_hidden(inputs)
+        if hidden is None:
+            logits = torch.empty((len(inputs), self.model.num_words), device=inputs.device)
+        else:
+            with self.model.autocast(hidden.device):
+                logits = self.model.next_logits_from(hidden, places)
+        dist.broadcast(logits, group=self.pp.get_group(), group_src=self.last_stage % self.pp.size())
+        return logits
 
-    def _through(self, inputs: Tensor, targets: Tensor, wanted: Wanted, **arguments: Tensor) -> Any:
-        """Stage after stage, each rank waiting for the one before it: this is seldom and needs no schedule.
+    def _last_hidden(self, inputs: Tensor, **arguments: Tensor) -> Tensor | None:
+        """The last stage's hidden states; None on ranks without it.
 
-        None on ranks without the last stage.
+        Each rank waits for the stage before: this is seldom, and needs no schedule.
         """
-        size, x = self.pp.size(), inputs
+        size, hidden = self.pp.size(), inputs
         for number in range(self.last_stage + 1):
             if number not in self.stages:
                 continue
             if number > 0:
-                x = torch.empty((*inputs.shape, self.plan.shape.width), device=inputs.device)
-                dist.recv(x, group=self.pp.get_group(), group_src=(number - 1) % size)
-            x = self.stages[number](x, **arguments)
+                hidden = torch.empty((*inputs.shape, self.plan.shape.width), device=inputs.device)
+                dist.recv(hidden, group=self.pp.get_group(), group_src=(number - 1) % size)
+            hidden = self.stages[number](hidden, **arguments)
             if number < self.last_stage:
-                dist.send(x, group=self.pp.get_group(), group_dst=(number + 1) % size)
-        if not self.has_last:
-            return None
-        with self.model.autocast(x.device):
-            return self.model.answer(x, targets, wanted)
+                dist.send(hidden, group=self.pp.get_group(), group_dst=(number + 1) % size)
+        return hidden if self.has_last else None
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._saved_here(super().weights())

@@ -131,12 +131,11 @@ class TorchStrategy:
         return self.counted_once(loss)
 
     def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        losses, right = self.module(batch.inputs, batch.targets, batch.positions, batch.documents, wanted="scores")
+        losses, right = self.model.scores(batch)
         return self.counted_once(losses), self.counted_once(right)
 
     def next_logits(self, inputs: Tensor, places: Tensor) -> Tensor:
-        logits: Tensor = self.module(inputs, places, wanted="next")
-        return logits
+        return self.model.next_logits(inputs, places)
 
     def counted_once(self, loss: Tensor) -> Tensor:
         return loss if self.counts_replicated else torch.zeros_like(loss)

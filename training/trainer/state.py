@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from training.checkpoint import load
 from training.checkpoint.retention import reading, sweep
+from training.data.batch import MicroBatches
 from training.data.loader import Loader
 from training.models.freezing import trainable_parameters
 from training.models.language_model import LanguageModel, unfilled_model
@@ -19,7 +20,7 @@ from training.records.plan import RunPlan
 from training.runtime.mesh import build_mesh
 from training.runtime.process import Rank
 from training.strategies import Strategy, parallelize
-from training.trainer.rebalance import in_force
+from training.trainer.rebalance import sizes_in_force
 
 HASHING_TIMEOUT = datetime.timedelta(hours=6)  # while the first rank hashes a checkpoint: 100 GB take minutes
 
@@ -36,8 +37,23 @@ class TrainingState:
     trainable_parameters: int  # of the whole model, whatever part of it this rank holds
     strategy: Strategy
     loader: Loader
-    start: int
+    micro_batches: MicroBatches  # shared with the loader, the metrics and the checkpoints
     resumed: load.CheckpointManifest | None
+
+    @property
+    def start(self) -> int:
+        """The step that training goes on after."""
+        return self.resumed.step if self.resumed is not None else 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained by then."""
+        return self.resumed.tokens if self.resumed is not None else 0
+
+    @property
+    def val_loss(self) -> float | None:
+        """The newest validation's loss by then."""
+        return self.resumed.val_loss if self.resumed is not None else None
 
 
 def restore(plan: RunPlan, *, rank: Rank, run_dir: Path) -> TrainingState:
@@ -59,9 +75,9 @@ def build_state(plan: RunPlan, found: Path | None, *, rank: Rank, run_dir: Path)
     # Ranks must not drop the same units, but for tp peers, which share each unit's neighbours.
     torch.manual_seed(plan.config.train.seed + rank.rank // plan.mesh["tp"])
     resumed = load.load_state(found, strategy=strategy, rank=rank, mesh=plan.mesh) if found is not None else None
-    start = resumed.step if resumed is not None else 0
-    loader = Loader(in_force(plan, resumed), dp_rank=mesh["dp"].get_local_rank(), device=rank.device)
-    return TrainingState(plan, rank, run_dir, mesh, model, num_trained, strategy, loader, start, resumed)
+    micro_batches = MicroBatches(sizes_in_force(plan, resumed), plan.accumulation)
+    loader = Loader(plan, dp_rank=mesh["dp"].get_local_rank(), device=rank.device, micro_batches=micro_batches)
+    return TrainingState(plan, rank, run_dir, mesh, model, num_trained, strategy, loader, micro_batches, resumed)
 
 
 def _agree_on_checkpoint(run_dir: Path, rank: Rank) -> Path | None:

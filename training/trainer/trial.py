@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from training.config.train import learning_rate
-from training.monitoring.device_stats import DeviceStats
+from training.monitoring.device_stats import DeviceProbe
 from training.records.plan import RunPlan
 from training.records.trial import MEASURED, STEPS, TrialMeasured
 from training.runtime.process import Rank, process_group
 from training.trainer.state import build_state
-from training.trainer.validation import validate
+from training.trainer.validation import evaluation_mode, validate
 
 
 def main(plan_path: Path) -> None:
@@ -49,7 +49,7 @@ def ended_at_once() -> Iterator[None]:
 def tried(plan: RunPlan, *, rank: Rank, run_dir: Path) -> TrialMeasured:
     """Collective."""
     state = build_state(plan, None, rank=rank, run_dir=run_dir)
-    gauges, seconds = DeviceStats(rank.device, threads=plan.threads_per_rank), 0.0
+    probe, seconds = DeviceProbe(rank.device, threads=plan.threads_per_rank), 0.0
     for step in range(min(STEPS, plan.steps)):
         began = time.perf_counter()
         rate = learning_rate(step, plan.config.train, steps=plan.steps)
@@ -58,9 +58,10 @@ def tried(plan: RunPlan, *, rank: Rank, run_dir: Path) -> TrialMeasured:
             torch.cuda.synchronize(rank.device)
         seconds = time.perf_counter() - began
     if plan.config.evaluation.every_steps:
-        validate(state)
+        with evaluation_mode(state.model):
+            validate(state)
     state.loader.close()
-    memory = gauges.peak(gauges.memory())
+    memory = probe.peak(probe.memory())
     peak_gib = memory["reserved_gib"] if rank.device.type == "cuda" else memory["resident_gib"]
     everyone: list[float] = [0.0] * rank.world_size
     dist.all_gather_object(everyone, peak_gib)

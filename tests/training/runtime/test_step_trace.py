@@ -22,7 +22,7 @@ def test_parts_are_summed_over_micro_batches_and_written_to_a_trace(tmp_path: Pa
                 time.sleep(0.02)
             with phase("backward"):
                 torch.ones(8) @ torch.ones(8)
-    split = recording.split_ms()
+    split = recording.times_ms()
     assert split.keys() == {"step", "forward", "backward", "exposed_communication"}
     assert 40 <= split["forward"] <= split["step"]
     assert split["exposed_communication"] == 0
@@ -43,7 +43,7 @@ def test_outside_a_recorded_step_a_part_does_nothing() -> None:
         with phase("forward"):
             pass
     assert (time.perf_counter() - began) / 20_000 < 5e-6, "measured: 0.14 us"
-    assert recording.split_ms().keys() == {"step", "exposed_communication"}
+    assert recording.times_ms().keys() == {"step", "exposed_communication"}
 
 
 @pytest.mark.parametrize(
