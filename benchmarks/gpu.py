@@ -29,7 +29,6 @@ from training.planner.model_shape import flops_per_token
 from training.records.inventory import Measured
 
 BASELINES = {"plain loop": "plain", "HF Trainer": "trainer"}
-GPT2_124M = {"architecture": "gpt2", "layers": 12, "width": 768, "heads": 12}
 LLAMA_1B = {"layers": 22, "width": 2048, "heads": 32, "kv_heads": 8, "mlp_width": 5632, "tie_embeddings": False}
 LLAMA_7B = {"layers": 32, "width": 4096, "heads": 32, "mlp_width": 11008, "tie_embeddings": False}  # Llama 2 7B's
 GENTLE = {"learning_rate": 1e-4}

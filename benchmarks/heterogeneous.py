@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.hosts import docker_hosts, home_and_tokens
 from benchmarks.slow_link import show as show_link
 from benchmarks.slow_link import slow_link
-from tasks.launch.check_hosts import check_fleet
+from tasks.launch.check_hosts import prepare_hosts
 from tests.conftest import tiny_config
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import docker_config, make_docker_run, train
@@ -77,7 +77,7 @@ def measured(home: Path, common: dict[str, Any]) -> Inventory:
     """The hosts as a flow would measure them: in containers, with the run's quotas."""
     run_dir = home / "measured"
     run_dir.mkdir()
-    return check_fleet(tiny_config(**common), run_dir=run_dir)
+    return prepare_hosts(tiny_config(**common), run_dir=run_dir)
 
 
 def run_one(run_dir: Path) -> Outcome:

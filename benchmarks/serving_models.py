@@ -95,8 +95,8 @@ def _write_mlflow(folder: Path, export: Path, model: Any, tokenizer: Any) -> Non
     )
     mlflow.pyfunc.save_model(
         folder / "pyfunc",
-        python_model=TASKS / "pyfunc_model.py",
-        artifacts={"export": str(export), "generator": str(TASKS / "generate.py")},
+        python_model=TASKS / "registry" / "pyfunc_model.py",
+        artifacts={"export": str(export), "generator": str(TASKS / "inference" / "onnx_generator.py")},
         signature=infer_signature(
             pd.DataFrame({"prompt": ["def "]}), ["x"], {"new_tokens": 64, "temperature": 0.0, "top_k": 0, "seed": 1}
         ),

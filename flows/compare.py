@@ -17,13 +17,13 @@ from flows.prefect_ui.artifacts import show_table
 from flows.prefect_ui.hooks import began
 from flows.presets import with_overrides
 from flows.stages import training as stages
-from flows.stages.crashed_runs import reconcile
+from flows.stages.crashed_runs import reconcile_statuses
 from flows.stages.report import reported
 from tasks.comparison.compare import (
     REQUEST,
     CompareRequest,
     Comparison,
-    Ending,
+    StrategyOutcome,
     check,
     compare_runs,
     ending_of,
@@ -61,7 +61,7 @@ def compare(
     check(config)
     choices = read_choices(strategies, baseline=baseline)
     request = CompareRequest(strategies=tuple(strategies), target_loss=target_loss, baseline=baseline)
-    reconcile()
+    reconcile_statuses()
     run_id = run_id or stages.begun_before(config) or stages.new_run_id(f"{config.name}-compare")
     tags = {"shardline.comparison": ", ".join(choice.name for choice in choices)}
     try:
@@ -77,7 +77,7 @@ def compare(
 
 def _compared(choices: Sequence[Choice], request: CompareRequest, children: Children) -> Comparison:
     parent = children.parent
-    endings: dict[str, Ending] = {}
+    endings: dict[str, StrategyOutcome] = {}
     try:
         for place, choice in enumerate(choices, 1):
             logger.info("strategy %d of %d, %s: %s", place, len(choices), choice.name, " ".join(choice.overrides))
@@ -95,7 +95,7 @@ def _compared(choices: Sequence[Choice], request: CompareRequest, children: Chil
     return comparison
 
 
-def _ending(children: Children, choice: Choice) -> Ending:
+def _ending(children: Children, choice: Choice) -> StrategyOutcome:
     """What fails is a row with its cause; what is stopped stops the comparison."""
     try:
         return train_child(children, choice)
@@ -108,7 +108,7 @@ def _ending(children: Children, choice: Choice) -> Ending:
 
 
 def _report_what_there_is(
-    children: Children, choices: Sequence[Choice], endings: Mapping[str, Ending], request: CompareRequest
+    children: Children, choices: Sequence[Choice], endings: Mapping[str, StrategyOutcome], request: CompareRequest
 ) -> None:
     try:
         logger.info("report of what there is: %s", report(children, choices, endings, request).report)
@@ -145,7 +145,7 @@ class Children:
         found = self.inventories[parallel.ranks]
         return one_device(found) if one else found
 
-    def ended(self, choice: Choice, error: Exception) -> Ending:
+    def ended(self, choice: Choice, error: Exception) -> StrategyOutcome:
         """The run may not have come to be."""
         path, ending = self.folder(choice) / "run.json", ending_of(error)
         update = {"cause": without_credentials(ending.cause, uri=tracking_uri())}
@@ -155,7 +155,7 @@ class Children:
 
 
 @task(name="Strategy", task_run_name="Train with {choice.name}", cache_policy=NO_CACHE, persist_result=False)
-def train_child(children: Children, choice: Choice) -> Ending:
+def train_child(children: Children, choice: Choice) -> StrategyOutcome:
     """A run of its own, under the parent; skipped if it is done. Raises what its stages raise."""
     config, parent = children.config_of(choice), children.parent
     tags = {"mlflow.parentRunId": parent.mlflow_run_id, "shardline.strategy": choice.name}
@@ -164,12 +164,12 @@ def train_child(children: Children, choice: Choice) -> Ending:
         inventory = children.inventory(config, run)
         plan = stages.plan(config, inventory, run=run, shards=children.shards, shards_dir=children.shards_dir)
         stages.train(plan, run)
-        return Ending(outcome="done", run_id=run.run_id, mlflow_run_id=run.mlflow_run_id)
+        return StrategyOutcome(outcome="done", run_id=run.run_id, mlflow_run_id=run.mlflow_run_id)
 
 
 @stages.stage("Report")
 def report(
-    children: Children, choices: Sequence[Choice], endings: Mapping[str, Ending], request: CompareRequest
+    children: Children, choices: Sequence[Choice], endings: Mapping[str, StrategyOutcome], request: CompareRequest
 ) -> Comparison:
     """comparison.json, .csv, .png, .html and .yaml in the parent's folder and in MLflow; a table in Prefect."""
     parent, folder = children.parent, children.parent.folder

@@ -10,8 +10,9 @@ from prefect.states import Cancelled
 
 from flows.prefect_ui import links
 from flows.prefect_ui.hooks import began
+from flows.promote import promote
 from flows.stages import training as stages
-from flows.stages.crashed_runs import reconcile
+from flows.stages.crashed_runs import reconcile_statuses
 from flows.stages.custom_program import train_by_program
 from flows.stages.report import report, reported
 from tasks.planning.custom_program import TrainerOutcome
@@ -32,7 +33,7 @@ def pretrain(
     """
     if dry_run:
         return stages.plan(config, stages.hardware(config))
-    reconcile()
+    reconcile_statuses()
     try:
         run_id = stages.choose_run(run_id, config, force=force)
         with reported(run_id), tracked(config, run_id=run_id, tags=links.prefect_tags()) as run:
@@ -48,6 +49,9 @@ def pretrain(
                 stages.export(plan, run)
                 stages.measure_champion(plan, run, shards)
                 model = stages.register(run)
+                if not model.verdict and plan.config.gates.approval == "none":
+                    model = promote(model.name, version=model.version)
+                model = stages.show_verdict(model)
                 text = stages.generate(plan, run, model)
                 return report(plan, run, model, generated=text)
     except RunStopped as stop:

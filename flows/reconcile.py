@@ -18,7 +18,7 @@ def reconcile() -> list[dict[str, Any]]:
     """Tell MLflow and Prefect how runs ended that could not say so, and remove containers that nobody looks after."""
     rows = [
         {"what": run.run_id, "done": f"{run.ending.status} ({run.ending.cause})", "why": run.ending.why}
-        for run in crashed_runs.reconcile()
+        for run in crashed_runs.reconcile_statuses()
     ]
     reaped = reap(known_hosts())
     rows += [{"what": name, "done": "container removed", "why": "its launcher is gone"} for name in reaped.removed]

@@ -8,7 +8,7 @@ from prefect.states import Cancelled
 from flows.prefect_ui import links
 from flows.prefect_ui.hooks import began
 from flows.stages import training as stages
-from flows.stages.crashed_runs import reconcile
+from flows.stages.crashed_runs import reconcile_statuses
 from tasks.comparison.reproduce import Agreement, compare, find_original, pinned, require_same_data
 from tasks.runs.errors import RunStopped
 from tasks.tracking.mlflow_run import git_commit, tracked
@@ -19,7 +19,7 @@ def reproduce(ref: str) -> Agreement:
     """Train again what `ref` (a run's ID, MODEL@ALIAS or MODEL/VERSION) trained, and compare every logged loss."""
     original = find_original(ref)
     config, tags = pinned(original), {"shardline.reproduces": original.run_id}
-    reconcile()
+    reconcile_statuses()
     try:
         with tracked(config, run_id=stages.new_run_id(config.name), tags=links.prefect_tags() | tags) as run:
             links.link(run)

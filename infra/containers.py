@@ -194,7 +194,7 @@ def _rights(job: Job) -> dict[str, Any]:
         "mounts": [Mount(bind.target, bind.source, type="bind", read_only=bind.read_only) for bind in job.mounts],
         "devices": [f"{device}:{device}:rw" for device in job.devices],
         "device_requests": requests,
-        "restart_policy": {"Name": "no"},  # the launcher restarts the gang as a whole
+        "restart_policy": {"Name": "no"},  # the launcher restarts all ranks of an attempt together
     }
 
 

@@ -88,9 +88,9 @@ def _reconcile(options: argparse.Namespace) -> None:
 
 def _close_lost() -> None:
     """What their launcher could not say any more: KILLED in MLflow, Crashed in Prefect."""
-    from tasks.tracking.final_status import reconcile
+    from tasks.tracking.final_status import reconcile_mlflow
 
-    if lost := [run for run in reconcile() if run.found]:
+    if lost := [run for run in reconcile_mlflow() if run.found]:
         from flows.servers.embedded import start_prefect_server
 
         wait = start_prefect_server()

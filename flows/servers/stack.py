@@ -21,7 +21,7 @@ from tasks.operations.worker_pool import job_template, remove_old_containers
 
 logger = logging.getLogger(__name__)
 
-INFRA = Path(__file__).parents[1] / "infra"
+INFRA = Path(__file__).parents[2] / "infra"
 FOLDERS = ("postgres", "prefect", "artifacts", "home", "corpora", "triton")
 PASSWORDS = (
     "postgres_password",

@@ -24,7 +24,7 @@ from flows.prefect_ui.hooks import PROCESS
 from flows.servers.deploy import worker_name
 from flows.stages.report import write_page
 from tasks.tracking import final_status
-from tasks.tracking.final_status import Ended, prefect_knows
+from tasks.tracking.final_status import EndedRun, mark_prefect_knows
 from tasks.workspace.paths import tracking_uri
 from tasks.workspace.processes import is_local, local_process
 from training.tracking.redaction import without_credentials
@@ -36,14 +36,14 @@ SETTLED_S = 60.0  # from a state to the process that it is about, on a busy mach
 LOST = "its process was killed; nobody was there to say so, it was found later"
 
 
-def reconcile() -> list[Ended]:
+def reconcile_statuses() -> list[EndedRun]:
     """Tell MLflow, then Prefect, how they ended; returns those of which Prefect did not know."""
-    told = tell(final_status.reconcile())
+    told = tell(final_status.reconcile_mlflow())
     end_lost()
     return told
 
 
-def tell(runs: Sequence[Ended]) -> list[Ended]:
+def tell(runs: Sequence[EndedRun]) -> list[EndedRun]:
     """Write the pages of those that nobody has told of; then as `tell_prefect`."""
     for run in runs:
         if run.found:
@@ -51,7 +51,7 @@ def tell(runs: Sequence[Ended]) -> list[Ended]:
     return tell_prefect(runs)
 
 
-def _write_page(run: Ended) -> None:
+def _write_page(run: EndedRun) -> None:
     done = run.ending.status == "FINISHED"
     ended = "" if done else without_credentials(run.ending.why, uri=tracking_uri()) or run.ending.cause
     try:
@@ -90,7 +90,7 @@ def _ids_of_processes() -> set[str]:
     return found
 
 
-def tell_prefect(runs: Sequence[Ended]) -> list[Ended]:
+def tell_prefect(runs: Sequence[EndedRun]) -> list[EndedRun]:
     """A flow run that Prefect has seen end is left as it is, and one that was started again since: that start says."""
     told = []
     with get_client(sync_client=True) as client:
@@ -106,23 +106,23 @@ def tell_prefect(runs: Sequence[Ended]) -> list[Ended]:
                 if flow_run.state is None or not flow_run.state.is_final() or is_a_guess(flow_run.state, run):
                     client.set_flow_run_state(flow_run_id, _state(run), force=True)
                     told.append(run)
-            prefect_knows(run.run_id, run.ending)
+            mark_prefect_knows(run.run_id, run.ending)
     return told
 
 
-def _is_started_again(flow_run: FlowRun, run: Ended) -> bool:
+def _is_started_again(flow_run: FlowRun, run: EndedRun) -> bool:
     """By Retry in Prefect's pages: it waits for its turn, or runs and has not taken its run up yet."""
     waits = flow_run.state is not None and (flow_run.state.is_scheduled() or flow_run.state.is_pending())
     return waits or 0 < run.prefect_starts < flow_run.run_count
 
 
-def is_a_guess(state: State[Any], run: Ended) -> bool:
+def is_a_guess(state: State[Any], run: EndedRun) -> bool:
     """A process that cannot tell Prefect of an end that it has come to fails, or is called a crash by its worker."""
     known = run.ending.cause not in {"", "killed"}
     return known and state.type in {StateType.CRASHED, StateType.FAILED} and state.type != _state(run).type
 
 
-def _state(run: Ended) -> State[Any]:
+def _state(run: EndedRun) -> State[Any]:
     message = f"{run.ending.why or 'it came to its end'}; nobody was there to say so, it was found later"
     if run.ending.status == "FINISHED":
         return Completed(message=message)

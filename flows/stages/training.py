@@ -15,7 +15,6 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
 from flows.prefect_ui.artifacts import show_markdown, show_pairs, show_table
-from flows.promote import promote
 from flows.stages.stage import stage, timed
 from tasks.data import corpus
 from tasks.display.html_page import as_text
@@ -128,7 +127,7 @@ def hardware(config: RunConfig, run: TrackedRun | None = None) -> Inventory:
 def _inventory(config: RunConfig, folder: Path) -> Inventory:
     if config.launch.launcher == "docker":
         folder.mkdir(exist_ok=True)
-        return check_hosts.check_fleet(config, run_dir=folder)
+        return check_hosts.prepare_hosts(config, run_dir=folder)
     ranks = 1 if config.parallel.strategy == "single" else config.parallel.ranks
     return machines.check_hardware(home=home(), ranks=ranks)
 
@@ -220,13 +219,15 @@ def measure_champion(plan: RunPlan, run: TrackedRun, shards: TokenShards) -> Non
             rival.measure(champion, plan)
 
 
-@stage("Register, and let the gates decide")
+@stage("Register, and judge what needs no server and no person")
 def register(run: TrackedRun) -> RegisteredModel:
-    """Where nobody must be asked or switched it is champion at once; else by a promotion, as `shardline promote`."""
+    """A version without a verdict is left to a promotion, for which a server or a person is needed."""
     with timed(run, "register"):
-        model = register_model(run.folder, tracking_uri=tracking_uri())
-        if not model.verdict and run.config.gates.approval == "none":
-            model = promote(model.name, version=model.version)
+        return register_model(run.folder, tracking_uri=tracking_uri())
+
+
+def show_verdict(model: RegisteredModel) -> RegisteredModel:
+    """`model`, whose verdict says what it waits for if it was not judged yet."""
     text = model.verdict or f"waits for approval: `{command('shardline')} promote {model.name}`"
     verdict = f"**{model.name} version {model.version}**, alias `{model.alias or 'none'}`: {as_text(text)}"
     show_markdown(verdict, key="gate", description="The gates' verdict")

@@ -34,7 +34,7 @@ class CompareRequest(Record):
     baseline: bool
 
 
-class Ending(Record):
+class StrategyOutcome(Record):
     """How a strategy's run came out; `cause` in one line."""
 
     outcome: Outcome
@@ -143,13 +143,17 @@ def layout_in_words(plan: RunPlan) -> str:
 
 
 def compare_runs(
-    choices: Sequence[Choice], endings: Mapping[str, Ending], *, folders: Mapping[str, Path], target_loss: float
+    choices: Sequence[Choice],
+    endings: Mapping[str, StrategyOutcome],
+    *,
+    folders: Mapping[str, Path],
+    target_loss: float,
 ) -> tuple[tuple[StrategyRow, ...], float | None]:
     """A row for each choice, and the target loss: `target_loss`, or if that is 0 the lowest that all have reached.
 
     `folders`: run folders by name, where there are any. A run that failed has its cause, and no figures.
     """
-    known = {choice.name: endings.get(choice.name, Ending(outcome="not run")) for choice in choices}
+    known = {choice.name: endings.get(choice.name, StrategyOutcome(outcome="not run")) for choice in choices}
     metrics = {
         name: read_rows(folder / "metrics.jsonl")
         for name, folder in folders.items()
@@ -161,7 +165,7 @@ def compare_runs(
     return tuple(_set_against(row, rows, metrics, target) for row in rows), target
 
 
-def _row(choice: Choice, ending: Ending, folder: Path | None, metrics: Mapping[str, Rows]) -> StrategyRow:
+def _row(choice: Choice, ending: StrategyOutcome, folder: Path | None, metrics: Mapping[str, Rows]) -> StrategyRow:
     figures: dict[str, Any] = {}
     if folder is not None and (folder / "plan.json").exists():
         plan = RunPlan.read(folder / "plan.json")
@@ -210,10 +214,10 @@ def one_device(inventory: Inventory) -> Inventory:
     return Inventory(hosts=(host.model_copy(update={"devices": host.devices[:1], "cores": share}),))
 
 
-def ending_of(error: Exception) -> Ending:
+def ending_of(error: Exception) -> StrategyOutcome:
     """An error as the cause of a row: its first line; the run's logs have more."""
     message = str(error) or type(error).__name__
-    return Ending(outcome=_outcome_of(error), cause=PROGRAM_FAILED.sub("", message.partition("\n")[0]))
+    return StrategyOutcome(outcome=_outcome_of(error), cause=PROGRAM_FAILED.sub("", message.partition("\n")[0]))
 
 
 def _outcome_of(error: Exception) -> Outcome:

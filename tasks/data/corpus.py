@@ -7,7 +7,6 @@ again, and two runs that differ in anything that matters never share a folder.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -25,6 +24,7 @@ from tasks.data.split import SplitRule, choose_rule, split_pieces
 from tasks.data.tokenizer import SavedTokenizer, Specials, content_hash, load_pretrained, save_tokenizer, special_tokens
 from tasks.display.progress import Progress, terminal_bar
 from tasks.hardware.machine import usable_cores
+from tasks.workspace.locks import exclusive
 from training.config.run import DataConfig
 from training.records.token_shards import Shard, TokenShards
 from training.shards.format import MANIFEST, SPLITS, discard_damaged, discard_other_tokens, verify_hashes
@@ -130,13 +130,11 @@ def _finished(folder: Path) -> TokenShards | None:
 @contextlib.contextmanager
 def _sole_writer(folder: Path) -> Iterator[None]:
     """One process at a time writes a shard folder. The system drops the lock of a killed one, whose halves go here."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("another process tokenizes this corpus; waiting for it (%s)", folder)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+
+    def tell() -> None:
+        log.info("waiting for another process that tokenizes this corpus (%s)", folder)
+
+    with exclusive(folder / ".lock", on_wait=tell):
         for left_over in folder.rglob(".*.part"):
             shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink(missing_ok=True)
         yield

@@ -34,6 +34,7 @@ from tasks.hardware.machine import (
     usable_memory_bytes,
     visible_gpus,
 )
+from tasks.workspace.processes import end_process
 from training.records.inventory import Device, Host, Inventory, Measured
 from training.records.record import Record
 
@@ -121,7 +122,7 @@ def with_host_facts(device: Device, memory_share_gib: float) -> Device:
 
 
 def cache_key(*, cores: int, gpus: tuple[Gpu, ...], ranks: int) -> dict[str, str]:
-    programs = [Path(training.__path__[0]) / name for name in ("measure.py", "links.py")]
+    programs = [Path(training.__path__[0]) / name for name in ("measure.py", "hardware/gpu_links.py")]
     return {
         "host": socket.gethostname(),
         "ranks": str(ranks),
@@ -215,22 +216,11 @@ def run_measure(ranks: int, threads: int, *, timeout_s: float = MEASURE_TIMEOUT_
             except subprocess.TimeoutExpired:
                 status = f"no answer in {timeout_s:g} s"
             finally:
-                stop(process)
+                end_process(process, grace_s=10, with_descendants=True)  # a SIGKILL of torchrun alone leaves its ranks
         if status != "exit code 0":
             what = f"measuring {ranks} rank{'s' if ranks > 1 else ''} failed ({status})"
             raise RuntimeError(f"{what}. The end of its output:\n{last_lines(output.read_text())}")
         return Measured.read(out)
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM first: torchrun passes it on to the ranks, which a SIGKILL would leave behind."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def last_lines(output: str, *, num_lines: int = 20) -> str:

@@ -22,7 +22,7 @@ from tasks.hardware.measure import (
     keep_cached,
     last_lines,
 )
-from tasks.hardware.preflight import HostFacts, throw_away
+from tasks.hardware.preflight import HostFacts, container_spec
 from training.config.launch import LaunchConfig
 from training.records.inventory import Device, Host, Inventory, Measured
 from training.records.node import CollectiveReport
@@ -38,7 +38,6 @@ def measure_hosts(
     slots: Mapping[str, int],
     home: Path,
     run_dir: Path,
-    measure_again: bool = False,
 ) -> Inventory:
     """The hosts with one device per slot, strongest first; `facts` are check_hosts', `slots` ranks by host's name.
 
@@ -46,7 +45,7 @@ def measure_hosts(
     measured beside other work are not kept. Raises HostError if a measurement fails, with the end of its output.
     """
     keys = {host.name: cache_key(host, facts[host.name], slots=slots[host.name]) for host in hosts}
-    known = {} if measure_again else {name: found for name, key in keys.items() if (found := find_cached(home, key))}
+    known = {name: found for name, key in keys.items() if (found := find_cached(home, key))}
     unknown = [host for host in hosts if host.name not in known]
     begin = time.perf_counter()
     new = on_all(
@@ -73,7 +72,7 @@ def measure(host: DockerHost, launch: LaunchConfig, *, slots: int, cores: int, h
     out = run_dir / f".{name}-{host.name}.json"
     launcher = ("torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", f"--nproc-per-node={slots}", "-m")
     program = (*(launcher if slots > 1 else ()), "training.measure", str(out), str(threads))
-    job = throw_away(
+    job = container_spec(
         host, launch, home=home, run_id=run_dir.name, what=name, command=("python", "-m", *program), threads=threads
     )
     try:

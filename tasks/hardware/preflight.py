@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import secrets
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from infra.hosts import DockerHost
 from infra.preflight import Probe, image_findings, probe_all
 from tasks.hardware.hosts import binds, rank_user
 from tasks.workspace.processes import process_key
+from tasks.workspace.wait import until
 from training.config.launch import LaunchConfig
 from training.node.host_check import Asked, answer_name, own_name, sources_sha256
 from training.records.record import Record
@@ -76,7 +76,7 @@ def check_hosts(
         probes = probe_all(
             hosts,
             {
-                host.name: throw_away(
+                host.name: container_spec(
                     host,
                     launch,
                     home=home,
@@ -116,7 +116,7 @@ def _command(host: DockerHost, launch: LaunchConfig, *, run_dir: Path, token: st
     return ("python", "-m", "training.node.host_check", json.dumps(asdict(asked)))
 
 
-def throw_away(
+def container_spec(
     host: DockerHost,
     launch: LaunchConfig,
     *,
@@ -168,17 +168,18 @@ def token(run_dir: Path) -> Iterator[str]:
 
 def unseen_answers(run_dir: Path, word: str, probes: Mapping[str, Probe]) -> dict[str, str]:
     """Hosts that saw our file and wrote theirs, which we do not see."""
-    waiting = {name for name, probe in probes.items() if probe.report.get("wrote")}
-    deadline = time.monotonic() + SEEN_S
-    while waiting := {name for name in waiting if not (run_dir / answer_name(word, name)).exists()}:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(POLL_S)
+    unseen = {name for name, probe in probes.items() if probe.report.get("wrote")}
+
+    def all_seen() -> bool:
+        unseen.difference_update({name for name in unseen if (run_dir / answer_name(word, name)).exists()})
+        return not unseen
+
+    until(all_seen, timeout_s=SEEN_S, every_s=POLL_S)
     words = (
         f"what it wrote in {run_dir} was not seen by the launcher within {SEEN_S:g} s: a copy of the folder will not "
         "do, mount the launcher's own storage there"
     )
-    return dict.fromkeys(waiting, words)
+    return dict.fromkeys(unseen, words)
 
 
 # What was found

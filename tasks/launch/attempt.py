@@ -19,11 +19,12 @@ from infra import containers
 from infra.containers import Heartbeat
 from infra.hosts import DockerHost, HostError, connect, on_each
 from infra.logs import LogFollower
-from tasks.hardware.preflight import throw_away
-from tasks.launch.failure import FIRST_CAUSES, Ending, classify
+from tasks.hardware.preflight import container_spec
+from tasks.launch.failure import FIRST_CAUSES, AttemptOutcome, classify
 from tasks.launch.lease import Lease, withdraw_leases
 from tasks.launch.watcher import ANSWER_S, POLL_S, Watcher
 from tasks.workspace.paths import fresh
+from tasks.workspace.wait import until
 from training.config.launch import LaunchConfig
 from training.records.node import NodeTask
 
@@ -125,7 +126,7 @@ class Attempt:
         )
         task_path = self.folder / f"{host.name}.json"
         task.write(task_path)
-        job = throw_away(
+        job = container_spec(
             host,
             self.launch,
             home=self.home,
@@ -148,7 +149,7 @@ class Attempt:
 
     # Watching
 
-    def wait(self, on_poll: Callable[[], bool]) -> Ending:
+    def wait(self, on_poll: Callable[[], bool]) -> AttemptOutcome:
         """Until all containers have ended, one failed, or a host is lost; `on_poll` says whether steps were made."""
         while not self._all_ended():
             if on_poll():
@@ -180,20 +181,20 @@ class Attempt:
 
     def _settle(self) -> None:
         """What failed first to be seen may have failed of another host's end, which is to be seen yet."""
-        deadline = time.monotonic() + SETTLE_S
-        while time.monotonic() < deadline and not self._all_ended() and self._ending().cause not in FIRST_CAUSES:
-            time.sleep(POLL_S / 2)
+        until(lambda: self._all_ended() or self._ending().cause in FIRST_CAUSES, timeout_s=SETTLE_S, every_s=POLL_S / 2)
 
-    def _ending(self) -> Ending:
+    def _ending(self) -> AttemptOutcome:
         self.taken = not self.lease.path.exists()
         if self.taken:
-            return Ending(cause="stopped", detail="another launcher has taken the run over: it withdrew our lease")
+            return AttemptOutcome(
+                cause="stopped", detail="another launcher has taken the run over: it withdrew our lease"
+            )
         lost = set(self.lost())
         ends = {name: watcher.end(lost=name in lost) for name, watcher in self.watchers.items()}
         told = any(end.told_to_stop for end in ends.values())
         return classify(ends, asked=told and fresh(self.folder / ASKED).exists())
 
-    # Ending
+    # Ending it
 
     def stop(self) -> None:
         """SIGTERM to all at once, so that they save a checkpoint together, and time for it."""
@@ -205,9 +206,7 @@ class Attempt:
         for name, result in on_each(self._started(), tell).items():
             if isinstance(result, HostError):
                 logger.warning("%s could not be told to stop, its lease is withdrawn: %s", name, result)
-        deadline = time.monotonic() + self.program.grace_s + SETTLE_S
-        while time.monotonic() < deadline and not self._all_ended():
-            time.sleep(POLL_S)
+        until(self._all_ended, timeout_s=self.program.grace_s + SETTLE_S, every_s=POLL_S)
 
     def _started(self) -> list[DockerHost]:
         return [host for host in self.hosts if host.name in self.watchers]

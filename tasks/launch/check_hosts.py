@@ -30,7 +30,7 @@ def hosts_of(launch: LaunchConfig) -> tuple[DockerHost, ...]:
     return docker_hosts(read_hosts(launch), home=home())
 
 
-def check_fleet(config: RunConfig, *, run_dir: Path) -> Inventory:
+def prepare_hosts(config: RunConfig, *, run_dir: Path) -> Inventory:
     """Preflight and measurement of all hosts; without those that do not answer, if launch.min_hosts are left.
 
     Raises HostsNotReady with all that is wrong on any host; nothing was started then.
@@ -38,7 +38,7 @@ def check_fleet(config: RunConfig, *, run_dir: Path) -> Inventory:
     named = read_hosts(config.launch)
     hosts = docker_hosts(named, home=home())
     give_to_ranks(run_dir, config.launch)
-    sweep(hosts, run_dir.name, run_dir, grace_s=grace_s(run_dir))  # a gang that outlived its launcher saves, and ends
+    sweep(hosts, run_dir.name, run_dir, grace_s=grace_s(run_dir))  # ranks that outlived their launcher save, and end
     fit, facts = fit_hosts(hosts, config.launch, run_dir=run_dir)
     nsight.check_image(config, facts)
     inventory = measure_hosts(
@@ -71,8 +71,8 @@ def try_network(
         grace_s=0.0,
     )
     ordered = [by_name[host.name] for host in inventory.hosts]
-    with Attempt(program, ordered, config.launch, home=home(), folder=folder) as gang:
-        ending = gang.wait(lambda: False)
+    with Attempt(program, ordered, config.launch, home=home(), folder=folder) as attempt:
+        ending = attempt.wait(lambda: False)
     if ending.cause != "done" or not fresh(out).exists():
         lines = "\n".join(ending.lines)
         raise RuntimeError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,14 +13,14 @@ from pathlib import Path
 from tasks.launch import docker_hosts
 from tasks.launch.attempt import new_folder
 from tasks.launch.docker_hosts import AttemptRecord, attempts_of
-from tasks.launch.failure import LAST_LINES, Ending, HostEnd, classify
+from tasks.launch.failure import LAST_LINES, AttemptOutcome, HostStatus, classify
 from tasks.launch.lease import Lease
-from tasks.launch.local import POLL_S, end_earlier_gang, grace_s
+from tasks.launch.local import POLL_S, end_earlier_attempt, grace_s
 from tasks.planning.custom_program import TrainerPlan, experiment_of, program_of
 from tasks.runs.errors import RunFailed, RunStopped
 from tasks.runs.owner import RanksLauncher
 from tasks.workspace.paths import tracking_uri
-from tasks.workspace.processes import process_key
+from tasks.workspace.processes import free_port, process_key
 from training.records.node import NodeEnd, NodeTask
 from training.tracking.redaction import without_secrets
 
@@ -48,7 +47,7 @@ def is_done(run_dir: Path) -> bool:
 
 def run_here(plan: TrainerPlan, *, run_dir: Path) -> None:
     """One attempt, by the same node program as in a container: if we are killed it ends the ranks within lease_s."""
-    end_earlier_gang(run_dir)
+    end_earlier_attempt(run_dir)
     folder, began_at, log_path = new_folder(run_dir / "attempts"), _now(), run_dir / "logs" / "trainer.log"
     log_path.parent.mkdir(exist_ok=True)
     task_path = folder / "node.json"
@@ -114,15 +113,15 @@ def _wait(node: subprocess.Popen[bytes], plan: TrainerPlan) -> None:
         raise RunStopped(f"interrupted: `shardline resume {plan.run_id}` starts {plan.program} again") from None
 
 
-def _ending(path: Path, plan: TrainerPlan, *, log_path: Path) -> Ending:
+def _ending(path: Path, plan: TrainerPlan, *, log_path: Path) -> AttemptOutcome:
     """By the node's record; a node that could not write one, on a full disk, still prints."""
     end = NodeEnd.read(path) if path.exists() else None
     lines = log_path.read_text(errors="replace").splitlines()[-LAST_LINES:]
-    host = HostEnd(state=None, end=end, last_lines=tuple(map(without_secrets, lines)))
+    host = HostStatus(state=None, end=end, last_lines=tuple(map(without_secrets, lines)))
     return classify({plan.hosts[0]: host}, asked=True)  # whoever sends signals here is the user
 
 
-def _raise(ending: Ending, plan: TrainerPlan, *, log_path: Path) -> None:
+def _raise(ending: AttemptOutcome, plan: TrainerPlan, *, log_path: Path) -> None:
     again = f"`shardline resume {plan.run_id}` starts it again"
     if ending.cause == "stopped":
         raise RunStopped(f"{plan.program}: {ending.detail}; {again}")
@@ -136,9 +135,3 @@ def _raise(ending: Ending, plan: TrainerPlan, *, log_path: Path) -> None:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

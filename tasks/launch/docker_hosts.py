@@ -1,6 +1,6 @@
 """From failure to training again: attempts at a program on Docker hosts until it is done, or no attempt can mend it.
 
-A gang is restarted as a whole, from the newest whole checkpoint. Before each attempt nothing of an earlier one may be
+All ranks are restarted together, from the newest whole checkpoint. Before each attempt nothing of an earlier one may be
 alive on any host that answers (fencing); one that does not answer takes no part until it has been swept.
 """
 
@@ -17,9 +17,9 @@ from infra.hosts import HostError
 from tasks.launch import nsight
 from tasks.launch.attempt import Attempt, Program, new_folder, sweep
 from tasks.launch.check_hosts import hosts_of
-from tasks.launch.failure import CURES, Ending
-from tasks.launch.host_set import Muster, muster
-from tasks.launch.local import end_earlier_gang, grace_s
+from tasks.launch.failure import CURES, AttemptOutcome
+from tasks.launch.host_set import HostSet, choose_hosts
+from tasks.launch.local import end_earlier_attempt, grace_s
 from tasks.launch.rank_environment import NCCL, give_to_ranks, ranks_reach_mlflow, tracking_for_ranks
 from tasks.launch.rank_logs import Steps, Warnings
 from tasks.planning.custom_program import TrainerPlan, experiment_of, placed, program_of
@@ -45,7 +45,7 @@ class AttemptRecord(Record):
     from_step: int
     began_at: str
     ended_at: str
-    ending: Ending
+    ending: AttemptOutcome
 
 
 def run(module: str, *, run_dir: Path, ranks: int = 0, on_poll: Callable[[], object]) -> None:
@@ -54,7 +54,7 @@ def run(module: str, *, run_dir: Path, ranks: int = 0, on_poll: Callable[[], obj
     Raises RunFailed with the cause, its cure and the log's last lines; RunStopped if we were interrupted meanwhile.
     """
     launch, run_id = placed(run_dir).config.launch, run_dir.name
-    end_earlier_gang(run_dir)  # of a start on this machine
+    end_earlier_attempt(run_dir)  # of a start on this machine
     unswept: set[str] = set()  # hosts where something of this run may be left
     try:
         _run(module, launch, run_dir=run_dir, alone=ranks == 1, on_poll=on_poll, unswept=unswept)
@@ -77,7 +77,7 @@ def _run(
 ) -> None:
     failures, reached, lost = 0, -1, frozenset[str]()
     while True:
-        there = muster(run_dir, launch, alone=alone, lost=lost)
+        there = choose_hosts(run_dir, launch, alone=alone, lost=lost)
         unswept.clear()
         unswept |= set(there.away)
         step = last_checkpoint_step(run_dir)
@@ -102,11 +102,11 @@ def _run(
         time.sleep(pause_s)
 
 
-def _where(ending: Ending) -> str:
+def _where(ending: AttemptOutcome) -> str:
     return f"{ending.host}: {ending.detail}"
 
 
-def _final(words: str, why: str, ending: Ending, run_dir: Path) -> str:
+def _final(words: str, why: str, ending: AttemptOutcome, run_dir: Path) -> str:
     cure = f". Cure: {CURES[ending.cause]}" if ending.cause in CURES else ""
     lines = "\n".join(ending.lines)
     log = run_dir / "logs" / f"{ending.host}.log"
@@ -131,7 +131,7 @@ def _sweep_up(names: set[str], launch: LaunchConfig, *, run_dir: Path) -> None:
 
 def _attempt(
     module: str,
-    there: Muster,
+    there: HostSet,
     *,
     run_dir: Path,
     alone: bool,
@@ -147,17 +147,17 @@ def _attempt(
     began_at, from_step = _now(), last_checkpoint_step(run_dir)
     program = _program(module, plan, by_name, run_dir=run_dir)
     logger.info("attempt %s: %s on %s, from step %d", folder.name, module, _in_words(by_name), from_step)
-    gang = Attempt(program, there.hosts[: len(by_name)], plan.config.launch, home=home(), folder=folder)
-    ending = Ending(cause="stopped", detail="the launcher was interrupted")
+    attempt = Attempt(program, there.hosts[: len(by_name)], plan.config.launch, home=home(), folder=folder)
+    ending = AttemptOutcome(cause="stopped", detail="the launcher was interrupted")
     try:
-        ending = _watched(gang, plan, run_dir=run_dir, on_poll=on_poll)
+        ending = _watched(attempt, plan, run_dir=run_dir, on_poll=on_poll)
         if ending.cause == "done" and module == "training.train" and _stopped_early(run_dir):
-            ending = Ending(cause="killed", detail="its ranks were told to stop (SIGTERM), and not by us")
+            ending = AttemptOutcome(cause="killed", detail="its ranks were told to stop (SIGTERM), and not by us")
     finally:
-        unswept |= set(gang.left)
-        if gang.taken:  # what is there now may be the other launcher's
+        unswept |= set(attempt.left)
+        if attempt.taken:  # what is there now may be the other launcher's
             unswept.clear()
-        attempt = AttemptRecord(
+        record = AttemptRecord(
             number=int(folder.name),
             program=module,
             hosts=by_name,
@@ -166,8 +166,8 @@ def _attempt(
             ended_at=_now(),
             ending=ending,
         )
-        _record(attempt, folder)
-    return attempt
+        _record(record, folder)
+    return record
 
 
 def _program(module: str, plan: RunPlan | TrainerPlan, ranks: dict[str, int], *, run_dir: Path) -> Program:
@@ -203,12 +203,14 @@ def _record(attempt: AttemptRecord, folder: Path) -> None:
         logger.warning("attempt %s could not be recorded (%s): %s, %s", folder.name, error, ending.cause, ending.detail)
 
 
-def _watched(gang: Attempt, plan: RunPlan | TrainerPlan, *, run_dir: Path, on_poll: Callable[[], object]) -> Ending:
+def _watched(
+    attempt: Attempt, plan: RunPlan | TrainerPlan, *, run_dir: Path, on_poll: Callable[[], object]
+) -> AttemptOutcome:
     steps = Steps(run_dir, mlflow_run_id=plan.mlflow_run_id, sends=not ranks_reach_mlflow(plan.config.launch))
-    warnings = Warnings(run_dir, gang.program.ranks)
+    warnings = Warnings(run_dir, attempt.program.ranks)
 
     def look() -> bool:
-        """A file server's hiccup, or metrics that a rank just replaced, is no reason to end a gang."""
+        """A file server's hiccup, or metrics that a rank just replaced, is no reason to end an attempt."""
         try:
             on_poll()
             warnings.look()
@@ -218,16 +220,16 @@ def _watched(gang: Attempt, plan: RunPlan | TrainerPlan, *, run_dir: Path, on_po
             return False
 
     try:
-        with gang:
+        with attempt:
             try:
-                return gang.wait(look)
+                return attempt.wait(look)
             except BaseException:  # Ctrl-C, Prefect's cancel, or an error of ours
                 logger.info("stopping: the ranks save a checkpoint and leave")
-                gang.stop()
+                attempt.stop()
                 on_poll()
                 raise
     except HostError as error:  # preflight found the config good: a daemon that refuses now has troubles of its own
-        return Ending(
+        return AttemptOutcome(
             cause="lost host" if error.unreachable else "daemon", host=", ".join(error.hosts), detail=str(error)
         )
     finally:

@@ -61,7 +61,7 @@ def cause_of(said: str) -> Cause:
 
 
 @dataclass(frozen=True)
-class HostEnd:
+class HostStatus:
     """What is known of one host: its container's last state, its node's record; `lost` where nobody answers."""
 
     state: State | None
@@ -96,7 +96,7 @@ class HostEnd:
         return self.end.asked == "signal" if self.end is not None else self.unexplained in TOLD_TO_STOP
 
 
-class Ending(Record):
+class AttemptOutcome(Record):
     """How an attempt ended. `host` is where it began, `detail` one line for people, `lines` the log's last there."""
 
     cause: Cause | Literal["done", "stopped"]
@@ -105,7 +105,7 @@ class Ending(Record):
     lines: tuple[str, ...] = ()
 
 
-def classify(hosts: Mapping[str, HostEnd], *, asked: bool = False) -> Ending:
+def classify(hosts: Mapping[str, HostStatus], *, asked: bool = False) -> AttemptOutcome:
     """The first cause in this order that any host shows: what kills one host's ranks shows as lost peers on others.
 
     `asked`: a user wanted the run to stop. Without, a container that was told to is no reason to give the run up:
@@ -114,10 +114,10 @@ def classify(hosts: Mapping[str, HostEnd], *, asked: bool = False) -> Ending:
     return next(_endings(hosts, asked=asked))
 
 
-def _endings(hosts: Mapping[str, HostEnd], *, asked: bool) -> Iterator[Ending]:
+def _endings(hosts: Mapping[str, HostStatus], *, asked: bool) -> Iterator[AttemptOutcome]:
     known = {name: host for name, host in hosts.items() if not host.ended_by_us}
     if all(host.done for host in hosts.values()) and len(known) == len(hosts):
-        yield Ending(cause="done")
+        yield AttemptOutcome(cause="done")
     for name, host in hosts.items():  # also one that we ended: its other ranks may have waited for the one killed
         if host.state is not None and host.state.oom_killed:
             yield _ending("out of memory", name, host, "the kernel killed a rank: the container's memory is used up")
@@ -150,10 +150,10 @@ def _endings(hosts: Mapping[str, HostEnd], *, asked: bool) -> Iterator[Ending]:
         if not host.done:
             code = host.state.exit_code if host.state is not None else "unknown"
             yield _ending("error", name, host, f"exit code {code}, and no word of why")
-    yield Ending(cause="error", detail="all hosts were stopped by us")
+    yield AttemptOutcome(cause="error", detail="all hosts were stopped by us")
 
 
-def _told(hosts: Mapping[str, HostEnd], *causes: Cause) -> Iterator[Ending]:
+def _told(hosts: Mapping[str, HostStatus], *causes: Cause) -> Iterator[AttemptOutcome]:
     """What ranks said themselves, in the order of `causes`."""
     for cause in causes:
         for name, host, said in _causes(hosts):
@@ -161,7 +161,7 @@ def _told(hosts: Mapping[str, HostEnd], *causes: Cause) -> Iterator[Ending]:
                 yield _ending(cause, name, host, said)
 
 
-def _told_to_stop(name: str, host: HostEnd, *, asked: bool) -> Ending:
+def _told_to_stop(name: str, host: HostStatus, *, asked: bool) -> AttemptOutcome:
     if asked:
         return _ending("stopped", name, host, "told to stop (SIGTERM)")
     if host.state is not None and host.state.running:
@@ -169,7 +169,7 @@ def _told_to_stop(name: str, host: HostEnd, *, asked: bool) -> Ending:
     return _ending("killed", name, host, "somebody else told its container to stop (SIGTERM): the machine, its daemon")
 
 
-def _causes(hosts: Mapping[str, HostEnd]) -> Iterator[tuple[str, HostEnd, str]]:
+def _causes(hosts: Mapping[str, HostStatus]) -> Iterator[tuple[str, HostStatus, str]]:
     for name, host in hosts.items():
         failures = host.end.failures if host.end is not None and host.end.ending == "failed" else ()
         # torchrun ends the others when one rank fails: that they died of it tells nothing.
@@ -180,9 +180,9 @@ def _causes(hosts: Mapping[str, HostEnd]) -> Iterator[tuple[str, HostEnd, str]]:
             yield name, host, next(said, "")
 
 
-def _lines(host: HostEnd) -> tuple[str, ...]:
+def _lines(host: HostStatus) -> tuple[str, ...]:
     return host.end.last_lines if host.end is not None else host.last_lines
 
 
-def _ending(cause: Cause | Literal["stopped"], name: str, host: HostEnd, detail: str) -> Ending:
-    return Ending(cause=cause, host=name, detail=detail, lines=_lines(host)[-LAST_LINES:])
+def _ending(cause: Cause | Literal["stopped"], name: str, host: HostStatus, detail: str) -> AttemptOutcome:
+    return AttemptOutcome(cause=cause, host=name, detail=detail, lines=_lines(host)[-LAST_LINES:])

@@ -28,7 +28,7 @@ ASK_AGAIN_S = 2.0  # hosts that are waited for
 
 
 @dataclass(frozen=True)
-class Muster:
+class HostSet:
     """`hosts` in the order of the plan's ranks; `away` are all others of the config that were not swept."""
 
     plan: RunPlan | TrainerPlan
@@ -36,7 +36,9 @@ class Muster:
     away: dict[str, HostError]
 
 
-def muster(run_dir: Path, launch: LaunchConfig, *, alone: bool = False, lost: Collection[str] = frozenset()) -> Muster:
+def choose_hosts(
+    run_dir: Path, launch: LaunchConfig, *, alone: bool = False, lost: Collection[str] = frozenset()
+) -> HostSet:
     """Fence, wait for the hosts that are needed, and plan for those that are there.
 
     A host that was away is swept first, then checked: it may have come back without its storage. One of the plan's that
@@ -69,9 +71,9 @@ def muster(run_dir: Path, launch: LaunchConfig, *, alone: bool = False, lost: Co
         time.sleep(max(0.0, began + FENCE_S - time.monotonic()))
     there = {host.name: host for host in hosts if host.name not in away}
     if alone:
-        return Muster(plan=plan, hosts=tuple(there[name] for name in plan.hosts if name in there), away=away)
+        return HostSet(plan=plan, hosts=tuple(there[name] for name in plan.hosts if name in there), away=away)
     plan = _planned(run_dir, inventory, there=set(there), away=away, plan=plan, launch=launch)
-    return Muster(plan=plan, hosts=tuple(there[name] for name in plan.hosts), away=away)
+    return HostSet(plan=plan, hosts=tuple(there[name] for name in plan.hosts), away=away)
 
 
 def _missing(

@@ -48,7 +48,7 @@ def run_program(
 
     Raises RuntimeError with the log's last lines if it fails, RunStopped if we were interrupted meanwhile.
     """
-    end_earlier_gang(run_dir)
+    end_earlier_attempt(run_dir)
     end_containers(run_dir)
     log_path = run_dir / "logs" / f"{module.rpartition('.')[2]}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,8 +187,8 @@ def _end(launcher: psutil.Process, *, grace_s: float) -> None:
     psutil.wait_procs(alive)
 
 
-def end_earlier_gang(run_dir: Path) -> None:
-    """No two gangs on one run: ranks that outlived their launcher are told to stop, then made to."""
+def end_earlier_attempt(run_dir: Path) -> None:
+    """Stop the ranks of an earlier start that outlived their launcher: no two attempts work on one run."""
     path = run_dir / "gang.json"
     launcher = local_process(RanksLauncher.read(path).launcher) if path.exists() else None
     if launcher is not None:
@@ -197,7 +197,7 @@ def end_earlier_gang(run_dir: Path) -> None:
 
 
 def end_containers(run_dir: Path) -> None:
-    """No two gangs either where a run on Docker hosts, whose launcher was killed, is resumed on this machine."""
+    """Withdraw the leases of containers whose launcher was killed, when their run is resumed on this machine."""
     if withdraw_leases(run_dir):
         logger.warning(
             "ranks of an earlier start on Docker hosts may be alive: their lease is withdrawn, which ends them; "

@@ -11,7 +11,7 @@ from infra import containers
 from infra.containers import State
 from infra.hosts import DockerHost, HostClient, HostError, connect
 from infra.logs import last_lines
-from tasks.launch.failure import HostEnd
+from tasks.launch.failure import HostStatus
 from training.records.node import NodeEnd
 from training.tracking.redaction import without_secrets
 
@@ -88,10 +88,10 @@ class Watcher(threading.Thread):
     def _record(self) -> NodeEnd | None:
         return NodeEnd.read(self.end_path) if self.end_path.exists() else None
 
-    def end(self, *, lost: bool) -> HostEnd:
-        """`lost`: given up by the gang; what it does is not known, whatever was known last."""
+    def end(self, *, lost: bool) -> HostStatus:
+        """`lost`: the attempt gave this host up: what it does is not known, whatever was known last."""
         end = self._record()
-        return HostEnd(
+        return HostStatus(
             state=self.state,
             end=end,
             lost=lost,

@@ -6,23 +6,22 @@ and goes with the process. On Docker hosts the containers are the register, by t
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import IO
 
 from infra.containers import gpus_granted
 from infra.hosts import DockerHost
 from tasks.hardware.machine import gpus_here
 from tasks.launch.check_hosts import hosts_of
-from tasks.launch.local import end_earlier_gang
+from tasks.launch.local import end_earlier_attempt
 from tasks.operations.ps import ask
 from tasks.runs.errors import RunStopped
 from tasks.runs.owner import ranks_launcher
+from tasks.workspace.locks import Locked, exclusive
 from tasks.workspace.paths import home, run_folder
 from tasks.workspace.processes import local_process, process_key
 from training.config.run import RunConfig
@@ -49,7 +48,7 @@ def _look(config: RunConfig, run_id: str, held: ExitStack) -> Look:
     if config.launch.launcher == "docker":
         hosts = [host for host in hosts_of(config.launch) if host.gpus or host.gpu_ids]
         return lambda: gpu_holder(hosts, run_id=run_id)
-    end_earlier_gang(run_folder(run_id))  # or a killed start of this very run would be waited for
+    end_earlier_attempt(run_folder(run_id))  # or a killed start of this very run would be waited for
     return LocalDevices(devices_of(config), run_id=run_id, held=held).take
 
 
@@ -98,16 +97,14 @@ class LocalDevices:
         with ExitStack() as locks:
             files = []
             for name in self.names:
-                file = locks.enter_context(_open(name))
                 try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return _holder(file, name)
-                files.append(file)
-            self.before = {run for file in files if (run := _read(file).get("run", "")) not in {"", self.run_id}}
+                    files.append(locks.enter_context(exclusive(home() / "devices" / name.replace("/", "_"))))
+                except Locked as held:
+                    return _holder(held.content, name)
+            before = {_read(file.read()).get("run", "") for file in files}
+            self.before = before - {"", self.run_id}
             for file in files:
-                file.seek(0)
-                file.truncate()
+                file.truncate(0)
                 file.write(json.dumps({"run": self.run_id, "process": process_key(os.getpid())}))
                 file.flush()
             self.held.push(locks.pop_all())
@@ -115,24 +112,17 @@ class LocalDevices:
         return ""
 
 
-def _open(name: str) -> IO[str]:
-    path = home() / "devices" / name.replace("/", "_")
-    path.parent.mkdir(exist_ok=True)
-    return path.open("a+")
-
-
-def _read(file: IO[str]) -> dict[str, str]:
+def _read(content: str) -> dict[str, str]:
     """Empty for a file that is new, or was being written when its owner was killed."""
-    file.seek(0)
     try:
-        found: dict[str, str] = json.loads(file.read() or "{}")
+        found: dict[str, str] = json.loads(content or "{}")
     except ValueError:
         return {}
     return found
 
 
-def _holder(file: IO[str], name: str) -> str:
-    there = _read(file)
+def _holder(content: str, name: str) -> str:
+    there = _read(content)
     run_id, process = there.get("run", "another run"), local_process(there.get("process", ""))
     pid = f" (pid {process.pid})" if process else ""
     return f"run {run_id}{pid} has {name}; `shardline stop {run_id}` ends it"
@@ -140,10 +130,10 @@ def _holder(file: IO[str], name: str) -> str:
 
 def _orphans(run_id: str) -> str:
     """Ranks that outlived their launcher leave by themselves, once they have saved a checkpoint."""
-    gang = ranks_launcher(run_folder(run_id))
-    if gang is None:
+    ranks = ranks_launcher(run_folder(run_id))
+    if ranks is None:
         return ""
-    return f"ranks of run {run_id} have outlived it (pid {gang.pid}); `shardline stop {run_id}` ends them"
+    return f"ranks of run {run_id} have outlived it (pid {ranks.pid}); `shardline stop {run_id}` ends them"
 
 
 # Of Docker hosts

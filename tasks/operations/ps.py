@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 PLANS = ("plan.json", "trainer.json")  # ours, and that of a program of the user's
 ANSWER_S = 5.0
-THROW_AWAY_S = 600.0  # what checks or measures a host ends long before that (tasks/hardware/measure.py: 180 s)
+PROBE_LIFETIME_S = 600.0  # what checks or measures a host ends long before that (tasks/hardware/measure.py: 180 s)
 TAIL_BYTES = 65_536  # of metrics.jsonl: a row has under 1000
 
 
@@ -201,7 +201,7 @@ def launcher_of(each: OnHost) -> tuple[bool, str]:
     if not run_dir.is_dir():
         return True, f"on {machine}, of another SHARDLINE_HOME"
     if not found.attempt.isdigit():
-        young = _age_s(each.state.started_at) < THROW_AWAY_S
+        young = _age_s(each.state.started_at) < PROBE_LIFETIME_S
         return young, f"on {machine}" if young else f"gone (was on {machine})"
     renewed_at = [lease.stat().st_mtime for lease in run_dir.glob(f"*/{found.attempt}/lease")]
     if not renewed_at:
@@ -241,15 +241,15 @@ def _of_this_machine(in_containers: set[str]) -> list[Running]:
     """Runs whose ranks, or at least launcher, are processes here."""
     rows = []
     for folder in run_folders():
-        gang = ranks_launcher(folder)
+        ranks = ranks_launcher(folder)
         owner = owner_process(folder)
-        if folder.name not in in_containers and (gang or owner):
-            rows.append(_local_row(folder, gang=gang, owner=owner))
+        if folder.name not in in_containers and (ranks or owner):
+            rows.append(_local_row(folder, ranks=ranks, owner=owner))
     return rows
 
 
-def _local_row(run_dir: Path, *, gang: psutil.Process | None, owner: psutil.Process | None) -> Running:
-    process = gang or owner
+def _local_row(run_dir: Path, *, ranks: psutil.Process | None, owner: psutil.Process | None) -> Running:
+    process = ranks or owner
     assert process is not None
     began = datetime.fromtimestamp(process.create_time(), UTC).isoformat(timespec="seconds")
     return Running(
@@ -257,8 +257,8 @@ def _local_row(run_dir: Path, *, gang: psutil.Process | None, owner: psutil.Proc
         attempt="",
         host=socket.gethostname(),
         container="",
-        ranks=_planned_ranks(run_dir) if gang else None,
-        status="running" if gang else "no ranks at the moment",
+        ranks=_planned_ranks(run_dir) if ranks else None,
+        status="running" if ranks else "no ranks at the moment",
         health="",
         since=began,
         step=last_logged_step(run_dir),

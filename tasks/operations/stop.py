@@ -13,12 +13,13 @@ import psutil
 
 from infra.hosts import DockerHost
 from tasks.launch.attempt import sweep
-from tasks.launch.local import end_earlier_gang, grace_s
+from tasks.launch.local import end_earlier_attempt, grace_s
 from tasks.operations.ps import OnHost, ask, hosts_of_run, launcher_of, run_folders
 from tasks.runs.folder import steps_done
 from tasks.runs.owner import owner_process, ranks_launcher
 from tasks.workspace.locks import AlreadyOwned, is_owned, owned
 from tasks.workspace.paths import home, run_folder
+from tasks.workspace.wait import until
 from training.records.record import Record
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def stop(run_id: str) -> Stopped:
     there, _ = ask(hosts, run=run_id)
     left = any(there.values()) or ranks_launcher(run_dir) is not None
     with _held(run_dir):
-        end_earlier_gang(run_dir)
+        end_earlier_attempt(run_dir)
         silent = sweep(hosts, run_id, run_dir, grace_s=grace_s(run_dir))
     return Stopped(
         run=run_id,
@@ -79,21 +80,28 @@ def _held(run_dir: Path) -> AbstractContextManager[None]:
 
 def _stop_launcher(launcher: psutil.Process, run_dir: Path) -> None:
     """SIGTERM once (a second one would skip the checkpoint), and wait until it lets go of the run."""
-    began = told = time.monotonic()
-    deadline = began + grace_s(run_dir) + CLOSING_S
-    logger.info("%s: its launcher (pid %d) is told to stop; ranks save a checkpoint", run_dir.name, launcher.pid)
+    began = reported_at = time.monotonic()
+    timeout_s = grace_s(run_dir) + CLOSING_S
+    logger.info(
+        "sent SIGTERM to the launcher of run %s (pid %d); its ranks save a checkpoint", run_dir.name, launcher.pid
+    )
     launcher.terminate()
-    while owner_process(run_dir) == launcher:
-        now = time.monotonic()
-        if now > deadline:
-            raise RuntimeError(
-                f"pid {launcher.pid} still works on {run_dir.name} {now - began:.0f} s after it was told to stop: "
-                f"`kill -9 {launcher.pid}`, then stop the run again"
-            )
-        if now > told + TELL_EVERY_S:
-            told = now
-            logger.info("%.0f s: not yet; the newest checkpoint is of step %d", now - began, steps_done(run_dir))
-        time.sleep(POLL_S)
+
+    def has_let_go() -> bool:
+        nonlocal reported_at
+        if owner_process(run_dir) != launcher:
+            return True
+        if (now := time.monotonic()) > reported_at + TELL_EVERY_S:
+            reported_at = now
+            step = steps_done(run_dir)
+            logger.info("still stopping after %.0f s; the newest checkpoint is of step %d", now - began, step)
+        return False
+
+    if not until(has_let_go, timeout_s=timeout_s, every_s=POLL_S):
+        raise RuntimeError(
+            f"pid {launcher.pid} still works on {run_dir.name} {timeout_s:.0f} s after SIGTERM: "
+            f"`kill -9 {launcher.pid}`, then stop the run again"
+        )
 
 
 def reap(hosts: Sequence[DockerHost], *, dry_run: bool = False) -> Reaped:

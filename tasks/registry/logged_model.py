@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HERE = Path(__file__).parent
+PYFUNC_MODEL = Path(__file__).with_name("pyfunc_model.py")
+GENERATOR = Path(__file__).parents[1] / "inference" / "onnx_generator.py"
 RECORDS = ("plan.json", "result.json", "eval.json")
 METRICS_PER_REQUEST = 1000
 # What a loaded version needs to run. Written out: left to itself MLflow finds out in a subprocess, in 10 s and more.
@@ -79,11 +80,11 @@ def _save_pyfunc(folder: Path, *, model: LoggedModel, run_dir: Path, shards_dir:
     saved = mlflow.models.Model(run_id=model.source_run_id, model_id=model.model_id)
     mlflow.pyfunc.save_model(
         folder,
-        python_model=HERE / "pyfunc_model.py",
+        python_model=PYFUNC_MODEL,
         artifacts={
             "export": str(stub),
             "records": str(records),
-            "generator": str(HERE / "generate.py"),
+            "generator": str(GENERATOR),
         },
         signature=_signature(),
         input_example=(pd.DataFrame({"prompt": ["def "]}), {"new_tokens": 32, "seed": 1}),

@@ -23,7 +23,7 @@ from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult, train_failure
 from training.tracking.rows import read_rows
 
-STARTS, CUTS = {"begun", "resumed"}, {"failed", "stopped", "killed"}
+CUTS = {"failed", "stopped", "killed"}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tasks.workspace.processes import local_process, process_key
+from tasks.workspace.processes import process_key
 from training.records.record import Record
 
 
@@ -28,18 +28,3 @@ def announced(folder: Path, *, url: str, ref: str, model: str) -> Iterator[None]
         yield
     finally:
         path.unlink(missing_ok=True)
-
-
-def running_servers(folder: Path) -> list[ServerRecord]:
-    """Those whose process lives; records of dead ones are removed."""
-    running = []
-    for path in sorted(folder.glob("*.json")):
-        try:
-            record = ServerRecord.read(path)
-        except FileNotFoundError:  # it ended meanwhile
-            continue
-        if local_process(record.process):
-            running.append(record)
-        else:
-            path.unlink(missing_ok=True)
-    return running

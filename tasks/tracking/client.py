@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from typing import TYPE_CHECKING
 
 from tasks.workspace.paths import tracking_uri
+from tasks.workspace.wait import until
 from training.tracking.redaction import shown, without_credentials
 
 if TYPE_CHECKING:
@@ -24,20 +24,21 @@ def connect() -> MlflowClient:
 
 
 def wait_for_store() -> None:
-    """In the middle of a run MLflow may be away for a while. Raises RuntimeError if that is longer than PATIENCE_S."""
-    deadline, said = time.monotonic() + PATIENCE_S, False
-    while True:
+    """Wait until MLflow answers, which may restart in the middle of a run. Raises RuntimeError after PATIENCE_S."""
+    errors: list[RuntimeError] = []
+
+    def answers() -> bool:
         try:
             connect()
         except RuntimeError as error:
-            if time.monotonic() > deadline:
-                raise
-            if not said:
+            if not errors:
                 logger.warning("%s. The run waits for it, up to %.0f min", error, PATIENCE_S / 60)
-            said = True
-            time.sleep(ASK_EVERY_S)
-        else:
-            return
+            errors.append(error)
+            return False
+        return True
+
+    if not until(answers, timeout_s=PATIENCE_S, every_s=ASK_EVERY_S):
+        raise errors[-1]
 
 
 # MLflow's own are minutes of silence. So a request waits 0, 2 and 4 s, each with up to 1 s of jitter, for a server

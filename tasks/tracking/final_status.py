@@ -32,7 +32,7 @@ CAUSE, ENDED_BY = "shardline.cause", "shardline.ended_by"  # tags of the MLflow 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 
-class Ending(Record):
+class RunStatus(Record):
     """runs/ID/ending.json; a resume removes it. `prefect_knows`: the flow run was seen in a final state, or none is."""
 
     status: Status
@@ -42,23 +42,23 @@ class Ending(Record):
     prefect_knows: bool = False
 
 
-KILLED = Ending(status="KILLED", cause="killed", why="its process was killed")
+KILLED = RunStatus(status="KILLED", cause="killed", why="its process was killed")
 
 
-class Ended(Record):
+class EndedRun(Record):
     """A run that ended, and whose flow run nobody has seen end. `found`: it was `reconcile` that told MLflow.
 
     `prefect_starts`: how often its flow run had been started when it began; 0: not known.
     """
 
     run_id: str
-    ending: Ending
+    ending: RunStatus
     found: bool
     prefect_flow_run_id: str
     prefect_starts: int
 
 
-def close(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: Ending) -> None:
+def close(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: RunStatus) -> None:
     """Keep `ending`, then send the metrics that are left and the status. What fails is done by a later `reconcile`."""
     note_end(folder, status=ending.status, cause=ending.cause, why=ending.why)
     with suppress(OSError):  # a full disk: MLflow may be told all the same
@@ -70,7 +70,7 @@ def close(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: Ending
         logger.warning("MLflow could not be told all of how %s ended (%s): the next start will", folder.name, told)
 
 
-def _tell(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: Ending) -> None:
+def _tell(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: RunStatus) -> None:
     """Raises what MLflow or the disk raises, but not before the status was tried."""
     unsent: Exception | None = None
     try:
@@ -94,7 +94,7 @@ def reopen(client: MlflowClient, folder: Path, mlflow_run_id: str) -> None:
         client.delete_tag(mlflow_run_id, tag)
 
 
-def reconcile() -> list[Ended]:
+def reconcile_mlflow() -> list[EndedRun]:
     """Tell MLflow of the runs that nobody works on how they ended, and end what a killed owner left behind.
 
     Returns those of which Prefect may not know. Only runs of this SHARDLINE_HOME: of others nobody here can tell
@@ -115,7 +115,7 @@ def reconcile() -> list[Ended]:
             continue
         found = before is None or not before.mlflow_knows
         ended.append(
-            Ended(
+            EndedRun(
                 run_id=path.parent.name,
                 ending=ending,
                 found=found,
@@ -126,7 +126,7 @@ def reconcile() -> list[Ended]:
     return ended
 
 
-def _settled(client: MlflowClient, folder: Path, mlflow_run_id: str) -> Ending | None:
+def _settled(client: MlflowClient, folder: Path, mlflow_run_id: str) -> RunStatus | None:
     """How it ended, MLflow knowing of it now; None for a run of another MLflow."""
     from mlflow.exceptions import MlflowException
 
@@ -139,7 +139,7 @@ def _settled(client: MlflowClient, folder: Path, mlflow_run_id: str) -> Ending |
                 return None
             raise
         if ending is None and status != "RUNNING":  # of before there was an ending.json
-            ending = Ending(status=status, cause="", mlflow_knows=True)
+            ending = RunStatus(status=status, cause="", mlflow_knows=True)
         else:
             end_orphans(folder)
             if ending is None:
@@ -155,7 +155,7 @@ def _settled(client: MlflowClient, folder: Path, mlflow_run_id: str) -> Ending |
     return ending
 
 
-def _say(run_id: str, ending: Ending) -> None:
+def _say(run_id: str, ending: RunStatus) -> None:
     if ending == KILLED:
         logger.warning(
             "run %s was killed without a word: now marked KILLED; `shardline resume %s` goes on", run_id, run_id
@@ -164,10 +164,10 @@ def _say(run_id: str, ending: Ending) -> None:
         logger.warning("MLflow has now heard that run %s ended %s (%s)", run_id, ending.status, ending.cause)
 
 
-def prefect_knows(run_id: str, ending: Ending) -> None:
+def mark_prefect_knows(run_id: str, ending: RunStatus) -> None:
     """To be called once the flow run was seen in a final state, or is not to be found."""
     ending.model_copy(update={"prefect_knows": True}).write(home() / run_id / ENDING)
 
 
-def _read(folder: Path) -> Ending | None:
-    return Ending.read(folder / ENDING) if (folder / ENDING).exists() else None
+def _read(folder: Path) -> RunStatus | None:
+    return RunStatus.read(folder / ENDING) if (folder / ENDING).exists() else None

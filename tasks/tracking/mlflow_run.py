@@ -20,7 +20,7 @@ from tasks.runs.history import note_start
 from tasks.runs.owner import claim
 from tasks.runs.resume import Resumptions
 from tasks.tracking.client import connect
-from tasks.tracking.final_status import Ending, close, reopen
+from tasks.tracking.final_status import RunStatus, close, reopen
 from tasks.workspace.locks import owned
 from tasks.workspace.paths import embedded_artifacts, home, run_folder, tracking_uri
 from training.config.run import RunConfig
@@ -104,23 +104,23 @@ def tracked(config: RunConfig, *, run_id: str, tags: Mapping[str, str]) -> Itera
 @contextmanager
 def _closed(client: MlflowClient, run: TrackedRun) -> Iterator[None]:
     """Whatever happens inside, the MLflow run gets the status that is true of it."""
-    ending = Ending(status="FAILED", cause="error")
+    ending = RunStatus(status="FAILED", cause="error")
     try:
         yield
-        ending = Ending(status="FINISHED", cause="done")
+        ending = RunStatus(status="FINISHED", cause="done")
     except RunStopped as stop:
-        ending = Ending(status="KILLED", cause="stopped", why=str(stop))
+        ending = RunStatus(status="KILLED", cause="stopped", why=str(stop))
         raise
     except RunFailed as failure:
-        ending = Ending(status="FAILED", cause=failure.cause, why=str(failure))
+        ending = RunStatus(status="FAILED", cause=failure.cause, why=str(failure))
         raise
     except Exception as error:
         cause = "bad config" if isinstance(error, ValueError) else "error"
-        ending = Ending(status="FAILED", cause=cause, why=str(error))
+        ending = RunStatus(status="FAILED", cause=cause, why=str(error))
         raise
     except BaseException as interruption:  # Ctrl-C, a Prefect cancel, SIGTERM
         why = f"interrupted ({type(interruption).__name__})"
-        ending = Ending(status="KILLED", cause="stopped", why=why)
+        ending = RunStatus(status="KILLED", cause="stopped", why=why)
         raise
     finally:
         close(client, run.folder, run.mlflow_run_id, ending)

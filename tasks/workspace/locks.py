@@ -1,29 +1,54 @@
-"""A run's folder held by one process: a lock of the kernel, which ends with the process."""
+"""Files that one process holds at a time: the kernel drops the lock with the process, however that ends."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import IO
+
+
+class Locked(Exception):
+    """Another process holds the file; `content` is what it wrote in it."""
+
+    def __init__(self, path: Path, content: str) -> None:
+        super().__init__(f"{path} is locked by another process: {content}")
+        self.content = content
+
+
+@contextmanager
+def exclusive(path: Path, *, on_wait: Callable[[], None] | None = None) -> Iterator[IO[str]]:
+    """Lock a file, made if it is missing, for this process; yields it open for reading and for writing.
+
+    If another process holds it, this calls `on_wait` and then waits until it is free; without `on_wait` it raises
+    Locked.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if on_wait is None:
+                file.seek(0)
+                raise Locked(path, file.read()) from None
+            on_wait()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        yield file
 
 
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Hold runs/ID for this process. The lock is the kernel's: it goes with the process, however that ends.
-
-    Raises AlreadyOwned, naming who holds it, if another process does.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a+") as lock:
+    """Hold runs/ID for this process. Raises AlreadyOwned, naming the holder, if another process does."""
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
+            lock = stack.enter_context(exclusive(folder / "lock"))
+        except Locked as held:
             raise AlreadyOwned(
-                f"run {folder.name} is being worked on by {lock.read().strip() or 'another process'}: "
+                f"run {folder.name} is being worked on by {held.content.strip() or 'another process'}: "
                 "wait until it is done, or stop it first"
             ) from None
         lock.truncate(0)

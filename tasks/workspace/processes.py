@@ -1,11 +1,18 @@
-"""Names for processes that outlive the reuse of pids."""
+"""Processes of this machine: names that outlive the reuse of pids, their end, and ports for them to listen on."""
 
 from __future__ import annotations
 
 import socket
+import subprocess
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+from tasks.workspace.wait import until
+
+ALIVE_EVERY_S = 0.02  # between two looks at whether a process that was told to end still lives
 
 
 def process_key(pid: int) -> str:
@@ -34,3 +41,48 @@ def local_process(key: str) -> psutil.Process | None:
     """The process that `process_key` named, if it still runs and is of this host; never another one with its pid."""
     pid = int(key.split("/")[1]) if key else 0
     return psutil.Process(pid) if key and process_key(pid) == key else None
+
+
+def end_process(
+    process: subprocess.Popen[Any] | psutil.Process, *, grace_s: float, with_descendants: bool = False
+) -> None:
+    """End a process with SIGTERM, or with SIGKILL if it still runs after `grace_s` seconds (0: SIGKILL at once).
+
+    `with_descendants`: also what it started, in sessions of their own too, as torchrun's ranks are. Returns when all
+    have ended.
+    """
+    members = [process, *(_descendants(process) if with_descendants else ())]
+    if grace_s:
+        for member in members:
+            with suppress(psutil.NoSuchProcess):
+                member.terminate()
+        until(lambda: not any(map(_is_alive, members)), timeout_s=grace_s, every_s=ALIVE_EVERY_S)
+    for member in members:
+        with suppress(psutil.NoSuchProcess):
+            if _is_alive(member):
+                member.kill()
+    until(lambda: not any(map(_is_alive, members)), timeout_s=float("inf"), every_s=ALIVE_EVERY_S)
+
+
+def _descendants(process: subprocess.Popen[Any] | psutil.Process) -> list[psutil.Process]:
+    try:
+        return psutil.Process(process.pid).children(recursive=True) if _is_alive(process) else []
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _is_alive(process: subprocess.Popen[Any] | psutil.Process) -> bool:
+    """Whether it still runs: a zombie does not, and one of ours is reaped."""
+    if isinstance(process, subprocess.Popen):
+        return process.poll() is None
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nothing listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

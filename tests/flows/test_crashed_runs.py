@@ -15,7 +15,7 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from flows.prefect_ui.hooks import PROCESS
 from flows.servers.deploy import worker_name
 from flows.stages.crashed_runs import is_a_guess, is_lost
-from tasks.tracking.final_status import KILLED, Ended, Ending
+from tasks.tracking.final_status import KILLED, EndedRun, RunStatus
 from tasks.workspace.processes import process_key
 
 OLD_S, YOUNG_S = 600, 5
@@ -68,17 +68,17 @@ def test_a_pending_one_is_lost_if_our_worker_submitted_it_and_no_process_is_ther
 @pytest.mark.parametrize(
     ("ending", "kind", "guessed"),
     [
-        (Ending(status="FINISHED", cause="done"), StateType.CRASHED, True),
-        (Ending(status="FINISHED", cause="done"), StateType.FAILED, True),
-        (Ending(status="FINISHED", cause="done"), StateType.COMPLETED, False),
-        (Ending(status="KILLED", cause="stopped"), StateType.FAILED, True),
-        (Ending(status="FAILED", cause="bad loss"), StateType.CRASHED, True),
-        (Ending(status="FAILED", cause="bad loss"), StateType.FAILED, False),
+        (RunStatus(status="FINISHED", cause="done"), StateType.CRASHED, True),
+        (RunStatus(status="FINISHED", cause="done"), StateType.FAILED, True),
+        (RunStatus(status="FINISHED", cause="done"), StateType.COMPLETED, False),
+        (RunStatus(status="KILLED", cause="stopped"), StateType.FAILED, True),
+        (RunStatus(status="FAILED", cause="bad loss"), StateType.CRASHED, True),
+        (RunStatus(status="FAILED", cause="bad loss"), StateType.FAILED, False),
         (KILLED, StateType.CRASHED, False),
     ],
 )
 def test_what_the_run_said_of_its_end_counts_more_than_what_prefect_made_of_its_process(
-    ending: Ending, kind: StateType, guessed: bool
+    ending: RunStatus, kind: StateType, guessed: bool
 ) -> None:
-    run = Ended(run_id="r1", ending=ending, found=False, prefect_flow_run_id=str(uuid4()), prefect_starts=1)
+    run = EndedRun(run_id="r1", ending=ending, found=False, prefect_flow_run_id=str(uuid4()), prefect_starts=1)
     assert is_a_guess(State(type=kind), run) is guessed

@@ -12,7 +12,7 @@ from tasks.launch.attempt import sweep
 from tasks.launch.check_hosts import hosts_of
 from tasks.launch.local import grace_s
 from tasks.runs.errors import RunStopped
-from tasks.tracking.final_status import reconcile
+from tasks.tracking.final_status import reconcile_mlflow
 from tasks.tracking.mlflow_run import tracked
 from tasks.workspace.paths import run_folder
 from training.records.plan import RunPlan
@@ -21,11 +21,11 @@ from training.records.plan import RunPlan
 def main(run_id: str) -> int:
     folder = run_folder(run_id)
     plan = RunPlan.read(folder / "plan.json")
-    reconcile()
+    reconcile_mlflow()
     try:
         with tracked(plan.config, run_id=run_id, tags={}) as run:
             plan.model_copy(update={"mlflow_run_id": run.mlflow_run_id}).write(folder / "plan.json")
-            sweep(hosts_of(plan.config.launch), run_id, folder, grace_s=grace_s(folder))  # as check_fleet does
+            sweep(hosts_of(plan.config.launch), run_id, folder, grace_s=grace_s(folder))  # as prepare_hosts does
             programs.train(RunPlan.read(folder / "plan.json"), run_dir=folder, on_row=lambda row: None)
     except RunStopped as stop:
         print(stop)

@@ -99,7 +99,7 @@ def test_a_killed_launcher_leaves_no_rank_behind_and_its_run_goes_on(
 
 
 @pytest.mark.long
-def test_a_resume_takes_over_a_gang_that_still_lives(
+def test_a_resume_takes_over_an_attempt_that_still_lives(
     rig: Rig, make: Callable[[str], Path], undisturbed: dict[int, float]
 ) -> None:
     run_dir = make("taken")
@@ -110,7 +110,7 @@ def test_a_resume_takes_over_a_gang_that_still_lives(
     finish(run_dir)
     assert curve(run_dir) == undisturbed
     (attempt,) = attempts_of(run_dir)  # the killed one was never told of its end
-    assert attempt["from_step"] >= 8, "the living gang saved a checkpoint when it was taken over"
+    assert attempt["from_step"] >= 8, "the living attempt saved a checkpoint when it was taken over"
     assert_nothing_is_left(rig)
 
 

@@ -21,7 +21,7 @@ from infra import containers
 from infra.containers import ATTEMPT, LAUNCHER, RUN, Job
 from infra.hosts import connect
 from tasks.hardware.hosts import docker_hosts, read_hosts
-from tasks.hardware.preflight import throw_away
+from tasks.hardware.preflight import container_spec
 from tasks.operations.gpu_queue import gpu_holder
 from tasks.workspace.processes import process_key
 from tests.rig.test_launcher import launcher, mlflow_status, reaches, until
@@ -187,7 +187,7 @@ def test_gpus_that_another_runs_container_has(rig: Rig, home: Path) -> None:
     )
     one, two = docker_hosts(read_hosts(config), home=home)
     (home / "other").mkdir()
-    job = throw_away(one, config, home=home, run_id="other", what="1", command=("sleep", "600"))
+    job = container_spec(one, config, home=home, run_id="other", what="1", command=("sleep", "600"))
     with closing(connect(one)) as client:
         container = containers.start(client, replace(job, gpus=0))  # the rig has none; the label says it got two
         try:

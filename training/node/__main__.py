@@ -134,7 +134,7 @@ class StopOrder:
         return "lease stale" if self._stale else ""
 
     def allows_no_grace(self) -> bool:
-        """Another gang waits for the end of one whose lease was withdrawn."""
+        """Another attempt waits for the end of one whose lease was withdrawn."""
         return self._withdrawn
 
     def _remember(self, signum: int, frame: FrameType | None) -> None:

@@ -64,7 +64,7 @@ def main(asked: Asked) -> None:
         "busy_percent": busy_percent(),
         "driver": driver(),
         "nsys": shutil.which("nsys") is not None,
-        "sources": sources_sha256(Path(__file__).parent),
+        "sources": sources_sha256(Path(__file__).parents[1]),
     }
     print(json.dumps(report))
 

@@ -71,7 +71,6 @@ SHEETS = {
 # of that number. M: with bf16's percentage for the best shape of all, github.com/stas00/ml-engineering,
 # compute/accelerator/README.md, "Maximum Achievable Matmul FLOPS comparison table"; from there also fp8 on an H100 SXM.
 # =: no figure of its own found; that card's, which has the same chip or power per chip, is assumed.
-MEASURED_BY = "torch.mm of 8192 x 8192 as others report it (github.com/zzc0721/torch-performance-test-data)"
 FP8_SHARE = 0.71  # 1403 of 1979
 ALSO = {  # what drivers call them, where the words differ
     "H100-80GB-SXM": ("H100 80GB HBM3",),

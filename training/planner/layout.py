@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -215,7 +214,3 @@ def _ranked(ranking: Ranking, each: Price) -> RankedChoice:
         exposed_communication_s=exposed_s(dict(each.seconds)) if each.fits else None,
         why_not="" if each.fits else f"{each.missing_gib:.2f} GiB too few",
     )
-
-
-def parts_in_words(parts: Mapping[str, float], unit: str) -> str:
-    return ", ".join(f"{part} {value:.2f}{unit}" for part, value in parts.items())

@@ -13,7 +13,7 @@ StopCause = Literal["", "signal", "lease stale", "lease withdrawn"]
 
 
 class NodeTask(Record):
-    """Paths are the container's own. `lease` is one attempt's, so that an old gang cannot live on a newer lease.
+    """Paths are the container's own. `lease` is one attempt's, so that an old attempt cannot live on a newer lease.
 
     The launcher changes the lease file (its time, or its content) well within `lease_s`; removing it withdraws the
     lease, and then ranks are killed at once. Empty `lease` or `heartbeat`: none. Heartbeat: best on tmpfs.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import docker
 
-REPO = Path(__file__).parents[2]
+REPO = Path(__file__).parents[3]
 NAME = "shardline-rig:empty"
 # Not /sbin: Docker puts its init there.
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ssl", "/etc/ld.so.cache")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.comparison.compare import Comparison, Ending, StrategyRow, compare_runs, ending_of, one_device
+from tasks.comparison.compare import Comparison, StrategyOutcome, StrategyRow, compare_runs, ending_of, one_device
 from tasks.comparison.page import write_page
 from tasks.comparison.strategies import read_choices
 from tasks.comparison.table import headline, table, write_csv
@@ -17,7 +17,7 @@ from tests.conftest import inventory, tiny_config
 from training.planner.plan import make_plan
 
 STEPS, TOKENS = 40, 8 * 16
-DONE = Ending(outcome="done", run_id="run")
+DONE = StrategyOutcome(outcome="done", run_id="run")
 
 
 def run_folder(folder: Path, *, strategy: str, ranks: int, samples_per_s: float, loss_shift: float = 0.0) -> Path:
@@ -58,10 +58,12 @@ def folders(tmp_path: Path) -> dict[str, Path]:
     }
 
 
-REFUSED = Ending(outcome="refused", cause="tp does not divide <heads>")
+REFUSED = StrategyOutcome(outcome="refused", cause="tp does not divide <heads>")
 
 
-def compared(folders: dict[str, Path], *, target_loss: float = 0.0, **endings: Ending) -> dict[str, StrategyRow]:
+def compared(
+    folders: dict[str, Path], *, target_loss: float = 0.0, **endings: StrategyOutcome
+) -> dict[str, StrategyRow]:
     choices = read_choices(["ddp,fsdp,tp2"])
     known = {"single": DONE, "ddp": DONE, "fsdp": DONE, "tp2": REFUSED, **endings}
     rows, _ = compare_runs(choices, known, folders=folders, target_loss=target_loss)
@@ -83,7 +85,7 @@ def test_speedup_and_efficiency_are_against_one_device(folders: dict[str, Path])
     assert (rows["ddp"].speedup, rows["ddp"].scaling_efficiency) == (1.5, 0.75)
     assert rows["single"].speedup == 1.0
     assert rows["ddp"].loss_difference == pytest.approx(1e-6)
-    without = compared(folders, single=Ending(outcome="out of memory", cause="no room"))
+    without = compared(folders, single=StrategyOutcome(outcome="out of memory", cause="no room"))
     assert without["ddp"].speedup is None, "there is nothing to hold it against"
     assert without["ddp"].samples_per_s == 150.0
 
@@ -109,13 +111,13 @@ def test_without_a_target_it_is_the_lowest_that_all_have_reached(folders: dict[s
     rows = compared(folders)
     assert rows["fsdp"].steps_to_target == STEPS, "its lowest is the highest"
     assert rows["single"].steps_to_target == 30
-    stopped = compared(folders, fsdp=Ending(outcome="stopped", cause="interrupted"))
+    stopped = compared(folders, fsdp=StrategyOutcome(outcome="stopped", cause="interrupted"))
     assert stopped["single"].steps_to_target == STEPS, "a run that was stopped sets no target"
     assert stopped["fsdp"].samples_per_s == 80.0, "but shows what it measured"
 
 
 def test_a_failure_is_a_row_with_its_cause_and_no_figures(folders: dict[str, Path]) -> None:
-    rows = compared(folders, fsdp=Ending(outcome="error", cause="boom"))
+    rows = compared(folders, fsdp=StrategyOutcome(outcome="error", cause="boom"))
     assert (rows["tp2"].outcome, rows["tp2"].cause, rows["tp2"].devices) == ("refused", REFUSED.cause, None)
     assert (rows["fsdp"].cause, rows["fsdp"].devices, rows["fsdp"].samples_per_s) == ("boom", 2, None)
 

@@ -234,7 +234,7 @@ def test_a_killed_run_is_taken_up_and_gives_the_same_bytes(tmp_path: Path) -> No
     program = tmp_path / "blocked.py"
     program.write_text(textwrap.dedent(BLOCKED))
     config = {"path": str(source), "shard_mib": 1, "processes": 2, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, str(program), json.dumps(config), str(tmp_path / "tokens")]
     with subprocess.Popen(command, text=True, env=environment, stdin=PIPE, stdout=PIPE) as process:
         assert process.stdout is not None

@@ -17,35 +17,35 @@ STOPPED = State(status="exited", exit_code=130, oom_killed=False, health="", err
 
 
 @pytest.fixture
-def gang(tmp_path: Path) -> Attempt:
+def attempt(tmp_path: Path) -> Attempt:
     """Its only container was told to stop, and did."""
     host, folder = DockerHost(name="a", url=f"unix://{tmp_path}/none"), tmp_path / "run" / "attempts" / "1"
-    gang = Attempt(Program(run_id="run", ranks={"a": 1}), [host], LaunchConfig(), home=tmp_path, folder=folder)
-    NodeEnd(ending="stopped", exit_code=1, asked="signal", seconds=9.0).write(gang.end_path("a"))
-    gang.lease.path.write_text("0\n")
-    gang.watchers["a"] = Watcher(host, "abc", end_path=gang.end_path("a"))
-    gang.watchers["a"].close()
-    gang.watchers["a"].state = STOPPED
-    return gang
+    attempt = Attempt(Program(run_id="run", ranks={"a": 1}), [host], LaunchConfig(), home=tmp_path, folder=folder)
+    NodeEnd(ending="stopped", exit_code=1, asked="signal", seconds=9.0).write(attempt.end_path("a"))
+    attempt.lease.path.write_text("0\n")
+    attempt.watchers["a"] = Watcher(host, "abc", end_path=attempt.end_path("a"))
+    attempt.watchers["a"].close()
+    attempt.watchers["a"].state = STOPPED
+    return attempt
 
 
-def test_a_container_that_somebody_else_told_to_stop_is_started_again(gang: Attempt) -> None:
+def test_a_container_that_somebody_else_told_to_stop_is_started_again(attempt: Attempt) -> None:
     """Its machine goes down, or its daemon is restarted."""
-    ending = gang.wait(lambda: False)
+    ending = attempt.wait(lambda: False)
     assert (ending.cause, ending.host) == ("killed", "a")
-    assert ending.cause in gang.launch.retried
+    assert ending.cause in attempt.launch.retried
 
 
-def test_a_run_that_was_stopped_from_elsewhere_stays_stopped(gang: Attempt) -> None:
-    lease = gang.lease.path
-    sweep([], "run", gang.folder.parents[1], grace_s=1.0)
+def test_a_run_that_was_stopped_from_elsewhere_stays_stopped(attempt: Attempt) -> None:
+    lease = attempt.lease.path
+    sweep([], "run", attempt.folder.parents[1], grace_s=1.0)
     assert not lease.exists()
-    assert gang.wait(lambda: False).cause == "stopped", "its lease was withdrawn"
+    assert attempt.wait(lambda: False).cause == "stopped", "its lease was withdrawn"
     lease.write_text("0\n")  # as a launcher sees it that is a little earlier
-    assert gang.wait(lambda: False).cause == "stopped"
+    assert attempt.wait(lambda: False).cause == "stopped"
 
 
-def test_a_sweep_without_grace_is_no_order_to_stop(gang: Attempt) -> None:
-    sweep([], "run", gang.folder.parents[1])
-    gang.lease.path.write_text("0\n")
-    assert gang.wait(lambda: False).cause == "killed"
+def test_a_sweep_without_grace_is_no_order_to_stop(attempt: Attempt) -> None:
+    sweep([], "run", attempt.folder.parents[1])
+    attempt.lease.path.write_text("0\n")
+    assert attempt.wait(lambda: False).cause == "killed"

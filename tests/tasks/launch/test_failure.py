@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from infra.containers import State
-from tasks.launch.failure import HostEnd, cause_of, classify
+from tasks.launch.failure import HostStatus, cause_of, classify
 from training.config.launch import LaunchConfig
 from training.records.node import NodeEnd, RankFailure
 
@@ -26,7 +26,7 @@ def state(exit_code: int, *, status: str = "exited", oom_killed: bool = False) -
     )
 
 
-def failed(cause: str, *, exit_code: int = 1, **more: Any) -> HostEnd:
+def failed(cause: str, *, exit_code: int = 1, **more: Any) -> HostStatus:
     end = NodeEnd(
         ending="failed",
         exit_code=1,
@@ -34,59 +34,59 @@ def failed(cause: str, *, exit_code: int = 1, **more: Any) -> HostEnd:
         seconds=1.0,
         failures=(RankFailure(rank=0, exit_code=exit_code, cause=cause),),
     )
-    return HostEnd(state=state(1), end=end, **more)
+    return HostStatus(state=state(1), end=end, **more)
 
 
-def ended(ending: Any, *, asked: Any = "", exit_code: int = 0) -> HostEnd:
-    return HostEnd(
+def ended(ending: Any, *, asked: Any = "", exit_code: int = 0) -> HostStatus:
+    return HostStatus(
         state=state(exit_code), end=NodeEnd(ending=ending, exit_code=exit_code, asked=asked, seconds=1.0), lost=False
     )
 
 
-DONE, NETWORK, KILLED = ended("done"), failed(PEER), HostEnd(state=state(137), end=None)
+DONE, NETWORK, KILLED = ended("done"), failed(PEER), HostStatus(state=state(137), end=None)
 
 
 @pytest.mark.parametrize(
     ("first", "second", "cause", "host"),
     [
         (DONE, DONE, "done", ""),
-        (DONE, HostEnd(state=state(0), end=None), "done", ""),  # a file server shows its record later
-        (HostEnd(state=None, end=ended("done").end), DONE, "done", ""),  # its daemon is away
+        (DONE, HostStatus(state=state(0), end=None), "done", ""),  # a file server shows its record later
+        (HostStatus(state=None, end=ended("done").end), DONE, "done", ""),  # its daemon is away
         (NETWORK, KILLED, "killed", "b"),
         (NETWORK, failed("ended by signal 9", exit_code=-9), "killed", "b"),
-        (NETWORK, HostEnd(state=state(0, status="running"), end=None, gone=True), "killed", "b"),
-        (NETWORK, HostEnd(state=state(0, status="running"), end=None, lost=True), "lost host", "b"),
+        (NETWORK, HostStatus(state=state(0, status="running"), end=None, gone=True), "killed", "b"),
+        (NETWORK, HostStatus(state=state(0, status="running"), end=None, lost=True), "lost host", "b"),
         (NETWORK, ended("stopped", asked="lease stale", exit_code=130), "lost host", "b"),
         (NETWORK, ended("stopped", asked="signal", exit_code=130), "killed", "b"),  # nobody of ours told it
-        (NETWORK, HostEnd(state=state(143), end=None), "killed", "b"),  # before it had started
-        (NETWORK, HostEnd(state=state(255), end=None), "lost host", "b"),  # its power was cut
-        (DONE, HostEnd(state=state(0, status="running"), end=ended("stopped", asked="signal").end), "daemon", "b"),
+        (NETWORK, HostStatus(state=state(143), end=None), "killed", "b"),  # before it had started
+        (NETWORK, HostStatus(state=state(255), end=None), "lost host", "b"),  # its power was cut
+        (DONE, HostStatus(state=state(0, status="running"), end=ended("stopped", asked="signal").end), "daemon", "b"),
         (DONE, ended("stopped", asked="signal", exit_code=130), "killed", "b"),
         (
             NETWORK,
-            HostEnd(state=state(0, status="running", oom_killed=True), end=None, ended_by_us=True),
+            HostStatus(state=state(0, status="running", oom_killed=True), end=None, ended_by_us=True),
             "out of memory",
             "b",
         ),
-        (NETWORK, HostEnd(state=state(1, oom_killed=True), end=None), "out of memory", "b"),
+        (NETWORK, HostStatus(state=state(1, oom_killed=True), end=None), "out of memory", "b"),
         (KILLED, failed("torch.OutOfMemoryError: CUDA out of memory"), "out of memory", "b"),
         (NETWORK, failed("NonFiniteLoss: step 7 (loss nan)"), "bad loss", "b"),
         (NETWORK, failed("ValueError: torchrun started 2 ranks"), "bad config", "b"),
         (NETWORK, failed("RuntimeError: checkpoint of step 10: No space left on device"), "error", "b"),
         (NETWORK, failed("RuntimeError: Timed out waiting 30000ms for recv operation"), "timeout", "b"),
-        (NETWORK, HostEnd(state=state(0, status="running"), end=None, ended_by_us=True), "network", "a"),
+        (NETWORK, HostStatus(state=state(0, status="running"), end=None, ended_by_us=True), "network", "a"),
         (
             NETWORK,
-            HostEnd(
+            HostStatus(
                 state=state(1), end=None, last_lines=("rank 0 failed: OSError: No space left", "x.ChildFailedError")
             ),
             "error",
             "b",
         ),
-        (NETWORK, HostEnd(state=state(3), end=None), "network", "a"),
+        (NETWORK, HostStatus(state=state(3), end=None), "network", "a"),
     ],
 )
-def test_what_began_it_is_the_cause(first: HostEnd, second: HostEnd, cause: str, host: str) -> None:
+def test_what_began_it_is_the_cause(first: HostStatus, second: HostStatus, cause: str, host: str) -> None:
     ending = classify({"a": first, "b": second})
     assert (ending.cause, ending.host) == (cause, host)
 
@@ -130,7 +130,7 @@ def test_a_peer_or_a_network_that_fails_is_worth_another_attempt(said: str, caus
     assert classify({"a": failed(said, exit_code=-6), "b": DONE}).cause == cause
     assert (cause in LaunchConfig().retried) == (cause in {"timeout", "network"})
     full_disk = (f"2026-11-20 19:00:00 node: rank 0 failed: {said}", "2026-11-20 19:00:01 node: bye")
-    assert classify({"a": HostEnd(state=state(1), end=None, last_lines=full_disk)}).cause == cause
+    assert classify({"a": HostStatus(state=state(1), end=None, last_lines=full_disk)}).cause == cause
 
 
 @pytest.mark.parametrize(
@@ -154,4 +154,4 @@ def test_ranks_that_torchrun_ended_for_another_tell_nothing() -> None:
         RankFailure(rank=1, exit_code=1, cause=PEER),
     )
     end = NodeEnd(ending="failed", exit_code=1, asked="", seconds=1.0, failures=failures)
-    assert classify({"a": HostEnd(state=state(1), end=end), "b": NETWORK}).cause == "network"
+    assert classify({"a": HostStatus(state=state(1), end=end), "b": NETWORK}).cause == "network"

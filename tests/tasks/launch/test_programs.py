@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tasks.launch import local
-from tasks.launch.local import command_for, end_earlier_gang
+from tasks.launch.local import command_for, end_earlier_attempt
 from tasks.launch.nsight import check_here
 from tasks.launch.programs import NewRows
 from tasks.runs.owner import RanksLauncher
@@ -91,5 +91,5 @@ def test_ranks_that_leave_by_themselves_while_they_are_stopped_are_no_error(
         return process
 
     monkeypatch.setattr(local, "local_process", found_then_gone)
-    end_earlier_gang(tmp_path)
+    end_earlier_attempt(tmp_path)
     assert not psutil.pid_exists(earlier.pid)

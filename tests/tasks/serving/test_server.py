@@ -22,8 +22,9 @@ from tasks.inference.onnx_generator import TextGenerator
 from tasks.promotion.register import register_model
 from tasks.promotion.rollout import roll_back
 from tasks.registry.models import resolve
-from tasks.serving.announce import running_servers
+from tasks.serving.announce import ServerRecord
 from tasks.serving.server import serve
+from tasks.workspace.processes import local_process
 from tests.support.serving import server
 from tests.tasks.conftest import Store
 
@@ -58,7 +59,7 @@ def test_it_serves_the_champion_refuses_what_is_out_of_bounds_and_stops_in_order
         assert client.post("/generate", content=iter([b"{}"])).status_code == 411
         assert client.post("/generate", content=b"{").status_code == 422
 
-        [announced] = running_servers(champion.folder / "servers")
+        [announced] = map(ServerRecord.read, (champion.folder / "servers").glob("*.json"))
         assert (announced.url, announced.ref, announced.model) == (str(client.base_url), "tiny@champion", "tiny")
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=20)
@@ -107,7 +108,8 @@ def test_limits_and_tokens_are_kept_and_requests_counted(champion: Store) -> Non
         process.kill()
         output, _ = process.communicate(timeout=20)
         assert "secret" not in output
-        assert running_servers(champion.folder / "servers") == []
+        [announced] = map(ServerRecord.read, (champion.folder / "servers").glob("*.json"))
+        assert local_process(announced.process) is None, "what a killed server leaves is known for dead"
 
 
 def test_it_follows_the_alias_without_a_failed_request(champion: Store) -> None:

@@ -14,7 +14,7 @@ import pytest
 from mlflow import MlflowClient
 
 from tasks.runs.errors import RunStopped
-from tasks.tracking.final_status import prefect_knows, reconcile
+from tasks.tracking.final_status import mark_prefect_knows, reconcile_mlflow
 from tasks.tracking.mlflow_run import TrackedRun, describe, tracked
 from tasks.workspace.paths import run_folder
 from tests.conftest import REPO, tiny_config
@@ -63,7 +63,7 @@ def test_a_run_that_somebody_works_on_cannot_be_opened_and_is_left_as_it_is(home
     with working("r1") as other:
         with pytest.raises(ValueError, match=f"run r1 is being worked on by pid {other.pid} on "):
             tracked(tiny_config(), run_id="r1", tags={}).__enter__()
-        assert reconcile() == []
+        assert reconcile_mlflow() == []
         assert status(home, "r1") == ("RUNNING", "")
         other.communicate("")
     assert status(home, "r1") == ("FINISHED", "")
@@ -74,12 +74,12 @@ def test_a_killed_owners_run_is_closed_by_the_next_reconcile_once(home: Path) ->
         other.kill()
         other.wait()
         assert status(home, "r1")[0] == "RUNNING"
-        (lost,) = reconcile()
+        (lost,) = reconcile_mlflow()
         assert (lost.run_id, lost.prefect_flow_run_id, lost.found) == ("r1", "f1", True)
         assert status(home, "r1") == ("KILLED", "its process was killed")
-        assert [again.found for again in reconcile()] == [False], "Prefect has not been asked yet"
-        prefect_knows("r1", lost.ending)
-        assert reconcile() == []
+        assert [again.found for again in reconcile_mlflow()] == [False], "Prefect has not been asked yet"
+        mark_prefect_knows("r1", lost.ending)
+        assert reconcile_mlflow() == []
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def test_what_mlflow_could_not_be_told_at_the_end_the_next_reconcile_tells_it(
         work(away)
     assert "could not be told all of how r1 ended" in caplog.text
     assert status(home, "r1")[0] == "RUNNING"
-    assert reconcile() == []
+    assert reconcile_mlflow() == []
     assert status(home, "r1") == ("FAILED", "bad corpus"), "what was true then, not that it was killed"
     client, run = MlflowClient(f"sqlite:///{home}/mlflow.db"), TrackedRun.read(run_folder("r1") / "run.json")
     assert [metric.value for metric in client.get_metric_history(run.mlflow_run_id, "loss")] == [2.5]
@@ -119,7 +119,7 @@ def test_a_run_of_another_mlflow_is_left_alone(home: Path) -> None:
         pass
     (run.folder / "ending.json").unlink()
     run.model_copy(update={"mlflow_run_id": "0" * 32}).write(run.folder / "run.json")
-    assert reconcile() == []
+    assert reconcile_mlflow() == []
     assert not (run.folder / "ending.json").exists()
 
 
