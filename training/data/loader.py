@@ -52,7 +52,7 @@ class Loader:
         self._steps_at_once = max(1, ORDERED_AT_ONCE // train.global_batch)
         self._ordered = functools.lru_cache(2)(self._order)
         self._ahead = (STEPS_AHEAD if device.type == "cuda" else 0) if ahead is None else ahead
-        self._thread = ThreadPoolExecutor(1, "loader", initializer=self._enter) if self._ahead else None
+        self._thread = ThreadPoolExecutor(1, "loader", initializer=self._select_device) if self._ahead else None
         self._prepared: dict[int, Future[tuple[Batch, int]]] = {}  # by step
         self._prepared_sizes = self.micro_batches.sizes
 
@@ -85,8 +85,8 @@ class Loader:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
-    def _enter(self) -> None:
-        """A new thread's current device is GPU 0, and pinning memory there would open a context on it."""
+    def _select_device(self) -> None:
+        """Select this rank's GPU in the thread: by default pinning memory would open a context on GPU 0."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 

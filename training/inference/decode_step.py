@@ -20,7 +20,7 @@ from training.inference.kv_cache import KeyValues
 from training.models.architectures import ARCHITECTURES, layers_of
 from training.models.language_model import LanguageModel
 from training.strategies.pipeline import keep_stages
-from training.strategies.tensor import share_matrices
+from training.strategies.tensor import shard_matrices
 
 SKIPPED = -1  # position of a row that is not to be extended
 
@@ -162,7 +162,7 @@ def load_part(
     hf.tie_weights()
     model = LanguageModel(hf.eval(), precision="fp32")
     if tensor is not None:
-        share_matrices(model, tensor)
+        shard_matrices(model, tensor)
     keep_stages(model, owned=[stage], stages=stages)
     weights = TensorFiles(folder, "model")
     with torch.no_grad():

@@ -17,7 +17,7 @@ from training.models.init_weights import FreshWeights, fill
 from training.models.linear_cross_entropy import linear_cross_entropy, linear_scores
 from training.planner.model_shape import dropout_fields
 from training.records.plan import RunPlan
-from training.runtime.mesh import same_for_all
+from training.runtime.mesh import copy_to_group
 from training.runtime.tensor_cut import Cut
 from training.shards.packing import PADDING
 
@@ -110,7 +110,7 @@ class LanguageModel(nn.Module):
     def loss_from(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """`forward`'s loss, from the hidden states before the output layer."""
         if self.tp_group is not None:
-            hidden = same_for_all(hidden, self.tp_group)
+            hidden = copy_to_group(hidden, self.tp_group)
         loss: Tensor = self._over_vocabulary(linear_cross_entropy, hidden, targets)
         return loss
 
@@ -171,7 +171,7 @@ def attention_mask(documents: Tensor, *, causal: bool) -> Tensor:
 
 
 def build_model(plan: RunPlan) -> LanguageModel:
-    """With fresh weights from the plan's seed, the same everywhere, or pretrained ones."""
+    """The model, whole, with fresh weights from the plan's seed, the same everywhere, or with pretrained ones."""
     model, weights = unfilled_model(plan)
     fill(model.hf, weights)
     return model
@@ -287,7 +287,7 @@ def hf_config(plan: RunPlan) -> Any:
 
 
 def with_dropout(settings: Any, dropout: float) -> Any:
-    """Ours in every place where a transformers config has some: what config.json says would otherwise go on unseen."""
+    """Set every dropout of a transformers config to ours; those of its config.json would otherwise be used unseen."""
     for field in dropout_fields(vars(settings)):
         setattr(settings, field, dropout)
     return settings

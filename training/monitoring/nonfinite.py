@@ -18,14 +18,14 @@ from training.runtime.errors import NonFiniteLoss
 
 logger = logging.getLogger(__name__)
 
-SKIPPED_IN_A_ROW = 20  # fp16 gets from its first loss scale, 2**16, to 1 in 16 skipped steps: more is no adapting
+SKIPPED_IN_A_ROW = 20  # fp16's loss scale falls from 2**16 to 1 in 16 skipped steps: more is a diverged model
 RANKS_NAMED, DOCUMENTS_NAMED = 4, 8
 CURE = "lower train.learning_rate, raise train.warmup_steps, set parallel.precision=fp32 or look at the documents"
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """One step, as all ranks together see it."""
+    """One step over all ranks."""
 
     step: int
     loss: float  # mean over the global batch's targets, nats

@@ -1,4 +1,4 @@
-"""Where the time goes: a few steps of a run are timed phase by phase, and traced whole where a user asks for it.
+"""Times a few steps of a run phase by phase, and traces those that a user asks for.
 
 Such a step is left out of the rates: the profiler slows it by 10-30% on small CPU models.
 """

@@ -22,7 +22,7 @@ from training.tracking.rows import SYSTEM, RowLog, read_rows
 logger = logging.getLogger(__name__)
 
 SAMPLE_EVERY_S = 10.0
-LAST_SAMPLE_S = 5.0  # a file server that hangs is not waited for longer
+LAST_SAMPLE_S = 5.0  # how long to wait for a file server that hangs
 MB = 1_000_000  # as MLflow counts
 
 
@@ -67,12 +67,12 @@ class SystemMetrics:
 
 
 class MachineStats:
-    """Readings of the whole machine; CPU since the last one, network since this was made."""
+    """Readings of the whole machine: CPU since the last reading, network since this was made."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.network = folder, psutil.net_io_counters()
         self.gpus = _gpus()
-        psutil.cpu_percent()  # the first one tells nothing
+        psutil.cpu_percent()  # the first reading means nothing
 
     def read(self) -> dict[str, float]:
         memory, disk, network = psutil.virtual_memory(), psutil.disk_usage(str(self.folder)), psutil.net_io_counters()
@@ -87,12 +87,12 @@ class MachineStats:
             row["network_receive_megabytes"] = (network.bytes_recv - self.network.bytes_recv) / MB
             row["network_transmit_megabytes"] = (network.bytes_sent - self.network.bytes_sent) / MB
         for number, gpu in enumerate(self.gpus):
-            row |= {f"gpu_{number}_{name}": value for name, value in _of_gpu(gpu).items()}
+            row |= {f"gpu_{number}_{name}": value for name, value in _gpu_stats(gpu).items()}
         return row
 
 
 def _gpus() -> list[object]:
-    """NVML's handles of those that this machine, or container, sees; none without nvidia-ml-py or a driver."""
+    """NVML's handles of the GPUs that this machine, or container, sees; none without nvidia-ml-py or a driver."""
     if importlib.util.find_spec("pynvml") is None:
         return []
     import pynvml
@@ -104,7 +104,7 @@ def _gpus() -> list[object]:
     return [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
 
 
-def _of_gpu(gpu: object) -> dict[str, float]:
+def _gpu_stats(gpu: object) -> dict[str, float]:
     import pynvml
 
     memory = pynvml.nvmlDeviceGetMemoryInfo(gpu)
@@ -113,6 +113,6 @@ def _of_gpu(gpu: object) -> dict[str, float]:
         "memory_usage_percentage": 100 * memory.used / memory.total,
         "utilization_percentage": float(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
     }
-    with suppress(pynvml.NVMLError):  # not every GPU tells
+    with suppress(pynvml.NVMLError):  # not every GPU reports it
         row["power_usage_watts"] = pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000
     return row

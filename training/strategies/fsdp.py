@@ -45,8 +45,10 @@ def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mappin
 
 
 def _step_bytes(plan: RunPlan, model: LanguageModel, *, inside: int) -> int:
-    """What a rank sends in a step. In each micro-batch layers are gathered twice, what is outside of them once, and
-    gradients reduced; gloo sums all of them on all ranks for that, which is twice as much.
+    """Bytes that a rank sends in a step.
+
+    In each micro-batch layers are gathered twice, what lies outside of them once, and gradients are reduced; gloo sums
+    all of them on all ranks for that, which is twice as much.
     """
 
     def shard_numbers(parameters: Iterable[Tensor]) -> int:  # a rank's, padded
@@ -72,8 +74,8 @@ class Fsdp(TorchStrategy):
         inside: DeviceMesh,
         sent: int,
     ) -> None:
-        different = (inside.get_group(),)
-        super().__init__(plan, mesh, model, weights, module=model, averaged_over=plan.dp, different=different)
+        norm_groups = (inside.get_group(),)
+        super().__init__(plan, mesh, model, weights, module=model, averaged_over=plan.dp, norm_groups=norm_groups)
         self.sent, self.several_groups = sent, inside.size() < plan.dp
 
     def backward_context(self, *, last: bool) -> AbstractContextManager[None]:

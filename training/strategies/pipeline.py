@@ -34,7 +34,7 @@ def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mappin
 
 
 def own_stages(plan: RunPlan, mesh: DeviceMesh) -> list[int]:
-    """This rank's stages of pp x pp_stages_per_rank: every pp-th, so that a micro-batch goes round."""
+    """This rank's stages of pp x pp_stages_per_rank: every pp-th, so that a micro-batch visits all ranks in turn."""
     stages = plan.mesh["pp"] * plan.config.parallel.pp_stages_per_rank
     return list(range(mesh["pp"].get_local_rank(), stages, plan.mesh["pp"]))
 
@@ -47,14 +47,14 @@ def keep_stages(model: LanguageModel, *, owned: Sequence[int], stages: int) -> N
     """Drop the layers of other ranks; those that stay keep their names. `model.stages`: own layers by stage."""
     assert model.architecture is not None, "the plan refuses pp for such models"
     layers, last = layers_of(model.hf), stages - 1
-    dealt = np.array_split(np.arange(len(layers)), stages)
-    model.stages = {stage: [layers[i] for i in dealt[stage]] for stage in owned}
+    numbers = np.array_split(np.arange(len(layers)), stages)
+    model.stages = {stage: [layers[i] for i in numbers[stage]] for stage in owned}
     kept = {id(layer) for stage in model.stages.values() for layer in stage}
     for number, layer in enumerate(layers):
         if id(layer) not in kept:
             model.hf.set_submodule(f"{model.architecture.layers}.{number}", nn.Identity())
-    for parts, stage in ((model.architecture.first, 0), (model.architecture.last, last)):
-        for name in parts if stage not in owned else ():
+    for ends, stage in ((model.architecture.first, 0), (model.architecture.last, last)):
+        for name in ends if stage not in owned else ():
             model.hf.set_submodule(name, nn.Identity())
 
 
@@ -84,15 +84,17 @@ class Pipeline(TorchStrategy):
         }
         self.has_first, self.has_last = 0 in self.stages, self.last_stage in self.stages
         self.tie_group = self._tie_group(mesh) if model.tied else None
-        self.has_copy = model.tied and self.has_last
-        super().__init__(plan, mesh, model, weights, module=model, different=(self.pp.get_group(),))
-        if self.has_copy:  # the first stage counts and saves the embedding
-            self.counted = [parameter for parameter in self.counted if parameter is not model.output()[0]]
+        self.has_tied_copy = model.tied and self.has_last
+        super().__init__(plan, mesh, model, weights, module=model, norm_groups=(self.pp.get_group(),))
+        if self.has_tied_copy:  # the first stage counts and saves the embedding
+            self.norm_parameters = [
+                parameter for parameter in self.norm_parameters if parameter is not model.output()[0]
+            ]
         self.weight, self.losses = 0.0, list[Tensor]()
 
     def saved_names(self) -> dict[str, nn.Parameter]:
         assert self.model.architecture is not None
-        if not self.has_copy:
+        if not self.has_tied_copy:
             return super().saved_names()
         copy, embedding = f"{self.model.architecture.output}.weight", f"{self.model.architecture.embedding}.weight"
         return {embedding if name == copy else name: parameter for name, parameter in super().saved_names().items()}
@@ -108,7 +110,7 @@ class Pipeline(TorchStrategy):
 
     @functools.cached_property
     def schedule(self) -> Schedule1F1B | ScheduleInterleaved1F1B:
-        """Shapes are told, not tried out: a trial forward pass would use up random numbers."""
+        """The micro-batches' schedule; shapes are given, as a trial forward pass would use up random numbers."""
         plan, device = self.plan, next(self.model.parameters()).device
         shape = (plan.micro_batches[self.mesh["dp"].get_local_rank()], plan.config.train.context)
         ids = torch.empty(shape, dtype=torch.int64, device="meta")
@@ -152,7 +154,7 @@ class Pipeline(TorchStrategy):
             return self.update(losses.sum(), share.num_targets)
 
     def _reduce_gradients(self) -> None:
-        """Sums over the dp ranks, bucket by bucket, and over the two copies of a tied embedding."""
+        """Sum gradients over the dp ranks, bucket by bucket, and over the two copies of a tied embedding."""
         if self.mesh["dp"].size() > 1:
             for bucket in _buckets(self.gradients(self.parameters), self.plan.config.parallel.bucket_mib * 2**20):
                 flat = torch.cat([grad.flatten() for grad in bucket])
@@ -160,8 +162,8 @@ class Pipeline(TorchStrategy):
                 torch._foreach_copy_(
                     bucket,
                     [
-                        part.view_as(grad)
-                        for part, grad in zip(flat.split([grad.numel() for grad in bucket]), bucket, strict=True)
+                        piece.view_as(grad)
+                        for piece, grad in zip(flat.split([grad.numel() for grad in bucket]), bucket, strict=True)
                     ],
                 )
         embedding = self.model.architecture.embedding if self.model.architecture else ""
@@ -222,11 +224,11 @@ class Pipeline(TorchStrategy):
         """All but the last stage's copy of the embedding."""
         assert self.model.architecture is not None
         copy = f"{self.model.architecture.embedding}.weight"
-        return ((name, whole) for name, whole in tensors if not (self.has_copy and name.startswith(copy)))
+        return ((name, whole) for name, whole in tensors if not (self.has_tied_copy and name.startswith(copy)))
 
 
 def _concatenated(batches: list[Batch]) -> Batch:
-    """The schedule cuts the step's batch into its micro-batches again."""
+    """The step's micro-batches as one batch, which the schedule cuts into micro-batches again."""
 
     def joined(name: str) -> Any:
         parts = [getattr(batch, name) for batch in batches]

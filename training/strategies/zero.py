@@ -65,7 +65,7 @@ def import_deepspeed() -> Any:
 
 
 def _shard_before_it_moves(model: LanguageModel, plan: RunPlan) -> None:
-    """Partition the weights one by one, else DeepSpeed takes the model to the device whole (its engine.py).
+    """Partition the weights one by one; else DeepSpeed moves the whole model to the device (its engine.py).
 
     After AdamW has its groups: a partitioned parameter no longer shows how many dimensions it has.
     """
@@ -155,7 +155,7 @@ class Zero:
                 yield name, parameter.detach()
             elif parameter.requires_grad:
                 yield name, safe_get_full_fp32_param(parameter)
-            else:  # the optimizer knows nothing of it
+            else:  # frozen: the optimizer does not hold it
                 with GatheredParameters(parameter):
                     yield name, parameter.detach().clone()
 

@@ -56,7 +56,7 @@ def fit(state: TrainingState, *, reporter: Reporter, saver: Saver, stopper: Stop
 
 
 def _validates(step: int, period: int, stopped_by: StoppedBy | None) -> bool:
-    """At intervals, and where training ends; a run that is told to stop has no time for more than is due."""
+    """Whether to validate: every `period` steps, and where training ends, unless a signal ends it."""
     return period > 0 and (step % period == 0 or stopped_by not in {None, "signal"})
 
 

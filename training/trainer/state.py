@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from training.checkpoint import load
-from training.checkpoint.retention import reading, sweep
+from training.checkpoint.retention import reading, remove_leftovers
 from training.data.batch import MicroBatches
 from training.data.loader import Loader
 from training.models.freezing import trainable_parameters
@@ -27,7 +27,7 @@ HASHING_TIMEOUT = datetime.timedelta(hours=6)  # while the first rank hashes a c
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What the loop works with; made by `restore`."""
+    """Everything that training works on."""
 
     plan: RunPlan
     rank: Rank
@@ -64,7 +64,7 @@ def restore(plan: RunPlan, *, rank: Rank, run_dir: Path) -> TrainingState:
 
 
 def build_state(plan: RunPlan, found: Path | None, *, rank: Rank, run_dir: Path) -> TrainingState:
-    """At the checkpoint `found`; without one, at the start. Collective."""
+    """Model, strategy and data as the checkpoint `found` has them; None: at step 0. Collective."""
     model, weights = unfilled_model(plan)
     if found is not None:
         weights = load.weights_for(model, found)
@@ -81,17 +81,17 @@ def build_state(plan: RunPlan, found: Path | None, *, rank: Rank, run_dir: Path)
 
 
 def _agree_on_checkpoint(run_dir: Path, rank: Rank) -> Path | None:
-    """The first rank looks and checks the hashes; all take its word, so that none starts from another step."""
+    """The first rank finds the checkpoint and verifies its hashes; all ranks use its answer, and so the same step."""
     found: list[Path | RuntimeError | None] = [None]
     if rank.rank == 0:
-        sweep(run_dir)
+        remove_leftovers(run_dir)
         try:
-            found = [load.newest_whole(run_dir)]
+            found = [load.newest_intact(run_dir)]
         except RuntimeError as error:
             found = [error]
-    patient = dist.new_group(timeout=HASHING_TIMEOUT, backend="gloo")
-    dist.broadcast_object_list(found, src=0, group=patient)
-    dist.destroy_process_group(patient)
+    patient_group = dist.new_group(timeout=HASHING_TIMEOUT, backend="gloo")
+    dist.broadcast_object_list(found, src=0, group=patient_group)
+    dist.destroy_process_group(patient_group)
     if isinstance(found[0], RuntimeError):
         raise found[0]
     return found[0]

@@ -9,8 +9,14 @@ from typing import Any
 
 import pytest
 
-from training.checkpoint.load import CHECKPOINT_MANIFEST, CheckpointManifest, checkpoint_folder, damage, published
-from training.checkpoint.retention import keep, prune, reading, sweep
+from training.checkpoint.load import (
+    CHECKPOINT_MANIFEST,
+    CheckpointManifest,
+    checkpoint_folder,
+    damage,
+    finished_checkpoints,
+)
+from training.checkpoint.retention import keep, prune, reading, remove_leftovers
 from training.checkpoint.safetensors_files import WrittenFile
 from training.config.run import CheckpointConfig
 from training.records.record import sha256_file
@@ -44,7 +50,7 @@ def point_at(run_dir: Path, step: int) -> None:
 
 
 def steps(run_dir: Path) -> list[int]:
-    return [int(folder.name) for folder in published(run_dir)]
+    return [int(folder.name) for folder in finished_checkpoints(run_dir)]
 
 
 @pytest.mark.parametrize(
@@ -123,5 +129,5 @@ def test_the_next_start_sweeps_what_killed_attempts_left(tmp_path: Path) -> None
     for name in (".00000020.part", ".00000005.deleted"):
         (folder.with_name(name)).mkdir()
         (folder.with_name(name) / "model.safetensors").write_text("half")
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     assert [path.name for path in folder.parent.iterdir()] == ["00000010"]

@@ -39,7 +39,7 @@ def plan_from(folder: Path, shards: Path, **overrides: Any) -> RunPlan:
 
 
 def first_loss(folder: Path, plan: RunPlan) -> float:
-    """Of the first global batch, by transformers' own loss on the saved weights."""
+    """The loss of the first global batch, by transformers' own loss function on the saved weights."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     batches = Loader(plan, dp_rank=0, device=torch.device("cpu")).share(0).batches
     inputs, targets = torch.cat([batch.inputs for batch in batches]), torch.cat([batch.targets for batch in batches])

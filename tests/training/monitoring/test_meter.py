@@ -41,7 +41,7 @@ def meter_of(plan: RunPlan, **options: object) -> Meter:
 
 
 def stats(loss: float = 2.0, **changes: object) -> StepStats:
-    """Of 128 targets."""
+    """The stats of a step of 128 targets."""
     one = {"loss_sum": torch.tensor(128 * loss), "num_targets": 128, "grad_norm": torch.tensor(0.5)} | changes
     return StepStats(**one)  # type: ignore[arg-type]
 

@@ -49,7 +49,7 @@ def sent_bytes(plan_path: Path) -> list[float]:
 
 
 def hashes(plan_path: Path) -> dict[str, str]:
-    """Of weights, moments and what each rank kept for itself."""
+    """Hashes of weights, moments and each rank's own state."""
     files = CheckpointManifest.read(plan_path.parent / f"checkpoints/{STEPS:08d}/manifest.json").files
     return {name: file.sha256 for name, file in files.items() if name.startswith(("model", "optimizer", "own"))}
 
@@ -118,7 +118,7 @@ def test_another_mesh_goes_on_without_what_ranks_kept_and_says_so(
     shutil.copytree(trained("topk").parent / "checkpoints" / "00000006", plan_path.parent / "checkpoints" / "00000006")
     ranks = Ranks(plan_path)
     ranks.finish()
-    assert "what each rank kept for itself begins anew" in ranks.log()
+    assert "each rank's own state (compression, local-sgd) starts fresh" in ranks.log()
     assert TrainResult.read(plan_path.parent / "result.json").step == STEPS
 
 

@@ -165,7 +165,7 @@ def test_other_groups_go_on_from_the_mean_and_say_so(make_run: Callable[..., Pat
     shutil.copytree(groups.parent / "checkpoints", alone.parent / "checkpoints")
     ranks = Ranks(alone)
     ranks.finish()
-    assert "what each rank kept for itself begins anew" in ranks.log()
+    assert "each rank's own state (compression, local-sgd) starts fresh" in ranks.log()
     assert losses(alone)[STEPS + 1] == pytest.approx(losses(groups)[STEPS], abs=0.15)  # after 4.1 at first
 
 
