@@ -140,7 +140,7 @@ class Writer:
             self.rank_files[name] = RankFile(written, tuple(tensors), sum(tensor.nbytes for tensor in tensors.values()))
 
     def _publish(self) -> None:
-        """Add index files, config.json and manifest, then rename the folder; a retry starts where the last one failed."""
+        """Add index files, config.json and manifest, then rename the folder; a retry starts where the last failed."""
         if self.abandoned.is_set():
             raise Abandoned
         self.path = self.partial_folder
