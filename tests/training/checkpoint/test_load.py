@@ -119,7 +119,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
     assert f"{newest} is not whole" in caplog.text
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_begin_anew(run_dir: Path) -> None:
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_start_at_step_0(run_dir: Path) -> None:
     for folder in (run_dir / "checkpoints").iterdir():
         (folder / "manifest.json").unlink()
     with pytest.raises(RuntimeError, match=r"none of the 2 checkpoints .* is whole: restore one, or delete"):
@@ -128,7 +128,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_begin_anew(ru
     assert newest_intact(run_dir) is None
 
 
-def test_training_goes_on_from_the_one_before_the_damaged_one_and_ends_the_same(run_dir: Path) -> None:
+def test_training_resumes_from_the_checkpoint_before_a_damaged_one_and_ends_the_same(run_dir: Path) -> None:
     expected = losses(run_dir / "plan.json")
     cut(run_dir / "checkpoints" / "00000008" / "model.safetensors")
     (run_dir / "checkpoints" / ".00000009.part").mkdir()

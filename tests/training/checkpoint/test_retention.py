@@ -79,7 +79,7 @@ def test_a_new_best_takes_the_place_of_the_old(tmp_path: Path) -> None:
     assert steps(tmp_path) == [30, 40]
 
 
-def test_one_that_is_not_whole_does_not_count_as_one_of_the_newest(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_does_not_count_as_one_of_the_newest(tmp_path: Path) -> None:
     checkpoints(tmp_path, {10: None, 20: None, 30: None, 40: None})
     (checkpoint_folder(tmp_path, 10) / CHECKPOINT_MANIFEST).unlink()
     (checkpoint_folder(tmp_path, 30) / "model.safetensors").write_text("weig")
@@ -87,7 +87,9 @@ def test_one_that_is_not_whole_does_not_count_as_one_of_the_newest(tmp_path: Pat
     assert steps(tmp_path) == [20, 30, 40]
 
 
-def test_what_is_being_read_stays_until_the_next_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_that_is_being_read_stays_until_the_next_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     checkpoints(tmp_path, {10: None, 20: None, 30: None})
     with reading(checkpoint_folder(tmp_path, 10)), reading(checkpoint_folder(tmp_path, 10)):
@@ -99,13 +101,13 @@ def test_what_is_being_read_stays_until_the_next_time(tmp_path: Path, caplog: py
     assert steps(tmp_path) == [30]
 
 
-def test_one_that_is_gone_cannot_be_read(tmp_path: Path) -> None:
+def test_a_deleted_checkpoint_cannot_be_read(tmp_path: Path) -> None:
     prune(checkpoints(tmp_path, {10: None, 20: None}), CheckpointConfig(keep_last=1))
     with pytest.raises(FileNotFoundError), reading(checkpoint_folder(tmp_path, 10)):
         pass
 
 
-def test_what_was_exported_stays_for_good(tmp_path: Path) -> None:
+def test_an_exported_checkpoint_stays_for_good(tmp_path: Path) -> None:
     keep(checkpoint_folder(checkpoints(tmp_path, {10: None, 20: None, 30: None}), 10), why="exported to export/")
     prune(tmp_path, CheckpointConfig(keep_last=1))
     assert steps(tmp_path) == [10, 30]
@@ -115,7 +117,7 @@ def test_what_was_exported_stays_for_good(tmp_path: Path) -> None:
     assert steps(tmp_path) == [30]
 
 
-def test_what_result_json_points_at_stays_until_it_points_elsewhere(tmp_path: Path) -> None:
+def test_the_checkpoint_of_result_json_stays_until_there_is_another(tmp_path: Path) -> None:
     point_at(checkpoints(tmp_path, {10: None, 20: None, 30: None}), 10)
     prune(tmp_path, CheckpointConfig(keep_last=1))
     assert steps(tmp_path) == [10, 30]
@@ -124,7 +126,7 @@ def test_what_result_json_points_at_stays_until_it_points_elsewhere(tmp_path: Pa
     assert steps(tmp_path) == [30]
 
 
-def test_the_next_start_sweeps_what_killed_attempts_left(tmp_path: Path) -> None:
+def test_the_next_start_removes_what_killed_attempts_left(tmp_path: Path) -> None:
     folder = checkpoint_folder(checkpoints(tmp_path, {10: None}), 10)
     for name in (".00000020.part", ".00000005.deleted"):
         (folder.with_name(name)).mkdir()

@@ -51,7 +51,7 @@ def test_unequal_shares_cut_the_same_global_batch(packing: str, model: dict[str,
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_shares_that_change_in_between_leave_the_data_order_as_it_is(ahead: int, shards: Path) -> None:
+def test_micro_batches_that_change_between_steps_leave_the_data_order_unchanged(ahead: int, shards: Path) -> None:
     plan = plan_of(shards, ranks=3, train__global_batch=12, train__micro_batch=2, train__steps=6)
     micro_batches = MicroBatches.of(plan)
     loaders = [Loader(plan, dp_rank=rank, device=CPU, micro_batches=micro_batches, ahead=ahead) for rank in range(3)]
@@ -67,7 +67,7 @@ def test_shares_that_change_in_between_leave_the_data_order_as_it_is(ahead: int,
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_held_out_is_dealt_in_the_plans_shares(packing: str, shards: Path) -> None:
+def test_held_out_text_is_distributed_in_the_plans_shares(packing: str, shards: Path) -> None:
     plan = plan_of(shards, ranks=3, train__packing=packing, train__global_batch=6)
     plan = plan.model_copy(update={"micro_batches": (3, 2, 1), "accumulation": 1})
     dealt = [list(held_out(plan, rank=rank, world_size=3, device=CPU)) for rank in range(3)]
@@ -120,7 +120,7 @@ def test_a_thread_prepares_the_same_shares(shards: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
 
 
-def test_what_fails_in_the_thread_is_raised_where_the_share_is_asked_for(shards: Path, tmp_path: Path) -> None:
+def test_an_error_in_the_thread_is_raised_where_the_share_is_requested(shards: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(shards, tmp_path / "shards")
     loader = Loader(plan_of(folder), dp_rank=0, device=CPU, ahead=2)
     shutil.rmtree(folder / "train")

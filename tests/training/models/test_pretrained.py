@@ -146,7 +146,7 @@ def test_the_same_words_in_other_bytes_are_accepted(tmp_path: Path) -> None:
     check_tokenizer(pretrained(tmp_path / "model"), ours)
 
 
-def test_what_cannot_become_right_is_refused_before_the_corpus_is_tokenized(tmp_path: Path) -> None:
+def test_a_hopeless_config_is_refused_before_the_corpus_is_tokenized(tmp_path: Path) -> None:
     byte_tokenizer(tmp_path / "model")
     other_tokenizer(tmp_path / "other")
     with pytest.raises(ValueError, match="they differ from token 97"):

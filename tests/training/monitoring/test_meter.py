@@ -83,7 +83,7 @@ def test_memory_and_utilisation_are_those_of_the_process(plan: RunPlan) -> None:
     assert 0.05 < after["device_utilisation"] < 1.5
 
 
-def test_what_is_paused_counts_in_no_rate(plan: RunPlan) -> None:
+def test_time_and_steps_in_a_pause_count_in_no_rate(plan: RunPlan) -> None:
     meter = meter_of(plan)
     meter.add(stats(), num_tokens=128)
     meter.row()

@@ -15,7 +15,7 @@ from training.runtime.step_trace import phase, recorded, uncovered
 CPU = torch.device("cpu")
 
 
-def test_parts_are_summed_over_micro_batches_and_written_to_a_trace(tmp_path: Path) -> None:
+def test_phases_are_summed_over_micro_batches_and_written_to_a_trace(tmp_path: Path) -> None:
     with recorded(CPU, profiled=True) as recording:
         for _ in range(2):
             with phase("forward"):
@@ -35,7 +35,7 @@ def test_parts_are_summed_over_micro_batches_and_written_to_a_trace(tmp_path: Pa
     assert "aten::dot" in names or "aten::matmul" in names
 
 
-def test_outside_a_recorded_step_a_part_does_nothing() -> None:
+def test_outside_a_recorded_step_a_phase_does_nothing() -> None:
     with recorded(CPU, profiled=False) as recording:
         pass
     began = time.perf_counter()

@@ -64,7 +64,7 @@ def resumed_from_step_6(plan_path: Path, name: str) -> Path:
     return again / "plan.json"
 
 
-def test_what_is_not_sent_is_kept_and_all_ranks_get_the_same(make_run: Callable[..., Path]) -> None:
+def test_unsent_gradients_are_kept_and_all_ranks_get_the_same_average(make_run: Callable[..., Path]) -> None:
     run_ranks(make_run("averaged", ranks=2), program="tests.programs.averaged")
 
 
@@ -77,7 +77,7 @@ def test_every_step_says_what_it_sent(trained: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["topk", pytest.param("powersgd", marks=pytest.mark.slow)])
-def test_resumed_run_keeps_what_was_not_sent_to_the_bit(kind: str, trained: Callable[[str], Path]) -> None:
+def test_a_resumed_run_has_the_residuals_to_the_bit(kind: str, trained: Callable[[str], Path]) -> None:
     plan_path = trained(kind)
     again = resumed_from_step_6(plan_path, f"{kind} again")
     assert losses(again) == losses(plan_path)
@@ -111,7 +111,7 @@ def test_compression_that_begins_later_sends_whole_gradients_before(
 
 
 @pytest.mark.slow
-def test_another_mesh_goes_on_without_what_ranks_kept_and_says_so(
+def test_a_resume_on_another_mesh_drops_the_residuals_and_logs_it(
     trained: Callable[[str], Path], make_run: Callable[..., Path]
 ) -> None:
     plan_path = make_run("alone", train__steps=STEPS, parallel__strategy="single")

@@ -89,7 +89,7 @@ def rebalanced(plan_path: Path) -> list[dict[str, Any]]:
     ],
 )
 @pytest.mark.slow
-def test_a_rank_that_is_slower_than_planned_gets_less_and_a_resumed_run_goes_on_so(
+def test_a_rank_that_is_slower_than_planned_gets_less_and_a_resumed_run_keeps_the_shares(
     strategy: str, settings: dict[str, Any], make_run: Callable[..., Path]
 ) -> None:
     parallel = {"parallel__strategy": strategy, "parallel__rebalance": "on"}
@@ -113,7 +113,7 @@ def test_a_rank_that_is_slower_than_planned_gets_less_and_a_resumed_run_goes_on_
     assert_equal_training(alone, plan_path)
 
 
-def test_the_shares_of_a_checkpoint_are_taken_up_only_where_they_fit(make_run: Callable[..., Path]) -> None:
+def test_a_checkpoints_micro_batches_are_used_only_where_they_fit(make_run: Callable[..., Path]) -> None:
     plan = RunPlan.read(make_run("in force", ranks=2, parallel__strategy="ddp", parallel__rebalance="on"))
     assert plan.micro_batches == (2, 2)
     made = CheckpointManifest(
