@@ -8,7 +8,8 @@ are fsynced, hashed with SHA-256 and published whole; torch.save returns while t
 
 stall: seconds until the next step can begin. slowdown: how much longer the steps meanwhile took than undisturbed ones,
 summed. on disk: seconds from the call until the checkpoint can be loaded. first: stall of the first one, which
-allocates buffers. Medians over the rounds after the first. The last line is one JSON object.
+allocates buffers. Medians over the rounds after the first. The last line is one JSON object: `stall_s`, `slowdown_s`,
+`on_disk_s` and `first_stall_s` by way of saving.
 """
 
 from __future__ import annotations

@@ -22,12 +22,12 @@ from tasks.launch.host_set import HostSet, choose_hosts
 from tasks.launch.local import end_earlier_attempt, grace_s
 from tasks.launch.rank_environment import NCCL, give_to_ranks, ranks_reach_mlflow, tracking_for_ranks
 from tasks.launch.rank_logs import Steps, Warnings
-from tasks.planning.custom_program import TrainerPlan, experiment_of, placed, program_of
+from tasks.planning.custom_program import placed
 from tasks.runs.errors import RunFailed, RunStopped
 from tasks.workspace.paths import fresh, home
 from training.config.launch import LaunchConfig
 from training.records.inventory import Inventory
-from training.records.plan import RunPlan
+from training.records.plan import AnyPlan
 from training.records.record import Record
 from training.records.train_result import TrainResult
 
@@ -170,19 +170,19 @@ def _attempt(
     return record
 
 
-def _program(module: str, plan: RunPlan | TrainerPlan, ranks: dict[str, int], *, run_dir: Path) -> Program:
+def _program(module: str, plan: AnyPlan, ranks: dict[str, int], *, run_dir: Path) -> Program:
     environment, secrets = tracking_for_ranks(plan)
     return Program(
         run_id=plan.run_id,
         ranks=ranks,
-        **program_of(module, plan, run_dir=run_dir),
+        **plan.command(module, run_dir=run_dir),
         prefix=nsight.prefix(module, plan.config, run_dir=run_dir),
         images=_images(run_dir),
-        working_dir=str(run_dir) if isinstance(plan, TrainerPlan) else "/",  # where else it may write
+        working_dir=plan.working_dir(run_dir),
         threads=plan.threads_per_rank,
         environment=NCCL
         | environment
-        | experiment_of(plan)
+        | plan.environment()
         | {"GOMP_SPINCOUNT": "1000", "TOKENIZERS_PARALLELISM": "false"},
         secrets=secrets,
         grace_s=grace_s(run_dir),
@@ -203,9 +203,7 @@ def _record(attempt: AttemptRecord, folder: Path) -> None:
         logger.warning("attempt %s could not be recorded (%s): %s, %s", folder.name, error, ending.cause, ending.detail)
 
 
-def _watched(
-    attempt: Attempt, plan: RunPlan | TrainerPlan, *, run_dir: Path, on_poll: Callable[[], object]
-) -> AttemptOutcome:
+def _watched(attempt: Attempt, plan: AnyPlan, *, run_dir: Path, on_poll: Callable[[], object]) -> AttemptOutcome:
     steps = Steps(run_dir, mlflow_run_id=plan.mlflow_run_id, sends=not ranks_reach_mlflow(plan.config.launch))
     warnings = Warnings(run_dir, attempt.program.ranks)
 

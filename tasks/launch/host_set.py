@@ -14,13 +14,13 @@ from tasks.launch.attempt import sweep
 from tasks.launch.check_hosts import hosts_of
 from tasks.launch.failure import CURES
 from tasks.launch.lease import FENCE_S
-from tasks.planning.custom_program import TrainerPlan, place_again, placed
-from tasks.planning.plan import replan
+from tasks.planning.custom_program import placed
+from tasks.planning.plan import plan_for_hosts
 from tasks.runs.errors import RunFailed
 from tasks.workspace.paths import home
 from training.config.launch import LaunchConfig
 from training.records.inventory import Inventory
-from training.records.plan import RunPlan
+from training.records.plan import AnyPlan
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ ASK_AGAIN_S = 2.0  # hosts that are waited for
 class HostSet:
     """`hosts` in the order of the plan's ranks; `away` are all others of the config that were not swept."""
 
-    plan: RunPlan | TrainerPlan
+    plan: AnyPlan
     hosts: tuple[DockerHost, ...]
     away: dict[str, HostError]
 
@@ -80,7 +80,7 @@ def _missing(
     hosts: Sequence[DockerHost],
     away: dict[str, HostError],
     *,
-    plan: RunPlan | TrainerPlan,
+    plan: AnyPlan,
     launch: LaunchConfig,
     alone: bool,
 ) -> list[str]:
@@ -97,7 +97,7 @@ def _perhaps_back(
     away: dict[str, HostError],
     lost: Collection[str],
     *,
-    plan: RunPlan | TrainerPlan,
+    plan: AnyPlan,
     launch: LaunchConfig,
     alone: bool,
     waited_s: float,
@@ -128,7 +128,7 @@ def _too_few(
     *,
     hosts: Sequence[DockerHost],
     launch: LaunchConfig,
-    plan: RunPlan | TrainerPlan,
+    plan: AnyPlan,
 ) -> str:
     needed = launch.min_hosts or len(plan.hosts)
     return (
@@ -145,17 +145,15 @@ def _planned(
     *,
     there: set[str],
     away: dict[str, HostError],
-    plan: RunPlan | TrainerPlan,
+    plan: AnyPlan,
     launch: LaunchConfig,
-) -> RunPlan | TrainerPlan:
+) -> AnyPlan:
     why = f"hosts: {', '.join(sorted(there - set(plan.hosts)))} came back"
     if gone := sorted(set(plan.hosts) - there):
         why = f"hosts: {', '.join(gone)} cannot take part, launch.min_hosts = {launch.min_hosts} allows that"
     kept = tuple(host for host in inventory.hosts if host.name in there)
-    if isinstance(plan, TrainerPlan):
-        return place_again(plan, Inventory(hosts=kept))
     try:
-        return replan(run_dir, inventory=Inventory(hosts=kept), why=why)
+        return plan_for_hosts(plan, Inventory(hosts=kept), run_dir=run_dir, why=why)
     except ValueError as error:
         raise RunFailed(
             f"the run cannot go on without {', '.join(gone)}: {error}. They are away: "

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from training.config.section import Part
+from training.config.section import Section
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "local-sgd", "zero1", "zero2", "zero3"]
@@ -24,7 +24,7 @@ COMPRESSIONS: dict[str, tuple[str, ...]] = {"ddp": ("bf16", "topk", "powersgd"),
 IN_GROUPS = ("hsdp", "local-sgd")
 
 
-class ParallelConfig(Part):
+class ParallelConfig(Section):
     strategy: Literal["auto", StrategyName] = Field(
         "auto",
         description="How data-parallel ranks share weights, gradients and optimizer: one process, DDP (each has all), "

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from training.config.parallel import StrategyName
-from training.planner.job import DESCRIBED, Job
+from training.planner.job import KNOWN_ARCHITECTURES, Job
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def our_recipe(
 ) -> Recipe:
     """Of our own training program (training/strategies/) under `strategy`."""
     carried = "fp32" if job.precision == "fp32" else "16 bits" if _is_16_bit(strategy, job) else "autocast"
-    architecture = job.shape.architecture if job.shape.architecture in DESCRIBED else "llama"
+    architecture = job.shape.architecture if job.shape.architecture in KNOWN_ARCHITECTURES else "llama"
     kept = OUR_KEPT[architecture, carried]
     if job.dropout:
         more = DROPOUT_KEPT.get(architecture, 0.0)
@@ -155,7 +155,7 @@ def our_recipe(
         kept = replace(kept, mlp=16)
     low = job.precision != "fp32"
     sharing = SHARING[strategy]
-    described = job.shape.architecture in DESCRIBED
+    described = job.shape.architecture in KNOWN_ARCHITECTURES
     return Recipe(
         kept=replace(kept, mlp=kept.mlp * 0.8) if compiled else kept,
         gradient_bytes=8.0 if copies_gradients else 4.0,

@@ -1,14 +1,10 @@
-"""One step of text: token ids in, the logits of the next token out, by the part of a model that a rank has.
-
-A step is a list of integers, so that it travels as one tensor: what to do, with which batch, and the tokens.
-"""
+"""What a rank runs the steps of decoding on: a shard of a model, or a whole one of any class; how they are loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,128 +13,109 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from training.checkpoint.safetensors_files import TensorFiles
 from training.inference.kv_cache import KeyValues
+from training.inference.steps import SKIPPED, Extend, Forward, Move, Prefill
 from training.models.architectures import ARCHITECTURES, layers_of
 from training.models.language_model import LanguageModel
 from training.strategies.pipeline import keep_stages
 from training.strategies.tensor import shard_matrices
 
-SKIPPED = -1  # position of a row that is not to be extended
+
+class StepRunner(Protocol):
+    """A model, or a shard of one, with its cache."""
+
+    device: torch.device
+
+    def run(self, step: Forward, hidden: Tensor | None = None) -> Tensor:
+        """Hidden states [sequences, tokens, width]; from the last layers fp32 logits [sequences, vocab].
+
+        `hidden`: what the shard with the layers before gave; None for the first layers.
+        """
+
+    def move(self, step: Move) -> None:
+        """Copy one row of the cache to another."""
 
 
-class Do(IntEnum):
-    PREFILL = 1  # batch, row, then the row's tokens: gives logits [1, vocab]
-    EXTEND = 2  # batch, rows, then a token and a position of each row: gives logits [rows, vocab]
-    MOVE = 3  # batch, from row, to row, tokens in it
-    IDLE = 4  # so that ranks which wait do not take the silence for a fault
-    STOP = 5
-
-
-Step = Sequence[int]
-
-
-def prefill(batch: int, row: int, ids: Sequence[int]) -> Step:
-    return [Do.PREFILL, batch, row, *ids]
-
-
-def extend(batch: int, tokens: Sequence[int], positions: Sequence[int]) -> Step:
-    return [Do.EXTEND, batch, len(tokens), *tokens, *positions]
-
-
-def move(batch: int, source: int, target: int, *, length: int) -> Step:
-    return [Do.MOVE, batch, source, target, length]
-
-
-def hidden_shape(step: Step) -> tuple[int, int]:
-    """Sequences and tokens of each that pass through the layers."""
-    return (1, len(step) - 3) if step[0] == Do.PREFILL else (step[2], 1)
-
-
-class Part:
-    """Some of a described model's layers, or of its heads, with their keys and values for `batches` batches."""
+class ModelShard:
+    """Some layers of a described model, or some heads of each, with the keys and values of `batches` batches."""
 
     def __init__(self, model: LanguageModel, *, batches: int, rows: int, context: int, first: bool, last: bool) -> None:
         self.model, self.first, self.last = model, first, last
-        self.own = layers_of(model.hf)
+        self.layers = layers_of(model.hf)
         self.caches = [KeyValues(rows=rows, context=context) for _ in range(batches)]
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         self.width: int = model.hf.config.hidden_size  # type: ignore[union-attr,assignment]
 
     @torch.inference_mode()
-    def run(self, step: Step, hidden: Tensor | None = None) -> Tensor | None:
-        """Hidden states, or fp32 logits of the next tokens from the last stage, of its words; None of a MOVE.
-
-        `hidden`: what the stage before gave; the first stage has none.
-        """
-        cache = self.caches[step[1]]
-        if step[0] == Do.MOVE:
-            cache.move(step[2], step[3], length=step[4])
-            return None
-        ids, positions, mask = self._inputs(step, cache)
+    def run(self, step: Forward, hidden: Tensor | None = None) -> Tensor:
+        """Logits are those of this shard's words."""
+        cache = self.caches[step.batch]
+        ids, positions, mask = self._prefill(step, cache) if isinstance(step, Prefill) else self._extend(step, cache)
         if hidden is None:
             hidden = self.model.embed(ids, positions)
         assert self.model.architecture is not None
         arguments = self.model.architecture.arguments(self.model.hf, hidden, positions)
-        for layer in self.own:
+        for layer in self.layers:
             hidden = layer(hidden, attention_mask=mask, past_key_values=cache, **arguments)
+        assert hidden is not None
         if not self.last:
             return hidden
         weight, bias = self.model.output()
         return F.linear(self.model.finish(hidden[:, -1]), weight, bias).float()
 
-    def _inputs(self, step: Step, cache: KeyValues) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tokens and positions [n, new], and which columns each row sees; None: all, or causal in a prefill."""
-        if step[0] == Do.PREFILL:
-            ids = torch.tensor([step[3:]], device=self.device)
-            cache.fill(step[2], length=ids.shape[1])
-            return ids, torch.arange(ids.shape[1], device=self.device)[None], None
-        count = step[2]
-        places = [max(place, 0) for place in step[3 + count :]]  # what a skipped row gives, nobody reads
-        end = max(places) + 1
-        ids, positions = torch.tensor([step[3 : 3 + count], places], device=self.device)
+    @torch.inference_mode()
+    def move(self, step: Move) -> None:
+        self.caches[step.batch].move(step.source, step.target, length=step.length)
+
+    def _prefill(self, step: Prefill, cache: KeyValues) -> tuple[Tensor, Tensor, None]:
+        """Tokens and positions [1, new]; without a mask attention is causal."""
+        ids = torch.tensor([step.ids], device=self.device)
+        cache.fill(step.row, length=ids.shape[1])
+        return ids, torch.arange(ids.shape[1], device=self.device)[None], None
+
+    def _extend(self, step: Extend, cache: KeyValues) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tokens and positions [rows, 1], and the columns that each row sees; None: all."""
+        columns = [max(position, 0) for position in step.positions]  # nobody reads what a skipped row gives
+        end = max(columns) + 1
+        ids, positions = torch.tensor([step.tokens, columns], device=self.device)
         cache.extend(positions, end=end)
         mask = None
-        if min(places) + 1 < end:
+        if min(columns) + 1 < end:
             mask = (torch.arange(end, device=self.device) <= positions[:, None])[:, None, None, :]
         return ids[:, None], positions[:, None], mask
 
 
-class AnyClass:
-    """A whole model of any class, whose attention is its own affair: a cache for each row, one row after another."""
-
-    first = last = True
+class WholeModel:
+    """A whole model of any class, with a cache of that class's own for each row: rows are run one after another."""
 
     def __init__(self, hf: Any, *, vocab_size: int) -> None:
         self.hf, self.vocab_size, self.device = hf, vocab_size, next(hf.parameters()).device
         self.caches: dict[int, Any] = {}
 
     @torch.inference_mode()
-    def run(self, step: Step, hidden: Tensor | None = None) -> Tensor | None:
-        if step[0] == Do.MOVE:
-            self.caches[step[3]] = self.caches.pop(step[2])
-            return None
-        if step[0] == Do.PREFILL:
-            self.caches.pop(step[2], None)
-            return self._row(step[2], step[3:])
-        count = step[2]
-        rows = zip(step[3 : 3 + count], step[3 + count :], strict=True)
+    def run(self, step: Forward, hidden: Tensor | None = None) -> Tensor:
+        if isinstance(step, Prefill):
+            self.caches.pop(step.row, None)
+            return self._row(step.row, step.ids)
+        skipped = torch.zeros(1, self.vocab_size, device=self.device)
+        rows = enumerate(zip(step.tokens, step.positions, strict=True))
         return torch.cat(
-            [
-                self._row(row, [token]) if place != SKIPPED else torch.zeros(1, self.vocab_size, device=self.device)
-                for row, (token, place) in enumerate(rows)
-            ]
+            [self._row(row, [token]) if position != SKIPPED else skipped for row, (token, position) in rows]
         )
 
+    def move(self, step: Move) -> None:
+        self.caches[step.target] = self.caches.pop(step.source)
+
     def _row(self, row: int, ids: Sequence[int]) -> Tensor:
-        given = torch.tensor([ids], device=self.device)
-        result = self.hf(input_ids=given, past_key_values=self.caches.get(row), use_cache=True)
+        inputs = torch.tensor([ids], device=self.device)
+        result = self.hf(input_ids=inputs, past_key_values=self.caches.get(row), use_cache=True)
         self.caches[row] = result.past_key_values
         logits: Tensor = result.logits[:, -1].float()
         return logits
 
 
 def load_whole(folder: Path, *, dtype: torch.dtype) -> Any:
-    """A whole model of any class. `use_safetensors`: nothing is ever unpickled."""
+    """The model of any class, whole. `use_safetensors`: nothing is ever unpickled."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(
@@ -146,10 +123,10 @@ def load_whole(folder: Path, *, dtype: torch.dtype) -> Any:
     ).eval()
 
 
-def load_part(
+def load_shard(
     folder: Path, *, dtype: torch.dtype, tensor: DeviceMesh | None = None, stage: int = 0, stages: int = 1
 ) -> LanguageModel:
-    """A described class on the CPU, with the weights of this rank only: its pieces of matrices, or its layers.
+    """A model of a described class on the CPU, with the weights of this rank only: pieces of matrices, or some layers.
 
     Raises ValueError if the folder lacks a weight, or has it in another shape.
     """
@@ -157,7 +134,7 @@ def load_part(
     from transformers.initialization import no_init_weights
 
     settings = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    with no_init_weights():  # memory that was asked for and is never touched costs nothing
+    with no_init_weights():  # memory that is allocated and never touched costs nothing
         hf = AutoModelForCausalLM.from_config(settings, dtype=dtype)
     hf.tie_weights()
     model = LanguageModel(hf.eval(), precision="fp32")
@@ -169,7 +146,9 @@ def load_part(
         for name, saved, parameter in _named(model):
             saved = saved if saved in weights else saved.removeprefix(f"{hf.base_model_prefix}.")  # as the hub has gpt2
             if saved not in weights:
-                raise ValueError(f"{folder} has no {saved}, which its config.json asks for: it is no whole model")
+                raise ValueError(
+                    f"{folder} has no {saved}, which its config.json asks for: give the model's whole folder"
+                )
             whole, cut = weights[saved], model.cuts.get(name)
             piece = whole if cut is None or tensor is None else cut.take(whole, tensor)
             if piece.shape != parameter.shape:
@@ -181,7 +160,10 @@ def load_part(
 
 
 def _named(model: LanguageModel) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
-    """Name here, name in the files and parameter; the last stage's copy of a tied embedding is saved as the first's."""
+    """Name in the model, name in the files, parameter.
+
+    A tied embedding is saved once: the last stage's copy has the name of the first stage's.
+    """
     assert model.architecture is not None
     for name, parameter in model.hf.named_parameters():
         tied = model.tied and name == f"{model.architecture.output}.weight"
@@ -189,6 +171,7 @@ def _named(model: LanguageModel) -> Iterator[tuple[str, str, torch.nn.Parameter]
 
 
 def is_described(folder: Path) -> bool:
+    """Whether models of this class can be split (training/models/architectures.py)."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(folder, trust_remote_code=False).model_type in ARCHITECTURES
