@@ -60,4 +60,4 @@ def test_tp_peers_drop_the_same_units_after_a_resume(
     saved = make_run("four", ranks=4, train__steps=2, train__micro_batch=1)
     run_ranks(saved)
     make_run("two by two", ranks=4, train__micro_batch=1, **LAYOUTS["dp x tp"][1]).rename(saved)
-    run_ranks(saved, program="tests.programs.peers")
+    run_ranks(saved, program="tests.programs.tp_random_numbers")

@@ -65,7 +65,7 @@ def resumed_from_step_6(plan_path: Path, name: str) -> Path:
 
 
 def test_unsent_gradients_are_kept_and_all_ranks_get_the_same_average(make_run: Callable[..., Path]) -> None:
-    run_ranks(make_run("averaged", ranks=2), program="tests.programs.averaged")
+    run_ranks(make_run("averaged", ranks=2), program="tests.programs.compression_averages")
 
 
 def test_every_step_says_what_it_sent(trained: Callable[[str], Path]) -> None:
