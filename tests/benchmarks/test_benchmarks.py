@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rig.conftest import missing
+from tests.support.rig.rig import why_no_rig
 
 REPO = Path(__file__).parents[2]
 SMALLER = {"gpu": ["--tiny"]}  # beside --quick; on a CPU
@@ -25,7 +26,8 @@ def benchmarks() -> list[str]:
 
 def marked(name: str) -> object:
     needs_hosts = "benchmarks.hosts" in (REPO / "benchmarks" / f"{name}.py").read_text()
-    marks = [pytest.mark.rig, pytest.mark.skipif(bool(missing()), reason=missing())] if needs_hosts else []
+    reason = why_no_rig() if needs_hosts else None
+    marks = [pytest.mark.rig, pytest.mark.skipif(reason is not None, reason=reason or "")] if needs_hosts else []
     return pytest.param(name, marks=marks if name in IN_SECONDS else [*marks, pytest.mark.slow])
 
 
@@ -38,6 +40,35 @@ def promised(name: str) -> set[str]:
 def run(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=os.environ | environment)
+
+
+@functools.cache
+def names_of(module: Path) -> set[str]:
+    """What a file defines or imports at its top level."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def test_what_benchmarks_import_of_ours_is_there() -> None:
+    """In the fast suite: what is renamed or moved breaks their imports first, those inside of functions too."""
+    missing = []
+    for path in sorted((REPO / "benchmarks").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (REPO / (node.module or "").split(".")[0]).is_dir():
+                continue
+            place = REPO.joinpath(*(node.module or "").split("."))
+            module = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+            known = names_of(module) if module.exists() else set()
+            known |= {each.stem for each in place.glob("*.py")}
+            missing += [f"{path.name}: {node.module}.{each.name}" for each in node.names if each.name not in known]
+    assert missing == []
 
 
 @pytest.mark.timeout(900)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from training.data.batch import Batch, Share
 from training.models.architectures import layers_of
 from training.models.language_model import LanguageModel
-from training.records.plan import RunPlan
+from training.records.plan import RankPlan
 from training.strategies import ddp, fsdp, local_sgd, pipeline, tensor, torch_strategy, zero
 from training.strategies.activation_checkpointing import compile_layers, recompute_in_backward
 from training.strategies.float8 import use_float8
@@ -71,7 +71,7 @@ class Strategy(Protocol):
         """Load this rank's `rank_state`, on the same mesh; called after `load_optimizer_state`."""
 
 
-Build = Callable[[RunPlan, DeviceMesh, LanguageModel, Mapping[str, Tensor]], Strategy]
+Build = Callable[[RankPlan, DeviceMesh, LanguageModel, Mapping[str, Tensor]], Strategy]
 
 STRATEGIES: dict[str, Build] = {
     "single": torch_strategy.build,
@@ -86,7 +86,7 @@ STRATEGIES: dict[str, Build] = {
 
 
 def parallelize(
-    plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, *, weights: Mapping[str, Tensor], device: torch.device
+    plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, *, weights: Mapping[str, Tensor], device: torch.device
 ) -> Strategy:
     """Apply tensor parallelism, fp8, activation checkpointing, compilation, then the pipeline or data parallelism.
 
