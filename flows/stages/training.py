@@ -20,8 +20,8 @@ from tasks.data import corpus
 from tasks.display.markdown import escape_markdown
 from tasks.display.progress import step_progress
 from tasks.evaluation import champion as rival
-from tasks.evaluation.evaluate import check_prompts, check_tasks
-from tasks.evaluation.tables import metrics_of, table_of
+from tasks.evaluation.checks import check_prompts, check_tasks
+from tasks.evaluation.report import metrics_of, table_of
 from tasks.hardware import measure as machines
 from tasks.hardware.doctor import hardware_rows
 from tasks.inference.onnx_generator import TextGenerator

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rig.conftest import missing
+from tests.support.rig.rig import why_no_rig
 
 REPO = Path(__file__).parents[2]
 SMALLER = {"gpu": ["--tiny"]}  # beside --quick; on a CPU
@@ -26,7 +26,8 @@ def benchmarks() -> list[str]:
 
 def marked(name: str) -> object:
     needs_hosts = "benchmarks.hosts" in (REPO / "benchmarks" / f"{name}.py").read_text()
-    marks = [pytest.mark.rig, pytest.mark.skipif(bool(missing()), reason=missing())] if needs_hosts else []
+    reason = why_no_rig() if needs_hosts else None
+    marks = [pytest.mark.rig, pytest.mark.skipif(reason is not None, reason=reason or "")] if needs_hosts else []
     return pytest.param(name, marks=marks if name in IN_SECONDS else [*marks, pytest.mark.slow])
 
 

@@ -25,9 +25,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import REPO
 from tests.support.compose import COMPOSE, read_compose, read_secrets, read_settings
 from tests.support.ranks import free_port
+from tests.support.repository import REPO
 
 READY_WITHIN_S = 120
 PORTS = {"postgres": "5432", "prefect": "4200", "mlflow": "5000", "worker": "8080", "serve": "8000"}

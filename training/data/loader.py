@@ -20,7 +20,7 @@ from torch import Tensor
 from training.data.batch import IGNORED, Batch, Share
 from training.data.masking import mask_tokens, num_predicted
 from training.data.shuffle import shuffled
-from training.records.plan import RunPlan
+from training.records.plan import RankPlan, RunPlan
 from training.shards.packing import PADDING, document_rows, positions_within, read_rows, sequences_of
 from training.shards.stream import TokenStream
 
@@ -135,7 +135,7 @@ def documents_in(plan: RunPlan, *, step: int, dp_rank: int) -> list[int]:
 
 
 def make_batch(
-    plan: RunPlan, stream: TokenStream, spans: np.ndarray, *, keys: Iterable[int], partial: bool = False
+    plan: RankPlan, stream: TokenStream, spans: np.ndarray, *, keys: Iterable[int], partial: bool = False
 ) -> Batch:
     """spans [n, 3] -> n sequences in host memory. A key fixes what is masked in its sequence.
 

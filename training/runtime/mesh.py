@@ -11,12 +11,12 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from training.records.plan import RunPlan
+from training.records.plan import RankPlan
 
 ACROSS, INSIDE = "across_groups", "inside_group"
 
 
-def build_mesh(plan: RunPlan) -> DeviceMesh:
+def build_mesh(plan: RankPlan) -> DeviceMesh:
     """The plan's mesh, axes in the plan's order; strategies take their sub-meshes from it by name."""
     mesh = init_device_mesh(plan.device_kind, tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
     for axis in plan.mesh:  # groups that do not span the world are made with torch's 30 minutes
@@ -24,7 +24,7 @@ def build_mesh(plan: RunPlan) -> DeviceMesh:
     return mesh
 
 
-def group_mesh(plan: RunPlan) -> DeviceMesh:
+def group_mesh(plan: RankPlan) -> DeviceMesh:
     """The dp axis as groups of plan.group_ranks neighbours: axes ACROSS and INSIDE groups. Collective."""
     num_groups, tp = plan.dp // plan.group_ranks, plan.mesh["tp"]
     assert plan.mesh["pp"] == 1
@@ -35,7 +35,7 @@ def group_mesh(plan: RunPlan) -> DeviceMesh:
     return mesh[ACROSS, INSIDE]
 
 
-def timeout(plan: RunPlan) -> datetime.timedelta:
+def timeout(plan: RankPlan) -> datetime.timedelta:
     return datetime.timedelta(seconds=plan.config.parallel.timeout_s)
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from training.data.batch import Batch, Share
 from training.models.architectures import layers_of
 from training.models.language_model import LanguageModel
-from training.records.plan import RunPlan
+from training.records.plan import RankPlan
 from training.strategies import ddp, fsdp, local_sgd, pipeline, tensor, torch_strategy, zero
 from training.strategies.activation_checkpointing import compile_layers, recompute_in_backward
 from training.strategies.float8 import use_float8
@@ -69,7 +69,7 @@ class Strategy(Protocol):
         """Take over the tensors that `rank_state` of this rank gave, on the same mesh. Called after the optimizer's."""
 
 
-Build = Callable[[RunPlan, DeviceMesh, LanguageModel, Mapping[str, Tensor]], Strategy]
+Build = Callable[[RankPlan, DeviceMesh, LanguageModel, Mapping[str, Tensor]], Strategy]
 
 STRATEGIES: dict[str, Build] = {
     "single": torch_strategy.build,
@@ -84,7 +84,7 @@ STRATEGIES: dict[str, Build] = {
 
 
 def parallelize(
-    plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, *, weights: Mapping[str, Tensor], device: torch.device
+    plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, *, weights: Mapping[str, Tensor], device: torch.device
 ) -> Strategy:
     """Tensor, then fp8, then activation checkpointing, then compile, then the pipeline's stages or data parallelism.
 

@@ -14,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from training.data.batch import Batch, Share
 from training.models.language_model import LanguageModel
 from training.planner.communication import all_reduce_bytes
-from training.records.plan import RunPlan
+from training.records.plan import RankPlan
 from training.strategies.compression import Compression, compress
 from training.strategies.stats import StepStats
 from training.strategies.torch_strategy import TorchStrategy
 
 
-def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Ddp:
+def build(plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Ddp:
     return Ddp(plan, mesh, model, weights)
 
 
@@ -29,7 +29,7 @@ class Ddp(TorchStrategy):
 
     def __init__(
         self,
-        plan: RunPlan,
+        plan: RankPlan,
         mesh: DeviceMesh,
         model: LanguageModel,
         weights: Mapping[str, Tensor],

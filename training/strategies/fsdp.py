@@ -22,12 +22,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from training.models.architectures import layers_of
 from training.models.language_model import LanguageModel
 from training.planner.communication import all_reduce_bytes, gather_bytes
-from training.records.plan import RunPlan
+from training.records.plan import RankPlan
 from training.runtime.mesh import INSIDE, group_mesh
 from training.strategies.torch_strategy import TorchStrategy
 
 
-def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Fsdp:
+def build(plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Fsdp:
     groups = group_mesh(plan) if plan.strategy == "hsdp" else mesh["dp"]
     options: dict[str, Any] = {"mesh": groups}
     if plan.precision in {"bf16", "fp8"}:
@@ -42,7 +42,7 @@ def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mappin
     return Fsdp(plan, mesh, model, weights, inside=inside, sent=sent)
 
 
-def _step_bytes(plan: RunPlan, model: LanguageModel, *, inside: int) -> int:
+def _step_bytes(plan: RankPlan, model: LanguageModel, *, inside: int) -> int:
     """What a rank sends in a step. In each micro-batch layers are gathered twice, what is outside of them once, and
     gradients reduced; gloo sums all of them on all ranks for that, which is twice as much.
     """
@@ -62,7 +62,7 @@ def _step_bytes(plan: RunPlan, model: LanguageModel, *, inside: int) -> int:
 class Fsdp(TorchStrategy):
     def __init__(
         self,
-        plan: RunPlan,
+        plan: RankPlan,
         mesh: DeviceMesh,
         model: LanguageModel,
         weights: Mapping[str, Tensor],

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from training.data.batch import Batch, Share
 from training.models.architectures import layers_of
 from training.models.language_model import LanguageModel, Wanted
-from training.records.plan import RunPlan
+from training.records.plan import RankPlan
 from training.runtime.mesh import timeout
 from training.runtime.step_trace import phase
 from training.strategies.optim import set_learning_rate
@@ -29,17 +29,17 @@ from training.strategies.stats import StepStats
 from training.strategies.torch_strategy import TorchStrategy
 
 
-def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Pipeline:
+def build(plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Pipeline:
     return Pipeline(plan, mesh, model, weights)
 
 
-def own_stages(plan: RunPlan, mesh: DeviceMesh) -> list[int]:
+def own_stages(plan: RankPlan, mesh: DeviceMesh) -> list[int]:
     """This rank's stages of pp x pp_stages_per_rank: every pp-th, so that a micro-batch goes round."""
     stages = plan.mesh["pp"] * plan.config.parallel.pp_stages_per_rank
     return list(range(mesh["pp"].get_local_rank(), stages, plan.mesh["pp"]))
 
 
-def keep_own_stages(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> None:
+def keep_own_stages(plan: RankPlan, mesh: DeviceMesh, model: LanguageModel) -> None:
     keep_stages(model, owned=own_stages(plan, mesh), stages=plan.mesh["pp"] * plan.config.parallel.pp_stages_per_rank)
 
 
@@ -75,7 +75,7 @@ class Stage(nn.Module):
 
 
 class Pipeline(TorchStrategy):
-    def __init__(self, plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
         self.plan, self.pp = plan, mesh["pp"]
         self.last_stage = plan.mesh["pp"] * plan.config.parallel.pp_stages_per_rank - 1
         self.stages = {

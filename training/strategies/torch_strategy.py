@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from training.data.batch import Batch, Share
 from training.models.language_model import LanguageModel
-from training.records.plan import RunPlan
+from training.records.plan import RankPlan
 from training.runtime.step_trace import phase
 from training.runtime.tensor_cut import sharded_like, unsharded
 from training.strategies.optim import LossScale, build_adamw, set_learning_rate
 from training.strategies.stats import StepStats
 
 
-def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> TorchStrategy:
+def build(plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> TorchStrategy:
     return TorchStrategy(plan, mesh, model, weights, module=model)
 
 
@@ -34,7 +34,7 @@ class TorchStrategy:
 
     def __init__(
         self,
-        plan: RunPlan,
+        plan: RankPlan,
         mesh: DeviceMesh,
         model: LanguageModel,
         weights: Mapping[str, Tensor],

@@ -19,18 +19,18 @@ from training.data.batch import Batch, Share
 from training.models.init_weights import fill
 from training.models.language_model import LanguageModel
 from training.planner.cost_model import ZERO_STAGE
-from training.records.plan import RunPlan
+from training.records.plan import RankPlan
 from training.runtime.step_trace import phase
 from training.strategies.optim import MOMENTS, LossScale, build_adamw, set_learning_rate
 from training.strategies.stats import StepStats
 
 
-def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Zero:
+def build(plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Zero:
     fill(model.hf, weights)  # DeepSpeed copies them when it takes the model over
     return Zero(plan, mesh, model)
 
 
-def deepspeed_config(plan: RunPlan) -> dict[str, Any]:
+def deepspeed_config(plan: RankPlan) -> dict[str, Any]:
     """DeepSpeed's JSON for this plan; batch sizes and stage follow from the plan."""
     bucket = plan.config.parallel.bucket_mib * 2**18  # in fp32 numbers
     zero: dict[str, Any] = {
@@ -64,7 +64,7 @@ def import_deepspeed() -> Any:
     return deepspeed
 
 
-def _shard_before_it_moves(model: LanguageModel, plan: RunPlan) -> None:
+def _shard_before_it_moves(model: LanguageModel, plan: RankPlan) -> None:
     """Partition the weights one by one, else DeepSpeed takes the model to the device whole (its engine.py).
 
     After AdamW has its groups: a partitioned parameter no longer shows how many dimensions it has.
@@ -78,7 +78,7 @@ def _shard_before_it_moves(model: LanguageModel, plan: RunPlan) -> None:
 
 
 class Zero:
-    def __init__(self, plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> None:
+    def __init__(self, plan: RankPlan, mesh: DeviceMesh, model: LanguageModel) -> None:
         deepspeed = import_deepspeed()
         train = plan.config.train
         self.model, self.rank = model, mesh["dp"].get_local_rank()

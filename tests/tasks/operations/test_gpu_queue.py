@@ -16,7 +16,7 @@ from tasks.operations.gpu_queue import LocalDevices, devices_of, overlap, turn, 
 from tasks.runs.errors import RunStopped
 from tasks.runs.owner import RanksLauncher
 from tasks.workspace.processes import process_key
-from tests.conftest import tiny_config
+from tests.support.configs import tiny_config
 
 HOLDS = """
 import sys

@@ -18,7 +18,7 @@ from tasks.promotion.judge import terms_of
 from tasks.promotion.register import register_model
 from tasks.registry.logged_model import link_or_copy
 from tasks.registry.models import aliases_of, lineage, resolve
-from tests.tasks.conftest import Store
+from tests.support.mlflow_store import Store
 from training.config.promotion import GatesConfig, RegistryConfig, TaskFloor
 from training.records.plan import RunPlan
 from training.records.results import EvalReport, ExportedModel, SourceFigures, TaskScore

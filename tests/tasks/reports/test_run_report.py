@@ -19,7 +19,7 @@ from tasks.reports.run_data import read_run_data
 from tasks.reports.run_report import write_report
 from tasks.runs.history import history, note_end, note_start
 from tasks.tracking.mlflow_run import TrackedRun
-from tests.conftest import inventory
+from tests.support.configs import inventory
 from tests.support.tiny_run import another_run
 from training.config.run import RunConfig
 from training.records.plan import RunPlan

@@ -13,7 +13,7 @@ from tasks.planning.plan import write_plan
 from tasks.runs.folder import flattened, latest_config, read_plan
 from tasks.runs.resume import TABLE, Change, accepted, changes, read_resumptions
 from tasks.tracking.mlflow_run import TrackedRun
-from tests.conftest import inventory, tiny_config
+from tests.support.configs import inventory, tiny_config
 from training.config.run import RunConfig
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan

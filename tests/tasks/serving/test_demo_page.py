@@ -12,8 +12,8 @@ import pytest
 from tasks.inference.onnx_generator import TextGenerator
 from tasks.promotion.register import register_model
 from tasks.registry.models import resolve
+from tests.support.mlflow_store import Store
 from tests.support.serving import server
-from tests.tasks.conftest import Store
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 

@@ -13,8 +13,8 @@ from tritonclient.utils import InferenceServerException
 
 from tasks.inference.onnx_generator import TextGenerator
 from tasks.registry.models import resolve
+from tests.support.mlflow_store import Store
 from tests.support.serving import server
-from tests.tasks.conftest import Store
 
 SAMPLING = {"temperature": 1.0, "top_k": 0, "seed": 5}
 

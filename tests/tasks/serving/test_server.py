@@ -25,8 +25,8 @@ from tasks.registry.models import resolve
 from tasks.serving.announce import ServerRecord
 from tasks.serving.server import serve
 from tasks.workspace.processes import local_process
+from tests.support.mlflow_store import Store
 from tests.support.serving import server
-from tests.tasks.conftest import Store
 
 
 def test_it_serves_the_champion_refuses_what_is_out_of_bounds_and_stops_in_order(champion: Store) -> None:

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.mlflow_store import Store
 from tests.support.serving import server
-from tests.tasks.conftest import Store
 
 pytestmark = pytest.mark.slow  # 25 s: a server each
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.conftest import losses, run_ranks
+from tests.support.ranks import losses, run_ranks
 from training.checkpoint.load import CheckpointManifest, checkpoint_folder, damage, newest_whole, weights_for
 from training.checkpoint.safetensors_files import TensorFiles
 from training.models.language_model import build_model

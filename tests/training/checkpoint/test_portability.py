@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import losses, run_ranks
 from tests.support.layouts import LAYOUTS, Layout
+from tests.support.ranks import losses, run_ranks
 from tests.training.strategies.test_strategies import LOSS_BOUND, WEIGHT_BOUND, final
 
 LEG_STEPS = 3

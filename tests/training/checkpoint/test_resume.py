@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import losses, run_ranks
 from tests.support.layouts import LAYOUTS, Layout
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, losses, run_ranks
 from training.checkpoint.load import CheckpointManifest
 from training.records.train_result import TrainResult
 from training.tracking.rows import read_rows
@@ -70,7 +69,7 @@ def weight_hashes(plan_path: Path) -> list[str]:
     params=[
         *FAST,
         *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
-        *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long]) for name in LONG),
+        *(pytest.param(name, marks=pytest.mark.long) for name in LONG),
     ],
 )
 def make(request: pytest.FixtureRequest, make_run: Callable[..., Path]) -> Callable[[str], Path]:

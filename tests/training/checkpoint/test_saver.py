@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import losses, run_ranks
 from tests.programs.full_disk import FULL_AT_BYTES, RoomAfterWarning, set_room
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, losses, run_ranks
 from training.checkpoint.load import checkpoint_folder, damage, newest_whole, published
 from training.checkpoint.safetensors_files import TensorFiles
 from training.checkpoint.saver import Saver

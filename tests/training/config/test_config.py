@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from tests.conftest import tiny_config
+from tests.support.configs import tiny_config
 from training.config.run import RunConfig
 
 COMBINATIONS = [

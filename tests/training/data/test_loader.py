@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import END
 from tests.support.numbered_corpus import (
     BERT,
     CONTEXT,
@@ -24,6 +23,7 @@ from tests.support.numbered_corpus import (
     rows,
     write_numbered,
 )
+from tests.support.tiny_shards import END
 from training.data.batch import IGNORED
 from training.data.loader import Loader
 from training.data.shuffle import shuffled

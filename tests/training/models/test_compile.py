@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import losses, run_ranks
 from tests.support.layouts import LAYOUTS
+from tests.support.ranks import losses, run_ranks
 
 
 @pytest.mark.parametrize(
@@ -16,8 +16,8 @@ from tests.support.layouts import LAYOUTS
     [
         ("single", "llama", "documents"),
         pytest.param("fsdp", "gpt2", "stream", marks=pytest.mark.slow),
-        pytest.param("tp", "llama", "padded", marks=[pytest.mark.slow, pytest.mark.long]),
-        pytest.param("pp", "bert", "stream", marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param("tp", "llama", "padded", marks=pytest.mark.long),
+        pytest.param("pp", "bert", "stream", marks=pytest.mark.long),
     ],
 )
 def test_nothing_is_compiled_again_after_the_first_step_and_validation(

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from tests.conftest import VOCAB, losses, run_ranks
 from tests.support.layouts import LAYOUTS
+from tests.support.ranks import losses, run_ranks
+from tests.support.tiny_shards import VOCAB
 from tests.training.strategies.test_strategies import COMMON, assert_equal_training
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from tests.conftest import inventory, tiny_config
+from tests.support.configs import inventory, tiny_config
 from training.models.language_model import build_model, unfilled_model
 from training.planner.plan import make_plan
 from training.records.plan import RunPlan

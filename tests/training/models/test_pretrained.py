@@ -14,8 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tasks.planning.plan import plan_run
 from tasks.planning.pretrained import check_tokenizer
-from tests.conftest import VOCAB, inventory, losses, run_ranks, tiny_config
+from tests.support.configs import inventory, tiny_config
+from tests.support.ranks import losses, run_ranks
 from tests.support.tiny_run import byte_tokenizer
+from tests.support.tiny_shards import VOCAB
 from training.data.loader import Loader
 from training.models.language_model import build_model
 from training.records.plan import RunPlan

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.conftest import run_ranks
+from tests.support.ranks import run_ranks
 from training.monitoring.meter import Meter
 from training.records.plan import RunPlan
 from training.records.train_result import TrainResult

@@ -14,7 +14,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tasks.planning.plan import plan_run
-from tests.conftest import REPO, VOCAB, inventory, rank_env, tiny_config, torchrun
+from tests.support.configs import inventory, tiny_config
+from tests.support.ranks import rank_env, torchrun
+from tests.support.repository import REPO
+from tests.support.tiny_shards import VOCAB
 from training.data.loader import Loader
 from training.monitoring.nonfinite import SKIPPED_IN_A_ROW, FiniteCheck, StepOutcome
 from training.records.plan import RunPlan

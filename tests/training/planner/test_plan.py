@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import inventory, tiny_config
+from tests.support.configs import inventory, tiny_config
 from training.models.language_model import build_model
 from training.planner.model_shape import flops_per_token
 from training.planner.plan import make_plan

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import inventory, tiny_config
+from tests.support.configs import inventory, tiny_config
 from training.planner.plan import make_plan
 from training.planner.replicas import COMPUTING
 from training.records.inventory import Inventory

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import inventory, tiny_config
+from tests.support.configs import inventory, tiny_config
 from training.config.run import RunConfig
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.plan import make_plan

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import inventory, losses, run_ranks, tiny_config
-from tests.support.ranks import Ranks
+from tests.support.configs import inventory, tiny_config
+from tests.support.ranks import Ranks, losses, run_ranks
 from tests.training.strategies.test_strategies import assert_equal_training
 from training.checkpoint.load import CheckpointManifest
 from training.planner.plan import make_plan

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import inventory, losses, run_ranks, tiny_config
-from tests.support.ranks import Ranks
+from tests.support.configs import inventory, tiny_config
+from tests.support.ranks import Ranks, losses, run_ranks
 from tests.training.strategies.test_strategies import LOSS_BOUND, WEIGHT_BOUND, final
 from training.config.train import learning_rate
 from training.data.held_out import held_out

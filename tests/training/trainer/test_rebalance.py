@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import run_ranks
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, run_ranks
 from tests.training.strategies.test_strategies import assert_equal_training
 from training.checkpoint.load import CheckpointManifest
 from training.records.plan import RunPlan
