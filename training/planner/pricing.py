@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from training.config.run import RunConfig
 from training.planner.cluster import Cluster
 from training.planner.communication import kept_bytes, own_bytes
-from training.planner.cost_model import SHARING, Recipe, our_recipe
+from training.planner.cost_model import SHARING, CostModel, our_cost_model
 from training.planner.job import Job, Layout
 from training.planner.memory import GIB, memory_gib, stage_parameters
 from training.planner.model_shape import flops_per_token
@@ -63,9 +63,9 @@ def job_of(config: RunConfig, shape: ModelShape, precision: str) -> Job:
     )
 
 
-def recipe_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> Recipe:
+def cost_model_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> CostModel:
     parallel = config.parallel
-    return our_recipe(
+    return our_cost_model(
         job,
         layout.strategy,
         kind=cluster.kind,
@@ -111,8 +111,8 @@ def num_shards(config: RunConfig, layout: Layout, cluster: Cluster) -> int:
 
 def memory_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> dict[str, float]:
     """GiB by part, at the peak of a step of ours."""
-    recipe, shards = recipe_of(config, job, layout, cluster), num_shards(config, layout, cluster)
-    parts = memory_gib(job, layout, recipe, num_shards=shards)
+    model, shards = cost_model_of(config, job, layout, cluster), num_shards(config, layout, cluster)
+    parts = memory_gib(job, layout, model, num_shards=shards)
     parameters = stage_parameters(job, layout, stage=0)
     kept, own = (each(config, parameters, group_ranks=shards) for each in (kept_bytes, own_bytes))
     if kept:
@@ -132,8 +132,8 @@ def price(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> Pric
 
 def seconds_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> dict[str, float]:
     """Of a step by part."""
-    recipe, shards = recipe_of(config, job, layout, cluster), num_shards(config, layout, cluster)
-    return step_s(job, layout, recipe, cluster, num_shards=shards)
+    model, shards = cost_model_of(config, job, layout, cluster), num_shards(config, layout, cluster)
+    return step_s(job, layout, model, cluster, num_shards=shards)
 
 
 def predict(
