@@ -5,8 +5,8 @@
 Needs root and Docker's programs (tests/rig/install.sh). A Llama of 1.3M parameters trains under ddp on 2 + 1 ranks and
 fails in these ways: docker kill of a node and of the first node, kill -9 of a dockerd that comes back after 3 s
 (training continues meanwhile), a partition that heals, and a host that loses its power for good where launch.min_hosts
-allows to continue without it. The last two include the time until a host is declared lost (launch.lost_after_s), and the
-partition's own length.
+allows to continue without it. The last two include the time until a host is declared lost (launch.lost_after_s), and
+the partition's own length.
 
 Checkpoint share: how much longer a step takes on average, with a checkpoint every 20 steps, than those steps do while
 none is on its way. The last line is one JSON object: `seconds_to_next_step` by scenario, medians over the repetitions,
