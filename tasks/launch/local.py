@@ -23,10 +23,11 @@ import psutil
 from tasks.launch import nsight
 from tasks.launch.failure import OUT_OF_MEMORY, PEER_IS_GONE, cause_of
 from tasks.launch.lease import FENCE_S, withdraw_leases
+from tasks.planning.custom_program import TrainerPlan
 from tasks.runs.errors import RunFailed, RunStopped
-from tasks.runs.owner import RanksLauncher
+from tasks.runs.owner import RanksLauncher, ranks_launcher
 from tasks.workspace.paths import tracking_uri
-from tasks.workspace.processes import local_process, process_key
+from tasks.workspace.processes import process_key
 from training.records.plan import RunPlan
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def run_program(
 
     Raises RuntimeError with the log's last lines if it fails, RunStopped if we were interrupted meanwhile.
     """
-    end_earlier_attempt(run_dir)
+    end_earlier_attempt(run_dir, grace_s=grace_s(plan))
     end_containers(run_dir)
     log_path = run_dir / "logs" / f"{module.rpartition('.')[2]}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,10 +70,10 @@ def run_program(
             time.sleep(POLL_S)
         on_poll()
     except Exception:
-        _stop(process, grace_s=grace_s(run_dir))
+        _stop(process, grace_s=grace_s(plan))
         raise
     except BaseException:  # Ctrl-C, or the SIGTERM that Prefect turns into an exception
-        _stop(process, grace_s=grace_s(run_dir))
+        _stop(process, grace_s=grace_s(plan))
         raise RunStopped(f"interrupted: `shardline resume {plan.run_id}` goes on from the last checkpoint") from None
     with log_path.open("rb") as log:
         log.seek(earlier)
@@ -155,9 +156,9 @@ def _is_rank(process: psutil.Process) -> bool:
     return False
 
 
-def grace_s(run_dir: Path) -> float:
-    path = run_dir / "plan.json"
-    gib = RunPlan.read(path).predicted.checkpoint_gib if path.exists() else 0.0
+def grace_s(plan: RunPlan | TrainerPlan | None) -> float:
+    """Seconds that ranks get to save a checkpoint when they are told to stop; of a run without a plan, the least."""
+    gib = plan.predicted.checkpoint_gib if isinstance(plan, RunPlan) else 0.0
     return STOP_GRACE_S + 2 * gib / CHECKPOINT_GIB_PER_S
 
 
@@ -187,13 +188,11 @@ def _end(launcher: psutil.Process, *, grace_s: float) -> None:
     psutil.wait_procs(alive)
 
 
-def end_earlier_attempt(run_dir: Path) -> None:
+def end_earlier_attempt(run_dir: Path, *, grace_s: float) -> None:
     """Stop the ranks of an earlier start that outlived their launcher: no two attempts work on one run."""
-    path = run_dir / "gang.json"
-    launcher = local_process(RanksLauncher.read(path).launcher) if path.exists() else None
-    if launcher is not None:
+    if launcher := ranks_launcher(run_dir):
         logger.warning("ranks of an earlier start are still alive (pid %d): stopping them first", launcher.pid)
-        _end(launcher, grace_s=grace_s(run_dir))
+        _end(launcher, grace_s=grace_s)
 
 
 def end_containers(run_dir: Path) -> None:
