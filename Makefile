@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help setup pretrain test test-all check style types audit clean
+.PHONY: help setup pretrain test test-all check style types map audit clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -35,6 +35,9 @@ style: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(BIN)/mypy
+
+map: $(INSTALLED) ## draw docs/code-map.svg again, after files have moved
+	$(BIN)/python -m tests.support.code_map
 
 audit: $(INSTALLED) ## known holes in the pinned dependencies, where pip-audit reaches its data
 	$(BIN)/python -m infra.audit

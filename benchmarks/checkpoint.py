@@ -8,7 +8,8 @@ are fsynced, hashed with SHA-256 and published whole; torch.save returns while t
 
 stall: seconds until the next step can begin. slowdown: how much longer the steps meanwhile took than undisturbed ones,
 summed. on disk: seconds from the call until the checkpoint can be loaded. first: stall of the first one, which
-allocates buffers. Medians over the rounds after the first. The last line is one JSON object.
+allocates buffers. Medians over the rounds after the first. The last line is one JSON object: `stall_s`, `slowdown_s`,
+`on_disk_s` and `first_stall_s` by way of saving.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from training.planner.plan import make_plan
 from training.records.inventory import Device, Host, Inventory
 from training.records.plan import RunPlan
 from training.records.token_shards import TokenShards
-from training.runtime.process import entered
+from training.runtime.process import process_group
 from training.shards.format import write_shard
-from training.trainer.state import Training, prepare
+from training.trainer.state import TrainingState, restore
 
 VOCAB = 32_000
 STEPS_BEFORE = 3
@@ -102,7 +103,7 @@ def _this_machine() -> Inventory:
 class Bench:
     """The training that is stopped for checkpoints, and each way to make one: returns how to tell that it is there."""
 
-    def __init__(self, state: Training, folder: Path, *, stack: ExitStack) -> None:
+    def __init__(self, state: TrainingState, folder: Path, *, stack: ExitStack) -> None:
         self.state, self.folder, self.number = state, folder, 0
         self.savers = {}
         for way, asynchronous in (("synchronous", False), ("asynchronous", True)):
@@ -172,8 +173,8 @@ def measure(bench: Bench, way: str) -> Timing:
 def run(folder: Path, *, rounds: int) -> dict[str, Any]:
     plan = make_run(folder)
     timings: dict[str, list[Timing]] = {way: [] for way in WAYS}
-    with entered(plan) as rank, ExitStack() as stack:
-        state = prepare(plan, rank=rank, run_dir=folder / "run")
+    with process_group(plan) as rank, ExitStack() as stack:
+        state = restore(plan, rank=rank, run_dir=folder / "run")
         bench = Bench(state, folder, stack=stack)
         for _ in range(1 + rounds):
             for way in WAYS:

@@ -10,8 +10,9 @@ Llama of 1.3M parameters trains on one rank each under ddp, always on the same g
     rebalanced   equal shares at first, which follow the measured steps; timed in the second half of the run
 
 A step's time is the median over a run's steps, the speed-up the median over the repetitions. Twice the speed on one of
-two hosts can gain 1.5x at most. Then benchmarks/slow_link.py: compressed gradients at 100 Mbit. The last line is one
-JSON object with the figures of both; `loss` is each run's after the same tokens.
+two hosts can gain 1.5x at most. Then benchmarks/slow_link.py: compressed gradients at 100 Mbit.
+The last line is one JSON object: `speedup_planned_vs_equal`, `speedup_rebalanced_vs_equal`, `step_s` and `loss` (after
+the same tokens) by way, and all of slow_link's.
 """
 
 from __future__ import annotations

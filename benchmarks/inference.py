@@ -20,13 +20,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tasks.hardware.machine import usable_cores
 from tasks.inference.torch_ranks import TorchRanks
+from training.records.decoding import DecodePlan, DecodeRequest
 
 CONTEXT = 512
 SIZES: dict[str, dict[str, Any]] = {
@@ -34,7 +35,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "100M": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 2048},
 }
 VOCAB = 8192
-LAYOUTS = {"1 rank": ("none", 1), "data 2": ("data", 2), "tensor 2": ("tensor", 2), "pipeline 2": ("pipeline", 2)}
+LAYOUTS: dict[str, tuple[Literal["none", "data", "tensor", "pipeline"], int]] = {
+    "1 rank": ("none", 1),
+    "data 2": ("data", 2),
+    "tensor 2": ("tensor", 2),
+    "pipeline 2": ("pipeline", 2),
+}
 HF = "HF generate"
 SPIN = {"GOMP_SPINCOUNT": "1000"}
 Texts = list[list[int]]
@@ -64,10 +70,13 @@ def by_hf(folder: Path, *, new_tokens: int) -> Callable[[Texts], Texts]:
 
 
 def by_engine(ranks: TorchRanks, *, new_tokens: int) -> Callable[[Texts], Texts]:
-    settings = {"new_tokens": new_tokens, "temperature": 0, "top_k": 0, "top_p": 1, "seed": 0, "stop_id": None}
+    greedy: dict[str, Any] = {"temperature": 0, "top_k": 0, "top_p": 1, "seed": 0, "stop_id": None}
 
     def complete(asked: Texts) -> Texts:
-        queues = [ranks.ask({"id": number, "ids": ids, **settings}) for number, ids in enumerate(asked)]
+        queues = [
+            ranks.submit(DecodeRequest(number=number, ids=tuple(ids), new_tokens=new_tokens, **greedy))
+            for number, ids in enumerate(asked)
+        ]
         return [[token for token in iter(queue.get, None) if isinstance(token, int)] for queue in queues]
 
     return complete
@@ -75,15 +84,15 @@ def by_engine(ranks: TorchRanks, *, new_tokens: int) -> Callable[[Texts], Texts]
 
 def start(layout: str, folder: Path) -> TorchRanks:
     parallel, degree = LAYOUTS[layout]
-    plan = {
-        "folder": str(folder),
-        "parallel": parallel,
-        "degree": degree,
-        "device_kind": "cpu",
-        "precision": "fp32",
-        "context": CONTEXT,
-        "threads_per_rank": max(1, usable_cores() // degree),
-    }
+    plan = DecodePlan(
+        folder=str(folder),
+        parallel=parallel,
+        degree=degree,
+        device_kind="cpu",
+        precision="fp32",
+        context=CONTEXT,
+        threads_per_rank=max(1, usable_cores() // degree),
+    )
 
     def died() -> None:
         raise RuntimeError(f"the ranks of {layout} died")

@@ -12,7 +12,7 @@ from prefect import flow
 from benchmarks.metric_writers import write_rows
 from flows.prefect_ui.links import link, prefect_tags
 from flows.stages.training import new_run_id
-from tasks.display.progress import steps_shown
+from tasks.display.progress import step_progress
 from tasks.tracking.mlflow_run import tracked
 from tasks.workspace.paths import tracking_uri
 from training.config.run import RunConfig
@@ -28,7 +28,7 @@ def log_rows(rows: int, rows_per_s: float) -> None:
     with tracked(RunConfig(name=NAME), run_id=new_run_id(NAME), tags=prefect_tags()) as run:
         link(run)
         log = MetricsLog(run.folder, tracking_uri=tracking_uri(), mlflow_run_id=run.mlflow_run_id)
-        with steps_shown("training", total=rows) as show:
+        with step_progress("training", total=rows) as show:
 
             def at_tenth() -> None:
                 show(read_rows(log.path)[-1])

@@ -19,10 +19,10 @@ from statistics import median
 from typing import Any
 
 from benchmarks.published import SOURCES, Model, Row, models, rows
-from training.planner.cluster import Machines, machines
+from training.planner.cluster import Cluster, cluster_of
 from training.planner.cost_model import Kept, Recipe
-from training.planner.hypothetical_hosts import stand_in_inventory
-from training.planner.job import Choice, Job
+from training.planner.hypothetical_hosts import hypothetical_inventory
+from training.planner.job import Job, Layout
 from training.planner.memory import memory_gib
 from training.planner.model_shape import count_parameters
 from training.planner.step_time import step_s
@@ -117,7 +117,7 @@ def predict(row: Row) -> Predicted:
     """Rate in the row's unit, and GiB, with their parts."""
     shape = shape_of(row.model, models()[row.model], row.context)
     job = Job(shape=shape, context=row.context, global_batch=row.global_batch, precision="bf16")
-    choice = Choice(
+    layout = Layout(
         strategy=row.strategy,  # type: ignore[arg-type]
         tp=row.tp,
         pp=row.pp,
@@ -128,8 +128,8 @@ def predict(row: Row) -> Predicted:
         stages_per_rank=row.stages_per_rank,
     )
     recipe, shards = RECIPES[row.program], min(8, row.dp) if row.strategy == "hsdp" else row.dp
-    seconds = step_s(job, choice, recipe, machines_of(row), num_shards=shards)
-    memory = memory_gib(job, choice, recipe, num_shards=shards)
+    seconds = step_s(job, layout, recipe, cluster_like(row), num_shards=shards)
+    memory = memory_gib(job, layout, recipe, num_shards=shards)
     gib = sum(each for part, each in memory.items() if part not in NOT_ALLOCATED)
     return Predicted(_in_unit(row, sum(seconds.values()), shape), gib, seconds, memory)
 
@@ -151,13 +151,13 @@ def shape_of(name: str, model: Model, context: int) -> ModelShape:
     return shape.model_copy(update={"parameters": count_parameters(shape)})
 
 
-def machines_of(row: Row) -> Machines:
+def cluster_like(row: Row) -> Cluster:
     gpu, network, share = MACHINES[row.machines]
     per_host = min(8, row.gpus)
     hosts = row.gpus // per_host
     text = f"{hosts}x{per_host}x{gpu}" + (f",{network}" if hosts > 1 else "")
     precision = "fp16" if row.machines == "V100" else "bf16"
-    found = machines(stand_in_inventory(text), [per_host] * hosts, precision=precision)
+    found = cluster_of(hypothetical_inventory(text), [per_host] * hosts, precision=precision)
     ring = found.network
     return replace(
         found,

@@ -12,7 +12,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-TASKS = Path(__file__).parents[1] / "tasks"
 VOCAB, CONTEXT, END = 2048, 256, "<|endoftext|>"
 SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
 NAME = "served"
@@ -81,6 +80,8 @@ def _write_mlflow(folder: Path, export: Path, model: Any, tokenizer: Any) -> Non
     import pandas as pd
     from mlflow.models import infer_signature
 
+    from tasks.registry.logged_model import GENERATOR, PYFUNC_MODEL
+
     def requirements(*names: str) -> list[str]:  # written out: found out by MLflow they cost half a minute
         return [f"{name}=={importlib.metadata.version(name)}" for name in names]
 
@@ -95,8 +96,8 @@ def _write_mlflow(folder: Path, export: Path, model: Any, tokenizer: Any) -> Non
     )
     mlflow.pyfunc.save_model(
         folder / "pyfunc",
-        python_model=TASKS / "registry" / "pyfunc_model.py",
-        artifacts={"export": str(export), "generator": str(TASKS / "inference" / "onnx_generator.py")},
+        python_model=PYFUNC_MODEL,
+        artifacts={"export": str(export), "generator": str(GENERATOR)},
         signature=infer_signature(
             pd.DataFrame({"prompt": ["def "]}), ["x"], {"new_tokens": 64, "temperature": 0.0, "top_k": 0, "seed": 1}
         ),

@@ -14,7 +14,8 @@ takes 100 Mbit/s each way; a Llama of 3.3M parameters trains under ddp, always o
 A step's time is the mean over a cycle of local-sgd's, outer step included; of these cycles the median, and of the
 speed-ups the median over the repetitions. `sent_mib` is what a rank says that it sends per step, `counted_mib` what the
 kernel counted on the host's interface, with headers and all else. `loss` and `val_loss` are each run's after the same
-tokens. The last line is one JSON object.
+tokens. The last line is one JSON object: `slow_link` with these figures by way, `speedup_topk_vs_dense`,
+`speedup_powersgd_vs_dense`, and so on.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def write_plan(
         },
         "parallel": parallel,
         "checkpoint": {"every_steps": NEVER, "keep_last": 1},
-        "evaluation": {"every_steps": 0},
+        "evaluation": {"every_steps": 0, "samples_while_training": 0},
         "profile": {"split_every_steps": NEVER},
     }
     manifest = TokenShards.read(shards_dir / MANIFEST)

@@ -26,14 +26,13 @@ from tasks.comparison.compare import (
     StrategyOutcome,
     check,
     compare_runs,
-    ending_of,
-    machine_in_words,
+    describe_machine,
     one_device,
+    outcome_of,
 )
-from tasks.comparison.page import write_page
-from tasks.comparison.picture import draw
-from tasks.comparison.strategies import Choice, read_choices
-from tasks.comparison.table import headline, table, write_csv
+from tasks.comparison.picture import draw_comparison
+from tasks.comparison.report import headline, table, write_csv, write_page
+from tasks.comparison.strategies import ComparedStrategy, read_strategies
 from tasks.runs.errors import RunStopped
 from tasks.tracking import mlflow_run
 from tasks.tracking.mlflow_run import TrackedRun, tracked
@@ -59,59 +58,64 @@ def compare(
     all reach. baseline: run on one device as well. run_id: go on with this comparison.
     """
     check(config)
-    choices = read_choices(strategies, baseline=baseline)
+    compared = read_strategies(strategies, baseline=baseline)
     request = CompareRequest(strategies=tuple(strategies), target_loss=target_loss, baseline=baseline)
     reconcile_statuses()
     run_id = run_id or stages.begun_before(config) or stages.new_run_id(f"{config.name}-compare")
-    tags = {"shardline.comparison": ", ".join(choice.name for choice in choices)}
+    tags = {"shardline.comparison": ", ".join(strategy.name for strategy in compared)}
     try:
         with tracked(config, run_id=run_id, tags=links.prefect_tags() | tags) as parent:
             links.link(parent)
             request.write(parent.folder / REQUEST)
             shards_dir, shards = stages.tokenize(config, parent)
             with stages.devices(config, parent):
-                return _compared(choices, request, Children(config, parent, shards_dir, shards))
+                return _compared(compared, request, Children(config, parent, shards_dir, shards))
     except RunStopped as stop:
         return Cancelled(message=str(stop))  # type: ignore[return-value]
 
 
-def _compared(choices: Sequence[Choice], request: CompareRequest, children: Children) -> Comparison:
+def _compared(strategies: Sequence[ComparedStrategy], request: CompareRequest, children: Children) -> Comparison:
     parent = children.parent
-    endings: dict[str, StrategyOutcome] = {}
+    outcomes: dict[str, StrategyOutcome] = {}
     try:
-        for place, choice in enumerate(choices, 1):
-            logger.info("strategy %d of %d, %s: %s", place, len(choices), choice.name, " ".join(choice.overrides))
-            endings[choice.name] = _ending(children, choice)
+        for place, strategy in enumerate(strategies, 1):
+            logger.info(
+                "strategy %d of %d, %s: %s", place, len(strategies), strategy.name, " ".join(strategy.overrides)
+            )
+            outcomes[strategy.name] = _outcome(children, strategy)
     except BaseException as stop:  # Ctrl-C, mostly as the RunStopped that stage Train makes of it
-        endings[choice.name] = children.ended(choice, RunStopped("interrupted"))
-        _report_what_there_is(children, choices, endings, request)
+        outcomes[strategy.name] = children.ended(strategy, RunStopped("interrupted"))
+        _report_what_there_is(children, strategies, outcomes, request)
         if isinstance(stop, RunStopped):
-            raise RunStopped(f"stopped at {choice.name}: `shardline resume {parent.run_id}` goes on") from None
+            raise RunStopped(f"stopped at {strategy.name}: `shardline resume {parent.run_id}` goes on") from None
         raise
-    comparison = report(children, choices, endings, request)
+    comparison = report(children, strategies, outcomes, request)
     if not comparison.succeeded:
         causes = "; ".join(f"{row.strategy}: {row.cause}" for row in comparison.rows)
         raise RuntimeError(f"no strategy came to its end ({comparison.report} has more): {causes}")
     return comparison
 
 
-def _ending(children: Children, choice: Choice) -> StrategyOutcome:
+def _outcome(children: Children, strategy: ComparedStrategy) -> StrategyOutcome:
     """What fails is a row with its cause; what is stopped stops the comparison."""
     try:
-        return train_child(children, choice)
+        return train_child(children, strategy)
     except RunStopped:
         raise
     except Exception as error:
-        ending = children.ended(choice, error)
-        logger.error("strategy %s %s: %s", choice.name, ending.outcome, ending.cause)
-        return ending
+        outcome = children.ended(strategy, error)
+        logger.error("strategy %s %s: %s", strategy.name, outcome.outcome, outcome.cause)
+        return outcome
 
 
 def _report_what_there_is(
-    children: Children, choices: Sequence[Choice], endings: Mapping[str, StrategyOutcome], request: CompareRequest
+    children: Children,
+    strategies: Sequence[ComparedStrategy],
+    outcomes: Mapping[str, StrategyOutcome],
+    request: CompareRequest,
 ) -> None:
     try:
-        logger.info("report of what there is: %s", report(children, choices, endings, request).report)
+        logger.info("report of what there is: %s", report(children, strategies, outcomes, request).report)
     except Exception as error:
         logger.warning("no report of what there is: %s", error)
 
@@ -123,15 +127,15 @@ class Children:
         self.config, self.parent, self.shards_dir, self.shards = config, parent, shards_dir, shards
         self.inventories: dict[int, Inventory] = {}  # by ranks asked for: rates of one moment for all
 
-    def run_id(self, choice: Choice) -> str:
-        return f"{self.parent.run_id}-{choice.slug}"
+    def run_id(self, strategy: ComparedStrategy) -> str:
+        return f"{self.parent.run_id}-{strategy.slug}"
 
-    def folder(self, choice: Choice) -> Path:
-        return run_folder(self.run_id(choice))
+    def folder(self, strategy: ComparedStrategy) -> Path:
+        return run_folder(self.run_id(strategy))
 
-    def config_of(self, choice: Choice) -> RunConfig:
+    def config_of(self, strategy: ComparedStrategy) -> RunConfig:
         """Raises ValueError for what does not go together."""
-        return with_overrides(self.config.model_dump(mode="json"), choice.overrides)
+        return with_overrides(self.config.model_dump(mode="json"), strategy.overrides)
 
     def inventory(self, config: RunConfig, run: TrackedRun) -> Inventory:
         """A single process gets one of the devices that the others share. Docker hosts are asked each time."""
@@ -145,21 +149,21 @@ class Children:
         found = self.inventories[parallel.ranks]
         return one_device(found) if one else found
 
-    def ended(self, choice: Choice, error: Exception) -> StrategyOutcome:
+    def ended(self, strategy: ComparedStrategy, error: Exception) -> StrategyOutcome:
         """The run may not have come to be."""
-        path, ending = self.folder(choice) / "run.json", ending_of(error)
-        update = {"cause": without_credentials(ending.cause, uri=tracking_uri())}
+        path, outcome = self.folder(strategy) / "run.json", outcome_of(error)
+        update = {"cause": without_credentials(outcome.cause, uri=tracking_uri())}
         if path.exists():
-            update |= {"run_id": self.run_id(choice), "mlflow_run_id": TrackedRun.read(path).mlflow_run_id}
-        return ending.model_copy(update=update)
+            update |= {"run_id": self.run_id(strategy), "mlflow_run_id": TrackedRun.read(path).mlflow_run_id}
+        return outcome.model_copy(update=update)
 
 
-@task(name="Strategy", task_run_name="Train with {choice.name}", cache_policy=NO_CACHE, persist_result=False)
-def train_child(children: Children, choice: Choice) -> StrategyOutcome:
+@task(name="Strategy", task_run_name="Train with {strategy.name}", cache_policy=NO_CACHE, persist_result=False)
+def train_child(children: Children, strategy: ComparedStrategy) -> StrategyOutcome:
     """A run of its own, under the parent; skipped if it is done. Raises what its stages raise."""
-    config, parent = children.config_of(choice), children.parent
-    tags = {"mlflow.parentRunId": parent.mlflow_run_id, "shardline.strategy": choice.name}
-    run_id = children.run_id(choice)
+    config, parent = children.config_of(strategy), children.parent
+    tags = {"mlflow.parentRunId": parent.mlflow_run_id, "shardline.strategy": strategy.name}
+    run_id = children.run_id(strategy)
     with reported(run_id), tracked(config, run_id=run_id, tags=links.prefect_tags() | tags) as run:
         inventory = children.inventory(config, run)
         plan = stages.plan(config, inventory, run=run, shards=children.shards, shards_dir=children.shards_dir)
@@ -169,12 +173,17 @@ def train_child(children: Children, choice: Choice) -> StrategyOutcome:
 
 @stages.stage("Report")
 def report(
-    children: Children, choices: Sequence[Choice], endings: Mapping[str, StrategyOutcome], request: CompareRequest
+    children: Children,
+    strategies: Sequence[ComparedStrategy],
+    outcomes: Mapping[str, StrategyOutcome],
+    request: CompareRequest,
 ) -> Comparison:
     """comparison.json, .csv, .png, .html and .yaml in the parent's folder and in MLflow; a table in Prefect."""
     parent, folder = children.parent, children.parent.folder
-    folders = {choice.name: children.folder(choice) for choice in choices if children.folder(choice).is_dir()}
-    rows, target = compare_runs(choices, endings, folders=folders, target_loss=request.target_loss)
+    folders = {
+        strategy.name: children.folder(strategy) for strategy in strategies if children.folder(strategy).is_dir()
+    }
+    rows, target = compare_runs(strategies, outcomes, folders=folders, target_loss=request.target_loss)
     comparison = Comparison(
         run_id=parent.run_id,
         mlflow_run_id=parent.mlflow_run_id,
@@ -182,7 +191,7 @@ def report(
         rows=rows,
         target_loss=target,
         target_was_given=bool(request.target_loss),
-        machine=machine_in_words(Inventory.read(path)) if (path := folder / INVENTORY).exists() else (),
+        machine=describe_machine(Inventory.read(path)) if (path := folder / INVENTORY).exists() else (),
         commit=mlflow_run.git_commit()[0],
         command=_command(folder / CONFIG, request),
         open_mlflow=links.open_mlflow(),
@@ -191,8 +200,8 @@ def report(
     text = yaml.safe_dump(parent.config.model_dump(mode="json"), sort_keys=False)
     (folder / CONFIG).write_text(text)
     write_csv(folder / CSV, comparison)
-    draw(folder / PICTURE, comparison, folders=folders)
-    write_page(folder / PAGE, comparison, picture=folder / PICTURE, config=text)
+    draw_comparison(folder / PICTURE, comparison, folders=folders)
+    write_page(folder / PAGE, comparison, chart=folder / PICTURE, config=text)
     comparison.write(folder / RECORD)
     mlflow_run.log_files(parent, *(folder / name for name in (CSV, PICTURE, PAGE, RECORD, CONFIG)))
     _log_to_children(comparison)

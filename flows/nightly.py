@@ -11,7 +11,7 @@ from flows.prefect_ui.artifacts import show_markdown
 from flows.prefect_ui.hooks import began
 from flows.pretrain import pretrain
 from tasks.data.new_files import find_news
-from tasks.display.html_page import as_text
+from tasks.display.markdown import escape_markdown
 from tasks.workspace.paths import tracking_uri
 from training.config.run import RunConfig
 
@@ -23,7 +23,7 @@ def pretrain_nightly(config: RunConfig, min_new_mib: float = 0.0) -> Any:
     config: as for pretrain; its data.path is the folder that grows. min_new_mib: less is left to a later night.
     """
     news = find_news(config, min_new_mib=min_new_mib, tracking_uri=tracking_uri())
-    show_markdown(as_text(news.why), key="new-text", description="What is new in the corpus")
+    show_markdown(escape_markdown(news.why), key="new-text", description="What is new in the corpus")
     if news.config is None:
         skipped: State[Any] = Completed(name="Skipped", message=news.why)
         return skipped

@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from flows.presets import load_config, with_overrides
-from tasks.display.html_page import as_text
+from tasks.display.markdown import escape_markdown
 from tasks.planning.pretrained import hf_config
 from tasks.workspace.paths import run_folder
 from training.config.run import RunConfig
@@ -220,6 +220,6 @@ def test_a_models_index_cannot_lead_out_of_its_folder(model_folder: Path, tmp_pa
 
 
 def test_names_of_a_corpus_are_no_markup_in_prefect_and_mlflow() -> None:
-    assert as_text("![a](http://x/y.png) <b> | `c` [d](javascript:e)") == (
+    assert escape_markdown("![a](http://x/y.png) <b> | `c` [d](javascript:e)") == (
         r"\!\[a\]\(http://x/y.png\) \<b\> \| \`c\` \[d\]\(javascript:e\)"
     )

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from training.checkpoint.load import MANIFEST, check_model
+from training.checkpoint.load import CHECKPOINT_MANIFEST, check_model
 from training.checkpoint.retention import reading
 from training.data.batch import IGNORED
 from training.data.held_out import held_out_placed
@@ -27,7 +27,7 @@ from training.records.plan import RunPlan
 from training.records.results import EvalReport, EvaluationJob, Sample, SourceFigures, TaskScore
 from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult
-from training.runtime.process import entered
+from training.runtime.process import process_group
 from training.shards.sources import HeldOutSources, held_out_sources
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ def main(plan_path: Path) -> None:
     plan, run_dir = RunPlan.read(plan_path), plan_path.parent
     job = job_of(run_dir)
     folder = run_dir / job.model  # an absolute one stays as it is
-    held = folder if (folder / MANIFEST).exists() else None
-    with entered(plan, world_size=int(os.environ.get("WORLD_SIZE", "1"))) as rank, reading(held):
+    held = folder if (folder / CHECKPOINT_MANIFEST).exists() else None
+    with process_group(plan, world_size=int(os.environ.get("WORLD_SIZE", "1"))) as rank, reading(held):
         began = time.perf_counter()
         if held is not None and rank.rank == 0:
             check_model(held)

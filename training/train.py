@@ -17,17 +17,17 @@ from training.checkpoint.saver import Saver
 from training.inference.samples import SampleLog
 from training.monitoring.meter import Meter
 from training.monitoring.profiler import Profiler
-from training.monitoring.system_metrics import machine_logged
+from training.monitoring.system_metrics import record_system_metrics
 from training.records.plan import RunPlan
-from training.runtime.process import entered
-from training.runtime.watchdog import watched
+from training.runtime.process import process_group
+from training.runtime.watchdog import hang_watchdog
 from training.tracking import metrics_log, mlflow_sender
 from training.tracking import rows as metrics_log_rows
-from training.tracking.stop_rules import Limits
+from training.tracking.stop_rules import StopRules
 from training.trainer.finish import result
 from training.trainer.loop import _agreed, train
 from training.trainer.rebalance import Rebalancer
-from training.trainer.state import prepare
+from training.trainer.state import restore
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 def main(plan_path: Path) -> None:
     """Train the plan; result.json is written last, whole."""
     plan, run_dir = RunPlan.read(plan_path), plan_path.parent
-    with watched(plan, run_dir) as watch, entered(plan) as rank:
-        state = prepare(plan, rank=rank, run_dir=run_dir)
+    with hang_watchdog(plan, run_dir) as watchdog, process_group(plan) as rank:
+        state = restore(plan, rank=rank, run_dir=run_dir)
         log, rows = None, []
         if rank.is_metrics_rank:
             for path in metrics_log_rows.row_files(run_dir):
@@ -53,16 +53,16 @@ def main(plan_path: Path) -> None:
         profiler = Profiler(plan, meter=meter, log=log, run_dir=run_dir, on_split=rebalancer.look)
         samples = SampleLog(plan, run_dir, start=state.start, writes=rank.is_metrics_rank)
         with Saver(run_dir, plan=plan, strategy=state.strategy, model=state.model, rank=rank) as saver:
-            limits = _agreed(Limits(plan, rows, decides=rank.is_metrics_rank))
-            with machine_logged(run_dir, meter=meter):
+            stop_rules = _agreed(StopRules(plan, rows, decides=rank.is_metrics_rank))
+            with record_system_metrics(run_dir, meter=meter):
                 stopped_by = train(
                     state,
                     meter=meter,
                     profiler=profiler,
                     log=log,
-                    limits=limits,
+                    stop_rules=stop_rules,
                     saver=saver,
-                    watch=watch,
+                    watchdog=watchdog,
                     samples=samples,
                 )
         if log is not None:

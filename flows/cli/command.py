@@ -195,7 +195,7 @@ def _run_flow(name: str, *arguments: Any, **named: Any) -> Any:
 
 def _plan(options: argparse.Namespace) -> None:
     from flows.presets import field_rows, load_config
-    from tasks.planning.describe import plan_in_words
+    from tasks.planning.describe import describe_plan
     from tasks.planning.plan import plan_run
 
     if options.fields:
@@ -206,17 +206,17 @@ def _plan(options: argparse.Namespace) -> None:
     if options.json:
         print(plan.model_dump_json())
     else:
-        print_pairs(f"plan of {config.name}", plan_in_words(plan))
+        print_pairs(f"plan of {config.name}", describe_plan(plan))
 
 
 def _inventory(config: Any, *, hosts: str | None) -> Any:
     """Of the machines that `hosts` describes; else of this one, measured."""
     from tasks.hardware.measure import check_hardware
     from tasks.workspace.paths import home
-    from training.planner.hypothetical_hosts import stand_in_inventory
+    from training.planner.hypothetical_hosts import hypothetical_inventory
 
     if hosts:
-        return stand_in_inventory(hosts)
+        return hypothetical_inventory(hosts)
     return check_hardware(home=home(), ranks=1 if config.parallel.strategy == "single" else config.parallel.ranks)
 
 

@@ -31,7 +31,7 @@ def add_compare_command(command: Callable[..., argparse.ArgumentParser], run_flo
 def _compare(options: argparse.Namespace, run_flow: Callable[..., Any]) -> int:
     from flows.presets import load_config
     from tasks.comparison.compare import CompareRequest, check
-    from tasks.comparison.strategies import check_for_all, read_choices
+    from tasks.comparison.strategies import check_shared_overrides, read_strategies
 
     hosts = ["launch.launcher=docker", f"launch.hosts_file={options.hosts}"] if options.hosts else []
     config = load_config(options.preset, [*hosts, *options.overrides])
@@ -39,8 +39,8 @@ def _compare(options: argparse.Namespace, run_flow: Callable[..., Any]) -> int:
         strategies=tuple(options.strategies), target_loss=options.target_loss, baseline=not options.no_baseline
     )
     check(config)
-    check_for_all(options.overrides)
-    read_choices(request.strategies, baseline=request.baseline)  # at once, before any server is started
+    check_shared_overrides(options.overrides)
+    read_strategies(request.strategies, baseline=request.baseline)  # at once, before any server is started
     return _run(config, request, run_flow, run_id="", as_json=options.json)
 
 
@@ -64,7 +64,7 @@ def resume_comparison(run: Any, options: argparse.Namespace, run_flow: Callable[
 
 
 def _run(config: Any, request: Any, run_flow: Callable[..., Any], *, run_id: str, as_json: bool) -> int:
-    from tasks.comparison.table import headline, table, target_in_words
+    from tasks.comparison.report import describe_target, headline, table
 
     comparison = run_flow(
         "compare",
@@ -78,7 +78,7 @@ def _run(config: Any, request: Any, run_flow: Callable[..., Any], *, run_id: str
         print(comparison.model_dump_json())
     else:
         print_table(*table(comparison, brief=True))
-        print(f"{headline(comparison)}\n{target_in_words(comparison)}")
+        print(f"{headline(comparison)}\n{describe_target(comparison)}")
         for row in comparison.rows:
             if row.outcome != "done":
                 print(f"{row.strategy}, {row.outcome}: {row.cause}")

@@ -85,13 +85,13 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _generate_file(options: argparse.Namespace, opened: Any, model: Any, sampling: dict[str, Any]) -> int:
     """1 if a row could not be completed; it says why in the file."""
-    from tasks.display.progress import rows_shown
+    from tasks.display.progress import row_progress
     from tasks.inference.prompts_file import generate_file
 
     if options.out is None:
         raise ValueError("--prompts needs --out FILE.jsonl, where the completions go")
     name = f"{model.name} version {model.version}"
-    with rows_shown(f"completing {options.prompts.name}") as show:
+    with row_progress(f"completing {options.prompts.name}") as show:
         made = generate_file(opened, options.prompts, options.out, sampling=sampling, model=name, show=show)
     print(
         f"{options.out}: {made.rows} completions by {name}, {made.failed} with an error; {made.made} made now, "

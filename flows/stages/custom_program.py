@@ -10,11 +10,12 @@ from flows.stages import training as stages
 from flows.stages.stage import stage, stage_seconds, timed
 from tasks.launch.custom_program import run_trainer
 from tasks.launch.docker_hosts import attempts_of
-from tasks.planning.custom_program import SKIPPED, TrainerOutcome, TrainerPlan, check_trainer, place
+from tasks.planning.custom_program import SKIPPED, TrainerOutcome, check_trainer, place
 from tasks.tracking import client as mlflow_run_client
 from tasks.tracking import mlflow_run
 from tasks.tracking.mlflow_run import TrackedRun
 from training.config.run import RunConfig
+from training.records.plan import TrainerPlan
 
 logger = logging.getLogger(__name__)
 

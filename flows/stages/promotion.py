@@ -17,7 +17,7 @@ from flows.prefect_ui.artifacts import show_markdown, show_table
 from flows.presets import parse_override
 from flows.servers.embedded import is_embedded
 from flows.stages.stage import stage
-from tasks.display.html_page import as_text
+from tasks.display.markdown import escape_markdown
 from tasks.promotion import promote
 from tasks.promotion import rollout as switching
 from tasks.promotion.gates import Check
@@ -131,8 +131,8 @@ def roll_out(request: Request, case: Case, mine: Turn) -> RegisteredModel:
     switching.carry_out(client, mine, move, show=logger.debug)
     model = _standing(case.model, case.version)
     show_markdown(
-        f"**{model.name}**: champion was version {move.replaces or 'none'}, asked by {as_text(move.who)}. Version "
-        f"{model.version} is {model.alias or 'no alias'} now: {as_text(model.verdict)}",
+        f"**{model.name}**: champion was version {move.replaces or 'none'}, asked by {escape_markdown(move.who)}. "
+        f"Version {model.version} is {model.alias or 'no alias'} now: {escape_markdown(model.verdict)}",
         key="promotion",
         description="What moved",
     )

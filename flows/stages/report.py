@@ -12,9 +12,10 @@ from flows.prefect_ui.artifacts import as_picture, show_markdown, show_pairs
 from flows.prefect_ui.links import mlflow_page, open_mlflow, prefect_page
 from flows.presets import presets
 from flows.stages.stage import stage, stage_seconds
-from tasks.display.html_page import as_text
-from tasks.reports.outcome import Outcome, against_plan, draw, outcome_rows
-from tasks.reports.run_data import RunStory, read_story
+from tasks.display.markdown import escape_markdown
+from tasks.reports.outcome import Outcome, against_plan, outcome_rows
+from tasks.reports.pictures import draw_summary
+from tasks.reports.run_data import RunData, read_run_data
 from tasks.reports.run_report import CURVES, PAGE, write_report
 from tasks.reports.run_summary import summary
 from tasks.tracking import client, mlflow_run
@@ -51,24 +52,24 @@ def write_page(run_id: str, *, ended: str, flow_run_id: str = "") -> None:
     """Into the run's folder, MLflow and Prefect. `flow_run_id`: whose it is, where that is not this flow run."""
     run, of = mlflow_run.read_run(run_id), flow_run_id or str(flow_run.id or "")
     links = {"MLflow": mlflow_page(run) or open_mlflow()} | ({"Prefect": prefect_page(of) or of} if of else {})
-    story = read_story(run, ended=ended, preset=presets().get(run.config.name), links=links)
-    written = write_report(story)
+    data = read_run_data(run, stop_reason=ended, preset=presets().get(run.config.name), links=links)
+    written = write_report(data)
     logger.info("report: %s", run.folder / PAGE)
-    _show(story, drawn=run.folder / CURVES in written, flow_run_id=flow_run_id)
+    _show(data, drawn=run.folder / CURVES in written, flow_run_id=flow_run_id)
     mlflow_run.log_files(run, *written)
-    mlflow_run.describe(run, "\n\n".join([as_text(" ".join(summary(story))), *_link_to_prefect(story)]))
+    mlflow_run.describe(run, "\n\n".join([escape_markdown(" ".join(summary(data))), *_link_to_prefect(data)]))
 
 
-def _link_to_prefect(story: RunStory) -> list[str]:
-    url = story.links.get("Prefect", "")
+def _link_to_prefect(data: RunData) -> list[str]:
+    url = data.links.get("Prefect", "")
     return [f"[Prefect's page of the run]({url})"] if url.startswith("http") else []
 
 
-def _show(story: RunStory, *, drawn: bool, flow_run_id: str) -> None:
+def _show(data: RunData, *, drawn: bool, flow_run_id: str) -> None:
     """Prefect shows no HTML: the words and the curves, and where the page is."""
-    run, page = story.run, mlflow_page(story.run, tab=f"/artifacts/{PAGE}")
+    run, page = data.run, mlflow_page(data.run, tab=f"/artifacts/{PAGE}")
     where = f"[The whole report]({page}), in MLflow" if page else f"The whole report: `{run.folder / PAGE}`"
-    parts = [as_text(" ".join(summary(story))), where]
+    parts = [escape_markdown(" ".join(summary(data))), where]
     parts += [as_picture(run.folder / CURVES, alt="loss, learning rate, throughput and memory")] if drawn else []
     show_markdown("\n\n".join(parts), key="report", description=f"Report of {run.run_id}", flow_run_id=flow_run_id)
 
@@ -78,7 +79,7 @@ def report(plan: RunPlan, run: TrackedRun, model: RegisteredModel, *, generated:
     result = TrainResult.read(run.folder / "result.json")
     evaluation = EvalReport.read(run.folder / "eval.json")
     seconds = stage_seconds(run)
-    draw(
+    draw_summary(
         run.folder / "summary.png",
         plan=plan,
         run_dir=run.folder,

@@ -17,20 +17,19 @@ from prefect.runtime import flow_run
 from flows.prefect_ui.artifacts import show_markdown, show_pairs, show_table
 from flows.stages.stage import stage, timed
 from tasks.data import corpus
-from tasks.display.html_page import as_text
-from tasks.display.progress import steps_shown
+from tasks.display.markdown import escape_markdown
+from tasks.display.progress import step_progress
 from tasks.evaluation import champion as rival
-from tasks.evaluation.evaluate import check_tasks
+from tasks.evaluation.evaluate import check_prompts, check_tasks
 from tasks.evaluation.tables import metrics_of, table_of
 from tasks.hardware import measure as machines
 from tasks.hardware.doctor import hardware_rows
 from tasks.inference.onnx_generator import TextGenerator
-from tasks.inference.open_engine import check_prompts
 from tasks.launch import batch_size_trial, check_hosts, nsight, programs
 from tasks.launch.docker_hosts import attempts_of
 from tasks.operations import gpu_queue
 from tasks.planning import plan as planning
-from tasks.planning.describe import plan_in_words
+from tasks.planning.describe import describe_plan
 from tasks.planning.pretrained import check_tokenizer
 from tasks.promotion.register import register_model
 from tasks.registry.models import resolve
@@ -148,14 +147,14 @@ def plan(
             made = batch_size_trial.confirmed(made, run=run, inventory=inventory)
             mlflow_run.log_plan(made, inventory, shards)
             mlflow_run.log_resumptions(run, made.config, resume.read_resumptions(run.folder))
-    show_pairs(plan_in_words(made), key="plan", description="The plan")
+    show_pairs(describe_plan(made), key="plan", description="The plan")
     return made
 
 
 @stage("Train")
 def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
     try:
-        with timed(run, "train"), steps_shown("training", total=plan.steps) as show:
+        with timed(run, "train"), step_progress("training", total=plan.steps) as show:
             result = programs.train(plan, run_dir=run.folder, on_row=show)
     finally:  # of a run that fails or is stopped they tell most
         mlflow_run.offer_files(run, *sorted((run.folder / "profile").glob("*.json.gz")), folder="profile")
@@ -229,7 +228,7 @@ def register(run: TrackedRun) -> RegisteredModel:
 def show_verdict(model: RegisteredModel) -> RegisteredModel:
     """`model`, whose verdict says what it waits for if it was not judged yet."""
     text = model.verdict or f"waits for approval: `{command('shardline')} promote {model.name}`"
-    verdict = f"**{model.name} version {model.version}**, alias `{model.alias or 'none'}`: {as_text(text)}"
+    verdict = f"**{model.name} version {model.version}**, alias `{model.alias or 'none'}`: {escape_markdown(text)}"
     show_markdown(verdict, key="gate", description="The gates' verdict")
     return model.model_copy(update={"verdict": text})
 

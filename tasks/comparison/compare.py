@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tasks.comparison.measurements import Rows, loss_difference, measure, reaches, warmup
-from tasks.comparison.strategies import BASELINE, Choice
+from tasks.comparison.strategies import BASELINE, ComparedStrategy
 from tasks.runs.errors import RunFailed, RunStopped
 from training.config.launch import Cause
 from training.config.run import RunConfig
@@ -23,7 +23,7 @@ from training.tracking.rows import read_rows
 REQUEST = "compare.json"
 PROGRAM_FAILED = re.compile(r"^training\.\w+ failed: (\[rank\d+\]: )?(\w+\.)*(?=\w+:)")  # before the error of a rank
 
-Outcome = Literal["done", "refused", "stopped", "not run"] | Cause
+OutcomeKind = Literal["done", "refused", "stopped", "not run"] | Cause
 
 
 class CompareRequest(Record):
@@ -37,7 +37,7 @@ class CompareRequest(Record):
 class StrategyOutcome(Record):
     """How a strategy's run came out; `cause` in one line."""
 
-    outcome: Outcome
+    outcome: OutcomeKind
     cause: str = ""
     run_id: str = ""
     mlflow_run_id: str = ""
@@ -53,7 +53,7 @@ class StrategyRow(Record):
     """
 
     strategy: str
-    outcome: Outcome
+    outcome: OutcomeKind
     cause: str = ""
     run_id: str = ""
     mlflow_run_id: str = ""
@@ -114,11 +114,11 @@ class Comparison(Record):
 # The rows of the report
 
 
-def describe(plan: RunPlan) -> dict[str, Any]:
+def plan_fields(plan: RunPlan) -> dict[str, Any]:
     """What the plan makes of the strategy, and expects of it."""
     return {
         "devices": plan.world_size,
-        "layout": layout_in_words(plan),
+        "layout": describe_layout(plan),
         "precision": plan.precision,
         "warmup_steps": warmup(plan.steps),
         "micro_batches": plan.micro_batches,
@@ -132,7 +132,7 @@ def describe(plan: RunPlan) -> dict[str, Any]:
     }
 
 
-def layout_in_words(plan: RunPlan) -> str:
+def describe_layout(plan: RunPlan) -> str:
     """As the plan chose it, which may be more than the strategy's name says."""
     parts = [plan.strategy, " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1)]
     if plan.activation_checkpointing != "none":
@@ -143,36 +143,38 @@ def layout_in_words(plan: RunPlan) -> str:
 
 
 def compare_runs(
-    choices: Sequence[Choice],
-    endings: Mapping[str, StrategyOutcome],
+    strategies: Sequence[ComparedStrategy],
+    outcomes: Mapping[str, StrategyOutcome],
     *,
     folders: Mapping[str, Path],
     target_loss: float,
 ) -> tuple[tuple[StrategyRow, ...], float | None]:
-    """A row for each choice, and the target loss: `target_loss`, or if that is 0 the lowest that all have reached.
+    """A row for each strategy, and the target loss: `target_loss`, or if that is 0 the lowest that all have reached.
 
     `folders`: run folders by name, where there are any. A run that failed has its cause, and no figures.
     """
-    known = {choice.name: endings.get(choice.name, StrategyOutcome(outcome="not run")) for choice in choices}
+    known = {strategy.name: outcomes.get(strategy.name, StrategyOutcome(outcome="not run")) for strategy in strategies}
     metrics = {
         name: read_rows(folder / "metrics.jsonl")
         for name, folder in folders.items()
         if known[name].outcome in {"done", "stopped"}
     }
-    rows = [_row(choice, known[choice.name], folders.get(choice.name), metrics) for choice in choices]
+    rows = [_row(strategy, known[strategy.name], folders.get(strategy.name), metrics) for strategy in strategies]
     reached = [row.lowest_loss for row in rows if row.outcome == "done" and row.lowest_loss is not None]
     target = target_loss or max(reached, default=None)
     return tuple(_set_against(row, rows, metrics, target) for row in rows), target
 
 
-def _row(choice: Choice, ending: StrategyOutcome, folder: Path | None, metrics: Mapping[str, Rows]) -> StrategyRow:
+def _row(
+    strategy: ComparedStrategy, outcome: StrategyOutcome, folder: Path | None, metrics: Mapping[str, Rows]
+) -> StrategyRow:
     figures: dict[str, Any] = {}
     if folder is not None and (folder / "plan.json").exists():
         plan = RunPlan.read(folder / "plan.json")
-        figures = describe(plan)
-        if choice.name in metrics:
-            figures |= measure(metrics[choice.name], steps=plan.steps)
-    known = {"strategy": choice.name, "overrides": choice.overrides, **ending.model_dump(), **figures}
+        figures = plan_fields(plan)
+        if strategy.name in metrics:
+            figures |= measure(metrics[strategy.name], steps=plan.steps)
+    known = {"strategy": strategy.name, "overrides": strategy.overrides, **outcome.model_dump(), **figures}
     row = StrategyRow.model_validate(known)
     errors = {
         "speed_error": _error(row.tokens_per_s, row.predicted_tokens_per_s),
@@ -214,13 +216,13 @@ def one_device(inventory: Inventory) -> Inventory:
     return Inventory(hosts=(host.model_copy(update={"devices": host.devices[:1], "cores": share}),))
 
 
-def ending_of(error: Exception) -> StrategyOutcome:
+def outcome_of(error: Exception) -> StrategyOutcome:
     """An error as the cause of a row: its first line; the run's logs have more."""
     message = str(error) or type(error).__name__
-    return StrategyOutcome(outcome=_outcome_of(error), cause=PROGRAM_FAILED.sub("", message.partition("\n")[0]))
+    return StrategyOutcome(outcome=_kind_of(error), cause=PROGRAM_FAILED.sub("", message.partition("\n")[0]))
 
 
-def _outcome_of(error: Exception) -> Outcome:
+def _kind_of(error: Exception) -> OutcomeKind:
     if isinstance(error, RunStopped):
         return "stopped"
     if isinstance(error, RunFailed):
@@ -234,7 +236,7 @@ def check(config: RunConfig) -> None:
         raise ValueError("a run with `trainer` has no strategies to compare: leave trainer.module and .script out")
 
 
-def machine_in_words(inventory: Inventory) -> tuple[str, ...]:
+def describe_machine(inventory: Inventory) -> tuple[str, ...]:
     """A line for each host."""
     return tuple(
         f"{host.name}: {len(host.devices)} x {device.name or device.kind}"

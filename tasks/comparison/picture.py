@@ -1,4 +1,4 @@
-"""The picture of a comparison: speed, time of a step and memory as bars; the loss against tokens and against time."""
+"""comparison.png: speed, step time and memory of each strategy as bars, and its loss against tokens and time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from tasks.comparison.compare import Comparison, StrategyRow
 from tasks.comparison.measurements import smoothed
+from tasks.comparison.report import short_number
 from tasks.comparison.strategies import BASELINE
-from tasks.comparison.table import in_short
 from training.tracking.rows import read_rows
 
 BAR = {"height": 0.62}
@@ -17,7 +17,7 @@ GREY = "#555555"
 DASH = 7.0  # points
 
 
-def draw(path: Path, comparison: Comparison, *, folders: Mapping[str, Path]) -> None:
+def draw_comparison(path: Path, comparison: Comparison, *, folders: Mapping[str, Path]) -> None:
     """Write a PNG. `folders`: run folders by strategy."""
     from matplotlib.figure import Figure
 
@@ -48,12 +48,12 @@ def _bars(axes: Any, rows: Sequence[StrategyRow], *, title: str, label: str) -> 
     axes.set_title(title, fontsize=12, loc="left", fontweight="bold")
     axes.set_xlabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(5))
-    _plain(axes)
+    _style_axes(axes)
     axes.tick_params(axis="y", length=0)
     return places
 
 
-def _plain(axes: Any) -> None:
+def _style_axes(axes: Any) -> None:
     axes.grid(axis="both" if axes.lines else "x", alpha=0.25)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -65,8 +65,8 @@ def _in_thousands(axes: Any) -> None:
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
-def _beside(axes: Any, values: Sequence[float], texts: Sequence[str]) -> None:
-    """A text at the end of each bar, and room for it; how it came out where there is no bar."""
+def _label_bars(axes: Any, values: Sequence[float], texts: Sequence[str]) -> None:
+    """Writes a text at the end of each bar, in red where there is no bar, and leaves room for it."""
     longest = max(values, default=0.0) or 1.0
     axes.set_xlim(0, 1.6 * longest)
     for place, (value, text) in enumerate(zip(values, texts, strict=True)):
@@ -84,25 +84,25 @@ def _draw_speed(axes: Any, rows: Sequence[StrategyRow], colors: Mapping[str, str
     axes.barh(places, values, color=[colors[row.strategy] for row in rows], alpha=0.85, **BAR)
     predicted = _predicted(rows, "predicted_tokens_per_s", values)
     _in_thousands(axes)
-    _mark(axes, predicted)
+    _mark_predictions(axes, predicted)
     texts = [
-        f"{in_short(row.tokens_per_s)}"
+        f"{short_number(row.tokens_per_s)}"
         + (f"  {row.speedup:.2f}x, {row.scaling_efficiency:.0%}" if row.speedup and row.strategy != BASELINE else "")
         if row.tokens_per_s
         else row.outcome
         for row in rows
     ]
-    _beside(axes, list(map(max, values, predicted)), texts)
+    _label_bars(axes, list(map(max, values, predicted)), texts)
 
 
 def _predicted(rows: Sequence[StrategyRow], field: str, values: Sequence[float]) -> list[float]:
-    """0 where nothing was measured; nor is a bad prediction worth that all bars shrink: the table has it."""
+    """The predictions to mark; 0 if nothing was measured, or if the mark would lie so far off that bars shrink."""
     bound = 1.5 * max(values, default=0.0)
     known = zip(_values(rows, field), values, strict=True)
     return [predicted if value and predicted <= bound else 0.0 for predicted, value in known]
 
 
-def _mark(axes: Any, predicted: Sequence[float]) -> None:
+def _mark_predictions(axes: Any, predicted: Sequence[float]) -> None:
     known = [(value, place) for place, value in enumerate(predicted) if value]
     if known:
         axes.scatter(*zip(*known, strict=True), marker="|", s=420, color="black", linewidths=1.6, zorder=3)
@@ -117,12 +117,12 @@ def _draw_step(axes: Any, rows: Sequence[StrategyRow], colors: Mapping[str, str]
     axes.barh(places, inner, color=colored, alpha=0.85, **BAR)
     axes.barh(places, exposed, left=inner, color="white", edgecolor=colored, hatch="////", linewidth=1, **BAR)
     predicted = _predicted(rows, "predicted_step_ms", values)
-    _mark(axes, predicted)
+    _mark_predictions(axes, predicted)
     texts = [
-        in_short(value) + (f"  ({in_short(part)} exposed)" if part else "") if value else ""
+        short_number(value) + (f"  ({short_number(part)} exposed)" if part else "") if value else ""
         for value, part in zip(values, exposed, strict=True)
     ]
-    _beside(axes, list(map(max, values, predicted)), texts)
+    _label_bars(axes, list(map(max, values, predicted)), texts)
 
 
 def _draw_memory(axes: Any, rows: Sequence[StrategyRow], colors: Mapping[str, str]) -> None:
@@ -133,9 +133,9 @@ def _draw_memory(axes: Any, rows: Sequence[StrategyRow], colors: Mapping[str, st
     axes.barh(places, peak, color=colored, alpha=0.35, **BAR)
     axes.barh(places, average, color=colored, alpha=0.85, **BAR)
     predicted = _predicted(rows, "predicted_memory_gib", peak)
-    _mark(axes, predicted)
+    _mark_predictions(axes, predicted)
     texts = [f"{held:.2f}, peak {most:.2f}" if most else "" for held, most in zip(average, peak, strict=True)]
-    _beside(axes, list(map(max, peak, predicted)), texts)
+    _label_bars(axes, list(map(max, peak, predicted)), texts)
 
 
 def _draw_losses(
@@ -146,15 +146,15 @@ def _draw_losses(
     *,
     what: str,
 ) -> None:
-    """Dashes that take turns: curves that lie on one another, as those of exact strategies do, all show."""
+    """Draws alternating dashes, so that equal curves, as exact strategies have them, all show."""
     for place, (name, rows) in enumerate(curves.items()):
         tokens = {row["step"]: row["tokens"] for row in rows if "tokens" in row}
         points = [(tokens[step] if what == "tokens" else seconds, loss) for step, seconds, loss in smoothed(rows)]
         x, y = zip(*points, strict=True) if points else ((), ())
         axes.plot(x, y, color=colors[name], linewidth=1.2, alpha=0.45 if what == "tokens" else 0.95, label=name)
         if what == "tokens" and len(curves) > 1:
-            turns = (place * DASH, (DASH, DASH * (len(curves) - 1)))
-            axes.plot(x, y, color=colors[name], linewidth=3, linestyle=turns, dash_capstyle="butt", zorder=3)
+            dashes = (place * DASH, (DASH, DASH * (len(curves) - 1)))
+            axes.plot(x, y, color=colors[name], linewidth=3, linestyle=dashes, dash_capstyle="butt", zorder=3)
     if target is not None:
         axes.axhline(target, color=GREY, linewidth=1, linestyle="--")
         at, place_of = (0.01, target), ("axes fraction", "data")
@@ -165,7 +165,7 @@ def _draw_losses(
     if what == "tokens":
         _in_thousands(axes)
         axes.set_ylabel("loss, nats per token")
-    _plain(axes)
+    _style_axes(axes)
     if curves:
         handles, labels = axes.get_legend_handles_labels()
         legend = axes.legend(handles, labels, frameon=False, fontsize=10)

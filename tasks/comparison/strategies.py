@@ -35,7 +35,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,39}")
 
 
 @dataclass(frozen=True)
-class Choice:
+class ComparedStrategy:
     """One row of the comparison: a name, and what it changes of the config."""
 
     name: str
@@ -48,22 +48,22 @@ class Choice:
         return self.name.replace("+", "-")
 
 
-def read_choices(texts: Sequence[str], *, baseline: bool = True) -> tuple[Choice, ...]:
+def read_strategies(texts: Sequence[str], *, baseline: bool = True) -> tuple[ComparedStrategy, ...]:
     """All strategies of `texts`, each of which may hold several between commas; first the run on one device.
 
     Raises ValueError for what is no strategy, for a name that comes twice, and for what must be the same in all.
     """
-    choices = [_read(text) for text in split_list(texts)]
-    if baseline and BASELINE not in {choice.name for choice in choices}:
-        choices.insert(0, _read(BASELINE))
-    choices.sort(key=lambda choice: choice.name != BASELINE)  # the others are set against it
-    if not [choice for choice in choices if choice.name != BASELINE]:
+    strategies = [_read(text) for text in split_list(texts)]
+    if baseline and BASELINE not in {strategy.name for strategy in strategies}:
+        strategies.insert(0, _read(BASELINE))
+    strategies.sort(key=lambda strategy: strategy.name != BASELINE)  # the others are set against it
+    if not [strategy for strategy in strategies if strategy.name != BASELINE]:
         raise ValueError("there is nothing to compare: give --strategies, for example ddp,zero2,fsdp")
     for what in ("name", "slug"):
-        names = [getattr(choice, what) for choice in choices]
+        names = [getattr(strategy, what) for strategy in strategies]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"{', '.join(twice)} comes more than once: give each a name, as NAME=section.field=value")
-    return tuple(choices)
+    return tuple(strategies)
 
 
 def split_list(texts: Iterable[str]) -> list[str]:
@@ -79,12 +79,12 @@ def split_list(texts: Iterable[str]) -> list[str]:
     return found
 
 
-def _read(text: str) -> Choice:
+def _read(text: str) -> ComparedStrategy:
     name, given, rest = text.partition("=")
     if not NAME.fullmatch(name):
         raise ValueError(f"{text!r} is no strategy: its name is of letters, digits, +, -, _ and ., 40 at most")
     if not given:
-        return Choice(name=name, written=text, overrides=_in_words(name))
+        return ComparedStrategy(name=name, written=text, overrides=_in_words(name))
     overrides = tuple(OUTSIDE_BRACKETS.split(rest))
     for override in overrides:
         field = override.partition("=")[0]
@@ -95,10 +95,10 @@ def _read(text: str) -> Choice:
                 f"{text!r} changes {field}, which is the same for all that are compared: leave it out, or set it for "
                 "the whole comparison"
             )
-    return Choice(name=name, written=text, overrides=overrides)
+    return ComparedStrategy(name=name, written=text, overrides=overrides)
 
 
-def check_for_all(overrides: Iterable[str]) -> None:
+def check_shared_overrides(overrides: Iterable[str]) -> None:
     """Raises ValueError for what each strategy says for itself: it would be lost."""
     for override in overrides:
         field = override.partition("=")[0]

@@ -1,4 +1,4 @@
-"""Progress as people watch it: bars in the terminal, lines in a log, a progress artifact in Prefect."""
+"""Progress of a stage: bars in the terminal, lines in a log, a progress artifact in Prefect."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tasks.display.numbers import format_duration
+
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
 
 logger = logging.getLogger(__name__)
 
-LOG_EVERY_S = 15.0  # where there is no terminal
-ARTIFACT_EVERY_S = 2.0  # an update costs about 7 ms
-LAST_UPDATE_S = 5.0  # a server that is away is not waited for longer
+LOG_EVERY_S = 15.0  # between log lines where stderr is no terminal
+ARTIFACT_EVERY_S = 2.0  # between updates of Prefect's artifact; one costs about 7 ms
+LAST_UPDATE_S = 5.0  # how long the end of a stage waits for Prefect to take the last update
 
 
 class Progress(Protocol):
-    """Told how many bytes of text a phase (`tokenizer`, `tokens`) has done, and of about how many, if that is known."""
+    """Takes the bytes of text that a phase (`tokenizer`, `tokens`) has done, and about how many there are, if known."""
 
     def __call__(self, phase: str, done_bytes: int, total_bytes: int | None) -> None: ...
 
 
 @contextmanager
 def terminal_bar() -> Iterator[Progress]:
-    """One bar per phase on stderr where that is a terminal, else nothing."""
+    """Shows one bar per phase on stderr if that is a terminal, else nothing."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bars
@@ -43,15 +45,15 @@ def terminal_bar() -> Iterator[Progress]:
         def report(phase: str, done_bytes: int, total_bytes: int | None) -> None:
             if phase not in tasks:
                 tasks[phase] = bars.add_task(phase)
-            total = max(done_bytes, total_bytes) if total_bytes else None  # a file's size is only about its text's
+            total = max(done_bytes, total_bytes) if total_bytes else None  # a file's size only approximates its text's
             bars.update(tasks[phase], completed=done_bytes, total=total)
 
         yield report
 
 
 @contextmanager
-def steps_shown(title: str, *, total: int) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yields show(row), which takes rows of metrics.jsonl; rows without a loss are passed over."""
+def step_progress(title: str, *, total: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yields show(row), which takes rows of metrics.jsonl and skips those without a loss."""
     bar = _bar()
     with ProgressArtifact(title) as artifact, bar:
         task = bar.add_task(title, total=total, note="starting the ranks")
@@ -67,15 +69,15 @@ def steps_shown(title: str, *, total: int) -> Iterator[Callable[[dict[str, Any]]
             if not bar.console.is_terminal and (now > logged_at + LOG_EVERY_S or step == total):
                 logged_at = now
                 logger.info("%s: %s", title, note)
-            left = f"  {span(row['eta_s'])} left" if step < total and "eta_s" in row else ""
+            left = f"  {format_duration(row['eta_s'])} left" if step < total and "eta_s" in row else ""
             artifact.show(100 * step / total, f"{title}: {note}{left}")
 
         yield show
 
 
 @contextmanager
-def rows_shown(title: str) -> Iterator[Callable[[int, int, float], None]]:
-    """Yields show(rows done, rows in all, tokens/s)."""
+def row_progress(title: str) -> Iterator[Callable[[int, int, float], None]]:
+    """Yields show(rows done, total rows, tokens/s)."""
     bar = _bar()
     with bar:
         task = bar.add_task(title, total=None, note="")
@@ -109,32 +111,34 @@ def _bar() -> Bars:
 
 
 class ProgressArtifact:
-    """Prefect's progress bar of a task, kept by a thread: the newest note every 2 s.
+    """Prefect's progress bar of a task; a thread sends the newest note every 2 s.
 
-    A server that is away or slow costs the bar, and never a moment of what is shown. Nothing outside a Prefect run.
+    If Prefect's server is slow or away, the bar is late or missing, but training never waits for it. Outside a Prefect
+    run nothing is sent.
     """
 
     def __init__(self, title: str) -> None:
         self.thread: threading.Thread | None = None
         self.latest = (0.0, f"{title}: starting the ranks")
-        self.news, self.closing = threading.Event(), threading.Event()
+        self.changed, self.closing = threading.Event(), threading.Event()
 
     def __enter__(self) -> ProgressArtifact:
         if _in_a_prefect_run():
-            work = partial(contextvars.copy_context().run, self._send)  # the artifact belongs to the run of our context
+            # The copied context names the Prefect run that owns the artifact.
+            work = partial(contextvars.copy_context().run, self._send)
             self.thread = threading.Thread(target=work, daemon=True)
             self.thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.closing.set()
-        self.news.set()
+        self.changed.set()
         if self.thread is not None:
             self.thread.join(LAST_UPDATE_S)
 
     def show(self, percent: float, note: str) -> None:
         self.latest = percent, note
-        self.news.set()
+        self.changed.set()
 
     def _send(self) -> None:
         from prefect.artifacts import create_progress_artifact, update_progress_artifact
@@ -143,18 +147,18 @@ class ProgressArtifact:
             percent, note = self.latest
             artifact: Any = create_progress_artifact(percent, key="training", description=note)
         except Exception as error:
-            logger.warning("Prefect took no progress artifact (%s)", error)
+            logger.warning("Prefect did not accept a progress artifact (%s)", error)
             return
         closing = False
         while not closing:
-            self.news.wait()
+            self.changed.wait()
             closing = self.closing.wait(ARTIFACT_EVERY_S)
-            self.news.clear()
+            self.changed.clear()
             percent, note = self.latest
             try:
                 update_progress_artifact(artifact, progress=percent, description=note)
             except Exception as error:
-                logger.debug("Prefect took no progress update (%s)", error)
+                logger.debug("Prefect did not accept a progress update (%s)", error)
 
 
 def _in_a_prefect_run() -> bool:
@@ -163,15 +167,3 @@ def _in_a_prefect_run() -> bool:
     from prefect.context import FlowRunContext, TaskRunContext
 
     return bool(FlowRunContext.get() or TaskRunContext.get())
-
-
-def span(seconds: float) -> str:
-    """`41 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
-    units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
-    rest = round(seconds)
-    first = next((place for place, (_, size) in enumerate(units) if rest >= size), len(units) - 1)
-    parts: list[str] = []
-    for name, size in units[first : first + 2]:
-        count, rest = divmod(rest, size)
-        parts += [f"{count} {name}"] if count or not parts else []
-    return " ".join(parts)

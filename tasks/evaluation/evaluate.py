@@ -14,12 +14,16 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from tasks.data.corpus import prepare_corpus
 from tasks.hardware.machine import device_kind_of, usable_cores
+from tasks.inference.onnx_generator import encode_prompt
 from tasks.launch import local
 from tasks.registry.models import ResolvedModel, resolve
 from tasks.workspace.paths import command, home, tracking_uri
@@ -291,3 +295,13 @@ def check_tasks(config: RunConfig) -> None:
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise (ValueError if done.returncode == 2 else RuntimeError)(lines[-1])
+
+
+def check_prompts(shards_dir: Path, prompts: Iterable[str]) -> None:
+    """Raises ValueError now for a sample prompt that would fail after the training."""
+    tokenizer = Tokenizer.from_file(str(shards_dir / "tokenizer" / "tokenizer.json"))
+    for prompt in prompts:
+        try:
+            encode_prompt(tokenizer, prompt)
+        except ValueError as error:
+            raise ValueError(f"evaluation.prompts: {error}") from None

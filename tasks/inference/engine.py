@@ -1,40 +1,37 @@
-"""Whatever makes text from an exported model: what the server, `generate` and evaluation ask of it, and which one."""
+"""The interface of whatever makes text from an exported model: the server, `generate` and evaluation use only this."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any, Protocol
 
 from tasks.inference.onnx_generator import TextStream
 
-logger = logging.getLogger(__name__)
-
 
 class EngineDied(RuntimeError):
-    """What makes the text has ended by itself, or was closed: no fault of the request's."""
+    """The processes behind an engine have ended, or it was closed: the request itself is not at fault."""
 
 
 class Engine(Protocol):
     """An open model. Its methods may be called from several threads at a time.
 
-    `sampling` are the fields of tasks.inference.onnx_generator.Sampling, so equal ones give equal text.
+    `sampling` are the fields of tasks.inference.onnx_generator.Sampling; equal ones give equal text.
     """
 
     context: int  # tokens that the model sees at most
-    concurrent: int  # requests that it makes text for at the same time
+    concurrent: int  # requests that are decoded at the same time
 
     @property
     def ready(self) -> bool:
-        """Whether requests can be made now; else they raise EngineDied."""
+        """Whether requests can be made now; if not, they raise EngineDied."""
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait while it is being started again; whether it is ready then."""
+        """Waits while the engine restarts; returns whether it is ready then."""
 
     def stream(self, prompt: str, **sampling: Any) -> TextStream:
-        """What follows `prompt`, in pieces as they come. Raises ValueError for a wrong argument at the call."""
+        """The continuation of `prompt`, in pieces as they come. Raises ValueError for a wrong argument at the call."""
 
     def generate(self, prompt: str, **sampling: Any) -> str:
-        """The same in one piece."""
+        """The continuation of `prompt` in one piece."""
 
     def close(self) -> None:
-        """Let go of processes and memory; what is under way ends."""
+        """Ends the engine's processes and frees its memory; running requests end."""

@@ -142,11 +142,15 @@ def _overlap(text: str, stop: str) -> int:
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 
+def decode_graph_name(precision: str) -> str:
+    return "decode.onnx" if precision == "fp32" else f"decode_{precision}.onnx"
+
+
 class DecodeGraph:
     """decode.onnx of an export: some more tokens behind a cache of keys and values."""
 
     def __init__(self, folder: Path, *, precision: str, threads: int) -> None:
-        path = folder / ("decode.onnx" if precision == "fp32" else f"decode_{precision}.onnx")
+        path = folder / decode_graph_name(precision)
         if not path.is_file():
             cure = "export again with `shardline resume RUN`, or take inference.engine=torch"
             raise ValueError(f"{folder} has no {path.name} (export.json may say why): {cure}")

@@ -1,4 +1,4 @@
-"""The engine of torch ranks (an `Engine`): on GPUs, on several devices, or for a model of any class."""
+"""The engine of torch ranks: on GPUs, on several devices, or for a model of any class."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tasks.inference.onnx_generator import Sampling, TextStream, encode_prompt, 
 from tasks.inference.torch_ranks import Tokens, TorchRanks
 from training.config.serving import InferenceConfig
 from training.planner.inference import check_inference
-from training.records.decode_plan import ROWS
+from training.records.decoding import ROWS, DecodePlan, DecodeRequest
 
 logger = logging.getLogger(__name__)
 
 
 class TorchEngine:
-    """An export folder on ranks. If they die they are started again, once; requests meanwhile fail with EngineDied."""
+    """An export folder on ranks. If they die they are restarted, once; requests meanwhile fail with EngineDied."""
 
     def __init__(self, export_dir: Path | str, inference: InferenceConfig) -> None:
         folder = Path(export_dir)
@@ -30,21 +30,21 @@ class TorchEngine:
         check_inference(folder, inference, device_kind=device_kind)
         # DeepSpeed's kernels keep the keys and values of one sequence.
         rows = 1 if deepspeed and device_kind == "cuda" else ROWS
-        self.plan: dict[str, Any] = {
-            "folder": str(folder.absolute()),
-            "parallel": inference.parallel,
-            "degree": inference.degree,
-            "device_kind": device_kind,
-            "precision": inference.precision,
-            "deepspeed": deepspeed,
-            "rows": rows,
-            "context": self.context,
-            "threads_per_rank": max(1, usable_cores() // inference.degree),
-        }
+        self.plan = DecodePlan(
+            folder=str(folder.absolute()),
+            parallel=inference.parallel,
+            degree=inference.degree,
+            device_kind=device_kind,
+            precision=inference.precision,
+            deepspeed=deepspeed,
+            rows=rows,
+            context=self.context,
+            threads_per_rank=max(1, usable_cores() // inference.degree),
+        )
         copies = 1 if inference.parallel in {"none", "tensor"} else inference.degree
         self.concurrent = rows * copies  # requests that are decoded at the same time
         self.numbers = itertools.count()
-        self.settled = threading.Condition()  # of what happens to the ranks
+        self.changed = threading.Condition()  # notified when the ranks have restarted, failed or closed
         self.closed, self.restarted, self.failed, self.why_not = False, False, False, ""
         self.ranks = self._start()
 
@@ -54,58 +54,57 @@ class TorchEngine:
         return self.ranks.alive
 
     def wait_ready(self, timeout_s: float) -> bool:
-        with self.settled:
-            return self.settled.wait_for(lambda: self.ready or self.closed or self.failed, timeout_s) and self.ready
+        with self.changed:
+            return self.changed.wait_for(lambda: self.ready or self.closed or self.failed, timeout_s) and self.ready
 
     def generate(self, prompt: str, **sampling: Any) -> str:
         return "".join(self.stream(prompt, **sampling))
 
     def stream(self, prompt: str, **sampling: Any) -> TextStream:
-        """As onnx_generator.TextGenerator's; also raises EngineDied, at the call or while the text comes."""
-        how = Sampling(**sampling)
+        """Like TextGenerator.stream; also raises EngineDied, at the call or while the text comes."""
+        params = Sampling(**sampling)
         prompt_ids = encode_prompt(self.tokenizer, prompt) or [self.end_id]
-        number = next(self.numbers)
-        message = {
-            "id": number,
-            "ids": prompt_ids[-self.context :],
-            "new_tokens": how.new_tokens,
-            "temperature": how.temperature,
-            "top_k": how.top_k,
-            "top_p": how.top_p,
-            "seed": how.seed,
-            "stop_id": self.end_id if how.stop_at_end else None,
-        }
+        request = DecodeRequest(
+            number=next(self.numbers),
+            ids=tuple(prompt_ids[-self.context :]),
+            new_tokens=params.new_tokens,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            seed=params.seed,
+            stop_id=self.end_id if params.stop_at_end else None,
+        )
         ranks = self.ranks
         try:
-            new_ids = NewIds(ranks, number, ranks.ask(message))
+            new_ids = NewIds(ranks, request.number, ranks.submit(request))
         except EngineDied as error:
             raise EngineDied(self.why_not or str(error)) from None
-        return TextStream(self.tokenizer, prompt_ids, new_ids, how)
+        return TextStream(self.tokenizer, prompt_ids, new_ids, params)
 
     def close(self) -> None:
-        with self.settled:
+        with self.changed:
             self.closed = True
-            self.settled.notify_all()
+            self.changed.notify_all()
         self.ranks.close()
 
     def _start(self) -> TorchRanks:
-        return TorchRanks(self.plan, on_death=self._start_again)
+        return TorchRanks(self.plan, on_death=self._restart)
 
-    def _start_again(self) -> None:
-        """Once: what killed them twice will do it a third time."""
-        again = not self.restarted and not self.closed
-        if again:
+    def _restart(self) -> None:
+        """Once: what killed the ranks twice will kill them a third time."""
+        restarts = not self.restarted and not self.closed
+        if restarts:
             self.restarted, self.why_not = True, "the torch engine's ranks have ended and are being started again"
             logger.warning("%s", self.why_not)
             try:
                 self.ranks, self.why_not = self._start(), ""
             except RuntimeError as error:
-                again, self.why_not = False, f"the torch engine's ranks have ended, and {error}"
+                restarts, self.why_not = False, f"the torch engine's ranks have ended, and {error}"
         else:
             self.why_not = "the torch engine's ranks have ended twice: see the log, and start the server again"
-        with self.settled:
-            self.failed = not again
-            self.settled.notify_all()
+        with self.changed:
+            self.failed = not restarts
+            self.changed.notify_all()
         if self.failed:
             logger.error("%s", self.why_not)
         if self.closed:  # while they were being started
@@ -113,7 +112,7 @@ class TorchEngine:
 
 
 class NewIds(Iterator[int]):
-    """Token IDs of one request as they come; `close` takes the request back, from any thread."""
+    """Token IDs of one request as they come; `close` cancels the request, from any thread."""
 
     def __init__(self, ranks: TorchRanks, number: int, tokens: Tokens) -> None:
         self.ranks, self.number, self.tokens, self.ended = ranks, number, tokens, False

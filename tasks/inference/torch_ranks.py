@@ -1,12 +1,11 @@
-"""The ranks of training/generate.py: started under torchrun, spoken to over a Unix socket, ended with it.
+"""The ranks of training/generate.py: started under torchrun, reached over a Unix socket, ended with it.
 
-The socket lies in a folder that only we may enter. The ranks end when it is closed, so they do not outlive us,
-however we end.
+The socket lies in a folder that only this user may enter. The ranks end when it is closed, so they do not outlive this
+process, however it ends.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import queue
@@ -20,17 +19,26 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from tasks.inference.engine import EngineDied
-from training.records.decode_plan import DecodePlan
+from tasks.workspace.processes import end_process
+from training.records.decoding import (
+    CHANNEL,
+    CancelRequest,
+    DecodePlan,
+    DecodeRequest,
+    NewTokens,
+    RanksReady,
+    RequestRefused,
+    ToRanks,
+    read_from_ranks,
+    to_line,
+)
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0  # a large model from a slow disk
-END_TIMEOUT_S = 20.0  # for a step that is on its way
+END_TIMEOUT_S = 20.0  # for torchrun to end after one of its ranks has died
 POLL_S = 0.1
 LAST_LINES = 15
 
@@ -39,17 +47,16 @@ Tokens = queue.SimpleQueue[int | None | Exception]  # None: the text has ended
 
 
 class TorchRanks:
-    """Ranks that are ready. `on_death` is called once, from a thread, if they end before `close`.
+    """Ranks that have loaded the model. `on_death` is called once, from a thread, if they end before `close`.
 
-    Raises RuntimeError with the end of their log if they do not get ready.
+    Raises RuntimeError with the end of their log if they do not start.
     """
 
-    def __init__(self, plan: dict[str, Any], *, on_death: Callable[[], None]) -> None:
+    def __init__(self, plan: DecodePlan, *, on_death: Callable[[], None]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="shardline-ranks-"))  # mode 0700
-        self.plan = DecodePlan.model_validate({**plan, "channel": str(self.folder / "channel")})
-        self.on_death, self.alive, self.closing = on_death, True, False
+        self.plan, self.on_death, self.alive, self.closing = plan, on_death, True, False
         self.lock = threading.RLock()  # a stream may be collected, and cancelled, anywhere
-        self.texts: list[dict[int, Tokens]] = [{} for _ in range(self.plan.leaders)]  # by channel and request
+        self.texts: list[dict[int, Tokens]] = [{} for _ in range(plan.leaders)]  # by channel and request
         self.log_path = self.folder / "ranks.log"
         self.channels: list[socket.socket] = []
         try:
@@ -63,7 +70,7 @@ class TorchRanks:
     def _start(self) -> subprocess.Popen[bytes]:
         self.plan.write(self.folder / "decode.json")
         with socket.socket(socket.AF_UNIX) as listener, self.log_path.open("ab") as log:
-            listener.bind(self.plan.channel)
+            listener.bind(str(self.folder / CHANNEL))
             listener.listen()
             listener.settimeout(POLL_S)
             process = subprocess.Popen(
@@ -71,7 +78,7 @@ class TorchRanks:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C in the terminal is ours alone: we close the channel
+                start_new_session=True,  # a Ctrl-C in the terminal reaches only this process, which closes the channel
                 env=_environment(self.plan),
             )
             try:
@@ -80,101 +87,108 @@ class TorchRanks:
                     with suppress(TimeoutError):
                         self.channels.append(listener.accept()[0])
                     if process.poll() is not None:
-                        raise RuntimeError(f"the ranks did not start (exit code {process.returncode}): {self.said()}")
+                        raise RuntimeError(
+                            f"the ranks did not start (exit code {process.returncode}): {self.error_in_log()}"
+                        )
                     if time.monotonic() > deadline:
-                        raise RuntimeError(f"the ranks were not ready in {START_TIMEOUT_S:.0f} s: {self.said()}")
+                        raise RuntimeError(
+                            f"the ranks were not ready in {START_TIMEOUT_S:.0f} s: {self.error_in_log()}"
+                        )
             except BaseException:
-                end_family(process)
+                end_process(process, grace_s=0, with_descendants=True)
                 raise
         return process
 
-    def said(self) -> str:
-        """The error in the ranks' log, or its last lines."""
+    def error_in_log(self) -> str:
+        """The error line in the ranks' log, or its last lines."""
         lines = self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
         killed = [line.strip() for line in lines if "received by PID" in line and "SIGTERM" not in line]
         errors = [line.strip() for line in lines if "Error: " in line and "ChildFailedError" not in line]
-        return next(iter(killed or errors), "\n".join(lines[-LAST_LINES:]) or "they left no word")
+        return next(iter(killed or errors), "\n".join(lines[-LAST_LINES:]) or "their log is empty")
 
-    def ask(self, message: dict[str, Any]) -> Tokens:
-        """Hand a request to the ranks that have the fewest, and get its tokens as they come."""
+    def submit(self, request: DecodeRequest) -> Tokens:
+        """Sends a request to the copy of the model that has the fewest; its tokens come in the queue."""
         tokens: Tokens = queue.SimpleQueue()
         with self.lock:
             if not self.alive:
                 raise EngineDied("the ranks have ended")
-            number = min(range(len(self.texts)), key=lambda each: len(self.texts[each]))
-            self.texts[number][message["id"]] = tokens
-            self._send(number, message)
+            channel = min(range(len(self.texts)), key=lambda each: len(self.texts[each]))
+            self.texts[channel][request.number] = tokens
+            self._send(channel, request)
         return tokens
 
     def cancel(self, request: int) -> None:
         with self.lock:
-            for number, texts in enumerate(self.texts):
+            for channel, texts in enumerate(self.texts):
                 if (tokens := texts.pop(request, None)) is not None:
                     tokens.put(None)
-                    self._send(number, {"cancel": request})
+                    self._send(channel, CancelRequest(number=request))
 
-    def _send(self, number: int, message: dict[str, Any]) -> None:
-        with suppress(OSError):  # a dead rank is told of by its reader
-            self.channels[number].sendall(json.dumps(message).encode() + b"\n")
+    def _send(self, channel: int, message: ToRanks) -> None:
+        with suppress(OSError):  # the channel's reader finds out that the rank is dead
+            self.channels[channel].sendall(to_line(message))
 
-    def _read(self, number: int) -> None:
-        texts = self.texts[number]
-        with suppress(OSError), self.channels[number].makefile("rb") as lines:
+    def _read(self, channel: int) -> None:
+        """Distributes what the ranks of a channel send, until it is closed."""
+        with suppress(OSError), self.channels[channel].makefile("rb") as lines:
             for line in lines:
-                news = json.loads(line)
-                if "ready" in news:
-                    logger.info("rank %(ready)d on %(device)s has the model in %(precision)s (%(why)s), %(how)s", news)
-                    continue
-                if "failed" in news:
-                    with self.lock:
-                        failed = texts.pop(news["failed"], None)
-                    if failed is not None:
-                        failed.put(ValueError(news["why"]))
-                    continue
-                for request, token in news["tokens"]:
-                    if (tokens := texts.get(request)) is not None:
-                        tokens.put(token)
-                for request in news["ended"]:
-                    with self.lock:
-                        ended = texts.pop(request, None)
-                    if ended is not None:
-                        ended.put(None)
-        self._lost()
+                match read_from_ranks(line):
+                    case RanksReady() as ready:
+                        logger.info(
+                            "rank %d has loaded the model on %s in %s (%s), run by %s",
+                            ready.rank, ready.device, ready.precision, ready.why, ready.implementation,
+                        )  # fmt: skip
+                    case RequestRefused(number=request, why=why):
+                        self._end_text(channel, request, ValueError(why))
+                    case NewTokens(tokens=new, ended=ended):
+                        for request, token in new:
+                            if (tokens := self.texts[channel].get(request)) is not None:
+                                tokens.put(token)
+                        for request in ended:
+                            self._end_text(channel, request, None)
+        self._report_death()
 
-    def _lost(self) -> None:
+    def _end_text(self, channel: int, request: int, error: Exception | None) -> None:
         with self.lock:
-            first, self.alive = self.alive, False
-        if not first or self.closing:
+            tokens = self.texts[channel].pop(request, None)
+        if tokens is not None:
+            tokens.put(error)
+
+    def _report_death(self) -> None:
+        with self.lock:
+            is_first, self.alive = self.alive, False
+        if not is_first or self.closing:
             return
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_TIMEOUT_S)
-        end_family(self.process)
+        end_process(self.process, grace_s=0, with_descendants=True)
         code = self.process.returncode
-        said = f"Signal {-code}" if code < 0 else f"exit code {code}: {self.said()}"
-        why = EngineDied(f"the torch engine's ranks have ended by themselves ({said})")
-        self._fail_all(why)
-        self._let_go()
-        logger.error("%s", why)
+        cause = f"Signal {-code}" if code < 0 else f"exit code {code}: {self.error_in_log()}"
+        error = EngineDied(f"the torch engine's ranks have ended by themselves ({cause})")
+        self._fail_all(error)
+        self._release()
+        logger.error("%s", error)
         self.on_death()
 
-    def _fail_all(self, why: Exception) -> None:
+    def _fail_all(self, error: Exception) -> None:
         with self.lock:
             waiting = [tokens for texts in self.texts for tokens in texts.values()]
             for texts in self.texts:
                 texts.clear()
         for tokens in waiting:
-            tokens.put(why)
+            tokens.put(error)
 
     def close(self) -> None:
-        """End the ranks; requests under way fail."""
+        """Ends the ranks; running requests fail."""
         self.closing = True
         with self.lock:
             self.alive = False
         self._fail_all(EngineDied("the engine was closed"))
-        end_family(self.process)  # they hold nothing that could be lost, and would take seconds to leave by themselves
-        self._let_go()
+        # No grace: they hold nothing to save, and would take seconds to end by themselves.
+        end_process(self.process, grace_s=0, with_descendants=True)
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         for channel in self.channels:
             channel.close()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -196,14 +210,3 @@ def _environment(plan: DecodePlan) -> dict[str, str]:
         "PYTHONSAFEPATH": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-
-
-def end_family(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of it and of its children: torchrun gives each rank a session of its own."""
-    with suppress(psutil.NoSuchProcess):
-        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-        for member in family:
-            with suppress(psutil.NoSuchProcess):
-                member.kill()
-        psutil.wait_procs(family)
-    process.wait()

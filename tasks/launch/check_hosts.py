@@ -19,7 +19,7 @@ from tasks.workspace.paths import fresh, home
 from training.config.launch import HostConfig, LaunchConfig
 from training.config.run import RunConfig
 from training.records.inventory import Inventory
-from training.records.node import CollectiveReport, in_words
+from training.records.node import CollectiveReport, describe_collectives
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def prepare_hosts(config: RunConfig, *, run_dir: Path) -> Inventory:
     inventory = measure_hosts(ready, config.launch, facts=facts, slots=num_ranks, home=home(), run_dir=run_dir)
     if config.launch.collective_test and len(ready) > 1:
         report = measure_network(config, ready, inventory, run_dir=run_dir)
-        logger.info("network: %s", in_words(report))
+        logger.info("network: %s", describe_collectives(report))
         inventory = with_network(inventory, report)
     inventory.write(run_dir / "inventory.json")
     return inventory

@@ -15,12 +15,12 @@ from tasks.launch.docker_hosts import AttemptRecord, attempts_of, now
 from tasks.launch.failure import LAST_LINES, AttemptOutcome, HostStatus, classify
 from tasks.launch.lease import Lease
 from tasks.launch.local import POLL_S, end_earlier_attempt, grace_s
-from tasks.planning.custom_program import TrainerPlan, experiment_of, program_of
 from tasks.runs.errors import RunFailed, RunStopped
 from tasks.runs.owner import RanksLauncher
 from tasks.workspace.paths import tracking_uri
 from tasks.workspace.processes import free_port, process_key
 from training.records.node import NodeEnd, NodeTask
+from training.records.plan import TrainerPlan
 from training.tracking.redaction import without_secrets
 
 logger = logging.getLogger(__name__)
@@ -82,13 +82,13 @@ def run_here(plan: TrainerPlan, *, run_dir: Path) -> None:
 def _task(plan: TrainerPlan, *, folder: Path, run_dir: Path) -> NodeTask:
     environment = {"GOMP_SPINCOUNT": "1000"} | dict(os.environ)  # why: tasks/launch/local.py
     return NodeTask(
-        **program_of("", plan, run_dir=run_dir),
+        **plan.command("", run_dir=run_dir),
         num_ranks=plan.world_size,
         master_port=free_port(),
         environment={
             "GOMP_SPINCOUNT": environment["GOMP_SPINCOUNT"],
             "MLFLOW_RUN_ID": plan.mlflow_run_id,
-            **experiment_of(plan),
+            **plan.environment(),
             "OMP_NUM_THREADS": str(plan.threads_per_rank),
             "TOKENIZERS_PARALLELISM": "false",
         },

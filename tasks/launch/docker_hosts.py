@@ -22,12 +22,11 @@ from tasks.launch.host_set import choose_hosts
 from tasks.launch.local import end_earlier_attempt, grace_s
 from tasks.launch.rank_environment import NCCL, give_to_ranks, ranks_reach_mlflow, tracking_for_ranks
 from tasks.launch.rank_logs import Steps, Warnings
-from tasks.planning.custom_program import TrainerPlan, experiment_of, program_of
 from tasks.runs.errors import RunFailed, RunStopped
 from tasks.workspace.paths import fresh, home
 from training.config.launch import Cause
 from training.records.inventory import Inventory
-from training.records.plan import RunPlan
+from training.records.plan import AnyPlan
 from training.records.record import Record
 from training.records.train_result import TrainResult
 
@@ -56,9 +55,7 @@ class AttemptRecord(Record):
             logger.warning("attempt %s is not recorded (%s): %s, %s", folder.name, error, outcome.cause, outcome.detail)
 
 
-def run(
-    module: str, *, plan: RunPlan | TrainerPlan, run_dir: Path, ranks: int = 0, on_poll: Callable[[], object]
-) -> None:
+def run(module: str, *, plan: AnyPlan, run_dir: Path, ranks: int = 0, on_poll: Callable[[], object]) -> None:
     """Run `python -m MODULE plan.json` on the plan's hosts, again where that can help. `ranks` 1: on the first alone.
 
     Raises RunFailed with the cause, its cure and the log's last lines; RunStopped if we were interrupted meanwhile.
@@ -84,7 +81,7 @@ class Attempts:
     def __init__(
         self,
         module: str,
-        plan: RunPlan | TrainerPlan,
+        plan: AnyPlan,
         *,
         run_dir: Path,
         one_host: bool,
@@ -203,19 +200,19 @@ class Attempts:
             logger.warning("containers of %s may be left on %s: %s (%s)", run_id, name, cure, error)
 
 
-def _program(module: str, plan: RunPlan | TrainerPlan, ranks: dict[str, int], *, run_dir: Path) -> Program:
+def _program(module: str, plan: AnyPlan, ranks: dict[str, int], *, run_dir: Path) -> Program:
     environment, secrets = tracking_for_ranks(plan)
     return Program(
         run_id=plan.run_id,
         ranks=ranks,
-        **program_of(module, plan, run_dir=run_dir),
+        **plan.command(module, run_dir=run_dir),
         prefix=nsight.prefix(module, plan.config, run_dir=run_dir),
         images=_images(run_dir),
-        working_dir=str(run_dir) if isinstance(plan, TrainerPlan) else "/",  # where else it may write
+        working_dir=plan.working_dir(run_dir),
         threads=plan.threads_per_rank,
         environment=NCCL
         | environment
-        | experiment_of(plan)
+        | plan.environment()
         | {"GOMP_SPINCOUNT": "1000", "TOKENIZERS_PARALLELISM": "false"},
         secrets=secrets,
         grace_s=grace_s(plan),

@@ -14,12 +14,11 @@ from tasks.launch.attempt import sweep
 from tasks.launch.check_hosts import hosts_of
 from tasks.launch.failure import CURES
 from tasks.launch.lease import FENCE_S
-from tasks.planning.custom_program import TrainerPlan, place_again
-from tasks.planning.plan import replan
+from tasks.planning.plan import plan_for_hosts
 from tasks.runs.errors import RunFailed
 from tasks.workspace.paths import home
 from training.records.inventory import Inventory
-from training.records.plan import RunPlan
+from training.records.plan import AnyPlan
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +32,12 @@ class HostSet:
     `absent`: all other hosts of the config, each with the reason why it takes no part.
     """
 
-    plan: RunPlan | TrainerPlan
+    plan: AnyPlan
     hosts: tuple[DockerHost, ...]
     absent: Mapping[str, HostError]
 
 
-def choose_hosts(
-    plan: RunPlan | TrainerPlan, *, run_dir: Path, one_host: bool = False, lost: Collection[str] = ()
-) -> HostSet:
+def choose_hosts(plan: AnyPlan, *, run_dir: Path, one_host: bool = False, lost: Collection[str] = ()) -> HostSet:
     """Fence all hosts, wait for those that are needed, and plan for those that are ready.
 
     A host that was away is swept before it is checked, since it may have come back without its storage. A host of the
@@ -64,7 +61,7 @@ class _Candidates:
 
     def __init__(
         self,
-        plan: RunPlan | TrainerPlan,
+        plan: AnyPlan,
         inventory: Inventory,
         *,
         run_dir: Path,
@@ -139,12 +136,12 @@ class _Candidates:
 
 def _plan_for(
     ready: Collection[str],
-    plan: RunPlan | TrainerPlan,
+    plan: AnyPlan,
     inventory: Inventory,
     *,
     run_dir: Path,
     absent: Mapping[str, HostError],
-) -> RunPlan | TrainerPlan:
+) -> AnyPlan:
     """The plan for the hosts that are ready: the one at hand if it was made for them."""
     gone, returned = sorted(set(plan.hosts) - set(ready)), sorted(set(ready) - set(plan.hosts))
     why = f"hosts: {', '.join(returned)} came back"
@@ -153,10 +150,8 @@ def _plan_for(
             f"hosts: {', '.join(gone)} cannot take part, launch.min_hosts = {plan.config.launch.min_hosts} allows that"
         )
     available = Inventory(hosts=tuple(host for host in inventory.hosts if host.name in ready))
-    if isinstance(plan, TrainerPlan):
-        return place_again(plan, available)
     try:
-        return replan(run_dir, inventory=available, why=why)
+        return plan_for_hosts(plan, available, run_dir=run_dir, why=why)
     except ValueError as error:
         raise RunFailed(
             f"the run cannot go on without {', '.join(gone)}: {error}. They are away: "

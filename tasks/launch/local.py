@@ -23,12 +23,11 @@ import psutil
 from tasks.launch import nsight
 from tasks.launch.failure import OUT_OF_MEMORY, PEER_IS_GONE, cause_of
 from tasks.launch.lease import FENCE_S, withdraw_leases
-from tasks.planning.custom_program import TrainerPlan
 from tasks.runs.errors import RunFailed, RunStopped
 from tasks.runs.owner import RanksLauncher, ranks_launcher
 from tasks.workspace.paths import tracking_uri
 from tasks.workspace.processes import process_key
-from training.records.plan import RunPlan
+from training.records.plan import AnyPlan, RunPlan
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +155,7 @@ def _is_rank(process: psutil.Process) -> bool:
     return False
 
 
-def grace_s(plan: RunPlan | TrainerPlan | None) -> float:
+def grace_s(plan: AnyPlan | None) -> float:
     """Seconds that ranks get to save a checkpoint when they are told to stop; of a run without a plan, the least."""
     gib = plan.predicted.checkpoint_gib if isinstance(plan, RunPlan) else 0.0
     return STOP_GRACE_S + 2 * gib / CHECKPOINT_GIB_PER_S

@@ -7,10 +7,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tasks.hardware.hosts import rank_user, read_hosts
-from tasks.planning.custom_program import TrainerPlan, is_loopback
+from tasks.planning.custom_program import is_loopback
 from tasks.workspace.paths import tracking_uri
 from training.config.launch import LaunchConfig
-from training.records.plan import RunPlan
+from training.records.plan import AnyPlan
 from training.tracking.redaction import SECRETS, shown
 
 # NCCL's settings, all in this one place; launch.nccl adds to them and overrides them. The interface comes from each
@@ -47,7 +47,7 @@ def ranks_reach_mlflow(launch: LaunchConfig) -> bool:
     return uri.scheme in {"http", "https"} and not (far and is_loopback(uri.hostname or ""))
 
 
-def tracking_for_ranks(plan: RunPlan | TrainerPlan) -> tuple[dict[str, str], dict[str, str]]:
+def tracking_for_ranks(plan: AnyPlan) -> tuple[dict[str, str], dict[str, str]]:
     """Environment and secrets that lead a rank to the run in MLflow; secrets go over standard input.
 
     Where they cannot reach it, the launcher sends the metrics.

@@ -1,4 +1,4 @@
-"""A training program of the user's in place of ours: whether it can be started, where, and what it is told.
+"""A training program of the user's in place of ours: whether it can be started, and on which ranks.
 
 It gets torchrun's environment and the run in MLflow, nothing else of ours: no plan, no shards, no checkpoint to load.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import ipaddress
 import logging
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from tasks.hardware.hosts import read_hosts
@@ -16,38 +15,13 @@ from tasks.workspace.paths import home, run_folder, tracking_uri
 from training.config.launch import LaunchConfig
 from training.config.run import RunConfig
 from training.records.inventory import Inventory
-from training.records.plan import RunPlan
+from training.records.plan import TRAINER_PLAN, AnyPlan, RunPlan, TrainerPlan
 from training.records.record import Record
 from training.tracking.redaction import shown
 
 logger = logging.getLogger(__name__)
 
-PLAN = "trainer.json"
-RUN_DIR = "{run_dir}"
 SKIPPED = ("tokenize", "plan", "evaluate", "export", "register", "generate")  # data and checkpoints of ours
-
-
-class TrainerPlan(Record):
-    """runs/ID/trainer.json: on which ranks the program runs, and where it logs. Made anew at each start."""
-
-    run_id: str
-    config: RunConfig
-    hosts: tuple[str, ...]
-    ranks_per_host: tuple[int, ...]
-    threads_per_rank: int
-    mlflow_run_id: str
-    mlflow_experiment_id: str
-    mlflow_experiment_name: str
-    device_kind: str = "cpu"
-
-    @property
-    def world_size(self) -> int:
-        return sum(self.ranks_per_host)
-
-    @property
-    def program(self) -> str:
-        """In words."""
-        return self.config.trainer.module or self.config.trainer.script
 
 
 class TrainerOutcome(Record):
@@ -138,7 +112,7 @@ def place(
         mlflow_experiment_name=experiment[1],
         device_kind=inventory.hosts[0].devices[0].kind,
     )
-    plan.write(run_folder(run_id) / PLAN)
+    plan.write(run_folder(run_id) / TRAINER_PLAN)
     return plan
 
 
@@ -157,9 +131,9 @@ def ranks_by_host(config: RunConfig, inventory: Inventory) -> dict[str, int]:
     return {name: number for name, number in layout.items() if number}
 
 
-def placed(run_dir: Path) -> RunPlan | TrainerPlan:
+def placed(run_dir: Path) -> AnyPlan:
     """What the run was last planned as."""
-    path = run_dir / PLAN
+    path = run_dir / TRAINER_PLAN
     return TrainerPlan.read(path) if path.exists() else RunPlan.read(run_dir / "plan.json")
 
 
@@ -175,27 +149,5 @@ def place_again(plan: TrainerPlan, inventory: Inventory) -> TrainerPlan:
         return plan
     again = place(config, inventory, run_id=plan.run_id, mlflow_run_id=plan.mlflow_run_id, experiment=experiment)
     again = again.model_copy(update={"config": plan.config})
-    again.write(run_folder(plan.run_id) / PLAN)
+    again.write(run_folder(plan.run_id) / TRAINER_PLAN)
     return again
-
-
-# What it is told
-
-
-def program_of(module: str, plan: RunPlan | TrainerPlan, *, run_dir: Path) -> dict[str, Any]:
-    """Fields `module`, `script` and `args` of a node's task: ours with its plan, or the user's with their own."""
-    if isinstance(plan, RunPlan):
-        return {"module": module, "args": (str(run_dir / "plan.json"),)}
-    trainer = plan.config.trainer
-    args = tuple(arg.replace(RUN_DIR, str(run_dir)) for arg in trainer.args)
-    return {"module": trainer.module, "script": trainer.script, "args": args}
-
-
-def experiment_of(plan: RunPlan | TrainerPlan) -> dict[str, str]:
-    """Environment beside MLFLOW_RUN_ID: Accelerate asks by the name, and would make an experiment of its own."""
-    if isinstance(plan, RunPlan):
-        return {}
-    return {
-        "MLFLOW_EXPERIMENT_ID": plan.mlflow_experiment_id,
-        "MLFLOW_EXPERIMENT_NAME": plan.mlflow_experiment_name,
-    }

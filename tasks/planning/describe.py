@@ -5,31 +5,31 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from training.records.plan import RankedChoice, RunPlan
+from training.records.plan import RankedLayout, RunPlan
 
 CHOICES_SHOWN = 4
 
 
-def _choice_in_words(choice: RankedChoice) -> str:
+def _describe_layout(layout: RankedLayout) -> str:
     sizes = "".join(
-        f" {axis} {size}" for axis, size in (("tp", choice.tp), ("pp", choice.pp), ("dp", choice.dp)) if size > 1
+        f" {axis} {size}" for axis, size in (("tp", layout.tp), ("pp", layout.pp), ("dp", layout.dp)) if size > 1
     )
-    saving = "" if choice.activation_checkpointing == "none" else f", {choice.activation_checkpointing} checkpointing"
-    saving += "" if choice.offload == "none" else f", {choice.offload} offloaded"
-    speed = choice.why_not if choice.tokens_per_s is None else f"{choice.tokens_per_s:,.0f} tokens/s"
-    if choice.exposed_communication_s:
-        speed += f", {1000 * choice.exposed_communication_s:,.1f} ms of talk not hidden"
-    return f"{choice.strategy}{sizes}, micro-batch {choice.micro_batch}{saving}: {speed}, {choice.memory_gib:.2f} GiB"
+    saving = "" if layout.activation_checkpointing == "none" else f", {layout.activation_checkpointing} checkpointing"
+    saving += "" if layout.offload == "none" else f", {layout.offload} offloaded"
+    speed = layout.why_not if layout.tokens_per_s is None else f"{layout.tokens_per_s:,.0f} tokens/s"
+    if layout.exposed_communication_s:
+        speed += f", {1000 * layout.exposed_communication_s:,.1f} ms of talk not hidden"
+    return f"{layout.strategy}{sizes}, micro-batch {layout.micro_batch}{saving}: {speed}, {layout.memory_gib:.2f} GiB"
 
 
-def plan_in_words(plan: RunPlan) -> list[tuple[str, str]]:
+def describe_plan(plan: RunPlan) -> list[tuple[str, str]]:
     """Label and value pairs for the terminal and for Prefect's table."""
     shape, predicted = plan.shape, plan.predicted
     memory, step_s = sum(predicted.memory_gib.values()), sum(predicted.step_s.values())
     parts = ", ".join(f"{part} {gib:.2f}" for part, gib in predicted.memory_gib.items())
     shares = ", ".join(f"{part} {seconds / step_s:.0%}" for part, seconds in predicted.step_s.items())
     mfu = "" if predicted.mfu is None else f", {predicted.mfu:.1%} of the measured matmul rate"
-    layout = _sum_in_words(plan.ranks_per_host)
+    layout = _describe_sizes(plan.ranks_per_host)
     return [
         ("model", f"{shape.architecture}, {shape.layers} layers x {shape.width}, {shape.parameters:,} parameters"),
         ("vocabulary, context", f"{plan.vocab_size:,} tokens, {plan.config.train.context} positions"),
@@ -43,7 +43,7 @@ def plan_in_words(plan: RunPlan) -> list[tuple[str, str]]:
         ("compute", f"{predicted.flops_per_token / 1e6:,.1f} MFLOP per token (6N + 12LHQT)"),
         ("speed", f"{predicted.tokens_per_s:,.0f} tokens/s predicted{mfu}, {predicted.train_s / 60:,.1f} min in all"),
         ("step", f"{1000 * step_s:,.1f} ms predicted ({shares})"),
-        *(("choice", _choice_in_words(choice)) for choice in plan.ranking[:CHOICES_SHOWN]),
+        *(("choice", _describe_layout(layout)) for layout in plan.ranking[:CHOICES_SHOWN]),
         ("checkpoint", f"{predicted.checkpoint_gib:.2f} GiB each, {plan.config.checkpoint.keep_last} kept"),
         *(("because", reason) for reason in plan.reasons),
     ]
@@ -54,11 +54,11 @@ def _micro_batches(plan: RunPlan) -> str:
     replicas = f"{plan.dp} {'ranks' if plan.dp == plan.world_size else 'replicas'}"
     if not plan.is_unequal:
         return f"{replicas} x {plan.accumulation} accumulated x micro-batch {plan.micro_batch}"
-    shares = _sum_in_words(plan.micro_batches)
+    shares = _describe_sizes(plan.micro_batches)
     return f"{replicas}, {plan.accumulation} accumulated x micro-batches {shares}"
 
 
-def _sum_in_words(sizes: Sequence[int]) -> str:
+def _describe_sizes(sizes: Sequence[int]) -> str:
     """`16 x 8`, `2 x 7 + 2`."""
     runs = [(size, len(list(alike))) for size, alike in itertools.groupby(sizes)]
     return " + ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in runs)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tasks.planning.custom_program import place_again
 from tasks.planning.pretrained import hf_config
 from tasks.runs.folder import read_plan
 from tasks.runs.resume import Change, changes, remember
@@ -14,7 +15,7 @@ from tasks.tracking.mlflow_run import TrackedRun
 from training.config.run import RunConfig
 from training.planner.plan import make_plan
 from training.records.inventory import Inventory
-from training.records.plan import RunPlan
+from training.records.plan import AnyPlan, RunPlan, TrainerPlan
 from training.records.token_shards import TokenShards
 from training.records.trial import read_trials
 from training.shards.format import MANIFEST
@@ -128,6 +129,13 @@ def _replanned(
             "reasons": (*plan.reasons, f"resumed with other settings: {'; '.join(map(str, changed))}"),
         }
     )
+
+
+def plan_for_hosts(plan: AnyPlan, inventory: Inventory, *, run_dir: Path, why: str) -> AnyPlan:
+    """The plan of the same run for the hosts there are now. Raises ValueError if it cannot run on them."""
+    if isinstance(plan, TrainerPlan):
+        return place_again(plan, inventory)
+    return replan(run_dir, inventory=inventory, why=why)
 
 
 def replan(run_dir: Path, *, inventory: Inventory, why: str) -> RunPlan:

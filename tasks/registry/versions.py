@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.display.html_page import as_text
+from tasks.display.markdown import escape_markdown
 from tasks.registry.logged_model import logged_model
 from tasks.registry.tags import TAG, TAG_CHARS
 from training.records.plan import RunPlan
@@ -157,21 +157,24 @@ def described(run: FinishedRun) -> str:
         f"Run {plan.run_id}, step {run.result.step}: "
         f"validation loss {report.loss:.4f} over {report.tokens:,} tokens{bits}",
         "",
-        f"- data: {as_text(plan.config.data.path)}, fingerprint `{run.shards.fingerprint[:12]}`",
+        f"- data: {escape_markdown(plan.config.data.path)}, fingerprint `{run.shards.fingerprint[:12]}`",
         f"- checkpoint: sha256 `{run.result.checkpoint_sha256[:12]}`",
         f"- ONNX against torch: differs by at most {parity.max_logit_difference:.2g}, "
         f"{parity.argmax_agreement:.2%} equal argmax, {'within' if parity.passed else 'out of'} bounds",
-        f"- licence: {as_text(registry.licence) or 'none given'}",
+        f"- licence: {escape_markdown(registry.licence) or 'none given'}",
         f"- again: `shardline reproduce {plan.run_id}`",
     ]
     if registry.notes:
         lines += ["", registry.notes]
     if report.sources:
         lines += ["", "| source | loss | tokens |", "|---|---|---|"]
-        lines += [f"| {as_text(each.source)} | {each.loss:.4f} | {each.tokens:,} |" for each in report.sources]
+        lines += [f"| {escape_markdown(each.source)} | {each.loss:.4f} | {each.tokens:,} |" for each in report.sources]
     if report.tasks:
         lines += ["", "| task | figure | value |", "|---|---|---|"]
-        lines += [f"| {as_text(each.task)} | {as_text(each.metric)} | {each.value:.4f} |" for each in report.tasks]
+        lines += [
+            f"| {escape_markdown(each.task)} | {escape_markdown(each.metric)} | {each.value:.4f} |"
+            for each in report.tasks
+        ]
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""How fast an export's graphs are, as a table and a picture."""
+"""The speed of an exported model's graphs, as a table and a picture."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ TITLES = {
     "forward": "Logits of whole texts",
     "decode": "One more token of each text, with KV cache",
 }
-LENGTHS = {"forward": "of {} tokens", "decode": "behind {}"}
+LENGTHS = {"forward": "of {} tokens", "decode": "after {} tokens"}
 
 
 def latency_rows(report: LatencyReport) -> list[dict[str, str]]:
-    """One row a shape and graph; each engine's median, and how often it goes into torch's."""
+    """One row per graph, shape and engine: the median time, and how many times torch's speed that is."""
     return [
         {
             "graph": figure.graph,
@@ -36,7 +36,7 @@ def label(figure: LatencyFigure) -> str:
 
 
 def _ms(figure: LatencyFigure) -> str:
-    """Three digits: 0.123, 1.23, 12.3, 1234."""
+    """The median with three digits: 0.123, 1.23, 12.3, 1234."""
     before_point = len(str(int(figure.median_ms))) if figure.median_ms >= 1 else 0
     return f"{figure.median_ms:.{max(0, 3 - before_point)}f}"
 
@@ -78,8 +78,8 @@ def _draw_graph(axes: Any, figures: list[LatencyFigure], engines: list[str]) -> 
             at, [figure.median_ms for figure in bars], height=0.9 * height, label=engine, color=f"C{place}"
         )
         axes.bar_label(drawn, [_ms(figure) for figure in bars], padding=3, fontsize=8)
-    words = LENGTHS[figures[0].graph]
-    texts = [f"{batch} {'text' if batch == 1 else 'texts'}\n{words.format(length)}" for batch, length in shapes]
+    length_text = LENGTHS[figures[0].graph]
+    texts = [f"{batch} {'text' if batch == 1 else 'texts'}\n{length_text.format(length)}" for batch, length in shapes]
     axes.set_yticks(range(len(shapes)), texts, fontsize=9)
     axes.invert_yaxis()
     axes.set_xscale("log")

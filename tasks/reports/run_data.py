@@ -1,4 +1,4 @@
-"""All that a run's folder tells of it, done or not: what report.html is made from."""
+"""Everything that a run's folder records about the run, finished or not: what report.html is made from."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from tasks.launch.docker_hosts import attempts_of
-from tasks.planning.custom_program import PLAN, TrainerPlan
 from tasks.reports.outcome import Outcome
 from tasks.runs.folder import latest_config, read_plan
 from tasks.runs.history import Event, history
 from tasks.runs.resume import Resumptions, read_resumptions
 from tasks.tracking.mlflow_run import TrackedRun
 from training.config.run import RunConfig
-from training.records.plan import RunPlan
+from training.records.plan import TRAINER_PLAN, RunPlan, TrainerPlan
 from training.records.results import EvalReport, LatencyReport, RegisteredModel
 from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult, train_failure
 from training.tracking.rows import read_rows
 
-CUTS = {"failed", "stopped", "killed"}
+INTERRUPTIONS = {"failed", "stopped", "killed"}
 
 
 @dataclass(frozen=True)
-class RunStory:
-    """What there is; None or empty where the run did not come so far. Of a program of the user's there is no plan.
+class RunData:
+    """The run's records; one is None or empty if the run did not get that far.
 
-    `ended`: why it went no further, if so. `preset`: the config of the preset that has the run's name.
+    A run of a user's own program has a `program` instead of a `plan`. `stop_reason`: why the run failed or was stopped;
+    empty for one that finished. `preset`: the config of the preset that has the run's name.
     """
 
     run: TrackedRun
@@ -47,7 +47,7 @@ class RunStory:
     resumptions: Resumptions
     attempts: Sequence[dict[str, Any]]
     stage_s: Mapping[str, float]
-    ended: str = ""
+    stop_reason: str = ""
     preset: Mapping[str, Any] | None = None
     links: Mapping[str, str] = field(default_factory=dict)
 
@@ -57,24 +57,22 @@ class RunStory:
 
     @property
     def device(self) -> str:
-        placed = self.plan or self.program
-        return "GPU" if placed and placed.device_kind == "cuda" else "CPU rank"
+        placement = self.plan or self.program
+        return "GPU" if placement and placement.device_kind == "cuda" else "CPU rank"
 
     @property
     def device_hours(self) -> dict[str, float]:
-        """By stage: what training, evaluation and export held, from the start of their ranks to their end.
+        """Hours that training, evaluation and export used devices, from the start of their ranks to their end.
 
-        What a kill -9 of the launcher cut short is in there only on Docker hosts, whose attempts have records.
+        A stage that a kill -9 of the launcher cut short is counted only on Docker hosts, whose attempts leave records.
         """
-        placed = self.plan or self.program
-        ranks = placed.world_size if placed else 0
-        by_stage = {"training": ranks, "evaluation": ranks, "export": 1}
-        seconds = {name: self.stage_s.get(key, 0.0) for name, key in zip(by_stage, ("train", "evaluate", "export"),
-                                                                          strict=True)}  # fmt: skip
-        held = {name: seconds[name] * ranks / 3600 for name, ranks in by_stage.items()}
+        placement = self.plan or self.program
+        ranks = placement.world_size if placement else 0
+        stages = {"training": ("train", ranks), "evaluation": ("evaluate", ranks), "export": ("export", 1)}
+        hours = {name: self.stage_s.get(stage, 0.0) * count / 3600 for name, (stage, count) in stages.items()}
         if self.attempts:
-            held["training"] = sum(map(_rank_hours, self.attempts))
-        return {name: hours for name, hours in held.items() if hours}
+            hours["training"] = sum(map(_rank_hours, self.attempts))
+        return {name: used for name, used in hours.items() if used}
 
 
 def _rank_hours(attempt: Mapping[str, Any]) -> float:
@@ -84,18 +82,18 @@ def _rank_hours(attempt: Mapping[str, Any]) -> float:
     return (ended - began).total_seconds() / 3600 * sum(attempt["hosts"].values())
 
 
-def read_story(
+def read_run_data(
     run: TrackedRun,
     *,
-    ended: str = "",
+    stop_reason: str = "",
     preset: Mapping[str, Any] | None = None,
     links: Mapping[str, str] | None = None,
-) -> RunStory:
-    """`ended`: what a run that failed or was stopped said at its end."""
+) -> RunData:
+    """Read the run's folder. `stop_reason`: the error of a run that failed or was stopped."""
     folder, plan = run.folder, read_plan(run.folder)
     result, shards = folder / "result.json", Path(plan.shards_dir if plan else "") / "manifest.json"
-    stages, latency, program = folder / "stages.json", folder / "export" / "latency.json", folder / PLAN
-    return RunStory(
+    stages, latency, program = folder / "stages.json", folder / "export" / "latency.json", folder / TRAINER_PLAN
+    return RunData(
         run=run,
         config=latest_config(folder, begun_with=run.config),
         plan=plan,
@@ -110,14 +108,14 @@ def read_story(
         resumptions=read_resumptions(folder),
         attempts=attempts_of(folder),
         stage_s=json.loads(stages.read_text()) if stages.exists() else {},
-        ended=ended,
+        stop_reason=stop_reason,
         preset=preset,
         links=links or {},
     )
 
 
 def _registered(path: Path) -> RegisteredModel | None:
-    """As the run's outcome has it: of a run that is resumed after its end, what it had come to before."""
+    """The version in the run's outcome; if a finished run was resumed, the version that it had registered before."""
     if not path.exists():
         return None
     outcome = Outcome.read(path)

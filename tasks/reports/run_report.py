@@ -1,204 +1,200 @@
-"""report.html: a run on one page, for somebody who was not there and has two minutes."""
+"""report.html: one page about a run, for a reader who was not there and has two minutes."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tasks.display.html_page import details, embedded_picture, heading, paragraph, tiles, words_table, write_html
-from tasks.display.progress import span
+from tasks.display.html_page import write_html
+from tasks.display.numbers import format_count, format_duration
 from tasks.evaluation.tables import table_of
-from tasks.planning.describe import plan_in_words
-from tasks.reports.curves import draw_curves
+from tasks.planning.describe import describe_plan
 from tasks.reports.export_latency import latency_rows
 from tasks.reports.outcome import against_plan
-from tasks.reports.run_data import RunStory
-from tasks.reports.run_summary import in_units, summary
+from tasks.reports.pictures import draw_curves
+from tasks.reports.run_data import RunData
+from tasks.reports.run_summary import summary
 from tasks.runs.folder import flattened
 from tasks.workspace.paths import command
 from training.config.run import RunConfig
 from training.records.plan import RunPlan
-from training.records.results import EvalReport, LatencyReport
+from training.records.results import LatencyReport
 from training.records.train_result import TrainResult
 
 PAGE, CURVES, LATENCY = "report.html", "curves.png", "export-latency.png"
 
+TextRow = tuple[str, ...]
 
-def write_report(story: RunStory) -> list[Path]:
-    """report.html and, where steps were logged, curves.png in the run's folder."""
-    folder, title = story.run.folder, story.run.run_id
+
+def write_report(data: RunData) -> list[Path]:
+    """Write report.html and, where steps were logged, curves.png to the run's folder."""
+    folder = data.run.folder
     page, curves = folder / PAGE, folder / CURVES
-    drawn = story.plan is not None and draw_curves(curves, plan=story.plan, rows=story.rows)
-    first, *rest = summary(story)
-    parts = [
-        f"<h1>{escape(title)}</h1>",
-        f'<p class="lead">{escape(first)}</p>',
-        f"<p>{escape(' '.join(rest))}</p>",
-        words_table(story.links.items()),
-        *([f"<pre class='bad'>{escape(story.ended)}</pre>"] if story.ended else []),
-        tiles(_tiles(story)),
-        *([embedded_picture(curves, alt="Loss, learning rate, throughput and memory against steps")] if drawn else []),
-        *_evaluation(story.evaluation),
-        *_latency(story.latency, folder / LATENCY),
-        *_against_plan(story.plan, story.result),
-        *_config(story),
-        heading("What happened"),
-        words_table(_events(story), heads=("when (UTC)", "what", "newest checkpoint", "why")),
-        *_cost(story),
-        heading("Where it comes from"),
-        words_table(_lineage(story)),
-        *_commands(story),
-    ]
-    write_html(page, title=title, parts=parts)
+    drawn = data.plan is not None and draw_curves(curves, plan=data.plan, rows=data.rows)
+    write_html(
+        page,
+        "reports/run_report.html.j2",
+        title=data.run.run_id,
+        summary=summary(data),
+        links=list(data.links.items()),
+        stop_reason=data.stop_reason,
+        tiles=list(_tiles(data)),
+        curves=curves if drawn else None,
+        evaluation=[tuple(row.values()) for row in table_of(data.evaluation)] if data.evaluation else [],
+        samples=data.evaluation.samples if data.evaluation else (),
+        **_latency(data.latency, folder / LATENCY),
+        plan=describe_plan(data.plan) if data.plan else [],
+        against_plan=_plan_errors(data.plan, data.result) if data.plan and data.result else [],
+        **_settings(data),
+        events=_events(data),
+        cost=_cost(data),
+        stages=", ".join(f"{name} {format_duration(seconds)}" for name, seconds in data.stage_s.items()),
+        lineage=list(_lineage(data)),
+        commands=list(_commands(data)),
+    )
     return [page, curves] if drawn else [page]
 
 
-def _tiles(story: RunStory) -> Iterable[tuple[str, str]]:
-    report, result = story.evaluation, story.result
+def _tiles(data: RunData) -> Iterator[tuple[str, str]]:
+    """(label, value) of the figures that the page shows large."""
+    report, result = data.evaluation, data.result
     if report:
         yield "held-out loss, nats per token", f"{report.loss:.3f}"
         if report.bits_per_byte is not None:
             yield "bits per byte", f"{report.bits_per_byte:.3f}"
-    if story.plan:
-        yield "steps", f"{story.step:,} of {story.plan.steps:,}"
+    if data.plan:
+        yield "steps", f"{data.step:,} of {data.plan.steps:,}"
     if result:
         yield "tokens per second", f"{result.tokens_per_s:,.0f}"
         yield "peak memory per rank", f"{result.peak_memory_gib:.2f} GiB"
-    if hours := sum(story.device_hours.values()):
-        yield f"{story.device} hours", f"{hours:.3g}"
-    if story.model:
-        yield "in the registry", f"{story.model.name} {story.model.version}, {story.model.alias or 'no alias'}"
+    if hours := sum(data.device_hours.values()):
+        yield f"{data.device} hours", f"{hours:.3g}"
+    if data.model:
+        yield "in the registry", f"{data.model.name} {data.model.version}, {data.model.alias or 'no alias'}"
 
 
-def _evaluation(report: EvalReport | None) -> list[str]:
-    if report is None:
-        return []
-    rows = [(row["what"], row["figures"], row["over"]) for row in table_of(report)]
-    parts = [heading("Evaluation"), words_table(rows)]
-    if report.samples:
-        texts = (f"<pre><b>{escape(sample.prompt)}</b>{escape(sample.text)}</pre>" for sample in report.samples)
-        parts += [heading("What it writes"), f'<div class="grid">{"".join(texts)}</div>']
-    return parts
+def _latency(report: LatencyReport | None, picture: Path) -> dict[str, Any]:
+    rows = latency_rows(report) if report else []
+    return {
+        "latency": [tuple(row.values()) for row in rows],
+        "latency_heads": tuple(rows[0]) if rows else (),
+        "latency_device": report.device if report else "",
+        "latency_picture": picture if picture.exists() else None,
+    }
 
 
-def _latency(report: LatencyReport | None, picture: Path) -> list[str]:
-    if report is None or not report.figures:
-        return []
-    rows = latency_rows(report)
-    drawn = [embedded_picture(picture, alt="Median time of each graph and engine")] if picture.exists() else []
-    table = words_table([tuple(row.values()) for row in rows], heads=tuple(rows[0]))
-    return [heading(f"Speed of the exported model on {report.device}"), *drawn, details("As a table", table)]
+def _plan_errors(plan: RunPlan, result: TrainResult) -> list[TextRow]:
+    """(quantity, predicted, measured, difference)."""
+    found, predicted = against_plan(plan, result), plan.predicted
+    rows = [("peak memory of a rank", found["predicted_memory_gib"], result.peak_memory_gib, "{:.2f} GiB")]
+    if result.step_ms:
+        rows.insert(0, ("time of a step", predicted.step_ms, result.step_ms, "{:,.1f} ms"))
+        rows.insert(1, ("throughput", predicted.tokens_per_s, result.tokens_per_s, "{:,.0f} tokens/s"))
+    cells: list[TextRow] = [
+        (quantity, template.format(before), template.format(after), f"{after / before - 1:+.0%}")
+        for quantity, before, after, template in rows
+    ]
+    times = format_duration(predicted.train_s), format_duration(result.train_s)
+    return [*cells, ("training", *times, "measured with validations and checkpoints")]
 
 
-def _against_plan(plan: RunPlan | None, result: TrainResult | None) -> list[str]:
-    if plan is None:
-        return []
-    parts = [heading("The plan, and what came of it")]
-    if result:
-        found, predicted = against_plan(plan, result), plan.predicted
-        rows = [("memory of a rank", found["predicted_memory_gib"], result.peak_memory_gib, "{:.2f} GiB")]
-        if result.step_ms:
-            rows.insert(0, ("a step", predicted.step_ms, result.step_ms, "{:,.1f} ms"))
-            rows.insert(1, ("throughput", predicted.tokens_per_s, result.tokens_per_s, "{:,.0f} tokens/s"))
-        cells = [
-            (what, shown.format(before), shown.format(after), f"{after / before - 1:+.0%}")
-            for what, before, after, shown in rows
-        ]
-        cells.append(("training", span(predicted.train_s), span(result.train_s), "with validations and checkpoints"))
-        parts.append(words_table(cells, heads=("", "predicted", "measured", "difference")))
-    return [*parts, details("The plan, with its reasons", words_table(plan_in_words(plan)))]
+def _settings(data: RunData) -> dict[str, Any]:
+    config = data.config.model_dump(mode="json")
+    return {
+        "config_name": data.config.name,
+        "config_yaml": yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
+        "default_changes": changed(config, RunConfig().model_dump(mode="json")),
+        "preset_changes": _preset_changes(data, config),
+        "resumptions": [
+            {
+                "after_step": f"{each.after_step:,}",
+                "changes": [(change.field, str(change.old), str(change.new), change.note) for change in each.changes],
+            }
+            for each in data.resumptions.resumptions
+        ],
+    }
 
 
-def _config(story: RunStory) -> list[str]:
-    config, defaults = story.config.model_dump(mode="json"), RunConfig().model_dump(mode="json")
-    parts = [heading("What is special about its config")]
-    if story.preset is not None:
-        preset = RunConfig.model_validate(story.preset).model_dump(mode="json")
-        own = ", ".join(f"{field} = {here}, not {usual}" for field, here, usual in changed(config, preset))
-        parts.append(paragraph(f"Against the preset {story.config.name}: {own or 'nothing is changed'}."))
-    parts.append(words_table(changed(config, defaults), heads=("field", "here", "default")))
-    for each in story.resumptions.resumptions:
-        lines = [(change.field, str(change.old), str(change.new), change.note) for change in each.changes]
-        parts.append(paragraph(f"Changed by the resume after step {each.after_step:,}:"))
-        parts.append(words_table(lines, heads=("field", "before", "after", "")))
-    text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-    return [*parts, details("The whole config", f"<pre>{escape(text)}</pre>")]
+def _preset_changes(data: RunData, config: dict[str, Any]) -> str | None:
+    """None if no preset has the run's name."""
+    if data.preset is None:
+        return None
+    preset = RunConfig.model_validate(data.preset).model_dump(mode="json")
+    return ", ".join(f"{field} = {value}, not {usual}" for field, value, usual in changed(config, preset))
 
 
 def changed(config: dict[str, Any], defaults: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(field, value, default) of what is not as by default."""
+    """(field, value, default) of each field whose value is not the default."""
     usual = dict(flattened(defaults))
-    return [(key, _value(it), _value(usual.get(key))) for key, it in flattened(config) if it != usual.get(key)]
-
-
-def _value(it: Any) -> str:
-    return repr(it) if isinstance(it, str) else str(it)
-
-
-def _events(story: RunStory) -> Sequence[tuple[str, ...]]:
-    times = [event.at.replace("T", " ").partition("+")[0] for event in story.events]
-    rows: list[tuple[str, ...]] = [
-        (time, event.what, f"step {event.step:,}" if event.step else "none", event.why.partition("\n")[0])
-        for time, event in zip(times, story.events, strict=True)
+    return [
+        (field, _literal(value), _literal(usual.get(field)))
+        for field, value in flattened(config)
+        if value != usual.get(field)
     ]
-    for each in story.attempts:
-        ending, time = each["ending"], str(each["ended_at"]).replace("T", " ").partition(".")[0]
-        hosts = " + ".join(f"{name} ({ranks})" for name, ranks in each["hosts"].items())
-        what = f"attempt {each['number']} of {each['program']} on {hosts}: {ending['cause']}"
-        rows.append(
-            (time, what, f"began at step {each['from_step']:,}", f"{ending['host']} {ending['detail']}".strip())
+
+
+def _literal(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else str(value)
+
+
+def _events(data: RunData) -> list[TextRow]:
+    """(time, event, checkpoint, reason) of the run's history and of its attempts on hosts, in order."""
+    rows: list[TextRow] = [
+        (
+            event.at.replace("T", " ").partition("+")[0],
+            event.what,
+            f"step {event.step:,}" if event.step else "none",
+            event.why.partition("\n")[0],
         )
+        for event in data.events
+    ]
+    for attempt in data.attempts:
+        ending, time = attempt["ending"], str(attempt["ended_at"]).replace("T", " ").partition(".")[0]
+        hosts = " + ".join(f"{name} ({ranks} ranks)" for name, ranks in attempt["hosts"].items())
+        event = f"attempt {attempt['number']} of {attempt['program']} on {hosts} ended: {ending['cause']}"
+        reason = f"{ending['host']} {ending['detail']}".strip()
+        rows.append((time, event, f"started at step {attempt['from_step']:,}", reason))
     return sorted(rows)
 
 
-def _cost(story: RunStory) -> list[str]:
-    hours = story.device_hours
-    if not hours:
-        return []
-    rows = [(name, f"{held:.3g} {story.device} hours") for name, held in hours.items()]
-    if len(rows) > 1:
-        rows.append(("in all", f"{sum(hours.values()):.3g} {story.device} hours"))
-    stages = ", ".join(f"{name} {span(seconds)}" for name, seconds in story.stage_s.items())
-    return [heading("What it cost"), words_table(rows), paragraph(f"Stages: {stages}.", "note")]
+def _cost(data: RunData) -> list[TextRow]:
+    hours = data.device_hours
+    rows = [(name, f"{used:.3g} {data.device} hours") for name, used in hours.items()]
+    return [*rows, ("total", f"{sum(hours.values()):.3g} {data.device} hours")] if len(rows) > 1 else [*rows]
 
 
-def _lineage(story: RunStory) -> Iterable[tuple[str, str]]:
-    run, shards, result = story.run, story.shards, story.result
+def _lineage(data: RunData) -> Iterator[tuple[str, str]]:
+    run, shards, result = data.run, data.shards, data.result
     if shards:
-        yield "data", f"{story.config.data.path}: {len(shards.sources):,} sources, fingerprint {shards.fingerprint}"
-        tokens = {split: in_units(shards.tokens(split)) for split in ("train", "validation")}
-        yield "tokens", f"{tokens['train']} to train on, {tokens['validation']} held out ({shards.split_rule})"
+        yield "data", f"{data.config.data.path}: {len(shards.sources):,} sources, fingerprint {shards.fingerprint}"
+        train, validation = (format_count(shards.tokens(split)) for split in ("train", "validation"))
+        yield "tokens", f"{train} for training, {validation} held out for validation ({shards.split_rule})"
         yield "tokenizer", f"{shards.tokenizer}, {shards.vocab_size:,} tokens, sha256 {shards.tokenizer_sha256}"
-    if commits := list(dict.fromkeys(event.commit for event in story.events if event.commit)):
+    if commits := list(dict.fromkeys(event.commit for event in data.events if event.commit)):
         yield "code", f"Shardline at commit {', then '.join(commits)}"
     if result:
         yield "checkpoint", f"{result.checkpoint}, sha256 {result.checkpoint_sha256}"
-    if story.model:
-        yield "model", f"{story.model.name} version {story.model.version}"
+    if data.model:
+        yield "model", f"{data.model.name} version {data.model.version}"
     yield "run folder", str(run.folder)
     yield "MLflow run", run.mlflow_run_id
 
 
-def _commands(story: RunStory) -> list[str]:
-    rows = list(_command_rows(story))
-    return [heading("Go on from here"), words_table(rows)] if rows else []
-
-
-def _command_rows(story: RunStory) -> Iterable[tuple[str, str]]:
-    shardline, run_id, model = command("shardline"), story.run.run_id, story.model
-    on = "train longer, or with other settings" if story.result and not story.ended else "go on with it"
-    more = " train.steps=" + str(2 * story.config.train.steps) if on.startswith("train") else ""
-    if story.program is None or story.ended:
-        yield on, f"{shardline} resume {shlex.quote(run_id)}{more}"
-    if story.result:
-        yield "run it again and compare the losses", f"{shardline} reproduce {shlex.quote(run_id)}"
+def _commands(data: RunData) -> Iterator[tuple[str, str]]:
+    """(purpose, command) of what a reader may want to do next with the run."""
+    shardline, run_id, model = command("shardline"), shlex.quote(data.run.run_id), data.model
+    if data.result and data.program is None and not data.stop_reason:
+        yield "train it for more steps", f"{shardline} resume {run_id} train.steps={2 * data.config.train.steps}"
+    elif data.program is None or data.stop_reason:
+        yield "resume the run", f"{shardline} resume {run_id}"
+    if data.result:
+        yield "repeat the run and compare the losses", f"{shardline} reproduce {run_id}"
     if model:
         name = f"{model.name}@{model.alias}" if model.alias else f"{model.name}/{model.version}"
-        if story.config.objective == "causal":
-            yield "serve it", f"{shardline} serve {name}"
-        yield "walk its lineage", f"{shardline} lineage {name}"
+        if data.config.objective == "causal":
+            yield "serve the model", f"{shardline} serve {name}"
+        yield "show the model's lineage", f"{shardline} lineage {name}"

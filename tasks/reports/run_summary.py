@@ -1,108 +1,103 @@
-"""A run in words: the first lines of its report, for somebody who was not there."""
+"""A run in a few sentences: the start of its report, and its description in MLflow and Prefect."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
-from tasks.display.progress import span
-from tasks.reports.run_data import CUTS, RunStory
-
-
-def summary(story: RunStory) -> list[str]:
-    """What somebody who was not there wants to know first; a sentence or two each."""
-    told = (_what_it_was(story), _how_good(story), _how_fast(story), _what_became_of_it(story), _how_it_went(story))
-    return [words for words in told if words]
+from tasks.display.numbers import format_count, format_duration
+from tasks.reports.run_data import INTERRUPTIONS, RunData
 
 
-def in_units(number: float) -> str:
-    """`3.5 M`, `124 M`, `512 k`."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            value = number / size
-            return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
-    return f"{number:,.0f}"
+def summary(data: RunData) -> list[str]:
+    """What was trained, how good and how fast it is, where it is registered and how the run ended."""
+    return [_describe_training(data), *_quality(data), *_speed(data), *_registration(data), *_end(data)]
 
 
-def _what_it_was(story: RunStory) -> str:
-    config, plan = story.config, story.plan
+def _describe_training(data: RunData) -> str:
+    config, plan = data.config, data.plan
     corpus = config.data.path or "its corpus"
     if config.trainer.given:
-        return _whose_program(story)
+        return _describe_program(data)
     if plan is None:
-        return (
-            f"{config.name}: a {config.model.architecture} model was to be trained on {corpus}; no plan was made yet."
-        )
-    shape, seen = plan.shape, (story.result.tokens if story.result else _tokens_seen(story))
-    model = f"a {shape.architecture} model of {in_units(shape.parameters)} parameters ({shape.layers} layers)"
+        return f"{config.name} should train a {config.model.architecture} model on {corpus}, but it has no plan yet."
+    shape, tokens = plan.shape, data.result.tokens if data.result else _tokens_logged(data)
     passes = ""
-    if story.shards and (there := story.shards.tokens("train")):
-        passes = f", {seen / there:.2g} passes over its {in_units(there)} tokens"
-    steps = f"{story.step:,} of {plan.steps:,} steps"
-    return f"{config.name}: {model}, trained for {steps} on {in_units(seen)} tokens of {corpus}{passes}."
-
-
-def _whose_program(story: RunStory) -> str:
-    name, trainer, plan = story.config.name, story.config.trainer, story.program
-    words = f"{name}: {' '.join((trainer.module or trainer.script, *trainer.args))}, a training program of its user's"
-    if plan is None:
-        return f"{words}, was to be started; it was given no ranks yet."
-    where = " + ".join(f"{ranks} on {host}" for host, ranks in zip(plan.hosts, plan.ranks_per_host, strict=True))
-    many = "s" if plan.world_size > 1 else ""
-    return f"{words}, on {plan.world_size} {story.device}{many} ({where}). What it logged of its own is in MLflow."
-
-
-def _tokens_seen(story: RunStory) -> int:
-    return int(next((row["tokens"] for row in reversed(story.rows) if "tokens" in row), 0))
-
-
-def _how_good(story: RunStory) -> str:
-    report = story.evaluation
-    if report is None:
-        losses = [row["loss"] for row in story.rows if "loss" in row]
-        return f"Its training loss was {losses[-1]:.3f} nats per token when it was last seen." if losses else ""
-    bits = "" if report.bits_per_byte is None else f", {report.bits_per_byte:.3f} bits per byte"
-    perplexity = math.exp(min(report.loss, 700))
+    if data.shards and (corpus_tokens := data.shards.tokens("train")):
+        passes = f", {tokens / corpus_tokens:.2g} passes over its {format_count(corpus_tokens)} training tokens"
     return (
-        f"On {in_units(report.tokens)} held-out tokens its loss is {report.loss:.3f} nats per token: perplexity "
-        f"{perplexity:,.4g}{bits}; {report.accuracy:.1%} of the next tokens are its first guess."
+        f"{config.name} trained a {shape.architecture} model with {format_count(shape.parameters)} parameters "
+        f"({shape.layers} layers) for {data.step:,} of {plan.steps:,} steps on {format_count(tokens)} tokens of "
+        f"{corpus}{passes}."
     )
 
 
-def _how_fast(story: RunStory) -> str:
-    plan, result = story.plan, story.result
+def _describe_program(data: RunData) -> str:
+    trainer, placement = data.config.trainer, data.program
+    program = " ".join((trainer.module or trainer.script, *trainer.args))
+    if placement is None:
+        return f"{data.config.name} should run the user's training program {program}, but it has no ranks yet."
+    ranks = zip(placement.hosts, placement.ranks_per_host, strict=True)
+    hosts = " + ".join(f"{count} on {host}" for host, count in ranks)
+    devices = f"{placement.world_size} {_plural(data.device, placement.world_size)} ({hosts})"
+    return f"{data.config.name} ran the user's training program {program} on {devices}. MLflow has what it logged."
+
+
+def _tokens_logged(data: RunData) -> int:
+    return int(next((row["tokens"] for row in reversed(data.rows) if "tokens" in row), 0))
+
+
+def _quality(data: RunData) -> Iterator[str]:
+    report = data.evaluation
+    if report is None:
+        if losses := [row["loss"] for row in data.rows if "loss" in row]:
+            yield f"The last training loss that it logged is {losses[-1]:.3f} nats per token."
+        return
+    bits = "" if report.bits_per_byte is None else f", {report.bits_per_byte:.3f} bits per byte"
+    perplexity = math.exp(min(report.loss, 700))
+    yield (
+        f"On {format_count(report.tokens)} held-out tokens the model's loss is {report.loss:.3f} nats per token "
+        f"(perplexity {perplexity:,.4g}{bits}), and its first guess is right for {report.accuracy:.1%} of tokens."
+    )
+
+
+def _speed(data: RunData) -> Iterator[str]:
+    plan, result = data.plan, data.result
     if plan is None or result is None:
-        return ""
-    held = story.device_hours
-    cost = f"; {_in_words(list(held))} held {sum(held.values()):.3g} {story.device} hours" if held else ""
-    many = "s" if plan.world_size > 1 else ""
-    where = f"{plan.world_size} {story.device}{many} ({plan.strategy}, {plan.precision})"
-    against = ""
+        return
+    devices = f"{plan.world_size} {_plural(data.device, plan.world_size)} ({plan.strategy}, {plan.precision})"
+    difference = ""
     if result.step_ms:
-        longer = result.step_ms / plan.predicted.step_ms - 1
-        against = f", a step {abs(longer):.0%} {'longer' if longer > 0 else 'shorter'} than planned"
-    return f"Training took {span(result.train_s)} on {where} at {result.tokens_per_s:,.0f} tokens/s{against}{cost}."
+        error = result.step_ms / plan.predicted.step_ms - 1
+        difference = f"; a step took {abs(error):.0%} {'longer' if error > 0 else 'less time'} than the plan predicted"
+    time = format_duration(result.train_s)
+    yield f"Training took {time} on {devices} at {result.tokens_per_s:,.0f} tokens/s{difference}."
+    if hours := data.device_hours:
+        stages = _listed(list(hours)).capitalize()
+        yield f"{stages} used {sum(hours.values()):.3g} {data.device} hours{' together' if len(hours) > 1 else ''}."
 
 
-def _what_became_of_it(story: RunStory) -> str:
-    model = story.model
-    if model is None:
-        return ""
-    alias = f"the {model.alias}" if model.alias else "without an alias"
-    return f"It is version {model.version} of {model.name} in the registry, {alias} ({model.verdict})."
+def _registration(data: RunData) -> Iterator[str]:
+    if model := data.model:
+        alias = f"with the alias {model.alias}" if model.alias else "without an alias"
+        yield f"The model is version {model.version} of {model.name} in the registry, {alias} ({model.verdict})."
 
 
-def _how_it_went(story: RunStory) -> str:
-    cuts = [event for event in story.events if event.what in CUTS]
-    if story.ended:
-        return f"It did not come to its end: {story.ended.splitlines()[0]}"
-    if not story.events:
-        return ""
-    if not cuts:
-        return "It went through without a stop."
-    ways = ", ".join(f"{event.what} after step {event.step:,}" for event in cuts)
-    return f"It was {ways}, and resumed."
+def _end(data: RunData) -> Iterator[str]:
+    interruptions = [event for event in data.events if event.what in INTERRUPTIONS]
+    if data.stop_reason:
+        yield f"The run did not finish: {data.stop_reason.splitlines()[0]}"
+    elif interruptions:
+        each = ", ".join(f"{event.what} after step {event.step:,}" for event in interruptions)
+        yield f"The run was {each}, and resumed."
+    elif data.events:
+        yield "The run finished without an interruption."
 
 
-def _in_words(names: list[str]) -> str:
+def _plural(noun: str, count: int) -> str:
+    return noun if count == 1 else f"{noun}s"
+
+
+def _listed(names: Sequence[str]) -> str:
     """`training`, `training, evaluation and export`."""
     return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)

@@ -6,22 +6,24 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse
+from fastapi.responses import FileResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp
 
 from tasks.inference.engine import EngineDied
-from tasks.serving.completions import ClientGone, TextService, unless_gone
-from tasks.serving.demo_page import PAGE
+from tasks.serving.completions import ClientDisconnected, TextService, unless_disconnected
 from tasks.serving.kserve_api import add_kserve
 from tasks.serving.metrics import ServerMetrics
-from tasks.serving.middleware import Gate, Refused, refusal
-from tasks.serving.model_follower import Follower, Served
+from tasks.serving.middleware import AdmissionControl, Refused, refusal
+from tasks.serving.model_follower import AliasFollower, ServedVersion
 from tasks.serving.openai_api import add_openai
 from training.config.serving import ServingConfig
+
+DEMO_PAGE = Path(__file__).with_name("demo_page.html")
 
 
 class GenerateRequest(BaseModel):
@@ -42,7 +44,7 @@ class GenerateReply(BaseModel):
     seconds: float
 
 
-def build_app(follower: Follower, *, limits: ServingConfig) -> ASGIApp:
+def build_app(follower: AliasFollower, *, limits: ServingConfig) -> ASGIApp:
     """The whole server. Raises ValueError for a token file that cannot be used."""
     metrics = ServerMetrics()
     metrics.version.labels(follower.served.name).set_function(lambda: follower.served.version)
@@ -61,21 +63,21 @@ def build_app(follower: Follower, *, limits: ServingConfig) -> ASGIApp:
     app.exception_handler(HTTPException)(_http_error)
     app.exception_handler(Refused)(_refused)
     app.exception_handler(EngineDied)(_died)
-    app.exception_handler(ClientGone)(_gone)
+    app.exception_handler(ClientDisconnected)(_gone)
     _add_generate(app, follower, text)
     add_openai(app, follower, text)
     add_kserve(app, follower, text)
     _add_health(app, follower, metrics)
-    return Gate(app, follower=follower, limits=limits, metrics=metrics)
+    return AdmissionControl(app, follower=follower, limits=limits, metrics=metrics)
 
 
-def _add_generate(app: FastAPI, follower: Follower, text: TextService) -> None:
-    async def reply(request: Request, body: GenerateRequest, served: Served) -> GenerateReply:
+def _add_generate(app: FastAPI, follower: AliasFollower, text: TextService) -> None:
+    async def reply(request: Request, body: GenerateRequest, served: ServedVersion) -> GenerateReply:
         began = time.perf_counter()
         sampling = body.model_dump(exclude={"prompt"})
         request.scope["outcome"]["version"] = served.version
 
-        written = await unless_gone(request, text.write(served, body.prompt, sampling))
+        written = await unless_disconnected(request, text.write(served, body.prompt, sampling))
         seconds = time.perf_counter() - began
         return GenerateReply(text=written.text, model=served.name, version=served.version, seconds=seconds)
 
@@ -97,7 +99,7 @@ def _add_generate(app: FastAPI, follower: Follower, text: TextService) -> None:
             served.give()
 
 
-def _add_health(app: FastAPI, follower: Follower, metrics: ServerMetrics) -> None:
+def _add_health(app: FastAPI, follower: AliasFollower, metrics: ServerMetrics) -> None:
     @app.get("/health")
     async def health() -> dict[str, str | int]:
         status = "ok" if follower.served.engine.ready else "no engine"
@@ -125,9 +127,10 @@ def _add_health(app: FastAPI, follower: Follower, metrics: ServerMetrics) -> Non
     async def prometheus() -> Response:
         return Response(metrics.page(), media_type=metrics.media_type)
 
-    @app.get("/", response_class=HTMLResponse)
-    async def page() -> str:
-        return PAGE
+    @app.get("/")
+    async def demo_page() -> FileResponse:
+        """A text box, and what the served and the previous version make of its text, side by side."""
+        return FileResponse(DEMO_PAGE)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:

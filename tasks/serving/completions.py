@@ -15,19 +15,19 @@ from starlette.requests import Request
 from tasks.inference.onnx_generator import TextStream
 from tasks.serving.metrics import ServerMetrics
 from tasks.serving.middleware import Refused
-from tasks.serving.model_follower import Served
+from tasks.serving.model_follower import ServedVersion
 from training.config.serving import ServingConfig
 
 T = TypeVar("T")
 TIMEOUT = "timeout"  # a finish_reason that no client sees
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """Nobody reads the answer any more."""
 
 
 @dataclass(frozen=True)
-class Written:
+class Completion:
     text: str
     finish_reason: str
     prompt_tokens: int
@@ -48,7 +48,7 @@ class TextService:
 
     @asynccontextmanager
     async def stream(
-        self, served: Served, prompt: str, sampling: dict[str, Any], *, admitted: bool = False
+        self, served: ServedVersion, prompt: str, sampling: dict[str, Any], *, admitted: bool = False
     ) -> AsyncIterator[TextStream]:
         """A stream in one of the places; however the block ends, no further token is made after it.
 
@@ -78,13 +78,15 @@ class TextService:
                 self.metrics.tokens.labels(*labels).inc(stream.new_tokens)
                 self.metrics.prompt_tokens.labels(*labels).inc(stream.prompt_tokens)
 
-    async def write(self, served: Served, prompt: str, sampling: dict[str, Any], *, admitted: bool = False) -> Written:
+    async def write(
+        self, served: ServedVersion, prompt: str, sampling: dict[str, Any], *, admitted: bool = False
+    ) -> Completion:
         async with self.stream(served, prompt, sampling, admitted=admitted) as stream:
             text = await asyncio.get_running_loop().run_in_executor(self._pool, stream.read)
             self._check_time(stream)
-        return Written(text, stream.finish_reason, stream.prompt_tokens, stream.new_tokens)
+        return Completion(text, stream.finish_reason, stream.prompt_tokens, stream.new_tokens)
 
-    async def write_all(self, served: Served, asked: Sequence[tuple[str, dict[str, Any]]]) -> list[Written]:
+    async def write_all(self, served: ServedVersion, asked: Sequence[tuple[str, dict[str, Any]]]) -> list[Completion]:
         """Texts of one request, made side by side; the first error ends all."""
         if len(asked) == 1:
             return [await self.write(served, *asked[0])]
@@ -153,14 +155,14 @@ class TextService:
             self._places.release()
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns; it is cancelled as soon as the client hangs up. Raises ClientGone then."""
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns; it is cancelled as soon as the client hangs up. Raises ClientDisconnected then."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGone
+        raise ClientDisconnected
     finally:
         gone.cancel()
         if not task.done():

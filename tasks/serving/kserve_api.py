@@ -15,9 +15,9 @@ import numpy as np
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tasks.serving.completions import TextService, Written, unless_gone
+from tasks.serving.completions import Completion, TextService, unless_disconnected
 from tasks.serving.middleware import Refused
-from tasks.serving.model_follower import Follower
+from tasks.serving.model_follower import AliasFollower
 
 HEADER = "inference-header-content-length"
 MAX_PROMPTS = 128
@@ -36,7 +36,7 @@ class Sampling(BaseModel):
     seed: int = Field(1337, ge=0, lt=2**64)
 
 
-def add_kserve(app: FastAPI, follower: Follower, text: TextService) -> None:
+def add_kserve(app: FastAPI, follower: AliasFollower, text: TextService) -> None:
     @app.get("/v2")
     async def server() -> dict[str, Any]:
         return {"name": "shardline", "version": "2", "extensions": ["binary_tensor_data"]}
@@ -71,7 +71,7 @@ def add_kserve(app: FastAPI, follower: Follower, text: TextService) -> None:
             request.scope["outcome"]["version"] = served.version
             # Prompts of one request have seeds that follow each other, so that equal ones get other texts.
             wanted = [(prompt, sampling | {"seed": sampling["seed"] + i}) for i, prompt in enumerate(prompts)]
-            written = await unless_gone(request, text.write_all(served, wanted))
+            written = await unless_disconnected(request, text.write_all(served, wanted))
             head = {"model_name": served.name, "model_version": str(served.version)}
         return _reply(head | ({"id": asked["id"]} if "id" in asked else {}), asked, written)
 
@@ -114,7 +114,7 @@ def _strings(data: bytes) -> list[str]:
     return found
 
 
-def _reply(head: dict[str, Any], asked: dict[str, Any], written: list[Written]) -> Response:
+def _reply(head: dict[str, Any], asked: dict[str, Any], written: list[Completion]) -> Response:
     """The outputs that are asked for (all, if none is named), each as JSON or behind it as its client wants."""
     columns: dict[str, list[Any]] = {
         "text": [one.text for one in written],

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tasks.serving.metrics import ServerMetrics
-from tasks.serving.model_follower import Follower
+from tasks.serving.model_follower import AliasFollower
 from training.config.serving import ServingConfig
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def refusal(path: str, status: int, message: str) -> Response:
     return JSONResponse(content, status, headers=headers)
 
 
-class Tokens:
+class AccessTokens:
     """The accepted tokens of a file, one a line, read again when it changes. Only their hashes are kept."""
 
     def __init__(self, path: Path) -> None:
@@ -80,12 +80,12 @@ def _hash(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
 
 
-class Gate:
+class AdmissionControl:
     """Refuses by headers alone, so that nothing large or foreign is read, and counts requests for text."""
 
-    def __init__(self, app: ASGIApp, *, follower: Follower, limits: ServingConfig, metrics: ServerMetrics) -> None:
+    def __init__(self, app: ASGIApp, *, follower: AliasFollower, limits: ServingConfig, metrics: ServerMetrics) -> None:
         self.app, self.follower, self.limits, self.metrics = app, follower, limits, metrics
-        self.tokens = Tokens(Path(limits.token_file)) if limits.token_file else None
+        self.tokens = AccessTokens(Path(limits.token_file)) if limits.token_file else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

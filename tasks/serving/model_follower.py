@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 IDLE_S = 300  # the previous version is let go of when nobody asked it for so long
 
 
-class Served:
+class ServedVersion:
     """An opened version. Once it is retired, it is closed with the last request that is under way on it."""
 
     def __init__(self, name: str, version: int, engine: Engine) -> None:
@@ -57,7 +57,7 @@ class Served:
         return 0.0 if self._users else time.monotonic() - self._used_at
 
 
-class Follower:
+class AliasFollower:
     """The version being served, and the client that tells when the reference means another one."""
 
     def __init__(
@@ -67,12 +67,12 @@ class Follower:
         self.inference, self.rows = inference, rows
         self.client = registry_client(tracking_uri)
         self.served = self._load(ref)
-        self._previous: Served | None = None
+        self._previous: ServedVersion | None = None
         self._loading = threading.Lock()
 
-    def _load(self, ref: str) -> Served:
+    def _load(self, ref: str) -> ServedVersion:
         model = resolve(ref, tracking_uri=self.tracking_uri, cache_dir=self.cache_dir)
-        return Served(model.name, model.version, open_engine(model.export_dir, self.inference, rows=self.rows))
+        return ServedVersion(model.name, model.version, open_engine(model.export_dir, self.inference, rows=self.rows))
 
     def refresh(self) -> None:
         """Load and switch if the reference means another version now."""
@@ -82,7 +82,7 @@ class Follower:
             logger.info("%s moved: version %d is served instead of %d", self.ref, self.served.version, before.version)
         with self._loading:
             if self._previous and self._previous.idle_s > IDLE_S:
-                self._let_previous_go()
+                self._release_previous()
 
     async def follow(self, *, poll_s: float) -> None:
         """Refresh until cancelled. Whatever goes wrong meanwhile, the loaded version goes on being served."""
@@ -99,7 +99,7 @@ class Follower:
                     logger.warning("version %d goes on: cannot follow %s: %s", self.served.version, self.ref, why)
 
     @contextmanager
-    def current(self) -> Iterator[Served]:
+    def current(self) -> Iterator[ServedVersion]:
         """The served version, which stays open while the block runs."""
         while not (served := self.served).take():  # retired between the two: another one is served by now
             pass
@@ -108,24 +108,24 @@ class Follower:
         finally:
             served.give()
 
-    def previous(self) -> Served:
+    def previous(self) -> ServedVersion:
         """The version before the served one, taken, opened at the first call. Raises ValueError where there is none."""
         with self._loading:
             number = replaced_by(self.client, self.served.name, self.served.version)
             if number is None:
                 raise ValueError(f"{self.served.name}/{self.served.version} took the place of no other version")
             if self._previous is None or self._previous.version != number:
-                self._let_previous_go()
+                self._release_previous()
                 self._previous = self._load(f"{self.served.name}/{number}")
             assert self._previous.take(), "it is retired under the same lock"
             return self._previous
 
-    def _let_previous_go(self) -> None:
+    def _release_previous(self) -> None:
         before, self._previous = self._previous, None
         if before:
             before.retire()
 
     def close(self) -> None:
         with self._loading:
-            self._let_previous_go()
+            self._release_previous()
         self.served.retire()

@@ -20,9 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
 from tasks.inference.onnx_generator import TextStream
-from tasks.serving.completions import TextService, unless_gone
+from tasks.serving.completions import TextService, unless_disconnected
 from tasks.serving.middleware import Refused, refusal
-from tasks.serving.model_follower import Follower, Served
+from tasks.serving.model_follower import AliasFollower, ServedVersion
 
 MAX_CHOICES = 128  # of one request, over all its prompts
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # name -> values that change nothing
@@ -75,10 +75,10 @@ class CompletionRequest(BaseModel):
         }
 
 
-class Answer:
+class CompletionHeader:
     """The head that every part of an answer has."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: ServedVersion) -> None:
         self.served, self.id, self.created = served, f"cmpl-{secrets.token_hex(12)}", int(time.time())
 
     def part(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def _usage(prompt_tokens: Sequence[int], new_tokens: Sequence[int], *, n: int) -
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
-def add_openai(app: FastAPI, follower: Follower, text: TextService) -> None:
+def add_openai(app: FastAPI, follower: AliasFollower, text: TextService) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model(follower.served)]}
@@ -112,13 +112,13 @@ def add_openai(app: FastAPI, follower: Follower, text: TextService) -> None:
         with follower.current() as served:
             request.scope["outcome"]["version"] = served.version
             if not body.stream:
-                return await unless_gone(request, _whole(body, served, text))
+                return await unless_disconnected(request, _whole(body, served, text))
         stack = AsyncExitStack()
         try:
             served = stack.enter_context(follower.current())
             request.scope["outcome"]["version"] = served.version
             # The first stream opens before the answer begins, so that what is refused has its status.
-            events = Events(body, served, text, outcome=request.scope["outcome"])
+            events = CompletionEvents(body, served, text, outcome=request.scope["outcome"])
             events.first = await stack.enter_async_context(text.stream(served, *events.asked[0]))
         except BaseException:
             await stack.aclose()
@@ -126,16 +126,16 @@ def add_openai(app: FastAPI, follower: Follower, text: TextService) -> None:
         return EventStream(events.lines(), stack)
 
 
-def _model(served: Served) -> dict[str, Any]:
+def _model(served: ServedVersion) -> dict[str, Any]:
     return {"id": served.name, "object": "model", "created": served.since, "owned_by": "shardline"}
 
 
-def _check_model(name: str, follower: Follower) -> None:
+def _check_model(name: str, follower: AliasFollower) -> None:
     if name not in (follower.served.name, follower.ref):
         raise Refused(404, f"this server has no model {name!r}: it serves {follower.served.name!r}")
 
 
-def _check(body: CompletionRequest, follower: Follower) -> None:
+def _check(body: CompletionRequest, follower: AliasFollower) -> None:
     """Raises Refused for what cannot be done as it is asked for."""
     _check_model(body.model, follower)
     for name, harmless in UNSUPPORTED.items():
@@ -155,7 +155,7 @@ def _asked(body: CompletionRequest) -> list[tuple[str, dict[str, Any]]]:
     return [(prompt, body.sampling(number)) for prompt in prompts for number in range(body.n or 1)]
 
 
-async def _whole(body: CompletionRequest, served: Served, text: TextService) -> Response:
+async def _whole(body: CompletionRequest, served: ServedVersion, text: TextService) -> Response:
     asked = _asked(body)
     written = await text.write_all(served, asked)
     choices = [
@@ -163,18 +163,20 @@ async def _whole(body: CompletionRequest, served: Served, text: TextService) -> 
         for index, ((prompt, _), one) in enumerate(zip(asked, written, strict=True))
     ]
     usage = _usage([one.prompt_tokens for one in written], [one.new_tokens for one in written], n=body.n or 1)
-    return JSONResponse(Answer(served).part(choices, usage=usage))
+    return JSONResponse(CompletionHeader(served).part(choices, usage=usage))
 
 
-class Events:
+class CompletionEvents:
     """The texts of one request as server-sent events, in the order in which their pieces come."""
 
-    def __init__(self, body: CompletionRequest, served: Served, text: TextService, *, outcome: dict[str, Any]) -> None:
+    def __init__(
+        self, body: CompletionRequest, served: ServedVersion, text: TextService, *, outcome: dict[str, Any]
+    ) -> None:
         self.body, self.served, self.text, self.outcome = body, served, text, outcome
         self.asked = _asked(body)
         for prompt, sampling in self.asked:
             text.check(prompt, sampling)
-        self.answer = Answer(served)
+        self.answer = CompletionHeader(served)
         self.first: TextStream | None = None  # of the first text, opened before
         self.streams: dict[int, TextStream] = {}
         self.news: asyncio.Queue[tuple[int, str | Exception | None]] = asyncio.Queue()  # None: that text is done

@@ -17,7 +17,7 @@ import uvicorn
 
 from tasks.serving.announce import announced
 from tasks.serving.app import build_app
-from tasks.serving.model_follower import Follower
+from tasks.serving.model_follower import AliasFollower
 from training.config.serving import ServeConfig
 
 
@@ -43,7 +43,9 @@ def serve(
     listener = _listen(host, port)
     with listener, contextlib.ExitStack() as stack:
         rows = config.serving.max_concurrent
-        follower = Follower(ref, tracking_uri=tracking_uri, cache_dir=cache_dir, inference=config.inference, rows=rows)
+        follower = AliasFollower(
+            ref, tracking_uri=tracking_uri, cache_dir=cache_dir, inference=config.inference, rows=rows
+        )
         stack.callback(follower.close)
         app = build_app(follower, limits=config.serving)
         url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"

@@ -24,12 +24,12 @@ TYPES = {"tensor(int64)": "TYPE_INT64", "tensor(float)": "TYPE_FP32", "tensor(fl
 WARM_UP_TOKENS = 8
 
 
-class Word(str):
+class EnumValue(str):
     """A name of an enum: the text format has it without quotes."""
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSpec:
     """An input or output: its sizes without the batch, -1 where they vary."""
 
     name: str
@@ -53,7 +53,7 @@ def write_repository(export_dir: Path, target: Path, *, name: str, version: int,
     for graph in exported.parity.graphs:
         stem = graph.file.removesuffix(".onnx")
         model = "-".join([name, *(part for part in stem.split("_") if part != "model")])
-        inputs, outputs = onnx_slots(export_dir / graph.file)
+        inputs, outputs = onnx_tensors(export_dir / graph.file)
         files = {graph.file: "model.onnx", weights_file(graph.precision): weights_file(graph.precision)}
         engine = f"{stem}.plan"
         backends = [("onnxruntime", "", files)]
@@ -85,7 +85,7 @@ def _place(source: Path, target: Path, files: Mapping[str, str]) -> None:
         aside.replace(target / wanted)
 
 
-def onnx_slots(path: Path) -> tuple[list[Slot], list[Slot]]:
+def onnx_tensors(path: Path) -> tuple[list[TensorSpec], list[TensorSpec]]:
     """Inputs and outputs of a graph of ours, whose first size is always the batch."""
     import onnxruntime
 
@@ -94,15 +94,15 @@ def onnx_slots(path: Path) -> tuple[list[Slot], list[Slot]]:
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
-    def slots(found: Sequence[Any]) -> list[Slot]:
+    def slots(found: Sequence[Any]) -> list[TensorSpec]:
         sizes = [tuple(size if isinstance(size, int) else -1 for size in slot.shape[1:]) for slot in found]
-        return [Slot(slot.name, TYPES[slot.type], dims) for slot, dims in zip(found, sizes, strict=True)]
+        return [TensorSpec(slot.name, TYPES[slot.type], dims) for slot, dims in zip(found, sizes, strict=True)]
 
     return slots(session.get_inputs()), slots(session.get_outputs())
 
 
 def model_config(
-    name: str, backend: str, inputs: Sequence[Slot], outputs: Sequence[Slot], config: TritonConfig
+    name: str, backend: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], config: TritonConfig
 ) -> dict[str, Any]:
     """A ModelConfig message, as nested dicts and lists."""
     settings: dict[str, Any] = {
@@ -121,21 +121,21 @@ def model_config(
     return settings
 
 
-def _tensor(slot: Slot) -> dict[str, Any]:
-    return {"name": slot.name, "data_type": Word(slot.type), "dims": list(slot.dims)}
+def _tensor(slot: TensorSpec) -> dict[str, Any]:
+    return {"name": slot.name, "data_type": EnumValue(slot.type), "dims": list(slot.dims)}
 
 
 def _instances(backend: str, config: TritonConfig) -> dict[str, Any]:
     """TensorRT has no CPU; KIND_AUTO takes every GPU there is, or the CPU."""
     kind = "gpu" if config.gpus or backend == "tensorrt" else config.device
-    group: dict[str, Any] = {"kind": Word(f"KIND_{kind.upper()}"), "count": config.instances}
+    group: dict[str, Any] = {"kind": EnumValue(f"KIND_{kind.upper()}"), "count": config.instances}
     return group | ({"gpus": list(config.gpus)} if config.gpus else {})
 
 
-def _warm_up(inputs: Sequence[Slot], batch: int) -> dict[str, Any]:
+def _warm_up(inputs: Sequence[TensorSpec], batch: int) -> dict[str, Any]:
     """Zeros everywhere. Each varying size is 8 tokens; a mask is as long as the cache and the new tokens."""
 
-    def sizes(slot: Slot) -> list[int]:
+    def sizes(slot: TensorSpec) -> list[int]:
         tokens = 2 * WARM_UP_TOKENS if slot.name == "attention_mask" else WARM_UP_TOKENS
         return [tokens if size < 0 else size for size in slot.dims]
 
@@ -143,7 +143,7 @@ def _warm_up(inputs: Sequence[Slot], batch: int) -> dict[str, Any]:
         "name": f"batch-{batch}",
         "batch_size": batch,
         "inputs": [
-            {"key": slot.name, "value": {"data_type": Word(slot.type), "dims": sizes(slot), "zero_data": True}}
+            {"key": slot.name, "value": {"data_type": EnumValue(slot.type), "dims": sizes(slot), "zero_data": True}}
             for slot in inputs
         ],
     }
@@ -162,7 +162,7 @@ def text_format(message: Mapping[str, Any], indent: str = "") -> str:
 
 
 def _literal(value: Any) -> str:
-    if isinstance(value, Word):
+    if isinstance(value, EnumValue):
         return str(value)
     if isinstance(value, bool):
         return "true" if value else "false"

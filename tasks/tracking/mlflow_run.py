@@ -165,7 +165,7 @@ def _code_tags(config: RunConfig, *, run_id: str) -> dict[str, str]:
 
 def git_commit() -> tuple[str, bool]:
     """Commit of the code that runs, and whether the checkout differs from it; ("unknown", False) without a checkout."""
-    source = Path(__file__).parents[1]
+    source = Path(__file__).parent
 
     def git(*arguments: str) -> str | None:
         try:

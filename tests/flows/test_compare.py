@@ -66,8 +66,8 @@ def test_strategies_side_by_side_with_failures_as_rows(shop: Shop) -> None:
     assert plans["single"]["threads_per_rank"] == plans["ddp"]["threads_per_rank"], "one of the same devices"
 
     reports = {name: (shop.home / rows[name]["run_id"] / "report.html").read_text() for name in statuses}
-    assert "It went through without a stop" in reports["ddp"]
-    assert "It did not come to its end: training.train failed" in reports["boom"]
+    assert "The run finished without an interruption" in reports["ddp"]
+    assert "The run did not finish: training.train failed" in reports["boom"]
 
     files = {artifact.path for artifact in shop.mlflow.list_artifacts(comparison["mlflow_run_id"])}
     assert {f"comparison.{kind}" for kind in ("html", "png", "csv", "json", "yaml")} <= files

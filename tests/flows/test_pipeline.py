@@ -89,7 +89,7 @@ def test_prefect_and_mlflow_runs_link_to_each_other(first: dict[str, Any], shop:
     assert name == first["run_id"]
     assert run.info.run_id in artifacts["mlflow-run"]
     assert {"plan", "evaluation", "gate", "outcome", "training"} <= artifacts.keys()
-    assert "It went through without a stop" in artifacts["report"]
+    assert "The run finished without an interruption" in artifacts["report"]
     last = losses(shop.home / first["run_id"] / "plan.json")[60]
     assert f"step 60/60  loss {last:.3f}" in told["training"]
 
@@ -173,7 +173,7 @@ def test_a_stop_saves_a_checkpoint_says_killed_and_resume_goes_on_to_the_bit(
     assert (run_dir / result.checkpoint / "manifest.json").exists()
     stopped = shop.mlflow_run(run_dir)
     assert stopped.info.status == "KILLED"
-    assert "It did not come to its end: interrupted" in (run_dir / "report.html").read_text()
+    assert "The run did not finish: interrupted" in (run_dir / "report.html").read_text()
     assert shop.prefect_states()[stopped.data.tags["prefect.flow_run_id"]] == "CANCELLED"
 
     outcome = json.loads(shop.run("resume", run_dir.name, "--json")[0])

@@ -133,7 +133,7 @@ def test_a_whole_tree_killed_holds_up_nobody_and_retry_goes_on_from_its_checkpoi
     crashed = up.prefect(f"/flow_runs/{first}")
     assert (crashed["state_type"], mlflow_runs(up, folder)) == ("CRASHED", [(folder.name, "KILLED")])
     page = (folder / "report.html").read_text()
-    assert "It did not come to its end: its process was killed" in page
+    assert "The run did not finish: its process was killed" in page
     assert "report.html" in {artifact.path for artifact in up.mlflow.list_artifacts(mlflow_run_id(folder))}
     told = up.prefect(
         "/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [first]}, "key": {"any_": ["report"]}}}

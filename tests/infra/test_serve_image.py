@@ -15,7 +15,7 @@ class Missing(importlib.abc.MetaPathFinder):
         if name.partition(".")[0] in {missing}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Missing())
-import tasks.inference.batching, tasks.serving.server, flows.cli.command
+import tasks.inference.onnx_batching, tasks.serving.server, flows.cli.command
 sys.exit(flows.cli.command.main(["serve", "tiny@champion", "--port", "0"]))
 """
 

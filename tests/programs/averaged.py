@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from training.config.parallel import ParallelConfig
 from training.records.plan import RunPlan
-from training.runtime.process import entered
+from training.runtime.process import process_group
 from training.strategies.compression import Compression, compress
 
 SHAPES = ((40, 24), (24,), (3, 4), (64, 16), (16,), (30, 30))
@@ -81,7 +81,7 @@ def check_simple_gradients_survive(rank: int) -> None:
 
 def main(plan_path: Path) -> None:
     plan = RunPlan.read(plan_path)
-    with entered(plan) as rank:
+    with process_group(plan) as rank:
         for kind in ("topk", "powersgd"):
             check(kind, rank.rank, rank.world_size)
         check_simple_gradients_survive(rank.rank)

@@ -11,13 +11,13 @@ from training.data.loader import Loader
 from training.models.language_model import unfilled_model
 from training.records.plan import RunPlan
 from training.runtime.mesh import build_mesh
-from training.runtime.process import entered
+from training.runtime.process import process_group
 from training.strategies import parallelize
 
 
 def main(plan_path: Path) -> None:
     plan = RunPlan.read(plan_path)
-    with entered(plan) as rank:
+    with process_group(plan) as rank:
         model, weights = unfilled_model(plan)
         mesh = build_mesh(plan)
         strategy = parallelize(plan, mesh, model, weights=weights, device=rank.device)

@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 
 from training.records.plan import RunPlan
-from training.runtime.process import entered
-from training.trainer.state import prepare
+from training.runtime.process import process_group
+from training.trainer.state import restore
 
 
 def main(plan_path: Path) -> None:
     plan = RunPlan.read(plan_path)
-    with entered(plan) as rank:
-        state = prepare(plan, rank=rank, run_dir=plan_path.parent)
+    with process_group(plan) as rank:
+        state = restore(plan, rank=rank, run_dir=plan_path.parent)
         assert state.start > 0, "there was a checkpoint"
         drawn = torch.rand(4)
         for axis, alike in (("tp", True), ("dp", False)):

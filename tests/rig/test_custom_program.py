@@ -20,7 +20,7 @@ from tests.support.rig.rig import Rig
 from tests.support.rig.runs import assert_nothing_is_left, causes, docker_config
 from training.config.run import RunConfig
 
-SCRIPTS = Path(__file__).parent / "trainers"
+SCRIPTS = Path(__file__).parents[1] / "programs" / "trainers"
 REPO = Path(__file__).parents[2]
 STEPS = 5
 

@@ -110,13 +110,13 @@ def tiny_run(folder: Path, *, architecture: str = "llama", **export: Any) -> Pat
 
 
 def _checkpoint(plan: RunPlan, folder: Path) -> None:
-    from training.checkpoint.load import Manifest
+    from training.checkpoint.load import CheckpointManifest
     from training.models.language_model import build_model
 
     model: Any = build_model(plan).hf
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)  # training's checkpoints have none
-    Manifest(
+    CheckpointManifest(
         step=8,
         tokens=2048,
         strategy="single",

@@ -32,10 +32,10 @@ from training.strategies import Strategy
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
+CHECKPOINT_MANIFEST = "manifest.json"
 
 
-class Manifest(Record):
+class CheckpointManifest(Record):
     """`val_loss`: of the newest validation at this step or before, nats per token; None: there was none yet.
     `micro_batches`: by replica, as they were at this step.
     """
@@ -91,10 +91,10 @@ def damage(folder: Path, *, hashes: bool = True, only: tuple[str, ...] = ("",)) 
 
     `only`: files whose names begin so.
     """
-    if not (folder / MANIFEST).exists():
+    if not (folder / CHECKPOINT_MANIFEST).exists():
         return "manifest.json is missing"
     try:
-        named = Manifest.read(folder / MANIFEST).files
+        named = CheckpointManifest.read(folder / CHECKPOINT_MANIFEST).files
     except ValueError:
         return "manifest.json is not a manifest"
     files = {name: expected for name, expected in named.items() if name.startswith(only)}
@@ -129,30 +129,30 @@ def weights_for(model: LanguageModel, folder: Path) -> TensorFiles:
     return weights
 
 
-def load_state(folder: Path, *, strategy: Strategy, rank: Rank, mesh: dict[str, int]) -> Manifest:
+def load_state(folder: Path, *, strategy: Strategy, rank: Rank, mesh: dict[str, int]) -> CheckpointManifest:
     """Put a checkpoint's optimizer moments back; generators and what each rank alone holds only where ranks have the
     places they had: tp peers must draw alike.
     """
     strategy.load_optimizer_state(TensorFiles(folder, "optimizer"))
-    manifest = Manifest.read(folder / MANIFEST)
+    manifest = CheckpointManifest.read(folder / CHECKPOINT_MANIFEST)
     if manifest.mesh == mesh:
         _set_rng_state(load_file(folder / rng_name(rank)), rank.device)
-        _load_own_state(folder, strategy, rank)
+        _load_rank_state(folder, strategy, rank)
     else:
         logger.warning(
             "checkpoint of ranks %s loaded on %s: dropout goes on with fresh generators%s, all else is as it was",
             manifest.mesh,
             mesh,
-            ", what each rank kept for itself begins anew" if (folder / own_name(0)).exists() else "",
+            ", what each rank kept for itself begins anew" if (folder / rank_state_file(0)).exists() else "",
         )
     return manifest
 
 
-def _load_own_state(folder: Path, strategy: Strategy, rank: Rank) -> None:
-    path, expected = folder / own_name(rank.rank), strategy.own_state()
+def _load_rank_state(folder: Path, strategy: Strategy, rank: Rank) -> None:
+    path, expected = folder / rank_state_file(rank.rank), strategy.rank_state()
     saved = load_file(path) if path.exists() else {}
     if {name: tensor.shape for name, tensor in saved.items()} == {name: t.shape for name, t in expected.items()}:
-        strategy.load_own_state(saved)
+        strategy.load_rank_state(saved)
     elif rank.rank == 0:
         logger.warning(
             "checkpoint %s holds %s of what each rank keeps for itself, this run has %s: it begins anew, all else is "
@@ -167,7 +167,7 @@ def _in_words(tensors: Mapping[str, Tensor]) -> str:
     return f"{len(tensors)} tensors of {sum(tensor.nbytes for tensor in tensors.values()) / 2**20:.1f} MiB"
 
 
-def own_name(rank: int) -> str:
+def rank_state_file(rank: int) -> str:
     return f"own-{rank}.safetensors"
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from training.checkpoint.load import MANIFEST, Manifest, damage, published
+from training.checkpoint.load import CHECKPOINT_MANIFEST, CheckpointManifest, damage, published
 from training.config.run import CheckpointConfig
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def reading(folder: Path | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    path = folder / MANIFEST
+    path = folder / CHECKPOINT_MANIFEST
     with path.open("rb") as manifest:
         fcntl.flock(manifest, fcntl.LOCK_SH)
         if not os.path.samestat(os.fstat(manifest.fileno()), path.stat()):
@@ -48,7 +48,11 @@ def keep(folder: Path, *, why: str) -> None:
 def prune(run_dir: Path, config: CheckpointConfig) -> None:
     """Delete the checkpoints that no rule keeps; one that is being read stays until the next time."""
     folders = published(run_dir)
-    manifests = {folder: Manifest.read(folder / MANIFEST) for folder in folders if not damage(folder, hashes=False)}
+    manifests = {
+        folder: CheckpointManifest.read(folder / CHECKPOINT_MANIFEST)
+        for folder in folders
+        if not damage(folder, hashes=False)
+    }
     newest = list(manifests)[-config.keep_last :]
     kept = {*newest, *_pointed_at(run_dir)}
     if config.keep_best:
@@ -61,7 +65,7 @@ def prune(run_dir: Path, config: CheckpointConfig) -> None:
             _delete_unless_read(folder)
 
 
-def _best(manifests: dict[Path, Manifest]) -> set[Path]:
+def _best(manifests: dict[Path, CheckpointManifest]) -> set[Path]:
     """The one of the lowest validation loss; of several after the same validation, the nearest to it."""
     measured = [(manifest.val_loss, folder) for folder, manifest in manifests.items() if manifest.val_loss is not None]
     return {min(measured)[1]} if measured else set()
@@ -75,7 +79,7 @@ def _pointed_at(run_dir: Path) -> set[Path]:
 
 def _delete_unless_read(folder: Path) -> None:
     aside = folder.with_name(f".{folder.name}.deleted")
-    with (folder / MANIFEST).open("ab") as manifest:  # a lock on NFS needs a file open for writing
+    with (folder / CHECKPOINT_MANIFEST).open("ab") as manifest:  # a lock on NFS needs a file open for writing
         try:
             fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.checkpoint.load import Manifest, checkpoint_folder, own_name, rng_name, rng_state
+from training.checkpoint.load import CheckpointManifest, checkpoint_folder, rank_state_file, rng_name, rng_state
 from training.checkpoint.safetensors_files import file_name
 from training.checkpoint.staging import Staging
 from training.checkpoint.writer import Failure, Writer
@@ -72,7 +72,7 @@ class Saver:
         began = time.perf_counter()
         if self.writer is not None:
             self._wait_for(self.writer, step)
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             step=step,
             tokens=tokens,
             strategy=self.plan.strategy,
@@ -109,7 +109,7 @@ class Saver:
         rank = self.rank
         staged = self.staging.fill(self.strategy)
         files = {file_name(kind, number=rank.rank, of=rank.world_size): staged[kind] for kind in ("model", "optimizer")}
-        files[own_name(rank.rank)] = staged["own"]
+        files[rank_state_file(rank.rank)] = staged["own"]
         return {name: tensors for name, tensors in files.items() if tensors} | {rng_name(rank): rng_state(rank.device)}
 
     def advance(self) -> None:

@@ -10,8 +10,9 @@ from torch import Tensor
 from training.records.plan import RunPlan
 from training.runtime.process import Rank
 from training.strategies import Strategy
+from training.strategies.optim import MOMENTS
 
-MOMENTS = (".exp_avg", ".exp_avg_sq")
+MOMENT_SUFFIXES = tuple(f".{moment}" for moment in MOMENTS)
 BLOCK_BYTES = 2**28  # page-locked memory is rounded up to powers of two: 1.4x for a 7B Llama's matrices, one by one
 ALIGNED_BYTES = 64
 
@@ -38,7 +39,7 @@ class Staging:
         for kind, tensors in (("model", strategy.weights()), ("optimizer", strategy.optimizer_state())):
             mine = ((name, t) for name, t in tensors if self._is_mine(name, t, kind=kind, loads=loads))
             self._copy(kind, mine)
-        self._copy("own", strategy.own_state().items())
+        self._copy("own", strategy.rank_state().items())
         if self.rank.device.type == "cuda":
             torch.cuda.current_stream(self.rank.device).synchronize()
         return self._buffers
@@ -52,7 +53,7 @@ class Staging:
 
     def _is_mine(self, name: str, tensor: Tensor, *, kind: str, loads: list[int]) -> bool:
         """The rank with the fewest bytes so far takes it; the same on all ranks of the stage. Updates `loads`."""
-        if kind == "optimizer" and not name.endswith(MOMENTS):
+        if kind == "optimizer" and not name.endswith(MOMENT_SUFFIXES):
             return self.rank.rank == 0  # a number such as `step`, which every stage yields
         owner = loads.index(min(loads))
         loads[owner] += tensor.nbytes

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from training.checkpoint.load import MANIFEST, Manifest
+from training.checkpoint.load import CHECKPOINT_MANIFEST, CheckpointManifest
 from training.checkpoint.retention import prune
 from training.checkpoint.safetensors_files import Abandoned, WrittenFile, index_name, write_tensors
 from training.records.plan import RunPlan
@@ -35,7 +35,7 @@ JOIN_S = 60.0  # a thread that hangs on a dead disk must not keep the process
 
 
 @dataclass(frozen=True)
-class Part:
+class RankFile:
     """A file that one rank wrote, and the names of the tensors in it."""
 
     written: WrittenFile
@@ -54,12 +54,14 @@ class Failure:
 class Writer:
     """The main thread looks at its events, between steps; there is no collective in here."""
 
-    def __init__(self, plan: RunPlan, manifest: Manifest, *, folder: Path, rank: Rank, hf_config: Any) -> None:
+    def __init__(
+        self, plan: RunPlan, manifest: CheckpointManifest, *, folder: Path, rank: Rank, hf_config: Any
+    ) -> None:
         self.plan, self.manifest, self.folder, self.rank, self.hf_config = plan, manifest, folder, rank, hf_config
         self.aside = folder.with_name(f".{folder.name}.part")
         self.files: dict[str, dict[str, Tensor]] = {}
-        self.parts: dict[str, Part] = {}  # of this rank
-        self.all_parts: list[dict[str, Part]] = []  # of all ranks; on the first one
+        self.parts: dict[str, RankFile] = {}  # of this rank
+        self.all_parts: list[dict[str, RankFile]] = []  # of all ranks; on the first one
         self.written, self.complete, self.published = threading.Event(), threading.Event(), threading.Event()
         self.news, self.abandoned = threading.Event(), threading.Event()
         self.failures: queue.SimpleQueue[Failure] = queue.SimpleQueue()
@@ -71,7 +73,7 @@ class Writer:
         self.files = files
         self.thread.start()
 
-    def publish(self, all_parts: list[dict[str, Part]]) -> None:
+    def publish(self, all_parts: list[dict[str, RankFile]]) -> None:
         self.all_parts = all_parts
         self.complete.set()
 
@@ -135,7 +137,7 @@ class Writer:
             except BaseException:
                 self.at.unlink(missing_ok=True)  # half a file: on a full disk somebody needs the room
                 raise
-            self.parts[name] = Part(written, tuple(tensors), sum(tensor.nbytes for tensor in tensors.values()))
+            self.parts[name] = RankFile(written, tuple(tensors), sum(tensor.nbytes for tensor in tensors.values()))
 
     def _publish(self) -> None:
         """Index files, config.json, manifest; then the folder's name. Each try may begin where the last one fell."""
@@ -156,15 +158,15 @@ class Writer:
         self.hf_config.save_pretrained(self.aside)
         files = {name: part.written for parts in self.all_parts for name, part in parts.items()}
         for path in self.aside.glob("*.json"):
-            if path.name != MANIFEST:  # of an earlier try
+            if path.name != CHECKPOINT_MANIFEST:  # of an earlier try
                 _fsync(path)
                 files[path.name] = WrittenFile(size_bytes=path.stat().st_size, sha256=sha256_file(path))
         manifest = self.manifest.model_copy(update={"files": dict(sorted(files.items()))})
-        manifest.write(self.aside / MANIFEST)
+        manifest.write(self.aside / CHECKPOINT_MANIFEST)
         _fsync(self.aside)
 
 
-def _write_index(folder: Path, kind: str, all_parts: list[dict[str, Part]]) -> None:
+def _write_index(folder: Path, kind: str, all_parts: list[dict[str, RankFile]]) -> None:
     """KIND.safetensors.index.json, where several ranks wrote tensors of this kind."""
     parts = {name: part for parts in all_parts for name, part in parts.items() if name.startswith(f"{kind}-")}
     file_of = {tensor: name for name, part in parts.items() for tensor in part.names}

@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from training.config.section import Part
+from training.config.section import Section
 
 
-class TokenizerConfig(Part):
+class TokenizerConfig(Section):
     kind: Literal["bpe", "pretrained", "characters", "bytes"] = Field(
         "bpe",
         description="bpe: a byte-level BPE trained on the corpus. pretrained: loaded from `path`. "
@@ -40,7 +40,7 @@ class TokenizerConfig(Part):
         return self
 
 
-class DataConfig(Part):
+class DataConfig(Section):
     path: str = Field(
         "",
         description="The corpus: `stdlib` (this Python's own library), a file or a folder "

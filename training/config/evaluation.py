@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from training.config.section import Part
+from training.config.section import Section
 
 
-class EvaluationConfig(Part):
+class EvaluationConfig(Section):
     every_steps: int = Field(250, ge=0, description="Steps between quick validations while training; 0: none.")
     quick_sequences: int = Field(64, ge=1, le=1_000_000, description="Sequences in a quick validation.")
     early_stop_validations: int = Field(

@@ -6,10 +6,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from training.config.section import Part
+from training.config.section import Section
 
 
-class TensorRTConfig(Part):
+class TensorRTConfig(Section):
     """Shapes and limits of TensorRT's engines."""
 
     usual_batch: int = Field(1, ge=1, le=1024, description="Batch that engines are tuned for.")
@@ -29,7 +29,7 @@ class TensorRTConfig(Part):
         return self
 
 
-class ExportConfig(Part):
+class ExportConfig(Section):
     precisions: tuple[Literal["fp32", "fp16"], ...] = Field(
         ("fp32",), min_length=1, description="Precisions of the ONNX graphs; fp32 is always among them."
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from training.config.section import Part
+from training.config.section import Section
 
 # Of NCCL and what it rides on; any other name, such as LD_PRELOAD, would be a way to run code.
 NcclName = Annotated[str, StringConstraints(pattern=r"^(NCCL|TORCH_NCCL|GLOO|UCX|FI)_[A-Z0-9_]+$")]
@@ -15,7 +15,7 @@ Cause = Literal[
 ]
 
 
-class HostConfig(Part):
+class HostConfig(Section):
     """A machine with a Docker daemon. What is empty has an obvious value on a host that is this machine."""
 
     name: str = Field(
@@ -39,7 +39,7 @@ class HostConfig(Part):
     memory_gib: float = Field(0.0, ge=0, description="Memory that the container may use; 0: no limit.")
 
 
-class LaunchConfig(Part):
+class LaunchConfig(Section):
     launcher: Literal["local", "docker"] = Field(
         "local", description="local: processes here. docker: one container per host."
     )
@@ -96,7 +96,7 @@ class LaunchConfig(Part):
         return self
 
 
-class TrainerConfig(Part):
+class TrainerConfig(Section):
     """A training program of the user's, launched as ours would be; it logs into the same MLflow run."""
 
     module: str = Field(

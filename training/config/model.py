@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from training.config.section import Part
+from training.config.section import Section
 
 
-class ModelConfig(Part):
+class ModelConfig(Section):
     architecture: Literal["llama", "gpt2", "bert", "path"] = Field(
         "llama", description="Model class; `path` takes any Hugging Face config.json from `path`."
     )

@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from training.config.section import Part
+from training.config.section import Section
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
-Strategy = Literal["single", "ddp", "fsdp", "hsdp", "local-sgd", "zero1", "zero2", "zero3"]
+StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "local-sgd", "zero1", "zero2", "zero3"]
 # What goes with what: the config refuses the rest, and the plan chooses among these.
 WITH_TP = ("ddp", "fsdp", "hsdp")
 WITH_PP = ("ddp",)
@@ -24,8 +24,8 @@ COMPRESSIONS: dict[str, tuple[str, ...]] = {"ddp": ("bf16", "topk", "powersgd"),
 IN_GROUPS = ("hsdp", "local-sgd")
 
 
-class ParallelConfig(Part):
-    strategy: Literal["auto", Strategy] = Field(
+class ParallelConfig(Section):
+    strategy: Literal["auto", StrategyName] = Field(
         "auto",
         description="How data-parallel ranks share weights, gradients and optimizer: one process, DDP (each has all), "
         "FSDP2 (each has a shard), or DeepSpeed ZeRO stage 1, 2, 3; or in groups of ranks: hsdp is FSDP2 in groups "

@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from training.config.section import Part
+from training.config.section import Section
 
 
-class RegistryConfig(Part):
+class RegistryConfig(Section):
     model_name: str = Field(
         "",
         pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$",
@@ -19,7 +19,7 @@ class RegistryConfig(Part):
     notes: str = Field("", max_length=5000, description="What others should know of the model.")
 
 
-class TaskFloor(Part):
+class TaskFloor(Section):
     """A score that a downstream task must reach."""
 
     task: str = Field("", description="Name of a task in the evaluation.")
@@ -27,7 +27,7 @@ class TaskFloor(Part):
     at_least: float = Field(0.0, description="The lowest value that passes.")
 
 
-class GatesConfig(Part):
+class GatesConfig(Section):
     """What a version must hold before it may be champion; recorded with it when it is registered."""
 
     min_improvement: float = Field(
@@ -47,7 +47,7 @@ class GatesConfig(Part):
     approval_timeout_s: float = Field(86_400, gt=0, description="Not approved in this time: not promoted.")
 
 
-class RolloutConfig(Part):
+class RolloutConfig(Section):
     """How a version that passed its gates takes over, and what takes it back."""
 
     smoke_requests: int = Field(20, ge=1, le=10_000, description="Requests that a fresh server must answer first.")

@@ -17,11 +17,11 @@ from training.config.launch import LaunchConfig, TrainerConfig
 from training.config.model import ModelConfig
 from training.config.parallel import ParallelConfig
 from training.config.promotion import GatesConfig, RegistryConfig, RolloutConfig
-from training.config.section import Part
+from training.config.section import Section
 from training.config.train import TrainConfig
 
 
-class CheckpointConfig(Part):
+class CheckpointConfig(Section):
     every_steps: int = Field(500, ge=1, description="Steps between two checkpoints; the last step always has one.")
     keep_last: int = Field(2, ge=1, le=1000, description="Newest whole checkpoints to keep.")
     keep_best: bool = Field(False, description="Keep the checkpoint of the lowest validation loss as well.")
@@ -34,7 +34,7 @@ class CheckpointConfig(Part):
     )
 
 
-class ProfileConfig(Part):
+class ProfileConfig(Section):
     steps: tuple[int, ...] = Field((), description="Steps to record with torch's profiler, e.g. [20, 21].")
     split_every_steps: int = Field(
         0,
@@ -45,7 +45,7 @@ class ProfileConfig(Part):
     nsys: bool = Field(False, description="Run the ranks under Nsight Systems, where it is installed.")
 
 
-class RunConfig(Part):
+class RunConfig(Section):
     """One run, whole: corpus, model, training, machines, checks and the name it is registered under."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="Short name of the run.")

@@ -7,9 +7,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 
-def _title(part: type) -> str:
+def _title(section: type) -> str:
     """What the form calls a section: `Data`, not `DataConfig`."""
-    return part.__name__.removesuffix("Config")
+    return section.__name__.removesuffix("Config")
 
 
 BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
@@ -23,7 +23,7 @@ def _with_bounds(schema: dict[str, Any]) -> None:
             field["description"] = f"{field.get('description', '')} {', '.join(bounds).capitalize()}."
 
 
-class Part(BaseModel):
+class Section(BaseModel):
     """One frozen section of the config; an unknown field is an error, not a surprise."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", model_title_generator=_title, json_schema_extra=_with_bounds)

@@ -8,10 +8,10 @@ from pydantic import Field
 
 from training.config.data import DataConfig
 from training.config.evaluation import EvaluationConfig
-from training.config.section import Part
+from training.config.section import Section
 
 
-class InferenceConfig(Part):
+class InferenceConfig(Section):
     """On what, and on how many devices, a trained model runs."""
 
     engine: Literal["auto", "onnx", "torch", "deepspeed"] = Field(
@@ -29,7 +29,7 @@ class InferenceConfig(Part):
     degree: int = Field(1, ge=1, le=1024, description="Devices to use; only with `parallel`.")
 
 
-class ServingConfig(Part):
+class ServingConfig(Section):
     """Limits of a server."""
 
     max_concurrent: int = Field(16, ge=1, le=4096, description="Requests that are generated at the same time.")
@@ -43,7 +43,7 @@ class ServingConfig(Part):
     token_file: str = Field("", description="File with one accepted bearer token a line; empty: none is asked for.")
 
 
-class EvaluateConfig(Part):
+class EvaluateConfig(Section):
     """What `shardline evaluate` takes as section.field=value; `data.path` empty: the run's own held-out text."""
 
     inference: InferenceConfig = Field(InferenceConfig(), description="Devices, and how they share the model.")
@@ -51,14 +51,14 @@ class EvaluateConfig(Part):
     data: DataConfig = Field(DataConfig(), description="Other text than the run's held-out split.")
 
 
-class ServeConfig(Part):
+class ServeConfig(Section):
     """What `shardline serve` and `shardline generate` take as section.field=value."""
 
     inference: InferenceConfig = Field(InferenceConfig(), description="Engine and devices.")
     serving: ServingConfig = Field(ServingConfig(), description="Limits of the server.")
 
 
-class TritonConfig(Part):
+class TritonConfig(Section):
     """What `shardline triton` takes as field=value."""
 
     max_batch_size: int = Field(8, ge=1, le=1024, description="Most requests that Triton puts together.")

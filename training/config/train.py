@@ -7,10 +7,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from training.config.section import Part
+from training.config.section import Section
 
 
-class TrainConfig(Part):
+class TrainConfig(Section):
     steps: int = Field(1000, ge=1, le=100_000_000, description="Optimizer steps, at most.")
     max_tokens: int = Field(0, ge=0, description="Stop after this many training tokens; 0: no such limit.")
     max_epochs: float = Field(

@@ -26,8 +26,8 @@ from tokenizers import Tokenizer
 from training.data.batch import IGNORED, Batch
 from training.evaluation.lm_eval_tasks import EXAMPLES_SEED, load_tasks
 from training.evaluation.loaded_model import Opened
-from training.inference.sampling import Draw
-from training.inference.uncached import continuations
+from training.inference.generate_uncached import continuations
+from training.inference.sampling import SamplingParams
 from training.records.results import TaskScore
 
 RESAMPLED = 1000  # times, for the standard error of what is no mean
@@ -169,12 +169,16 @@ class Answers(TemplateLM):
     def _texts(self, prompts: Sequence[str], settings: dict[str, Any]) -> list[str]:
         given: Any = normalize_gen_kwargs(settings)
         stops = [stop for stop in handle_stop_sequences(given.get("until"), eos=None) if stop]
-        draw = Draw(float(given.get("temperature") or 0), int(given.get("top_k") or 0), float(given.get("top_p") or 1))
+        params = SamplingParams(
+            temperature=float(given.get("temperature") or 0),
+            top_k=int(given.get("top_k") or 0),
+            top_p=float(given.get("top_p") or 1),
+        )
         new = continuations(
             self.opened.strategy,
             [self.tok_encode(prompt) or [self.eot_token_id] for prompt in prompts],
             new_tokens=given["max_gen_toks"],
-            draw=draw,
+            params=params,
             seeds=[EXAMPLES_SEED] * len(prompts),
             end_id=self.eot_token_id,
             context=self.max_length,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from training.checkpoint.safetensors_files import TensorFiles, file_name, index_name
-from training.models.architectures import ANATOMIES
+from training.models.architectures import ARCHITECTURES
 from training.models.language_model import LanguageModel, auto_class_of
 from training.records.plan import RunPlan
 from training.runtime.mesh import build_mesh
@@ -83,7 +83,7 @@ def _unfilled(folder: Path, *, objective: str, precision: str) -> tuple[Language
 
     settings, auto_class = AutoConfig.from_pretrained(folder, trust_remote_code=False), auto_class_of(objective)
     saved = any((folder / name).exists() for name in (index_name("model"), file_name("model", number=0, of=1)))
-    if settings.model_type in ANATOMIES and saved:
+    if settings.model_type in ARCHITECTURES and saved:
         with no_init_weights():
             hf = auto_class.from_config(settings, dtype=torch.float32)
         hf.tie_weights()

@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from training.records.node import Bandwidth, CollectiveReport, PairBandwidth, in_words
+from training.records.node import Bandwidth, CollectiveReport, PairBandwidth, describe_collectives
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,7 +54,7 @@ def main(out: Path) -> None:
         )
         if dist.get_rank() == 0:
             report.write(out)
-            logger.info("%s", in_words(report))
+            logger.info("%s", describe_collectives(report))
         if wrong:
             raise RuntimeError(f"all-reduce gave wrong sums on ranks {wrong}: look at their memory, links and drivers")
     finally:

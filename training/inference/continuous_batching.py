@@ -1,178 +1,169 @@
-"""Requests that are there at the same time are decoded together: each step gives every one of them a token.
+"""Requests that come at the same time are decoded together: each step gives every one of them a token.
 
-A new request joins a running batch by a step of its own, which takes its prompt in; one that ends leaves its row to
-the batch's last one. A text that has filled the context goes on from the last half of it, which is taken in anew: all
-positions move, so nothing that was kept holds (as tasks/inference/onnx_generator.py does it).
+A new request joins a running batch by a step of its own, which reads its prompt; one that ends leaves its row to the
+batch's last one. A text that has filled the context goes on from the last half of it, which is read anew: all positions
+move, so no cached key or value holds (as tasks/inference/onnx_generator.py does it).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from training.inference.decode_ranks import Alone
-from training.inference.decode_step import SKIPPED, Do, Step, extend, move, prefill
-from training.inference.sampling import Draw, choose
+from training.inference.decode_ranks import SingleRank
+from training.inference.sampling import SamplingParams, choose_tokens
+from training.inference.steps import SKIPPED, Extend, Forward, Move, Prefill
+from training.records.decoding import DecodeRequest, NewTokens
 
 
 @dataclass(eq=False)
-class Request:
-    """`ids`: what the model sees. `left`: tokens that may still come."""
+class DecodingSequence:
+    """A request that is being decoded. `ids`: what the model sees.
+
+    `is_cached`: the cache holds their keys and values, but for the last token's.
+    """
 
     number: int
     ids: list[int]
-    left: int
+    tokens_left: int
     stop_id: int | None
-    draw: Draw
-    random: np.random.Generator
-    taken_in: bool = field(default=False)
+    params: SamplingParams
+    generator: np.random.Generator
+    is_cached: bool = False
 
     @classmethod
-    def of(cls, message: dict[str, Any], *, vocab_size: int, context: int) -> Request:
+    def start(cls, request: DecodeRequest, *, vocab_size: int, context: int) -> DecodingSequence:
         """Raises ValueError for tokens that the model does not have."""
-        ids = message["ids"]
+        ids = request.ids
         if not ids or not all(0 <= token < vocab_size for token in ids):
             raise ValueError(
                 f"the prompt has token IDs from {min(ids, default=None)} to {max(ids, default=None)}, the model has "
                 f"{vocab_size} words: folder and tokenizer do not belong together"
             )
         return cls(
-            number=message["id"],
-            ids=ids[-context:],
-            left=message["new_tokens"],
-            stop_id=message["stop_id"],
-            draw=Draw(message["temperature"], message["top_k"], message["top_p"]),
-            random=np.random.default_rng(message["seed"]),
+            number=request.number,
+            ids=list(ids[-context:]),
+            tokens_left=request.new_tokens,
+            stop_id=request.stop_id,
+            params=SamplingParams(request.temperature, request.top_k, request.top_p),
+            generator=np.random.default_rng(request.seed),
         )
 
     def append(self, token: int, *, context: int) -> None:
         self.ids.append(token)
         if len(self.ids) > context:  # positions that the model was not trained at
-            self.ids, self.taken_in = self.ids[-max(1, context // 2) :], False
+            self.ids, self.is_cached = self.ids[-max(1, context // 2) :], False
 
 
-@dataclass(frozen=True)
-class News:
-    """What a step brought: (request, token), and requests that have ended."""
-
-    tokens: list[tuple[int, int]]
-    ended: list[int]
-
-
-class Batch:
-    """Rows of requests, 0 to n-1 in the cache of the same number. Only one of its steps is on its way at a time."""
+class DecodingBatch:
+    """Sequences in rows 0 to n-1 of the cache with the batch's number. At most one of its steps is in flight."""
 
     def __init__(self, number: int, *, context: int) -> None:
         self.number, self.context = number, context
-        self.rows: list[Request] = []
-        self.round: deque[Request | None] = deque()  # prompts to take in, then None: a token for all others
-        self.asked: list[Request] = []  # whose tokens the step on its way gives, by row of its logits
+        self.sequences: list[DecodingSequence] = []
+        self.round: deque[DecodingSequence | None] = deque()  # prompts to read, then None: a token for all others
+        self.stepped: list[DecodingSequence] = []  # those of the step in flight, by row of its logits
 
-    def next_step(self) -> Step:
-        """Every row gets its turn once a round, so that prompts which are taken in do not hold up the others."""
+    def next_step(self) -> Forward:
+        """Each round steps every sequence once, so that prompts which are read do not hold up the others."""
         while True:
             if not self.round:
-                alone = [row for row in self.rows if not row.taken_in]
-                self.round.extend([*alone, *([None] if len(alone) < len(self.rows) else [])])
-            turn = self.round.popleft()
-            if turn is None and any(row.taken_in for row in self.rows):
+                to_read = [sequence for sequence in self.sequences if not sequence.is_cached]
+                self.round.extend([*to_read, *([None] if len(to_read) < len(self.sequences) else [])])
+            sequence = self.round.popleft()
+            if sequence is None and any(each.is_cached for each in self.sequences):
                 return self._extend()
-            if turn is not None and turn in self.rows:
-                self.asked, turn.taken_in = [turn], True
-                return prefill(self.number, self.rows.index(turn), turn.ids)
+            if sequence is not None and sequence in self.sequences:
+                self.stepped, sequence.is_cached = [sequence], True
+                return Prefill(self.number, self.sequences.index(sequence), sequence.ids)
 
-    def _extend(self) -> Step:
-        self.asked = list(self.rows)
-        tokens = [row.ids[-1] for row in self.rows]
-        positions = [len(row.ids) - 1 if row.taken_in else SKIPPED for row in self.rows]
-        return extend(self.number, tokens, positions)
+    def _extend(self) -> Extend:
+        self.stepped = list(self.sequences)
+        tokens = [sequence.ids[-1] for sequence in self.sequences]
+        positions = [len(each.ids) - 1 if each.is_cached else SKIPPED for each in self.sequences]
+        return Extend(self.number, tokens, positions)
 
-    def take(self, logits: Tensor, *, whole: bool) -> News:
-        """The tokens of the step that came back; `whole`: it was one for all rows."""
-        chosen = [(place, row) for place, row in enumerate(self.asked) if row in self.rows]
-        if whole:
-            chosen = [(place, row) for place, row in chosen if row.taken_in]
-        places = [place for place, _ in chosen]
-        picked = logits if len(places) == len(logits) else logits[places]
-        tokens = choose(picked, [row.draw for _, row in chosen], [row.random for _, row in chosen])
-        news = News([], [])
-        for (_, row), token in zip(chosen, tokens, strict=True):
-            row.left -= 1
-            if token == row.stop_id:
-                news.ended.append(row.number)
+    def take(self, logits: Tensor) -> NewTokens:
+        """Choose the tokens of the step that came back."""
+        rows = [row for row, sequence in enumerate(self.stepped) if sequence.is_cached]  # the others were skipped
+        sequences = [self.stepped[row] for row in rows]
+        logits = logits if len(rows) == len(logits) else logits[rows]
+        chosen = choose_tokens(logits, [each.params for each in sequences], [each.generator for each in sequences])
+        tokens, ended = [], []
+        for sequence, token in zip(sequences, chosen, strict=True):
+            sequence.tokens_left -= 1
+            if token == sequence.stop_id:
+                ended.append(sequence.number)
                 continue
-            row.append(token, context=self.context)
-            news.tokens.append((row.number, token))
-            if row.left <= 0:
-                news.ended.append(row.number)
-        return news
+            sequence.append(token, context=self.context)
+            tokens.append((sequence.number, token))
+            if sequence.tokens_left <= 0:
+                ended.append(sequence.number)
+        return NewTokens(tokens=tuple(tokens), ended=tuple(ended))
 
-    def remove(self, ended: list[int]) -> Iterator[Step]:
-        """The moves that leave no gap."""
-        for row in [row for row in self.rows if row.number in ended]:
-            place, last = self.rows.index(row), self.rows.pop()
-            if last is not row:
-                self.rows[place] = last
-                if last.taken_in:
-                    yield move(self.number, len(self.rows), place, length=len(last.ids) - 1)
+    def remove(self, numbers: Collection[int]) -> Iterator[Move]:
+        """Take sequences out; the moves close the gaps that they leave in the cache."""
+        for sequence in [each for each in self.sequences if each.number in numbers]:
+            row, last = self.sequences.index(sequence), self.sequences.pop()
+            if last is not sequence:
+                self.sequences[row] = last
+                if last.is_cached:
+                    yield Move(self.number, len(self.sequences), row, length=len(last.ids) - 1)
 
 
 class Batcher:
-    """Deals requests to batches, and keeps each of them at work."""
+    """Distributes requests over batches, and keeps a step of each batch in flight."""
 
-    def __init__(self, ranks: Alone, *, rows: int, context: int) -> None:
+    def __init__(self, ranks: SingleRank, *, rows: int, context: int) -> None:
         self.ranks, self.num_rows, self.context = ranks, rows, context
-        self.batches = [Batch(number, context=context) for number in range(ranks.batches)]
-        self.waiting: deque[Request] = deque()
-        self.on_their_way: deque[tuple[Batch, bool]] = deque()
+        self.batches = [DecodingBatch(number, context=context) for number in range(ranks.max_in_flight)]
+        self.waiting: deque[DecodingSequence] = deque()
+        self.in_flight: deque[DecodingBatch] = deque()  # the oldest step first
         self.cancelled: set[int] = set()
 
     @property
     def is_idle(self) -> bool:
-        return not (self.waiting or self.on_their_way or any(batch.rows for batch in self.batches))
+        return not (self.waiting or self.in_flight or any(batch.sequences for batch in self.batches))
 
-    def add(self, request: Request) -> None:
-        self.waiting.append(request)
+    def add(self, sequence: DecodingSequence) -> None:
+        self.waiting.append(sequence)
 
     def cancel(self, number: int) -> None:
-        """Its row is free again after the step that is on its way."""
-        self.waiting = deque(request for request in self.waiting if request.number != number)
-        if any(row.number == number for batch in self.batches for row in batch.rows):
+        """The request's row is free again after the step in flight."""
+        self.waiting = deque(sequence for sequence in self.waiting if sequence.number != number)
+        if any(sequence.number == number for batch in self.batches for sequence in batch.sequences):
             self.cancelled.add(number)
 
-    def advance(self) -> News:
-        """Submit what can be, and finish the oldest step."""
-        busy = {id(batch) for batch, _ in self.on_their_way}
+    def advance(self) -> NewTokens:
+        """Submit a step of each batch that has none in flight, then finish the oldest step."""
         for batch in self.batches:
-            if id(batch) not in busy:
+            if batch not in self.in_flight:
                 self._start(batch)
-        return self.finish_step() if self.on_their_way else News([], [])
+        return self.finish_step() if self.in_flight else NewTokens()
 
-    def finish_step(self) -> News:
+    def finish_step(self) -> NewTokens:
         """Wait for the oldest step."""
-        batch, whole = self.on_their_way.popleft()
-        news = batch.take(self.ranks.result(), whole=whole)
-        self._remove(batch, news.ended)
-        return news
+        batch = self.in_flight.popleft()
+        new = batch.take(self.ranks.result())
+        self._remove(batch, new.ended)
+        return new
 
-    def _start(self, batch: Batch) -> None:
-        self._remove(batch, [row.number for row in batch.rows if row.number in self.cancelled])
-        while self.waiting and len(batch.rows) < self.num_rows and not self._has_more_than_others(batch):
-            batch.rows.append(self.waiting.popleft())
-        if batch.rows:
-            step = batch.next_step()
-            self.ranks.submit(step)
-            self.on_their_way.append((batch, step[0] == Do.EXTEND))
+    def _start(self, batch: DecodingBatch) -> None:
+        self._remove(batch, [each.number for each in batch.sequences if each.number in self.cancelled])
+        while self.waiting and len(batch.sequences) < self.num_rows and not self._has_more_than_others(batch):
+            batch.sequences.append(self.waiting.popleft())
+        if batch.sequences:
+            self.ranks.submit(batch.next_step())
+            self.in_flight.append(batch)
 
-    def _has_more_than_others(self, batch: Batch) -> bool:
-        return len(batch.rows) > min(len(other.rows) for other in self.batches)
+    def _has_more_than_others(self, batch: DecodingBatch) -> bool:
+        return len(batch.sequences) > min(len(other.sequences) for other in self.batches)
 
-    def _remove(self, batch: Batch, ended: list[int]) -> None:
-        self.cancelled.difference_update(ended)
-        for step in batch.remove(ended):
-            self.ranks.submit(step)
+    def _remove(self, batch: DecodingBatch, numbers: Collection[int]) -> None:
+        self.cancelled.difference_update(numbers)
+        for move in batch.remove(numbers):
+            self.ranks.submit(move)

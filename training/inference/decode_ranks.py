@@ -1,160 +1,147 @@
-"""How ranks share the steps of decoding: one leads, and gets the logits; the others do as it says.
+"""How ranks share the steps of decoding: one leads and gets the logits, the others follow it.
 
 The leader submits steps and takes the logits of each in that order. Tensor parallelism: every rank runs every step
 on its pieces. Pipeline: rank 0 has the last stage, so that it chooses the tokens; steps and hidden states go round,
-1 -> 2 -> … -> 0, and as many steps may be on their way as there are stages.
+1 -> 2 -> … -> 0, and as many steps may be in flight as there are stages.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.inference.decode_step import Do, Part, Step, hidden_shape
+from training.inference.model_shard import ModelShard, StepRunner
+from training.inference.steps import Extend, Forward, Move, Prefill, Step, Stop, pack, unpack
 
 
-class Runs(Protocol):
-    """What a rank runs steps on: training/inference/decode_step.py's Part or AnyClass."""
+class SingleRank:
+    """One rank, which leads itself. `implementation`: the code that runs the model, for the log."""
 
-    device: torch.device
+    max_in_flight = 1
 
-    def run(self, step: Step, hidden: Tensor | None = None) -> Tensor | None: ...
-
-
-class Alone:
-    """One rank, which leads itself."""
-
-    batches = 1  # that may be on their way at a time
-    how = "as the plain class"  # the model is run
-
-    def __init__(self, part: Runs) -> None:
-        self.part = part
-        self.submitted: deque[Step] = deque()
+    def __init__(self, runner: StepRunner, *, implementation: str = "the transformers class") -> None:
+        self.runner, self.implementation = runner, implementation
+        self.submitted: deque[Forward] = deque()
 
     def submit(self, step: Step) -> None:
-        if step[0] == Do.MOVE:  # no step of that batch is on its way, and it gives nothing to wait for
-            self.part.run(step)
-        elif step[0] in (Do.PREFILL, Do.EXTEND):
+        """Leader: take a step on. A Move is done at once; its batch has no other step in flight."""
+        if isinstance(step, Move):
+            self.runner.move(step)
+        elif isinstance(step, Prefill | Extend):
             self.submitted.append(step)
 
     def result(self) -> Tensor:
-        """fp32 [rows, vocab] of the oldest step."""
-        logits = self.part.run(self.submitted.popleft())
-        assert logits is not None
-        return logits
+        """Leader: fp32 logits [rows, vocab] of the oldest step."""
+        return self.runner.run(self.submitted.popleft())
+
+    def close(self) -> None:
+        """Leader: end the ranks that follow."""
 
 
-class Sharing(Alone):
-    """Tensor parallelism, seen from any rank. `longest`: integers that a step may have."""
+class TensorParallelRanks(SingleRank):
+    """One of several ranks that each have pieces of every matrix. `wire_size`: numbers in the tensor of a step."""
 
-    def __init__(self, part: Runs, *, longest: int, vocab_size: int) -> None:
-        super().__init__(part)
-        self.longest, self.vocab_size, self.size = longest, vocab_size, dist.get_world_size()
+    def __init__(
+        self, runner: StepRunner, *, wire_size: int, vocab_size: int, implementation: str = "the transformers class"
+    ) -> None:
+        super().__init__(runner, implementation=implementation)
+        self.wire_size, self.vocab_size, self.world_size = wire_size, vocab_size, dist.get_world_size()
 
     def submit(self, step: Step) -> None:
-        dist.broadcast(packed(step, self.longest), src=0)
+        dist.broadcast(pack(step, self.wire_size), src=0)
         super().submit(step)
 
     def result(self) -> Tensor:
-        return self._whole(super().result())
+        return self._gather_words(super().result())
+
+    def close(self) -> None:
+        self.submit(Stop())
 
     def follow(self) -> None:
-        """Until the leader says stop."""
+        """Run the leader's steps until it closes."""
         while True:
-            buffer = packed([], self.longest)
+            buffer = torch.empty(self.wire_size, dtype=torch.int64)
             dist.broadcast(buffer, src=0)
-            step = unpacked(buffer)
-            if step[0] == Do.STOP:
-                return
-            if step[0] != Do.IDLE and (logits := self.part.run(step)) is not None:
-                self._whole(logits)
+            match unpack(buffer):
+                case Stop():
+                    return
+                case Move() as move:
+                    self.runner.move(move)
+                case Prefill() | Extend() as step:
+                    self._gather_words(self.runner.run(step))
 
-    def _whole(self, piece: Tensor) -> Tensor:
-        """All words' logits on the leader; ranks have as many words each, but for one more on the first ones."""
+    def _gather_words(self, piece: Tensor) -> Tensor:
+        """All words' logits on the leader. The first ranks may have one word more than the others."""
         if piece.shape[1] == self.vocab_size:
             return piece
-        rows, most = len(piece), -(-self.vocab_size // self.size)
+        rows, most = len(piece), -(-self.vocab_size // self.world_size)
         padded = torch.nn.functional.pad(piece, (0, most - piece.shape[1]))
-        leads = dist.get_rank() == 0
-        gathered = [torch.empty_like(padded) for _ in range(self.size)] if leads else None
+        gathered = [torch.empty_like(padded) for _ in range(self.world_size)] if dist.get_rank() == 0 else None
         dist.gather(padded, gathered, dst=0)
         if gathered is None:
             return piece
-        words = torch.arange(self.vocab_size).tensor_split(self.size)
+        words = torch.arange(self.vocab_size).tensor_split(self.world_size)
         whole = torch.cat([part[:, : len(own)] for part, own in zip(gathered, words, strict=True)], dim=1)
         return whole.view(rows, self.vocab_size)
 
 
-class Stages(Alone):
-    """A pipeline, seen from any rank: rank 1 has the first stage, rank 0 the last one."""
+class PipelineRanks(SingleRank):
+    """One of several ranks that each have some layers: rank 1 has the first stage, rank 0 the last one."""
 
-    def __init__(self, part: Part, *, longest: int) -> None:
-        super().__init__(part)
-        self.longest, self.rank, self.size = longest, dist.get_rank(), dist.get_world_size()
-        self.batches = self.size
-        self.stage: Part = part
+    def __init__(self, shard: ModelShard, *, wire_size: int) -> None:
+        super().__init__(shard)
+        self.shard, self.wire_size = shard, wire_size
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.max_in_flight = self.world_size
         self.sent: deque[tuple[dist.Work | None, Tensor]] = deque()  # a tensor must live until it has arrived
 
     def submit(self, step: Step) -> None:
-        self._send(packed(step, self.longest), to=1)
+        self._send(pack(step, self.wire_size), to=1)
         super().submit(step)
 
     def result(self) -> Tensor:
         step = self.submitted.popleft()
-        logits = self.part.run(step, self._hidden(step))
-        assert logits is not None
-        return logits
+        return self.runner.run(step, self._receive_hidden(step))
+
+    def close(self) -> None:
+        self.submit(Stop())
+        self._wait_until_sent()
 
     def follow(self) -> None:
-        before, after = self.rank - 1, (self.rank + 1) % self.size
+        """Run the leader's steps, as they come from the stage before, until it closes."""
+        before, after = self.rank - 1, (self.rank + 1) % self.world_size
         while True:
-            buffer = packed([], self.longest)
+            buffer = torch.empty(self.wire_size, dtype=torch.int64)
             dist.recv(buffer, src=before)
-            step = unpacked(buffer)
             if after:
                 self._send(buffer, to=after)
-            if step[0] == Do.STOP:
-                self.wait()
-                return
-            if step[0] == Do.IDLE:
-                continue
-            hidden = None if step[0] == Do.MOVE or self.stage.first else self._hidden(step)
-            given = self.part.run(step, hidden)
-            if given is not None:
-                self._send(given.contiguous(), to=after)
+            match unpack(buffer):
+                case Stop():
+                    self._wait_until_sent()
+                    return
+                case Move() as move:
+                    self.runner.move(move)
+                case Prefill() | Extend() as step:
+                    hidden = None if self.shard.first else self._receive_hidden(step)
+                    self._send(self.runner.run(step, hidden).contiguous(), to=after)
 
-    def wait(self) -> None:
-        """Until all that was sent has arrived."""
+    def _wait_until_sent(self) -> None:
         while self.sent:
             work, _ = self.sent.popleft()
             if work is not None:
                 work.wait()
 
-    def _hidden(self, step: Step) -> Tensor:
-        """What the stage before makes of the step."""
-        shape = (*hidden_shape(step), self.stage.width)
-        hidden = torch.empty(shape, dtype=self.stage.dtype, device=self.stage.device)
-        dist.recv(hidden, src=(self.rank - 1) % self.size)
+    def _receive_hidden(self, step: Forward) -> Tensor:
+        """The hidden states that the stage before makes of the step."""
+        shape = (*step.shape, self.shard.width)
+        hidden = torch.empty(shape, dtype=self.shard.dtype, device=self.shard.device)
+        dist.recv(hidden, src=(self.rank - 1) % self.world_size)
         return hidden
 
     def _send(self, tensor: Tensor, *, to: int) -> None:
         while self.sent and (self.sent[0][0] is None or self.sent[0][0].is_completed()):
             self.sent.popleft()
         self.sent.append((dist.isend(tensor, dst=to), tensor))
-
-
-def packed(step: Step, longest: int) -> Tensor:
-    """A step's length, and the step, in a tensor of one size for all."""
-    buffer = torch.zeros(longest + 1, dtype=torch.int64)
-    buffer[0] = len(step)
-    buffer[1 : len(step) + 1] = torch.tensor(step, dtype=torch.int64)
-    return buffer
-
-
-def unpacked(buffer: Tensor) -> list[int]:
-    values: list[int] = buffer.tolist()
-    return values[1 : values[0] + 1]

@@ -1,7 +1,7 @@
 """A model by DeepSpeed-Inference: its kernels where there is CUDA and they fit, else its automatic tensor parallelism.
 
-Kernels replace whole layers and were written against the transformers of their day. So a model is used only after it
-gave the plain class's logits here, of a prompt and of a token after it.
+Kernels replace whole layers and were written against the transformers of their day. So the model is used only if it
+gives the logits of the transformers class here, for a prompt and for one more token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.inference.decode_step import load_whole
+from training.inference.model_shard import load_whole
 from training.models.architectures import layers_of
 from training.strategies.zero import import_deepspeed
 
@@ -26,32 +26,32 @@ MAX_RELATIVE_DIFFERENCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloa
 def deepspeed_model(
     folder: Path, *, dtype: torch.dtype, device: torch.device, degree: int, context: int
 ) -> tuple[Any, str]:
-    """The model, and by which of the two; it is loaded whole on each rank first, then split. Collective.
+    """The model, and the implementation that was chosen. Each rank loads it whole, then splits it. Collective.
 
-    Raises RuntimeError where DeepSpeed has no way for this class that gives its logits.
+    Raises RuntimeError if neither implementation gives the logits of this class.
     """
-    plain = load_whole(folder, dtype=dtype).to(device)
-    expected = _logits(plain)
-    del plain
-    ways = [True] if device.type == "cuda" and _has_kernels(load_whole(folder, dtype=dtype)) else []
+    original = load_whole(folder, dtype=dtype).to(device)
+    expected = _logits(original)
+    del original
+    choices = [True] if device.type == "cuda" and _has_kernels(load_whole(folder, dtype=dtype)) else []
     why = ""
-    for kernels in [*ways, False]:
+    for kernels in [*choices, False]:
         name = "kernel injection" if kernels else "automatic tensor parallelism"
         try:
-            hf = _initialised(folder, dtype=dtype, degree=degree, context=context, kernels=kernels).to(device)
+            hf = _init_inference(folder, dtype=dtype, degree=degree, context=context, kernels=kernels).to(device)
             difference = float((_logits(hf) - expected).abs().max() / expected.abs().max())
         except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
             why = f"{type(error).__name__}: {error}"
         else:
             if difference <= MAX_RELATIVE_DIFFERENCE[dtype]:
-                how = f"DeepSpeed-Inference by {name}, logits within {difference:.1e} of the plain class's"
+                how = f"DeepSpeed-Inference by {name}, logits within {difference:.1e} of the transformers class's"
                 return hf, how + (f"; not by kernel injection: {why}" if why else "")
-            why = f"its logits differ from the plain class's by {difference:.1e} of the largest one"
-        logger.warning("DeepSpeed-Inference by %s does not do for this model: %s", name, why)
+            why = f"its logits differ from the transformers class's by {difference:.1e} of the largest one"
+        logger.warning("DeepSpeed-Inference by %s cannot run this model: %s", name, why)
     raise RuntimeError(f"DeepSpeed-Inference cannot run this model here ({why}): set inference.engine=torch")
 
 
-def _initialised(folder: Path, *, dtype: torch.dtype, degree: int, context: int, kernels: bool) -> Any:
+def _init_inference(folder: Path, *, dtype: torch.dtype, degree: int, context: int, kernels: bool) -> Any:
     engine = import_deepspeed().init_inference(
         load_whole(folder, dtype=dtype),
         tensor_parallel={"tp_size": degree},
@@ -63,7 +63,7 @@ def _initialised(folder: Path, *, dtype: torch.dtype, degree: int, context: int,
 
 
 def _has_kernels(hf: Any) -> bool:
-    """Whether one of DeepSpeed's policies is made for the class of these layers."""
+    """Whether one of DeepSpeed's policies replaces the class of these layers."""
     import_deepspeed()
     from deepspeed.module_inject.replace_policy import replace_policies
 
@@ -77,7 +77,7 @@ def _has_kernels(hf: Any) -> bool:
 
 @torch.inference_mode()
 def _logits(hf: Any) -> Tensor:
-    """fp32 [2, vocab]: after a prompt, and after one more token with what was kept of it."""
+    """fp32 [2, vocab]: after a prompt, and after one more token behind the prompt's cache."""
     device = next(hf.parameters()).device
     ids = torch.arange(PROMPT_TOKENS, device=device)[None] % hf.config.vocab_size
     first = hf(input_ids=ids[:, :-1], use_cache=True)

@@ -1,4 +1,4 @@
-"""What the model writes at fixed prompts and seeds, at every validation: runs/ID/samples.jsonl, and MLflow's table."""
+"""Texts that a model writes at fixed prompts and seeds: at every validation (samples.jsonl) and in its evaluation."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from training.inference.sampling import Draw
-from training.inference.uncached import continuations
+from training.inference.generate_uncached import continuations
+from training.inference.sampling import SamplingParams
 from training.records.plan import RunPlan
 from training.records.record import write_atomically
 from training.strategies import Strategy
@@ -31,13 +31,13 @@ class Sampler:
         self.seeds = [plan.config.train.seed + number for number in range(len(self.prompts))]
 
     def texts(self, strategy: Strategy, *, device: torch.device) -> list[str]:
-        """Collective; `strategy`'s model in eval mode."""
-        wanted = self.plan.config.evaluation
+        """One continuation per prompt. Collective; `strategy`'s model is in eval mode."""
+        settings = self.plan.config.evaluation
         new = continuations(
             strategy,
             self.ids,
             new_tokens=self.new_tokens,
-            draw=Draw(wanted.temperature, wanted.top_k, top_p=1.0),
+            params=SamplingParams(settings.temperature, settings.top_k, top_p=1.0),
             seeds=self.seeds,
             end_id=self.plan.end_id,
             context=self.plan.config.train.context,
@@ -47,17 +47,17 @@ class Sampler:
 
 
 class SampleLog:
-    """Samples while training, under evaluation.samples_while_training; a masked model writes nothing.
+    """Writes runs/ID/samples.jsonl as evaluation.samples_while_training asks; a masked model has no samples.
 
-    Rows that a full disk does not take wait for the next ones, like those of the metrics.
+    Rows that a full disk refuses are kept and written with the next ones, like those of the metrics.
     """
 
     def __init__(self, plan: RunPlan, run_dir: Path, *, start: int, writes: bool) -> None:
         new_tokens = plan.config.evaluation.samples_while_training
-        wanted = new_tokens > 0 and plan.config.objective == "causal"
-        self.sampler = Sampler(plan, new_tokens=new_tokens) if wanted else None
-        self.path, self.writes, self.run, self.waiting = run_dir / SAMPLES, writes, plan.run_id, ""
-        if writes and self.path.exists():  # what comes after `start` is written again
+        has_samples = new_tokens > 0 and plan.config.objective == "causal"
+        self.sampler = Sampler(plan, new_tokens=new_tokens) if has_samples else None
+        self.path, self.writes, self.run, self.unwritten = run_dir / SAMPLES, writes, plan.run_id, ""
+        if writes and self.path.exists():  # steps after `start` are made again
             rows = [row for row in read_rows(self.path) if row["step"] <= start]
             write_atomically(self.path, "".join(f"{json.dumps(row)}\n" for row in rows))
 
@@ -73,10 +73,10 @@ class SampleLog:
             json.dumps({"step": step, "prompt": prompt, "text": text, "seed": seed, "run": self.run})
             for prompt, text, seed in rows
         ]
-        self.waiting += "".join(f"{line}\n" for line in lines)
+        self.unwritten += "".join(f"{line}\n" for line in lines)
         kept = self.path.read_bytes() if self.path.exists() else b""
         try:
-            write_atomically(self.path, kept + self.waiting.encode())
-            self.waiting = ""
+            write_atomically(self.path, kept + self.unwritten.encode())
+            self.unwritten = ""
         except OSError as error:
-            logger.warning("samples wait for room in %s (%s)", self.path, error)
+            logger.warning("cannot write samples to %s (%s): they are kept for the next attempt", self.path, error)

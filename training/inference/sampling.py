@@ -1,6 +1,7 @@
-"""The choice of the next token from logits: that of tasks/inference/onnx_generator.py, which imports no torch.
+"""The choice of the next token from logits, in numpy.
 
-Equal logits, settings and seeds give equal text, whichever engine computed the logits (a test compares the two).
+Equal logits, parameters and seeds give equal text, whichever engine computed the logits: a test compares this file with
+tasks/inference/onnx_generator.py, which repeats it, because it travels with each model and imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -12,34 +13,34 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Draw:
-    """How tokens are drawn; temperature 0: always the likeliest; top_k 0: from all."""
+class SamplingParams:
+    """How a token is drawn. Temperature 0: always the likeliest; top_k 0: from all."""
 
     temperature: float
     top_k: int
     top_p: float
 
 
-def choose(logits: Tensor, draws: list[Draw], randoms: list[np.random.Generator]) -> list[int]:
+def choose_tokens(logits: Tensor, params: list[SamplingParams], generators: list[np.random.Generator]) -> list[int]:
     """One token for each row of fp32 [rows, vocab]; only the rows that are sampled leave the device."""
     likeliest: list[int] = logits.argmax(-1).tolist()
     return [
-        likeliest[row] if draw.temperature == 0 else sample(logits[row].cpu().numpy(), draw, random)
-        for row, (draw, random) in enumerate(zip(draws, randoms, strict=True))
+        likeliest[row] if own.temperature == 0 else sample_token(logits[row].cpu().numpy(), own, generator)
+        for row, (own, generator) in enumerate(zip(params, generators, strict=True))
     ]
 
 
-def sample(logits: np.ndarray, draw: Draw, random: np.random.Generator) -> int:
-    """From fp32 [vocab], among what top_k and top_p leave; one random number a token."""
+def sample_token(logits: np.ndarray, params: SamplingParams, generator: np.random.Generator) -> int:
+    """Draws from fp32 [vocab] what top_k and top_p leave, with one random number."""
     candidates = np.arange(len(logits))
-    if 0 < draw.top_k < len(logits):
-        candidates = np.sort(np.argpartition(logits, -draw.top_k)[-draw.top_k :])
-    scaled = logits[candidates].astype(np.float64) / draw.temperature
+    if 0 < params.top_k < len(logits):
+        candidates = np.sort(np.argpartition(logits, -params.top_k)[-params.top_k :])
+    scaled = logits[candidates].astype(np.float64) / params.temperature
     weights = np.exp(scaled - scaled.max())
-    if draw.top_p < 1:  # the fewest largest ones whose sum reaches top_p (Holtzman et al. 2019, section 3.1)
+    if params.top_p < 1:  # the fewest largest ones whose sum reaches top_p (Holtzman et al. 2019, section 3.1)
         order = np.argsort(-weights, kind="stable")
         before = np.cumsum(weights[order]) - weights[order]
-        weights[order[before >= draw.top_p * weights.sum()]] = 0
+        weights[order[before >= params.top_p * weights.sum()]] = 0
     cumulative = np.cumsum(weights)
-    chosen = np.searchsorted(cumulative, random.random() * cumulative[-1], side="right")
+    chosen = np.searchsorted(cumulative, generator.random() * cumulative[-1], side="right")
     return int(candidates[min(chosen, len(candidates) - 1)])

@@ -1,27 +1,30 @@
-"""JSON lines over a private Unix socket: requests come in, tokens go out. Whoever closes it ends the other side."""
+"""A leading rank's end of the socket to its owner: requests come in, tokens go out, one JSON object a line.
+
+Whichever side closes the socket ends the other.
+"""
 
 from __future__ import annotations
 
-import json
 import queue
 import socket
 import threading
 from pathlib import Path
-from typing import Any
+
+from training.records.decoding import FromRanks, ToRanks, read_to_ranks, to_line
 
 
 class Channel:
-    """`take` gives what came; after the other side has closed, `closed` is true and nothing comes any more."""
+    """`receive` gives the messages so far; `closed` is true once the owner has closed the socket."""
 
     def __init__(self, path: Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.connect(str(path))
         self.closed = False
-        self._inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[ToRanks | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
-    def take(self, *, wait_s: float) -> list[dict[str, Any]]:
-        """All that is there; where nothing is, the first that comes within `wait_s`."""
+    def receive(self, *, wait_s: float) -> list[ToRanks]:
+        """All messages that have arrived; if none has, the first that arrives within `wait_s`."""
         messages = []
         try:
             messages.append(self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait())
@@ -32,17 +35,17 @@ class Channel:
         self.closed = self.closed or None in messages
         return [message for message in messages if message is not None]
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: FromRanks) -> None:
         try:
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:  # nobody is there to hear it
+            self.socket.sendall(to_line(message))
+        except OSError:  # the owner is gone
             self.closed = True
 
     def _read(self) -> None:
         try:
             with self.socket.makefile("rb") as lines:
                 for line in lines:
-                    self._inbox.put(json.loads(line))
+                    self._inbox.put(read_to_ranks(line))
         except OSError:
             pass
         self._inbox.put(None)

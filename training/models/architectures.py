@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class Architecture:
     """Names are relative to the Hugging Face model; those of `column` and `row` to a layer."""
 
     layers: str  # the ModuleList
@@ -30,8 +30,8 @@ class Anatomy:
     fused: str = ""  # the one of `column` that makes q, k and v in one
 
 
-ANATOMIES = {
-    "llama": Anatomy(
+ARCHITECTURES = {
+    "llama": Architecture(
         layers="model.layers",
         embedding="model.embed_tokens",
         output="lm_head",
@@ -45,7 +45,7 @@ ANATOMIES = {
         column=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
         row=("self_attn.o_proj", "mlp.down_proj"),
     ),
-    "gpt2": Anatomy(
+    "gpt2": Architecture(
         layers="transformer.h",
         embedding="transformer.wte",
         output="lm_head",
@@ -60,7 +60,7 @@ ANATOMIES = {
         row=("attn.c_proj", "mlp.c_proj"),
         fused="attn.c_attn",
     ),
-    "bert": Anatomy(
+    "bert": Architecture(
         layers="bert.encoder.layer",
         embedding="bert.embeddings.word_embeddings",
         output="cls.predictions.decoder",
@@ -75,9 +75,9 @@ ANATOMIES = {
 }
 
 
-def anatomy_of(hf: nn.Module) -> Anatomy | None:
+def architecture_of(hf: nn.Module) -> Architecture | None:
     """None for a class that is not described here: it has single, ddp, fsdp and zero1-3, and no tp or pp."""
-    return ANATOMIES.get(hf.config.model_type)  # type: ignore[union-attr,arg-type]
+    return ARCHITECTURES.get(hf.config.model_type)  # type: ignore[union-attr,arg-type]
 
 
 def layers_of(hf: nn.Module) -> list[nn.Module]:
@@ -85,8 +85,10 @@ def layers_of(hf: nn.Module) -> list[nn.Module]:
 
     A pipeline stage has nn.Identity in place of the others'.
     """
-    anatomy = anatomy_of(hf)
-    if anatomy is not None:
-        return [layer for layer in hf.get_submodule(anatomy.layers).children() if not isinstance(layer, nn.Identity)]
+    architecture = architecture_of(hf)
+    if architecture is not None:
+        return [
+            layer for layer in hf.get_submodule(architecture.layers).children() if not isinstance(layer, nn.Identity)
+        ]
     lists = [module for module in hf.modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=len, default=[]))

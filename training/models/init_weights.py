@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.models.architectures import Anatomy
+from training.models.architectures import Architecture
 
 
 class FreshWeights(Mapping[str, Tensor]):
@@ -20,8 +20,8 @@ class FreshWeights(Mapping[str, Tensor]):
     time is made and kept. `template` is the model on the meta device.
     """
 
-    def __init__(self, template: Any, anatomy: Anatomy, *, seed: int) -> None:
-        self.template, self.layers, self.seed = template, anatomy.layers, seed
+    def __init__(self, template: Any, architecture: Architecture, *, seed: int) -> None:
+        self.template, self.layers, self.seed = template, architecture.layers, seed
         self.shapes = {name: parameter.shape for name, parameter in template.named_parameters()}
         self.unit, self.made = "", nn.Module()
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from training.data.batch import IGNORED, Batch
-from training.models.architectures import ANATOMIES, anatomy_of, layers_of
+from training.models.architectures import ARCHITECTURES, architecture_of, layers_of
 from training.models.freezing import freeze
 from training.models.init_weights import FreshWeights, fill
 from training.models.linear_cross_entropy import linear_cross_entropy, linear_scores
@@ -35,10 +35,12 @@ class LanguageModel(nn.Module):
     def __init__(self, hf: nn.Module, *, precision: str) -> None:
         super().__init__()
         self.hf, self.dtype = hf, DTYPES[precision]
-        self.anatomy = anatomy_of(hf)
+        self.architecture = architecture_of(hf)
         self.causal = not type(hf).__name__.endswith("ForMaskedLM")
-        self.tied = self.anatomy is not None and self.output()[0] is hf.get_submodule(self.anatomy.embedding).weight
-        self.num_words = 0 if self.anatomy is None else len(self.output()[0])
+        self.tied = (
+            self.architecture is not None and self.output()[0] is hf.get_submodule(self.architecture.embedding).weight
+        )
+        self.num_words = 0 if self.architecture is None else len(self.output()[0])
         self.stages: dict[int, list[nn.Module]] = {}  # set by strategies/pipeline.py: own layers by stage
         # Set by strategies/tensor.py, where ranks share matrices and the vocabulary:
         self.cuts: dict[str, Cut] = {}  # by parameter name
@@ -59,7 +61,7 @@ class LanguageModel(nn.Module):
         word is right, bool. next: with `targets` int64 [batch], places, fp32 logits [batch, vocab] of the word after.
         """
         with self.autocast(inputs.device):
-            if self.anatomy is not None:
+            if self.architecture is not None:
                 return self.answer(self.hidden(inputs, positions, documents), targets, wanted)
             logits, flat = self._logits(inputs, positions, documents), targets.flatten()
             if wanted == "next":
@@ -89,26 +91,26 @@ class LanguageModel(nn.Module):
         return torch.arange(inputs.shape[1], device=inputs.device)[None] if positions is None else positions
 
     def embed(self, inputs: Tensor, positions: Tensor) -> Tensor:
-        assert self.anatomy is not None
-        return self.anatomy.embed(self.hf, inputs, positions)
+        assert self.architecture is not None
+        return self.architecture.embed(self.hf, inputs, positions)
 
     def layers(self, hidden: Tensor, layers: list[nn.Module], positions: Tensor, documents: Tensor | None) -> Tensor:
         """`hidden` through some of the layers; tokens see their own document only, if `documents` are given."""
-        assert self.anatomy is not None
+        assert self.architecture is not None
         mask = None if documents is None else attention_mask(documents, causal=self.causal)
-        arguments = self.anatomy.arguments(self.hf, hidden, positions)
+        arguments = self.architecture.arguments(self.hf, hidden, positions)
         for layer in layers:
             hidden = layer(hidden, attention_mask=mask, **arguments)
         return hidden
 
     def finish(self, hidden: Tensor) -> Tensor:
-        assert self.anatomy is not None
-        return self.anatomy.finish(self.hf, hidden)
+        assert self.architecture is not None
+        return self.architecture.finish(self.hf, hidden)
 
     def output(self) -> tuple[Tensor, Tensor | None]:
         """Weight [vocab, width] and bias [vocab] of the output layer; of a share of the words under tp."""
-        assert self.anatomy is not None
-        layer = self.hf.get_submodule(self.anatomy.output)
+        assert self.architecture is not None
+        layer = self.hf.get_submodule(self.architecture.output)
         return layer.weight, layer.bias  # type: ignore[return-value]
 
     def answer(self, hidden: Tensor, targets: Tensor, wanted: Wanted) -> Any:
@@ -151,7 +153,7 @@ class LanguageModel(nn.Module):
         )
 
     def _logits(self, inputs: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
-        """fp32 [tokens, vocab] of a class without anatomy, which may cap, scale or otherwise bend them.
+        """fp32 [tokens, vocab] of a class without architecture, which may cap, scale or otherwise bend them.
 
         Its attention is its own affair too (windows, biases): it is only told what is padding.
         """
@@ -193,7 +195,7 @@ def unfilled_model(plan: RunPlan) -> tuple[LanguageModel, Mapping[str, Tensor]]:
         hf = auto_class.from_pretrained(
             config.model.path, config=settings, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
         )
-    elif settings.model_type in ANATOMIES:
+    elif settings.model_type in ARCHITECTURES:
         with no_init_weights():
             hf = auto_class.from_config(settings, dtype=torch.float32)
         hf.tie_weights()
@@ -204,11 +206,11 @@ def unfilled_model(plan: RunPlan) -> tuple[LanguageModel, Mapping[str, Tensor]]:
     _let_every_word_learn(hf)
     freeze(hf, config.train.freeze)
     weights: Mapping[str, Tensor] = {name: parameter.detach() for name, parameter in hf.named_parameters()}
-    if config.model.init != "pretrained" and settings.model_type in ANATOMIES:
+    if config.model.init != "pretrained" and settings.model_type in ARCHITECTURES:
         with torch.device("meta"):
             template = auto_class.from_config(settings, dtype=torch.float32)
         _let_every_word_learn(template)
-        weights = FreshWeights(template, ANATOMIES[settings.model_type], seed=config.train.seed)
+        weights = FreshWeights(template, ARCHITECTURES[settings.model_type], seed=config.train.seed)
     return LanguageModel(hf, precision=plan.precision), weights
 
 

@@ -12,7 +12,7 @@ import torch
 GIB = 2**30
 
 
-class Gauges:
+class DeviceStats:
     """One rank's readings; `utilisation` is since the last one."""
 
     def __init__(self, device: torch.device, *, threads: int) -> None:

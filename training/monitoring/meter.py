@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from training.monitoring.device_stats import Gauges
+from training.monitoring.device_stats import DeviceStats
 from training.monitoring.nonfinite import FiniteCheck, StepOutcome
 from training.records.plan import RunPlan
 from training.runtime.process import Rank
@@ -91,7 +91,7 @@ class Meter:
         self.loss = next((row["loss"] for row in reversed(rows) if "loss" in row), math.nan)
         skipped = next((int(row["skipped_steps"]) for row in reversed(rows) if "skipped_steps" in row), 0)
         self.finite = FiniteCheck(plan, warns=rank.is_metrics_rank, skipped=skipped)
-        self.gauges = Gauges(rank.device, threads=plan.threads_per_rank)
+        self.gauges = DeviceStats(rank.device, threads=plan.threads_per_rank)
         self.utilisation, self.memory = Reading(), dict[str, Reading]()
         self.total, self.recent, self.train_s = Work(), Work(), 0.0
         self.rates = _last_rates(rows)

@@ -31,7 +31,7 @@ MB = 1_000_000  # as MLflow counts
 
 
 @contextmanager
-def machine_logged(run_dir: Path, *, meter: Meter) -> Iterator[None]:
+def record_system_metrics(run_dir: Path, *, meter: Meter) -> Iterator[None]:
     """While it trains, by the first rank of each machine. Rows beyond the step where a resume begins must be gone."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         yield
@@ -53,7 +53,7 @@ def _sample_until(over: threading.Event, run_dir: Path, meter: Meter) -> None:
     try:
         path.parent.mkdir(exist_ok=True)
         last = max((row["step"] for row in read_rows(path)), default=-1)
-        log, gauges = RowLog(path), MachineGauges(run_dir)
+        log, gauges = RowLog(path), MachineStats(run_dir)
         is_over = False
         while not is_over:
             is_over = over.wait(SAMPLE_EVERY_S)
@@ -65,7 +65,7 @@ def _sample_until(over: threading.Event, run_dir: Path, meter: Meter) -> None:
         logger.warning("system metrics of %s end here (%s)", machine, error)
 
 
-class MachineGauges:
+class MachineStats:
     """Readings of the whole machine; CPU since the last one, network since this was made."""
 
     def __init__(self, folder: Path) -> None:

@@ -232,7 +232,8 @@ def busy_percent() -> float:
 
 
 def sources_sha256(folder: Path) -> str:
-    """Of all the training programs' text: an image built from other sources would run other code than planned for."""
+    """Hash of the text of all files of the training package: an image of other sources would run other code than
+    the launcher planned for."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())

@@ -98,7 +98,7 @@ class Causes:
         known = self.exceptions.get(rank) or self.aborts.get(rank)
         if code == -signal.SIGABRT:
             known = known or self.aborts.get(None)
-        return known or self.exceptions.get(None) or _in_words(code)
+        return known or self.exceptions.get(None) or _describe_exit(code)
 
 
 def _error_files(log_dir: Path) -> Iterable[tuple[int, str]]:
@@ -110,7 +110,7 @@ def _error_files(log_dir: Path) -> Iterable[tuple[int, str]]:
             yield int(extra["rank"]), str(message["message"])[:LONGEST_CAUSE]
 
 
-def _in_words(exit_code: int) -> str:
+def _describe_exit(exit_code: int) -> str:
     return f"ended by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
 
 

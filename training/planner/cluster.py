@@ -47,7 +47,7 @@ class Ring:
 
 
 @dataclass(frozen=True)
-class Machines:
+class Cluster:
     """Rates are one rank's, of the slowest device; links are the slowest host's. `assumed`: what was not measured."""
 
     kind: Literal["cpu", "cuda"]
@@ -93,7 +93,7 @@ def matmul_tflops(device: Device, precision: str) -> float:
     return measured.get("tf32" if precision == "fp32" and "tf32" in measured else precision, 0.0)
 
 
-def machines(inventory: Inventory, ranks_per_host: Sequence[int], *, precision: str) -> Machines:
+def cluster_of(inventory: Inventory, ranks_per_host: Sequence[int], *, precision: str) -> Cluster:
     """As the ranks will find them. CPU ranks share their host's cores: what was measured with one on each "device"
     is spread over as many as there will be."""
     kind, hosts = inventory.device_kind, inventory.hosts[: len(ranks_per_host)]
@@ -125,7 +125,7 @@ def machines(inventory: Inventory, ranks_per_host: Sequence[int], *, precision: 
     }
     share = min(shares) if kind == "cpu" else 1.0
     threads = share ** math.log2(2 * CPU_SCALING) if share > 1 else share
-    return Machines(
+    return Cluster(
         kind=kind,
         ranks_per_host=tuple(ranks_per_host),
         memory_gib=share * min(device.memory_gib for host in hosts for device in host.devices),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from training.config.parallel import IN_GROUPS, ParallelConfig, Strategy
+from training.config.parallel import IN_GROUPS, ParallelConfig, StrategyName
 from training.config.run import RunConfig
 
 KEEPS_RESIDUALS = ("topk", "powersgd")
@@ -22,7 +22,7 @@ def gather_bytes(num_bytes: int, ranks: int) -> int:
 
 
 def choose_groups(
-    parallel: ParallelConfig, strategy: Strategy, *, dp: int, tp: int, ranks_per_host: Sequence[int]
+    parallel: ParallelConfig, strategy: StrategyName, *, dp: int, tp: int, ranks_per_host: Sequence[int]
 ) -> tuple[int, str]:
     """Data-parallel ranks in a group, and why; 0 for strategies without groups.
 

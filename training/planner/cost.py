@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from training.config.run import RunConfig
-from training.planner.cluster import Machines
+from training.planner.cluster import Cluster
 from training.planner.communication import kept_bytes, own_bytes
 from training.planner.cost_model import SHARING, Recipe, our_recipe
-from training.planner.job import Choice, Job
+from training.planner.job import Job, Layout
 from training.planner.memory import GIB, memory_gib, stage_parameters
 from training.planner.model_shape import flops_per_token
 from training.planner.step_time import exposed_s, step_s
@@ -21,10 +21,10 @@ MIN_ROWS = 64  # PowerSGD and others: a matrix of fewer columns is not worth its
 
 
 @dataclass(frozen=True)
-class Price:
+class PricedLayout:
     """Of one choice. `seconds` of a step by part; empty where it does not fit."""
 
-    choice: Choice
+    layout: Layout
     memory: Mapping[str, float]
     usable_gib: float
     seconds: Mapping[str, float]
@@ -32,8 +32,8 @@ class Price:
     @property
     def kind(self) -> tuple[object, ...]:
         """The way of running it, whatever its micro-batch."""
-        choice = self.choice
-        return (choice.strategy, choice.tp, choice.pp, choice.recompute, choice.offload)
+        layout = self.layout
+        return (layout.strategy, layout.tp, layout.pp, layout.recompute, layout.offload)
 
     @property
     def needed_gib(self) -> float:
@@ -62,86 +62,86 @@ def job_of(config: RunConfig, shape: ModelShape, precision: str) -> Job:
     )
 
 
-def recipe_of(config: RunConfig, job: Job, choice: Choice, machines: Machines) -> Recipe:
+def recipe_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> Recipe:
     parallel = config.parallel
     return our_recipe(
         job,
-        choice.strategy,
-        kind=machines.kind,
+        layout.strategy,
+        kind=cluster.kind,
         compiled=config.train.compile,
-        copies_gradients=choice.strategy == "ddp" and choice.pp == 1 and not parallel.gradient_as_bucket_view,
+        copies_gradients=layout.strategy == "ddp" and layout.pp == 1 and not parallel.gradient_as_bucket_view,
         bucket_bytes=2.0 * parallel.bucket_mib * 2**20,
-        reduce_bytes=_reduce_bytes(config, choice, job.shape.width),
-        across_bytes=_across_bytes(config, choice),
+        reduce_bytes=_reduce_bytes(config, layout, job.shape.width),
+        across_bytes=_across_bytes(config, layout),
     )
 
 
-def _across_bytes(config: RunConfig, choice: Choice) -> float:
+def _across_bytes(config: RunConfig, layout: Layout) -> float:
     """Per gradient and step: local-sgd's groups talk once in so many steps (training/strategies/local_sgd.py)."""
-    if choice.strategy != "local-sgd":
+    if layout.strategy != "local-sgd":
         return 4.0
     return (2.0 if config.parallel.compression == "bf16" else 4.0) / config.parallel.outer_every_steps
 
 
-def _reduce_bytes(config: RunConfig, choice: Choice, width: int) -> float:
+def _reduce_bytes(config: RunConfig, layout: Layout, width: int) -> float:
     """Per gradient, as an all-reduce of so many bytes would take (training/strategies: DDP's hooks)."""
     parallel = config.parallel
-    if choice.strategy != "ddp":
+    if layout.strategy != "ddp":
         return 4.0
     if parallel.compression == "bf16":
         return 2.0
     if parallel.compression == "topk":  # an index and a value each, to all others
-        return min(4.0, parallel.topk_ratio * 8 * choice.dp / 2)
+        return min(4.0, parallel.topk_ratio * 8 * layout.dp / 2)
     if parallel.compression == "powersgd":
         return min(4.0, 8.0 * parallel.powersgd_rank / max(MIN_ROWS, width))
     return 4.0
 
 
-def num_shards(config: RunConfig, choice: Choice, machines: Machines) -> int:
+def num_shards(config: RunConfig, layout: Layout, cluster: Cluster) -> int:
     """Ranks that share, or sum up, among each other at every step: all replicas, or those of a group."""
     asked = config.parallel.group_ranks
-    if not SHARING[choice.strategy].in_groups or (machines.num_hosts == 1 and not asked):
-        return choice.dp
-    if asked and choice.dp % asked == 0:
+    if not SHARING[layout.strategy].in_groups or (cluster.num_hosts == 1 and not asked):
+        return layout.dp
+    if asked and layout.dp % asked == 0:
         return asked
-    here = max(1, machines.most_on_a_host // choice.tp)
-    return next(n for n in range(min(here, choice.dp), 0, -1) if choice.dp % n == 0)
+    here = max(1, cluster.most_on_a_host // layout.tp)
+    return next(n for n in range(min(here, layout.dp), 0, -1) if layout.dp % n == 0)
 
 
-def memory_of(config: RunConfig, job: Job, choice: Choice, machines: Machines) -> dict[str, float]:
+def memory_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> dict[str, float]:
     """GiB by part, at the peak of a step of ours."""
-    recipe, shards = recipe_of(config, job, choice, machines), num_shards(config, choice, machines)
-    parts = memory_gib(job, choice, recipe, num_shards=shards)
-    parameters = stage_parameters(job, choice, stage=0)
+    recipe, shards = recipe_of(config, job, layout, cluster), num_shards(config, layout, cluster)
+    parts = memory_gib(job, layout, recipe, num_shards=shards)
+    parameters = stage_parameters(job, layout, stage=0)
     kept, own = (each(config, parameters, group_ranks=shards) for each in (kept_bytes, own_bytes))
     if kept:
         parts["kept from step to step"] = kept / GIB
-    if machines.kind == "cpu":
+    if cluster.kind == "cpu":
         parts[TRACKING] = TRACKING_GIB
-    if machines.kind == "cpu" and config.checkpoint.asynchronous:  # on a GPU host they are not the device's
-        parts["checkpoint being written"] = (12 * parameters / choice.dp + own) / GIB
+    if cluster.kind == "cpu" and config.checkpoint.asynchronous:  # on a GPU host they are not the device's
+        parts["checkpoint being written"] = (12 * parameters / layout.dp + own) / GIB
     return parts
 
 
-def price(config: RunConfig, job: Job, choice: Choice, machines: Machines) -> Price:
-    memory, usable = memory_of(config, job, choice, machines), MEMORY_SHARE * machines.memory_gib
-    found = Price(choice, memory, usable, {})
+def price(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> PricedLayout:
+    memory, usable = memory_of(config, job, layout, cluster), MEMORY_SHARE * cluster.memory_gib
+    found = PricedLayout(layout, memory, usable, {})
     if not found.fits:
         return found
-    return Price(choice, memory, usable, seconds_of(config, job, choice, machines))
+    return PricedLayout(layout, memory, usable, seconds_of(config, job, layout, cluster))
 
 
-def seconds_of(config: RunConfig, job: Job, choice: Choice, machines: Machines) -> dict[str, float]:
+def seconds_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> dict[str, float]:
     """Of a step by part."""
-    recipe, shards = recipe_of(config, job, choice, machines), num_shards(config, choice, machines)
-    return step_s(job, choice, recipe, machines, num_shards=shards)
+    recipe, shards = recipe_of(config, job, layout, cluster), num_shards(config, layout, cluster)
+    return step_s(job, layout, recipe, cluster, num_shards=shards)
 
 
 def predict(
     config: RunConfig,
     job: Job,
-    choice: Choice,
-    machines: Machines,
+    layout: Layout,
+    cluster: Cluster,
     *,
     num_steps: int,
     largest_micro_batch: int,
@@ -150,20 +150,20 @@ def predict(
 ) -> Prediction:
     """`seconds` of a step by part, on the replica that is the last to be done; `peak_tflops`: the ranks' mean."""
     shape = job.shape
-    largest = replace(choice, micro_batch=largest_micro_batch)
+    largest = replace(layout, micro_batch=largest_micro_batch)
     whole = sum(seconds.values())
     tokens_per_s = config.train.global_batch * config.train.context / whole
-    peak = peak_tflops if machines.is_measured else 0.0
+    peak = peak_tflops if cluster.is_measured else 0.0
     flops = flops_per_token(shape)
-    own = own_bytes(config, shape.parameters, group_ranks=num_shards(config, choice, machines))
+    own = own_bytes(config, shape.parameters, group_ranks=num_shards(config, layout, cluster))
     return Prediction(
-        memory_gib=memory_of(config, job, largest, machines),
+        memory_gib=memory_of(config, job, largest, cluster),
         step_s=dict(seconds),
         exposed_communication_s=exposed_s(dict(seconds)),
         flops_per_token=flops,
         peak_tflops=peak,
-        mfu=tokens_per_s * flops / (peak * 1e12 * choice.world_size) if peak else None,
+        mfu=tokens_per_s * flops / (peak * 1e12 * layout.world_size) if peak else None,
         tokens_per_s=tokens_per_s,
         train_s=num_steps * whole,
-        checkpoint_gib=(12 * shape.parameters + choice.dp * own) / GIB,
+        checkpoint_gib=(12 * shape.parameters + layout.dp * own) / GIB,
     )

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from training.config.parallel import Strategy
-from training.planner.job import DESCRIBED, Job
+from training.config.parallel import StrategyName
+from training.planner.job import KNOWN_ARCHITECTURES, Job
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Recipe:
 
 def our_recipe(
     job: Job,
-    strategy: Strategy,
+    strategy: StrategyName,
     *,
     kind: Literal["cpu", "cuda"],
     compiled: bool = False,
@@ -146,7 +146,7 @@ def our_recipe(
 ) -> Recipe:
     """Of our own training program (training/strategies/) under `strategy`."""
     carried = "fp32" if job.precision == "fp32" else "16 bits" if _is_16_bit(strategy, job) else "autocast"
-    architecture = job.shape.architecture if job.shape.architecture in DESCRIBED else "llama"
+    architecture = job.shape.architecture if job.shape.architecture in KNOWN_ARCHITECTURES else "llama"
     kept = OUR_KEPT[architecture, carried]
     if job.dropout:
         more = DROPOUT_KEPT.get(architecture, 0.0)
@@ -155,7 +155,7 @@ def our_recipe(
         kept = replace(kept, mlp=16)
     low = job.precision != "fp32"
     sharing = SHARING[strategy]
-    described = job.shape.architecture in DESCRIBED
+    described = job.shape.architecture in KNOWN_ARCHITECTURES
     return Recipe(
         kept=replace(kept, mlp=kept.mlp * 0.8) if compiled else kept,
         gradient_bytes=8.0 if copies_gradients else 4.0,
@@ -182,6 +182,6 @@ def our_recipe(
     )
 
 
-def _is_16_bit(strategy: Strategy, job: Job) -> bool:
+def _is_16_bit(strategy: StrategyName, job: Job) -> bool:
     """fsdp gathers weights in bf16 and carries bf16 from layer to layer (training/strategies/fsdp.py)."""
     return job.precision in {"bf16", "fp8"} and strategy in {"fsdp", "hsdp"}

@@ -26,13 +26,13 @@ START_US, NVLINK_HOP_US, PCIE_HOP_US, NETWORK_HOP_US = 6.8, 0.6, 1.0, 5.0
 CORES_PER_GPU = 12
 HOST_MEMORY = 2.0  # of the GPUs' together, as DGX systems have: 2 TB for 8 x 80 GB and 8 x 141 GB
 DISK_GIB = 100_000.0  # a file system of its size: not what such a plan is about
-STAND_IN = "stand-in"  # among a host's versions
+HYPOTHETICAL = "stand-in"  # among a host's versions
 EXAMPLE = "16x8xH100-80GB-SXM,400Gb, or 1x8xA100-80GB-SXM,200Gb+1x4xRTX-3090"
 GROUP = re.compile(r"(\d+)x(\d+)x([^,+]+)(?:,\s*(.+))?")
 NETWORK = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)\s*([MGT])(?:b|bit|bps|bit/s|b/s)", re.IGNORECASE)
 
 
-def stand_in_inventory(text: str) -> Inventory:
+def hypothetical_inventory(text: str) -> Inventory:
     """Raises ValueError, with the nearest names known, for what cannot be read."""
     groups = [_group(part.strip()) for part in text.split("+")]
     num_hosts = sum(number for number, _, _, _ in groups)
@@ -51,10 +51,10 @@ def stand_in_inventory(text: str) -> Inventory:
 
 def assumptions(inventory: Inventory) -> list[str]:
     """What is taken for granted of hosts that are not there, for the plan's reasons."""
-    hosts = [host for host in inventory.hosts if STAND_IN in host.versions]
+    hosts = [host for host in inventory.hosts if HYPOTHETICAL in host.versions]
     if not hosts:
         return []
-    gpus = sorted({host.versions[STAND_IN] for host in hosts})
+    gpus = sorted({host.versions[HYPOTHETICAL] for host in hosts})
     found = [
         f"stand-in hosts, nothing was measured: rates of matrix products as others measured them ({'; '.join(gpus)}), "
         "links as NCCL reaches of the datasheet's"
@@ -115,7 +115,7 @@ def _host(name: str, gpu: KnownGpu, num_gpus: int) -> Host:
         devices=(device,) * num_gpus,
         allreduce_gb_per_s=share * link / 2 if num_gpus > 1 else 0.0,
         allreduce_latency_us=START_US + 2 * (num_gpus - 1) * _hop_us(by_nvlink) if num_gpus > 1 else 0.0,
-        versions={STAND_IN: f"{gpu.name}: {gpu.source}, shares measured on {gpu.measured_as}"},
+        versions={HYPOTHETICAL: f"{gpu.name}: {gpu.source}, shares measured on {gpu.measured_as}"},
     )
 
 

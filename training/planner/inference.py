@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from training.config.serving import InferenceConfig
-from training.planner.job import DESCRIBED
+from training.planner.job import KNOWN_ARCHITECTURES
 from training.planner.model_shape import shape_of_hf
 
 
@@ -24,10 +24,10 @@ def check_inference(folder: Path, inference: InferenceConfig, *, device_kind: st
         return
     settings = json.loads((folder / "config.json").read_text())
     shape = shape_of_hf(settings, vocab_size=int(settings["vocab_size"]), context=0)
-    if shape.architecture not in DESCRIBED:
+    if shape.architecture not in KNOWN_ARCHITECTURES:
         raise ValueError(
-            f"a {shape.architecture} model has no tensor or pipeline plan (there is one for {', '.join(DESCRIBED)}): "
-            "set inference.parallel=data"
+            f"a {shape.architecture} model has no tensor or pipeline plan (there is one for "
+            f"{', '.join(KNOWN_ARCHITECTURES)}): set inference.parallel=data"
         )
     if inference.parallel == "pipeline" and shape.layers < degree:
         raise ValueError(

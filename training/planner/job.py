@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from training.config.parallel import Precision, Strategy
+from training.config.parallel import Precision, StrategyName
 from training.records.plan import ModelShape
 
 Offload = Literal["none", "optimizer", "parameters"]
 Recompute = Literal["none", "selective", "full"]
-DESCRIBED = ("llama", "gpt2", "bert")  # architectures with an entry in training/models/architectures.py
+KNOWN_ARCHITECTURES = ("llama", "gpt2", "bert")  # architectures with an entry in training/models/architectures.py
 CHUNK_TOKENS = 2048  # logits are made for so many tokens at a time (training/models/linear_cross_entropy.py)
 
 
@@ -44,10 +44,10 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Layout:
     """One way to run a job. `accumulation`: micro-batches of `micro_batch` sequences that each replica makes a step."""
 
-    strategy: Strategy
+    strategy: StrategyName
     tp: int
     pp: int
     dp: int

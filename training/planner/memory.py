@@ -8,17 +8,17 @@ recomputation; attention scores only where a recipe stores them. Peaks of parts 
 from __future__ import annotations
 
 from training.planner.cost_model import SHARING, Recipe
-from training.planner.job import CHUNK_TOKENS, Choice, Job
+from training.planner.job import CHUNK_TOKENS, Job, Layout
 from training.records.plan import ModelShape
 
 GIB = 2**30
 LAYERS_GATHERED = 2  # the one that computes, and the next
 
 
-def memory_gib(job: Job, choice: Choice, recipe: Recipe, *, num_shards: int) -> dict[str, float]:
+def memory_gib(job: Job, layout: Layout, recipe: Recipe, *, num_shards: int) -> dict[str, float]:
     """GiB by part, of the rank that holds most. `num_shards`: ranks over which a sharded state is spread."""
-    stages = {0, choice.pp - 1}
-    ranks = [_bytes_of_stage(job, choice, recipe, stage=stage, num_shards=num_shards) for stage in sorted(stages)]
+    stages = {0, layout.pp - 1}
+    ranks = [_bytes_of_stage(job, layout, recipe, stage=stage, num_shards=num_shards) for stage in sorted(stages)]
     largest = max(ranks, key=lambda parts: sum(parts.values()))
     return {part: num_bytes / GIB for part, num_bytes in largest.items() if num_bytes}
 
@@ -33,42 +33,42 @@ def _outside_layers(shape: ModelShape) -> int:
     return words + (shape.context * shape.width if shape.architecture in {"gpt2", "bert"} else 0)
 
 
-def stage_layers(job: Job, choice: Choice) -> int:
+def stage_layers(job: Job, layout: Layout) -> int:
     """Of the rank with most of them; numpy.array_split gives the first stages one more."""
-    stages = choice.pp * choice.stages_per_rank
-    return -(-job.shape.layers // stages) * choice.stages_per_rank
+    stages = layout.pp * layout.stages_per_rank
+    return -(-job.shape.layers // stages) * layout.stages_per_rank
 
 
-def stage_parameters(job: Job, choice: Choice, *, stage: int) -> float:
+def stage_parameters(job: Job, layout: Layout, *, stage: int) -> float:
     """Of one rank before data parallelism shards them. A tied embedding lies on the first stage and on the last."""
-    outside = _outside_layers(job.shape) if choice.pp == 1 else job.shape.vocab_size * job.shape.width
-    ends = outside if stage in (0, choice.pp - 1) else 0
-    return (stage_layers(job, choice) * layer_parameters(job) + ends) / choice.tp
+    outside = _outside_layers(job.shape) if layout.pp == 1 else job.shape.vocab_size * job.shape.width
+    ends = outside if stage in (0, layout.pp - 1) else 0
+    return (stage_layers(job, layout) * layer_parameters(job) + ends) / layout.tp
 
 
-def _bytes_of_stage(job: Job, choice: Choice, recipe: Recipe, *, stage: int, num_shards: int) -> dict[str, float]:
-    sharing, n = SHARING[choice.strategy], num_shards
-    parameters = stage_parameters(job, choice, stage=stage)
-    on_host, states_on_host = choice.offload == "parameters", choice.offload != "none"
-    activations = _activations(job, choice, recipe, stage=stage)
+def _bytes_of_stage(job: Job, layout: Layout, recipe: Recipe, *, stage: int, num_shards: int) -> dict[str, float]:
+    sharing, n = SHARING[layout.strategy], num_shards
+    parameters = stage_parameters(job, layout, stage=stage)
+    on_host, states_on_host = layout.offload == "parameters", layout.offload != "none"
+    activations = _activations(job, layout, recipe, stage=stage)
     passing = {
         "activations": activations,
-        "layer being recomputed": _recomputed(job, choice, recipe),
-        "logits": _logits(job, choice, recipe) if stage == choice.pp - 1 else 0.0,
-        "gathered sequence": _gathered_sequence(job, choice, recipe),
+        "layer being recomputed": _recomputed(job, layout, recipe),
+        "logits": _logits(job, layout, recipe) if stage == layout.pp - 1 else 0.0,
+        "gathered sequence": _gathered_sequence(job, layout, recipe),
     }
     gradients = recipe.gradient_bytes * parameters / (n if sharing.stage >= 2 else 1)
     if on_host:
         gradients = 0.0
-    elif recipe.frees_before_gradients and choice.accumulation == 1:
+    elif recipe.frees_before_gradients and layout.accumulation == 1:
         gradients = max(0.0, gradients - sum(passing.values()))
-    working = _working_weights(job, choice, recipe, parameters=parameters)
+    working = _working_weights(job, layout, recipe, parameters=parameters)
     parts = {
         "weights": 0.0 if on_host else recipe.weight_bytes * parameters / (n if sharing.stage >= 3 else 1),
         "gradients": gradients,
         "optimizer": 0.0 if states_on_host else recipe.optimizer_bytes * parameters / (n if sharing.stage >= 1 else 1),
         "optimizer's copy of the weights": recipe.copy_bytes * parameters / n,
-        "buckets": recipe.bucket_bytes if choice.dp > 1 else 0.0,
+        "buckets": recipe.bucket_bytes if layout.dp > 1 else 0.0,
         "gathered or cast weights": working,
         **passing,
     }
@@ -77,47 +77,47 @@ def _bytes_of_stage(job: Job, choice: Choice, recipe: Recipe, *, stage: int, num
     return parts
 
 
-def _working_weights(job: Job, choice: Choice, recipe: Recipe, *, parameters: float) -> float:
+def _working_weights(job: Job, layout: Layout, recipe: Recipe, *, parameters: float) -> float:
     """Stage 3: the gathered layers, what lies outside of them (kept from forward to backward), and whole gradients: of
     the output layer, and of the layer whose are on their way to the shards. Else copies for matrix products."""
-    if SHARING[choice.strategy].stage < 3:
+    if SHARING[layout.strategy].stage < 3:
         return recipe.cast_bytes * parameters
-    layer, outside = layer_parameters(job) / choice.tp, _outside_layers(job.shape) / choice.tp
+    layer, outside = layer_parameters(job) / layout.tp, _outside_layers(job.shape) / layout.tp
     casts = recipe.cast_bytes if recipe.gather_bytes == 4 else 0.0
-    if choice.pp > 1:  # torchtitan: gathered, and gradients whole, until the last micro-batch; ours has no such pair
+    if layout.pp > 1:  # torchtitan: gathered, and gradients whole, until the last micro-batch; ours has no such pair
         return parameters * (recipe.gather_bytes + recipe.reduce_bytes)
-    words = job.shape.vocab_size * job.shape.width / choice.tp
+    words = job.shape.vocab_size * job.shape.width / layout.tp
     travelling = layer * (recipe.gather_bytes + recipe.reduce_bytes) + words * recipe.gather_bytes
     return (LAYERS_GATHERED * layer + outside) * (recipe.gather_bytes + casts) + travelling
 
 
-def _tokens(job: Job, choice: Choice) -> int:
-    return choice.micro_batch * job.context
+def _tokens(job: Job, layout: Layout) -> int:
+    return layout.micro_batch * job.context
 
 
-def in_flight(choice: Choice, *, stage: int = 0) -> float:
+def in_flight(layout: Layout, *, stage: int = 0) -> float:
     """Micro-batches whose activations a rank holds: 1F1B, and interleaved (Korthikanti et al. 2022, section 4.2.3)."""
-    held = min(choice.pp - stage, choice.accumulation)
-    more = (choice.pp - 1) / (choice.pp * choice.stages_per_rank) if choice.stages_per_rank > 1 else 0.0
+    held = min(layout.pp - stage, layout.accumulation)
+    more = (layout.pp - 1) / (layout.pp * layout.stages_per_rank) if layout.stages_per_rank > 1 else 0.0
     return held * (1 + more)
 
 
-def _activations(job: Job, choice: Choice, recipe: Recipe, *, stage: int) -> float:
+def _activations(job: Job, layout: Layout, recipe: Recipe, *, stage: int) -> float:
     """Of all layers and micro-batches in flight, and of the few tensors around the output layer."""
-    tokens, shape = _tokens(job, choice), job.shape
-    shared = choice.tp if recipe.sequence_parallel else 1
-    ends = 3 * recipe.boundary_bytes * shape.width * tokens / shared if stage == choice.pp - 1 else 0.0
-    return in_flight(choice, stage=stage) * stage_layers(job, choice) * kept_bytes(job, choice, recipe) * tokens + ends
+    tokens, shape = _tokens(job, layout), job.shape
+    shared = layout.tp if recipe.sequence_parallel else 1
+    ends = 3 * recipe.boundary_bytes * shape.width * tokens / shared if stage == layout.pp - 1 else 0.0
+    return in_flight(layout, stage=stage) * stage_layers(job, layout) * kept_bytes(job, layout, recipe) * tokens + ends
 
 
-def kept_bytes(job: Job, choice: Choice, recipe: Recipe) -> float:
+def kept_bytes(job: Job, layout: Layout, recipe: Recipe) -> float:
     """Per token and layer, from forward to backward."""
-    shape, tp = job.shape, choice.tp
+    shape, tp = job.shape, layout.tp
     boundary = recipe.boundary_bytes * shape.width / (tp if recipe.sequence_parallel else 1)
     everything = recipe.kept.bytes_per_token(job, tp, sequence_parallel=recipe.sequence_parallel)
-    if choice.recompute == "none":
+    if layout.recompute == "none":
         return everything
-    if choice.recompute == "full":
+    if layout.recompute == "full":
         return boundary
     if recipe.recomputes_scores_only:
         return everything - recipe.kept.scores * shape.heads * job.context / tp
@@ -127,24 +127,24 @@ def kept_bytes(job: Job, choice: Choice, recipe: Recipe) -> float:
     return boundary + selected + 4 * shape.heads / tp
 
 
-def _recomputed(job: Job, choice: Choice, recipe: Recipe) -> float:
+def _recomputed(job: Job, layout: Layout, recipe: Recipe) -> float:
     """One layer's activations, whole again in its backward pass."""
-    if choice.recompute == "none":
+    if layout.recompute == "none":
         return 0.0
-    whole = recipe.kept.bytes_per_token(job, choice.tp, sequence_parallel=recipe.sequence_parallel)
-    return _tokens(job, choice) * max(0.0, whole - kept_bytes(job, choice, recipe))
+    whole = recipe.kept.bytes_per_token(job, layout.tp, sequence_parallel=recipe.sequence_parallel)
+    return _tokens(job, layout) * max(0.0, whole - kept_bytes(job, layout, recipe))
 
 
-def _gathered_sequence(job: Job, choice: Choice, recipe: Recipe) -> float:
+def _gathered_sequence(job: Job, layout: Layout, recipe: Recipe) -> float:
     """Sequence parallelism: what a layer's matrices take and give is whole, and so are the gradients of both."""
-    if not recipe.sequence_parallel or choice.tp == 1:
+    if not recipe.sequence_parallel or layout.tp == 1:
         return 0.0
-    return 4 * recipe.boundary_bytes * job.shape.width * _tokens(job, choice)
+    return 4 * recipe.boundary_bytes * job.shape.width * _tokens(job, layout)
 
 
-def _logits(job: Job, choice: Choice, recipe: Recipe) -> float:
+def _logits(job: Job, layout: Layout, recipe: Recipe) -> float:
     """Whole; or a chunk with its gradient, and the output layer's fp32 gradient (models/linear_cross_entropy.py)."""
-    words, tokens = job.shape.vocab_size / choice.tp, _tokens(job, choice)
+    words, tokens = job.shape.vocab_size / layout.tp, _tokens(job, layout)
     if not recipe.chunked_logits:
         return words * tokens * recipe.logit_bytes
     return words * (min(tokens, CHUNK_TOKENS) * recipe.logit_bytes + 4 * job.shape.width)

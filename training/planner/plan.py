@@ -11,11 +11,11 @@ from typing import Any
 
 from training.config.run import RunConfig
 from training.config.train import check_schedule
+from training.planner.chosen_layout import ChosenLayout, choose_layout
 from training.planner.cost import predict
 from training.planner.gpu_catalog import slow_devices
 from training.planner.hypothetical_hosts import assumptions
-from training.planner.job import DESCRIBED
-from training.planner.layout import Layout, choose_layout
+from training.planner.job import KNOWN_ARCHITECTURES
 from training.planner.model_shape import ASSUMED_VOCAB, model_shape, vocab_size
 from training.planner.replicas import Dealt, deal_batch
 from training.planner.trial import wants_trial
@@ -48,10 +48,10 @@ def make_plan(
     steps, sequences, limit = length(config, epoch)
     check_schedule(config.train, steps=steps)
     reasons = [f"{steps} steps: {limit}", *_assumptions(config, shards, inventory, steps=steps)]
-    layout = choose_layout(config, shape, inventory)
-    dealt = deal_batch(layout, inventory)
-    hosts = inventory.hosts[: len(layout.ranks_per_host)]
-    predicted = _predicted(layout, dealt, num_steps=steps)
+    chosen = choose_layout(config, shape, inventory)
+    dealt = deal_batch(chosen, inventory)
+    hosts = inventory.hosts[: len(chosen.ranks_per_host)]
+    predicted = _predicted(chosen, dealt, num_steps=steps)
     _check_disk(config, predicted.checkpoint_gib, steps, hosts[0])
     return RunPlan(
         run_id=run_id,
@@ -63,9 +63,9 @@ def make_plan(
         mask_id=shards.mask_id if shards else None,
         shape=shape,
         device_kind=inventory.device_kind,
-        **layout.chosen(),
+        **chosen.plan_fields(),
         hosts=tuple(host.name for host in hosts),
-        threads_per_rank=min(max(1, host.cores // n) for host, n in zip(hosts, layout.ranks_per_host, strict=True)),
+        threads_per_rank=min(max(1, host.cores // n) for host, n in zip(hosts, chosen.ranks_per_host, strict=True)),
         micro_batches=dealt.micro_batches,
         largest_micro_batches=dealt.largest,
         accumulation=dealt.accumulation,
@@ -73,16 +73,16 @@ def make_plan(
         steps=steps,
         sequences=sequences,
         predicted=predicted,
-        reasons=(*reasons, *layout.reasons, *dealt.reasons),
+        reasons=(*reasons, *chosen.reasons, *dealt.reasons),
     )
 
 
-def _predicted(layout: Layout, dealt: Dealt, *, num_steps: int) -> Prediction:
+def _predicted(chosen: ChosenLayout, dealt: Dealt, *, num_steps: int) -> Prediction:
     return predict(
-        layout.config,
-        layout.job,
-        layout.best.choice,
-        layout.machines,
+        chosen.config,
+        chosen.job,
+        chosen.best.layout,
+        chosen.cluster,
         num_steps=num_steps,
         largest_micro_batch=max(dealt.micro_batches),
         seconds=dealt.seconds,
@@ -118,9 +118,9 @@ def _check_shards(config: RunConfig, shards: TokenShards | None) -> None:
 
 
 def _check_packing(config: RunConfig, shape: ModelShape) -> None:
-    if config.train.packing == "documents" and shape.architecture not in DESCRIBED:
+    if config.train.packing == "documents" and shape.architecture not in KNOWN_ARCHITECTURES:
         raise ValueError(
-            f"train.packing=documents needs attention that we can mask, of {', '.join(DESCRIBED)}; a "
+            f"train.packing=documents needs attention that we can mask, of {', '.join(KNOWN_ARCHITECTURES)}; a "
             f"{shape.architecture} model has its own: set train.packing=padded, or stream"
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from training.config.parallel import Precision
 from training.config.run import RunConfig
-from training.planner.job import DESCRIBED
+from training.planner.job import KNOWN_ARCHITECTURES
 from training.records.inventory import Device, Inventory
 from training.records.plan import ModelShape
 
@@ -61,9 +61,10 @@ def _check_fp8(inventory: Inventory) -> str:
 
 def check_fp8_sizes(shape: ModelShape, *, tp: int) -> None:
     """Raises ValueError for products that torch._scaled_mm cannot make."""
-    if shape.architecture not in DESCRIBED:
+    if shape.architecture not in KNOWN_ARCHITECTURES:
         raise ValueError(
-            f"parallel.precision=fp8 is there for {', '.join(DESCRIBED)} models, not for {shape.architecture}: use bf16"
+            f"parallel.precision=fp8 is there for {', '.join(KNOWN_ARCHITECTURES)} models, not for "
+            f"{shape.architecture}: use bf16"
         )
     sizes = {
         "width / tp": shape.width / tp,

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from training.planner.cluster import HOST_ADAM_GB_PER_S, PCIE_GB_PER_S, Machines
+from training.planner.cluster import HOST_ADAM_GB_PER_S, PCIE_GB_PER_S, Cluster
 from training.planner.cost_model import SHARING, Recipe
-from training.planner.job import CHUNK_TOKENS, Choice, Job
+from training.planner.job import CHUNK_TOKENS, Job, Layout
 from training.planner.memory import stage_layers, stage_parameters
 
 BUCKET_BYTES = 25 * 2**20
@@ -51,12 +51,12 @@ class Pass:
         return self.computing() + self.waiting(recipe)
 
 
-def step_s(job: Job, choice: Choice, recipe: Recipe, machines: Machines, *, num_shards: int) -> dict[str, float]:
+def step_s(job: Job, layout: Layout, recipe: Recipe, cluster: Cluster, *, num_shards: int) -> dict[str, float]:
     """Seconds of a step by part; they add up. "… exposed" is communication that nothing hides."""
-    forward, again, backward = _passes(job, choice, recipe, machines)
+    forward, again, backward = _passes(job, layout, recipe, cluster)
     one = forward + again + backward
-    talk = tp_s(job, choice, recipe, machines)
-    m = choice.accumulation
+    talk = tp_s(job, layout, recipe, cluster)
+    m = layout.accumulation
     parts = {
         "products": m * one.products,
         "attention": m * one.attention,
@@ -74,13 +74,13 @@ def step_s(job: Job, choice: Choice, recipe: Recipe, machines: Machines, *, num_
         ):
             parts[part] -= m * seconds
     micro_batch = one.seconds(recipe) + talk
-    if choice.pp > 1:
-        parts["pipeline bubble"] = (choice.pp - 1) / choice.stages_per_rank * micro_batch
-        parts["pp exposed"] = pp_s(job, choice, recipe, machines)
+    if layout.pp > 1:
+        parts["pipeline bubble"] = (layout.pp - 1) / layout.stages_per_rank * micro_batch
+        parts["pp exposed"] = pp_s(job, layout, recipe, cluster)
     parts["dp exposed"] = dp_s(
-        job, choice, recipe, machines, num_shards=num_shards, forward=forward, backward=again + backward
+        job, layout, recipe, cluster, num_shards=num_shards, forward=forward, backward=again + backward
     )
-    parts |= _update_s(job, choice, recipe, machines, num_shards=num_shards)
+    parts |= _update_s(job, layout, recipe, cluster, num_shards=num_shards)
     return {part: seconds for part, seconds in parts.items() if seconds}
 
 
@@ -91,21 +91,21 @@ def exposed_s(parts: dict[str, float]) -> float:
 # Computing
 
 
-def _passes(job: Job, choice: Choice, recipe: Recipe, machines: Machines) -> tuple[Pass, Pass, Pass]:
+def _passes(job: Job, layout: Layout, recipe: Recipe, cluster: Cluster) -> tuple[Pass, Pass, Pass]:
     """Forward, what backward computes again, backward; of all layers of the slowest stage and, there, of the ends.
 
     Backward makes two products for each of forward's, and moves twice its bytes.
     """
-    layers, tokens = stage_layers(job, choice), choice.micro_batch * job.context
-    layer = _layer(job, choice, recipe, machines, tokens)
-    ends = _ends(job, choice, recipe, machines, tokens)
+    layers, tokens = stage_layers(job, layout), layout.micro_batch * job.context
+    layer = _layer(job, layout, recipe, cluster, tokens)
+    ends = _ends(job, layout, recipe, cluster, tokens)
     flash = 2.5 if recipe.kept.scores == 0 else 2.0  # fused attention's backward makes its scores again
     backward = Pass(2 * layer.products, flash * layer.attention, 2 * layer.memory, 1.5 * layer.ops)
     again = Pass(0, 0, 0, 0)
-    if choice.recompute == "full":
+    if layout.recompute == "full":
         again = layer
-    elif choice.recompute == "selective":
-        again = _selected_again(job, choice, recipe, layer)
+    elif layout.recompute == "selective":
+        again = _selected_again(job, layout, recipe, layer)
         slower = 1.0 if recipe.recomputes_scores_only else SELECTIVE_OPS
         layer, again = (
             Pass(layer.products, layer.attention, layer.memory, slower * layer.ops),
@@ -114,7 +114,7 @@ def _passes(job: Job, choice: Choice, recipe: Recipe, machines: Machines) -> tup
     return layer * layers + ends, again * layers, backward * layers + ends * (0 if _makes_gradient(recipe) else 2)
 
 
-def _selected_again(job: Job, choice: Choice, recipe: Recipe, layer: Pass) -> Pass:
+def _selected_again(job: Job, layout: Layout, recipe: Recipe, layer: Pass) -> Pass:
     if recipe.recomputes_scores_only:
         share = (
             recipe.kept.scores
@@ -132,16 +132,16 @@ def _makes_gradient(recipe: Recipe) -> bool:
     return recipe.chunked_logits
 
 
-def product_s(rows: float, inner: float, columns: float, job: Job, recipe: Recipe, machines: Machines) -> float:
+def product_s(rows: float, inner: float, columns: float, job: Job, recipe: Recipe, cluster: Cluster) -> float:
     """Of one matrix product [rows, inner] x [inner, columns]."""
     flops = 2 * rows * inner * columns
     moved = job.width_bytes * (rows * inner + inner * columns + rows * columns)
-    return flops / (recipe.sustained * machines.matmul_tflops * 1e12) + moved / (machines.memory_gb_per_s * 1e9)
+    return flops / (recipe.sustained * cluster.matmul_tflops * 1e12) + moved / (cluster.memory_gb_per_s * 1e9)
 
 
-def _layer(job: Job, choice: Choice, recipe: Recipe, machines: Machines, tokens: int) -> Pass:
+def _layer(job: Job, layout: Layout, recipe: Recipe, cluster: Cluster, tokens: int) -> Pass:
     """Forward, of one layer on one tp rank."""
-    shape, tp = job.shape, choice.tp
+    shape, tp = job.shape, layout.tp
     width, mlp = shape.width, shape.mlp_width / tp
     products = [
         (width, (width + 2 * job.kv_width) / tp),
@@ -150,30 +150,30 @@ def _layer(job: Job, choice: Choice, recipe: Recipe, machines: Machines, tokens:
         (mlp, width),
     ]
     flops = 4 * tokens * job.context * width / tp * (0.5 if job.is_causal and recipe.skips_masked else 1)
-    rate = machines.attention_tflops or recipe.attention_share * recipe.sustained * machines.matmul_tflops
+    rate = cluster.attention_tflops or recipe.attention_share * recipe.sustained * cluster.matmul_tflops
     scores = recipe.kept.scores * shape.heads * job.context / tp
     kept = recipe.kept.bytes_per_token(job, tp, sequence_parallel=recipe.sequence_parallel) - scores
     moved = tokens * (recipe.passes * kept + recipe.score_passes * scores)
     return Pass(
-        products=sum(product_s(tokens, inner, columns, job, recipe, machines) for inner, columns in products),
+        products=sum(product_s(tokens, inner, columns, job, recipe, cluster) for inner, columns in products),
         attention=flops / (rate * 1e12),
-        memory=moved / (machines.memory_gb_per_s * 1e9),
+        memory=moved / (cluster.memory_gb_per_s * 1e9),
         ops=(recipe.ops + (TP_OPS if tp > 1 else 0)) * recipe.op_us / 1e6,
     )
 
 
-def _ends(job: Job, choice: Choice, recipe: Recipe, machines: Machines, tokens: int) -> Pass:
+def _ends(job: Job, layout: Layout, recipe: Recipe, cluster: Cluster, tokens: int) -> Pass:
     """Output layer and loss, forward; ours makes the gradient at once, chunk by chunk."""
-    words, width = job.shape.vocab_size / choice.tp, job.shape.width
+    words, width = job.shape.vocab_size / layout.tp, job.shape.width
     times = 3 if _makes_gradient(recipe) else 1
     chunks = -(-tokens // CHUNK_TOKENS) if recipe.chunked_logits else 1
     rows = tokens / chunks
     moved = tokens * words * (24 if _makes_gradient(recipe) else 12)  # fp32 logits, thrice forth and back
     moved += chunks * 8 * words * width if _makes_gradient(recipe) else 0  # the gradient's sum over chunks
     return Pass(
-        products=times * chunks * product_s(rows, width, words, job, recipe, machines),
+        products=times * chunks * product_s(rows, width, words, job, recipe, cluster),
         attention=0.0,
-        memory=moved / (machines.memory_gb_per_s * 1e9),
+        memory=moved / (cluster.memory_gb_per_s * 1e9),
         ops=chunks * 20 * recipe.op_us / 1e6,
     )
 
@@ -181,33 +181,33 @@ def _ends(job: Job, choice: Choice, recipe: Recipe, machines: Machines, tokens: 
 # Talking
 
 
-def tp_s(job: Job, choice: Choice, recipe: Recipe, machines: Machines) -> float:
+def tp_s(job: Job, layout: Layout, recipe: Recipe, cluster: Cluster) -> float:
     """Of one micro-batch: two sums a layer and direction (Shoeybi et al. 2019, section 3), which nothing hides; once
     more where whole layers are recomputed. Under sequence parallelism each is two halves of a sum."""
-    if choice.tp == 1:
+    if layout.tp == 1:
         return 0.0
-    num_bytes = choice.micro_batch * job.context * job.shape.width * job.width_bytes
-    sums = stage_layers(job, choice) * (6 if choice.recompute == "full" else 4) + 2
-    link = machines.link(choice.tp)
-    return sums * link.all_reduce_s(num_bytes, choice.tp)
+    num_bytes = layout.micro_batch * job.context * job.shape.width * job.width_bytes
+    sums = stage_layers(job, layout) * (6 if layout.recompute == "full" else 4) + 2
+    link = cluster.link(layout.tp)
+    return sums * link.all_reduce_s(num_bytes, layout.tp)
 
 
-def pp_s(job: Job, choice: Choice, recipe: Recipe, machines: Machines) -> float:
+def pp_s(job: Job, layout: Layout, recipe: Recipe, cluster: Cluster) -> float:
     """Hidden states forth and gradients back, between neighbours; half of it stands in the way of the next."""
-    num_bytes = choice.micro_batch * job.context * job.shape.width * recipe.boundary_bytes
-    ranks_of_a_stage = choice.dp * choice.tp
-    link = machines.link(choice.pp, stride=ranks_of_a_stage)
+    num_bytes = layout.micro_batch * job.context * job.shape.width * recipe.boundary_bytes
+    ranks_of_a_stage = layout.dp * layout.tp
+    link = cluster.link(layout.pp, stride=ranks_of_a_stage)
     if recipe.scatters_boundary:
-        num_bytes /= choice.tp
-    sends = 2 * choice.stages_per_rank * (choice.accumulation + choice.pp - 1)
+        num_bytes /= layout.tp
+    sends = 2 * layout.stages_per_rank * (layout.accumulation + layout.pp - 1)
     return 0.5 * sends * link.send_s(num_bytes)
 
 
 def dp_s(
     job: Job,
-    choice: Choice,
+    layout: Layout,
     recipe: Recipe,
-    machines: Machines,
+    cluster: Cluster,
     *,
     num_shards: int,
     forward: Pass,
@@ -219,30 +219,30 @@ def dp_s(
     the last one's reduction; a pipeline reduces after its schedule. Groups add up in hsdp's last backward, and agree
     after local-sgd's update.
     """
-    if choice.dp == 1:
+    if layout.dp == 1:
         return 0.0
-    sharing = SHARING[choice.strategy]
-    parameters = stage_parameters(job, choice, stage=0)
-    layers = stage_layers(job, choice) + 1
-    link, n = machines.link(num_shards, stride=choice.tp), num_shards
+    sharing = SHARING[layout.strategy]
+    parameters = stage_parameters(job, layout, stage=0)
+    layers = stage_layers(job, layout) + 1
+    link, n = cluster.link(num_shards, stride=layout.tp), num_shards
     gather = link.gather_s(recipe.gather_bytes * parameters, n, calls=layers)
     if sharing.stage < 2:
         calls = max(1.0, recipe.reduce_bytes * parameters / BUCKET_BYTES)
         reduce = link.all_reduce_s(recipe.reduce_bytes * parameters, n, calls=calls)
     else:
-        scatter = link.gather_s if machines.kind == "cuda" else link.all_reduce_s  # gloo has no reduce-scatter
+        scatter = link.gather_s if cluster.kind == "cuda" else link.all_reduce_s  # gloo has no reduce-scatter
         reduce = scatter(recipe.reduce_bytes * parameters, n, calls=layers)
-    num_groups = choice.dp // num_shards
-    over = machines.link(num_groups, stride=num_shards * choice.tp)
+    num_groups = layout.dp // num_shards
+    over = cluster.link(num_groups, stride=num_shards * layout.tp)
     across = over.all_reduce_s(recipe.across_bytes * parameters / num_shards, num_groups)
     forth = sharing.gathers / 2 * gather
     back = forth + reduce
-    hides = recipe.hides if choice.pp == 1 else 0.0
+    hides = recipe.hides if layout.pp == 1 else 0.0
     hidden_forth, hidden_back = hides * forward.computing(), hides * backward.computing()
     if not sharing.reduces_each:
         return _exposed(reduce, hidden_back, recipe, layers) + across
     exposed = _exposed(forth, hidden_forth, recipe, layers) + _exposed(back, hidden_back, recipe, layers)
-    return exposed * (choice.accumulation if choice.pp == 1 else 1) + max(0.0, across - max(0.0, hidden_back - back))
+    return exposed * (layout.accumulation if layout.pp == 1 else 1) + max(0.0, across - max(0.0, hidden_back - back))
 
 
 def _exposed(talk: float, hidden: float, recipe: Recipe, layers: int) -> float:
@@ -253,18 +253,18 @@ def _exposed(talk: float, hidden: float, recipe: Recipe, layers: int) -> float:
 # Updating
 
 
-def _update_s(job: Job, choice: Choice, recipe: Recipe, machines: Machines, *, num_shards: int) -> dict[str, float]:
-    sharing = SHARING[choice.strategy]
-    parameters = stage_parameters(job, choice, stage=0)
+def _update_s(job: Job, layout: Layout, recipe: Recipe, cluster: Cluster, *, num_shards: int) -> dict[str, float]:
+    sharing = SHARING[layout.strategy]
+    parameters = stage_parameters(job, layout, stage=0)
     own = parameters / (num_shards if sharing.stage >= 1 else 1)
-    parts = {"optimizer": recipe.update_bytes * own / (machines.memory_gb_per_s * 1e9)}
-    if machines.kind == "cuda" and choice.offload != "none":
+    parts = {"optimizer": recipe.update_bytes * own / (cluster.memory_gb_per_s * 1e9)}
+    if cluster.kind == "cuda" and layout.offload != "none":
         parts["optimizer"] = recipe.update_bytes * own / (HOST_ADAM_GB_PER_S * 1e9)
         moved = 8 * own  # gradients to the host, weights back
-        if choice.offload == "parameters":
-            moved += choice.accumulation * 2 * recipe.gather_bytes * own
+        if layout.offload == "parameters":
+            moved += layout.accumulation * 2 * recipe.gather_bytes * own
         parts["offload"] = moved / (PCIE_GB_PER_S * 1e9)
-    if sharing.gathers_update and choice.dp > 1:
-        link = machines.link(num_shards, stride=choice.tp)
+    if sharing.gathers_update and layout.dp > 1:
+        link = cluster.link(num_shards, stride=layout.tp)
         parts["dp exposed update"] = link.gather_s(recipe.weight_bytes * parameters, num_shards)
     return parts

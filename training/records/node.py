@@ -91,7 +91,7 @@ class CollectiveReport(Record):
     seconds: float
 
 
-def in_words(report: CollectiveReport) -> str:
+def describe_collectives(report: CollectiveReport) -> str:
     best = max(report.all_reduce, key=lambda rate: rate.busbw_gb_s)
     text = (
         f"all-reduce of {best.num_bytes / 2**20:g} MiB over {report.num_ranks} ranks on {len(report.hosts)} hosts: "

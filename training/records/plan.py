@@ -1,19 +1,90 @@
-"""What each stage leaves for the next: small frozen records, one JSON file each, written whole or not at all."""
+"""Stage 3, the plan: which ranks run which program, and what the arithmetic predicts of it.
+
+RunPlan is Shardline's own training, planned by training/planner; TrainerPlan is a training program of the user's.
+Launching needs the same of both: where their ranks are, the command that each of them runs, and its environment.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, TypedDict
 
-from pydantic import BaseModel, ConfigDict
-
-from training.config.parallel import Precision, Strategy
+from training.config.parallel import Precision, StrategyName
 from training.config.run import RunConfig
 from training.records.record import Record
 
-# 1. text -> shards
+TRAINER_PLAN = "trainer.json"  # in the run folder, where the user's program trains
+RUN_DIR = "{run_dir}"  # in trainer.args
+NOT_ALLOCATED = ("process", "fragmentation")  # parts of a GPU's memory that torch's allocator does not count
 
 
-# 3. the plan
+class ModelShape(Record):
+    """The numbers that memory and speed follow from."""
+
+    architecture: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    mlp_width: int
+    vocab_size: int
+    context: int
+    tied: bool
+    parameters: int
+
+
+class Prediction(Record):
+    """Per rank; what the plan expects, to be compared with what the run measures.
+
+    `memory_gib` and `step_s` by part, which add up. `mfu`: share of the measured matmul rate (None: not measured).
+    """
+
+    memory_gib: dict[str, float]
+    step_s: dict[str, float]
+    exposed_communication_s: float
+    flops_per_token: float
+    peak_tflops: float  # measured for matrix products in the plan's precision, mean over ranks
+    mfu: float | None
+    tokens_per_s: float
+    train_s: float
+    checkpoint_gib: float
+
+    @property
+    def step_ms(self) -> float:
+        return 1000 * sum(self.step_s.values())
+
+    def peak_gib(self, device_kind: str) -> float:
+        """What TrainResult.peak_memory_gib measures: on a CPU all that is resident, on a GPU what torch allocates."""
+        unseen = NOT_ALLOCATED if device_kind == "cuda" else ()
+        return sum(gib for part, gib in self.memory_gib.items() if part not in unseen)
+
+
+class RankedLayout(Record):
+    """One way to run the job, priced; `why_not`: why it cannot be had. Times are None where it does not fit."""
+
+    strategy: StrategyName
+    tp: int
+    pp: int
+    dp: int
+    micro_batch: int
+    accumulation: int
+    activation_checkpointing: Literal["none", "selective", "full"]
+    offload: Literal["none", "optimizer", "parameters"]
+    memory_gib: float
+    usable_gib: float
+    step_s: float | None
+    tokens_per_s: float | None
+    mfu: float | None
+    exposed_communication_s: float | None
+    why_not: str
+
+
+class Command(TypedDict):
+    """What every rank runs: a Python module, or else a script, with these arguments."""
+
+    module: str
+    script: str
+    args: tuple[str, ...]
 
 
 class RunPlan(Record):
@@ -37,7 +108,7 @@ class RunPlan(Record):
     mask_id: int | None
     shape: ModelShape
     device_kind: Literal["cpu", "cuda"]
-    strategy: Strategy
+    strategy: StrategyName
     offload: Literal["none", "optimizer", "parameters"]
     activation_checkpointing: Literal["none", "selective", "full"]
     mesh: dict[str, int]
@@ -53,7 +124,7 @@ class RunPlan(Record):
     steps: int
     sequences: int
     predicted: Prediction
-    ranking: tuple[RankedChoice, ...]
+    ranking: tuple[RankedLayout, ...]
     reasons: tuple[str, ...]
     mlflow_run_id: str = ""
 
@@ -101,73 +172,56 @@ class RunPlan(Record):
         """Tokens per optimizer step, over all ranks."""
         return self.config.train.global_batch * self.config.train.context
 
+    def command(self, module: str, *, run_dir: Path) -> Command:
+        """`python -m MODULE runs/ID/plan.json`; `module` is one of Shardline's programs, such as training.train."""
+        return {"module": module, "script": "", "args": (str(run_dir / "plan.json"),)}
 
-# 6.-9. results
+    def environment(self) -> dict[str, str]:
+        """The plan file holds all that a rank needs."""
+        return {}
 
-
-NOT_ALLOCATED = ("process", "fragmentation")  # parts of a GPU's memory that torch's allocator does not count
-
-
-class Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ModelShape(Frozen):
-    """The numbers that memory and speed follow from."""
-
-    architecture: str
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    mlp_width: int
-    vocab_size: int
-    context: int
-    tied: bool
-    parameters: int
+    def working_dir(self, run_dir: Path) -> str:
+        return "/"
 
 
-class Prediction(Frozen):
-    """Per rank; what the plan expects, to be compared with what the run measures.
+class TrainerPlan(Record):
+    """runs/ID/trainer.json: on which ranks the user's program runs, and where it logs. Made anew at each start."""
 
-    `memory_gib` and `step_s` by part, which add up. `mfu`: share of the measured matmul rate (None: not measured).
-    """
-
-    memory_gib: dict[str, float]
-    step_s: dict[str, float]
-    exposed_communication_s: float
-    flops_per_token: float
-    peak_tflops: float  # measured for matrix products in the plan's precision, mean over ranks
-    mfu: float | None
-    tokens_per_s: float
-    train_s: float
-    checkpoint_gib: float
+    run_id: str
+    config: RunConfig
+    hosts: tuple[str, ...]
+    ranks_per_host: tuple[int, ...]
+    threads_per_rank: int
+    mlflow_run_id: str
+    mlflow_experiment_id: str
+    mlflow_experiment_name: str
+    device_kind: str = "cpu"
 
     @property
-    def step_ms(self) -> float:
-        return 1000 * sum(self.step_s.values())
+    def world_size(self) -> int:
+        return sum(self.ranks_per_host)
 
-    def peak_gib(self, device_kind: str) -> float:
-        """What TrainResult.peak_memory_gib measures: on a CPU all that is resident, on a GPU what torch allocates."""
-        unseen = NOT_ALLOCATED if device_kind == "cuda" else ()
-        return sum(gib for part, gib in self.memory_gib.items() if part not in unseen)
+    @property
+    def program(self) -> str:
+        """The user's module or script, as the config names it."""
+        return self.config.trainer.module or self.config.trainer.script
+
+    def command(self, module: str, *, run_dir: Path) -> Command:
+        """The user's program, whatever `module` of ours would run; `{run_dir}` in its arguments is the run's folder."""
+        trainer = self.config.trainer
+        args = tuple(arg.replace(RUN_DIR, str(run_dir)) for arg in trainer.args)
+        return {"module": trainer.module, "script": trainer.script, "args": args}
+
+    def environment(self) -> dict[str, str]:
+        """Names the experiment beside MLFLOW_RUN_ID: Accelerate asks for it, and would make one of its own."""
+        return {
+            "MLFLOW_EXPERIMENT_ID": self.mlflow_experiment_id,
+            "MLFLOW_EXPERIMENT_NAME": self.mlflow_experiment_name,
+        }
+
+    def working_dir(self, run_dir: Path) -> str:
+        """The run's folder: a program that writes to relative paths may write nowhere else in a container."""
+        return str(run_dir)
 
 
-class RankedChoice(Frozen):
-    """One way to run the job, priced; `why_not`: why it cannot be had. Times are None where it does not fit."""
-
-    strategy: Strategy
-    tp: int
-    pp: int
-    dp: int
-    micro_batch: int
-    accumulation: int
-    activation_checkpointing: Literal["none", "selective", "full"]
-    offload: Literal["none", "optimizer", "parameters"]
-    memory_gib: float
-    usable_gib: float
-    step_s: float | None
-    tokens_per_s: float | None
-    mfu: float | None
-    exposed_communication_s: float | None
-    why_not: str
+AnyPlan = RunPlan | TrainerPlan

@@ -1,4 +1,4 @@
-"""What evaluation, export and registration leave: the records of stages 7 to 9."""
+"""What evaluation, export and registration leave."""
 
 from __future__ import annotations
 

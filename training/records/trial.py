@@ -28,7 +28,7 @@ class Trial(Record):
     seconds: float
 
     def __str__(self) -> str:
-        size = in_words(self.micro_batches)
+        size = describe_micro_batches(self.micro_batches)
         if self.measured is None:
             return f"trial: micro-batch {size} ran out of memory ({self.detail})"
         peak = max(self.measured.peak_gib)
@@ -61,5 +61,5 @@ def read_trials(run_dir: Path) -> Trials | None:
     return Trials.read(run_dir / TRIALS) if (run_dir / TRIALS).exists() else None
 
 
-def in_words(micro_batches: tuple[int, ...]) -> str:
+def describe_micro_batches(micro_batches: tuple[int, ...]) -> str:
     return str(micro_batches[0]) if len(set(micro_batches)) == 1 else " + ".join(map(str, micro_batches))

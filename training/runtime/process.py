@@ -35,7 +35,7 @@ class Rank:
 
 
 @contextmanager
-def entered(plan: RunPlan, *, world_size: int | None = None) -> Iterator[Rank]:
+def process_group(plan: RunPlan, *, world_size: int | None = None) -> Iterator[Rank]:
     """Join the process group, seed, and leave in order; a group that is not destroyed can abort at exit.
 
     Raises ValueError if torchrun's world is not the plan's.

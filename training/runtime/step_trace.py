@@ -1,6 +1,6 @@
-"""A step's parts, as strategies and the loop name them: `with part("forward"): …`; and what a recorded step took.
+"""The phases of a training step and the time each took; the loop and the strategies mark them: `with phase("forward")`.
 
-Most steps are not recorded: then a part costs 0.14 us, where torch's record_function costs 5 us.
+Most steps are not recorded; then marking a phase costs 0.14 us, where torch's record_function costs 5 us.
 """
 
 from __future__ import annotations
@@ -17,52 +17,52 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _NOTHING = nullcontext()
-_mark_part: Callable[[str], AbstractContextManager[None]] | None = None  # set while a step is recorded
+_mark_phase: Callable[[str], AbstractContextManager[None]] | None = None  # set while a step is recorded
 
 
-def part(name: str) -> AbstractContextManager[None]:
-    """A part of a step: `data`, `forward`, `backward`, `optimizer` (clipping too), or whatever a strategy has."""
-    return _NOTHING if _mark_part is None else _mark_part(name)
+def phase(name: str) -> AbstractContextManager[None]:
+    """Mark a phase of a step: `data`, `forward`, `backward`, `optimizer` (clipping too), or whatever a strategy has."""
+    return _NOTHING if _mark_phase is None else _mark_phase(name)
 
 
 def emit_nvtx() -> None:
-    """From now on all parts are ranges that Nsight Systems shows; about 1 us each."""
-    global _mark_part
-    _mark_part = torch.cuda.nvtx.range
+    """Make every phase an NVTX range, which Nsight Systems shows; about 1 us each."""
+    global _mark_phase
+    _mark_phase = torch.cuda.nvtx.range
 
 
 @contextmanager
 def recorded(device: torch.device, *, profiled: bool, shapes: bool = False) -> Iterator[Recording]:
-    """Time the parts of what runs inside; profile it too, with the operands' shapes."""
-    global _mark_part
-    recording, before = Recording(device, profiled=profiled, shapes=shapes), _mark_part
-    _mark_part = recording.part
+    """Time the phases of one step; `profiled`: run torch's profiler too, `shapes`: with the operands' shapes."""
+    global _mark_phase
+    recording, before = Recording(device, profiled=profiled, shapes=shapes), _mark_phase
+    _mark_phase = recording.phase
     try:
         with recording.profiler or nullcontext():
-            with recording.part("step"):
+            with recording.phase("step"):
                 yield recording
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
     finally:
-        _mark_part = before
+        _mark_phase = before
 
 
 class Recording:
-    """One step: when its parts began and ended, on the GPU's own clock if there is one; and what was profiled."""
+    """One step: when its phases began and ended, on the GPU's own clock if there is one; and what was profiled."""
 
     def __init__(self, device: torch.device, *, profiled: bool, shapes: bool) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its two lines per profile would fill the log
         self.device = device
-        self.parts: list[tuple[str, Any, Any]] = []
+        self.phases: list[tuple[str, Any, Any]] = []
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
         self.profiler = profile(activities=activities, record_shapes=shapes) if profiled else None
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
         with record_function(f"shardline.{name}"):
             began = self._now()
             yield
-            self.parts.append((name, began, self._now()))
+            self.phases.append((name, began, self._now()))
 
     def _now(self) -> Any:
         if self.device.type == "cpu":
@@ -72,9 +72,9 @@ class Recording:
         return event
 
     def split_ms(self) -> dict[str, float]:
-        """By part, summed over micro-batches; `exposed_communication` lies within the others."""
+        """Times by phase, summed over micro-batches; `exposed_communication` is already included in the others."""
         split: dict[str, float] = {}
-        for name, began, ended in self.parts:
+        for name, began, ended in self.phases:
             ms = began.elapsed_time(ended) if self.device.type == "cuda" else 1000 * (ended - began)
             split[name] = split.get(name, 0.0) + ms
         return split | {"exposed_communication": exposed_ms(self._events(), self.device)}

@@ -19,23 +19,23 @@ from typing import IO
 from training.records.plan import RunPlan
 
 WRITE_AT = 0.9  # of the timeout: while the collective still waits
-BEAT_EVERY_S = 1.0  # arming takes 0.14 ms, as it starts a thread
+HEARTBEAT_EVERY_S = 1.0  # arming takes 0.14 ms, as it starts a thread
 RECORDED_COLLECTIVES = 2000  # NCCL's flight recorder keeps the newest so many; a step of an 8B model has some 200
 
 
-class Watch:
-    """Armed from the start, and anew at each step's `beat`."""
+class Watchdog:
+    """Armed from the start, and anew at each step's `heartbeat`."""
 
     def __init__(self, file: IO[str], *, timeout_s: float) -> None:
-        self.file, self.patience_s = file, WRITE_AT * timeout_s - BEAT_EVERY_S / 2
+        self.file, self.patience_s = file, WRITE_AT * timeout_s - HEARTBEAT_EVERY_S / 2
         self.due = 0.0
-        self.beat()
+        self.heartbeat()
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """A step was made. What was written before it was no hang, but a long validation or compilation."""
         now = time.monotonic()
         if now >= self.due:
-            self.due = now + BEAT_EVERY_S
+            self.due = now + HEARTBEAT_EVERY_S
             faulthandler.dump_traceback_later(self.patience_s, repeat=True, file=self.file)
             if self.has_written():
                 self.file.truncate(0)
@@ -45,7 +45,7 @@ class Watch:
 
 
 @contextmanager
-def watched(plan: RunPlan, run_dir: Path) -> Iterator[Watch]:
+def hang_watchdog(plan: RunPlan, run_dir: Path) -> Iterator[Watchdog]:
     """Around everything that a rank does; entered before the process group is made. An error says where to look."""
     folder, rank = run_dir / "stacks", int(os.environ.get("RANK", "0"))
     folder.mkdir(exist_ok=True)
@@ -55,20 +55,22 @@ def watched(plan: RunPlan, run_dir: Path) -> Iterator[Watch]:
     with path.open("a") as file:
         faulthandler.enable(file)  # on SIGABRT and the like
         faulthandler.register(signal.SIGUSR1, file)
-        watch = Watch(file, timeout_s=plan.config.parallel.timeout_s)
+        watchdog = Watchdog(file, timeout_s=plan.config.parallel.timeout_s)
         try:
-            yield watch
+            yield watchdog
         except Exception as error:
-            if watch.has_written():
-                error.add_note(f"No step came for {watch.patience_s:.0f} s: the ranks' Python stacks are in {folder}")
+            if watchdog.has_written():
+                error.add_note(
+                    f"No step came for {watchdog.patience_s:.0f} s: the ranks' Python stacks are in {folder}"
+                )
             raise
         else:
-            watch.file.truncate(0)
+            watchdog.file.truncate(0)
         finally:
             faulthandler.cancel_dump_traceback_later()
             faulthandler.unregister(signal.SIGUSR1)
             faulthandler.disable()
-            if not watch.has_written():
+            if not watchdog.has_written():
                 path.unlink()
                 with suppress(OSError):  # another rank's is there
                     folder.rmdir()

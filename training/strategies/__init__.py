@@ -62,11 +62,11 @@ class Strategy(Protocol):
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `optimizer_state` of any strategy gave."""
 
-    def own_state(self) -> dict[str, Tensor]:
+    def rank_state(self) -> dict[str, Tensor]:
         """What this rank alone holds, and a resume to the bit needs besides: the tensors themselves, by name."""
 
-    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the tensors that `own_state` of this rank gave, on the same mesh. Called after the optimizer's."""
+    def load_rank_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take over the tensors that `rank_state` of this rank gave, on the same mesh. Called after the optimizer's."""
 
 
 Build = Callable[[RunPlan, DeviceMesh, LanguageModel, Mapping[str, Tensor]], Strategy]

@@ -17,14 +17,14 @@ from training.planner.communication import all_reduce_bytes
 from training.records.plan import RunPlan
 from training.strategies.compression import Compression, compress
 from training.strategies.stats import StepStats
-from training.strategies.torch_strategy import Torch
+from training.strategies.torch_strategy import TorchStrategy
 
 
 def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Ddp:
     return Ddp(plan, mesh, model, weights)
 
 
-class Ddp(Torch):
+class Ddp(TorchStrategy):
     """`group`: the ranks that average their gradients, if they are not all of the data-parallel ones."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Ddp(Torch):
     def sent_bytes(self) -> int:
         return self.dense_bytes if self.compression is None else self.compression.sent_since_last()
 
-    def own_state(self) -> dict[str, Tensor]:
+    def rank_state(self) -> dict[str, Tensor]:
         return {} if self.compression is None else self.compression.state()
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:

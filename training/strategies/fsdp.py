@@ -24,7 +24,7 @@ from training.models.language_model import LanguageModel
 from training.planner.communication import all_reduce_bytes, gather_bytes
 from training.records.plan import RunPlan
 from training.runtime.mesh import INSIDE, group_mesh
-from training.strategies.torch_strategy import Torch
+from training.strategies.torch_strategy import TorchStrategy
 
 
 def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Fsdp:
@@ -59,7 +59,7 @@ def _step_bytes(plan: RunPlan, model: LanguageModel, *, inside: int) -> int:
     return plan.accumulation * micro_batch + all_reduce_bytes(4 * trained, plan.dp // inside)
 
 
-class Fsdp(Torch):
+class Fsdp(TorchStrategy):
     def __init__(
         self,
         plan: RunPlan,

@@ -25,12 +25,11 @@ from training.models.language_model import LanguageModel
 from training.planner.communication import all_reduce_bytes, gather_bytes
 from training.records.plan import RunPlan
 from training.runtime.mesh import ACROSS, INSIDE, group_mesh
-from training.runtime.step_trace import part
+from training.runtime.step_trace import phase
 from training.strategies.compression import unpack
 from training.strategies.ddp import Ddp
+from training.strategies.optim import MOMENTS
 from training.strategies.stats import StepStats
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> LocalSgd:
@@ -61,7 +60,7 @@ class LocalSgd(Ddp):
         stats = super().step(share, learning_rate=learning_rate)
         if self.updates % self.every:
             return stats
-        with part("outer_step"), torch.no_grad():
+        with phase("outer_step"), torch.no_grad():
             sent = self._outer_step() + self._take_over([list(theirs.values()) for theirs in self.dealt])
         return replace(stats, sent_bytes=stats.sent_bytes + sent)
 
@@ -120,7 +119,7 @@ class LocalSgd(Ddp):
         dist.all_reduce(mean, group=self.across)
         return mean.div_(self.across.size())
 
-    def own_state(self) -> dict[str, Tensor]:
+    def rank_state(self) -> dict[str, Tensor]:
         """This rank's part of the group's weights and moments, and of the outer step."""
         state = {f"group.{name}": p.detach() for name, p in self.owned.items()}
         for name, p in self.owned.items():
@@ -129,8 +128,8 @@ class LocalSgd(Ddp):
         return state | {f"velocity.{name}": tensor for name, tensor in self.velocity.items()}
 
     @torch.no_grad()
-    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        super().load_own_state(state)
+    def load_rank_state(self, state: Mapping[str, Tensor]) -> None:
+        super().load_rank_state(state)
         self._take_over([list(theirs.values()) for theirs in self.dealt])
         for moment in MOMENTS:
             self._take_over([[self.optimizer.state[p][moment] for p in theirs.values()] for theirs in self.dealt])

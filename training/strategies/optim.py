@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from training.config.train import TrainConfig
 
+MOMENTS = ("exp_avg", "exp_avg_sq")  # the names of AdamW's state tensors
+
 
 def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
     """Decay on matrices, none on biases and norms (dimension < 2)."""

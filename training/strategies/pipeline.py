@@ -23,10 +23,10 @@ from training.models.architectures import layers_of
 from training.models.language_model import LanguageModel, Wanted
 from training.records.plan import RunPlan
 from training.runtime.mesh import timeout
-from training.runtime.step_trace import part
+from training.runtime.step_trace import phase
 from training.strategies.optim import set_learning_rate
 from training.strategies.stats import StepStats
-from training.strategies.torch_strategy import Torch
+from training.strategies.torch_strategy import TorchStrategy
 
 
 def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Pipeline:
@@ -45,15 +45,15 @@ def keep_own_stages(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> No
 
 def keep_stages(model: LanguageModel, *, owned: Sequence[int], stages: int) -> None:
     """Drop the layers of other ranks; those that stay keep their names. `model.stages`: own layers by stage."""
-    assert model.anatomy is not None, "the plan refuses pp for such models"
+    assert model.architecture is not None, "the plan refuses pp for such models"
     layers, last = layers_of(model.hf), stages - 1
     dealt = np.array_split(np.arange(len(layers)), stages)
     model.stages = {stage: [layers[i] for i in dealt[stage]] for stage in owned}
     kept = {id(layer) for stage in model.stages.values() for layer in stage}
     for number, layer in enumerate(layers):
         if id(layer) not in kept:
-            model.hf.set_submodule(f"{model.anatomy.layers}.{number}", nn.Identity())
-    for parts, stage in ((model.anatomy.first, 0), (model.anatomy.last, last)):
+            model.hf.set_submodule(f"{model.architecture.layers}.{number}", nn.Identity())
+    for parts, stage in ((model.architecture.first, 0), (model.architecture.last, last)):
         for name in parts if stage not in owned else ():
             model.hf.set_submodule(name, nn.Identity())
 
@@ -74,7 +74,7 @@ class Stage(nn.Module):
             return (model.finish(hidden) if self.last else hidden).float()
 
 
-class Pipeline(Torch):
+class Pipeline(TorchStrategy):
     def __init__(self, plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
         self.plan, self.pp = plan, mesh["pp"]
         self.last_stage = plan.mesh["pp"] * plan.config.parallel.pp_stages_per_rank - 1
@@ -91,10 +91,10 @@ class Pipeline(Torch):
         self.weight, self.losses = 0.0, list[Tensor]()
 
     def saved_names(self) -> dict[str, nn.Parameter]:
-        assert self.model.anatomy is not None
+        assert self.model.architecture is not None
         if not self.has_copy:
             return super().saved_names()
-        copy, embedding = f"{self.model.anatomy.output}.weight", f"{self.model.anatomy.embedding}.weight"
+        copy, embedding = f"{self.model.architecture.output}.weight", f"{self.model.architecture.embedding}.weight"
         return {embedding if name == copy else name: parameter for name, parameter in super().saved_names().items()}
 
     def _tie_group(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
@@ -142,13 +142,13 @@ class Pipeline(Torch):
         whole = _concatenated(share.batches)
         inputs = (whole.inputs,) if self.has_first else ()
         arguments: dict[str, Any] = _arguments(whole)
-        with part("forward_backward"):  # the schedule mixes them
+        with phase("forward_backward"):  # the schedule mixes them
             self.schedule.step(
                 *inputs, target=whole.targets if self.has_last else None, return_outputs=False, **arguments
             )
             self._reduce_gradients()
         losses = torch.stack(self.losses) if self.losses else torch.zeros(1, device=whole.inputs.device)
-        with part("optimizer"):
+        with phase("optimizer"):
             return self.update(losses.sum(), share.num_targets)
 
     def _reduce_gradients(self) -> None:
@@ -164,7 +164,7 @@ class Pipeline(Torch):
                         for part, grad in zip(flat.split([grad.numel() for grad in bucket]), bucket, strict=True)
                     ],
                 )
-        embedding = self.model.anatomy.embedding if self.model.anatomy else ""
+        embedding = self.model.architecture.embedding if self.model.architecture else ""
         tied = self.trained.get(f"{embedding}.weight") if self.tie_group is not None else None
         if tied is not None:
             dist.all_reduce(tied.grad, group=self.tie_group)
@@ -215,8 +215,8 @@ class Pipeline(Torch):
 
     def _saved_here(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """All but the last stage's copy of the embedding."""
-        assert self.model.anatomy is not None
-        copy = f"{self.model.anatomy.embedding}.weight"
+        assert self.model.architecture is not None
+        copy = f"{self.model.architecture.embedding}.weight"
         return ((name, whole) for name, whole in tensors if not (self.has_copy and name.startswith(copy)))
 
 

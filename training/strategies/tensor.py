@@ -23,8 +23,8 @@ from training.runtime.tensor_cut import Cut
 
 def share_matrices(model: LanguageModel, mesh: DeviceMesh) -> None:
     """Replace the model's matrices by this rank's pieces; `model.cuts` remembers how, by parameter name."""
-    assert model.anatomy is not None, "the plan refuses tp for such models"
-    anatomy, group = model.anatomy, mesh.get_group()
+    assert model.architecture is not None, "the plan refuses tp for such models"
+    architecture, group = model.architecture, mesh.get_group()
     hf: Any = model.hf
     names = {id(parameter): name for name, parameter in hf.named_parameters()}
 
@@ -33,21 +33,21 @@ def share_matrices(model: LanguageModel, mesh: DeviceMesh) -> None:
         return nn.Parameter(how.take(parameter.detach(), mesh), requires_grad=parameter.requires_grad)
 
     for layer in layers_of(hf):
-        for path in (*anatomy.column, *anatomy.row):
+        for path in (*architecture.column, *architecture.row):
             matrix = layer.get_submodule(path)
-            column, blocks = path in anatomy.column, 3 if path == anatomy.fused else 1
+            column, blocks = path in architecture.column, 3 if path == architecture.fused else 1
             layer.set_submodule(path, _Shared(matrix, cut, column=column, blocks=blocks, group=group))
     if hf.config.model_type == "gpt2":
         for layer in hf.transformer.h:
             layer.attn.split_size //= mesh.size()  # by which it cuts the fused q, k, v
-    output, embedding = hf.get_submodule(anatomy.output), hf.get_submodule(anatomy.embedding)
+    output, embedding = hf.get_submodule(architecture.output), hf.get_submodule(architecture.embedding)
     words = torch.arange(len(output.weight)).tensor_split(mesh.size())[mesh.get_local_rank()]
     model.first_word, model.tp_group = int(words[0]), group
     output.weight = cut(output.weight, Cut(0))
     if output.bias is not None:
         _share_bias(hf, output.bias, cut(output.bias, Cut(0)))
     weight = output.weight if model.tied else cut(embedding.weight, Cut(0))
-    hf.set_submodule(anatomy.embedding, _SharedEmbedding(weight, model.first_word, group))
+    hf.set_submodule(architecture.embedding, _SharedEmbedding(weight, model.first_word, group))
 
 
 def _share_bias(hf: nn.Module, whole: nn.Parameter, piece: nn.Parameter) -> None:

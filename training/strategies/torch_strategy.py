@@ -14,17 +14,17 @@ from torch.distributed.tensor import DTensor
 from training.data.batch import Batch, Share
 from training.models.language_model import LanguageModel
 from training.records.plan import RunPlan
-from training.runtime.step_trace import part
+from training.runtime.step_trace import phase
 from training.runtime.tensor_cut import sharded_like, unsharded
 from training.strategies.optim import LossScale, build_adamw, set_learning_rate
 from training.strategies.stats import StepStats
 
 
-def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Torch:
-    return Torch(plan, mesh, model, weights, module=model)
+def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> TorchStrategy:
+    return TorchStrategy(plan, mesh, model, weights, module=model)
 
 
-class Torch:
+class TorchStrategy:
     """A model, possibly cut over tp ranks or sharded over dp ranks, and a fused AdamW on what this rank holds.
 
     The loss is summed, then divided by the number of targets of all ranks, so that unequal micro-batches weigh
@@ -76,12 +76,12 @@ class Torch:
         losses = []
         for number, batch in enumerate(share.batches, start=1):
             with self.backward_context(last=number == len(share.batches)):
-                with part("forward"):
+                with phase("forward"):
                     loss = self.module(batch.inputs, batch.targets, batch.positions, batch.documents)
-                with part("backward"):
+                with phase("backward"):
                     (loss * weight).backward()
             losses.append(loss.detach())
-        with part("optimizer"):
+        with phase("optimizer"):
             return self.update(torch.stack(losses).sum(), share.num_targets)
 
     def update(self, loss_sum: Tensor, num_targets: int) -> StepStats:
@@ -172,11 +172,11 @@ class Torch:
             }
         self.scale.load(state)
 
-    def own_state(self) -> dict[str, Tensor]:
+    def rank_state(self) -> dict[str, Tensor]:
         return {}
 
-    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        for name, tensor in self.own_state().items():
+    def load_rank_state(self, state: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.rank_state().items():
             tensor.copy_(state[name])
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:

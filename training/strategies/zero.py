@@ -20,11 +20,9 @@ from training.models.init_weights import fill
 from training.models.language_model import LanguageModel
 from training.planner.cost_model import ZERO_STAGE
 from training.records.plan import RunPlan
-from training.runtime.step_trace import part
-from training.strategies.optim import LossScale, build_adamw, set_learning_rate
+from training.runtime.step_trace import phase
+from training.strategies.optim import MOMENTS, LossScale, build_adamw, set_learning_rate
 from training.strategies.stats import StepStats
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Zero:
@@ -104,11 +102,11 @@ class Zero:
             self.optimizer.override_loss_scale(scale)
         losses = []
         for batch in share.batches:
-            with part("forward"):
+            with phase("forward"):
                 loss = self.engine(batch.inputs, batch.targets, batch.positions, batch.documents)
-            with part("backward"):
+            with phase("backward"):
                 self.engine.backward(loss * (self.dp / share.num_targets), scale_wrt_gas=False)
-            with part("optimizer"):
+            with phase("optimizer"):
                 self.engine.step()
             losses.append(loss.detach())
         skipped = self.may_skip and self.optimizer.overflow
@@ -167,10 +165,10 @@ class Zero:
             partition["step"].copy_(state["step"])
         self.scale.load(state)
 
-    def own_state(self) -> dict[str, Tensor]:
+    def rank_state(self) -> dict[str, Tensor]:
         return {}
 
-    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
+    def load_rank_state(self, state: Mapping[str, Tensor]) -> None:
         """There is none."""
 
     def _set_moment(self, parameter: torch.nn.Parameter, moment: str, value: Tensor) -> None:

@@ -30,7 +30,7 @@ def since_best(losses: Sequence[float]) -> int:
     return len(losses) - 1 - losses.index(min(losses)) if losses else 0
 
 
-class Limits:
+class StopRules:
     """What one attempt counts beside its steps. It goes on from `rows`, those of earlier attempts.
 
     Only the rank that writes the rows decides about hours (`decides`): by another's clock the last row might come too
@@ -74,5 +74,5 @@ def is_finished(plan: RunPlan, result: TrainResult, rows: Rows) -> bool:
     return (
         result.step >= plan.steps
         or (result.stopped_by == "hours" and hours_are_over)
-        or (result.stopped_by == "early stop" and Limits(plan, rows).no_longer_improves is not None)
+        or (result.stopped_by == "early stop" and StopRules(plan, rows).no_longer_improves is not None)
     )

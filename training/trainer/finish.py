@@ -6,10 +6,10 @@ from training.checkpoint import load
 from training.monitoring.meter import Meter
 from training.records.record import sha256_file
 from training.records.train_result import StoppedBy, TrainResult
-from training.trainer.state import Training
+from training.trainer.state import TrainingState
 
 
-def result(state: Training, *, meter: Meter, stopped_by: StoppedBy) -> TrainResult:
+def result(state: TrainingState, *, meter: Meter, stopped_by: StoppedBy) -> TrainResult:
     folder = load.checkpoint_folder(state.run_dir, meter.step)
     return TrainResult(
         step=meter.step,

@@ -13,45 +13,45 @@ from training.inference.samples import SampleLog
 from training.monitoring.meter import Meter
 from training.monitoring.profiler import Profiler
 from training.records.train_result import StoppedBy
-from training.runtime.step_trace import part
+from training.runtime.step_trace import phase
 from training.runtime.stop_flag import StopFlag
-from training.runtime.watchdog import Watch
+from training.runtime.watchdog import Watchdog
 from training.tracking import metrics_log
-from training.tracking.stop_rules import Limits
-from training.trainer.state import Training
+from training.tracking.stop_rules import StopRules
+from training.trainer.state import TrainingState
 from training.trainer.validation import validate
 
 COLLECT_EVERY_STEPS = 500  # a full collection takes tens of ms: seldom, and on all ranks at the same step
 
 
 def train(
-    state: Training,
+    state: TrainingState,
     *,
     meter: Meter,
     profiler: Profiler,
     log: metrics_log.MetricsLog | None,
-    limits: Limits,
+    stop_rules: StopRules,
     saver: Saver,
-    watch: Watch,
+    watchdog: Watchdog,
     samples: SampleLog,
 ) -> StoppedBy:
     """The loop: take batches, step, log, validate, save, stop. Its last step always leaves a checkpoint."""
-    plan, config, stop = state.plan, state.plan.config, StopFlag(seconds_left=limits.seconds_left)
-    stopped_by: StoppedBy | None = "steps" if state.start >= plan.steps else limits.reached
+    plan, config, stop = state.plan, state.plan.config, StopFlag(seconds_left=stop_rules.seconds_left)
+    stopped_by: StoppedBy | None = "steps" if state.start >= plan.steps else stop_rules.reached
     val_loss = state.resumed.val_loss if state.resumed is not None else None
     for step in range(state.start + 1, plan.steps + 1) if stopped_by is None else ():
         rate = learning_rate(step - 1, config.train, steps=plan.steps)
         with profiler.step(step):
-            with part("data"):
+            with phase("data"):
                 share = state.loader.share(step - 1)
             meter.add(state.strategy.step(share, learning_rate=rate), num_tokens=state.loader.num_tokens(step - 1))
-        watch.beat()
+        watchdog.heartbeat()
         stopped_by = "steps" if step == plan.steps else stop.agreed()
         saver.advance()
         if stopped_by or step == state.start + 1 or _every(step, config.train.log_every_steps):
             row = meter.row()
             if log is not None:
-                log.write(step, learning_rate=rate, elapsed_s=limits.elapsed_s, **row)
+                log.write(step, learning_rate=rate, elapsed_s=stop_rules.elapsed_s, **row)
         if _validates(step, config.evaluation.every_steps, stopped_by):
             with meter.paused():
                 val_loss = validate(state)
@@ -59,8 +59,8 @@ def train(
                 state.model.train()
             if log is not None:
                 log.write(step, val_loss=val_loss)
-            limits.validated(step, val_loss)
-            stopped_by = stopped_by or limits.no_longer_improves
+            stop_rules.validated(step, val_loss)
+            stopped_by = stopped_by or stop_rules.no_longer_improves
         if stopped_by or _every(step, config.checkpoint.every_steps):
             with meter.paused():
                 meter.require_finite()
@@ -77,12 +77,12 @@ def train(
     return stopped_by
 
 
-def _agreed(limits: Limits) -> Limits:
+def _agreed(stop_rules: StopRules) -> StopRules:
     """All ranks count on from what the metrics rank read in its rows."""
-    known: list[Any] = [limits.losses, limits.seconds_left <= 0]
+    known: list[Any] = [stop_rules.losses, stop_rules.seconds_left <= 0]
     dist.broadcast_object_list(known, src=0)
-    limits.losses, limits.hours_are_over = known
-    return limits
+    stop_rules.losses, stop_rules.hours_are_over = known
+    return stop_rules
 
 
 def _validates(step: int, period: int, stopped_by: StoppedBy | None) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from training.checkpoint.load import Manifest
+from training.checkpoint.load import CheckpointManifest
 from training.data.loader import Loader
 from training.monitoring.meter import Meter
 from training.planner.shares import MIN_GAIN, followed
@@ -105,7 +105,7 @@ def with_room(sizes: Sequence[int], *, room: Sequence[float], most: Sequence[int
     return tuple(max(size, min(limit, int(size * times))) for size, times, limit in zip(sizes, room, most, strict=True))
 
 
-def in_force(plan: RunPlan, resumed: Manifest | None) -> RunPlan:
+def in_force(plan: RunPlan, resumed: CheckpointManifest | None) -> RunPlan:
     """The plan with the shares that a checkpoint was made under, where the ranks are the same and they still fit."""
     if resumed is None or not plan.rebalance or resumed.mesh != plan.mesh:
         return plan

@@ -25,8 +25,8 @@ HASHING_TIMEOUT = datetime.timedelta(hours=6)  # while the first rank hashes a c
 
 
 @dataclass(frozen=True)
-class Training:
-    """What the loop works with; made by `prepare`."""
+class TrainingState:
+    """What the loop works with; made by `restore`."""
 
     plan: RunPlan
     rank: Rank
@@ -37,17 +37,17 @@ class Training:
     strategy: Strategy
     loader: Loader
     start: int
-    resumed: load.Manifest | None
+    resumed: load.CheckpointManifest | None
 
 
-def prepare(plan: RunPlan, *, rank: Rank, run_dir: Path) -> Training:
+def restore(plan: RunPlan, *, rank: Rank, run_dir: Path) -> TrainingState:
     """Model, strategy and data, at the newest whole checkpoint if there is one. Collective."""
     found = _agree_on_checkpoint(run_dir, rank)
     with reading(found):
-        return prepared(plan, found, rank=rank, run_dir=run_dir)
+        return build_state(plan, found, rank=rank, run_dir=run_dir)
 
 
-def prepared(plan: RunPlan, found: Path | None, *, rank: Rank, run_dir: Path) -> Training:
+def build_state(plan: RunPlan, found: Path | None, *, rank: Rank, run_dir: Path) -> TrainingState:
     """At the checkpoint `found`; without one, at the start. Collective."""
     model, weights = unfilled_model(plan)
     if found is not None:
@@ -61,7 +61,7 @@ def prepared(plan: RunPlan, found: Path | None, *, rank: Rank, run_dir: Path) ->
     resumed = load.load_state(found, strategy=strategy, rank=rank, mesh=plan.mesh) if found is not None else None
     start = resumed.step if resumed is not None else 0
     loader = Loader(in_force(plan, resumed), dp_rank=mesh["dp"].get_local_rank(), device=rank.device)
-    return Training(plan, rank, run_dir, mesh, model, num_trained, strategy, loader, start, resumed)
+    return TrainingState(plan, rank, run_dir, mesh, model, num_trained, strategy, loader, start, resumed)
 
 
 def _agree_on_checkpoint(run_dir: Path, rank: Rank) -> Path | None:

@@ -19,17 +19,17 @@ import torch
 import torch.distributed as dist
 
 from training.config.train import learning_rate
-from training.monitoring.device_stats import Gauges
+from training.monitoring.device_stats import DeviceStats
 from training.records.plan import RunPlan
 from training.records.trial import MEASURED, STEPS, TrialMeasured
-from training.runtime.process import Rank, entered
-from training.trainer.state import prepared
+from training.runtime.process import Rank, process_group
+from training.trainer.state import build_state
 from training.trainer.validation import validate
 
 
 def main(plan_path: Path) -> None:
     plan, run_dir = RunPlan.read(plan_path), plan_path.parent
-    with entered(plan) as rank, ended_at_once():
+    with process_group(plan) as rank, ended_at_once():
         measured = tried(plan, rank=rank, run_dir=run_dir)
         if rank.is_metrics_rank:
             measured.write(run_dir / MEASURED)
@@ -48,8 +48,8 @@ def ended_at_once() -> Iterator[None]:
 
 def tried(plan: RunPlan, *, rank: Rank, run_dir: Path) -> TrialMeasured:
     """Collective."""
-    state = prepared(plan, None, rank=rank, run_dir=run_dir)
-    gauges, seconds = Gauges(rank.device, threads=plan.threads_per_rank), 0.0
+    state = build_state(plan, None, rank=rank, run_dir=run_dir)
+    gauges, seconds = DeviceStats(rank.device, threads=plan.threads_per_rank), 0.0
     for step in range(min(STEPS, plan.steps)):
         began = time.perf_counter()
         rate = learning_rate(step, plan.config.train, steps=plan.steps)

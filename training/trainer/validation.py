@@ -7,11 +7,11 @@ import torch.distributed as dist
 
 from training.data.batch import IGNORED
 from training.data.held_out import held_out
-from training.trainer.state import Training
+from training.trainer.state import TrainingState
 
 
 @torch.no_grad()
-def validate(state: Training) -> float:
+def validate(state: TrainingState) -> float:
     """Mean loss over evaluation.quick_sequences held-out sequences, evenly spaced. Collective; leaves the model in
     eval mode.
     """

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tasks.comparison.compare import Comparison, StrategyOutcome, StrategyRow, compare_runs, ending_of, one_device
-from tasks.comparison.page import write_page
-from tasks.comparison.strategies import read_choices
-from tasks.comparison.table import headline, table, write_csv
+from tasks.comparison.compare import Comparison, StrategyOutcome, StrategyRow, compare_runs, one_device, outcome_of
+from tasks.comparison.report import headline, table, write_csv, write_page
+from tasks.comparison.strategies import read_strategies
 from tasks.runs.errors import RunFailed, RunStopped
 from tests.conftest import inventory, tiny_config
 from training.planner.plan import make_plan
@@ -62,11 +61,11 @@ REFUSED = StrategyOutcome(outcome="refused", cause="tp does not divide <heads>")
 
 
 def compared(
-    folders: dict[str, Path], *, target_loss: float = 0.0, **endings: StrategyOutcome
+    folders: dict[str, Path], *, target_loss: float = 0.0, **outcomes: StrategyOutcome
 ) -> dict[str, StrategyRow]:
-    choices = read_choices(["ddp,fsdp,tp2"])
-    known = {"single": DONE, "ddp": DONE, "fsdp": DONE, "tp2": REFUSED, **endings}
-    rows, _ = compare_runs(choices, known, folders=folders, target_loss=target_loss)
+    strategies = read_strategies(["ddp,fsdp,tp2"])
+    known = {"single": DONE, "ddp": DONE, "fsdp": DONE, "tp2": REFUSED, **outcomes}
+    rows, _ = compare_runs(strategies, known, folders=folders, target_loss=target_loss)
     return {row.strategy: row for row in rows}
 
 
@@ -136,10 +135,10 @@ LOST = "training.train failed: [rank1]: training.monitoring.nonfinite.NonFiniteL
     ],
 )
 def test_errors_have_a_kind_and_one_line(error: Exception, outcome: str, cause: str) -> None:
-    ending = ending_of(error)
-    assert ending.outcome == outcome
-    assert ending.cause.startswith(cause)
-    assert "\n" not in ending.cause
+    outcome = outcome_of(error)
+    assert outcome.outcome == outcome
+    assert outcome.cause.startswith(cause)
+    assert "\n" not in outcome.cause
 
 
 def test_the_baseline_gets_one_device_with_its_share_of_the_cores() -> None:
@@ -173,10 +172,10 @@ def test_csv_has_plain_numbers(comparison: Comparison, tmp_path: Path) -> None:
     assert rows["tp2"]["samples_per_s"] == ""
 
 
-def test_the_page_needs_nothing_beside_it_and_says_what_failed(comparison: Comparison, tmp_path: Path) -> None:
+def test_the_page_is_one_file_and_says_what_failed(comparison: Comparison, tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
     picture.write_bytes(b"png")
-    write_page(tmp_path / "page.html", comparison, picture=picture, config="name: tiny")
+    write_page(tmp_path / "page.html", comparison, chart=picture, config="name: tiny")
     page = (tmp_path / "page.html").read_text()
     assert "<script" not in page
     assert "http" not in page
@@ -191,4 +190,4 @@ def test_table_and_headline(comparison: Comparison) -> None:
     assert ddp["strategy"] == "ddp"
     assert (ddp["speed, samples/s"], ddp["speed-up, vs one device"], ddp["outcome"]) == ("150", "1.50x", "done")
     assert "ddp is the fastest: 2,400 tokens/s, 1.50x one device (75% scaling efficiency)" in headline(comparison)
-    assert "Not done: tp2 (refused)" in headline(comparison)
+    assert "Not finished: tp2 (refused)" in headline(comparison)

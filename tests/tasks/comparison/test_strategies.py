@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flows.presets import with_overrides
-from tasks.comparison.strategies import check_for_all, read_choices
+from tasks.comparison.strategies import check_shared_overrides, read_strategies
 from tests.conftest import tiny_config
 from training.config.run import RunConfig
 
@@ -14,8 +14,8 @@ def chosen(text: str, **config: object) -> dict[str, RunConfig]:
     """Name -> the config that it makes of the tiny one."""
     base = tiny_config(**config).model_dump(mode="json")
     return {
-        choice.name: with_overrides(RunConfig.model_validate(base).model_dump(mode="json"), choice.overrides)
-        for choice in read_choices([text], baseline=False)
+        strategy.name: with_overrides(RunConfig.model_validate(base).model_dump(mode="json"), strategy.overrides)
+        for strategy in read_strategies([text], baseline=False)
     }
 
 
@@ -47,9 +47,9 @@ def test_a_name_with_settings_is_one_strategy_up_to_the_next_name() -> None:
 
 
 def test_the_run_on_one_device_comes_first_and_once() -> None:
-    assert [choice.name for choice in read_choices(["ddp", "zero2"])] == ["single", "ddp", "zero2"]
-    assert [choice.name for choice in read_choices(["ddp,single"])] == ["single", "ddp"]
-    assert [choice.name for choice in read_choices(["ddp"], baseline=False)] == ["ddp"]
+    assert [strategy.name for strategy in read_strategies(["ddp", "zero2"])] == ["single", "ddp", "zero2"]
+    assert [strategy.name for strategy in read_strategies(["ddp,single"])] == ["single", "ddp"]
+    assert [strategy.name for strategy in read_strategies(["ddp"], baseline=False)] == ["ddp"]
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,13 @@ def test_the_run_on_one_device_comes_first_and_once() -> None:
 )
 def test_what_is_no_strategy_is_named(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_choices([text])
+        read_strategies([text])
 
 
 def test_what_each_strategy_says_for_itself_cannot_be_set_for_all() -> None:
-    check_for_all(["train.steps=5", "parallel.bucket_mib=5"])
+    check_shared_overrides(["train.steps=5", "parallel.bucket_mib=5"])
     with pytest.raises(ValueError, match=r"parallel.tp=2 cannot be set for all"):
-        check_for_all(["train.steps=5", "parallel.tp=2"])
+        check_shared_overrides(["train.steps=5", "parallel.tp=2"])
 
 
 def test_compression_is_a_word() -> None:

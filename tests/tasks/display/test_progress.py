@@ -12,7 +12,8 @@ from queue import Queue
 import pytest
 
 from tasks.display import progress
-from tasks.display.progress import ProgressArtifact, span, steps_shown
+from tasks.display.numbers import format_duration
+from tasks.display.progress import ProgressArtifact, step_progress
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_a_server_that_does_not_answer_holds_nobody_up(
     monkeypatch.setattr(progress, "_in_a_prefect_run", lambda: True)
     monkeypatch.setattr(progress, "LAST_UPDATE_S", 0.1)
     with temporary_settings({PREFECT_API_URL: url}):
-        with steps_shown("training", total=50) as show:
+        with step_progress("training", total=50) as show:
             asked.get(timeout=20)  # from here on the thread waits for an answer
             began = time.perf_counter()
             for step in range(1, 51):
@@ -65,5 +66,5 @@ def test_outside_a_flow_run_there_is_no_artifact_to_send() -> None:
     ("seconds", "shown"),
     [(0.2, "0 s"), (41, "41 s"), (200, "3 min 20 s"), (3600, "1 h"), (7500, "2 h 5 min"), (273_600, "3 d 4 h")],
 )
-def test_times_are_told_in_two_units_at_most(seconds: float, shown: str) -> None:
-    assert span(seconds) == shown
+def test_durations_have_two_units_at_most(seconds: float, shown: str) -> None:
+    assert format_duration(seconds) == shown

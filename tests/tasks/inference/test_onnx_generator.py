@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from tasks.data.corpus import prepare_corpus
+from tasks.evaluation.evaluate import check_prompts
 from tasks.inference.onnx_generator import Sampling, TextGenerator, TextStream, choose_token
-from tasks.inference.open_engine import check_prompts
 from training.config.data import DataConfig, TokenizerConfig
 
 PROMPT = "def add(a"

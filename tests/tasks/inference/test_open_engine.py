@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tasks.inference import engine
+from tasks.hardware.machine import Gpu
 from tasks.inference.engine import EngineDied
 from tasks.inference.onnx_generator import TextGenerator, TextStream
 from tasks.inference.open_engine import choose_engine, open_engine
@@ -20,24 +19,36 @@ from training.config.serving import InferenceConfig
 GREEDY: dict[str, Any] = {"new_tokens": 5, "temperature": 0}
 
 
-def test_the_engine_follows_from_what_is_asked_for_and_from_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert choose_engine(InferenceConfig()) == ("onnx", "no GPU is visible here")
-    assert choose_engine(InferenceConfig(parallel="data", degree=2))[0] == "torch"
-    assert choose_engine(InferenceConfig(engine="torch"))[0] == "torch"
+def chosen(
+    *, has_decode_graph: bool = True, gpus: int = 0, has_torch: bool = True, **inference: Any
+) -> tuple[str, str]:
+    visible = [Gpu(name="H100", uuid=str(number), driver="580") for number in range(gpus)]
+    asked = InferenceConfig(**inference)
+    return choose_engine(asked, has_decode_graph=has_decode_graph, gpus=visible, has_torch=has_torch)
+
+
+def test_the_engine_follows_from_what_is_asked_for_and_from_the_gpus() -> None:
+    assert chosen() == ("onnx", "no GPU is visible here")
+    assert chosen(gpus=2) == ("torch", "2 GPUs: H100")
+    assert chosen(gpus=2, engine="onnx")[0] == "onnx"
+    assert chosen(parallel="data", degree=2)[0] == "torch"
+    assert chosen(engine="torch")[0] == "torch"
+    assert chosen(has_decode_graph=False)[0] == "torch"
     with pytest.raises(ValueError, match=r"needs ranks of torch: set inference\.engine=torch"):
-        choose_engine(InferenceConfig(engine="onnx", parallel="tensor", degree=2))
+        chosen(engine="onnx", parallel="tensor", degree=2)
 
 
-def test_without_torch_a_gpu_is_left_alone_and_torch_refused_with_the_cure(
-    exported_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine, "has_torch", lambda: False)
-    monkeypatch.setattr(engine, "gpus_here", lambda: [SimpleNamespace(name="H100")])
-    name, why = choose_engine(InferenceConfig())
-    assert (name, "1 GPUs: H100, but there is no torch" in why) == ("onnx", True)
+def test_without_torch_gpus_are_not_used_and_torch_is_refused_with_the_cure() -> None:
+    name, why = chosen(gpus=1, has_torch=False)
+    assert (name, "1 GPU: H100, but there is no torch" in why) == ("onnx", True)
     with pytest.raises(ValueError, match=r"asked for by inference\.engine: that needs torch.*EXTRAS=serve,train"):
-        open_engine(exported_run / "export", InferenceConfig(engine="torch"))
+        chosen(engine="torch", has_torch=False)
+
+
+def test_an_export_is_opened_with_as_many_rows_as_asked_for(exported_run: Path) -> None:
+    engine = open_engine(exported_run / "export", InferenceConfig(engine="onnx"), rows=3)
+    assert engine.concurrent == 3
+    engine.close()
 
 
 class Mortal(TextGenerator):

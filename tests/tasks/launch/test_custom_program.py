@@ -16,17 +16,16 @@ import pytest
 from tasks.launch.custom_program import is_done, run_trainer
 from tasks.launch.docker_hosts import attempts_of
 from tasks.planning.custom_program import (
-    TrainerPlan,
     check_trainer,
     place,
     place_again,
     placed,
-    program_of,
     ranks_by_host,
 )
 from tasks.runs.errors import RunFailed
 from tests.conftest import inventory
 from training.config.run import RunConfig
+from training.records.plan import TrainerPlan
 
 DOCKER = {"launcher": "docker", "image": "sha256:" + "0" * 64}
 FAR = [
@@ -136,7 +135,7 @@ def test_it_goes_on_with_the_hosts_that_are_left(shardline_home: Path) -> None:
 
 def test_ranks_have_torchruns_environment_and_the_run_in_mlflow(shardline_home: Path) -> None:
     plan, run_dir = plan_for(shardline_home, TELLS, ranks=2), shardline_home / "run"
-    assert program_of("", plan, run_dir=run_dir)["args"] == (str(run_dir),)
+    assert plan.command("", run_dir=run_dir)["args"] == (str(run_dir),)
     run_trainer(plan, run_dir=run_dir)
     told = [json.loads((run_dir / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert [(each["RANK"], each["WORLD_SIZE"]) for each in told] == [("0", "2"), ("1", "2")]

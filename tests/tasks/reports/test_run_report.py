@@ -1,4 +1,4 @@
-"""report.html: what somebody who was not there reads of a run, whatever became of it."""
+"""report.html of runs that finished, failed, were stopped or never started."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from tasks.display.numbers import format_count
 from tasks.planning.custom_program import TrainerOutcome, place
-from tasks.reports.curves import thinned
 from tasks.reports.export_latency import draw_latency
 from tasks.reports.outcome import Outcome
-from tasks.reports.run_data import read_story
+from tasks.reports.pictures import thinned
+from tasks.reports.run_data import read_run_data
 from tasks.reports.run_report import write_report
-from tasks.reports.run_summary import in_units
 from tasks.runs.history import history, note_end, note_start
 from tasks.tracking.mlflow_run import TrackedRun
 from tests.conftest import inventory
@@ -52,38 +52,38 @@ def write_rows(folder: Path, *, steps: int) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def page_of(run: TrackedRun, **told: Any) -> str:
-    write_report(read_story(run, **told))
+def page_of(run: TrackedRun, **more: Any) -> str:
+    write_report(read_run_data(run, **more))
     return (run.folder / "report.html").read_text()
 
 
 def words(page: str) -> str:
-    """As a reader sees it."""
+    """The page's text as a reader sees it."""
     return re.sub(
         r"\s+", " ", unescape(re.sub(r"<(style|img)[^>]*>(.*?</style>)?|<[^>]+>", " ", page, flags=re.DOTALL))
     )
 
 
-def test_the_first_lines_tell_what_it_was_how_good_how_fast_and_what_became_of_it(run: TrackedRun) -> None:
+def test_the_summary_says_what_was_trained_how_good_how_fast_and_where_it_is_registered(run: TrackedRun) -> None:
     plan = RunPlan.read(run.folder / "plan.json")
     note_end(run.folder, status="FINISHED", cause="done", why="")
     page = words(page_of(run, links={"MLflow": "http://127.0.0.1:5000/#/runs/1"}))
     top = page.partition("Evaluation")[0]
     assert "MLflow http://127.0.0.1:5000/#/runs/1" in top
-    assert f"{in_units(plan.shape.parameters)} parameters" in top
+    assert f"{format_count(plan.shape.parameters)} parameters" in top
     assert "8 of 8 steps on 2.05 k tokens of stdlib" in top
     assert "loss is 5.500 nats per token" in top
     assert "1 CPU rank (single, fp32) at 1,000 tokens/s" in top
     assert "0.61 CPU rank hours" in top, "0.5 of training, 0.1 of evaluation, 0.01 of export"
-    assert "It went through without a stop" in top
+    assert "The run finished without an interruption" in top
     measured, predicted = 256.0, plan.predicted.step_ms
-    assert f"a step {predicted:,.1f} ms {measured:,.1f} ms {measured / predicted - 1:+.0%}" in page
+    assert f"time of a step {predicted:,.1f} ms {measured:,.1f} ms {measured / predicted - 1:+.0%}" in page
 
 
-def test_it_says_what_differs_from_preset_and_defaults_and_where_all_came_from(run: TrackedRun) -> None:
+def test_the_page_lists_settings_that_differ_and_the_lineage(run: TrackedRun) -> None:
     preset = run.config.model_dump() | {"train": run.config.train.model_dump() | {"steps": 9}}
     page = words(page_of(run, preset=preset, links={"MLflow": "http://127.0.0.1:5000/#/runs/1"}))
-    assert "Against the preset tiny: train.steps = 8, not 9." in page
+    assert "Settings that differ from preset tiny: train.steps = 8, not 9." in page
     assert "train.global_batch 8 16" in page
     result = TrainResult.read(run.folder / "result.json")
     for known in ("f" * 40, result.checkpoint_sha256, "a" * 64, "m" * 32, "http://127.0.0.1:5000/#/runs/1"):
@@ -92,14 +92,14 @@ def test_it_says_what_differs_from_preset_and_defaults_and_where_all_came_from(r
     assert "reproduce tiny-1" in page
 
 
-def test_it_needs_nothing_beside_it_and_takes_nothing_for_markup(run: TrackedRun) -> None:
+def test_the_page_is_one_file_and_escapes_every_value(run: TrackedRun) -> None:
     evaluation = EvalReport.read(run.folder / "eval.json")
     samples = (Sample(prompt=HOSTILE, text="half a character \ufffd"),)
     evaluation.model_copy(update={"samples": samples}).write(run.folder / "eval.json")
     plan = RunPlan.read(run.folder / "plan.json")
     data = plan.config.data.model_copy(update={"path": HOSTILE})
     plan.model_copy(update={"config": plan.config.model_copy(update={"data": data})}).write(run.folder / "plan.json")
-    page = page_of(run, ended=HOSTILE, links={HOSTILE: f"https://x/'\"><script>{HOSTILE}"})
+    page = page_of(run, stop_reason=HOSTILE, links={HOSTILE: f"https://x/'\"><script>{HOSTILE}"})
     assert page.count(HOSTILE) == 0
     assert "<script" not in page
     assert re.findall(r"<img[^>]*src=\"(?!data:image/png;base64,)", page) == []
@@ -113,11 +113,12 @@ def test_a_run_that_failed_says_why_and_how_to_go_on(run: TrackedRun) -> None:
     failure.write(run.folder / "result.json")
     write_rows(run.folder, steps=5)
     note_end(run.folder, status="FAILED", cause="out of memory", why="rank 0 ran out of memory")
-    page = words(page_of(run, ended="rank 0 ran out of memory. Cure: lower train.micro_batch\nlast line of its log"))
+    error = "rank 0 ran out of memory. Cure: lower train.micro_batch\nlast line of its log"
+    page = words(page_of(run, stop_reason=error))
     assert "5 of 8 steps" in page
-    assert "It did not come to its end: rank 0 ran out of memory. Cure: lower train.micro_batch" in page
+    assert "The run did not finish: rank 0 ran out of memory. Cure: lower train.micro_batch" in page
     assert "last line of its log" in page
-    assert re.search(r"go on with it \S+ resume tiny-1 ", page)
+    assert re.search(r"resume the run \S+ resume tiny-1 ", page)
     assert re.search(r"failed step \d+ rank 0 ran out of memory", page)
 
 
@@ -125,12 +126,12 @@ def test_a_run_that_was_refused_before_it_had_a_plan_has_a_page_too(run: Tracked
     for record in run.folder.glob("*.json*"):
         if record.name not in {"run.json", "history.json"}:
             record.unlink()
-    page = words(page_of(run, ended="data.path is empty"))
-    assert "no plan was made yet" in page
+    page = words(page_of(run, stop_reason="data.path is empty"))
+    assert "it has no plan yet" in page
     assert "data.path is empty" in page
 
 
-def test_a_program_of_the_users_has_a_page_of_what_is_known_of_it(run: TrackedRun) -> None:
+def test_a_users_own_program_has_a_page(run: TrackedRun) -> None:
     for record in run.folder.glob("*.json*"):
         if record.name not in {"run.json", "history.json", "stages.json"}:
             record.unlink()
@@ -144,12 +145,12 @@ def test_a_program_of_the_users_has_a_page_of_what_is_known_of_it(run: TrackedRu
     ).write(run.folder / "outcome.json")  # fmt: skip
     note_end(run.folder, status="FINISHED", cause="done", why="")
     page = words(page_of(run))
-    assert "mine: my.py --steps 9, a training program of its user's, on 2 GPUs (2 on host0)." in page
-    assert "It went through without a stop." in page
+    assert "mine ran the user's training program my.py --steps 9 on 2 GPUs (2 on host0)." in page
+    assert "The run finished without an interruption." in page
     assert "training 1 GPU hours" in page
-    assert "Go on from here" not in page, "there is nothing to go on with"
-    assert "mine: my.py --steps 9" in words(page_of(run, ended="exit code 3"))
-    assert "resume tiny-1" in words(page_of(run, ended="exit code 3"))
+    assert "Next commands" not in page, "a finished program of the user's has nothing to resume"
+    assert "my.py --steps 9" in words(page_of(run, stop_reason="exit code 3"))
+    assert "resume tiny-1" in words(page_of(run, stop_reason="exit code 3"))
 
 
 def test_the_speed_of_the_exported_model_is_on_the_page(run: TrackedRun) -> None:
@@ -165,7 +166,7 @@ def test_the_speed_of_the_exported_model_is_on_the_page(run: TrackedRun) -> None
     assert page.count('src="data:image/png;base64,') == 2
 
 
-def test_stops_kills_and_resumes_are_told_in_their_order(run: TrackedRun) -> None:
+def test_stops_kills_and_resumes_are_listed_in_order(run: TrackedRun) -> None:
     note_end(run.folder, status="KILLED", cause="stopped", why="stopped by Ctrl-C")
     note_start(run.folder, commit="e" * 40)
     note_end(run.folder, status="KILLED", cause="killed", why="its process was killed")
@@ -173,7 +174,7 @@ def test_stops_kills_and_resumes_are_told_in_their_order(run: TrackedRun) -> Non
     note_end(run.folder, status="FINISHED", cause="done", why="")
     assert [event.what for event in history(run.folder)] == ["begun", "stopped", "resumed", "killed", "resumed", "done"]
     page = words(page_of(run))
-    assert "It was stopped after step 8, killed after step 8, and resumed." in page
+    assert "The run was stopped after step 8, killed after step 8, and resumed." in page
     assert f"commit {'f' * 40}, then {'e' * 40}" in page
 
 
@@ -191,7 +192,7 @@ def test_a_long_run_has_a_page_of_the_same_size_that_shows_its_extremes(run: Tra
     assert {value for _, value in lowest} == {1.0}
 
 
-def test_an_outcome_of_before_is_where_the_registered_version_is_known_from(run: TrackedRun) -> None:
+def test_the_registered_version_is_read_from_the_outcome(run: TrackedRun) -> None:
     known = dict.fromkeys(Outcome.model_fields, "") | {
         "step": 8, "val_loss": 5.5, "bits_per_byte": None, "accuracy": 0.1, "tokens_per_s": 1.0, "samples_per_s": 1.0,
         "mfu": None, "peak_memory_gib": 0.1, "against_plan": {}, "version": 3, "model": "verses", "alias": "champion",
@@ -199,5 +200,5 @@ def test_an_outcome_of_before_is_where_the_registered_version_is_known_from(run:
     }  # fmt: skip
     Outcome.model_validate(known).write(run.folder / "outcome.json")
     page = words(page_of(run))
-    assert "It is version 3 of verses in the registry, the champion (all gates held)." in page
+    assert "The model is version 3 of verses in the registry, with the alias champion (all gates held)." in page
     assert "serve verses@champion" in page

@@ -41,7 +41,7 @@ def test_the_champion_writes_beside_the_previous_version(champion: Store, tmp_pa
         page.goto(str(client.base_url))
         expect(page.locator("h1")).to_have_text("tiny (tiny@champion)")
         page.get_by_label("prompt").fill("<b>&")
-        page.get_by_label("tokens").fill("30")
+        page.get_by_label("new tokens").fill("30")
         page.get_by_label("temperature").fill("0")
 
         page.get_by_role("button").click()
@@ -49,13 +49,13 @@ def test_the_champion_writes_beside_the_previous_version(champion: Store, tmp_pa
         page.locator("input[name=token]").fill("open-sesame")
         page.get_by_role("button").click()
         for column, version in (("#current", 2), ("#previous", 1)):
-            expect(page.locator(f"{column} small")).to_have_text(re.compile(rf"version {version}, \d+ ms"))
+            expect(page.locator(f"{column} small")).to_have_text(re.compile(rf"version {version}: \d+ ms"))
             assert page.locator(f"{column} pre").text_content() == "<b>&" + text  # text, not markup
         page.screenshot(path=tmp_path / "serving.png")
         assert wrong == []
 
-        page.get_by_label("tokens").fill("5000000")
-        page.get_by_label("and the previous version").uncheck()
+        page.get_by_label("new tokens").fill("5000000")
+        page.get_by_label("compare with the previous version").uncheck()
         page.get_by_role("button").click()
         expect(page.locator("#current small")).to_have_text(re.compile("at most 4096 are made"))
         expect(page.locator("#previous")).to_be_hidden()

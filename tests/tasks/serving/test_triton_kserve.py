@@ -22,7 +22,7 @@ from tests.tasks.serving.test_triton import schema
 from training.config.serving import TritonConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # MLServer's pins conflict with ours: 40 s to install it elsewhere
-RUNTIME = Path(__file__).parent / "mlserver_onnx.py"
+RUNTIME = Path(__file__).parents[2] / "programs" / "mlserver_onnx.py"
 
 
 def free_port() -> int:

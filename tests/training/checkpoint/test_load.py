@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.conftest import losses, run_ranks
-from training.checkpoint.load import Manifest, checkpoint_folder, damage, newest_whole, weights_for
+from training.checkpoint.load import CheckpointManifest, checkpoint_folder, damage, newest_whole, weights_for
 from training.checkpoint.safetensors_files import TensorFiles
 from training.models.language_model import build_model
 from training.records.plan import RunPlan
@@ -55,7 +55,7 @@ def test_each_rank_writes_its_share_and_transformers_loads_the_whole(make_run: C
     plan_path = make_run("two-ranks", ranks=2, train__steps=2, parallel__strategy="fsdp")
     run_ranks(plan_path)
     folder = checkpoint_folder(plan_path.parent, 2)
-    manifest = Manifest.read(folder / "manifest.json")
+    manifest = CheckpointManifest.read(folder / "manifest.json")
     assert (manifest.step, manifest.strategy, manifest.world_size) == (2, "fsdp", 2)
     assert manifest.mesh == {"pp": 1, "dp": 2, "tp": 1}
     assert manifest.config_sha256 == sha256_config(RunPlan.read(plan_path).config)
@@ -80,7 +80,7 @@ def test_the_manifest_has_the_loss_of_the_newest_validation(run_dir: Path) -> No
     measured = {row["step"]: row["val_loss"] for row in rows if "val_loss" in row}
     assert list(measured) == [4, 8]
     folders = [checkpoint_folder(run_dir, step) for step in (6, 8)]
-    recorded = [Manifest.read(folder / "manifest.json").val_loss for folder in folders]
+    recorded = [CheckpointManifest.read(folder / "manifest.json").val_loss for folder in folders]
     assert recorded == [measured[4], measured[8]]
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import losses, run_ranks
 from tests.support.layouts import LAYOUTS, Layout
 from tests.support.ranks import Ranks
-from training.checkpoint.load import Manifest
+from training.checkpoint.load import CheckpointManifest
 from training.records.train_result import TrainResult
 from training.tracking.rows import read_rows
 
@@ -61,7 +61,7 @@ def interrupt(plan_path: Path, *, at_step: int, signum: signal.Signals) -> None:
 
 def weight_hashes(plan_path: Path) -> list[str]:
     folder = plan_path.parent / "checkpoints" / f"{STEPS:08d}"
-    files = Manifest.read(folder / "manifest.json").files
+    files = CheckpointManifest.read(folder / "manifest.json").files
     return [str(file) for name, file in sorted(files.items()) if name.startswith(("model", "optimizer", "own"))]
 
 

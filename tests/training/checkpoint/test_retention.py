@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from training.checkpoint.load import MANIFEST, Manifest, checkpoint_folder, damage, published
+from training.checkpoint.load import CHECKPOINT_MANIFEST, CheckpointManifest, checkpoint_folder, damage, published
 from training.checkpoint.retention import keep, prune, reading, sweep
 from training.checkpoint.safetensors_files import WrittenFile
 from training.config.run import CheckpointConfig
@@ -23,7 +23,7 @@ def checkpoints(run_dir: Path, val_losses: dict[int, float | None]) -> Path:
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_text("weights")
         weights = WrittenFile(size_bytes=7, sha256=sha256_file(folder / "model.safetensors"))
-        Manifest(
+        CheckpointManifest(
             step=step,
             tokens=step,
             strategy="single",
@@ -32,7 +32,7 @@ def checkpoints(run_dir: Path, val_losses: dict[int, float | None]) -> Path:
             config_sha256="0" * 64,
             val_loss=val_loss,
             files={"model.safetensors": weights},
-        ).write(folder / MANIFEST)
+        ).write(folder / CHECKPOINT_MANIFEST)
         assert damage(folder) is None
     return run_dir
 
@@ -75,7 +75,7 @@ def test_a_new_best_takes_the_place_of_the_old(tmp_path: Path) -> None:
 
 def test_one_that_is_not_whole_does_not_count_as_one_of_the_newest(tmp_path: Path) -> None:
     checkpoints(tmp_path, {10: None, 20: None, 30: None, 40: None})
-    (checkpoint_folder(tmp_path, 10) / MANIFEST).unlink()
+    (checkpoint_folder(tmp_path, 10) / CHECKPOINT_MANIFEST).unlink()
     (checkpoint_folder(tmp_path, 30) / "model.safetensors").write_text("weig")
     prune(tmp_path, CheckpointConfig(keep_last=2))
     assert steps(tmp_path) == [20, 30, 40]

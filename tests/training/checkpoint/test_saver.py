@@ -21,25 +21,25 @@ from training.checkpoint.safetensors_files import TensorFiles
 from training.checkpoint.saver import Saver
 from training.records.plan import RunPlan
 from training.runtime.errors import NonFiniteLoss
-from training.runtime.process import entered
+from training.runtime.process import process_group
 from training.tracking.rows import read_rows
-from training.trainer.state import Training, prepare
+from training.trainer.state import TrainingState, restore
 
 
 @pytest.fixture
-def start(make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Training]]:
+def start(make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TrainingState]]:
     """start("name", checkpoint__max_failures=2): a run in this process, on one rank, at step 0."""
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # set by `entered`
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # set by `process_group`
         monkeypatch.setenv(name, {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "1"}.get(name, "0"))
     with contextlib.ExitStack() as stack:
 
-        def prepared(name: str, **overrides: object) -> Training:
+        def restored(name: str, **overrides: object) -> TrainingState:
             plan_path = make_run(name, parallel__strategy="single", **overrides)
             plan = RunPlan.read(plan_path)
-            rank = stack.enter_context(entered(plan))
-            return prepare(plan, rank=rank, run_dir=plan_path.parent)
+            rank = stack.enter_context(process_group(plan))
+            return restore(plan, rank=rank, run_dir=plan_path.parent)
 
-        yield prepared
+        yield restored
 
 
 @contextlib.contextmanager
@@ -63,17 +63,17 @@ def room_after_warning() -> Iterator[None]:
     log.removeHandler(handler)
 
 
-def saver_of(state: Training) -> Saver:
+def saver_of(state: TrainingState) -> Saver:
     return Saver(state.run_dir, plan=state.plan, strategy=state.strategy, model=state.model, rank=state.rank)
 
 
-def take_steps(state: Training, numbers: range, *, saver: Saver) -> None:
+def take_steps(state: TrainingState, numbers: range, *, saver: Saver) -> None:
     for number in numbers:
         state.strategy.step(state.loader.share(number - 1), learning_rate=1e-2)
         saver.advance()
 
 
-def save_first_step(state: Training, *, then: Exception | None = None) -> None:
+def save_first_step(state: TrainingState, *, then: Exception | None = None) -> None:
     with saver_of(state) as saver:
         take_steps(state, range(1, 2), saver=saver)
         saver.save(1, tokens=128, val_loss=None)
@@ -81,7 +81,7 @@ def save_first_step(state: Training, *, then: Exception | None = None) -> None:
             raise then
 
 
-def weights(state: Training) -> dict[str, torch.Tensor]:
+def weights(state: TrainingState) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in state.strategy.weights()}
 
 
@@ -94,7 +94,9 @@ def writing_threads() -> list[str]:
 
 
 @full_disk()
-def test_training_goes_on_while_the_checkpoint_keeps_the_step_it_was_taken_at(start: Callable[..., Training]) -> None:
+def test_training_goes_on_while_the_checkpoint_keeps_the_step_it_was_taken_at(
+    start: Callable[..., TrainingState],
+) -> None:
     state = start("goes-on", checkpoint__max_failures=10)
     with saver_of(state) as saver:
         take_steps(state, range(1, 4), saver=saver)
@@ -116,7 +118,7 @@ def test_training_goes_on_while_the_checkpoint_keeps_the_step_it_was_taken_at(st
 @pytest.mark.usefixtures("room_after_warning")
 @full_disk()
 def test_a_failed_write_is_reported_and_tried_again(
-    start: Callable[..., Training], caplog: pytest.LogCaptureFixture
+    start: Callable[..., TrainingState], caplog: pytest.LogCaptureFixture
 ) -> None:
     state = start("retried")
     save_first_step(state)
@@ -128,7 +130,7 @@ def test_a_failed_write_is_reported_and_tried_again(
 
 
 @full_disk()
-def test_the_run_fails_after_max_failures_and_cleans_up(start: Callable[..., Training]) -> None:
+def test_the_run_fails_after_max_failures_and_cleans_up(start: Callable[..., TrainingState]) -> None:
     state = start("fails", checkpoint__max_failures=2)
     with pytest.raises(RuntimeError, match=r"rank 0 could not write .* try 2 of 2: free space or mend the disk"):
         save_first_step(state)
@@ -140,7 +142,7 @@ def test_the_run_fails_after_max_failures_and_cleans_up(start: Callable[..., Tra
 @pytest.mark.usefixtures("room_after_warning")
 @full_disk()
 def test_the_next_checkpoint_waits_for_the_one_before_it_and_takes_no_more_memory(
-    start: Callable[..., Training], caplog: pytest.LogCaptureFixture
+    start: Callable[..., TrainingState], caplog: pytest.LogCaptureFixture
 ) -> None:
     state = start("waits")
     caplog.set_level(logging.INFO)
@@ -159,7 +161,7 @@ def test_the_next_checkpoint_waits_for_the_one_before_it_and_takes_no_more_memor
     assert [damage(folder) for folder in published(state.run_dir)] == [None, None]
 
 
-def test_a_synchronous_checkpoint_is_there_when_save_returns(start: Callable[..., Training]) -> None:
+def test_a_synchronous_checkpoint_is_there_when_save_returns(start: Callable[..., TrainingState]) -> None:
     state = start("synchronous", checkpoint__asynchronous=False)
     with saver_of(state) as saver:
         take_steps(state, range(1, 2), saver=saver)
@@ -169,7 +171,7 @@ def test_a_synchronous_checkpoint_is_there_when_save_returns(start: Callable[...
 
 
 @full_disk()
-def test_an_error_in_the_loop_leaves_no_thread_and_no_half_written_folder(start: Callable[..., Training]) -> None:
+def test_an_error_in_the_loop_leaves_no_thread_and_no_half_written_folder(start: Callable[..., TrainingState]) -> None:
     state = start("error")
     with pytest.raises(ZeroDivisionError):
         save_first_step(state, then=ZeroDivisionError())
@@ -180,7 +182,7 @@ def test_an_error_in_the_loop_leaves_no_thread_and_no_half_written_folder(start:
 
 @pytest.mark.usefixtures("room_after_warning")
 @full_disk()
-def test_a_lost_loss_still_gets_the_checkpoint_from_before_it(start: Callable[..., Training]) -> None:
+def test_a_lost_loss_still_gets_the_checkpoint_from_before_it(start: Callable[..., TrainingState]) -> None:
     state = start("lost")
     with pytest.raises(NonFiniteLoss):
         save_first_step(state, then=NonFiniteLoss())
@@ -216,7 +218,7 @@ def test_two_ranks_fail_alike_when_the_disk_of_one_stays_full(make_run: Callable
 
 
 def test_a_rank_killed_in_the_middle_of_a_write_leaves_the_checkpoint_before(
-    start: Callable[..., Training], make_run: Callable[..., Path]
+    start: Callable[..., TrainingState], make_run: Callable[..., Path]
 ) -> None:
     state = start("killed")
     with saver_of(state) as saver:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from tests.support.tiny_run import END, VOCAB, export_by_program, tiny_run
-from training.checkpoint.load import Manifest
+from training.checkpoint.load import CheckpointManifest
 from training.checkpoint.safetensors_files import WrittenFile
 from training.config.run import RunConfig
 from training.export import export_run, main
@@ -159,7 +159,7 @@ def test_out_of_bounds_there_is_no_export_but_a_report_and_the_cure(tmp_path: Pa
 def test_a_checkpoint_that_was_exchanged_after_training_is_not_exported(tmp_path: Path) -> None:
     run_dir = tiny_run(tmp_path / "run")
     folder = run_dir / "checkpoints" / "8"
-    weights, manifest = folder / "model.safetensors", Manifest.read(folder / "manifest.json")
+    weights, manifest = folder / "model.safetensors", CheckpointManifest.read(folder / "manifest.json")
     written = WrittenFile(size_bytes=weights.stat().st_size, sha256=sha256_file(weights))
     manifest.model_copy(update={"files": {weights.name: written}}).write(folder / "manifest.json")
     content = bytearray(weights.read_bytes())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,9 +17,21 @@ from tasks.inference.onnx_generator import Sampling, choose_token
 from tests.support.ranks import Ranks
 from tests.support.tiny_run import tiny_run
 from training.config.serving import InferenceConfig
-from training.inference.sampling import Draw, sample
+from training.inference.sampling import SamplingParams, sample_token
 from training.planner.inference import check_inference
-from training.records.decode_plan import DecodePlan
+from training.records.decoding import (
+    CHANNEL,
+    CancelRequest,
+    DecodePlan,
+    DecodeRequest,
+    FromRanks,
+    NewTokens,
+    RanksReady,
+    RequestRefused,
+    ToRanks,
+    read_from_ranks,
+    to_line,
+)
 
 CONTEXT = 32
 TEXTS = ("def", "x", "return a + b  #", "a" * 30, "the prompt is longer than context " * 2)
@@ -42,18 +53,27 @@ class Client:
         self.ranks, listener = ranks, listener
         listener.settimeout(60)
         self.channels = [listener.accept()[0].makefile("rwb") for _ in range(plan.leaders)]
-        assert sorted(json.loads(channel.readline())["ready"] for channel in self.channels) == [*range(plan.leaders)]
+        ready = [self.receive(channel=channel) for channel in range(plan.leaders)]
+        assert sorted(each.rank for each in ready if isinstance(each, RanksReady)) == [*range(plan.leaders)]
 
-    def ask(self, requests: list[dict[str, Any]], *, channel: int = 0) -> dict[int, list[int]]:
+    def send(self, *messages: ToRanks, channel: int = 0) -> None:
+        self.channels[channel].write(b"".join(map(to_line, messages)))
+        self.channels[channel].flush()
+
+    def receive(self, *, channel: int = 0) -> FromRanks:
+        return read_from_ranks(self.channels[channel].readline())
+
+    def ask(self, requests: list[DecodeRequest], *, channel: int = 0) -> dict[int, list[int]]:
         """Tokens of each request."""
-        asked, texts, left = self.channels[channel], {each["id"]: [] for each in requests}, len(requests)
-        asked.write(b"".join(json.dumps(each).encode() + b"\n" for each in requests))
-        asked.flush()
+        texts: dict[int, list[int]] = {each.number: [] for each in requests}
+        self.send(*requests, channel=channel)
+        left = len(requests)
         while left:
-            news = json.loads(asked.readline())
-            for number, token in news["tokens"]:
+            new = self.receive(channel=channel)
+            assert isinstance(new, NewTokens)
+            for number, token in new.tokens:
                 texts[number].append(token)
-            left -= len(news["ended"])
+            left -= len(new.ended)
         return texts
 
     def close(self) -> None:
@@ -70,12 +90,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def started(folder: Path, parallel: str = "none", degree: int = 1, **changes: Any) -> Client:
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(str(tmp_path / "s"))
+        listener.bind(str(tmp_path / CHANNEL))
         listener.listen()
         defaults: dict[str, Any] = {"device_kind": "cpu", "precision": "auto", "context": CONTEXT}
         shared = {"parallel": parallel, "degree": degree, "threads_per_rank": 1}
-        place = {"folder": str(folder), "channel": str(tmp_path / "s")}
-        plan = DecodePlan.model_validate({**defaults, **shared, **place, **changes})
+        plan = DecodePlan.model_validate({**defaults, **shared, "folder": str(folder), **changes})
         plan.write(tmp_path / "decode.json")
         with listener:
             ranks = Ranks(tmp_path / "decode.json", program="training.generate", ranks=degree)
@@ -88,13 +107,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
         client.ranks.finish()
 
 
-def request(number: int, ids: list[int], new_tokens: int, **how: Any) -> dict[str, Any]:
-    defaults = {"temperature": 0, "top_k": 0, "top_p": 1, "seed": 1, "stop_id": None}
-    return {"id": number, "ids": ids, "new_tokens": new_tokens, **defaults, **how}
+def request(number: int, ids: list[int], new_tokens: int, **changes: Any) -> DecodeRequest:
+    greedy = {"temperature": 0, "top_k": 0, "top_p": 1, "seed": 1, "stop_id": None}
+    return DecodeRequest.model_validate({"number": number, "ids": ids, "new_tokens": new_tokens, **greedy, **changes})
 
 
 def greedy(folder: Path, ids: list[int], new_tokens: int) -> list[int]:
-    """By the plain class, without a cache; a full context is cut to its last half, as onnx_generator.py does it."""
+    """What the transformers class generates without a cache; a full context is cut to its last half."""
     model, seen, made = AutoModelForCausalLM.from_pretrained(folder), ids[-CONTEXT:], list[int]()
     with torch.no_grad():
         for _ in range(new_tokens):
@@ -161,18 +180,17 @@ def test_one_rank_serves_seeds_refuses_foreign_tokens_and_takes_requests_back(fo
     assert client.ask([request(0, PROMPTS[0], 20, seed=5, stop_id=alone[stop], **drawn)])[0] == alone[:stop]
     assert client.ask([request(0, PROMPTS[0], 0)]) == {0: []}
 
-    channel = client.channels[0]
-    for message in (request(1, [258], 5), request(2, PROMPTS[0], 10**6), request(3, PROMPTS[1], 10**6)):
-        channel.write(json.dumps(message).encode() + b"\n")
-    channel.flush()
-    assert "from 258 to 258, the model has 258 words" in json.loads(channel.readline())["why"]
-    last = request(4, PROMPTS[1], 9)  # gets a row only when one of them has let go of its own
-    for message in ({"cancel": 2}, {"cancel": 3}, last):
-        channel.write(json.dumps(message).encode() + b"\n")
-    channel.flush()
+    client.send(request(1, [258], 5), request(2, PROMPTS[0], 10**6), request(3, PROMPTS[1], 10**6))
+    refused = client.receive()
+    assert isinstance(refused, RequestRefused)
+    assert "from 258 to 258, the model has 258 words" in refused.why
+    last = request(4, PROMPTS[1], 9)  # gets a row only when one of the two has left its own
+    client.send(CancelRequest(number=2), CancelRequest(number=3), last)
     text: list[int] = []
     while len(text) < 9:
-        text += [token for number, token in json.loads(channel.readline())["tokens"] if number == 4]
+        new = client.receive()
+        assert isinstance(new, NewTokens)
+        text += [token for number, token in new.tokens if number == 4]
     assert text == greedy(folder, PROMPTS[1], 9)
 
 
@@ -181,10 +199,11 @@ def test_the_choice_of_a_token_is_that_of_the_other_engine() -> None:
     for number in range(200):
         logits = generator.normal(size=50).astype(np.float32) * 3
         top_k, top_p = int(generator.integers(0, 60)), float(generator.uniform(0.2, 1)) if number % 4 else 1.0
-        mine, other = np.random.default_rng(number), np.random.default_rng(number)
-        how = Sampling(temperature=0.7, top_k=top_k, top_p=top_p)
-        expected = [choose_token(logits, how, random=other) for _ in range(5)]
-        assert [sample(logits, Draw(0.7, top_k, top_p), mine) for _ in range(5)] == expected
+        torch_random, onnx_random = np.random.default_rng(number), np.random.default_rng(number)
+        sampling = Sampling(temperature=0.7, top_k=top_k, top_p=top_p)
+        expected = [choose_token(logits, sampling, random=onnx_random) for _ in range(5)]
+        params = SamplingParams(0.7, top_k, top_p)
+        assert [sample_token(logits, params, torch_random) for _ in range(5)] == expected
 
 
 def test_what_cannot_be_shared_is_refused_with_the_numbers(folder: Path) -> None:

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from training.node.host_check import local_addresses
+import training
+from training.node.host_check import local_addresses, sources_sha256
 
 
 def look(folder: Path, **more: Any) -> dict[str, Any]:
@@ -50,3 +51,8 @@ def test_address_and_interface_belong_together(tmp_path: Path) -> None:
     strange, missing = look(tmp_path, address="203.0.113.9", interface="eth77")["findings"]
     assert strange.startswith("address 203.0.113.9 is not this host's. Its addresses: ")
     assert missing.startswith("there is no interface eth77. Its addresses: ")
+
+
+def test_the_sources_are_those_of_the_whole_training_package(tmp_path: Path) -> None:
+    """The launcher compares them with its own: tasks/hardware/preflight.py, warn_of_other_sources."""
+    assert look(tmp_path)["sources"] == sources_sha256(Path(training.__path__[0]))

@@ -9,7 +9,7 @@ import pytest
 
 from flows.cli import command
 from training.planner.gpu_catalog import find_gpu, known_gpus, nearest_names, slow_devices
-from training.planner.hypothetical_hosts import stand_in_inventory
+from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.records.inventory import Device, Host, Inventory
 
 
@@ -109,7 +109,7 @@ def test_other_kinds_and_unknown_gpus_are_not_compared() -> None:
 
 
 def test_hosts_as_text_become_an_inventory() -> None:
-    made = stand_in_inventory("16x8xH100-80GB-SXM,400Gb")
+    made = hypothetical_inventory("16x8xH100-80GB-SXM,400Gb")
     assert [len(host.devices) for host in made.hosts] == [8] * 16
     host, device = made.hosts[0], made.hosts[0].devices[0]
     assert len({host.name for host in made.hosts}) == 16
@@ -118,19 +118,19 @@ def test_hosts_as_text_become_an_inventory() -> None:
     assert host.allreduce_gb_per_s == pytest.approx(370, rel=0.05)  # nccl-tests on 8 H100
     assert host.network_gb_per_s == pytest.approx(46, rel=0.01)  # 400 Gbit/s are 50 GB/s, for all 8 GPUs
     assert host.network_latency_us > host.allreduce_latency_us > 0
-    eight = stand_in_inventory("2x8xH100-80GB-SXM, 8x400Gb").hosts[0]
+    eight = hypothetical_inventory("2x8xH100-80GB-SXM, 8x400Gb").hosts[0]
     assert eight.network_gb_per_s == pytest.approx(8 * host.network_gb_per_s)
 
 
 def test_unlike_hosts_share_the_slower_network() -> None:
-    made = stand_in_inventory("1x8xA100-80GB-SXM,200Gb+1x4xRTX-3090")
+    made = hypothetical_inventory("1x8xA100-80GB-SXM,200Gb+1x4xRTX-3090")
     assert [(host.devices[0].name, len(host.devices)) for host in made.hosts] == [("A100-80GB-SXM", 8), ("RTX-3090", 4)]
     assert made.hosts[0].network_gb_per_s == made.hosts[1].network_gb_per_s == pytest.approx(23)
     assert made.hosts[1].allreduce_gb_per_s < 20  # PCIe: a bridge joins two of the four
 
 
 def test_a_host_alone_needs_no_network() -> None:
-    (host,) = stand_in_inventory("1x1xT4").hosts
+    (host,) = hypothetical_inventory("1x1xT4").hosts
     assert (host.network_gb_per_s, host.allreduce_gb_per_s) == (0.0, 0.0)
 
 
@@ -147,7 +147,7 @@ def test_a_host_alone_needs_no_network() -> None:
 )
 def test_what_cannot_be_read_is_refused_with_the_cure(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        stand_in_inventory(text)
+        hypothetical_inventory(text)
 
 
 def test_nearest_names_are_those_with_all_its_words_first() -> None:

@@ -13,16 +13,16 @@ from benchmarks.published import models, rows
 from tests.conftest import inventory, tiny_config
 from training.models.architectures import layers_of
 from training.models.language_model import build_model
-from training.planner.cluster import Machines, Ring, machines
+from training.planner.cluster import Cluster, Ring, cluster_of
 from training.planner.cost_model import our_recipe
-from training.planner.hypothetical_hosts import stand_in_inventory
-from training.planner.job import Choice, Job
+from training.planner.hypothetical_hosts import hypothetical_inventory
+from training.planner.job import Job, Layout
 from training.planner.memory import kept_bytes, memory_gib, stage_parameters
 from training.planner.plan import make_plan
 from training.planner.step_time import step_s
 
 GPT3 = Job(shape=shape_of("gpt-175b", models()["gpt-175b"], 2048), context=2048, global_batch=64, precision="bf16")
-ONE = Choice("ddp", tp=1, pp=1, dp=1, micro_batch=1, accumulation=64)
+ONE = Layout("ddp", tp=1, pp=1, dp=1, micro_batch=1, accumulation=64)
 
 
 @pytest.mark.parametrize(
@@ -91,16 +91,16 @@ def test_what_our_layers_keep_is_what_torch_saves(architecture: str) -> None:
 
 
 def test_a_pipeline_holds_as_many_micro_batches_as_stages_and_pays_a_bubble() -> None:
-    found = machines(stand_in_inventory("8x8xA100-80GB-SXM,8x200Gb"), [8] * 8, precision="bf16")
-    choice = replace(ONE, tp=8, pp=8, recompute="selective")
-    flat = replace(choice, pp=1)
+    found = cluster_of(hypothetical_inventory("8x8xA100-80GB-SXM,8x200Gb"), [8] * 8, precision="bf16")
+    layout = replace(ONE, tp=8, pp=8, recompute="selective")
+    flat = replace(layout, pp=1)
     recipe = replace(MEGATRON, logit_bytes=0)
-    staged, whole = (memory_gib(GPT3, each, recipe, num_shards=1)["activations"] for each in (choice, flat))
+    staged, whole = (memory_gib(GPT3, each, recipe, num_shards=1)["activations"] for each in (layout, flat))
     assert staged == pytest.approx(whole, rel=0.02)
-    seconds = step_s(GPT3, choice, recipe, found, num_shards=1)
+    seconds = step_s(GPT3, layout, recipe, found, num_shards=1)
     working = sum(seconds.values()) - seconds["pipeline bubble"] - seconds["pp exposed"] - seconds["optimizer"]
     assert seconds["pipeline bubble"] / working == pytest.approx(7 / 64, rel=0.01)
-    interleaved = step_s(GPT3, replace(choice, stages_per_rank=3), recipe, found, num_shards=1)
+    interleaved = step_s(GPT3, replace(layout, stages_per_rank=3), recipe, found, num_shards=1)
     assert interleaved["pipeline bubble"] == pytest.approx(seconds["pipeline bubble"] / 3, rel=0.01)
 
 
@@ -120,7 +120,7 @@ def test_rings() -> None:
 
 
 def test_groups_that_talk_at_once_share_their_hosts_network() -> None:
-    found = Machines("cuda", (8, 8), 80, 300, 2000, Ring(240, 20), Ring(100, 50))
+    found = Cluster("cuda", (8, 8), 80, 300, 2000, Ring(240, 20), Ring(100, 50))
     assert found.link(8).gb_per_s == 240
     assert found.link(16).gb_per_s == 100
     assert found.link(2, stride=8).gb_per_s == 100 / 8

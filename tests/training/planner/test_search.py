@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import inventory, tiny_config
 from training.config.run import RunConfig
-from training.planner.hypothetical_hosts import stand_in_inventory
+from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.plan import make_plan
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
@@ -28,7 +28,7 @@ def planned(model: dict[str, Any], machines: str, *, context: int = 4096, batch:
             "parallel": parallel,
         }
     )
-    return make_plan(config, stand_in_inventory(machines))
+    return make_plan(config, hypothetical_inventory(machines))
 
 
 def test_a_small_model_is_replicated_and_a_large_one_sharded() -> None:
@@ -69,7 +69,7 @@ def test_the_runner_up_and_its_distance_are_named() -> None:
     assert second.strategy in why
     assert first.tokens_per_s is not None
     assert f"{first.tokens_per_s / second.tokens_per_s - 1:.1%} slower" in why
-    assert any(choice.why_not.endswith("GiB too few") for choice in plan.ranking)
+    assert any(layout.why_not.endswith("GiB too few") for layout in plan.ranking)
 
 
 def test_the_simplest_of_those_that_cannot_be_told_apart_is_taken() -> None:
@@ -97,7 +97,7 @@ def test_every_choice_can_be_pinned(pinned: dict[str, Any]) -> None:
     plan = planned(LLAMA_1B, "2x8xA100-80GB-SXM,8x200Gb", **pinned)
     asked = {"strategy": plan.strategy, "offload": plan.offload, "tp": plan.mesh["tp"], "pp": plan.mesh["pp"]}
     assert pinned.items() <= asked.items()
-    assert {choice.strategy for choice in plan.ranking} == {plan.strategy} or "strategy" not in pinned
+    assert {layout.strategy for layout in plan.ranking} == {plan.strategy} or "strategy" not in pinned
 
 
 def test_the_arithmetic_adds_up() -> None:

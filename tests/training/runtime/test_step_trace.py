@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.runtime.step_trace import part, recorded, uncovered
+from training.runtime.step_trace import phase, recorded, uncovered
 
 CPU = torch.device("cpu")
 
@@ -18,9 +18,9 @@ CPU = torch.device("cpu")
 def test_parts_are_summed_over_micro_batches_and_written_to_a_trace(tmp_path: Path) -> None:
     with recorded(CPU, profiled=True) as recording:
         for _ in range(2):
-            with part("forward"):
+            with phase("forward"):
                 time.sleep(0.02)
-            with part("backward"):
+            with phase("backward"):
                 torch.ones(8) @ torch.ones(8)
     split = recording.split_ms()
     assert split.keys() == {"step", "forward", "backward", "exposed_communication"}
@@ -40,7 +40,7 @@ def test_outside_a_recorded_step_a_part_does_nothing() -> None:
         pass
     began = time.perf_counter()
     for _ in range(20_000):
-        with part("forward"):
+        with phase("forward"):
             pass
     assert (time.perf_counter() - began) / 20_000 < 5e-6, "measured: 0.14 us"
     assert recording.split_ms().keys() == {"step", "exposed_communication"}

@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import inventory, losses, run_ranks, tiny_config
 from tests.support.ranks import Ranks
 from tests.training.strategies.test_strategies import assert_equal_training
-from training.checkpoint.load import Manifest
+from training.checkpoint.load import CheckpointManifest
 from training.planner.plan import make_plan
 from training.records.plan import RunPlan
 from training.records.train_result import TrainResult
@@ -50,7 +50,7 @@ def sent_bytes(plan_path: Path) -> list[float]:
 
 def hashes(plan_path: Path) -> dict[str, str]:
     """Of weights, moments and what each rank kept for itself."""
-    files = Manifest.read(plan_path.parent / f"checkpoints/{STEPS:08d}/manifest.json").files
+    files = CheckpointManifest.read(plan_path.parent / f"checkpoints/{STEPS:08d}/manifest.json").files
     return {name: file.sha256 for name, file in files.items() if name.startswith(("model", "optimizer", "own"))}
 
 

@@ -69,11 +69,11 @@ def test_a_checkpoint_may_come_before_the_first_update(make_run: Callable[..., P
     from training.models.language_model import unfilled_model
     from training.records.plan import RunPlan
     from training.runtime.mesh import build_mesh
-    from training.runtime.process import entered
+    from training.runtime.process import process_group
     from training.strategies import parallelize
 
     plan = RunPlan.read(make_run("early", parallel__strategy="single", parallel__precision="fp16"))
-    with entered(plan) as rank:
+    with process_group(plan) as rank:
         model, weights = unfilled_model(plan)
         strategy = parallelize(plan, build_mesh(plan), model, weights=weights, device=rank.device)
         state = dict(strategy.optimizer_state())

@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import run_ranks
 from tests.support.ranks import Ranks
 from tests.training.strategies.test_strategies import assert_equal_training
-from training.checkpoint.load import Manifest
+from training.checkpoint.load import CheckpointManifest
 from training.records.plan import RunPlan
 from training.tracking.rows import read_rows
 from training.trainer.rebalance import in_force, with_room
@@ -102,7 +102,7 @@ def test_a_rank_that_is_slower_than_planned_gets_less_and_a_resumed_run_goes_on_
     assert fast > slow
     assert fast + slow == 64
     (folder,) = (plan_path.parent / "checkpoints").iterdir()
-    manifest = Manifest.read(folder / "manifest.json")
+    manifest = CheckpointManifest.read(folder / "manifest.json")
     assert manifest.micro_batches == (fast, slow)
     run_ranks(plan_path)
     resumed = [row for row in read_rows(plan_path.parent / "metrics.jsonl") if row["step"] == manifest.step]
@@ -116,7 +116,7 @@ def test_a_rank_that_is_slower_than_planned_gets_less_and_a_resumed_run_goes_on_
 def test_the_shares_of_a_checkpoint_are_taken_up_only_where_they_fit(make_run: Callable[..., Path]) -> None:
     plan = RunPlan.read(make_run("in force", ranks=2, parallel__strategy="ddp", parallel__rebalance="on"))
     assert plan.micro_batches == (2, 2)
-    made = Manifest(
+    made = CheckpointManifest(
         step=3,
         tokens=1,
         strategy="ddp",
@@ -128,7 +128,7 @@ def test_the_shares_of_a_checkpoint_are_taken_up_only_where_they_fit(make_run: C
         files={},
     )
 
-    def taken_up(manifest: Manifest | None = made, **of_the_plan: Any) -> tuple[int, ...]:
+    def taken_up(manifest: CheckpointManifest | None = made, **of_the_plan: Any) -> tuple[int, ...]:
         return in_force(plan.model_copy(update=of_the_plan), manifest).micro_batches
 
     assert taken_up() == (3, 1)

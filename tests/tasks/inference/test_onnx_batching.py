@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.inference import batching
-from tasks.inference.batching import BatchedGenerator
+from tasks.inference.onnx_batching import BatchedGenerator
 from tasks.inference.onnx_generator import TextGenerator
 
 PROMPTS = ["", "x", "def add(a", "0123456789" * 4, "größer, 中文", "0123456789abcdef", "q" * 31, "r" * 32]  # context 32
@@ -26,10 +25,8 @@ def generator(exported_run: Path) -> Iterator[BatchedGenerator]:
 
 
 @pytest.mark.parametrize("chunk_tokens", [8, 128])
-def test_texts_made_together_are_those_made_alone(
-    exported_run: Path, generator: BatchedGenerator, monkeypatch: pytest.MonkeyPatch, chunk_tokens: int
-) -> None:
-    monkeypatch.setattr(batching, "CHUNK_TOKENS", chunk_tokens)
+def test_texts_made_together_are_those_made_alone(exported_run: Path, chunk_tokens: int) -> None:
+    generator = BatchedGenerator(exported_run / "export", rows=4, chunk_tokens=chunk_tokens, threads=1)
     alone = TextGenerator(exported_run / "export", threads=1)
     several = [
         (prompt, {"new_tokens": 10 * number, "temperature": temperature, "seed": number, "stop_at_end": number < 4})
@@ -47,6 +44,7 @@ def test_texts_made_together_are_those_made_alone(
 
         assert list(pool.map(whole, several)) == expected
         assert list(pool.map(pieces, several)) == expected
+    generator.close()
 
 
 def test_one_that_is_closed_makes_room(generator: BatchedGenerator) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.inference.sampling import Draw, choose
+from training.inference.sampling import SamplingParams, choose_tokens
 from training.strategies import Strategy
 
 Ids = list[int]
@@ -25,7 +25,7 @@ def continuations(
     prompts: Sequence[Ids],
     *,
     new_tokens: int,
-    draw: Draw,
+    params: SamplingParams,
     seeds: Sequence[int],
     end_id: int,
     context: int,
@@ -35,19 +35,19 @@ def continuations(
 ) -> list[Ids]:
     """New tokens for each prompt, up to the end token, which is left out. The same for any strategy but for rounding.
 
-    Each prompt has a generator of its own. What is longer than the context is read from its last `context` tokens on.
-    `is_done` of a prompt's new tokens ends it early. Collective, with the same arguments on all ranks; not `together`:
-    each rank, holding the whole model, by itself.
+    Each prompt has a random generator of its own. What is longer than the context is read from its last `context`
+    tokens on. `is_done` of a prompt's new tokens ends it early. Collective, with the same arguments on all ranks; with
+    together=False each rank, holding the whole model, works by itself.
     """
-    randoms = [np.random.default_rng(seed) for seed in seeds]
+    generators = [np.random.default_rng(seed) for seed in seeds]
     rows, new = [list(prompt) for prompt in prompts], [Ids() for _ in prompts]
     open_rows = list(range(len(rows)))
     with torch.compiler.set_stance("force_eager"):  # every length would be compiled anew
         for _ in range(new_tokens):
             if not open_rows:
                 break
-            logits = next_logits(strategy, [rows[n][-context:] for n in open_rows], fill=end_id, device=device)
-            chosen = choose(logits, [draw] * len(open_rows), [randoms[n] for n in open_rows])
+            logits = next_logits(strategy, [rows[n][-context:] for n in open_rows], padding=end_id, device=device)
+            chosen = choose_tokens(logits, [params] * len(open_rows), [generators[n] for n in open_rows])
             agreed = torch.tensor(chosen, device=device)
             if together:
                 dist.broadcast(agreed, src=0)
@@ -62,10 +62,10 @@ def continuations(
     return new
 
 
-def next_logits(strategy: Strategy, rows: Sequence[Ids], *, fill: int, device: torch.device) -> Tensor:
-    """fp32 [rows, vocab] of the word after each row. Shorter ones are filled up behind, where no token looks."""
-    inputs = torch.full((len(rows), max(map(len, rows))), fill)
-    for place, row in enumerate(rows):
-        inputs[place, : len(row)] = torch.tensor(row)
-    places = torch.tensor([len(row) - 1 for row in rows])
-    return strategy.next_logits(inputs.to(device), places.to(device))
+def next_logits(strategy: Strategy, rows: Sequence[Ids], *, padding: int, device: torch.device) -> Tensor:
+    """fp32 [rows, vocab] of the word after each row. Shorter rows are padded behind, where no token looks."""
+    inputs = torch.full((len(rows), max(map(len, rows))), padding)
+    for number, row in enumerate(rows):
+        inputs[number, : len(row)] = torch.tensor(row)
+    last = torch.tensor([len(row) - 1 for row in rows])
+    return strategy.next_logits(inputs.to(device), last.to(device))

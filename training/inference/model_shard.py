@@ -1,0 +1,177 @@
+"""What a rank runs the steps of decoding on: a shard of a model, or a whole one of any class; how they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from training.checkpoint.safetensors_files import TensorFiles
+from training.inference.kv_cache import KeyValues
+from training.inference.steps import SKIPPED, Extend, Forward, Move, Prefill
+from training.models.architectures import ARCHITECTURES, layers_of
+from training.models.language_model import LanguageModel
+from training.strategies.pipeline import keep_stages
+from training.strategies.tensor import share_matrices
+
+
+class StepRunner(Protocol):
+    """A model, or a shard of one, with its cache."""
+
+    device: torch.device
+
+    def run(self, step: Forward, hidden: Tensor | None = None) -> Tensor:
+        """Hidden states [sequences, tokens, width]; from the last layers fp32 logits [sequences, vocab].
+
+        `hidden`: what the shard with the layers before gave; None for the first layers.
+        """
+
+    def move(self, step: Move) -> None:
+        """Copy one row of the cache to another."""
+
+
+class ModelShard:
+    """Some layers of a described model, or some heads of each, with the keys and values of `batches` batches."""
+
+    def __init__(self, model: LanguageModel, *, batches: int, rows: int, context: int, first: bool, last: bool) -> None:
+        self.model, self.first, self.last = model, first, last
+        self.layers = layers_of(model.hf)
+        self.caches = [KeyValues(rows=rows, context=context) for _ in range(batches)]
+        weight = next(model.parameters())
+        self.device, self.dtype = weight.device, weight.dtype
+        self.width: int = model.hf.config.hidden_size  # type: ignore[union-attr,assignment]
+
+    @torch.inference_mode()
+    def run(self, step: Forward, hidden: Tensor | None = None) -> Tensor:
+        """Logits are those of this shard's words."""
+        cache = self.caches[step.batch]
+        ids, positions, mask = self._prefill(step, cache) if isinstance(step, Prefill) else self._extend(step, cache)
+        if hidden is None:
+            hidden = self.model.embed(ids, positions)
+        assert self.model.architecture is not None
+        arguments = self.model.architecture.arguments(self.model.hf, hidden, positions)
+        for layer in self.layers:
+            hidden = layer(hidden, attention_mask=mask, past_key_values=cache, **arguments)
+        assert hidden is not None
+        if not self.last:
+            return hidden
+        weight, bias = self.model.output()
+        return F.linear(self.model.finish(hidden[:, -1]), weight, bias).float()
+
+    @torch.inference_mode()
+    def move(self, step: Move) -> None:
+        self.caches[step.batch].move(step.source, step.target, length=step.length)
+
+    def _prefill(self, step: Prefill, cache: KeyValues) -> tuple[Tensor, Tensor, None]:
+        """Tokens and positions [1, new]; without a mask attention is causal."""
+        ids = torch.tensor([step.ids], device=self.device)
+        cache.fill(step.row, length=ids.shape[1])
+        return ids, torch.arange(ids.shape[1], device=self.device)[None], None
+
+    def _extend(self, step: Extend, cache: KeyValues) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tokens and positions [rows, 1], and the columns that each row sees; None: all."""
+        columns = [max(position, 0) for position in step.positions]  # nobody reads what a skipped row gives
+        end = max(columns) + 1
+        ids, positions = torch.tensor([step.tokens, columns], device=self.device)
+        cache.extend(positions, end=end)
+        mask = None
+        if min(columns) + 1 < end:
+            mask = (torch.arange(end, device=self.device) <= positions[:, None])[:, None, None, :]
+        return ids[:, None], positions[:, None], mask
+
+
+class WholeModel:
+    """A whole model of any class, with a cache of that class's own for each row: rows are run one after another."""
+
+    def __init__(self, hf: Any, *, vocab_size: int) -> None:
+        self.hf, self.vocab_size, self.device = hf, vocab_size, next(hf.parameters()).device
+        self.caches: dict[int, Any] = {}
+
+    @torch.inference_mode()
+    def run(self, step: Forward, hidden: Tensor | None = None) -> Tensor:
+        if isinstance(step, Prefill):
+            self.caches.pop(step.row, None)
+            return self._row(step.row, step.ids)
+        skipped = torch.zeros(1, self.vocab_size, device=self.device)
+        rows = enumerate(zip(step.tokens, step.positions, strict=True))
+        return torch.cat(
+            [self._row(row, [token]) if position != SKIPPED else skipped for row, (token, position) in rows]
+        )
+
+    def move(self, step: Move) -> None:
+        self.caches[step.target] = self.caches.pop(step.source)
+
+    def _row(self, row: int, ids: Sequence[int]) -> Tensor:
+        inputs = torch.tensor([ids], device=self.device)
+        result = self.hf(input_ids=inputs, past_key_values=self.caches.get(row), use_cache=True)
+        self.caches[row] = result.past_key_values
+        logits: Tensor = result.logits[:, -1].float()
+        return logits
+
+
+def load_whole(folder: Path, *, dtype: torch.dtype) -> Any:
+    """The model of any class, whole. `use_safetensors`: nothing is ever unpickled."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, use_safetensors=True, trust_remote_code=False
+    ).eval()
+
+
+def load_shard(
+    folder: Path, *, dtype: torch.dtype, tensor: DeviceMesh | None = None, stage: int = 0, stages: int = 1
+) -> LanguageModel:
+    """A model of a described class on the CPU, with the weights of this rank only: pieces of matrices, or some layers.
+
+    Raises ValueError if the folder lacks a weight, or has it in another shape.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    settings = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with no_init_weights():  # memory that is allocated and never touched costs nothing
+        hf = AutoModelForCausalLM.from_config(settings, dtype=dtype)
+    hf.tie_weights()
+    model = LanguageModel(hf.eval(), precision="fp32")
+    if tensor is not None:
+        share_matrices(model, tensor)
+    keep_stages(model, owned=[stage], stages=stages)
+    weights = TensorFiles(folder, "model")
+    with torch.no_grad():
+        for name, saved, parameter in _named(model):
+            saved = saved if saved in weights else saved.removeprefix(f"{hf.base_model_prefix}.")  # as the hub has gpt2
+            if saved not in weights:
+                raise ValueError(
+                    f"{folder} has no {saved}, which its config.json asks for: give the model's whole folder"
+                )
+            whole, cut = weights[saved], model.cuts.get(name)
+            piece = whole if cut is None or tensor is None else cut.take(whole, tensor)
+            if piece.shape != parameter.shape:
+                raise ValueError(
+                    f"{saved} in {folder} is {list(piece.shape)}, its config.json means {list(parameter.shape)}"
+                )
+            parameter.copy_(piece)
+    return model
+
+
+def _named(model: LanguageModel) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
+    """Name in the model, name in the files, parameter.
+
+    A tied embedding is saved once: the last stage's copy has the name of the first stage's.
+    """
+    assert model.architecture is not None
+    for name, parameter in model.hf.named_parameters():
+        tied = model.tied and name == f"{model.architecture.output}.weight"
+        yield name, f"{model.architecture.embedding}.weight" if tied else name, parameter
+
+
+def is_described(folder: Path) -> bool:
+    """Whether models of this class can be split (training/models/architectures.py)."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False).model_type in ARCHITECTURES

@@ -1,0 +1,99 @@
+"""What the ranks that generate text are told, and the messages between them and their owner.
+
+tasks/inference/torch_ranks.py writes the plan and the requests; training/generate.py reads them and answers.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from training.records.record import Record
+
+ROWS = 16  # sequences that a batch may hold
+CHANNEL = "channel"  # the Unix socket beside the plan: each leading rank connects to it, and ends when it is closed
+
+
+class DecodePlan(Record):
+    """decode.json: which model, and how the ranks share it.
+
+    `rows`: sequences in one batch; a pipeline has one batch a stage. `context`: tokens that the model may see.
+    """
+
+    folder: str
+    parallel: Literal["none", "data", "tensor", "pipeline"]
+    degree: int
+    device_kind: Literal["cpu", "cuda"]
+    precision: Literal["auto", "fp32", "bf16", "fp16"]
+    deepspeed: bool = False
+    context: int
+    rows: int = ROWS
+    threads_per_rank: int
+
+    @property
+    def leaders(self) -> int:
+        """Ranks with a channel of their own."""
+        return self.degree if self.parallel == "data" else 1
+
+
+class DecodeRequest(Record):
+    """Asks for the text behind `ids`; `stop_id`: the token that ends it."""
+
+    kind: Literal["request"] = "request"
+    number: int
+    ids: tuple[int, ...]
+    new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    stop_id: int | None
+
+
+class CancelRequest(Record):
+    kind: Literal["cancel"] = "cancel"
+    number: int
+
+
+class RanksReady(Record):
+    """The first message of a leading rank: the model is loaded. `implementation`: the code that runs it."""
+
+    kind: Literal["ready"] = "ready"
+    rank: int
+    device: str
+    precision: str
+    why: str
+    implementation: str
+
+
+class RequestRefused(Record):
+    kind: Literal["refused"] = "refused"
+    number: int
+    why: str
+
+
+class NewTokens(Record):
+    """What one step gave: (request, token) pairs, and the requests that it ended."""
+
+    kind: Literal["tokens"] = "tokens"
+    tokens: tuple[tuple[int, int], ...] = ()
+    ended: tuple[int, ...] = ()
+
+
+ToRanks = DecodeRequest | CancelRequest
+FromRanks = RanksReady | RequestRefused | NewTokens
+_TO_RANKS: TypeAdapter[ToRanks] = TypeAdapter(Annotated[ToRanks, Field(discriminator="kind")])
+_FROM_RANKS: TypeAdapter[FromRanks] = TypeAdapter(Annotated[FromRanks, Field(discriminator="kind")])
+
+
+def to_line(message: ToRanks | FromRanks) -> bytes:
+    return message.model_dump_json().encode() + b"\n"
+
+
+def read_to_ranks(line: bytes) -> ToRanks:
+    return _TO_RANKS.validate_json(line)
+
+
+def read_from_ranks(line: bytes) -> FromRanks:
+    return _FROM_RANKS.validate_json(line)
