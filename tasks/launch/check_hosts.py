@@ -27,7 +27,7 @@ NETWORK = "network.json"  # the collective test's report
 
 
 def hosts_of(launch: LaunchConfig) -> tuple[DockerHost, ...]:
-    """All hosts of the config. Raises ValueError for what no daemon needs to be asked about."""
+    """All hosts of the config. Raises ValueError for mistakes that show without asking a daemon."""
     return docker_hosts(read_hosts(launch), home=home())
 
 

@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 def run_trainer(plan: TrainerPlan, *, run_dir: Path) -> None:
-    """Start the program, again where that can help. What came to its end before is not started again.
+    """Start the program, and again where that can help. A program that is done is not started again.
 
     Raises RunFailed with the cause and the log's last lines, RunStopped if it, or we, were told to stop.
     """
     if is_done(run_dir):
-        logger.info("%s has come to its end already", plan.program)
+        logger.info("%s is done already", plan.program)
     elif plan.config.launch.launcher == "docker":
         docker_hosts.run(plan.program, plan=plan, run_dir=run_dir, on_poll=lambda: None)
     else:
@@ -45,7 +45,7 @@ def is_done(run_dir: Path) -> bool:
 
 
 def run_here(plan: TrainerPlan, *, run_dir: Path) -> None:
-    """One attempt, by the same node program as in a container: if we are killed it ends the ranks within lease_s."""
+    """Run the program once, under the node program that containers run: it ends the ranks if we are killed."""
     end_earlier_attempt(run_dir, grace_s=grace_s(plan))
     folder, began_at, log_path = new_folder(run_dir / "attempts"), now(), run_dir / "logs" / "trainer.log"
     log_path.parent.mkdir(exist_ok=True)
@@ -104,7 +104,7 @@ def _wait(node: subprocess.Popen[bytes], plan: TrainerPlan) -> None:
         while node.poll() is None:
             time.sleep(POLL_S)
     except BaseException as interruption:  # Ctrl-C, the SIGTERM that Prefect turns into an exception, or our own error
-        logger.info("stopping: the ranks are told, and may save what they have (Ctrl-C again kills them)")
+        logger.info("stopping: sent SIGTERM to the ranks, which may save a checkpoint (Ctrl-C again kills them)")
         node.terminate()
         node.wait()
         if isinstance(interruption, Exception):
@@ -113,7 +113,7 @@ def _wait(node: subprocess.Popen[bytes], plan: TrainerPlan) -> None:
 
 
 def _ending(path: Path, plan: TrainerPlan, *, log_path: Path) -> AttemptOutcome:
-    """By the node's record; a node that could not write one, on a full disk, still prints."""
+    """The outcome by the node's record, or by its output: on a full disk it cannot write a record."""
     end = NodeEnd.read(path) if path.exists() else None
     lines = log_path.read_text(errors="replace").splitlines()[-LAST_LINES:]
     host = HostStatus(state=None, end=end, last_lines=tuple(map(without_secrets, lines)))

@@ -1,4 +1,4 @@
-"""From failure to training again: attempts at a program on Docker hosts until it is done, or no attempt can mend it.
+"""Runs a program on Docker hosts, and restarts it after failures until it is done or another attempt cannot help.
 
 All ranks are restarted together, from the newest whole checkpoint. Before each attempt nothing of an earlier one may be
 alive on any host that answers (fencing); one that does not answer takes no part until it has been swept.
@@ -127,7 +127,7 @@ class Attempts:
         return RunFailed(message, cause=outcome.cause, detail=f"{outcome.host}: {outcome.detail}")
 
     def _attempt(self, hosts: Sequence[DockerHost]) -> AttemptRecord:
-        """One attempt, recorded in a folder of its own."""
+        """Make one attempt, and record it in a folder of its own."""
         ranks = {hosts[0].name: 1}
         if not self.one_host:
             ranks = dict(zip(self.plan.hosts, self.plan.ranks_per_host, strict=True))
@@ -220,7 +220,7 @@ def _program(module: str, plan: AnyPlan, ranks: dict[str, int], *, run_dir: Path
 
 
 def _stopped_early(run_dir: Path) -> bool:
-    """By a signal to the ranks themselves: a node that is told to stop ends otherwise than done."""
+    """Whether a signal to the ranks themselves ended training: a node that gets one does not end as done."""
     path = fresh(run_dir / "result.json")
     return path.exists() and TrainResult.read(path).stopped_by == "signal"
 
@@ -242,6 +242,6 @@ def now() -> str:
 
 
 def attempts_of(run_dir: Path) -> list[dict[str, Any]]:
-    """All attempts that have ended, oldest first, for reports and tags."""
+    """The records of all attempts that have ended, oldest first."""
     paths = sorted((run_dir / "attempts").glob("*/attempt.json"), key=lambda path: int(path.parent.name))
     return [AttemptRecord.read(path).model_dump(mode="json") for path in paths]

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.25
 STOP_GRACE_S = 120.0
 CHECKPOINT_GIB_PER_S = 0.1  # the slowest disk that a checkpoint on its way, and the last one, are waited for
-STACK_S = 1.0  # for the stacks of ranks that did not stop in that time
+STACK_S = 1.0  # in which ranks that did not stop write their Python stacks
 LAST_LINES = 25
 LOG_LINE = re.compile(r"[\d-]+ [\d:,]+ [A-Z]+ ")
 DIED = re.compile(r"rank +: (\d+) .*\n.*exitcode.*\n.*error_file.*\n.*(Signal \d+ \(\w+\) received by PID \d+)")
@@ -86,7 +86,7 @@ def run_program(
 
 
 def command_for(module: str, *, plan: RunPlan, run_dir: Path, ranks: int) -> list[str]:
-    """Under torchrun if there are several ranks, and each under nsys if the plan's config says so."""
+    """The command line: under torchrun if there are several ranks, each under nsys if the plan's config says so."""
     wrapped = nsight.prefix(module, plan.config, run_dir=run_dir, rank="%q{RANK}" if ranks > 1 else "0")
     if wrapped:
         nsight.check_here(plan.config)
@@ -133,7 +133,7 @@ def _environment(plan: RunPlan) -> dict[str, str]:
 
 
 def _stop(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
-    """SIGTERM, time for a checkpoint, then SIGKILL; a second Ctrl-C skips the wait."""
+    """Send SIGTERM, wait for a checkpoint, then send SIGKILL. A second Ctrl-C skips the wait."""
     logger.info("stopping: the ranks save a checkpoint and leave (Ctrl-C again kills them)")
     try:
         _end(psutil.Process(process.pid), grace_s=grace_s)
@@ -144,9 +144,9 @@ def _stop(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
 
 
 def _is_rank(process: psutil.Process) -> bool:
-    """One that runs `python … -m training.X plan.json` itself; not torchrun or nsys, nor a compiler it started.
+    """Whether it runs `python … -m training.X plan.json` itself, and is not torchrun, nsys or a compiler.
 
-    Or a node program, which stops the ranks below it by itself.
+    A node program counts too: it stops the ranks below it by itself.
     """
     with suppress(psutil.NoSuchProcess):
         command = process.cmdline()

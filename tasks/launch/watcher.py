@@ -43,7 +43,7 @@ class Watcher(threading.Thread):
 
     @property
     def failed(self) -> bool:
-        """Others come to grief by this one's end; not so if it is done, or was told to stop in order."""
+        """Whether it ended in a way that makes others fail: not done, and not stopped in order."""
         if self.state is not None and _has_ended(self.state):
             return self.state.exit_code not in {DONE, STOPPED}
         told = self._told()
@@ -55,7 +55,7 @@ class Watcher(threading.Thread):
 
     @property
     def is_silent(self) -> bool:
-        """Its daemon was asked, and did not answer in time."""
+        """Whether its daemon did not answer in time."""
         return not self.gone and not _has_ended(self.state) and self.silent_s > ANSWER_S
 
     @property
@@ -82,7 +82,7 @@ class Watcher(threading.Thread):
         self.answered_at = time.monotonic()
 
     def _told(self) -> NodeEnd | None:
-        """What the node wrote at its end, if nobody else can tell."""
+        """The record that the node wrote at its end, while its daemon is silent."""
         return self._record() if self.is_silent else None
 
     def _record(self) -> NodeEnd | None:

@@ -75,12 +75,12 @@ def stop(run_id: str) -> Stopped:
 
 
 def _held(run_dir: Path) -> AbstractContextManager[None]:
-    """Nobody resumes it meanwhile. A launcher on another machine holds it itself, and sees its ranks stop."""
+    """Hold the run, so that nobody resumes it meanwhile, unless a launcher on another machine holds it."""
     return nullcontext() if is_owned(run_dir) else owned(run_dir)
 
 
 def _stop_launcher(launcher: psutil.Process, run_dir: Path) -> None:
-    """SIGTERM once (a second one would skip the checkpoint), and wait until it lets go of the run."""
+    """Send SIGTERM once (a second one would skip the checkpoint), and wait until the run has no owner."""
     began = reported_at = time.monotonic()
     timeout_s = grace_s(read_plan(run_dir)) + CLOSING_S
     logger.info(

@@ -97,7 +97,7 @@ def test_a_partition_is_fenced_and_the_run_taken_up(
     assert second["ending"]["cause"] == "done"
     assert before_heal == [["exited"]], "its ranks saw that their lease was gone, and ended while it was cut off"
     assert "waiting for host1" in caplog.text
-    assert "host1: ended 1 containers of an earlier attempt" in caplog.text
+    assert "host1: removed 1 containers of an earlier attempt" in caplog.text
     assert curve(run_dir) == expected
     assert_nothing_is_left(slow_rig)
 
