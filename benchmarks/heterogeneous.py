@@ -29,7 +29,7 @@ from benchmarks.hosts import docker_hosts, home_and_tokens
 from benchmarks.slow_link import show as show_link
 from benchmarks.slow_link import slow_link
 from tasks.launch.check_hosts import prepare_hosts
-from tests.conftest import tiny_config
+from tests.support.configs import tiny_config
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import docker_config, make_docker_run, train
 from training.records.inventory import Inventory

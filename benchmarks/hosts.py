@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.workload import write_corpus
-from tests.rig.conftest import missing
-from tests.support.rig.rig import Rig
+from tests.support.rig.rig import Rig, why_no_rig
 
 
 @contextmanager
 def docker_hosts() -> Iterator[Rig]:
     """Gone afterwards. Ends the program with exit code 2, and the reason, where there can be none."""
-    if reason := missing():
+    if reason := why_no_rig():
         print(f"there can be no Docker hosts to measure on: {reason}", file=sys.stderr)
         sys.exit(2)
     logging.getLogger().setLevel(logging.ERROR)

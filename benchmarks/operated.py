@@ -10,12 +10,13 @@ from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.error import HTTPError
+
+import httpx
 
 from benchmarks.metric_writers import METRICS
 from flows.servers.deploy import POOL
-from tests.support.local_servers import FINAL, Up
-from tests.support.user_folder import Shop
+from tests.support.local_servers import FINAL, LocalServers
+from tests.support.user_folder import UserFolder
 
 REPO = Path(__file__).parents[1]
 UNSET = ("MLFLOW_TRACKING_URI", "PREFECT_API_URL", "PREFECT_HOME")
@@ -23,12 +24,12 @@ POLL_S = 0.1
 BUSY_TRIES = 10
 
 
-class Servers(Up):
-    """Up inside a `with`, in a folder that is empty before."""
+class Servers(LocalServers):
+    """Local servers inside a `with`, in a folder that is empty before."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(Shop(folder))
-        self.home = self.shop.home
+        super().__init__(UserFolder(folder))
+        self.home = self.user_folder.home
         inherited = {name: value for name, value in os.environ.items() if name not in UNSET}
         self.environment = inherited | {"SHARDLINE_HOME": str(self.home), "MLFLOW_TRACKING_URI": self.url("mlflow")}
 
@@ -44,8 +45,8 @@ class Servers(Up):
         for _ in range(BUSY_TRIES):
             try:
                 return super().prefect(path, body)
-            except HTTPError as error:
-                if error.code != HTTPStatus.SERVICE_UNAVAILABLE:
+            except httpx.HTTPStatusError as error:
+                if error.response.status_code != HTTPStatus.SERVICE_UNAVAILABLE:
                     raise
                 time.sleep(1)
         return super().prefect(path, body)

@@ -78,7 +78,7 @@ class Queued:
 
 def queued_runs(servers: Servers, *, runs: int) -> Queued:
     """Submitted at once to a queue that takes one at a time."""
-    config = servers.config(f"data.path={servers.shop.corpus}", *TRIVIAL)
+    config = servers.config(f"data.path={servers.user_folder.corpus}", *TRIVIAL)
     flow_runs = [servers.submit("Pretrain/quickstart", config) for _ in range(runs)]
     ended = servers.ended(flow_runs, timeout_s=120 * runs)
     done = {run["id"]: run for run in ended if run["state_type"] == "COMPLETED"}

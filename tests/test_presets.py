@@ -10,7 +10,7 @@ import yaml
 
 from flows.presets import PRESETS_FILE, load_config, presets
 from tasks.data.sources import Skipped, find_sources
-from tests.conftest import inventory
+from tests.support.configs import inventory
 from training.config.run import RunConfig
 from training.planner.plan import make_plan
 

@@ -7,7 +7,6 @@ command that needs them, so that --help answers at once.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import logging
 import os
@@ -102,12 +101,12 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     _add_run_commands(command)
-    add_compare_command(command, _run_flow)
+    add_compare_command(command)
     add_running_commands(command)
     add_server_commands(command)
     add_evaluate_command(command)
     add_model_commands(command)
-    add_promotion_commands(command, _run_flow)
+    add_promotion_commands(command)
     add_image_commands(commands)
     return parser
 
@@ -145,52 +144,38 @@ def _pretrain(options: argparse.Namespace) -> int:
 def _resume(options: argparse.Namespace) -> int:
     from flows.presets import with_overrides
     from tasks.runs.folder import latest_config
-    from tasks.runs.resume import accepted
     from tasks.tracking.mlflow_run import read_run
 
     run = read_run(options.run)
     if is_comparison(run.folder):
-        return resume_comparison(run, options, _run_flow)
-    config = with_overrides(latest_config(run.folder, begun_with=run.config).model_dump(), options.overrides)
-    accepted(run.folder, config, begun_with=run.config, force=options.force)  # at once, before any server is started
+        return resume_comparison(run, options)
+    config = with_overrides(latest_config(run.folder, begun_with=run.begun_with).model_dump(), options.overrides)
     return _run_pretrain(config, run_id=options.run, force=options.force, as_json=options.json)
 
 
 def _run_pretrain(config: Any, *, run_id: str, force: bool = False, as_json: bool) -> int:
-    from tasks.reports.outcome import outcome_rows
+    from flows.servers.embedded import start_servers
 
-    outcome = _run_flow("pretrain", config, run_id=run_id, force=force)
+    wait = start_servers()
+    from flows.pretrain import pretrain
+    from tasks.planning.custom_program import TrainerOutcome
+    from tasks.reports.outcome import Outcome, outcome_rows
+
+    wait()
+    outcome = pretrain(config, run_id=run_id, force=force)
     if as_json:
         print(outcome.model_dump_json())
         return DONE
-    if config.trainer.given:
+    if isinstance(outcome, TrainerOutcome):
         from flows.stages.custom_program import trainer_rows
 
         print_pairs(f"run {outcome.run_id} is done", trainer_rows(outcome))
         return DONE
+    assert isinstance(outcome, Outcome), "a plan only of a dry run"
     if outcome.generated:
         print(f"\n{outcome.generated}\n")
     print_pairs(f"run {outcome.run_id} is done", outcome_rows(outcome))
     return DONE
-
-
-def _run_flow(name: str, *arguments: Any, **named: Any) -> Any:
-    """Call flows.NAME.NAME, imported while Prefect's server starts; its Cancelled state is our RunStopped."""
-    from flows.servers.embedded import start_prefect_server
-
-    wait = start_prefect_server()
-    from prefect.exceptions import CancelledRun
-
-    from tasks.runs.errors import RunStopped
-    from tasks.tracking.client import connect
-
-    flow = getattr(importlib.import_module(f"flows.{name}"), name)
-    connect()
-    wait()
-    try:
-        return flow(*arguments, **named)
-    except CancelledRun as stop:
-        raise RunStopped(str(stop)) from None
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -230,9 +215,14 @@ def _doctor(options: argparse.Namespace) -> None:
 
 
 def _reproduce(options: argparse.Namespace) -> int:
+    from flows.servers.embedded import start_servers
+
+    wait = start_servers()
+    from flows.reproduce import reproduce
     from tasks.comparison.reproduce import agreement_rows
 
-    agreement = _run_flow("reproduce", options.run)
+    wait()
+    agreement = reproduce(options.run)
     if options.json:
         print(agreement.model_dump_json())
     else:

@@ -12,9 +12,9 @@ from flows.cli.tables import print_table
 DONE, FAILED = 0, 1
 
 
-def add_compare_command(command: Callable[..., argparse.ArgumentParser], run_flow: Callable[..., Any]) -> None:
-    """`command`: as flows/cli/command.py makes one. `run_flow`: calls a flow by name."""
-    compare = command("compare", lambda options: _compare(options, run_flow), "strategies side by side, in one report")
+def add_compare_command(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """`command`: adds a subcommand, as flows/cli/command.py defines it."""
+    compare = command("compare", _compare, "strategies side by side, in one report")
     compare.add_argument("preset", metavar="PRESET", help="a preset's name, or the path of a YAML file")
     about = "for all strategies, for example train.steps=200"
     compare.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=about)
@@ -28,7 +28,7 @@ def add_compare_command(command: Callable[..., argparse.ArgumentParser], run_flo
     compare.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
-def _compare(options: argparse.Namespace, run_flow: Callable[..., Any]) -> int:
+def _compare(options: argparse.Namespace) -> int:
     from flows.presets import load_config
     from tasks.comparison.compare import CompareRequest, check
     from tasks.comparison.strategies import check_shared_overrides, read_strategies
@@ -41,7 +41,7 @@ def _compare(options: argparse.Namespace, run_flow: Callable[..., Any]) -> int:
     check(config)
     check_shared_overrides(options.overrides)
     read_strategies(request.strategies, baseline=request.baseline)  # at once, before any server is started
-    return _run(config, request, run_flow, run_id="", as_json=options.json)
+    return _run(config, request, run_id="", as_json=options.json)
 
 
 def is_comparison(run_dir: Path) -> bool:
@@ -50,7 +50,7 @@ def is_comparison(run_dir: Path) -> bool:
     return (run_dir / REQUEST).exists()
 
 
-def resume_comparison(run: Any, options: argparse.Namespace, run_flow: Callable[..., Any]) -> int:
+def resume_comparison(run: Any, options: argparse.Namespace) -> int:
     """What is done stays, what was stopped goes on, what failed is tried again. `run`: the parent."""
     from tasks.comparison.compare import REQUEST, CompareRequest
 
@@ -60,14 +60,18 @@ def resume_comparison(run: Any, options: argparse.Namespace, run_flow: Callable[
             "one, or resume one of its runs"
         )
     request = CompareRequest.read(run.folder / REQUEST)
-    return _run(run.config, request, run_flow, run_id=run.run_id, as_json=options.json)
+    return _run(run.begun_with, request, run_id=run.run_id, as_json=options.json)
 
 
-def _run(config: Any, request: Any, run_flow: Callable[..., Any], *, run_id: str, as_json: bool) -> int:
+def _run(config: Any, request: Any, *, run_id: str, as_json: bool) -> int:
+    from flows.servers.embedded import start_servers
+
+    wait = start_servers()
+    from flows.compare import compare
     from tasks.comparison.report import describe_target, headline, table
 
-    comparison = run_flow(
-        "compare",
+    wait()
+    comparison = compare(
         config,
         list(request.strategies),
         target_loss=request.target_loss,

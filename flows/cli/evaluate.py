@@ -27,8 +27,7 @@ def add_evaluate_command(command: Callable[..., argparse.ArgumentParser]) -> Non
 def _evaluate(options: argparse.Namespace) -> None:
     from flows.presets import evaluate_config
     from tasks.evaluation.evaluate import evaluate, find_subject
-    from tasks.evaluation.record import record
-    from tasks.evaluation.tables import table_of
+    from tasks.evaluation.report import log_to_mlflow, table_of
 
     subject = find_subject(options.what)
     evaluation = subject.plan.config.evaluation.model_dump() if subject.plan else {"prompts": ()}
@@ -39,7 +38,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     data = {"path": options.data} if options.data else {}
     config = evaluate_config({"evaluation": evaluation, "data": data}, options.overrides)
     report = evaluate(subject, data=config.data, evaluation=config.evaluation, inference=config.inference)
-    mlflow_run_id = record(report, subject, text=config.data.path)
+    mlflow_run_id = log_to_mlflow(report, subject, text=config.data.path)
     if options.json:
         told = {"what": options.what, "model": str(subject.folder), "mlflow_run_id": mlflow_run_id}
         print(json.dumps(told | report.model_dump(mode="json")))

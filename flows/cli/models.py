@@ -29,6 +29,7 @@ def add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     serve = command("serve", _serve, "serve a registered model over HTTP; follows the alias", "MODEL@ALIAS")
     serve.add_argument("--host", default="127.0.0.1")
     serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument("--stop-with-parent", action="store_true", help="stop when the process that started it ends")
     for added in (generate, serve):
         help = "inference.field=value" + (", serving.field=value" if added is serve else "")
         added.add_argument("overrides", nargs="*", metavar="section.field=value", help=help)
@@ -104,9 +105,11 @@ def _serve(options: argparse.Namespace) -> None:
     from flows.presets import serve_config
     from tasks.serving.server import serve
     from tasks.workspace.paths import home, tracking_uri
+    from tasks.workspace.processes import stop_with_parent
 
     config = serve_config(options.overrides)
-
+    if options.stop_with_parent:
+        stop_with_parent()
     serve(
         options.model,
         host=options.host,

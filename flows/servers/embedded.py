@@ -9,7 +9,6 @@ no longer say how it ended. Ours has a session to itself, and starts while we im
 from __future__ import annotations
 
 import atexit
-import http.client
 import importlib.util
 import os
 import socket
@@ -26,8 +25,24 @@ POLL_S = 0.05
 EMBEDDED = "SHARDLINE_EMBEDDED_PREFECT"
 
 
+def start_servers() -> Callable[[], None]:
+    """Start Prefect's server for a flow; returns a function that waits until it and MLflow answer.
+
+    Import the flow between the two calls: that takes as long as the server needs to start.
+    """
+    wait_for_prefect = start_prefect_server()
+
+    def wait() -> None:
+        from tasks.tracking.client import connect
+
+        connect()
+        wait_for_prefect()
+
+    return wait
+
+
 def start_prefect_server() -> Callable[[], None]:
-    """Set up Prefect's environment and start a server; returns `wait`, which comes back once it answers.
+    """Set up Prefect's environment and start a server; returns a function that waits until it answers.
 
     To be called before prefect is imported: what is registered at exit first runs last, and Prefect sends its last
     logs and events at exit (to a server that is gone it would try for over a minute).
@@ -107,20 +122,20 @@ def _free_port() -> int:
 
 
 def _wait(server: subprocess.Popen[bytes], port: int, log_path: Path) -> None:
-    deadline = time.monotonic() + READY_WITHIN_S
-    while not _answers(port):
-        if server.poll() is not None or time.monotonic() > deadline:
-            tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-10:])
-            raise RuntimeError(f"the embedded Prefect server did not start (exit code {server.poll()}):\n{tail}")
-        time.sleep(POLL_S)
+    import httpx  # only here, so that it loads while the server starts
 
+    deadline, url = time.monotonic() + READY_WITHIN_S, f"http://127.0.0.1:{port}/api/health"
+    # One client: each new one loads certificates. trust_env: a proxy in the environment does not reach this machine.
+    with httpx.Client(timeout=5, trust_env=False) as client:
 
-def _answers(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    try:
-        connection.request("GET", "/api/health")
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
-    finally:
-        connection.close()
+        def answers() -> bool:
+            try:
+                return client.get(url).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        while not answers():
+            if server.poll() is not None or time.monotonic() > deadline:
+                tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-10:])
+                raise RuntimeError(f"the embedded Prefect server did not start (exit code {server.poll()}):\n{tail}")
+            time.sleep(POLL_S)

@@ -7,7 +7,6 @@ made after `down` go on without servers. While they run every command uses them 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import logging
 import os
@@ -16,8 +15,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
+import httpx
 import psutil
 
 from flows.servers.deploy import POOL, deploy, make_pool, worker_name
@@ -158,15 +159,18 @@ def _answers(url: str, path: str) -> bool:
 
 def _request(url: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
     """Status 0: no answer."""
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=5)
     try:
-        connection.request("POST" if body else "GET", path, body, {"content-type": "application/json"})
-        response = connection.getresponse()
-        return response.status, response.read()
-    except OSError:
+        headers = {"content-type": "application/json"}
+        reply = _client().request("POST" if body else "GET", url + path, content=body, headers=headers)
+    except httpx.TransportError:
         return 0, b""
-    finally:
-        connection.close()
+    return reply.status_code, reply.content
+
+
+@cache
+def _client() -> httpx.Client:
+    """One client, because each new one loads certificates; a proxy in the environment does not reach this machine."""
+    return httpx.Client(timeout=5, trust_env=False)
 
 
 def _check_port(name: str, port: int) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import logging
 import os
 import re
 import secrets
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from pathlib import Path
+
+import httpx
 
 from flows.servers.deploy import POOL, deploy, make_pool, worker_name
 from tasks.operations.ps import known_hosts, list_running
@@ -149,15 +147,7 @@ def make_user(name: str, password: str) -> None:
 
 
 def _ask_mlflow(method: str, path: str, body: dict[str, str]) -> tuple[int, str]:
-    user = f"{os.environ['MLFLOW_TRACKING_USERNAME']}:{os.environ['MLFLOW_TRACKING_PASSWORD']}"
-    request = urllib.request.Request(
-        os.environ["MLFLOW_TRACKING_URI"] + path,
-        json.dumps(body).encode(),
-        {"content-type": "application/json", "authorization": f"Basic {base64.b64encode(user.encode()).decode()}"},
-        method=method,
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=REQUEST_S) as response:
-            return int(response.status), response.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode(errors="replace")
+    auth = os.environ["MLFLOW_TRACKING_USERNAME"], os.environ["MLFLOW_TRACKING_PASSWORD"]
+    url = os.environ["MLFLOW_TRACKING_URI"] + path
+    reply = httpx.request(method, url, json=body, auth=auth, timeout=REQUEST_S)
+    return reply.status_code, reply.text

@@ -20,7 +20,7 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Completed, Crashed, Failed
 
-from flows.prefect_ui.hooks import PROCESS
+from flows.prefect_ui.flow import PROCESS
 from flows.servers.deploy import worker_name
 from flows.stages.report import write_page
 from tasks.tracking import final_status

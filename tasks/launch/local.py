@@ -27,7 +27,7 @@ from tasks.runs.errors import RunFailed, RunStopped
 from tasks.runs.owner import RanksLauncher, ranks_launcher
 from tasks.workspace.paths import tracking_uri
 from tasks.workspace.processes import process_key
-from training.records.plan import AnyPlan, RunPlan
+from training.records.plan import AnyPlan, RankPlan, RunPlan
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ RANK_WARNING = re.compile(r"[\d-]+ [\d:,]+ WARNING (.*)")  # as training/runtime
 
 
 def run_program(
-    module: str, *, plan: RunPlan, run_dir: Path, ranks: int = 0, on_poll: Callable[[], object] = lambda: None
+    module: str, *, plan: RankPlan, run_dir: Path, ranks: int = 0, on_poll: Callable[[], object] = lambda: None
 ) -> None:
     """Run `python -m MODULE runs/ID/plan.json` on `ranks` ranks (0: the plan's) and wait; output goes to logs/.
 
@@ -85,7 +85,7 @@ def run_program(
         raise RunFailed(_failure(module, said, lines, log_path) + stacks.where(), cause=cause_of(said), detail=said)
 
 
-def command_for(module: str, *, plan: RunPlan, run_dir: Path, ranks: int) -> list[str]:
+def command_for(module: str, *, plan: RankPlan, run_dir: Path, ranks: int) -> list[str]:
     """The command line: under torchrun if there are several ranks, each under nsys if the plan's config says so."""
     wrapped = nsight.prefix(module, plan.config, run_dir=run_dir, rank="%q{RANK}" if ranks > 1 else "0")
     if wrapped:
@@ -117,7 +117,7 @@ class Stacks:
         return [path for path in sorted(self.folder.glob("rank-*.txt")) if path.stat().st_size]
 
 
-def _environment(plan: RunPlan) -> dict[str, str]:
+def _environment(plan: RankPlan) -> dict[str, str]:
     """Our own, plus what ranks need: the tracking URI, threads, and the process they must not outlive."""
     return {
         # OpenMP threads that wait by spinning lose their core to whatever else runs: with one other busy process on
@@ -155,7 +155,7 @@ def _is_rank(process: psutil.Process) -> bool:
     return False
 
 
-def grace_s(plan: AnyPlan | None) -> float:
+def grace_s(plan: AnyPlan | RankPlan | None) -> float:
     """Seconds that ranks get to save a checkpoint when they are told to stop; of a run without a plan, the least."""
     gib = plan.predicted.checkpoint_gib if isinstance(plan, RunPlan) else 0.0
     return STOP_GRACE_S + 2 * gib / CHECKPOINT_GIB_PER_S

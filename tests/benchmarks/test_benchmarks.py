@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import re
@@ -12,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.rig.conftest import missing
+from tests.support.repository import REPO
+from tests.support.rig.rig import why_no_rig
 
-REPO = Path(__file__).parents[2]
-SMALLER = {"gpu": ["--tiny"]}  # beside --quick; on a CPU
+SMALLER = {"gpu": ["--tiny"], "training": ["--sizes", "shakespeare-char"]}  # beside --quick; --tiny: on a CPU
 IN_SECONDS = {"planner_vs_published"}
 
 
@@ -23,9 +24,12 @@ def benchmarks() -> list[str]:
     return sorted(path.stem for path in (REPO / "benchmarks").glob("*.py") if '"--quick"' in path.read_text())
 
 
+def needs_docker_hosts(name: str) -> bool:
+    return "benchmarks.hosts" in (REPO / "benchmarks" / f"{name}.py").read_text()
+
+
 def marked(name: str) -> object:
-    needs_hosts = "benchmarks.hosts" in (REPO / "benchmarks" / f"{name}.py").read_text()
-    marks = [pytest.mark.rig, pytest.mark.skipif(bool(missing()), reason=missing())] if needs_hosts else []
+    marks = [pytest.mark.rig] if needs_docker_hosts(name) else []
     return pytest.param(name, marks=marks if name in IN_SECONDS else [*marks, pytest.mark.slow])
 
 
@@ -40,9 +44,40 @@ def run(name: str, *arguments: str, **environment: str) -> subprocess.CompletedP
     return subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=os.environ | environment)
 
 
+@functools.cache
+def names_of(module: Path) -> set[str]:
+    """What a file defines or imports at its top level."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def test_what_benchmarks_import_of_ours_is_there() -> None:
+    """In the fast suite: what is renamed or moved breaks their imports first, those inside of functions too."""
+    missing = []
+    for path in sorted((REPO / "benchmarks").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (REPO / (node.module or "").split(".")[0]).is_dir():
+                continue
+            place = REPO.joinpath(*(node.module or "").split("."))
+            module = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+            known = names_of(module) if module.exists() else set()
+            known |= {each.stem for each in place.glob("*.py")}
+            missing += [f"{path.name}: {node.module}.{each.name}" for each in node.names if each.name not in known]
+    assert missing == []
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [marked(name) for name in benchmarks()])
 def test_a_benchmark_ends_with_the_figures_it_promises(name: str) -> None:
+    if needs_docker_hosts(name) and (reason := why_no_rig()):
+        pytest.skip(reason)
     done = run(name, "--quick", *SMALLER.get(name, []))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     *table, last = done.stdout.splitlines()

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.local_servers import Up
-from tests.support.user_folder import Shop
+from tests.support.local_servers import LocalServers
+from tests.support.user_folder import UserFolder
 
 
 @pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServers]:
     """Started, on a user's folder of its own; what still works at the module's end is stopped."""
-    started = Up(Shop(tmp_path_factory.mktemp("shop")))
+    started = LocalServers(UserFolder(tmp_path_factory.mktemp("user")))
     try:
         started.start()
         yield started

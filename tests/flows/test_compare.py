@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import losses
-from tests.support.user_folder import DEADLINE_S, Shop, wait_for_step
+from tests.support.ranks import losses
+from tests.support.user_folder import DEADLINE_S, UserFolder, wait_for_step
 
 SHORT = ("model.dropout=0", "train.steps=30", "train.log_every_steps=1", "evaluation.every_steps=0")
 RECKLESS = "parallel.strategy=single,train.learning_rate=10,train.min_learning_rate=10,train.weight_decay=10"
@@ -22,22 +22,22 @@ STRATEGIES = f"ddp,zero2,zero2+tp2,boom={RECKLESS},train.warmup_steps=0"
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
-    return Shop(tmp_path_factory.mktemp("shop"))
+def user_folder(tmp_path_factory: pytest.TempPathFactory) -> UserFolder:
+    return UserFolder(tmp_path_factory.mktemp("user"))
 
 
-def children(shop: Shop, parent: Path) -> dict[str, Any]:
+def children(user_folder: UserFolder, parent: Path) -> dict[str, Any]:
     """Strategy -> child run, as MLflow has them."""
-    run = shop.mlflow_run(parent)
-    found = shop.mlflow.search_runs(
+    run = user_folder.mlflow_run(parent)
+    found = user_folder.mlflow.search_runs(
         [run.info.experiment_id], f"tags.`mlflow.parentRunId` = '{run.info.run_id}'", max_results=100
     )
     return {child.data.tags["shardline.strategy"]: child for child in found}
 
 
 @pytest.mark.slow
-def test_strategies_side_by_side_with_failures_as_rows(shop: Shop) -> None:
-    out, _ = shop.run("compare", str(shop.config), "--strategies", STRATEGIES, *SHORT, "--json", expect=1)
+def test_strategies_side_by_side_with_failures_as_rows(user_folder: UserFolder) -> None:
+    out, _ = user_folder.run("compare", str(user_folder.config), "--strategies", STRATEGIES, *SHORT, "--json", expect=1)
     comparison = json.loads(out)
     rows = {row["strategy"]: row for row in comparison["rows"]}
     assert {name: row["outcome"] for name, row in rows.items()} == {
@@ -57,62 +57,61 @@ def test_strategies_side_by_side_with_failures_as_rows(shop: Shop) -> None:
         assert rows[name]["average_memory_gib"] > 0
         assert rows[name]["steps_to_target"] == pytest.approx(rows["single"]["steps_to_target"], abs=1)
 
-    parent = shop.home / comparison["run_id"]
-    assert shop.mlflow_run(parent).info.status == "FINISHED"
-    statuses = {name: child.info.status for name, child in children(shop, parent).items()}
+    parent = user_folder.home / comparison["run_id"]
+    assert user_folder.mlflow_run(parent).info.status == "FINISHED"
+    statuses = {name: child.info.status for name, child in children(user_folder, parent).items()}
     assert statuses == {"single": "FINISHED", "ddp": "FINISHED", "zero2": "FINISHED", "boom": "FAILED"}
-    plans = {name: json.loads((shop.home / rows[name]["run_id"] / "plan.json").read_text()) for name in statuses}
+    plans = {name: json.loads((user_folder.home / rows[name]["run_id"] / "plan.json").read_text()) for name in statuses}
     assert len({plan["shards_fingerprint"] for plan in plans.values()}) == 1
     assert plans["single"]["threads_per_rank"] == plans["ddp"]["threads_per_rank"], "one of the same devices"
 
-    reports = {name: (shop.home / rows[name]["run_id"] / "report.html").read_text() for name in statuses}
+    reports = {name: (user_folder.home / rows[name]["run_id"] / "report.html").read_text() for name in statuses}
     assert "The run finished without an interruption" in reports["ddp"]
     assert "The run did not finish: training.train failed" in reports["boom"]
 
-    files = {artifact.path for artifact in shop.mlflow.list_artifacts(comparison["mlflow_run_id"])}
+    files = {artifact.path for artifact in user_folder.mlflow.list_artifacts(comparison["mlflow_run_id"])}
     assert {f"comparison.{kind}" for kind in ("html", "png", "csv", "json", "yaml")} <= files
     with (parent / "comparison.csv").open() as file:
         assert [row["strategy"] for row in csv.DictReader(file)] == list(rows)
     page = (parent / "comparison.html").read_text()
     assert "lower train.learning_rate" in page
     assert (parent / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    with closing(sqlite3.connect(shop.home / "prefect" / "prefect.db")) as db:
+    with closing(sqlite3.connect(user_folder.home / "prefect" / "prefect.db")) as db:
         (table,) = db.execute("select data from artifact where key = 'comparison'").fetchone()
         named = {name for (name,) in db.execute("select name from task_run")}
     assert "bad loss" in table
     assert {"Train with single", "Train with boom"} <= named
 
 
-@pytest.mark.slow
 @pytest.mark.long
-def test_a_stop_tells_parent_and_child_and_resume_does_what_is_left(shop: Shop) -> None:
-    known, long = shop.run_dirs(), ("train.steps=400", "train.log_every_steps=1", "evaluation.every_steps=0")
-    process = shop.start("compare", str(shop.config), "--strategies", "ddp", *long)
-    child = wait_for_step(shop, process, known, 50)
+def test_a_stop_tells_parent_and_child_and_resume_does_what_is_left(user_folder: UserFolder) -> None:
+    known, long = user_folder.run_dirs(), ("train.steps=400", "train.log_every_steps=1", "evaluation.every_steps=0")
+    process = user_folder.start("compare", str(user_folder.config), "--strategies", "ddp", *long)
+    child = wait_for_step(user_folder, process, known, 50)
     parent = child.with_name(child.name.removesuffix("-single"))
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130, err
     assert f"stopped at single: `shardline resume {parent.name}` goes on" in err
-    assert shop.mlflow_run(child).info.status == "KILLED"
-    assert shop.mlflow_run(parent).info.status == "KILLED"
+    assert user_folder.mlflow_run(child).info.status == "KILLED"
+    assert user_folder.mlflow_run(parent).info.status == "KILLED"
     rows = {row["strategy"]: row for row in json.loads((parent / "comparison.json").read_text())["rows"]}
     assert {name: row["outcome"] for name, row in rows.items()} == {"single": "stopped", "ddp": "not run"}
     assert rows["single"]["samples_per_s"] > 0
 
-    again = json.loads(shop.run("resume", parent.name, "--json")[0])
+    again = json.loads(user_folder.run("resume", parent.name, "--json")[0])
     assert {row["strategy"]: row["outcome"] for row in again["rows"]} == {"single": "done", "ddp": "done"}
-    assert again["mlflow_run_id"] == shop.mlflow_run(parent).info.run_id
-    assert shop.mlflow_run(parent).info.status == "FINISHED"
-    assert {name: child.info.status for name, child in children(shop, parent).items()} == {
+    assert again["mlflow_run_id"] == user_folder.mlflow_run(parent).info.run_id
+    assert user_folder.mlflow_run(parent).info.status == "FINISHED"
+    assert {name: child.info.status for name, child in children(user_folder, parent).items()} == {
         "single": "FINISHED",
         "ddp": "FINISHED",
     }
     assert max(losses(child / "plan.json")) == 400
 
 
-def test_a_wrong_strategy_is_refused_before_anything_starts(shop: Shop) -> None:
-    known = shop.run_dirs()
-    _, err = shop.run("compare", str(shop.config), "--strategies", "ddp,magic", expect=2)
+def test_a_wrong_strategy_is_refused_before_anything_starts(user_folder: UserFolder) -> None:
+    known = user_folder.run_dirs()
+    _, err = user_folder.run("compare", str(user_folder.config), "--strategies", "ddp,magic", expect=2)
     assert "'magic' (of 'magic') is no strategy" in err
-    assert shop.run_dirs() == known
+    assert user_folder.run_dirs() == known

@@ -12,7 +12,7 @@ from uuid import UUID, uuid4
 import pytest
 from prefect.client.schemas.objects import FlowRun, State, StateType
 
-from flows.prefect_ui.hooks import PROCESS
+from flows.prefect_ui.flow import PROCESS
 from flows.servers.deploy import worker_name
 from flows.stages.crashed_runs import is_a_guess, is_lost
 from tasks.tracking.final_status import KILLED, EndedRun, RunStatus

@@ -15,14 +15,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.local_servers import Up
+from tests.support.local_servers import LocalServers
 from training.config.run import RunConfig
 
 playwright = pytest.importorskip("playwright.sync_api")
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.long,
     pytest.mark.timeout(600),
     pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine"),
@@ -64,11 +63,11 @@ def fields(schema: dict[str, Any], part: dict[str, Any], prefix: str = "") -> It
 class Form:
     """The custom-run form of a deployment, its fields by their names in the config."""
 
-    def __init__(self, browser: Any, up: Up, deployment: str) -> None:
-        (found,) = [it for it in up.prefect("/deployments/filter", {}) if it["name"] == deployment]
+    def __init__(self, browser: Any, servers: LocalServers, deployment: str) -> None:
+        (found,) = [it for it in servers.prefect("/deployments/filter", {}) if it["name"] == deployment]
         self.page = browser.new_page(viewport={"width": 1100, "height": 860})
-        self.page.goto(f"{up.url('prefect')}/v2/deployments/deployment/{found['id']}/run")
-        self.up, self.deployment_id = up, found["id"]
+        self.page.goto(f"{servers.url('prefect')}/v2/deployments/deployment/{found['id']}/run")
+        self.servers, self.deployment_id = servers, found["id"]
         schema = RunConfig.model_json_schema()
         self.fields = dict(fields(schema, schema))
         self.label("name").wait_for()
@@ -99,7 +98,7 @@ class Form:
     def runs(self) -> list[dict[str, Any]]:
         """What was started by it."""
         of_it = {"deployments": {"id": {"any_": [self.deployment_id]}}}
-        found: list[dict[str, Any]] = self.up.prefect("/flow_runs/filter", of_it)
+        found: list[dict[str, Any]] = self.servers.prefect("/flow_runs/filter", of_it)
         return found
 
     def picture(self, name: str, *, of: str = "") -> None:
@@ -113,8 +112,8 @@ class Form:
 
 
 @pytest.fixture
-def form(browser: Any, up: Up) -> Iterator[Form]:
-    opened = Form(browser, up, "pretrain")
+def form(browser: Any, servers: LocalServers) -> Iterator[Form]:
+    opened = Form(browser, servers, "pretrain")
     yield opened
     opened.page.close()
 
@@ -150,30 +149,30 @@ def test_a_bad_value_is_refused_with_the_message_beside_the_field(form: Form) ->
     assert form.runs() == []
 
 
-def test_a_submitted_run_completes_and_its_page_tells_of_it(form: Form, up: Up) -> None:
-    form.fill("data.path", str(up.shop.corpus))
+def test_a_submitted_run_completes_and_its_page_tells_of_it(form: Form, servers: LocalServers) -> None:
+    form.fill("data.path", str(servers.user_folder.corpus))
     for name, value in SMALL.items():
         form.fill(name, value)
     form.options("parallel.strategy").get_by_text("single", exact=True).click()
     form.submit()
     form.page.wait_for_url("**/deployments/deployment/*?tab=*")
     (run,) = form.runs()
-    run = up.wait(run["id"])
+    run = servers.wait(run["id"])
     assert run["state_type"] == "COMPLETED", run["state"]["message"]
-    (folder,) = up.shop.run_dirs()
+    (folder,) = servers.user_folder.run_dirs()
     assert run["name"] == folder.name
     assert (folder / "report.html").exists()
     config = json.loads((folder / "plan.json").read_text())["config"]
     assert (config["train"]["steps"], config["parallel"]["strategy"]) == (6, "single")
 
-    form.page.goto(f"{up.url('prefect')}/v2/runs/flow-run/{run['id']}?tab=Artifacts")
+    form.page.goto(f"{servers.url('prefect')}/v2/runs/flow-run/{run['id']}?tab=Artifacts")
     for artifact in ("plan", "training", "evaluation", "report", "mlflow-run"):
         form.page.get_by_text(artifact, exact=True).first.wait_for()
     form.page.locator("canvas").wait_for()
     form.picture("run.png")
-    tags = up.mlflow.get_run(json.loads((folder / "run.json").read_text())["mlflow_run_id"]).data.tags
+    tags = servers.mlflow.get_run(json.loads((folder / "run.json").read_text())["mlflow_run_id"]).data.tags
     assert tags["prefect.flow_run_url"].endswith(run["id"]), "the way back"
-    (link,) = up.prefect("/artifacts/filter", {"artifacts": {"key": {"any_": ["mlflow-run"]}}})
-    form.page.goto(re.search(rf"{up.url('mlflow')}/#/experiments/[^)]+", link["data"])[0])  # type: ignore[index]
+    (link,) = servers.prefect("/artifacts/filter", {"artifacts": {"key": {"any_": ["mlflow-run"]}}})
+    form.page.goto(re.search(rf"{servers.url('mlflow')}/#/experiments/[^)]+", link["data"])[0])  # type: ignore[index]
     form.page.get_by_role("heading", name=folder.name).wait_for()
     assert form.page.get_by_text("Sessions", exact=True).count() == 0, "not MLflow's pages of GenAI"

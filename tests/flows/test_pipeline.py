@@ -14,21 +14,21 @@ from typing import Any
 import pytest
 
 from tasks.workspace.processes import local_process
-from tests.conftest import losses
-from tests.support.user_folder import DEADLINE_S, Shop, wait_for_step
+from tests.support.ranks import losses
+from tests.support.user_folder import DEADLINE_S, UserFolder, wait_for_step
 from training.records.record import sha256_file
 from training.records.train_result import TrainResult, train_failure
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
-    return Shop(tmp_path_factory.mktemp("shop"))
+def user_folder(tmp_path_factory: pytest.TempPathFactory) -> UserFolder:
+    return UserFolder(tmp_path_factory.mktemp("user"))
 
 
 @pytest.fixture(scope="module")
-def first(shop: Shop) -> dict[str, Any]:
+def first(user_folder: UserFolder) -> dict[str, Any]:
     """The first pretrain in a new folder; its stdout is one JSON object."""
-    out, _ = shop.run("pretrain", str(shop.config), "profile.steps=[30]", "--json")
+    out, _ = user_folder.run("pretrain", str(user_folder.config), "profile.steps=[30]", "--json")
     outcome: dict[str, Any] = json.loads(out)
     return outcome
 
@@ -45,14 +45,14 @@ def test_the_first_run_ends_as_champion_with_exact_figures(first: dict[str, Any]
 
 
 def test_mlflow_has_config_metrics_data_and_a_true_status(
-    first: dict[str, Any], shop: Shop, monkeypatch: pytest.MonkeyPatch
+    first: dict[str, Any], user_folder: UserFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir = shop.home / first["run_id"]
-    run = shop.mlflow_run(run_dir)
+    run_dir = user_folder.home / first["run_id"]
+    run = user_folder.mlflow_run(run_dir)
     assert run.info.status == "FINISHED"
     assert run.data.params["train.steps"] == "60"
     assert run.data.params["data.tokenizer.kind"] == "bpe"
-    history = shop.mlflow.get_metric_history(run.info.run_id, "loss")
+    history = user_folder.mlflow.get_metric_history(run.info.run_id, "loss")
     assert {metric.step: metric.value for metric in history} == losses(run_dir / "plan.json")
     assert run.data.metrics["eval/loss"] == first["val_loss"]
     against_plan = first["against_plan"]
@@ -62,25 +62,25 @@ def test_mlflow_has_config_metrics_data_and_a_true_status(
     memory_error = first["peak_memory_gib"] / against_plan["predicted_memory_gib"] - 1
     assert against_plan["memory_error_percent"] == pytest.approx(100 * memory_error)
     assert run.inputs.dataset_inputs[0].dataset.digest
-    kind = shop.mlflow.get_experiment(run.info.experiment_id).tags["mlflow.experimentKind"]
+    kind = user_folder.mlflow.get_experiment(run.info.experiment_id).tags["mlflow.experimentKind"]
     assert kind == "custom_model_development", "MLflow's pages are those of training runs"
-    artifacts = {artifact.path for artifact in shop.mlflow.list_artifacts(run.info.run_id)}
+    artifacts = {artifact.path for artifact in user_folder.mlflow.list_artifacts(run.info.run_id)}
     assert {"config.json", "plan.json", "dataset.json", "inventory.json", "summary.png", "eval.json"} <= artifacts
     assert {"report.html", "curves.png", "latency.json", "export-latency.png"} <= artifacts
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{shop.home}/mlflow.db")
-    samples = shop.mlflow.load_table(run.info.experiment_id, "samples.json", [run.info.run_id])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{user_folder.home}/mlflow.db")
+    samples = user_folder.mlflow.load_table(run.info.experiment_id, "samples.json", [run.info.run_id])
     assert samples.columns.tolist() == ["step", "prompt", "text", "seed", "run"]
     assert samples[["step", "prompt", "run"]].values.tolist() == [[step, "the ", run_dir.name] for step in (30, 60)]
     assert samples["text"].map(len).min() > 0
-    traces = {artifact.path for artifact in shop.mlflow.list_artifacts(run.info.run_id, "profile")}
+    traces = {artifact.path for artifact in user_folder.mlflow.list_artifacts(run.info.run_id, "profile")}
     assert "profile/step-00000030-rank-0.json.gz" in traces
 
 
-def test_prefect_and_mlflow_runs_link_to_each_other(first: dict[str, Any], shop: Shop) -> None:
-    run = shop.mlflow_run(shop.home / first["run_id"])
+def test_prefect_and_mlflow_runs_link_to_each_other(first: dict[str, Any], user_folder: UserFolder) -> None:
+    run = user_folder.mlflow_run(user_folder.home / first["run_id"])
     flow_run_id = run.data.tags["prefect.flow_run_id"]
-    assert shop.prefect_states()[flow_run_id] == "COMPLETED"
-    with closing(sqlite3.connect(shop.home / "prefect" / "prefect.db")) as db:
+    assert user_folder.prefect_states()[flow_run_id] == "COMPLETED"
+    with closing(sqlite3.connect(user_folder.home / "prefect" / "prefect.db")) as db:
         name = db.execute("select name from flow_run where id = ?", (flow_run_id,)).fetchone()[0]
         rows = db.execute(
             "select key, data, description from artifact where flow_run_id = ?", (flow_run_id,)
@@ -90,53 +90,53 @@ def test_prefect_and_mlflow_runs_link_to_each_other(first: dict[str, Any], shop:
     assert run.info.run_id in artifacts["mlflow-run"]
     assert {"plan", "evaluation", "gate", "outcome", "training"} <= artifacts.keys()
     assert "The run finished without an interruption" in artifacts["report"]
-    last = losses(shop.home / first["run_id"] / "plan.json")[60]
+    last = losses(user_folder.home / first["run_id"] / "plan.json")[60]
     assert f"step 60/60  loss {last:.3f}" in told["training"]
 
 
-def test_lineage_walks_from_the_version_to_the_bytes_of_the_checkpoint(first: dict[str, Any], shop: Shop) -> None:
-    out, _ = shop.run("lineage", "verses@champion", "--json")
+def test_lineage_walks_from_the_version_to_the_bytes_of_the_checkpoint(
+    first: dict[str, Any], user_folder: UserFolder
+) -> None:
+    out, _ = user_folder.run("lineage", "verses@champion", "--json")
     lineage = json.loads(out)
-    run_dir = shop.home / first["run_id"]
+    run_dir = user_folder.home / first["run_id"]
     manifest = run_dir / lineage["checkpoint"]["path"] / "manifest.json"
     assert lineage["checkpoint"]["sha256"] == sha256_file(manifest)
     for name, file in json.loads(manifest.read_text())["files"].items():
         assert sha256_file(manifest.parent / name) == file["sha256"]
-    shards = next((shop.home / "tokens").glob("*/manifest.json"))
+    shards = next((user_folder.home / "tokens").glob("*/manifest.json"))
     assert lineage["dataset"]["fingerprint"] == json.loads(shards.read_text())["fingerprint"]
     assert lineage["tokenizer"]["sha256"] == sha256_file(shards.parent / "tokenizer" / "tokenizer.json")
     assert lineage["config"]["train"]["steps"] == 60
     assert len(lineage["git_commit"]) == 40 or lineage["git_commit"] == "unknown"
 
 
-def test_generate_prints_a_continuation_of_the_prompt(first: dict[str, Any], shop: Shop) -> None:
-    out, _ = shop.run("generate", "verses@champion", "the ", "--tokens", "12")
-    again, _ = shop.run("generate", "verses@champion", "the ", "--tokens", "12")
+def test_generate_prints_a_continuation_of_the_prompt(first: dict[str, Any], user_folder: UserFolder) -> None:
+    out, _ = user_folder.run("generate", "verses@champion", "the ", "--tokens", "12")
+    again, _ = user_folder.run("generate", "verses@champion", "the ", "--tokens", "12")
     assert out == again
     assert out.startswith("the ")
     assert len(out) > 8
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_second_run_does_not_tokenize_again_and_an_equal_model_stays_challenger(
-    first: dict[str, Any], shop: Shop
+    first: dict[str, Any], user_folder: UserFolder
 ) -> None:
-    out, err = shop.run("pretrain", str(shop.config), "--json")
+    out, err = user_folder.run("pretrain", str(user_folder.config), "--json")
     second = json.loads(out)
     assert "not tokenized again" in err
     assert second["val_loss"] == first["val_loss"], "same config, same seed, same machine"
     assert (second["version"], second["alias"]) == (2, "challenger")
-    assert json.loads(shop.run("lineage", "verses@champion", "--json")[0])["model"]["version"] == 1
+    assert json.loads(user_folder.run("lineage", "verses@champion", "--json")[0])["model"]["version"] == 1
 
 
-@pytest.mark.slow
 @pytest.mark.long
-def test_reproduce_finds_the_same_losses_to_the_bit(first: dict[str, Any], shop: Shop) -> None:
-    out, _ = shop.run("reproduce", "verses@champion", "--json")
+def test_reproduce_finds_the_same_losses_to_the_bit(first: dict[str, Any], user_folder: UserFolder) -> None:
+    out, _ = user_folder.run("reproduce", "verses@champion", "--json")
     agreement = json.loads(out)
     assert agreement["original"] == first["run_id"]
-    assert agreement["compared"] == len(losses(shop.home / first["run_id"] / "plan.json"))
+    assert agreement["compared"] == len(losses(user_folder.home / first["run_id"] / "plan.json"))
     assert agreement["max_difference"] == 0.0
     assert agreement["agrees"] is True
 
@@ -145,11 +145,11 @@ LONG = ("train.steps=400", "train.log_every_steps=1", "checkpoint.every_steps=50
 
 
 @pytest.fixture(scope="module")
-def undisturbed(shop: Shop, first: dict[str, Any]) -> dict[int, float]:
+def undisturbed(user_folder: UserFolder, first: dict[str, Any]) -> dict[int, float]:
     """The losses of the long run that nobody stops."""
-    known = shop.run_dirs()
-    shop.run("pretrain", str(shop.config), *LONG)
-    (run_dir,) = [path for path in shop.run_dirs() if path not in known]
+    known = user_folder.run_dirs()
+    user_folder.run("pretrain", str(user_folder.config), *LONG)
+    (run_dir,) = [path for path in user_folder.run_dirs() if path not in known]
     return losses(run_dir / "plan.json")
 
 
@@ -159,11 +159,11 @@ def undisturbed(shop: Shop, first: dict[str, Any]) -> dict[int, float]:
     [pytest.param(signal.SIGINT, id="SIGINT"), pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.long)],
 )
 def test_a_stop_saves_a_checkpoint_says_killed_and_resume_goes_on_to_the_bit(
-    signum: signal.Signals, shop: Shop, undisturbed: dict[int, float]
+    signum: signal.Signals, user_folder: UserFolder, undisturbed: dict[int, float]
 ) -> None:
-    known = shop.run_dirs()
-    process = shop.start("pretrain", str(shop.config), *LONG)
-    run_dir = wait_for_step(shop, process, known, random.randint(60, 200))
+    known = user_folder.run_dirs()
+    process = user_folder.start("pretrain", str(user_folder.config), *LONG)
+    run_dir = wait_for_step(user_folder, process, known, random.randint(60, 200))
     os.killpg(process.pid, signum)  # as a terminal does: all that shares its process group
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130, err
@@ -171,24 +171,24 @@ def test_a_stop_saves_a_checkpoint_says_killed_and_resume_goes_on_to_the_bit(
     result = TrainResult.read(run_dir / "result.json")
     assert result.stopped_by == "signal"
     assert (run_dir / result.checkpoint / "manifest.json").exists()
-    stopped = shop.mlflow_run(run_dir)
+    stopped = user_folder.mlflow_run(run_dir)
     assert stopped.info.status == "KILLED"
     assert "The run did not finish: interrupted" in (run_dir / "report.html").read_text()
-    assert shop.prefect_states()[stopped.data.tags["prefect.flow_run_id"]] == "CANCELLED"
+    assert user_folder.prefect_states()[stopped.data.tags["prefect.flow_run_id"]] == "CANCELLED"
 
-    outcome = json.loads(shop.run("resume", run_dir.name, "--json")[0])
+    outcome = json.loads(user_folder.run("resume", run_dir.name, "--json")[0])
     assert outcome["mlflow_run_id"] == stopped.info.run_id, "a resume goes on with the same MLflow run"
-    assert shop.mlflow_run(run_dir).info.status == "FINISHED"
+    assert user_folder.mlflow_run(run_dir).info.status == "FINISHED"
     assert "It was stopped after step" in (run_dir / "report.html").read_text()
     assert losses(run_dir / "plan.json") == undisturbed
 
 
 @pytest.fixture
-def killed(shop: Shop, undisturbed: dict[int, float]) -> Path:
+def killed(user_folder: UserFolder, undisturbed: dict[int, float]) -> Path:
     """A run whose launcher got a kill -9 in the middle; the ranks see it and leave by themselves."""
-    known = shop.run_dirs()
-    process = shop.start("pretrain", str(shop.config), *LONG)
-    run_dir = wait_for_step(shop, process, known, random.randint(60, 200))
+    known = user_folder.run_dirs()
+    process = user_folder.start("pretrain", str(user_folder.config), *LONG)
+    run_dir = wait_for_step(user_folder, process, known, random.randint(60, 200))
     process.kill()
     process.wait()  # not communicate(): the embedded Prefect server holds the pipes until the next start ends it
     return run_dir
@@ -196,17 +196,17 @@ def killed(shop: Shop, undisturbed: dict[int, float]) -> Path:
 
 @pytest.mark.slow
 def test_after_a_kill_9_resume_takes_over_and_every_status_is_true(
-    shop: Shop, undisturbed: dict[int, float], killed: Path
+    user_folder: UserFolder, undisturbed: dict[int, float], killed: Path
 ) -> None:
-    assert shop.mlflow_run(killed).info.status == "RUNNING", "nobody was left to say otherwise"
-    flow_run_id = shop.mlflow_run(killed).data.tags["prefect.flow_run_id"]
+    assert user_folder.mlflow_run(killed).info.status == "RUNNING", "nobody was left to say otherwise"
+    flow_run_id = user_folder.mlflow_run(killed).data.tags["prefect.flow_run_id"]
     left_behind = json.loads((killed / "owner.json").read_text())["children"]
     assert any(local_process(key) for key in left_behind)
-    out, err = shop.run("resume", killed.name, "--json")
+    out, err = user_folder.run("resume", killed.name, "--json")
     assert not any(local_process(key) for key in left_behind)
     assert "was killed: reported it to MLflow as KILLED" in err
-    assert shop.mlflow_run(killed).info.status == "FINISHED"
-    assert shop.prefect_states()[flow_run_id] == "CRASHED"
+    assert user_folder.mlflow_run(killed).info.status == "FINISHED"
+    assert user_folder.prefect_states()[flow_run_id] == "CRASHED"
     assert json.loads(out)["step"] == 400
     assert losses(killed / "plan.json") == undisturbed
 
@@ -222,24 +222,26 @@ def test_after_a_kill_9_resume_takes_over_and_every_status_is_true(
     ],
 )
 def test_bad_input_ends_with_2_and_one_clear_line(
-    overrides: list[str], message: str, shop: Shop, first: dict[str, Any]
+    overrides: list[str], message: str, user_folder: UserFolder, first: dict[str, Any]
 ) -> None:
-    _, err = shop.run("pretrain", str(shop.config), *overrides, expect=2)
+    _, err = user_folder.run("pretrain", str(user_folder.config), *overrides, expect=2)
     assert message in err
     assert "Traceback" not in err
-    assert all(shop.mlflow_run(run_dir).info.status != "RUNNING" for run_dir in shop.run_dirs())
+    assert all(user_folder.mlflow_run(run_dir).info.status != "RUNNING" for run_dir in user_folder.run_dirs())
 
 
 @pytest.mark.slow
-def test_a_failing_rank_ends_with_1_and_its_cause(shop: Shop, first: dict[str, Any]) -> None:
-    known = shop.run_dirs()
+def test_a_failing_rank_ends_with_1_and_its_cause(user_folder: UserFolder, first: dict[str, Any]) -> None:
+    known = user_folder.run_dirs()
     reckless = ("learning_rate=10", "min_learning_rate=10", "weight_decay=10", "warmup_steps=0", "steps=400")
-    _, err = shop.run("pretrain", str(shop.config), *(f"train.{override}" for override in reckless), expect=1)
+    _, err = user_folder.run(
+        "pretrain", str(user_folder.config), *(f"train.{override}" for override in reckless), expect=1
+    )
     assert "lower train.learning_rate" in err
-    (run_dir,) = [path for path in shop.run_dirs() if path not in known]
-    assert shop.mlflow_run(run_dir).info.status == "FAILED"
+    (run_dir,) = [path for path in user_folder.run_dirs() if path not in known]
+    assert user_folder.mlflow_run(run_dir).info.status == "FAILED"
     assert "lower train.learning_rate" in (run_dir / "report.html").read_text()
-    tags = shop.mlflow_run(run_dir).data.tags
+    tags = user_folder.mlflow_run(run_dir).data.tags
     assert "lower train.learning_rate" in tags["shardline.ended_by"]
     failure = train_failure(run_dir / "result.json")
     assert failure is not None

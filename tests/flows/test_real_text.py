@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import REPO
+from tests.support.repository import REPO
 
 DATA = Path(os.environ.get("SHARDLINE_TEST_DATA", REPO.parent / "shared" / "data"))
 NANOGPT_CPU_LOSS = 1.88  # nanoGPT's README, "I only have a macbook": its 20-batch estimate after 2000 steps

@@ -9,43 +9,43 @@ from typing import Any
 import pytest
 from mlflow.artifacts import download_artifacts
 
-from tests.conftest import losses
-from tests.support.user_folder import Shop
+from tests.support.ranks import losses
+from tests.support.user_folder import UserFolder
 from training.records.plan import RunPlan
 from training.records.train_result import TrainResult
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]  # whole pipelines beside those of tests/flows/test_pipeline.py
+pytestmark = pytest.mark.long  # whole pipelines beside those of tests/flows/test_pipeline.py
 
 SHORT = ("train.steps=20", "train.schedule=constant", "evaluation.every_steps=10", "train.log_every_steps=1")
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
-    return Shop(tmp_path_factory.mktemp("shop"))
+def user_folder(tmp_path_factory: pytest.TempPathFactory) -> UserFolder:
+    return UserFolder(tmp_path_factory.mktemp("user"))
 
 
 @pytest.fixture(scope="module")
-def begun(shop: Shop) -> Path:
+def begun(user_folder: UserFolder) -> Path:
     """The folder of a run of 20 steps that came to its end."""
-    outcome = json.loads(shop.run("pretrain", str(shop.config), *SHORT, "--json")[0])
-    return shop.home / outcome["run_id"]
+    outcome = json.loads(user_folder.run("pretrain", str(user_folder.config), *SHORT, "--json")[0])
+    return user_folder.home / outcome["run_id"]
 
 
 @pytest.fixture(scope="module")
-def extended(shop: Shop, begun: Path) -> tuple[dict[str, Any], str]:
+def extended(user_folder: UserFolder, begun: Path) -> tuple[dict[str, Any], str]:
     """The same run, 40 steps long: outcome, and what was said."""
-    out, err = shop.run("resume", begun.name, "train.steps=40", "evaluation.sample_tokens=8", "--json")
+    out, err = user_folder.run("resume", begun.name, "train.steps=40", "evaluation.sample_tokens=8", "--json")
     return json.loads(out), err
 
 
-def artifact(shop: Shop, run_dir: Path, name: str) -> Any:
-    uri = f"sqlite:///{shop.home}/mlflow.db"
-    run_id = shop.mlflow_run(run_dir).info.run_id
+def artifact(user_folder: UserFolder, run_dir: Path, name: str) -> Any:
+    uri = f"sqlite:///{user_folder.home}/mlflow.db"
+    run_id = user_folder.mlflow_run(run_dir).info.run_id
     return json.loads(Path(download_artifacts(run_id=run_id, artifact_path=name, tracking_uri=uri)).read_text())
 
 
 def test_a_constant_rate_goes_on_exactly_and_the_result_is_registered(
-    extended: tuple[dict[str, Any], str], shop: Shop, begun: Path
+    extended: tuple[dict[str, Any], str], user_folder: UserFolder, begun: Path
 ) -> None:
     outcome, err = extended
     assert (outcome["run_id"], outcome["step"], outcome["version"]) == (begun.name, 40, 2)
@@ -56,16 +56,18 @@ def test_a_constant_rate_goes_on_exactly_and_the_result_is_registered(
     assert sorted(losses(begun / "plan.json")) == list(range(1, 41))
 
 
-def test_mlflow_has_the_diff_and_the_new_config(extended: tuple[dict[str, Any], str], shop: Shop, begun: Path) -> None:
-    run = shop.mlflow_run(begun)
+def test_mlflow_has_the_diff_and_the_new_config(
+    extended: tuple[dict[str, Any], str], user_folder: UserFolder, begun: Path
+) -> None:
+    run = user_folder.mlflow_run(begun)
     assert run.info.status == "FINISHED"
     assert run.data.params["train.steps"] == "20", "MLflow keeps the parameters that a run began with"
     assert run.data.tags["shardline.exact"] == "true"
     assert "after step 20: " in run.data.tags["shardline.resume_overrides"]
-    (resumption,) = artifact(shop, begun, "resume-overrides.json")["resumptions"]
+    (resumption,) = artifact(user_folder, begun, "resume-overrides.json")["resumptions"]
     changed = {change["field"]: (change["old"], change["new"]) for change in resumption["changes"]}
     assert changed == {"train.steps": (20, 40), "evaluation.sample_tokens": (16, 8)}
-    assert artifact(shop, begun, "config.json")["train"]["steps"] == 40
+    assert artifact(user_folder, begun, "config.json")["train"]["steps"] == 40
 
 
 @pytest.mark.parametrize(
@@ -81,44 +83,57 @@ def test_mlflow_has_the_diff_and_the_new_config(extended: tuple[dict[str, Any], 
     ],
 )
 def test_what_cannot_or_should_not_go_on_ends_with_2_and_changes_nothing(
-    overrides: list[str], messages: list[str], extended: tuple[dict[str, Any], str], shop: Shop, begun: Path
+    overrides: list[str],
+    messages: list[str],
+    extended: tuple[dict[str, Any], str],
+    user_folder: UserFolder,
+    begun: Path,
 ) -> None:
     before = (begun / "plan.json").read_text()
-    _, err = shop.run("resume", begun.name, *overrides, expect=2)
+    _, err = user_folder.run("resume", begun.name, *overrides, expect=2)
     assert all(message in err for message in messages), err
     assert (begun / "plan.json").read_text() == before
-    assert shop.mlflow_run(begun).info.status == "FINISHED"
+    assert user_folder.mlflow_run(begun).info.status == "FINISHED"
 
 
 def test_an_extended_run_is_to_the_bit_the_one_that_was_long_from_the_start(
-    extended: tuple[dict[str, Any], str], shop: Shop, begun: Path
+    extended: tuple[dict[str, Any], str], user_folder: UserFolder, begun: Path
 ) -> None:
-    out, _ = shop.run("pretrain", str(shop.config), *SHORT, "train.steps=40", "--json")
-    assert losses(shop.home / json.loads(out)["run_id"] / "plan.json") == losses(begun / "plan.json")
+    out, _ = user_folder.run("pretrain", str(user_folder.config), *SHORT, "train.steps=40", "--json")
+    assert losses(user_folder.home / json.loads(out)["run_id"] / "plan.json") == losses(begun / "plan.json")
 
 
-def test_force_goes_on_and_the_run_can_no_longer_be_reproduced(shop: Shop) -> None:
-    run_id = json.loads(shop.run("pretrain", str(shop.config), *SHORT, "--json")[0])["run_id"]
-    _, err = shop.run("resume", run_id, "train.learning_rate=0.001", "train.steps=30", "--force")
+def test_force_goes_on_and_the_run_can_no_longer_be_reproduced(user_folder: UserFolder) -> None:
+    run_id = json.loads(user_folder.run("pretrain", str(user_folder.config), *SHORT, "--json")[0])["run_id"]
+    _, err = user_folder.run("resume", run_id, "train.learning_rate=0.001", "train.steps=30", "--force")
     assert "train.learning_rate 0.003 -> 0.001 (breaks exactness: step 6 had learning rate 0.003, would" in err
-    run = shop.mlflow_run(shop.home / run_id)
+    run = user_folder.mlflow_run(user_folder.home / run_id)
     assert (run.info.status, run.data.tags["shardline.exact"]) == ("FINISHED", "false")
-    assert TrainResult.read(shop.home / run_id / "result.json").step == 30
-    _, err = shop.run("reproduce", run_id, expect=2)
+    assert TrainResult.read(user_folder.home / run_id / "result.json").step == 30
+    _, err = user_folder.run("reproduce", run_id, expect=2)
     assert "no single config gives its losses" in err
 
 
-def test_a_run_that_its_hours_ended_is_registered_and_trains_on_with_more(shop: Shop) -> None:
+def test_a_run_that_its_hours_ended_is_registered_and_trains_on_with_more(user_folder: UserFolder) -> None:
     endless = ("train.steps=1000000", "train.schedule=constant", f"train.max_hours={1 / 3600}")
-    out, err = shop.run("pretrain", str(shop.config), *endless, "--json")
+    out, err = user_folder.run("pretrain", str(user_folder.config), *endless, "--json")
     first = json.loads(out)
     assert "training is done by train.max_hours" in err
-    assert TrainResult.read(shop.home / first["run_id"] / "result.json").stopped_by == "hours"
+    assert TrainResult.read(user_folder.home / first["run_id"] / "result.json").stopped_by == "hours"
     assert (first["step"] < 1_000_000, first["version"] > 0) == (True, True)
-    assert shop.mlflow_run(shop.home / first["run_id"]).info.status == "FINISHED"
+    assert user_folder.mlflow_run(user_folder.home / first["run_id"]).info.status == "FINISHED"
 
-    again, err = shop.run("resume", first["run_id"], "--json")
+    again, err = user_folder.run("resume", first["run_id"], "--json")
     assert "training is done already by train.max_hours" in err
     assert json.loads(again)["step"] == first["step"]
-    more, err = shop.run("resume", first["run_id"], f"train.max_hours={4 / 3600}", "--json")
+    more, err = user_folder.run("resume", first["run_id"], f"train.max_hours={4 / 3600}", "--json")
     assert json.loads(more)["step"] > first["step"]
+
+
+def test_approval_that_a_resume_asks_for_is_not_passed_over_by_the_run(user_folder: UserFolder) -> None:
+    """The gates are those of the latest plan: the run neither promotes its model by itself nor waits in its flow."""
+    run_id = json.loads(user_folder.run("pretrain", str(user_folder.config), *SHORT, "--json")[0])["run_id"]
+    changed = ("train.steps=24", "gates.approval=prefect", "gates.min_improvement=-10")
+    outcome = json.loads(user_folder.run("resume", run_id, *changed, "--json")[0])
+    assert (outcome["step"], outcome["alias"]) == (24, "challenger")
+    assert outcome["verdict"].startswith("waits for approval: ")

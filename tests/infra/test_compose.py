@@ -17,8 +17,8 @@ import jsonschema
 import pytest
 
 from infra.secrets_to_env import with_secrets
-from tests.conftest import REPO
 from tests.support.compose import COMPOSE, WITH_DOCKER, read_compose, read_settings
+from tests.support.repository import REPO
 
 SECRET_WORDS = re.compile(r"PASSWORD|TOKEN|SECRET|AUTH_STRING|KEY", re.IGNORECASE)
 

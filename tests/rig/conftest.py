@@ -18,10 +18,8 @@ from tests.support.local_servers import wait_for
 from tests.support.ranks import free_port
 from tests.support.rig.image_builds import LONG_S, build_head, make_base
 from tests.support.rig.image_tier import write_base
-from tests.support.rig.rig import Rig
+from tests.support.rig.rig import Rig, why_no_rig
 from tests.support.rig.runs import SLOW, SLOW_STEPS, curve, make_slow_run, train
-
-PROGRAMS = ("dockerd", "containerd", "ip", "tc", "nsenter", "unshare", "openssl")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,20 +29,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def missing() -> str:
-    """Why there can be no rig here; empty if there can."""
-    if os.geteuid() != 0:
-        return "the rig needs root: it makes network namespaces and starts Docker daemons"
-    if programs := [name for name in PROGRAMS if shutil.which(name) is None]:
-        return f"the rig needs {', '.join(programs)}: tests/rig/install.sh installs them"
-    if (done := subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True)).returncode:
-        return f"the rig may not make network namespaces here: {done.stderr.strip()}"
-    return ""
-
-
 @pytest.fixture(scope="session")
 def whole_rig() -> Iterator[Rig]:
-    if reason := missing():
+    if reason := why_no_rig():
         pytest.skip(reason)
     rig = Rig()
     try:
@@ -131,8 +118,10 @@ def undisturbed(
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """One ordinary Docker host, whose containers have networks of its own, with a base image for Dockerfiles."""
-    if reason := missing() or ("" if shutil.which("mmdebstrap") else "images need mmdebstrap: tests/rig/install.sh"):
+    if reason := why_no_rig():
         pytest.skip(reason)
+    if shutil.which("mmdebstrap") is None:
+        pytest.skip("images need mmdebstrap: tests/rig/install.sh")
     rig = Rig(num_hosts=1, bridges=True)
     try:
         rig.up()

@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 
 from tasks.launch.custom_program import run_trainer
 from tasks.planning.custom_program import place
-from tests.conftest import inventory
+from tests.support.configs import inventory
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import assert_nothing_is_left, causes, docker_config
 from training.config.run import RunConfig

@@ -14,8 +14,8 @@ import pytest
 import yaml
 from docker.errors import APIError
 
-from tests.conftest import REPO
 from tests.rig.test_flow import config
+from tests.support.repository import REPO
 from tests.support.rig.rig import Rig
 
 PLANTED = {

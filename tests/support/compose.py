@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from tests.conftest import REPO
+from tests.support.repository import REPO
 
 COMPOSE = REPO / "infra" / "compose.yaml"
 WITH_DOCKER = REPO / "infra" / "compose.docker.yaml"

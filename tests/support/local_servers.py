@@ -7,29 +7,29 @@ import random
 import socket
 import subprocess
 import time
-import urllib.request
 from typing import Any
 
+import httpx
 import psutil
 import yaml
 from mlflow import MlflowClient
 
 from tasks.workspace.processes import local_process
-from tests.support.user_folder import Shop
+from tests.support.user_folder import UserFolder
 
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 ENDED_WITHIN_S = 240.0
 READY_WITHIN_S = 90.0
 
 
-class Up:
+class LocalServers:
     """Prefect, MLflow and a worker of one SHARDLINE_HOME. `start` again mends what is missing, on the same ports.
 
     `names_mlflow`: they find it by MLFLOW_TRACKING_URI, as a server elsewhere; else its database does without it.
     """
 
-    def __init__(self, shop: Shop, *, names_mlflow: bool = False) -> None:
-        self.shop = shop
+    def __init__(self, user_folder: UserFolder, *, names_mlflow: bool = False) -> None:
+        self.user_folder = user_folder
         self.ports = dict(zip(("prefect", "mlflow"), lasting_ports(2), strict=True))
         self.mlflow = MlflowClient(self.url("mlflow"))
         self.environment = {"MLFLOW_TRACKING_URI": self.url("mlflow")} if names_mlflow else {}
@@ -40,16 +40,16 @@ class Up:
     def start(self) -> dict[str, str]:
         """What `shardline up --json` prints: service -> URL or pool."""
         ports = [part for name, port in self.ports.items() for part in (f"--{name}-port", str(port))]
-        found: dict[str, str] = json.loads(self.shop.run("up", *ports, "--json", **self.environment)[0])
+        found: dict[str, str] = json.loads(self.user_folder.run("up", *ports, "--json", **self.environment)[0])
         return found
 
     def stop(self) -> str:
         """Runs under way as well; what it prints."""
-        return self.shop.run("down", "--force")[0]
+        return self.user_folder.run("down", "--force")[0]
 
     def process(self, service: str) -> psutil.Process | None:
         """Of prefect, mlflow or worker; None if it does not run."""
-        known = json.loads((self.shop.home / "up.json").read_text())
+        known = json.loads((self.user_folder.home / "up.json").read_text())
         return local_process(known.get(service, {}).get("process", ""))
 
     def kill(self, service: str) -> None:
@@ -66,8 +66,8 @@ class Up:
         return asked(f"{self.url('prefect')}/api{path}", body)
 
     def config(self, *overrides: str) -> dict[str, Any]:
-        """The shop's, with `section.field=value` in YAML."""
-        config: dict[str, Any] = yaml.safe_load(self.shop.config.read_text())
+        """The user's config, with `section.field=value` in YAML."""
+        config: dict[str, Any] = yaml.safe_load(self.user_folder.config.read_text())
         for override in overrides:
             name, _, value = override.partition("=")
             section, _, field = name.rpartition(".")
@@ -91,7 +91,7 @@ class Up:
         while time.monotonic() < deadline:
             try:
                 run = self.prefect(f"/flow_runs/{flow_run_id}")
-            except OSError:
+            except httpx.HTTPError:
                 run = {}
             if run.get("state_type") in wanted:
                 return run
@@ -115,8 +115,8 @@ def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
     while time.monotonic() < deadline:
         assert server.poll() is None, f"the server at {url} ended"
         try:
-            urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5).read()
-        except OSError:
+            httpx.get(url, timeout=5, trust_env=False).raise_for_status()
+        except httpx.HTTPError:
             time.sleep(0.1)
         else:
             return
@@ -124,9 +124,8 @@ def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
 
 
 def asked(url: str, body: dict[str, Any] | None = None) -> Any:
-    """GET, or POST where there is a body; the answer's JSON. Raises OSError where nobody answers, or with an error."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"content-type": "application/json"})
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=20) as answer:
-        content = answer.read()
-    return json.loads(content) if content else None
+    """GET, or POST if there is a body; the answer's JSON. Raises httpx.HTTPError for no answer or an error status."""
+    method = "GET" if body is None else "POST"
+    reply = httpx.request(method, url, json=body, timeout=20, trust_env=False, follow_redirects=True)
+    reply.raise_for_status()
+    return reply.json() if reply.content else None

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.conftest import END, MASK, inventory, tiny_config
+from tests.support.configs import inventory, tiny_config
 from tests.support.manifests import write_manifest
+from tests.support.tiny_shards import END, MASK
 from training.data.batch import IGNORED, Batch
 from training.data.loader import Loader
 from training.planner.plan import make_plan

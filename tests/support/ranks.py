@@ -17,6 +17,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from training.records.plan import RunPlan
+from training.tracking.rows import read_rows
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["tests.support.rank_imports"])
@@ -77,3 +78,24 @@ class Ranks:
 
     def log(self) -> str:
         return self.log_path.read_text() if self.log_path.exists() else ""
+
+
+def torchrun(plan_path: Path, *, program: str = "training.train") -> list[str]:
+    """The command that runs a program on the plan's ranks, as the launcher does it."""
+    ranks = str(RunPlan.read(plan_path).world_size)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    return [*launcher, "-m", program, str(plan_path)]
+
+
+def run_ranks(plan_path: Path, *, program: str = "training.train") -> None:
+    """Run it to its end; a failure shows what the ranks printed."""
+    Ranks(plan_path, program=program).finish()
+
+
+def rank_env() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "MLFLOW_TRACKING_URI": ""}
+
+
+def losses(plan_path: Path) -> dict[int, float]:
+    """Step -> training loss, as logged."""
+    return {row["step"]: row["loss"] for row in read_rows(plan_path.parent / "metrics.jsonl") if "loss" in row}

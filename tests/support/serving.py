@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from tests.tasks.conftest import Store
+from tests.support.mlflow_store import Store
 
 CODE = """
 import json

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.conftest import inventory
+from tests.support.configs import inventory
 from tests.support.manifests import write_manifest
 from training.config.run import RunConfig
 from training.planner.plan import make_plan

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from mlflow import MlflowClient
 
-from tests.conftest import losses
+from tests.support.ranks import losses
 
 DEADLINE_S = 120
 CONFIG = {
@@ -31,7 +31,7 @@ CONFIG = {
 }
 
 
-class Shop:
+class UserFolder:
     """A user's folder: a corpus, a config, a SHARDLINE_HOME of its own."""
 
     def __init__(self, folder: Path) -> None:
@@ -81,12 +81,12 @@ class Shop:
             return dict(db.execute("select id, state_type from flow_run").fetchall())
 
 
-def wait_for_step(shop: Shop, process: subprocess.Popen[str], known: list[Path], step: int) -> Path:
+def wait_for_step(user_folder: UserFolder, process: subprocess.Popen[str], known: list[Path], step: int) -> Path:
     """The new run's folder, once it has logged `step`."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[1]
-        for run_dir in shop.run_dirs():
+        for run_dir in user_folder.run_dirs():
             started = run_dir not in known and (run_dir / "metrics.jsonl").exists()
             if started and max(losses(run_dir / "plan.json"), default=0) >= step:
                 return run_dir

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.tiny_run import another_run, export_by_program, tiny_run
+from tests.support.mlflow_store import Store
+from tests.support.tiny_run import export_by_program, tiny_run
 
 
 @pytest.fixture(scope="session")
@@ -38,25 +37,6 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
     MlflowClient(f"sqlite:///{path}").search_registered_models()
     return path
-
-
-@dataclass(frozen=True)
-class Store:
-    """An MLflow store of one test, with an experiment whose artifacts lie beside it."""
-
-    uri: str
-    folder: Path
-    experiment_id: str
-    exported: Path
-
-    def finished_run(self, name: str, *, loss: float, commit: str = "0" * 40, **changes: Any) -> Path:
-        """runs/NAME, trained, evaluated to `loss` and exported, with its MLflow run."""
-        from mlflow.tracking import MlflowClient
-
-        tags = {"mlflow.source.git.commit": commit}
-        run = MlflowClient(self.uri).create_run(self.experiment_id, run_name=name, tags=tags)
-        folder = self.folder / "runs" / name
-        return another_run(self.exported, folder, mlflow_run_id=run.info.run_id, loss=loss, **changes)
 
 
 @pytest.fixture

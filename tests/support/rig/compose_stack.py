@@ -20,8 +20,8 @@ from typing import Any
 
 import docker
 
-from tests.conftest import REPO
 from tests.support.compose import read_secrets, read_settings
+from tests.support.repository import REPO
 from tests.support.rig.rig import Rig
 
 PORTS = {"prefect": 4200, "mlflow": 5000, "serve": 8000}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.hosts import HostClient
-from tests.conftest import REPO
+from tests.support.repository import REPO
 from tests.support.rig.image_tier import proxy, write_base
 from tests.support.rig.rig import USER
 

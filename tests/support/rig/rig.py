@@ -25,9 +25,21 @@ from tests.support.rig.network import INTERFACE, Network
 
 NUM_HOSTS = 3
 SLOTS = 8
+PROGRAMS = ("dockerd", "containerd", "ip", "tc", "nsenter", "unshare", "openssl")
 STATE, DATA = Path("/run/shardline-rig"), Path("/var/tmp/shardline-rig")
 USER = "10001:10001"
 CGROUPS = Path("/sys/fs/cgroup")
+
+
+def why_no_rig() -> str | None:
+    """Why this machine cannot have a rig; None if it can."""
+    if os.geteuid() != 0:
+        return "the rig needs root: it makes network namespaces and starts Docker daemons"
+    if programs := [name for name in PROGRAMS if shutil.which(name) is None]:
+        return f"the rig needs {', '.join(programs)}: tests/rig/install.sh installs them"
+    if (done := subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True)).returncode:
+        return f"the rig may not make network namespaces here: {done.stderr.strip()}"
+    return None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from tasks.launch.docker_hosts import attempts_of
 from tasks.runs.errors import RunStopped
 from tasks.tracking.mlflow_run import tracked
 from tasks.workspace.paths import tracking_uri
-from tests.conftest import inventory, losses, tiny_config
+from tests.support.configs import inventory, tiny_config
+from tests.support.ranks import losses
 from tests.support.rig.rig import Rig, RigHost
 from training.planner.plan import make_plan
 from training.records.inventory import Inventory

@@ -12,7 +12,7 @@ from tasks.comparison.compare import Comparison, StrategyOutcome, StrategyRow, c
 from tasks.comparison.report import headline, table, write_csv, write_page
 from tasks.comparison.strategies import read_strategies
 from tasks.runs.errors import RunFailed, RunStopped
-from tests.conftest import inventory, tiny_config
+from tests.support.configs import inventory, tiny_config
 from training.planner.plan import make_plan
 
 STEPS, TOKENS = 40, 8 * 16

@@ -6,7 +6,7 @@ import pytest
 
 from flows.presets import with_overrides
 from tasks.comparison.strategies import check_shared_overrides, read_strategies
-from tests.conftest import tiny_config
+from tests.support.configs import tiny_config
 from training.config.run import RunConfig
 
 

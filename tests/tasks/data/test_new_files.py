@@ -9,7 +9,7 @@ import pytest
 from tasks.data.new_files import find_news, known_to
 from tasks.promotion.register import register_model
 from tasks.registry.models import resolve
-from tests.tasks.conftest import Store
+from tests.support.mlflow_store import Store
 from training.config.run import RunConfig
 from training.records.plan import RunPlan
 

@@ -11,13 +11,14 @@ import pytest
 
 from flows.cli.command import main
 from flows.presets import evaluate_config
-from tasks.evaluation.evaluate import check_tasks, evaluate, find_subject
-from tasks.evaluation.tables import metrics_of, table_of
+from tasks.evaluation.checks import check_tasks
+from tasks.evaluation.evaluate import evaluate, find_subject
+from tasks.evaluation.report import metrics_of, table_of
 from tasks.promotion.register import register_model
-from tests.conftest import tiny_config
+from tests.support.configs import tiny_config
 from tests.support.lm_eval_tasks import write_tasks
+from tests.support.mlflow_store import Store
 from tests.support.tiny_run import TEXT, tiny_run
-from tests.tasks.conftest import Store
 from training.records.results import EvalReport, SourceFigures, TaskScore
 
 
@@ -84,7 +85,6 @@ GREEDY = ("evaluation.temperature=0", "evaluation.prompts=['def ']", "evaluation
 SAME = ("loss", "accuracy", "bits_per_byte", "tokens", "text_bytes")
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_plain_hugging_face_folder_is_evaluated_on_given_text(
     plain: Path, alone: EvalReport, homed: Path, capsys: pytest.CaptureFixture[str]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tasks.hardware.measure_hosts import with_network
-from tests.conftest import inventory
+from tests.support.configs import inventory
 from training.records.node import Bandwidth, CollectiveReport, PairBandwidth
 
 

@@ -13,7 +13,7 @@ from tasks.inference.engine import EngineDied
 from tasks.inference.onnx_generator import TextGenerator, TextStream
 from tasks.inference.open_engine import choose_engine, open_engine
 from tasks.inference.prompts_file import GeneratedFile, generate_file
-from tests.tasks.conftest import Store
+from tests.support.mlflow_store import Store
 from training.config.serving import InferenceConfig
 
 GREEDY: dict[str, Any] = {"new_tokens": 5, "temperature": 0}

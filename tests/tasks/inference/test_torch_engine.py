@@ -12,8 +12,8 @@ import pytest
 from tasks.inference.engine import EngineDied
 from tasks.inference.onnx_generator import TextGenerator
 from tasks.inference.torch_engine import TorchEngine
+from tests.support.mlflow_store import Store
 from tests.support.serving import server
-from tests.tasks.conftest import Store
 from training.config.serving import InferenceConfig
 
 SAMPLINGS = ({"temperature": 0}, {"temperature": 1.0, "seed": 5}, {"temperature": 1.0, "top_k": 0, "top_p": 0.9})
@@ -90,7 +90,6 @@ def test_a_server_is_not_ready_without_its_ranks_and_leaves_none_when_it_is_kill
     assert alive == []
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_rank_that_cannot_load_says_why(exported_run: Path, tmp_path: Path) -> None:
     export = tmp_path / "export"

@@ -17,7 +17,7 @@ from tasks.planning import plan as planning
 from tasks.runs.errors import RunFailed
 from tasks.tracking.mlflow_run import tracked
 from tasks.workspace.paths import tracking_uri
-from tests.conftest import inventory, tiny_config
+from tests.support.configs import inventory, tiny_config
 from training.config.run import RunConfig
 from training.planner.plan import make_plan
 from training.planner.trial import smaller, wants_trial

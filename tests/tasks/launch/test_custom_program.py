@@ -23,7 +23,7 @@ from tasks.planning.custom_program import (
     ranks_by_host,
 )
 from tasks.runs.errors import RunFailed
-from tests.conftest import inventory
+from tests.support.configs import inventory
 from training.config.run import RunConfig
 from training.records.plan import TrainerPlan
 

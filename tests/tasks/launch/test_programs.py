@@ -16,7 +16,7 @@ from tasks.launch.nsight import check_here
 from tasks.launch.programs import NewRows
 from tasks.runs.owner import RanksLauncher
 from tasks.workspace.processes import process_key
-from tests.conftest import tiny_config
+from tests.support.configs import tiny_config
 from training.records.plan import RunPlan
 
 

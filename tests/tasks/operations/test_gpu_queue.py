@@ -16,7 +16,7 @@ from tasks.operations.gpu_queue import Holder, LocalDevices, devices_of, hold_gp
 from tasks.runs.errors import RunStopped
 from tasks.runs.owner import RanksLauncher
 from tasks.workspace.processes import process_key
-from tests.conftest import tiny_config
+from tests.support.configs import tiny_config
 
 HOLDS = """
 import sys

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tasks.planning.plan import replan
-from tests.conftest import inventory, tiny_config
+from tests.support.configs import inventory, tiny_config
 from training.planner.plan import make_plan
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan

@@ -5,26 +5,26 @@ from __future__ import annotations
 import json
 import os
 import signal
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.local_servers import wait_for
-from tests.support.promoting import Served, Shop, wait_until
+from tests.support.mlflow_store import Store
+from tests.support.promotion_servers import PromotionServers, ServedModel, wait_until
 from tests.support.ranks import free_port
-from tests.tasks.conftest import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 QUICK = ("rollout.smoke_requests=2", "rollout.min_requests=3", "rollout.watch_minutes=0.03")
 
 
 @pytest.fixture(scope="module")
-def shop(exported_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
-    folder, port, prefect_port = tmp_path_factory.mktemp("shop"), free_port(), free_port()
+def servers(exported_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PromotionServers]:
+    folder, port, prefect_port = tmp_path_factory.mktemp("user"), free_port(), free_port()
     uri, prefect = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{prefect_port}/api"
     command = ["-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--workers", "1"]
     command += ["--default-artifact-root", (folder / "artifacts").as_uri(), "--no-serve-artifacts", "--port", str(port)]
@@ -39,18 +39,20 @@ def shop(exported_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         for name, value in settings.items():
             patch.setenv(name, value)
         env = os.environ | settings
-        shop = Shop(folder, Store(uri, folder, "", exported_run), env, command, processes)
-        server = shop.spawn(["-m", "prefect", "server", "start", "--port", str(prefect_port)], env=env)
-        shop.start_mlflow()
-        experiment = shop.client.create_experiment("tests")
-        shop.store = Store(uri, folder, experiment, exported_run)
+        servers = PromotionServers(folder, Store(uri, folder, "", exported_run), env, command, processes)
+        server = servers.spawn(["-m", "prefect", "server", "start", "--port", str(prefect_port)], env=env)
+        servers.start_mlflow()
+        experiment = servers.client.create_experiment("tests")
+        servers.store = Store(uri, folder, experiment, exported_run)
         wait_for(f"{prefect}/health", server)
-        yield shop
+        yield servers
 
 
-def test_a_champion_takes_over_without_a_failed_request_and_is_taken_back_when_it_is_slow(shop: Shop) -> None:
-    with shop.serving("loud") as served, served.hammered():
-        out = json.loads(shop.run("promote", "loud", *QUICK, "--json"))
+def test_a_champion_takes_over_without_a_failed_request_and_is_taken_back_when_it_is_slow(
+    servers: PromotionServers,
+) -> None:
+    with servers.serving("loud") as served, served.hammered():
+        out = json.loads(servers.run("promote", "loud", *QUICK, "--json"))
         assert (out["version"], out["alias"]) == (2, "champion")
         served.is_settled(2)
         assert served.tag(2, "gate.smoke").startswith("passed: 2 requests answered by a fresh server, p95 ")
@@ -62,9 +64,9 @@ def test_a_champion_takes_over_without_a_failed_request_and_is_taken_back_when_i
         assert move.why == out["verdict"]
         assert "/flow-run/" in move.prefect_run
 
-        assert shop.register("loud", "three", loss=2.0, checkpoint="e").verdict == ""
+        assert servers.register("loud", "three", loss=2.0, checkpoint="e").verdict == ""
         bounds = ("rollout.max_p95_ms=0.001", "rollout.watch_minutes=5")
-        out = json.loads(shop.run("promote", "loud", *QUICK, *bounds, "--json", expect=1))
+        out = json.loads(servers.run("promote", "loud", *QUICK, *bounds, "--json", expect=1))
         assert out["alias"] == ""
         assert out["verdict"].startswith("rolled back to version 2: p95 ")
         served.is_settled(2)
@@ -72,14 +74,12 @@ def test_a_champion_takes_over_without_a_failed_request_and_is_taken_back_when_i
     order = [version for _, version in served.seen]
     assert {1, 2, 3} == {*order}  # each has served
     assert order[-1] == 2
-    with urllib.request.urlopen(
-        urllib.request.Request(f"{shop.env['PREFECT_API_URL']}/artifacts/filter", data=b"{}", method="POST")
-    ) as reply:
-        tables = [each for each in json.loads(reply.read()) if each["key"] == "gates"]
+    artifacts = httpx.post(f"{servers.env['PREFECT_API_URL']}/artifacts/filter", json={}, trust_env=False).json()
+    tables = [each for each in artifacts if each["key"] == "gates"]
     assert {row["gate"] for row in json.loads(tables[0]["data"])} == {"parity", "loss", "smoke"}
 
 
-POINTS: dict[str, Callable[[Served], bool]] = {
+POINTS: dict[str, Callable[[ServedModel], bool]] = {
     "after the smoke test": lambda served: bool(served.tag(2, "gate.smoke")),
     "after the alias moved": lambda served: served.champion == 2,
     "in the watch": lambda served: "watching" in {move.stage for move in served.moves},
@@ -90,14 +90,14 @@ POINTS: dict[str, Callable[[Served], bool]] = {
     "point",
     ["after the alias moved", *(pytest.param(name, marks=pytest.mark.long) for name in list(POINTS)[::2])],
 )
-def test_what_a_kill_leaves_is_finished_by_running_it_again(shop: Shop, point: str) -> None:
+def test_what_a_kill_leaves_is_finished_by_running_it_again(servers: PromotionServers, point: str) -> None:
     model = point.replace(" ", "-")
-    with shop.serving(model) as served, served.hammered(1):
-        process = shop.start("promote", model, *QUICK, "rollout.watch_minutes=5")
+    with servers.serving(model) as served, served.hammered(1):
+        process = servers.start("promote", model, *QUICK, "rollout.watch_minutes=5")
         wait_until(lambda: POINTS[point](served) or process.poll() is not None, point)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        out = shop.run("promote", model, *QUICK, *(["--version", "2"] if point == "after the smoke test" else []))
+        out = servers.run("promote", model, *QUICK, *(["--version", "2"] if point == "after the smoke test" else []))
         assert f"{model} version 2: passed: " in out
         served.is_settled(2)
         assert [move.version for move in served.moves] == [2, 1]
@@ -107,10 +107,10 @@ def test_what_a_kill_leaves_is_finished_by_running_it_again(shop: Shop, point: s
 
 
 @pytest.mark.long
-def test_two_promotions_at_once_are_made_one_after_the_other(shop: Shop) -> None:
-    with shop.serving("both") as served, served.hammered(1):
-        assert shop.register("both", "three", loss=2.0, checkpoint="e").version == 3
-        both = [shop.start("promote", "both", "--version", version, *QUICK) for version in ("2", "3")]
+def test_two_promotions_at_once_are_made_one_after_the_other(servers: PromotionServers) -> None:
+    with servers.serving("both") as served, served.hammered(1):
+        assert servers.register("both", "three", loss=2.0, checkpoint="e").version == 3
+        both = [servers.start("promote", "both", "--version", version, *QUICK) for version in ("2", "3")]
         assert all(process.wait(300) in {0, 1} for process in both)
         assert both[1].returncode == 0
         served.is_settled(3)
@@ -121,9 +121,9 @@ def test_two_promotions_at_once_are_made_one_after_the_other(shop: Shop) -> None
 
 
 @pytest.mark.long
-def test_a_server_that_dies_of_its_new_version_takes_the_champion_back(shop: Shop) -> None:
-    with shop.serving("dies") as served:
-        process = shop.start("promote", "dies", *QUICK, "rollout.watch_minutes=5")
+def test_a_server_that_dies_of_its_new_version_takes_the_champion_back(servers: PromotionServers) -> None:
+    with servers.serving("dies") as served:
+        process = servers.start("promote", "dies", *QUICK, "rollout.watch_minutes=5")
         wait_until(lambda: POINTS["in the watch"](served), "watched")
         os.kill(served.process.pid, signal.SIGKILL)
         assert process.wait(60) == 1
@@ -132,28 +132,30 @@ def test_a_server_that_dies_of_its_new_version_takes_the_champion_back(shop: Sho
 
 
 @pytest.mark.long
-def test_an_mlflow_that_is_away_in_the_watch_is_waited_for(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    with shop.serving("away") as served:
+def test_an_mlflow_that_is_away_in_the_watch_is_waited_for(
+    servers: PromotionServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with servers.serving("away") as served:
         bounds = ("rollout.max_p95_ms=0.001", "rollout.watch_minutes=5")
-        process = shop.start("promote", "away", *QUICK, *bounds)
+        process = servers.start("promote", "away", *QUICK, *bounds)
         wait_until(lambda: POINTS["in the watch"](served), "watched")
-        shop.stop_mlflow()
+        servers.stop_mlflow()
         with served.hammered(1):  # it is too slow, and cannot be taken back
             assert process.stderr
             assert any("MLflow does not answer" in line for line in process.stderr)
             assert served.version == 2
-            shop.start_mlflow()
+            servers.start_mlflow()
             assert process.wait(120) == 1
             served.is_settled(1)
     assert {status for status, _ in served.seen} == {200}
 
 
 @pytest.mark.long
-def test_a_person_approves_in_prefect(shop: Shop) -> None:
+def test_a_person_approves_in_prefect(servers: PromotionServers) -> None:
     from prefect.client.orchestration import get_client
 
-    with shop.serving("asks") as served, get_client(sync_client=True) as prefect:
-        process = shop.start("promote", "asks", *QUICK, "gates.approval=prefect")
+    with servers.serving("asks") as served, get_client(sync_client=True) as prefect:
+        process = servers.start("promote", "asks", *QUICK, "gates.approval=prefect")
         paused: list[Any] = []
 
         def is_paused() -> bool:
@@ -170,29 +172,29 @@ def test_a_person_approves_in_prefect(shop: Shop) -> None:
 
 
 @pytest.mark.long
-def test_the_challenger_alias_promotes_by_webhook_and_by_polling_and_once(shop: Shop) -> None:
-    secret, port = shop.folder / "secret", free_port()
+def test_the_challenger_alias_promotes_by_webhook_and_by_polling_and_once(servers: PromotionServers) -> None:
+    secret, port = servers.folder / "secret", free_port()
     secret.write_text("0123456789abcdef0123456789abcdef\n")
-    with shop.serving("told") as served:
-        client = shop.client
+    with servers.serving("told") as served:
+        client = servers.client
         client.delete_registered_model_alias("told", "challenger")
         url = f"http://127.0.0.1:{port}/mlflow"
         receive = ("--port", str(port), "--secret-file", str(secret), "--register-webhook", url, "--poll", "3600")
-        watching = shop.start("watch", "told", *receive)
+        watching = servers.start("watch", "told", *receive)
         assert watching.stdout
         assert [watching.stdout.readline() for _ in range(2)][1] == f"webhooks: {url}\n"
         wait_for(f"http://127.0.0.1:{port}/health", watching)  # type: ignore[arg-type]
         client.set_registered_model_alias("told", "challenger", "2")  # as MLflow's page does
         wait_until(lambda: served.champion == 2, "promoted by the webhook")
         wait_until(lambda: served.moves[0].stage == "watching", "watched")
-        shop.run("rollback", "told", "--why", "a test")
+        servers.run("rollback", "told", "--why", "a test")
         assert served.moves[1].who == "watch: it is challenger"
         watching.send_signal(signal.SIGTERM)
         assert watching.wait(30) in {0, 130}
 
-        polling = shop.start("watch", "told", "--poll", "0.5")
+        polling = servers.start("watch", "told", "--poll", "0.5")
         client.set_registered_model_alias("told", "challenger", "2")  # judged already: not again
-        made = shop.register("told", "three", loss=2.0, checkpoint="e")
+        made = servers.register("told", "three", loss=2.0, checkpoint="e")
         assert made.version == 3
         wait_until(lambda: served.champion == 3, "promoted by polling")
         assert [move.version for move in served.moves] == [3, 1, 2, 1]
@@ -200,17 +202,17 @@ def test_the_challenger_alias_promotes_by_webhook_and_by_polling_and_once(shop: 
 
 
 @pytest.mark.long
-def test_prefect_gets_one_run_for_a_version_however_many_start_it(shop: Shop) -> None:
+def test_prefect_gets_one_run_for_a_version_however_many_start_it(servers: PromotionServers) -> None:
     from prefect.client.orchestration import get_client
 
     from flows.promote import promote
     from flows.servers.watch import start_in_prefect
-    from tasks.promotion.challengers import Due
+    from tasks.promotion.challengers import DuePromotion
 
     with get_client(sync_client=True) as prefect:
         flow_id = prefect.create_flow(promote)
         deployment = prefect.create_deployment(flow_id, "promote", enforce_parameter_schema=False)
-        due = Due("tiny", 4, "it is challenger")
+        due = DuePromotion("tiny", 4, "it is challenger")
         assert [start_in_prefect(due)() for _ in range(2)] == [True, True]
         runs = [run for run in prefect.read_flow_runs() if run.deployment_id == deployment]
         assert [run.parameters for run in runs] == [{"model": "tiny", "by": "watch: it is challenger"}]

@@ -16,7 +16,7 @@ from tasks.promotion.register import register_model
 from tasks.registry.models import lineage, resolve
 from tasks.tracking.client import CLIENT_ENVIRONMENT, registry_client
 from tasks.workspace.paths import keep_password_apart, tracking_uri
-from tests.tasks.conftest import Store
+from tests.support.mlflow_store import Store
 from training.records.plan import RunPlan
 from training.records.results import ExportedModel
 from training.tracking.redaction import shown

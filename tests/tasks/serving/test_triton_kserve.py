@@ -21,7 +21,7 @@ from tasks.serving.triton import write_repository
 from tests.tasks.serving.test_triton import schema
 from training.config.serving import TritonConfig
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]  # MLServer's pins conflict with ours: 40 s to install it elsewhere
+pytestmark = pytest.mark.long  # MLServer's pins conflict with ours: 40 s to install it elsewhere
 RUNTIME = Path(__file__).parents[2] / "programs" / "mlserver_onnx.py"
 
 

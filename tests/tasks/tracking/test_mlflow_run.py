@@ -17,12 +17,13 @@ from tasks.runs.errors import RunStopped
 from tasks.tracking.final_status import mark_prefect_knows, reconcile_mlflow
 from tasks.tracking.mlflow_run import TrackedRun, describe, tracked
 from tasks.workspace.paths import run_folder
-from tests.conftest import REPO, tiny_config
+from tests.support.configs import tiny_config
+from tests.support.repository import REPO
 
 HOLD = """
 import sys
 from tasks.tracking.mlflow_run import tracked
-from tests.conftest import tiny_config
+from tests.support.configs import tiny_config
 with tracked(tiny_config(), run_id=sys.argv[1], tags={"prefect.flow_run_id": "f1"}):
     print("opened", flush=True)
     sys.stdin.read()

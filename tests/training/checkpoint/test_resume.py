@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import losses, run_ranks
 from tests.support.layouts import LAYOUTS, Layout
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, losses, run_ranks
 from training.checkpoint.load import CheckpointManifest
 from training.records.train_result import TrainResult
 from training.tracking.rows import read_rows
@@ -70,7 +69,7 @@ def weight_hashes(plan_path: Path) -> list[str]:
     params=[
         *FAST,
         *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
-        *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long]) for name in LONG),
+        *(pytest.param(name, marks=pytest.mark.long) for name in LONG),
     ],
 )
 def make(request: pytest.FixtureRequest, make_run: Callable[..., Path]) -> Callable[[str], Path]:
@@ -102,7 +101,7 @@ def undisturbed(make: Callable[[str], Path]) -> Path:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM], ids=lambda signum: signum.name)
-def test_resumed_run_is_the_undisturbed_one_to_the_bit(
+def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(
     signum: signal.Signals, make: Callable[[str], Path], undisturbed: Path
 ) -> None:
     plan_path, at_step = make(signum.name), random.randint(12, STEPS - 25)

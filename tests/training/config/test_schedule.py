@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tests.conftest import inventory, tiny_config
+from tests.support.configs import inventory, tiny_config
 from training.config.train import TrainConfig, learning_rate
 from training.planner.plan import make_plan
 

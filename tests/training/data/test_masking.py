@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.conftest import MASK, VOCAB
+from tests.support.tiny_shards import MASK, VOCAB
 from training.data.batch import IGNORED
 from training.data.loader import Loader
 from training.data.masking import mask_tokens

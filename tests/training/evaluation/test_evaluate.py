@@ -13,8 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
-from tests.conftest import END, REPO, rank_env, run_ranks
+from tests.support.ranks import rank_env, run_ranks
+from tests.support.repository import REPO
 from tests.support.tiny_run import tiny_run
+from tests.support.tiny_shards import END
 from training.data.held_out import held_out
 from training.models.language_model import build_model
 from training.records.plan import RunPlan

@@ -41,7 +41,6 @@ def test_the_table_compares_with_torch_and_the_picture_is_one(tmp_path: Path) ->
         assert len(picture.getcolors(picture.width * picture.height) or ()) > 20
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_torch_compile_takes_part_where_there_is_a_compiler(tmp_path: Path) -> None:
     run_dir = tiny_run(

@@ -130,7 +130,6 @@ def test_the_names_that_are_looked_up_are_those_of_the_source() -> None:
     assert keywords == {"IBuilderConfig.set_timing_cache": ["ignore_mismatch"]}
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_every_name_is_one_of_the_real_bindings(tmp_path: Path) -> None:
     """The bindings load over libraries that hold nothing but the entries which they link to."""

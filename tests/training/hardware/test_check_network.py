@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPO, rank_env
-from tests.support.ranks import free_port
+from tests.support.ranks import free_port, rank_env
+from tests.support.repository import REPO
 from training.records.node import CollectiveReport
 
 NODES = (2, 1, 1)  # ranks of each

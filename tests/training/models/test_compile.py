@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import losses, run_ranks
 from tests.support.layouts import LAYOUTS
+from tests.support.ranks import losses, run_ranks
 
 
 @pytest.mark.parametrize(
@@ -16,8 +16,8 @@ from tests.support.layouts import LAYOUTS
     [
         ("single", "llama", "documents"),
         pytest.param("fsdp", "gpt2", "stream", marks=pytest.mark.slow),
-        pytest.param("tp", "llama", "padded", marks=[pytest.mark.slow, pytest.mark.long]),
-        pytest.param("pp", "bert", "stream", marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param("tp", "llama", "padded", marks=pytest.mark.long),
+        pytest.param("pp", "bert", "stream", marks=pytest.mark.long),
     ],
 )
 def test_nothing_is_compiled_again_after_the_first_step_and_validation(
@@ -27,7 +27,8 @@ def test_nothing_is_compiled_again_after_the_first_step_and_validation(
     model = {"model__architecture": architecture, "model__kv_heads": 2 if architecture == "llama" else 0}
     config = {"train__compile": True, "train__packing": packing, "train__steps": 4, "train__micro_batch": 1}
     run_ranks(
-        make_run(f"compiled {layout}", ranks=ranks, **config, **model, **parallel), program="tests.programs.compiled"
+        make_run(f"compiled {layout}", ranks=ranks, **config, **model, **parallel),
+        program="tests.programs.no_recompilation",
     )
 
 

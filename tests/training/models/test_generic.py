@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from tests.conftest import VOCAB, losses, run_ranks
 from tests.support.layouts import LAYOUTS
+from tests.support.ranks import losses, run_ranks
+from tests.support.tiny_shards import VOCAB
 from tests.training.strategies.test_strategies import COMMON, assert_equal_training
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
@@ -25,7 +26,7 @@ def neox(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", pytest.param("zero3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("packing", ["stream", "padded"])
-def test_it_has_the_data_parallel_strategies(
+def test_a_generic_class_trains_under_the_data_parallel_strategies(
     layout: str, packing: str, neox: str, make_run: Callable[..., Path]
 ) -> None:
     config = {**COMMON, "model__architecture": "path", "model__path": neox, "train__packing": packing}

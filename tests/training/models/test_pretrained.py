@@ -14,8 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tasks.planning.plan import plan_run
 from tasks.planning.pretrained import check_tokenizer
-from tests.conftest import VOCAB, inventory, losses, run_ranks, tiny_config
+from tests.support.configs import inventory, tiny_config
+from tests.support.ranks import losses, run_ranks
 from tests.support.tiny_run import byte_tokenizer
+from tests.support.tiny_shards import VOCAB
 from training.data.loader import Loader
 from training.models.language_model import build_model
 from training.records.plan import RunPlan
@@ -39,7 +41,7 @@ def plan_from(folder: Path, shards: Path, **overrides: Any) -> RunPlan:
 
 
 def first_loss(folder: Path, plan: RunPlan) -> float:
-    """Of the first global batch, by transformers' own loss on the saved weights."""
+    """The loss of the first global batch, by transformers' own loss function on the saved weights."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     batches = Loader(plan, dp_rank=0, device=torch.device("cpu")).share(0).batches
     inputs, targets = torch.cat([batch.inputs for batch in batches]), torch.cat([batch.targets for batch in batches])
@@ -146,7 +148,7 @@ def test_the_same_words_in_other_bytes_are_accepted(tmp_path: Path) -> None:
     check_tokenizer(pretrained(tmp_path / "model"), ours)
 
 
-def test_what_cannot_become_right_is_refused_before_the_corpus_is_tokenized(tmp_path: Path) -> None:
+def test_a_hopeless_config_is_refused_before_the_corpus_is_tokenized(tmp_path: Path) -> None:
     byte_tokenizer(tmp_path / "model")
     other_tokenizer(tmp_path / "other")
     with pytest.raises(ValueError, match="they differ from token 97"):

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import REPO
 from tests.support.ranks import free_port
+from tests.support.repository import REPO
 from training.records.node import NodeEnd, NodeTask
 
 DEADLINE_S = 60

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.planner_vs_published import MEGATRON, compared, shape_of, summary
 from benchmarks.published import models, rows
-from tests.conftest import inventory, tiny_config
+from tests.support.configs import inventory, tiny_config
 from training.models.architectures import layers_of
 from training.models.language_model import build_model
 from training.planner.cluster import Cluster, Ring, cluster_of

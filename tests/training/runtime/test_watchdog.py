@@ -14,7 +14,8 @@ import pytest
 
 from tasks.launch.local import run_program
 from tasks.runs.errors import RunStopped
-from tests.conftest import REPO, losses, rank_env, torchrun
+from tests.support.ranks import losses, rank_env, torchrun
+from tests.support.repository import REPO
 from training.records.plan import RunPlan
 from training.records.train_result import TrainResult
 
@@ -69,9 +70,8 @@ def running(make_run: Callable[..., Path], request: pytest.FixtureRequest) -> tu
     return plan_path, process
 
 
-@pytest.mark.slow
 @pytest.mark.long
-def test_a_rank_that_stood_still_and_goes_on_is_no_hang(running: tuple[Path, subprocess.Popen[str]]) -> None:
+def test_a_rank_that_paused_and_continued_is_no_hang(running: tuple[Path, subprocess.Popen[str]]) -> None:
     plan_path, process = running
     stacks = plan_path.parent / "stacks"
     stopped = rank_process(process.pid, 1)
@@ -84,7 +84,6 @@ def test_a_rank_that_stood_still_and_goes_on_is_no_hang(running: tuple[Path, sub
     assert not stacks.exists()
 
 
-@pytest.mark.slow
 @pytest.mark.long  # torchrun gives the stopped rank 30 s before it kills it
 def test_a_stopped_rank_ends_the_run_with_the_stack_of_the_other(running: tuple[Path, subprocess.Popen[str]]) -> None:
     plan_path, process = running
@@ -97,7 +96,7 @@ def test_a_stopped_rank_ends_the_run_with_the_stack_of_the_other(running: tuple[
 
 
 @pytest.mark.slow
-def test_ranks_that_do_not_stop_tell_where_they_are_before_they_are_killed(
+def test_ranks_that_do_not_stop_leave_their_stacks_before_they_are_killed(
     make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.launch.local.STOP_GRACE_S", 2.0)

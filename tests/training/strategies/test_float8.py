@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.conftest import inventory, losses, run_ranks, tiny_config
+from tests.support.configs import inventory, tiny_config
+from tests.support.ranks import losses, run_ranks
 from training.planner.plan import make_plan
 from training.records.inventory import Device, Host, Inventory
 from training.records.plan import RunPlan
@@ -94,7 +95,7 @@ def test_a_run_learns_as_in_bf16(alone: dict[int, float], make_run: Callable[...
         pytest.param({"parallel__strategy": "ddp", "parallel__pp": 2}, marks=pytest.mark.slow),
         pytest.param({"parallel__strategy": "ddp", "parallel__tp": 2}, marks=pytest.mark.slow),
         pytest.param({"train__activation_checkpointing": "selective"}, marks=pytest.mark.slow),
-        pytest.param({"train__compile": True}, marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param({"train__compile": True}, marks=pytest.mark.long),
     ],
     ids=lambda overrides: " ".join(key.partition("__")[2] + "=" + str(value) for key, value in overrides.items()),
 )

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import losses, run_ranks
 from tests.support.layouts import LAYOUTS
+from tests.support.ranks import losses, run_ranks
 from training.strategies.optim import LossScale
 from training.tracking.rows import read_rows
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import losses, run_ranks
 from tests.support.layouts import EIGHT_RANKS, LAYOUTS
+from tests.support.ranks import losses, run_ranks
 from training.checkpoint.safetensors_files import TensorFiles
 from training.records.plan import RunPlan
 from training.strategies import STRATEGIES
@@ -104,7 +104,7 @@ def test_every_strategy_has_a_layout() -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(name, marks=[*[pytest.mark.slow] * (name in SLOW | LONG), *[pytest.mark.long] * (name in LONG)])
+        pytest.param(name, marks=[*[pytest.mark.slow] * (name in SLOW), *[pytest.mark.long] * (name in LONG)])
         for name in LAYOUTS
     ],
 )
@@ -139,7 +139,7 @@ def test_document_masks_padding_and_an_uneven_last_batch(
     [
         pytest.param("tp", marks=pytest.mark.slow),
         "pp",
-        pytest.param("tp x pp", marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param("tp x pp", marks=pytest.mark.long),
     ],
 )
 def test_other_architectures_have_tensor_and_pipeline_plans(
@@ -169,7 +169,7 @@ def test_an_untied_head_is_a_matrix_of_its_own(
     [
         "single",
         pytest.param("fsdp", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long]) for name in ("zero3", "tp", "pp")),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("zero3", "tp", "pp")),
     ],
 )
 def test_activation_checkpointing_changes_nothing_but_memory(
@@ -196,7 +196,7 @@ def test_activation_checkpointing_repeats_the_dropout(make_run: Callable[..., Pa
 
 @pytest.mark.parametrize(
     ("architecture", "steps", "rate"),
-    [("gpt2", 80, 3e-3), pytest.param("bert", 300, 1e-2, marks=[pytest.mark.slow, pytest.mark.long])],
+    [("gpt2", 80, 3e-3), pytest.param("bert", 300, 1e-2, marks=pytest.mark.long)],
 )
 def test_other_architectures_learn_under_ddp(
     architecture: str, steps: int, rate: float, make_run: Callable[..., Path]
@@ -226,7 +226,7 @@ def test_other_architectures_learn_under_ddp(
             for name in ("ddp", "fsdp", "zero1", "zero2")
         ),
         *(
-            pytest.param(name, (5, 3, 1), "stream", marks=[pytest.mark.slow, pytest.mark.long])
+            pytest.param(name, (5, 3, 1), "stream", marks=pytest.mark.long)
             for name in ("fsdp", "hsdp", "zero2", "zero3", "fsdp x tp", "dp x pp")
         ),
     ],
@@ -255,7 +255,7 @@ def test_unequal_shares_make_the_update_of_one_process(
     assert_equal_training(expected, plan_path)
 
 
-def test_what_ddp_can_be_told_changes_no_result(alone: Callable[..., Path], make_run: Callable[..., Path]) -> None:
+def test_ddp_settings_change_no_result(alone: Callable[..., Path], make_run: Callable[..., Path]) -> None:
     told = {
         "parallel__bucket_mib": 1,
         "parallel__gradient_as_bucket_view": False,

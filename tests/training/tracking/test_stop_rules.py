@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import inventory, run_ranks, tiny_config
+from tests.support.configs import inventory, tiny_config
+from tests.support.ranks import run_ranks
 from training.planner.plan import make_plan
 from training.records.plan import RunPlan
 from training.records.train_result import StoppedBy, TrainResult

@@ -16,8 +16,8 @@ import psutil
 
 from tasks.runs.owner import owner_record
 from tasks.workspace.processes import local_process
-from tests.conftest import losses
-from tests.support.local_servers import Up
+from tests.support.local_servers import LocalServers
+from tests.support.ranks import losses
 from training.records.train_result import TrainResult
 from training.tracking.mlflow_sender import NOT_METRICS, OF_THE_MODEL
 from training.tracking.rows import read_rows
@@ -46,18 +46,18 @@ def until(happened: Callable[[], Any], *, what: str, within_s: float = WITHIN_S)
 
 
 @dataclass
-class Story:
+class ObservedRun:
     """One run: submitted to the worker, or begun by a command."""
 
-    up: Up
+    servers: LocalServers
     folder: Path
     flow_run_id: str
 
     @classmethod
-    def submitted(cls, up: Up, *overrides: str) -> Story:
-        known = up.shop.run_dirs()
-        flow_run_id = up.submit("quickstart", up.config(*SETTINGS, *overrides))
-        return cls(up, _new_folder(up, known), flow_run_id)
+    def submitted(cls, servers: LocalServers, *overrides: str) -> ObservedRun:
+        known = servers.user_folder.run_dirs()
+        flow_run_id = servers.submit("quickstart", servers.config(*SETTINGS, *overrides))
+        return cls(servers, _new_folder(servers, known), flow_run_id)
 
     @property
     def losses(self) -> dict[int, float]:
@@ -96,26 +96,26 @@ class Story:
 
     @property
     def mlflow(self) -> Any:
-        return self.up.mlflow.get_run(self.mlflow_run_id)
+        return self.servers.mlflow.get_run(self.mlflow_run_id)
 
     def says(self) -> tuple[str, str, str]:
         """Prefect's state, MLflow's status, and the cause there."""
-        state = self.up.prefect(f"/flow_runs/{self.flow_run_id}")["state_type"]
+        state = self.servers.prefect(f"/flow_runs/{self.flow_run_id}")["state_type"]
         return state, self.mlflow.info.status, self.mlflow.data.tags.get("shardline.cause", "")
 
     def message(self) -> str:
         """Prefect's."""
-        return str(self.up.prefect(f"/flow_runs/{self.flow_run_id}")["state"]["message"])
+        return str(self.servers.prefect(f"/flow_runs/{self.flow_run_id}")["state"]["message"])
 
     def check_the_rest(self) -> None:
         """Metrics in MLflow are those on disk, once each; one MLflow run; no process, lease or claim is left."""
         self.check_metrics()
-        experiments = [experiment.experiment_id for experiment in self.up.mlflow.search_experiments()]
-        of_it = self.up.mlflow.search_runs(experiments, f"tags.`shardline.run_id` = '{self.folder.name}'")
+        experiments = [experiment.experiment_id for experiment in self.servers.mlflow.search_experiments()]
+        of_it = self.servers.mlflow.search_runs(experiments, f"tags.`shardline.run_id` = '{self.folder.name}'")
         assert [run.info.run_id for run in of_it] == [self.mlflow_run_id]
         until(lambda: not self.processes(), what=f"the end of {self.processes()}", within_s=20)
         assert not list(self.folder.glob("attempts/*/lease"))
-        assert json.loads(self.up.shop.run("ps", "--json")[0])["running"] == []
+        assert json.loads(self.servers.user_folder.run("ps", "--json")[0])["running"] == []
 
     def check_metrics(self) -> None:
         """Rates of steps that a resume came by again are those of the first time."""
@@ -124,7 +124,9 @@ class Story:
         resumed = any(event["what"] == "resumed" for event in self.history())
         for key in sorted(keys):
             ours = Counter((row["step"], row[key]) for row in rows if key in row)
-            theirs = Counter((it.step, it.value) for it in self.up.mlflow.get_metric_history(self.mlflow_run_id, key))
+            theirs = Counter(
+                (it.step, it.value) for it in self.servers.mlflow.get_metric_history(self.mlflow_run_id, key)
+            )
             if resumed and key not in OF_THE_MODEL:
                 ours, theirs = (Counter(step for step, _ in them) for them in (ours, theirs))
                 # a row that the kill took back, and no later one has, such as of a checkpoint
@@ -147,8 +149,10 @@ def _is_rank(process: psutil.Process) -> bool:
     return False
 
 
-def _new_folder(up: Up, known: list[Path]) -> Path:
-    return Path(until(lambda: next(iter(set(up.shop.run_dirs()) - {*known}), None), what="the run's folder"))
+def _new_folder(servers: LocalServers, known: list[Path]) -> Path:
+    return Path(
+        until(lambda: next(iter(set(servers.user_folder.run_dirs()) - {*known}), None), what="the run's folder")
+    )
 
 
 def gone(pid: int) -> bool:

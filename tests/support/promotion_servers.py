@@ -22,7 +22,7 @@ from tasks.promotion.lock import PREFIX
 from tasks.promotion.register import register_model
 from tasks.registry.models import aliases_of
 from tests.support.local_servers import wait_for
-from tests.tasks.conftest import Store
+from tests.support.mlflow_store import Store
 from training.config.promotion import RegistryConfig
 from training.records.plan import RunPlan
 from training.records.results import RegisteredModel
@@ -44,7 +44,7 @@ def wait_until(true: Callable[[], bool], what: str) -> None:
 
 
 @dataclass
-class Shop:
+class PromotionServers:
     """A folder with an MLflow and a Prefect server, and the command in it."""
 
     folder: Path
@@ -97,7 +97,7 @@ class Shop:
         return register_model(run_dir, tracking_uri=self.store.uri)
 
     @contextmanager
-    def serving(self, model: str) -> Iterator[Served]:
+    def serving(self, model: str) -> Iterator[ServedModel]:
         """A champion, loss 3.0, that a server serves; and version 2, loss 2.5, its challenger without a verdict."""
         assert self.register(model, "one", loss=3.0, checkpoint="c").alias == "champion"
         process = self.start("serve", f"{model}@champion", "--port", "0", "serving.poll_s=0.2")
@@ -106,7 +106,7 @@ class Shop:
         assert " at http://" in line, line + (process.stderr.read() if process.stderr else "")
         made = self.register(model, "two", loss=2.5, checkpoint="d")
         assert (made.version, made.alias, made.verdict) == (2, "challenger", "")
-        served = Served(self, model, line.rpartition(" at ")[2].strip(), process)
+        served = ServedModel(self, model, line.rpartition(" at ")[2].strip(), process)
         try:
             yield served
         finally:
@@ -114,8 +114,8 @@ class Shop:
 
 
 @dataclass
-class Served:
-    shop: Shop
+class ServedModel:
+    servers: PromotionServers
     model: str
     url: str
     process: subprocess.Popen[str]
@@ -148,18 +148,18 @@ class Served:
 
     @property
     def champion(self) -> int | None:
-        return aliases_of(self.shop.client, self.model).get("champion")
+        return aliases_of(self.servers.client, self.model).get("champion")
 
     @property
     def moves(self) -> list[Move]:
-        return history(self.shop.client, self.model)
+        return history(self.servers.client, self.model)
 
     def tag(self, version: int, name: str) -> str:
-        return str(self.shop.client.get_model_version(self.model, str(version)).tags.get(f"shardline.{name}", ""))
+        return str(self.servers.client.get_model_version(self.model, str(version)).tags.get(f"shardline.{name}", ""))
 
     def is_settled(self, version: int) -> None:
         """One champion, served; nothing under way, nothing left behind."""
         wait_until(lambda: self.version == version, "the server follows")
         assert self.champion == version
-        assert unfinished(self.shop.client, self.model) is None
-        assert not [key for key in self.shop.client.get_registered_model(self.model).tags if key.startswith(PREFIX)]
+        assert unfinished(self.servers.client, self.model) is None
+        assert not [key for key in self.servers.client.get_registered_model(self.model).tags if key.startswith(PREFIX)]

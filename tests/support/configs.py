@@ -1,0 +1,51 @@
+"""Configs and inventories that tests plan with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from training.config.run import RunConfig
+from training.records.inventory import Device, Host, Inventory
+
+
+def inventory(*hosts: int, kind: str = "cpu", memory_gib: float = 12.0, disk_gib: float = 500.0) -> Inventory:
+    """A made-up inventory with this number of devices on each host; GPUs have an H100's rates."""
+    rates = {"fp32": 0.08, "bf16": 0.09} if kind == "cpu" else {"fp32": 50.0, "bf16": 800.0}
+    device = Device(
+        kind=kind,
+        name=kind,
+        memory_gib=memory_gib,
+        matmul_tflops=rates,
+        compute_capability="9.0" if kind == "cuda" else None,
+    )
+    return Inventory(
+        hosts=tuple(
+            Host(name=f"host{i}", cores=2 * n, memory_gib=64, disk_free_gib=disk_gib, devices=(device,) * n)
+            for i, n in enumerate(hosts)
+        )
+    )
+
+
+def tiny_config(**overrides: Any) -> RunConfig:
+    """A run of 8 steps of a tiny model; overrides as section__field=value."""
+    config: dict[str, Any] = {
+        "name": "tiny",
+        "data": {"path": "stdlib"},
+        "model": {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "dropout": 0.1},
+        "train": {
+            "steps": 8,
+            "context": 16,
+            "global_batch": 8,
+            "micro_batch": 2,
+            "learning_rate": 3e-3,
+            "warmup_steps": 2,
+            "log_every_steps": 1,
+        },
+        "parallel": {"precision": "fp32", "timeout_s": 60},
+        "checkpoint": {"every_steps": 3, "keep_last": 2},
+        "evaluation": {"every_steps": 4, "quick_sequences": 6, "samples_while_training": 0},
+    }
+    for key, value in overrides.items():
+        section, _, field = key.partition("__")
+        config.setdefault(section, {})[field] = value
+    return RunConfig.model_validate(config)

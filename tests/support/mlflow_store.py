@@ -1,0 +1,28 @@
+"""An MLflow store of one test, with runs as training leaves them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.tiny_run import another_run
+
+
+@dataclass(frozen=True)
+class Store:
+    """An MLflow store of one test, with an experiment whose artifacts lie beside it."""
+
+    uri: str
+    folder: Path
+    experiment_id: str
+    exported: Path
+
+    def finished_run(self, name: str, *, loss: float, commit: str = "0" * 40, **changes: Any) -> Path:
+        """runs/NAME, trained, evaluated to `loss` and exported, with its MLflow run."""
+        from mlflow.tracking import MlflowClient
+
+        tags = {"mlflow.source.git.commit": commit}
+        run = MlflowClient(self.uri).create_run(self.experiment_id, run_name=name, tags=tags)
+        folder = self.folder / "runs" / name
+        return another_run(self.exported, folder, mlflow_run_id=run.info.run_id, loss=loss, **changes)
