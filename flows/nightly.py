@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import flow
 from prefect.states import Completed, State
 
 from flows.prefect_ui.artifacts import show_markdown
-from flows.prefect_ui.hooks import began
+from flows.prefect_ui.flow import shardline_flow
 from flows.pretrain import pretrain
 from tasks.data.new_files import find_new_files
 from tasks.display.markdown import escape_markdown
@@ -16,7 +15,7 @@ from tasks.workspace.paths import tracking_uri
 from training.config.run import RunConfig
 
 
-@flow(name="Pretrain nightly", flow_run_name="{config.name}, what is new", on_running=[began], validate_parameters=True)
+@shardline_flow("Pretrain nightly", run_name="{config.name}, what is new")
 def pretrain_nightly(config: RunConfig, min_new_mib: float = 0.0) -> Any:
     """Continue the champion of `config`'s model on the files of data.path that it has not seen; none: skipped.
 
