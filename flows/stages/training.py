@@ -103,14 +103,14 @@ def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
 @contextmanager
 def devices(config: RunConfig, run: TrackedRun) -> Iterator[None]:
     """Hold the GPUs that the run will use; while another run has them, the task that is shown says which."""
-    with gpu_queue.turn(config, run_id=run.run_id, wait=partial(wait_for_devices, run)):
+    with gpu_queue.hold_gpus(config, run_id=run.run_id, wait=partial(wait_for_devices, run)):
         yield
 
 
 @task(name="Wait", task_run_name="Wait: {holder}", cache_policy=NO_CACHE, persist_result=False)
-def wait_for_devices(run: TrackedRun, look: gpu_queue.Look, holder: str) -> None:
+def wait_for_devices(run: TrackedRun, look: gpu_queue.Look, holder: gpu_queue.Holder) -> None:
     with timed(run, "wait"):
-        gpu_queue.wait_for(look, holder, run_id=run.run_id)
+        gpu_queue.wait_for_gpus(look, holder, run_id=run.run_id)
 
 
 @stage("Check the hardware")
