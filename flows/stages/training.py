@@ -27,7 +27,7 @@ from tasks.hardware.doctor import hardware_rows
 from tasks.inference.onnx_generator import TextGenerator
 from tasks.launch import batch_size_trial, check_hosts, nsight, programs
 from tasks.launch.docker_hosts import attempts_of
-from tasks.operations import gpu_queue as own
+from tasks.operations import gpu_queue
 from tasks.planning import plan as planning
 from tasks.planning.describe import describe_plan
 from tasks.planning.pretrained import check_tokenizer
@@ -103,14 +103,14 @@ def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
 @contextmanager
 def devices(config: RunConfig, run: TrackedRun) -> Iterator[None]:
     """Hold the GPUs that the run will use; while another run has them, the task that is shown says which."""
-    with own.turn(config, run_id=run.run_id, wait=partial(wait_for_devices, run)):
+    with gpu_queue.hold_gpus(config, run_id=run.run_id, wait=partial(wait_for_devices, run)):
         yield
 
 
 @task(name="Wait", task_run_name="Wait: {holder}", cache_policy=NO_CACHE, persist_result=False)
-def wait_for_devices(run: TrackedRun, look: own.Look, holder: str) -> None:
+def wait_for_devices(run: TrackedRun, look: gpu_queue.Look, holder: gpu_queue.Holder) -> None:
     with timed(run, "wait"):
-        own.wait_for(look, holder, run_id=run.run_id)
+        gpu_queue.wait_for_gpus(look, holder, run_id=run.run_id)
 
 
 @stage("Check the hardware")

@@ -109,7 +109,7 @@ def tracked(config: RunConfig, *, run_id: str, tags: Mapping[str, str]) -> Itera
 
 @contextmanager
 def _closed(client: MlflowClient, run: TrackedRun) -> Iterator[None]:
-    """Whatever happens inside, the MLflow run gets the status that is true of it."""
+    """Give the MLflow run its true status, whatever happens inside the block."""
     ending = RunStatus(status="FAILED", cause="error")
     try:
         yield
@@ -137,7 +137,7 @@ def _opened(client: MlflowClient, config: RunConfig, *, run_id: str, begun_by: s
     if path.exists():
         run = TrackedRun.read(path)
         reopen(client, run.folder, run.mlflow_run_id)
-        logger.info("going on with MLflow run %s", run.mlflow_run_id)
+        logger.info("continuing MLflow run %s", run.mlflow_run_id)
         return run
     experiment = client.get_experiment_by_name(config.name)
     experiment_id = (
@@ -222,7 +222,7 @@ def log_plan(plan: RunPlan, inventory: Inventory, shards: TokenShards) -> None:
 
 
 def log_resumptions(run: TrackedRun, config: RunConfig, resumptions: Resumptions) -> None:
-    """What resumes changed. MLflow's parameters stay those of the start, since they cannot change; config.json can."""
+    """Log what resumes changed: in tags and config.json, since MLflow's parameters cannot change."""
     if not resumptions.resumptions:
         return
     client = connect()
@@ -253,18 +253,18 @@ def log_files(run: TrackedRun, *paths: Path, folder: str | None = None) -> None:
 
 
 def offer_files(run: TrackedRun, *paths: Path, folder: str | None = None) -> None:
-    """Where something else may just have failed, which is to be told, and not that MLflow is away as well."""
+    """Like `log_files`, but only warns if MLflow is away: the error of the stage is the one to raise."""
     found = [path for path in paths if path.exists()]
     try:
         if found:
             log_files(run, *found, folder=folder)
     except Exception as error:
         why = without_credentials(str(error), uri=tracking_uri())
-        logger.warning("MLflow has not got %s (%s)", ", ".join(path.name for path in found), why)
+        logger.warning("could not log %s to MLflow (%s)", ", ".join(path.name for path in found), why)
 
 
 def describe(run: TrackedRun, text: str) -> None:
-    """As the MLflow run's description, in markdown; one that somebody wrote by hand stays."""
+    """Set the MLflow run's description, in markdown; one that somebody wrote by hand stays."""
     client = connect()
     known = client.get_run(run.mlflow_run_id).data.tags.get(DESCRIPTION, "")
     if not known or known.endswith(OURS):

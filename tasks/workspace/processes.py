@@ -27,7 +27,7 @@ def process_key(pid: int) -> str:
 
 
 def _kernel() -> str:
-    """Whose pids they are: this boot's, in this container's namespace. Cloned machines have one name, but not this."""
+    """Names the kernel that gives the pids: its boot and its pid namespace, which tells cloned machines apart."""
     boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     if not boot.exists():
         return ""
@@ -35,7 +35,7 @@ def _kernel() -> str:
 
 
 def is_local(key: str) -> bool:
-    """Whether the process of that key, if it lives, would be seen here."""
+    """Whether the process of that key, if it lives, would be visible here."""
     host, _, rest = key.partition("/")
     return host == socket.gethostname() and rest.rpartition("/")[2] == _kernel()
 

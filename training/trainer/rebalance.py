@@ -20,7 +20,7 @@ import torch.distributed as dist
 from training.checkpoint.load import CheckpointManifest
 from training.data.batch import MicroBatches
 from training.monitoring.profiler import PhaseTimes
-from training.planner.shares import MIN_GAIN, followed
+from training.planner.shares import MIN_GAIN, rebalanced
 from training.records.plan import RunPlan
 from training.records.record import write_atomically
 from training.runtime.process import Rank
@@ -74,7 +74,7 @@ class Rebalancer:
         seconds = [statistics.median(replica) for replica in zip(*self.own_s, strict=True)]
         self.own_s.clear()
         before = self.micro_batches.sizes
-        after, gain = followed(before, seconds=seconds, most=self._limits())
+        after, gain = rebalanced(before, seconds=seconds, max_micro_batches=self._limits())
         if gain < MIN_GAIN or after == before:
             return None
         self.changed_at = step
