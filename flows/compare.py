@@ -24,7 +24,7 @@ from tasks.comparison.compare import (
     CompareRequest,
     Comparison,
     StrategyOutcome,
-    check,
+    check_comparable,
     compare_runs,
     describe_machine,
     one_device,
@@ -57,7 +57,7 @@ def compare(
     strategies: ddp, fsdp+tp2, NAME=section.field=value, … target_loss: count the steps to it; 0: to the lowest that
     all reach. baseline: run on one device as well. run_id: go on with this comparison.
     """
-    check(config)
+    check_comparable(config)
     compared = read_strategies(strategies, baseline=baseline)
     request = CompareRequest(strategies=tuple(strategies), target_loss=target_loss, baseline=baseline)
     reconcile_statuses()

@@ -30,7 +30,7 @@ def add_compare_command(command: Callable[..., argparse.ArgumentParser], run_flo
 
 def _compare(options: argparse.Namespace, run_flow: Callable[..., Any]) -> int:
     from flows.presets import load_config
-    from tasks.comparison.compare import CompareRequest, check
+    from tasks.comparison.compare import CompareRequest, check_comparable
     from tasks.comparison.strategies import check_shared_overrides, read_strategies
 
     hosts = ["launch.launcher=docker", f"launch.hosts_file={options.hosts}"] if options.hosts else []
@@ -38,7 +38,7 @@ def _compare(options: argparse.Namespace, run_flow: Callable[..., Any]) -> int:
     request = CompareRequest(
         strategies=tuple(options.strategies), target_loss=options.target_loss, baseline=not options.no_baseline
     )
-    check(config)
+    check_comparable(config)
     check_shared_overrides(options.overrides)
     read_strategies(request.strategies, baseline=request.baseline)  # at once, before any server is started
     return _run(config, request, run_flow, run_id="", as_json=options.json)
