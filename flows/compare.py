@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
-from prefect import flow, task
+from prefect import task
 from prefect.cache_policies import NO_CACHE
-from prefect.states import Cancelled
 
 from flows.prefect_ui import links
 from flows.prefect_ui.artifacts import show_table
-from flows.prefect_ui.hooks import began
+from flows.prefect_ui.flow import shardline_flow
 from flows.presets import with_overrides
 from flows.stages import training as stages
 from flows.stages.crashed_runs import reconcile_statuses
@@ -48,7 +47,7 @@ INVENTORY = "inventory.json"
 CSV, PICTURE, PAGE, RECORD, CONFIG = (f"comparison.{kind}" for kind in ("csv", "png", "html", "json", "yaml"))
 
 
-@flow(name="Compare", flow_run_name="compare {config.name}", on_running=[began], validate_parameters=True)
+@shardline_flow("Compare", run_name="compare {config.name}")
 def compare(
     config: RunConfig, strategies: list[str], target_loss: float = 0.0, baseline: bool = True, run_id: str = ""
 ) -> Comparison:
@@ -58,20 +57,19 @@ def compare(
     all reach. baseline: run on one device as well. run_id: go on with this comparison.
     """
     check_comparable(config)
+    if run_id and mlflow_run.read_run(run_id).begun_with != config:
+        raise ValueError(f"comparison {run_id} began with another config, which it keeps: start a new comparison")
     compared = read_strategies(strategies, baseline=baseline)
     request = CompareRequest(strategies=tuple(strategies), target_loss=target_loss, baseline=baseline)
     reconcile_statuses()
     run_id = run_id or stages.begun_before(config) or stages.new_run_id(f"{config.name}-compare")
     tags = {"shardline.comparison": ", ".join(strategy.name for strategy in compared)}
-    try:
-        with tracked(config, run_id=run_id, tags=links.prefect_tags() | tags) as parent:
-            links.link(parent)
-            request.write(parent.folder / REQUEST)
-            shards_dir, shards = stages.tokenize(config, parent)
-            with stages.devices(config, parent):
-                return _compared(compared, request, Children(config, parent, shards_dir, shards))
-    except RunStopped as stop:
-        return Cancelled(message=str(stop))  # type: ignore[return-value]
+    with tracked(config, run_id=run_id, tags=links.prefect_tags() | tags) as parent:
+        links.link(parent)
+        request.write(parent.folder / REQUEST)
+        shards_dir, shards = stages.tokenize(config, parent)
+        with stages.devices(config, parent):
+            return _compared(compared, request, Children(config, parent, shards_dir, shards))
 
 
 def _compared(strategies: Sequence[ComparedStrategy], request: CompareRequest, children: Children) -> Comparison:
@@ -85,19 +83,19 @@ def _compared(strategies: Sequence[ComparedStrategy], request: CompareRequest, c
             outcomes[strategy.name] = _outcome(children, strategy)
     except BaseException as stop:  # Ctrl-C, mostly as the RunStopped that stage Train makes of it
         outcomes[strategy.name] = children.ended(strategy, RunStopped("interrupted"))
-        _report_what_there_is(children, strategies, outcomes, request)
+        _report_so_far(children, strategies, outcomes, request)
         if isinstance(stop, RunStopped):
             raise RunStopped(f"stopped at {strategy.name}: `shardline resume {parent.run_id}` goes on") from None
         raise
     comparison = report(children, strategies, outcomes, request)
     if not comparison.succeeded:
         causes = "; ".join(f"{row.strategy}: {row.cause}" for row in comparison.rows)
-        raise RuntimeError(f"no strategy came to its end ({comparison.report} has more): {causes}")
+        raise RuntimeError(f"no strategy finished ({comparison.report} has more): {causes}")
     return comparison
 
 
 def _outcome(children: Children, strategy: ComparedStrategy) -> StrategyOutcome:
-    """What fails is a row with its cause; what is stopped stops the comparison."""
+    """Train one strategy. A failure becomes a row with its cause; a stop stops the comparison."""
     try:
         return train_child(children, strategy)
     except RunStopped:
@@ -108,24 +106,24 @@ def _outcome(children: Children, strategy: ComparedStrategy) -> StrategyOutcome:
         return outcome
 
 
-def _report_what_there_is(
+def _report_so_far(
     children: Children,
     strategies: Sequence[ComparedStrategy],
     outcomes: Mapping[str, StrategyOutcome],
     request: CompareRequest,
 ) -> None:
     try:
-        logger.info("report of what there is: %s", report(children, strategies, outcomes, request).report)
+        logger.info("report of the strategies so far: %s", report(children, strategies, outcomes, request).report)
     except Exception as error:
-        logger.warning("no report of what there is: %s", error)
+        logger.warning("could not write a report of the strategies so far: %s", error)
 
 
 class Children:
-    """What the strategies share, and where each one's run is."""
+    """The child runs of a comparison: what they share, and the folder of each."""
 
     def __init__(self, config: RunConfig, parent: TrackedRun, shards_dir: Path, shards: TokenShards) -> None:
         self.config, self.parent, self.shards_dir, self.shards = config, parent, shards_dir, shards
-        self.inventories: dict[int, Inventory] = {}  # by ranks asked for: rates of one moment for all
+        self.inventories: dict[int, Inventory] = {}  # by number of ranks, measured once for all strategies
 
     def run_id(self, strategy: ComparedStrategy) -> str:
         return f"{self.parent.run_id}-{strategy.slug}"
@@ -134,11 +132,11 @@ class Children:
         return run_folder(self.run_id(strategy))
 
     def config_of(self, strategy: ComparedStrategy) -> RunConfig:
-        """Raises ValueError for what does not go together."""
+        """The config with the strategy's overrides. Raises ValueError for what does not go together."""
         return with_overrides(self.config.model_dump(mode="json"), strategy.overrides)
 
     def inventory(self, config: RunConfig, run: TrackedRun) -> Inventory:
-        """A single process gets one of the devices that the others share. Docker hosts are asked each time."""
+        """Measure once for all; a single process gets one of those devices. Docker hosts are checked each time."""
         one, parallel = config.parallel.strategy == "single", config.parallel
         if one:
             parallel = self.config.parallel.model_copy(update={"strategy": "auto"})
@@ -150,7 +148,7 @@ class Children:
         return one_device(found) if one else found
 
     def ended(self, strategy: ComparedStrategy, error: Exception) -> StrategyOutcome:
-        """The run may not have come to be."""
+        """The outcome of a strategy that failed or was stopped, perhaps before it had a run."""
         path, outcome = self.folder(strategy) / "run.json", outcome_of(error)
         update = {"cause": without_credentials(outcome.cause, uri=tracking_uri())}
         if path.exists():
@@ -160,13 +158,13 @@ class Children:
 
 @task(name="Strategy", task_run_name="Train with {strategy.name}", cache_policy=NO_CACHE, persist_result=False)
 def train_child(children: Children, strategy: ComparedStrategy) -> StrategyOutcome:
-    """A run of its own, under the parent; skipped if it is done. Raises what its stages raise."""
+    """Train one strategy as a child run of the parent; skipped if it is done. Raises what its stages raise."""
     config, parent = children.config_of(strategy), children.parent
     tags = {"mlflow.parentRunId": parent.mlflow_run_id, "shardline.strategy": strategy.name}
     run_id = children.run_id(strategy)
     with reported(run_id), tracked(config, run_id=run_id, tags=links.prefect_tags() | tags) as run:
         inventory = children.inventory(config, run)
-        plan = stages.plan(config, inventory, run=run, shards=children.shards, shards_dir=children.shards_dir)
+        plan = stages.write_plan(config, inventory, run, shards=children.shards, shards_dir=children.shards_dir)
         stages.train(plan, run)
         return StrategyOutcome(outcome="done", run_id=run.run_id, mlflow_run_id=run.mlflow_run_id)
 
@@ -187,7 +185,7 @@ def report(
     comparison = Comparison(
         run_id=parent.run_id,
         mlflow_run_id=parent.mlflow_run_id,
-        name=parent.config.name,
+        name=children.config.name,
         rows=rows,
         target_loss=target,
         target_was_given=bool(request.target_loss),
@@ -197,7 +195,7 @@ def report(
         open_mlflow=links.open_mlflow(),
         report=str(folder / PAGE),
     )
-    text = yaml.safe_dump(parent.config.model_dump(mode="json"), sort_keys=False)
+    text = yaml.safe_dump(children.config.model_dump(mode="json"), sort_keys=False)
     (folder / CONFIG).write_text(text)
     write_csv(folder / CSV, comparison)
     draw_comparison(folder / PICTURE, comparison, folders=folders)
@@ -212,14 +210,14 @@ def report(
 
 
 def _command(config_path: Path, request: CompareRequest) -> str:
-    """What makes this report again, whatever becomes of the preset."""
+    """The command that makes this report again, also after the preset has changed."""
     words = [command("shardline"), "compare", str(config_path), "--strategies", ",".join(request.strategies)]
     words += ["--target-loss", f"{request.target_loss:g}"] if request.target_loss else []
     return shlex.join([*words, *([] if request.baseline else ["--no-baseline"])])
 
 
 def _log_to_children(comparison: Comparison) -> None:
-    """So that MLflow's own table of the child runs shows them side by side."""
+    """Log the figures to the child runs, so that MLflow's own table shows them side by side."""
     keys = ("speedup", "scaling_efficiency", "exposed_communication_ms", "steps_to_target", "seconds_to_target")
     for row in comparison.rows:
         if row.run_id and row.steps is not None:

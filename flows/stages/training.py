@@ -1,11 +1,11 @@
-"""The stages as Prefect tasks: each calls one plain function of tasks/, times it and shows what it did."""
+"""The stages of training as Prefect tasks: each calls a function of tasks/, times it and shows its result."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from flows.stages.stage import stage, timed
 from tasks.data import corpus
 from tasks.display.markdown import escape_markdown
 from tasks.display.progress import step_progress
-from tasks.evaluation import champion as rival
+from tasks.evaluation import champion as champion_evaluation
 from tasks.evaluation.checks import check_prompts, check_tasks
 from tasks.evaluation.report import metrics_of, table_of
 from tasks.hardware import measure as machines
@@ -27,7 +27,7 @@ from tasks.hardware.doctor import hardware_rows
 from tasks.inference.onnx_generator import TextGenerator
 from tasks.launch import batch_size_trial, check_hosts, nsight, programs
 from tasks.launch.docker_hosts import attempts_of
-from tasks.operations import gpu_queue as own
+from tasks.operations import gpu_queue
 from tasks.planning import plan as planning
 from tasks.planning.describe import describe_plan
 from tasks.planning.pretrained import check_tokenizer
@@ -37,7 +37,9 @@ from tasks.reports.export_latency import draw_latency, latency_rows
 from tasks.reports.outcome import against_plan
 from tasks.reports.run_report import LATENCY
 from tasks.runs import resume
+from tasks.runs.resume import Change
 from tasks.tracking import mlflow_run
+from tasks.tracking.client import wait_for_store
 from tasks.tracking.mlflow_run import TrackedRun
 from tasks.workspace.paths import command, home, run_folder, tracking_uri
 from training.config.run import RunConfig
@@ -51,25 +53,26 @@ from training.records.train_result import TrainResult
 logger = logging.getLogger(__name__)
 
 
-def choose_run(run_id: str, config: RunConfig, *, force: bool) -> str:
-    """The ID of a new run; or `run_id`, having said what `config` changes of it. Raises ValueError if it cannot.
+def choose_run(run_id: str, config: RunConfig, *, force: bool) -> tuple[str, tuple[Change, ...]]:
+    """The ID of a new run, or of the run to resume with what `config` changes of it. Raises ValueError if it may not.
 
-    A flow run that Prefect starts again, as its Retry does, goes on with the run that it began.
+    A flow run that Prefect starts again, as its Retry does, resumes the run that it began.
     """
     run_id = run_id or begun_before(config)
     if not run_id:
-        return new_run_id(config.name)
+        return new_run_id(config.name), ()
     run = mlflow_run.read_run(run_id)
-    for change in resume.accepted(run.folder, config, begun_with=run.config, force=force):
+    changes = resume.accepted(run.folder, config, begun_with=run.begun_with, force=force)
+    for change in changes:
         logger.warning("resumed with %s", change)
-    return run_id
+    return run_id, changes
 
 
 def begun_before(config: RunConfig) -> str:
     """ID of the run that this flow run began when it was started before; empty if there is none."""
     run_id = mlflow_run.run_begun_by(str(flow_run.root_flow_run_id or ""), config)
     if run_id:
-        logger.info("started again: going on with %s", run_id)
+        logger.info("this flow run was started again: resuming %s", run_id)
     return run_id
 
 
@@ -100,23 +103,24 @@ def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
 @contextmanager
 def devices(config: RunConfig, run: TrackedRun) -> Iterator[None]:
     """Hold the GPUs that the run will use; while another run has them, the task that is shown says which."""
-    with own.turn(config, run_id=run.run_id, wait=partial(wait_for_devices, run)):
+    with gpu_queue.hold_gpus(config, run_id=run.run_id, wait=partial(wait_for_devices, run)):
         yield
 
 
 @task(name="Wait", task_run_name="Wait: {holder}", cache_policy=NO_CACHE, persist_result=False)
-def wait_for_devices(run: TrackedRun, look: own.Look, holder: str) -> None:
+def wait_for_devices(run: TrackedRun, look: gpu_queue.Look, holder: gpu_queue.Holder) -> None:
     with timed(run, "wait"):
-        own.wait_for(look, holder, run_id=run.run_id)
+        gpu_queue.wait_for_gpus(look, holder, run_id=run.run_id)
 
 
 @stage("Check the hardware")
 def hardware(config: RunConfig, run: TrackedRun | None = None) -> Inventory:
-    """Of this machine, or of all Docker hosts, once each was found fit for the run."""
+    """Check and measure this machine, or all Docker hosts of the run."""
     if run is None:
         return _inventory(config, home() / "dry-run")
     with timed(run, "hardware"):
         inventory = _inventory(config, run.folder)
+    wait_for_store()
     if (report := run.folder / check_hosts.NETWORK).exists():
         mlflow_run.log_files(run, report)
     show_table(hardware_rows(inventory), key="hardware", description="Devices, as measured")
@@ -132,21 +136,32 @@ def _inventory(config: RunConfig, folder: Path) -> Inventory:
 
 
 @stage("Plan the run")
-def plan(
+def plan(config: RunConfig, inventory: Inventory) -> RunPlan:
+    """Plan without a run: nothing is written."""
+    made = planning.plan_run(config, inventory=inventory)
+    show_pairs(describe_plan(made), key="plan", description="The plan")
+    return made
+
+
+@stage("Plan the run")
+def write_plan(
     config: RunConfig,
     inventory: Inventory,
-    run: TrackedRun | None = None,
-    shards: TokenShards | None = None,
-    shards_dir: Path | None = None,
+    run: TrackedRun,
+    *,
+    shards: TokenShards,
+    shards_dir: Path,
+    changes: Sequence[Change] = (),
 ) -> RunPlan:
-    if run is None or shards is None or shards_dir is None:
-        made = planning.plan_run(config, inventory=inventory)
-    else:
-        with timed(run, "plan"):
-            made = planning.write_plan(config, run=run, inventory=inventory, shards=shards, shards_dir=shards_dir)
-            made = batch_size_trial.confirmed(made, run=run, inventory=inventory)
-            mlflow_run.log_plan(made, inventory, shards)
-            mlflow_run.log_resumptions(run, made.config, resume.read_resumptions(run.folder))
+    """Write the plan, whose config is in force from here on. `changes`: those of a resume, from `choose_run`."""
+    with timed(run, "plan"):
+        made = planning.write_plan(
+            config, run=run, inventory=inventory, shards=shards, shards_dir=shards_dir, changes=changes
+        )
+        made = batch_size_trial.confirmed(made, run=run, inventory=inventory)
+    wait_for_store()
+    mlflow_run.log_plan(made, inventory, shards)
+    mlflow_run.log_resumptions(run, made.config, resume.read_resumptions(run.folder))
     show_pairs(describe_plan(made), key="plan", description="The plan")
     return made
 
@@ -156,9 +171,10 @@ def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
     try:
         with timed(run, "train"), step_progress("training", total=plan.steps) as show:
             result = programs.train(plan, run_dir=run.folder, on_row=show)
-    finally:  # of a run that fails or is stopped they tell most
+    finally:  # they are needed most for a run that failed or was stopped
         mlflow_run.offer_files(run, *sorted((run.folder / "profile").glob("*.json.gz")), folder="profile")
         log_attempts(run)
+    wait_for_store()
     figures = {
         "train/samples_per_s": result.samples_per_s,
         "train/tokens_per_s": result.tokens_per_s,
@@ -174,9 +190,9 @@ def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
 
 
 def log_attempts(run: TrackedRun) -> None:
-    """Of a run on Docker hosts: who took part, from which step on, and how each attempt ended."""
+    """Record each attempt of a run on Docker hosts: its hosts, its first step, and how it ended."""
     if attempts := attempts_of(run.folder):
-        with suppress(OSError):  # a full disk may be what ended it: that is to be told
+        with suppress(OSError):  # a full disk may be why the run ended, and must not hide that
             write_atomically(run.folder / "attempts.json", json.dumps(attempts, indent=2))
         mlflow_run.offer_files(run, run.folder / "attempts.json")
 
@@ -185,6 +201,7 @@ def log_attempts(run: TrackedRun) -> None:
 def evaluate(plan: RunPlan, run: TrackedRun) -> EvalReport:
     with timed(run, "evaluate"):
         report = programs.evaluate(plan, run_dir=run.folder)
+    wait_for_store()
     mlflow_run.log_figures(run, metrics_of(report), step=report.step)
     mlflow_run.log_files(run, run.folder / "eval.json")
     show_table(table_of(report), key="evaluation", description="Held-out text, by source, and tasks")
@@ -195,6 +212,7 @@ def evaluate(plan: RunPlan, run: TrackedRun) -> EvalReport:
 def export(plan: RunPlan, run: TrackedRun) -> ExportedModel:
     with timed(run, "export"):
         exported = programs.export(plan, run_dir=run.folder)
+    wait_for_store()
     mlflow_run.log_files(run, run.folder / "export" / "export.json")
     if (run.folder / "export" / "latency.json").is_file():
         show_latency(run)
@@ -202,7 +220,7 @@ def export(plan: RunPlan, run: TrackedRun) -> ExportedModel:
 
 
 def show_latency(run: TrackedRun) -> None:
-    """How fast the exported graphs are against torch: a table in Prefect, a picture in MLflow."""
+    """Show the speed of the exported graphs and of torch: a table in Prefect, a chart in MLflow."""
     report = LatencyReport.read(run.folder / "export" / "latency.json")
     picture = run.folder / LATENCY
     draw_latency(picture, report)
@@ -212,15 +230,17 @@ def show_latency(run: TrackedRun) -> None:
 
 @stage("Measure the champion on the same text")
 def measure_champion(plan: RunPlan, run: TrackedRun, shards: TokenShards) -> None:
-    """Only where it was registered with other data, as when nights go on with what is new."""
-    if champion := rival.champion_to_measure(plan, shards, tracking_uri=tracking_uri()):
+    """Evaluate the champion on this run's data, if it was registered with other data, as by nightly training."""
+    wait_for_store()
+    if champion := champion_evaluation.champion_to_measure(plan, shards, tracking_uri=tracking_uri()):
         with timed(run, "champion"):
-            rival.measure(champion, plan)
+            champion_evaluation.measure(champion, plan)
 
 
 @stage("Register, and judge what needs no server and no person")
 def register(run: TrackedRun) -> RegisteredModel:
     """A version without a verdict is left to a promotion, for which a server or a person is needed."""
+    wait_for_store()
     with timed(run, "register"):
         return register_model(run.folder, tracking_uri=tracking_uri())
 

@@ -39,7 +39,7 @@ class WrittenFile(Record):
 
 
 class Abandoned(Exception):
-    """A write was stopped half-way because nobody waits for it any more."""
+    """A write was stopped half-way because its checkpoint was abandoned."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, abandoned: threading.Event) -> WrittenFile:
@@ -54,7 +54,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, abandoned: threa
             if abandoned.is_set():
                 raise Abandoned
             written = 0
-            while written < len(chunk):  # a full disk takes some of it, and raises on the rest
+            while written < len(chunk):  # a full disk accepts a part, then raises on the rest
                 written += file.write(chunk[written:]) or 0
             digest.update(chunk)
             size += len(chunk)
@@ -92,9 +92,9 @@ def file_name(kind: str, *, number: int, of: int) -> str:
 
 
 class TensorFiles(Mapping[str, Tensor]):
-    """The tensors of KIND.safetensors, or of the files that its index names; each is read when it is asked for.
+    """The tensors of KIND.safetensors, or of the files that its index names; each is read on access.
 
-    So a reader holds what it works on, not the whole: files are mapped into memory, on the CPU.
+    Files are mapped into memory, so that a reader holds only the tensors it works on, on the CPU.
     """
 
     def __init__(self, folder: Path, kind: str) -> None:

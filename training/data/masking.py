@@ -1,4 +1,4 @@
-"""BERT's objective: which tokens are hidden, and how many are to be predicted."""
+"""BERT's objective: which tokens are masked, and how many are predicted."""
 
 from __future__ import annotations
 

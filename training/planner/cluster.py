@@ -59,7 +59,7 @@ class Cluster:
     network: Ring
     assumed: tuple[str, ...] = ()
     is_measured: bool = True  # the rate of matrix products
-    attention_tflops: float = 0.0  # of fused attention; 0: a share of the rate of products (recipe.py)
+    attention_tflops: float = 0.0  # of fused attention; 0: a share of the rate of products (cost_model.py)
 
     @property
     def num_hosts(self) -> int:

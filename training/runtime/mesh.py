@@ -39,23 +39,23 @@ def timeout(plan: RankPlan) -> datetime.timedelta:
     return datetime.timedelta(seconds=plan.config.parallel.timeout_s)
 
 
-def same_for_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks go on with the same `x`; its gradient is the sum of theirs ("f" in Shoeybi et al. 2019)."""
-    result: Tensor = _Same.apply(x, group)
+def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The same `x` on all ranks, whose gradient is the sum of theirs ("f" in Shoeybi et al. 2019)."""
+    result: Tensor = _CopyToGroup.apply(x, group)
     return result
 
 
-def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def sum_over_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of the ranks' `x`; each gets the whole gradient ("g" there). Without gradients it is made in place."""
     if not torch.is_grad_enabled():  # nothing to record: the plain collective, which has less to do in Python
         x = x.contiguous()
         dist.all_reduce(x, group=group)
         return x
-    result: Tensor = _Sum.apply(x, group)
+    result: Tensor = _SumOverGroup.apply(x, group)
     return result
 
 
-class _Same(torch.autograd.Function):
+class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -66,7 +66,7 @@ class _Same(torch.autograd.Function):
         return funcol.wait_tensor(funcol.all_reduce(grads[0].contiguous(), "sum", ctx.group)), None
 
 
-class _Sum(torch.autograd.Function):
+class _SumOverGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return funcol.wait_tensor(funcol.all_reduce(x.contiguous(), "sum", group))

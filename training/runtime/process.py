@@ -1,4 +1,4 @@
-"""One rank's surroundings: its place in the world, its device, its seeds, the signal that asks it to stop."""
+"""One rank's process: its place in the world, its device, its seeds, its process group."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def build(plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mappi
 
 
 class Ddp(TorchStrategy):
-    """`group`: the ranks that average their gradients, if they are not all of the data-parallel ones."""
+    """Data parallelism; `group`: the ranks that average their gradients, if not all of the data-parallel ones."""
 
     def __init__(
         self,
@@ -78,10 +78,11 @@ class Ddp(TorchStrategy):
         self.updates = int(state["step"])
 
     def _settle_buckets(self, batch: Batch) -> None:
-        """DDP puts gradients into other buckets after its first backward. Where a gradient lies decides in which order
-        its ranks' shares are added, and which of its numbers compression sends: a resumed run's first step would differ
-        from the same step of one that was not stopped. So a backward that counts for nothing comes first: one
-        micro-batch's time per start.
+        """Run a backward whose gradients are thrown away, so that DDP has its final buckets before the first step.
+
+        DDP puts gradients into other buckets after its first backward. A gradient's bucket decides in which order its
+        ranks' shares are added, and which of its numbers compression sends: without this, a resumed run's first step
+        would differ from the same step of a run that was not stopped. It costs one micro-batch's time per start.
         """
         if self.compression is not None:
             self.compression.mode = "drop"

@@ -207,12 +207,12 @@ def test_prefect_gets_one_run_for_a_version_however_many_start_it(servers: Promo
 
     from flows.promote import promote
     from flows.servers.watch import start_in_prefect
-    from tasks.promotion.challengers import Due
+    from tasks.promotion.challengers import DuePromotion
 
     with get_client(sync_client=True) as prefect:
         flow_id = prefect.create_flow(promote)
         deployment = prefect.create_deployment(flow_id, "promote", enforce_parameter_schema=False)
-        due = Due("tiny", 4, "it is challenger")
+        due = DuePromotion("tiny", 4, "it is challenger")
         assert [start_in_prefect(due)() for _ in range(2)] == [True, True]
         runs = [run for run in prefect.read_flow_runs() if run.deployment_id == deployment]
         assert [run.parameters for run in runs] == [{"model": "tiny", "by": "watch: it is challenger"}]

@@ -26,7 +26,7 @@ def neox(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", pytest.param("zero3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("packing", ["stream", "padded"])
-def test_it_has_the_data_parallel_strategies(
+def test_a_generic_class_trains_under_the_data_parallel_strategies(
     layout: str, packing: str, neox: str, make_run: Callable[..., Path]
 ) -> None:
     config = {**COMMON, "model__architecture": "path", "model__path": neox, "train__packing": packing}

@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.ranks import Ranks, run_ranks
 from tests.training.strategies.test_strategies import assert_equal_training
 from training.checkpoint.load import CheckpointManifest
+from training.data.batch import MicroBatches
 from training.records.plan import RunPlan
+from training.runtime.process import Rank
 from training.tracking.rows import read_rows
-from training.trainer.rebalance import in_force, with_room
+from training.trainer.rebalance import Rebalancer, sizes_in_force, with_room
 
 STEPS = 30
 COMMON: dict[str, Any] = {
@@ -88,7 +91,7 @@ def rebalanced(plan_path: Path) -> list[dict[str, Any]]:
     ],
 )
 @pytest.mark.slow
-def test_a_rank_that_is_slower_than_planned_gets_less_and_a_resumed_run_goes_on_so(
+def test_a_rank_that_is_slower_than_planned_gets_less_and_a_resumed_run_keeps_the_shares(
     strategy: str, settings: dict[str, Any], make_run: Callable[..., Path]
 ) -> None:
     parallel = {"parallel__strategy": strategy, "parallel__rebalance": "on"}
@@ -112,7 +115,36 @@ def test_a_rank_that_is_slower_than_planned_gets_less_and_a_resumed_run_goes_on_
     assert_equal_training(alone, plan_path)
 
 
-def test_the_shares_of_a_checkpoint_are_taken_up_only_where_they_fit(make_run: Callable[..., Path]) -> None:
+def test_the_median_of_three_timed_steps_decides(make_run: Callable[..., Path]) -> None:
+    """The first step under new micro-batches compiles and allocates: it is no measure."""
+    settings = {"parallel__strategy": "ddp", "parallel__rebalance": "on", "train__micro_batch": 32}
+    plan_path = make_run("decides", ranks=2, **COMMON, **settings)
+    plan, run_dir = RunPlan.read(plan_path), plan_path.parent
+    micro_batches = MicroBatches.of(plan)
+    rebalancer = Rebalancer(
+        plan, micro_batches=micro_batches, rank=Rank(0, 2, torch.device("cpu")), start=4, run_dir=run_dir
+    )
+    waits = [{"step": 100.0, "exposed_communication": 60.0}, {"step": 100.0, "exposed_communication": 0.0}]
+    slower = [{"step": 900.0, "exposed_communication": 0.0}] * 2  # another program ran beside both
+    even = [{"step": 100.0, "exposed_communication": 0.0}] * 2
+    assert rebalancer.decide(5, waits) is None, "the first step of this start"
+    assert rebalancer.decide(6, waits) is rebalancer.decide(8, slower) is None
+    change = rebalancer.decide(10, waits)
+    assert change is not None
+    assert (change.before, change.own_s) == ((32, 32), pytest.approx([0.04, 0.1]))
+    assert sum(change.after) == 64
+    assert 32 < change.after[0] <= plan.largest_micro_batches[0]
+    rebalancer.record(change)
+    assert [(row["step"], row["after"]) for row in rebalances(plan_path)] == [(10, list(change.after))]
+    micro_batches.sizes = change.after
+    decisions = [rebalancer.decide(step, even) for step in (11, 12, 14)]
+    assert decisions == [None] * 3, "two measures: step 11 is none"
+    again = Rebalancer(plan, micro_batches=micro_batches, rank=rebalancer.rank, start=8, run_dir=run_dir)
+    assert rebalances(plan_path) == [], "a start before the change forgets it"
+    assert again.decide(9, waits) is None
+
+
+def test_a_checkpoints_micro_batches_are_used_only_where_they_fit(make_run: Callable[..., Path]) -> None:
     plan = RunPlan.read(make_run("in force", ranks=2, parallel__strategy="ddp", parallel__rebalance="on"))
     assert plan.micro_batches == (2, 2)
     made = CheckpointManifest(
@@ -128,7 +160,7 @@ def test_the_shares_of_a_checkpoint_are_taken_up_only_where_they_fit(make_run: C
     )
 
     def taken_up(manifest: CheckpointManifest | None = made, **of_the_plan: Any) -> tuple[int, ...]:
-        return in_force(plan.model_copy(update=of_the_plan), manifest).micro_batches
+        return sizes_in_force(plan.model_copy(update=of_the_plan), manifest)
 
     assert taken_up() == (3, 1)
     assert taken_up(None) == (2, 2)
@@ -141,5 +173,5 @@ def test_the_shares_of_a_checkpoint_are_taken_up_only_where_they_fit(make_run: C
 
 def test_a_share_grows_by_no_more_than_the_memory_that_is_left() -> None:
     """Held now: 60%, 95% and 45% of what may be held; the plan's own limit for the last one is lower."""
-    assert with_room((12, 12, 12), room=[1 / 0.6, 1 / 0.95, 1 / 0.45], most=(64, 64, 16)) == (20, 12, 16)
-    assert with_room((12, 12), room=[0.9, 1.0], most=(64, 64)) == (12, 12), "what is there already may stay"
+    assert with_room((12, 12, 12), room=[1 / 0.6, 1 / 0.95, 1 / 0.45], largest=(64, 64, 16)) == (20, 12, 16)
+    assert with_room((12, 12), room=[0.9, 1.0], largest=(64, 64)) == (12, 12), "what is there already may stay"

@@ -1,4 +1,4 @@
-"""What a choice costs a run: memory by part and seconds by part, for our own engine, on the machines there are."""
+"""The price of a layout for our own training program on a cluster: memory by part and seconds by part."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from training.config.run import RunConfig
 from training.planner.cluster import Cluster
 from training.planner.communication import kept_bytes, own_bytes
-from training.planner.cost_model import SHARING, Recipe, our_recipe
+from training.planner.cost_model import SHARING, CostModel, our_cost_model
 from training.planner.job import Job, Layout
 from training.planner.memory import GIB, memory_gib, stage_parameters
 from training.planner.model_shape import flops_per_token
@@ -22,9 +22,10 @@ MIN_ROWS = 64  # PowerSGD and others: a matrix of fewer columns is not worth its
 
 @dataclass(frozen=True)
 class PricedLayout:
-    """Of one choice. `seconds` of a step by part; empty where it does not fit."""
+    """A layout with its memory per rank in GiB by part, and the seconds of a step by part if it fits."""
 
     layout: Layout
+    cluster: Cluster
     memory: Mapping[str, float]
     usable_gib: float
     seconds: Mapping[str, float]
@@ -62,9 +63,9 @@ def job_of(config: RunConfig, shape: ModelShape, precision: str) -> Job:
     )
 
 
-def recipe_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> Recipe:
+def cost_model_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> CostModel:
     parallel = config.parallel
-    return our_recipe(
+    return our_cost_model(
         job,
         layout.strategy,
         kind=cluster.kind,
@@ -110,8 +111,8 @@ def num_shards(config: RunConfig, layout: Layout, cluster: Cluster) -> int:
 
 def memory_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> dict[str, float]:
     """GiB by part, at the peak of a step of ours."""
-    recipe, shards = recipe_of(config, job, layout, cluster), num_shards(config, layout, cluster)
-    parts = memory_gib(job, layout, recipe, num_shards=shards)
+    model, shards = cost_model_of(config, job, layout, cluster), num_shards(config, layout, cluster)
+    parts = memory_gib(job, layout, model, num_shards=shards)
     parameters = stage_parameters(job, layout, stage=0)
     kept, own = (each(config, parameters, group_ranks=shards) for each in (kept_bytes, own_bytes))
     if kept:
@@ -125,16 +126,14 @@ def memory_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> 
 
 def price(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> PricedLayout:
     memory, usable = memory_of(config, job, layout, cluster), MEMORY_SHARE * cluster.memory_gib
-    found = PricedLayout(layout, memory, usable, {})
-    if not found.fits:
-        return found
-    return PricedLayout(layout, memory, usable, seconds_of(config, job, layout, cluster))
+    fits = sum(memory.values()) <= usable
+    return PricedLayout(layout, cluster, memory, usable, seconds_of(config, job, layout, cluster) if fits else {})
 
 
 def seconds_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> dict[str, float]:
     """Of a step by part."""
-    recipe, shards = recipe_of(config, job, layout, cluster), num_shards(config, layout, cluster)
-    return step_s(job, layout, recipe, cluster, num_shards=shards)
+    model, shards = cost_model_of(config, job, layout, cluster), num_shards(config, layout, cluster)
+    return step_s(job, layout, model, cluster, num_shards=shards)
 
 
 def predict(
