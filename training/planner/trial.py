@@ -14,7 +14,7 @@ def wants_trial(config: RunConfig, device_kind: str) -> bool:
     return device_kind == "cuda" and not config.train.micro_batch and isinstance(config.parallel.shares, str)
 
 
-def smaller(plan: RunPlan) -> tuple[int, ...] | None:
+def smaller_micro_batches(plan: RunPlan) -> tuple[int, ...] | None:
     """The next smaller micro-batches, in the proportions of the plan's; None if there are none.
 
     Their number in a step divides the global batch evenly, and fills the stages of a pipeline.
