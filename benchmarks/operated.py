@@ -10,7 +10,8 @@ from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.error import HTTPError
+
+import httpx
 
 from benchmarks.metric_writers import METRICS
 from flows.servers.deploy import POOL
@@ -44,8 +45,8 @@ class Servers(LocalServers):
         for _ in range(BUSY_TRIES):
             try:
                 return super().prefect(path, body)
-            except HTTPError as error:
-                if error.code != HTTPStatus.SERVICE_UNAVAILABLE:
+            except httpx.HTTPStatusError as error:
+                if error.response.status_code != HTTPStatus.SERVICE_UNAVAILABLE:
                     raise
                 time.sleep(1)
         return super().prefect(path, body)

@@ -26,7 +26,7 @@ import psutil
 
 from benchmarks.workload import Size, measure, write_corpus, write_plan
 from training.measure import visible_cores
-from training.planner.cost import TRACKING
+from training.planner.pricing import TRACKING
 from training.records.inventory import Host, Inventory
 from training.records.train_result import TrainResult
 from training.tracking.rows import read_rows

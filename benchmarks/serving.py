@@ -16,7 +16,6 @@ The last line is one JSON object: `tokens_per_s` and `p95_ms` by server and clie
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
 import signal
@@ -33,6 +32,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from benchmarks.serving_models import NAME, registry_uri
 
@@ -55,14 +56,14 @@ class Server:
     port: int = 0
     process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, connection: http.client.HTTPConnection, prompt: str, new_tokens: int) -> int:
-        content = json.dumps(self.body(prompt, new_tokens))
-        connection.request("POST", self.path, content, {"Content-Type": "application/json"})
-        reply = connection.getresponse()
-        text = reply.read()
-        if reply.status != 200:
-            raise RuntimeError(f"{self.name}: {reply.status} {text[:500]!r}")
-        return reply.status
+    def client(self, *, timeout_s: float = 60) -> httpx.Client:
+        """A client that keeps one connection to the server."""
+        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=timeout_s, trust_env=False)
+
+    def ask(self, client: httpx.Client, prompt: str, new_tokens: int) -> None:
+        reply = client.post(self.path, json=self.body(prompt, new_tokens))
+        if reply.status_code != 200:
+            raise RuntimeError(f"{self.name}: {reply.status_code} {reply.content[:500]!r}")
 
 
 def contestants(folder: Path) -> list[Server]:
@@ -127,9 +128,10 @@ def wait_for(server: Server, folder: Path, *, new_tokens: int) -> None:
     deadline, why = time.monotonic() + START_S, ""
     while time.monotonic() < deadline and server.process and server.process.poll() is None:
         try:
-            server.ask(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60), PROMPT, new_tokens)
+            with server.client() as client:
+                server.ask(client, PROMPT, new_tokens)
             return
-        except (OSError, http.client.HTTPException, RuntimeError) as error:
+        except (httpx.HTTPError, RuntimeError) as error:
             why = str(error)
             time.sleep(0.5)
     log = (folder / f"{server.name.replace(' ', '-')}.log").read_text()[-2000:]
@@ -141,13 +143,13 @@ def load(server: Server, clients: int, *, new_tokens: int, window_s: float) -> t
     barrier, over = threading.Barrier(clients + 1), 0.0
 
     def client(number: int) -> list[tuple[float, float]]:
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=600)
         done: list[tuple[float, float]] = []
-        barrier.wait()
-        while not done or time.perf_counter() < over:
-            began = time.perf_counter()
-            server.ask(connection, f"# {number} {len(done)}\n{PROMPT}", new_tokens)
-            done.append((began, time.perf_counter()))
+        with server.client(timeout_s=600) as http:
+            barrier.wait()
+            while not done or time.perf_counter() < over:
+                began = time.perf_counter()
+                server.ask(http, f"# {number} {len(done)}\n{PROMPT}", new_tokens)
+                done.append((began, time.perf_counter()))
         return done
 
     with ThreadPoolExecutor(clients) as pool:
@@ -166,30 +168,27 @@ def rollout(server: Server, folder: Path, *, moves: int) -> tuple[int, int]:
 
     client, over = MlflowClient(registry_uri(folder), registry_uri(folder)), threading.Event()
 
-    def served() -> int:
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-        connection.request("GET", "/health")
-        return int(json.loads(connection.getresponse().read())["version"])
+    def served(http: httpx.Client) -> int:
+        return int(http.get("/health").json()["version"])
 
     def hammer(_: int) -> tuple[int, int]:
         asked = failed = 0
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-        while not over.is_set():
-            asked += 1
-            try:
-                server.ask(connection, PROMPT, 16)
-            except (OSError, http.client.HTTPException, RuntimeError):
-                failed += 1
-                connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        with server.client() as http:
+            while not over.is_set():
+                asked += 1
+                try:
+                    server.ask(http, PROMPT, 16)
+                except (httpx.HTTPError, RuntimeError):
+                    failed += 1
         return asked, failed
 
-    with ThreadPoolExecutor(4) as pool:
+    with server.client() as http, ThreadPoolExecutor(4) as pool:
         hammering = [pool.submit(hammer, number) for number in range(4)]
         for move in range(moves):
             version = 2 - move % 2
             client.set_registered_model_alias(NAME, "champion", str(version))
             deadline = time.monotonic() + 60
-            while served() != version:
+            while served(http) != version:
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"version {version} is not served a minute after the alias moved")
                 time.sleep(0.02)

@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
-from prefect import flow, task
+from prefect import task
 from prefect.cache_policies import NO_CACHE
-from prefect.states import Cancelled
 
 from flows.prefect_ui import links
 from flows.prefect_ui.artifacts import show_table
-from flows.prefect_ui.hooks import began
+from flows.prefect_ui.flow import shardline_flow
 from flows.presets import with_overrides
 from flows.stages import training as stages
 from flows.stages.crashed_runs import reconcile_statuses
@@ -48,7 +47,7 @@ INVENTORY = "inventory.json"
 CSV, PICTURE, PAGE, RECORD, CONFIG = (f"comparison.{kind}" for kind in ("csv", "png", "html", "json", "yaml"))
 
 
-@flow(name="Compare", flow_run_name="compare {config.name}", on_running=[began], validate_parameters=True)
+@shardline_flow("Compare", run_name="compare {config.name}")
 def compare(
     config: RunConfig, strategies: list[str], target_loss: float = 0.0, baseline: bool = True, run_id: str = ""
 ) -> Comparison:
@@ -58,20 +57,19 @@ def compare(
     all reach. baseline: run on one device as well. run_id: go on with this comparison.
     """
     check(config)
+    if run_id and mlflow_run.read_run(run_id).begun_with != config:
+        raise ValueError(f"comparison {run_id} began with another config, which it keeps: start a new comparison")
     compared = read_strategies(strategies, baseline=baseline)
     request = CompareRequest(strategies=tuple(strategies), target_loss=target_loss, baseline=baseline)
     reconcile_statuses()
     run_id = run_id or stages.begun_before(config) or stages.new_run_id(f"{config.name}-compare")
     tags = {"shardline.comparison": ", ".join(strategy.name for strategy in compared)}
-    try:
-        with tracked(config, run_id=run_id, tags=links.prefect_tags() | tags) as parent:
-            links.link(parent)
-            request.write(parent.folder / REQUEST)
-            shards_dir, shards = stages.tokenize(config, parent)
-            with stages.devices(config, parent):
-                return _compared(compared, request, Children(config, parent, shards_dir, shards))
-    except RunStopped as stop:
-        return Cancelled(message=str(stop))  # type: ignore[return-value]
+    with tracked(config, run_id=run_id, tags=links.prefect_tags() | tags) as parent:
+        links.link(parent)
+        request.write(parent.folder / REQUEST)
+        shards_dir, shards = stages.tokenize(config, parent)
+        with stages.devices(config, parent):
+            return _compared(compared, request, Children(config, parent, shards_dir, shards))
 
 
 def _compared(strategies: Sequence[ComparedStrategy], request: CompareRequest, children: Children) -> Comparison:
@@ -166,7 +164,7 @@ def train_child(children: Children, strategy: ComparedStrategy) -> StrategyOutco
     run_id = children.run_id(strategy)
     with reported(run_id), tracked(config, run_id=run_id, tags=links.prefect_tags() | tags) as run:
         inventory = children.inventory(config, run)
-        plan = stages.plan(config, inventory, run=run, shards=children.shards, shards_dir=children.shards_dir)
+        plan = stages.write_plan(config, inventory, run, shards=children.shards, shards_dir=children.shards_dir)
         stages.train(plan, run)
         return StrategyOutcome(outcome="done", run_id=run.run_id, mlflow_run_id=run.mlflow_run_id)
 
@@ -187,7 +185,7 @@ def report(
     comparison = Comparison(
         run_id=parent.run_id,
         mlflow_run_id=parent.mlflow_run_id,
-        name=parent.config.name,
+        name=children.config.name,
         rows=rows,
         target_loss=target,
         target_was_given=bool(request.target_loss),
@@ -197,7 +195,7 @@ def report(
         open_mlflow=links.open_mlflow(),
         report=str(folder / PAGE),
     )
-    text = yaml.safe_dump(parent.config.model_dump(mode="json"), sort_keys=False)
+    text = yaml.safe_dump(children.config.model_dump(mode="json"), sort_keys=False)
     (folder / CONFIG).write_text(text)
     write_csv(folder / CSV, comparison)
     draw_comparison(folder / PICTURE, comparison, folders=folders)

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import flow
 from prefect.states import Completed, State
 
 from flows.prefect_ui.artifacts import show_markdown
-from flows.prefect_ui.hooks import began
+from flows.prefect_ui.flow import shardline_flow
 from flows.pretrain import pretrain
-from tasks.data.new_files import find_news
+from tasks.data.new_files import find_new_files
 from tasks.display.markdown import escape_markdown
 from tasks.workspace.paths import tracking_uri
 from training.config.run import RunConfig
 
 
-@flow(name="Pretrain nightly", flow_run_name="{config.name}, what is new", on_running=[began], validate_parameters=True)
+@shardline_flow("Pretrain nightly", run_name="{config.name}, what is new")
 def pretrain_nightly(config: RunConfig, min_new_mib: float = 0.0) -> Any:
     """Continue the champion of `config`'s model on the files of data.path that it has not seen; none: skipped.
 
     config: as for pretrain; its data.path is the folder that grows. min_new_mib: less is left to a later night.
     """
-    news = find_news(config, min_new_mib=min_new_mib, tracking_uri=tracking_uri())
-    show_markdown(escape_markdown(news.why), key="new-text", description="What is new in the corpus")
-    if news.config is None:
-        skipped: State[Any] = Completed(name="Skipped", message=news.why)
+    night = find_new_files(config, min_new_mib=min_new_mib, tracking_uri=tracking_uri())
+    show_markdown(escape_markdown(night.why), key="new-text", description="What is new in the corpus")
+    if night.config is None:
+        skipped: State[Any] = Completed(name="Skipped", message=night.why)
         return skipped
-    return pretrain(news.config)
+    return pretrain(night.config)

@@ -5,11 +5,8 @@ With the ID of a run, every stage looks for its record first and goes on from th
 
 from __future__ import annotations
 
-from prefect import flow
-from prefect.states import Cancelled
-
 from flows.prefect_ui import links
-from flows.prefect_ui.hooks import began
+from flows.prefect_ui.flow import shardline_flow
 from flows.promote import promote
 from flows.stages import training as stages
 from flows.stages.crashed_runs import reconcile_statuses
@@ -17,13 +14,12 @@ from flows.stages.custom_program import train_by_program
 from flows.stages.report import report, reported
 from tasks.planning.custom_program import TrainerOutcome
 from tasks.reports.outcome import Outcome
-from tasks.runs.errors import RunStopped
 from tasks.tracking.mlflow_run import tracked
 from training.config.run import RunConfig
 from training.records.plan import RunPlan
 
 
-@flow(name="Pretrain", flow_run_name="{config.name}", on_running=[began], validate_parameters=True)
+@shardline_flow("Pretrain", run_name="{config.name}")
 def pretrain(
     config: RunConfig, dry_run: bool = False, run_id: str = "", force: bool = False
 ) -> Outcome | TrainerOutcome | RunPlan:
@@ -34,25 +30,23 @@ def pretrain(
     if dry_run:
         return stages.plan(config, stages.hardware(config))
     reconcile_statuses()
-    try:
-        run_id = stages.choose_run(run_id, config, force=force)
-        with reported(run_id), tracked(config, run_id=run_id, tags=links.prefect_tags()) as run:
-            links.link(run)
-            if config.trainer.given:
-                with stages.devices(config, run):
-                    return train_by_program(config, run)
-            shards_dir, shards = stages.tokenize(config, run)
+    run_id, changes = stages.choose_run(run_id, config, force=force)
+    with reported(run_id), tracked(config, run_id=run_id, tags=links.prefect_tags()) as run:
+        links.link(run)
+        if config.trainer.given:
             with stages.devices(config, run):
-                plan = stages.plan(config, stages.hardware(config, run), run=run, shards=shards, shards_dir=shards_dir)
-                stages.train(plan, run)
-                stages.evaluate(plan, run)
-                stages.export(plan, run)
-                stages.measure_champion(plan, run, shards)
-                model = stages.register(run)
-                if not model.verdict and plan.config.gates.approval == "none":
-                    model = promote(model.name, version=model.version)
-                model = stages.show_verdict(model)
-                text = stages.generate(plan, run, model)
-                return report(plan, run, model, generated=text)
-    except RunStopped as stop:
-        return Cancelled(message=str(stop))  # type: ignore[return-value]
+                return train_by_program(config, run)
+        shards_dir, shards = stages.tokenize(config, run)
+        with stages.devices(config, run):
+            inventory = stages.hardware(config, run)
+            plan = stages.write_plan(config, inventory, run, shards=shards, shards_dir=shards_dir, changes=changes)
+            stages.train(plan, run)
+            stages.evaluate(plan, run)
+            stages.export(plan, run)
+            stages.measure_champion(plan, run, shards)
+            model = stages.register(run)
+            if not model.verdict and plan.config.gates.approval == "none":
+                model = promote(model.name, version=model.version)
+            model = stages.show_verdict(model)
+            text = stages.generate(plan, run, model)
+            return report(plan, run, model, generated=text)

@@ -107,7 +107,7 @@ class Found:
 
 
 def gpus_granted(gpus: int, gpu_ids: tuple[str, ...]) -> str:
-    """What a container gets, as its label GPUS has it: Docker grants a number of them from the first on."""
+    """The GPUs that a container gets, as its label GPUS names them: Docker grants a number from the first on."""
     return "all" if gpus < 0 else ",".join(gpu_ids or map(str, range(gpus)))
 
 
@@ -225,7 +225,7 @@ def _health_check(heartbeat: Heartbeat | None) -> dict[str, Any]:
 
 
 def state(client: HostClient, container: str) -> State | None:
-    """None if there is no such container. Raises HostError if the daemon does not answer."""
+    """The container's state; None if there is no such container. Raises HostError if the daemon does not answer."""
     try:
         with in_words(client.host):
             found = client.api.inspect_container(container)["State"]
@@ -290,7 +290,7 @@ def remove(client: HostClient, container: str) -> None:
 
 @contextmanager
 def _unless_gone() -> Iterator[None]:
-    """What has ended or gone already needs no ending."""
+    """Ignore the error that a container has ended or is gone already."""
     try:
         yield
     except APIError as error:

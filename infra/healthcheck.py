@@ -1,4 +1,7 @@
-"""`python -m infra.healthcheck URL`: exit code 0 if it answers 200 within 5 s; compose.yaml's health checks."""
+"""`python -m infra.healthcheck URL`: exit code 0 if URL answers 200 within 5 s; the health check of our containers.
+
+It uses the standard library, because the serving image has no httpx and a container runs the check every few seconds.
+"""
 
 from __future__ import annotations
 

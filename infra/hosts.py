@@ -199,7 +199,7 @@ TROUBLES = (
 
 
 def _explain(host: DockerHost, error: Exception) -> tuple[str, bool]:
-    """In words, and whether the daemon was out of reach."""
+    """The error as one sentence, and whether the daemon was out of reach."""
     if isinstance(error, APIError):
         said = str(error.explanation or error)
         cure = next((cure for sign, cure in REFUSALS if sign.lower() in said.lower()), "Docker refused")

@@ -73,7 +73,7 @@ def build(
 
 
 def write_context(file: IO[bytes], *, root: Path = ROOT, wheels: Iterable[Path] = (), ca: Path | None = None) -> None:
-    """What the Dockerfile copies, as a tar archive; without owners and times, so that equal files are cached.
+    """A tar archive of the files that the Dockerfile copies; without owners and times, so that equal files are cached.
 
     Raises ValueError if `root` is no checkout of Shardline.
     """

@@ -44,7 +44,7 @@ class Position:
     in_second: int = 0
 
     def after(self, stamp: str, num_bytes: int) -> Position:
-        """With one more message, of this time."""
+        """The position after one more message, of this time."""
         time = stamp[: len("2026-01-31T12:34:56")]
         since, seen, second, in_second = self.since or time, self.seen, self.second or time, self.in_second
         if time > second:
@@ -95,7 +95,7 @@ class LogFollower(threading.Thread):
                     self._closed.wait(RETRY_S)
 
     def _follow(self, file: FileIO) -> bool:
-        """One connection; True if the container has ended and its log is written."""
+        """Follow over one connection. Returns True once the container has ended and its log is written."""
         client = connect(self.host)
         try:
             found = state(client, self.container)
@@ -126,7 +126,7 @@ class LogFollower(threading.Thread):
                 yield stamp.decode(), text
 
     def _write(self, file: FileIO, messages: Iterator[tuple[str, bytes]]) -> None:
-        """Those that are new."""
+        """Write the messages that are new."""
         for stamp, text in islice(messages, self.position.seen, None):
             with self._writing:
                 if self._closed.is_set():
@@ -140,7 +140,7 @@ class LogFollower(threading.Thread):
         self._save()
 
     def _load(self) -> Position:
-        """Where an earlier follower of this container stood, with the file cut off there; or else the file's end."""
+        """The position of an earlier follower of this container, with the file cut off there; else the file's end."""
         self.path.touch()
         size = self.path.stat().st_size
         position, saved = Position(self.container, size), self._read_saved()
@@ -152,7 +152,7 @@ class LogFollower(threading.Thread):
         return position
 
     def _read_saved(self) -> Position | None:
-        """None without one, or with one that a power cut left empty or broken: the log is fetched once more then."""
+        """The saved position; None if there is none, or a power cut broke it: then the log is fetched once more."""
         try:
             return Position(**json.loads(self._saved.read_bytes()))
         except FileNotFoundError:
@@ -175,7 +175,7 @@ class LogFollower(threading.Thread):
 
 
 def last_lines(client: HostClient, container: str, *, number: int) -> tuple[str, ...]:
-    """Of a container that has ended; without its times. Raises HostError if the daemon does not answer."""
+    """The last lines of an ended container's log, without times. Raises HostError if the daemon does not answer."""
     with in_words(client.host):
         text = client.api.logs(container, tail=number, stream=False)
     return tuple(text.decode(errors="replace").splitlines()[-number:])

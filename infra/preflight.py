@@ -1,4 +1,4 @@
-"""What a host says before anything is started on it: its daemon, the image, and a throw-away container's own report.
+"""Probes a host before a run: its daemon, the image, and what a short-lived container finds there.
 
 Nothing here stops at the first thing that is wrong. What a daemon refuses is put into words and taken out of the
 request, which is then made again, so that one look shows all there is to mend on a host.
@@ -47,7 +47,7 @@ def probe_all(hosts: Sequence[DockerHost], jobs: Mapping[str, Job], *, timeout_s
 
 
 def probe(host: DockerHost, job: Job, *, timeout_s: float) -> Probe:
-    """One host. `job` prints a JSON object, whose `findings` are taken over, as its last line within `timeout_s`."""
+    """Probe one host. `job` prints a JSON object as its last line within `timeout_s`; its `findings` are taken over."""
     try:
         with closing(connect(host)) as client:
             return _probe(client, job, timeout_s=timeout_s)
@@ -91,7 +91,7 @@ def _cure(image: str) -> str:
 
 
 def _said(error: HostError) -> str:
-    """Without the host's name: findings are listed under it."""
+    """The error without the host's name, since findings are listed under it."""
     return str(error).removeprefix(f"{error.hosts[0]}: ") if len(error.hosts) == 1 else str(error)
 
 
@@ -142,7 +142,7 @@ class Output:
 
 
 def finish(client: HostClient, container: str, *, timeout_s: float) -> Output:
-    """Wait for its end, at most so long, read what it wrote, and remove it, whatever happens."""
+    """Wait at most `timeout_s` for the container to end, read its output, and remove it, whatever happens."""
     try:
         code, deadline = None, time.monotonic() + timeout_s
         while code is None and time.monotonic() < deadline:
@@ -182,7 +182,7 @@ def start_what_is_granted(client: HostClient, job: Job) -> tuple[str, Job, tuple
 
 
 def _extra_words(words: str, job: Job) -> str:
-    """For what infra/hosts.py has no words of its own for."""
+    """The first line of an error that infra/hosts.py has no sentence for."""
     if "nvidia-container-cli" in words or "unknown device" in words:
         asked = ", ".join(job.gpu_ids) or ("all" if job.gpus < 0 else job.gpus)
         return f"it has not the GPUs asked for ({asked}): see `nvidia-smi -L` there (Docker said: {words.strip()})"

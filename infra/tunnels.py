@@ -80,7 +80,7 @@ def _start(url: str, *, timeout_s: float) -> _Tunnel:
 
 
 def _wait(tunnel: _Tunnel, url: str, *, timeout_s: float) -> None:
-    """Until the socket is there: ssh makes it once it is let in."""
+    """Wait until the socket is there: ssh makes it once it is logged in."""
     deadline = time.monotonic() + timeout_s
     while not (tunnel.folder / "docker.sock").exists():
         if tunnel.process.poll() is not None:

@@ -10,7 +10,8 @@ from pydantic import BaseModel
 
 from flows.cli.command import main
 from tests.support.code_map import PICTURE
-from tests.test_imports import REPO, rows
+from tests.support.repository import REPO
+from tests.test_imports import rows
 from training.config.run import RunConfig
 
 PAGES = (REPO / "README.md", *sorted((REPO / "docs").glob("*.md")))

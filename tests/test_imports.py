@@ -7,9 +7,10 @@ a later one. An import inside a function, or for type checking, counts like any 
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -69,14 +70,17 @@ def modules(repo: Path) -> dict[str, Path]:
     return {".".join(path.relative_to(repo).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
 
 
-def imported(path: Path) -> Iterator[str]:
+@functools.cache
+def imported(path: Path) -> tuple[str, ...]:
     """Dotted names that a file imports anywhere."""
+    names: list[str] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return tuple(names)
 
 
 def file_graph(repo: Path) -> dict[str, set[str]]:

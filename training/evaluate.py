@@ -1,7 +1,7 @@
-"""The evaluation program: `torchrun … -m training.evaluate runs/ID/plan.json`, on any number of ranks.
+"""The evaluation program: `torchrun … -m training.evaluate PLAN`, on any number of ranks.
 
-Exact figures over the whole held-out split, source by source, downstream tasks, and samples; leaves eval.json. Of the
-run's last checkpoint, or of the model that evaluate.json beside the plan names.
+PLAN is that of an evaluation, or runs/ID/plan.json for the run's last checkpoint. Leaves eval.json beside it: exact
+figures over the whole held-out split, source by source, the scores of downstream tasks, and samples.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from training.data.batch import IGNORED
 from training.data.held_out import held_out_placed
 from training.evaluation.loaded_model import Opened, open_model
 from training.inference.samples import Sampler
-from training.records.plan import RunPlan
-from training.records.results import EvalReport, EvaluationJob, Sample, SourceFigures, TaskScore
+from training.records.evaluation_plan import read_evaluation_plan
+from training.records.results import EvalReport, Sample, SourceFigures, TaskScore
 from training.records.token_shards import TokenShards
-from training.records.train_result import TrainResult
 from training.runtime.process import process_group
 from training.shards.sources import HeldOutSources, held_out_sources
 
@@ -34,45 +33,37 @@ logger = logging.getLogger(__name__)
 
 
 def main(plan_path: Path) -> None:
-    plan, run_dir = RunPlan.read(plan_path), plan_path.parent
-    job = job_of(run_dir)
-    folder = run_dir / job.model  # an absolute one stays as it is
-    held = folder if (folder / CHECKPOINT_MANIFEST).exists() else None
-    with process_group(plan, world_size=int(os.environ.get("WORLD_SIZE", "1"))) as rank, reading(held):
-        began = time.perf_counter()
-        if held is not None and rank.rank == 0:
-            check_model(held)
+    plan = read_evaluation_plan(plan_path).on_ranks(int(os.environ.get("WORLD_SIZE", "1")))
+    folder = plan_path.parent / plan.model
+    checkpoint = folder if (folder / CHECKPOINT_MANIFEST).exists() else None
+    with process_group(plan) as rank, reading(checkpoint):
+        started = time.perf_counter()
+        if checkpoint is not None and rank.rank == 0:
+            check_model(checkpoint)
         opened = open_model(plan, folder, rank=rank)
         manifest = TokenShards.read(Path(plan.shards_dir) / "manifest.json")
         sources = held_out_sources(manifest)
         if sources is None and rank.rank == 0:
             logger.warning(
-                "%s does not record which file its held-out tokens are of: no figures by source (delete it to tokenize "
-                "again)",
+                "%s does not record which file its held-out tokens came from, so there are no figures by source: "
+                "delete it to tokenize again",
                 plan.shards_dir,
             )
         sums = held_out_sums(opened, sources)
-        scored = scores(opened)
-        made = samples(opened)
+        task_scores = score_tasks(opened)
+        samples = generate_samples(opened)
         if rank.rank == 0:
             figures = figures_of(sums.sum(0), manifest.text_bytes("validation"), causal=opened.model.causal)
             EvalReport(
-                step=job.step,
-                checkpoint_sha256=job.checkpoint_sha256,
+                step=plan.step,
+                checkpoint_sha256=plan.checkpoint_sha256,
                 shards_fingerprint=plan.shards_fingerprint,
                 **figures,
                 sources=by_source(sums, sources, causal=opened.model.causal),
-                tasks=scored,
-                samples=made,
-                seconds=time.perf_counter() - began,
-            ).write(run_dir / "eval.json")
-
-
-def job_of(run_dir: Path) -> EvaluationJob:
-    if (run_dir / "evaluate.json").exists():
-        return EvaluationJob.read(run_dir / "evaluate.json")
-    trained = TrainResult.read(run_dir / "result.json")
-    return EvaluationJob(model=trained.checkpoint, step=trained.step, checkpoint_sha256=trained.checkpoint_sha256)
+                tasks=task_scores,
+                samples=samples,
+                seconds=time.perf_counter() - started,
+            ).write(plan_path.with_name("eval.json"))
 
 
 @torch.no_grad()
@@ -96,7 +87,7 @@ def held_out_sums(opened: Opened, sources: HeldOutSources | None) -> np.ndarray:
 
 
 def figures_of(sums: np.ndarray, text_bytes: int, *, causal: bool) -> dict[str, float | int | None]:
-    """From [summed loss, right guesses, tokens]; a masked model predicts too few tokens for bits per byte."""
+    """Figures from [summed loss, right guesses, tokens]; a masked model predicts too few tokens for bits per byte."""
     loss_sum, correct, tokens = map(float, sums)
     loss = loss_sum / tokens
     return {
@@ -110,7 +101,7 @@ def figures_of(sums: np.ndarray, text_bytes: int, *, causal: bool) -> dict[str, 
 
 
 def by_source(sums: np.ndarray, sources: HeldOutSources | None, *, causal: bool) -> tuple[SourceFigures, ...]:
-    """The largest first, as `sources` has them; without those of which no token is predicted."""
+    """Figures of each source, the largest first; sources of which no token is predicted are left out."""
     if sources is None:
         return ()
     rows = zip(sources.names, sources.text_bytes, sums, strict=True)
@@ -121,17 +112,15 @@ def by_source(sums: np.ndarray, sources: HeldOutSources | None, *, causal: bool)
     )
 
 
-def scores(opened: Opened) -> tuple[TaskScore, ...]:
+def score_tasks(opened: Opened) -> tuple[TaskScore, ...]:
     if not opened.plan.config.evaluation.has_tasks:
         return ()
-    from training.evaluation.lm_eval_model import (
-        task_scores,  # lm-evaluation-harness takes seconds to import, and is an extra
-    )
+    from training.evaluation.lm_eval_model import task_scores  # it takes seconds to import, and needs an extra
 
     return task_scores(opened)
 
 
-def samples(opened: Opened) -> tuple[Sample, ...]:
+def generate_samples(opened: Opened) -> tuple[Sample, ...]:
     """One continuation per configured prompt, each from its own seed, so that runs can be compared."""
     if not opened.model.causal:
         return ()

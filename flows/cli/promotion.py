@@ -5,45 +5,44 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from typing import Any
 
 from flows.cli.tables import print_table
 
 DONE, FAILED = 0, 1
-RunFlow = Callable[..., Any]
 
 
-def add_promotion_commands(command: Callable[..., argparse.ArgumentParser], run_flow: RunFlow) -> None:
-    """`command`: as flows/cli/command.py makes one. `run_flow`: calls a flow with Prefect set up."""
-    promote = command(
-        "promote",
-        lambda options: _promote(options, run_flow),
-        "put a model version through its gates, to champion",
-        "MODEL",
-    )
+def add_promotion_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """`command`: adds a subcommand, as flows/cli/command.py defines it."""
+    promote = command("promote", _promote, "make a model version champion if it passes its gates", "MODEL")
     promote.add_argument("--version", type=int, help="default: the challenger; judged again if it was judged")
-    promote.add_argument("--force", action="store_true", help="past the gates")
+    promote.add_argument("--force", action="store_true", help="skip the gates")
     promote.add_argument("--by", default="", help="who asks, as recorded (default: you)")
     about = "gates and rollout, for example rollout.watch_minutes=1"
     promote.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=about)
-    rollback = command("rollback", _rollback, "put the version before in the champion's place, at once", "MODEL")
+    rollback = command("rollback", _rollback, "make the version before champion again, at once", "MODEL")
     rollback.add_argument("--to", type=int, metavar="VERSION", help="default: the one that the champion replaced")
     rollback.add_argument("--why", default="asked for", help="recorded with the move")
-    history = command("history", _history, "every move of a model's champion: who, what, when, why", "MODEL")
-    watch = command("watch", _watch, "promote whatever is given the alias `challenger` in the registry")
+    history = command("history", _history, "list every change of a model's champion: who, what, when, why", "MODEL")
+    watch = command("watch", _watch, "promote every version that gets the alias `challenger` in the registry")
     watch.add_argument("models", metavar="MODEL", nargs="*", help="default: all of the registry")
-    watch.add_argument("--poll", type=float, default=30, metavar="SECONDS", help="between two looks (default: 30)")
-    watch.add_argument("--host", default="127.0.0.1", help="where webhooks are received")
-    watch.add_argument("--port", type=int, help="receive MLflow's webhooks there; none: only look")
-    watch.add_argument("--secret-file", default="", metavar="FILE", help="holds the webhooks' secret")
-    watch.add_argument("--register-webhook", default="", metavar="URL", help="have MLflow send them to this address")
+    about = "seconds between checks of the registry (default: 30)"
+    watch.add_argument("--poll", type=float, default=30, metavar="SECONDS", help=about)
+    watch.add_argument("--host", default="127.0.0.1", help="address on which webhooks are received")
+    watch.add_argument("--port", type=int, help="receive MLflow's webhooks on this port (default: only poll)")
+    watch.add_argument("--secret-file", default="", metavar="FILE", help="file with the webhooks' secret")
+    watch.add_argument("--register-webhook", default="", metavar="URL", help="make MLflow send them to this address")
     for added in (promote, rollback, history):
         added.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
-def _promote(options: argparse.Namespace, run_flow: RunFlow) -> int:
-    model = run_flow(
-        "promote",
+def _promote(options: argparse.Namespace) -> int:
+    from flows.servers.embedded import start_servers
+
+    wait = start_servers()
+    from flows.promote import promote
+
+    wait()
+    model = promote(
         options.model,
         version=options.version,
         force=options.force,

@@ -1,58 +1,46 @@
-"""Onto a Prefect server: the pool, its queue for training, one run at a time, and prefect.yaml's deployments."""
+"""Prepares a Prefect server: the work pool, its queue that trains one run at a time, prefect.yaml's deployments."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import subprocess
 import sys
-import tempfile
 from typing import Any
 
 from flows.presets import PRESETS_FILE
 
 POOL, TRAINING_QUEUE = "shardline", "training"
-
-
-PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
+NUM_LAST_LINES, MAX_LINE_CHARS = 20, 500  # of what `prefect deploy` printed: a refused template comes back whole
 
 
 def worker_name() -> str:
-    """Of this machine's worker; runs that it submits bear it as a label."""
+    """Name of this machine's worker, which Prefect puts on the runs that it submits, as a label."""
     return f"shardline-{socket.gethostname()}"
 
 
-def make_pool(environment: dict[str, str], *, kind: str = "process", template: dict[str, Any] | None = None) -> None:
-    """On the server that `environment` names, if it has not got it. Raises RuntimeError with what Prefect said.
+def make_pool(*, kind: str = "process", template: dict[str, Any] | None = None) -> None:
+    """Make the pool and its queue on the server of PREFECT_API_URL; a pool that exists gets the template.
 
-    `template`: Prefect's base job template; without one it is the kind's own.
+    `template`: Prefect's base job template; default that of a process worker.
     """
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        command = [*PREFECT, "work-pool", "create", POOL, "--type", kind, "--overwrite"]
-        if template is not None:
-            json.dump(template, file)
-            file.flush()
-            command += ["--base-job-template", file.name]
-        _run(command, environment)
-    with contextlib.suppress(_AlreadyThere):
-        _run([*PREFECT, "work-queue", "create", TRAINING_QUEUE, "--pool", POOL, "--limit", "1"], environment)
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.exceptions import ObjectAlreadyExists
+    from prefect.workers.process import ProcessWorker
+
+    template = template or ProcessWorker.get_default_base_job_template()
+    with get_client(sync_client=True) as client:
+        client.create_work_pool(WorkPoolCreate(name=POOL, type=kind, base_job_template=template), overwrite=True)
+        with contextlib.suppress(ObjectAlreadyExists):
+            client.create_work_queue(TRAINING_QUEUE, work_pool_name=POOL, concurrency_limit=1)
 
 
 def deploy(environment: dict[str, str]) -> None:
-    """Into the pool; done before, it changes what has changed."""
-    _run([*PREFECT, "deploy", "--all", "--prefect-file", str(PRESETS_FILE)], environment)
-
-
-class _AlreadyThere(RuntimeError):
-    pass
-
-
-def _run(command: list[str], environment: dict[str, str]) -> None:
+    """Create or update prefect.yaml's deployments. Raises RuntimeError with what Prefect printed."""
+    arguments = ["prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(PRESETS_FILE)]
+    command = [sys.executable, "-m", *arguments]
     done = subprocess.run(command, env=environment, cwd=PRESETS_FILE.parent, capture_output=True, text=True)
     if done.returncode:
-        said = (done.stdout + done.stderr).strip()
-        if "already exists" in said:
-            raise _AlreadyThere(said)
-        last = "\n".join(line[:500] for line in said.splitlines()[-20:])  # a refused template comes back whole
-        raise RuntimeError(f"`{' '.join(command[2:])}` failed:\n{last}")
+        lines = (done.stdout + done.stderr).strip().splitlines()[-NUM_LAST_LINES:]
+        raise RuntimeError(f"`{' '.join(arguments)}` failed:\n" + "\n".join(line[:MAX_LINE_CHARS] for line in lines))

@@ -9,10 +9,8 @@ no longer say how it ended. Ours has a session to itself, and starts while we im
 from __future__ import annotations
 
 import atexit
-import http.client
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -20,14 +18,32 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tasks.workspace.paths import home, up_url
+from tasks.workspace.processes import end_process, free_port
 
 READY_WITHIN_S = 120  # a first start migrates a database: 10 s and more
 POLL_S = 0.05
+STOP_WITHIN_S = 5
 EMBEDDED = "SHARDLINE_EMBEDDED_PREFECT"
 
 
+def start_servers() -> Callable[[], None]:
+    """Start Prefect's server for a flow; returns a function that waits until it and MLflow answer.
+
+    Import the flow between the two calls: that takes as long as the server needs to start.
+    """
+    wait_for_prefect = start_prefect_server()
+
+    def wait() -> None:
+        from tasks.tracking.client import connect
+
+        connect()
+        wait_for_prefect()
+
+    return wait
+
+
 def start_prefect_server() -> Callable[[], None]:
-    """Set up Prefect's environment and start a server; returns `wait`, which comes back once it answers.
+    """Set up Prefect's environment and start a server; returns a function that waits until it answers.
 
     To be called before prefect is imported: what is registered at exit first runs last, and Prefect sends its last
     logs and events at exit (to a server that is gone it would try for over a minute).
@@ -43,23 +59,14 @@ def start_prefect_server() -> Callable[[], None]:
         return lambda: None
     os.environ.setdefault("PREFECT_HOME", str(home() / "prefect"))
     Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)
-    port, log_path = _free_port(), Path(os.environ["PREFECT_HOME"]) / "server.log"
+    port, log_path = free_port(), Path(os.environ["PREFECT_HOME"]) / "server.log"
     with log_path.open("wb") as log:
         server = subprocess.Popen(
             _command(port), env=_environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
-    atexit.register(_stop, server)
+    atexit.register(end_process, server, grace_s=STOP_WITHIN_S)
     os.environ |= {"PREFECT_API_URL": f"http://127.0.0.1:{port}/api", EMBEDDED: "1"}
     return lambda: _wait(server, port, log_path)
-
-
-def _stop(server: subprocess.Popen[bytes]) -> None:
-    server.terminate()
-    try:
-        server.wait(5)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
 
 
 def is_embedded() -> bool:
@@ -100,27 +107,21 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _wait(server: subprocess.Popen[bytes], port: int, log_path: Path) -> None:
-    deadline = time.monotonic() + READY_WITHIN_S
-    while not _answers(port):
-        if server.poll() is not None or time.monotonic() > deadline:
-            tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-10:])
-            raise RuntimeError(f"the embedded Prefect server did not start (exit code {server.poll()}):\n{tail}")
-        time.sleep(POLL_S)
+    import httpx  # only here, so that it loads while the server starts
 
+    deadline, url = time.monotonic() + READY_WITHIN_S, f"http://127.0.0.1:{port}/api/health"
+    # One client: each new one loads certificates. trust_env: a proxy in the environment does not reach this machine.
+    with httpx.Client(timeout=5, trust_env=False) as client:
 
-def _answers(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    try:
-        connection.request("GET", "/api/health")
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
-    finally:
-        connection.close()
+        def answers() -> bool:
+            try:
+                return client.get(url).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        while not answers():
+            if server.poll() is not None or time.monotonic() > deadline:
+                tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-10:])
+                raise RuntimeError(f"the embedded Prefect server did not start (exit code {server.poll()}):\n{tail}")
+            time.sleep(POLL_S)

@@ -6,8 +6,6 @@ made after `down` go on without servers. While they run every command uses them 
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import logging
 import os
@@ -16,14 +14,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
+import httpx
 import psutil
 
 from flows.servers.deploy import POOL, deploy, make_pool, worker_name
 from tasks.workspace.locks import owned
 from tasks.workspace.paths import UP_FILE, embedded_artifacts, home, up_url
-from tasks.workspace.processes import local_process, process_key
+from tasks.workspace.processes import end_process, local_process, process_key
+from tasks.workspace.wait import until
 from training.records.record import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def up(*, prefect_port: int, mlflow_port: int) -> dict[str, str]:
         for name in missing:
             if name in ports:
                 _check_port(name, ports[name])
-        began = time.monotonic()
+        start = time.monotonic()
         try:
             for name in missing:
                 if name in ports:
@@ -60,9 +61,8 @@ def up(*, prefect_port: int, mlflow_port: int) -> dict[str, str]:
             for name in reversed(missing):
                 _end(name)
             raise
-        logger.info(
-            "%s in %.1f s", f"started {', '.join(missing)}" if missing else "all ran already", time.monotonic() - began
-        )
+        done = f"started {', '.join(missing)}" if missing else "all services ran already"
+        logger.info("%s in %.1f s", done, time.monotonic() - start)
         return {name: up_url(name) for name in TITLES}
 
 
@@ -115,9 +115,11 @@ def _start(name: str, command: list[str], *, url: str) -> None:
 
 
 def _deploy(*, worker_is_missing: bool) -> None:
-    """The pool, the worker that takes its runs, and the deployments."""
+    """Make the pool and the deployments, and start the worker that takes their runs."""
     environment = _environment()
-    make_pool(environment)
+    # Prefect's client, which is imported only after this, reads its settings from the environment.
+    os.environ |= {name: environment[name] for name in ("PREFECT_HOME", "PREFECT_API_URL")}
+    make_pool()
     if worker_is_missing:
         command = ["-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", worker_name()]
         _start("worker", command, url=POOL)
@@ -127,55 +129,53 @@ def _deploy(*, worker_is_missing: bool) -> None:
 
 
 def _reconcile_now() -> None:
-    """What the end of an earlier start cut off is told when this one is ready, not minutes later."""
-    server = up_url("prefect")
-    _, deployment = _request(server, "/api/deployments/name/Reconcile/reconcile")
-    status, _ = _request(server, f"/api/deployments/{json.loads(deployment)['id']}/create_flow_run", b"{}")
-    if status not in {200, 201}:
-        logger.warning("Prefect took no run of `reconcile` now; its next one comes within minutes")
+    """Start a run of `reconcile`: runs that an earlier stop of the servers cut off should not wait for its schedule."""
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import PrefectException
+
+    try:
+        with get_client(sync_client=True) as client:
+            deployment = client.read_deployment_by_name("Reconcile/reconcile")
+            client.create_flow_run_from_deployment(deployment.id)
+    except (httpx.HTTPError, PrefectException) as error:
+        logger.warning("could not start a run of `reconcile` (%s); its schedule starts one within minutes", error)
 
 
 def _worker_is_online() -> bool:
-    body = json.dumps({}).encode()
-    status, answer = _request(up_url("prefect"), f"/api/work_pools/{POOL}/workers/filter", body)
-    workers = json.loads(answer) if status == 200 else []
-    return any(worker["name"] == worker_name() and worker["status"] == "ONLINE" for worker in workers)
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        workers = client.read_workers_for_work_pool(POOL)
+    return any(worker.name == worker_name() and worker.status == "ONLINE" for worker in workers)
 
 
 def _wait(name: str, is_ready: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + READY_WITHIN_S
-    while not is_ready():
-        if not _process(name) or time.monotonic() > deadline:
-            log = _folder() / f"{name}.log"
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-10:])
-            raise RuntimeError(f"the {TITLES[name]} did not come up ({log}):\n{tail}")
-        time.sleep(POLL_S)
+    until(lambda: is_ready() or not _process(name), timeout_s=READY_WITHIN_S, every_s=POLL_S)
+    if not is_ready():
+        log = _folder() / f"{name}.log"
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-10:])
+        raise RuntimeError(f"the {TITLES[name]} did not come up ({log}):\n{tail}")
 
 
 def _answers(url: str, path: str) -> bool:
-    return _request(url, path)[0] == 200
-
-
-def _request(url: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-    """Status 0: no answer."""
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=5)
     try:
-        connection.request("POST" if body else "GET", path, body, {"content-type": "application/json"})
-        response = connection.getresponse()
-        return response.status, response.read()
-    except OSError:
-        return 0, b""
-    finally:
-        connection.close()
+        return _client().get(url + path).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@cache
+def _client() -> httpx.Client:
+    """One client, because each new one loads certificates; a proxy in the environment does not reach this machine."""
+    return httpx.Client(timeout=5, trust_env=False)
 
 
 def _check_port(name: str, port: int) -> None:
     if not 0 < port < 65536:
         raise ValueError(f"--{name}-port {port}: choose one from 1 to 65535")
     with socket.socket() as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as servers do: one that just ended is no hindrance
+        # As servers do: the port of a server that has just ended is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
@@ -186,12 +186,12 @@ def _check_port(name: str, port: int) -> None:
 
 
 def _listener(port: int) -> str:
-    """Who has it, as far as we may know."""
+    """The program that listens on a port, as far as we may see it."""
     for connection in psutil.net_connections("tcp"):
         local_port = getattr(connection.laddr, "port", 0)
         if connection.status == psutil.CONN_LISTEN and local_port == port and connection.pid:
             return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})"
-    return "what listens there"
+    return "the program that listens there"
 
 
 def _read() -> dict[str, dict[str, str]]:
@@ -205,15 +205,10 @@ def _process(name: str) -> psutil.Process | None:
 
 
 def _end(name: str) -> bool:
-    """SIGTERM to the service and what it started, SIGKILL to what is left; whether it ran."""
+    """End a service with all that it started; returns whether it ran."""
     process, known = _process(name), _read()
     if process is not None:
-        family = [process, *process.children(recursive=True)]
-        for member in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.terminate()
-        for member in psutil.wait_procs(family, timeout=STOP_WITHIN_S)[1]:
-            member.kill()
+        end_process(process, grace_s=STOP_WITHIN_S, with_descendants=True)
     if known.pop(name, None):
         write_atomically(home() / UP_FILE, json.dumps(known, indent=2))
     return process is not None

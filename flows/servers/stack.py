@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import logging
 import os
 import re
 import secrets
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from pathlib import Path
+
+import httpx
 
 from flows.servers.deploy import POOL, deploy, make_pool, worker_name
 from tasks.operations.ps import known_hosts, list_running
@@ -100,9 +98,8 @@ def work() -> None:
         make_user(SERVING_USER, password)
     kind = os.environ.pop("SHARDLINE_POOL", "process")
     _check_pool(kind)
-    environment = dict(os.environ)
-    make_pool(environment, kind=kind, template=job_template() if kind == "docker" else None)
-    deploy(environment)
+    make_pool(kind=kind, template=job_template() if kind == "docker" else None)
+    deploy(dict(os.environ))
     if kind == "docker":
         remove_old_containers()
     options = ["--pool", POOL, "--type", kind, "--name", worker_name(), "--with-healthcheck"]
@@ -111,13 +108,13 @@ def work() -> None:
     try:
         sys.exit(worker.wait())
     finally:
-        for run in _under_way() if kind == "process" and worker.poll() is None else ():
+        for run in _running_runs() if kind == "process" and worker.poll() is None else ():
             logger.info("stopping run %s: saved at step %d", run, stop(run).checkpoint_step)
         worker.terminate()
         worker.wait()
 
 
-def _under_way() -> list[str]:
+def _running_runs() -> list[str]:
     return sorted({row.run for row in list_running(known_hosts("")).running})
 
 
@@ -139,25 +136,13 @@ def _check_pool(kind: str) -> None:
 
 
 def make_user(name: str, password: str) -> None:
-    """A user of MLflow's basic-auth app with that password, there before or not; the app's default is to read only."""
+    """Create a user of MLflow's basic-auth app, or give it that password; by default such a user may only read."""
     body = {"username": name, "password": password}
-    status, answer = _ask_mlflow("POST", "/api/2.0/mlflow/users/create", body)
-    if "RESOURCE_ALREADY_EXISTS" in answer:
-        status, answer = _ask_mlflow("PATCH", "/api/2.0/mlflow/users/update-password", body)
-    if status != 200:
-        raise RuntimeError(f"MLflow refused to make its user {name} ({status}): {answer[:500]}")
-
-
-def _ask_mlflow(method: str, path: str, body: dict[str, str]) -> tuple[int, str]:
-    user = f"{os.environ['MLFLOW_TRACKING_USERNAME']}:{os.environ['MLFLOW_TRACKING_PASSWORD']}"
-    request = urllib.request.Request(
-        os.environ["MLFLOW_TRACKING_URI"] + path,
-        json.dumps(body).encode(),
-        {"content-type": "application/json", "authorization": f"Basic {base64.b64encode(user.encode()).decode()}"},
-        method=method,
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=REQUEST_S) as response:
-            return int(response.status), response.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode(errors="replace")
+    auth = os.environ["MLFLOW_TRACKING_USERNAME"], os.environ["MLFLOW_TRACKING_PASSWORD"]
+    users = f"{os.environ['MLFLOW_TRACKING_URI']}/api/2.0/mlflow/users"
+    with httpx.Client(auth=auth, timeout=REQUEST_S) as client:
+        reply = client.post(f"{users}/create", json=body)
+        if reply.is_client_error and reply.json().get("error_code") == "RESOURCE_ALREADY_EXISTS":
+            reply = client.patch(f"{users}/update-password", json=body)
+    if reply.is_error:
+        raise RuntimeError(f"MLflow refused to create its user {name} ({reply.status_code}): {reply.text[:500]}")

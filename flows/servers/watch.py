@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,11 +16,11 @@ from uuid import UUID
 
 import uvicorn
 
-from tasks.promotion.challengers import Challenges, Due
+from tasks.promotion.challengers import ChallengerWatcher, DuePromotion
 from tasks.promotion.webhook import PATH, build_receiver, read_secret, register_webhook
 from tasks.registry.models import require_model
 from tasks.tracking.client import registry_client
-from tasks.workspace.paths import tracking_uri, up_url
+from tasks.workspace.paths import command, tracking_uri, up_url
 
 logger = logging.getLogger(__name__)
 
@@ -45,35 +44,35 @@ def watch(
             raise ValueError("--register-webhook needs --secret-file: MLflow signs with it")
         register_webhook(client, url=register_url, secret=secret)
     start = start_in_prefect if _prefect_url() else _start_here
-    challenges = Challenges(tracking_uri=uri, models=models, poll_s=poll_s, start=start)
-    over = threading.Event()
-    follower = threading.Thread(target=challenges.follow, args=(over,), name="challengers", daemon=True)
-    follower.start()
+    watcher = ChallengerWatcher(tracking_uri=uri, models=models, poll_s=poll_s, start=start)
+    stopped = threading.Event()
+    thread = threading.Thread(target=watcher.run, args=(stopped,), name="challengers", daemon=True)
+    thread.start()
     print(f"watching {', '.join(models) or 'all models'}, every {poll_s:g} s", flush=True)
     try:
         if port is None:
-            follower.join()
+            thread.join()
             return
-        app = build_receiver(secret=secret, heed=challenges.nudge)
+        app = build_receiver(secret=secret, on_challenger=watcher.notify)
         server = uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level="warning"))
         print(f"webhooks: http://{host}:{port}{PATH}", flush=True)
         server.run()
     finally:
-        over.set()
+        stopped.set()
 
 
 def _prefect_url() -> str:
     return os.environ.get("PREFECT_API_URL") or up_url("prefect")
 
 
-def _start_here(due: Due) -> Callable[[], bool]:
+def _start_here(due: DuePromotion) -> Callable[[], bool]:
     """In a session of its own: a Ctrl-C here does not interrupt it."""
-    command = [sys.executable, "-m", "flows.cli", "promote", due.model, "--by", f"watch: {due.why}"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    promote = [command("shardline"), "promote", due.model, "--by", f"watch: {due.reason}"]
+    process = subprocess.Popen(promote, stdout=subprocess.DEVNULL, start_new_session=True)
     return lambda: process.poll() is None
 
 
-def start_in_prefect(due: Due) -> Callable[[], bool]:
+def start_in_prefect(due: DuePromotion) -> Callable[[], bool]:
     """A run of the deployment; where there is none yet, here."""
     from flows.servers.embedded import start_prefect_server
 
@@ -82,8 +81,8 @@ def start_in_prefect(due: Due) -> Callable[[], bool]:
     from prefect.deployments import run_deployment
     from prefect.exceptions import ObjectNotFound
 
-    parameters = {"model": due.model, "by": f"watch: {due.why}"}
-    key = f"promote {due.model}/{due.version}: {due.why}"
+    parameters = {"model": due.model, "by": f"watch: {due.reason}"}
+    key = f"promote {due.model}/{due.version}: {due.reason}"
     for _ in range(MAX_RUNS):
         try:
             run = run_deployment(DEPLOYMENT, parameters=parameters, idempotency_key=key, timeout=0, as_subflow=False)

@@ -42,6 +42,7 @@ def train(plan: TrainerPlan, run: TrackedRun) -> TrainerOutcome:
             run_trainer(plan, run_dir=run.folder)
         finally:
             stages.log_attempts(run)
+    mlflow_run_client.wait_for_store()
     logger.info("skipped, as they belong to Shardline's own training: %s", ", ".join(SKIPPED))
     outcome = TrainerOutcome(
         run_id=run.run_id,

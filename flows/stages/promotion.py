@@ -18,14 +18,13 @@ from flows.presets import parse_override
 from flows.servers.embedded import is_embedded
 from flows.stages.stage import stage
 from tasks.display.markdown import escape_markdown
-from tasks.promotion import promote
-from tasks.promotion import rollout as switching
+from tasks.promotion import promote, rollout
 from tasks.promotion.gates import Check
-from tasks.promotion.judge import Terms, standing
-from tasks.promotion.lock import Turn, turn, who
+from tasks.promotion.judge import Terms, registered_model
+from tasks.promotion.lock import PromotionLock, current_user, promotion_lock
 from tasks.promotion.promote import Case, Request, gate_rows
 from tasks.registry.models import aliases_of, require_model
-from tasks.registry.tags import CHALLENGER, VERDICT
+from tasks.registry.tags import CHALLENGER
 from tasks.tracking.client import registry_client
 from tasks.workspace.paths import tracking_uri
 from training.config.promotion import RolloutConfig
@@ -34,12 +33,12 @@ from training.records.results import RegisteredModel
 logger = logging.getLogger(__name__)
 
 
-def asked(model: str, *, version: int | None, force: bool, overrides: Sequence[str], by: str) -> Request:
-    """Raises ValueError for an override that is none, or for a model that is not there."""
+def read_request(model: str, *, version: int | None, force: bool, overrides: Sequence[str], by: str) -> Request:
+    """Raises ValueError for a wrong override, or for a model that the registry does not have."""
     run_id = str(flow_run.id or "")
     request = Request(
         model=model,
-        who=by or who(),
+        who=by or current_user(),
         version=version,
         force=force,
         overrides=dict(map(parse_override, overrides)),
@@ -51,28 +50,29 @@ def asked(model: str, *, version: int | None, force: bool, overrides: Sequence[s
 
 
 @contextmanager
-def turn_of(request: Request) -> Iterator[Turn]:
-    asked_for = "the challenger" if request.version is None else f"version {request.version}"
-    what = f"promotes {request.model}, {asked_for}"
-    with turn(registry_client(tracking_uri()), request.model, what=what, by=request.who) as mine:
-        yield mine
+def locked(request: Request) -> Iterator[PromotionLock]:
+    """Hold the lock on the model's aliases; the time between judgement and rollout, for approval, is not locked."""
+    version = "the challenger" if request.version is None else f"version {request.version}"
+    what = f"promotes {request.model}, {version}"
+    with promotion_lock(registry_client(tracking_uri()), request.model, what=what, by=request.who) as lock:
+        yield lock
 
 
-@stage("Finish what was interrupted")
-def settle(request: Request, mine: Turn) -> RegisteredModel | None:
-    """How the interrupted version stands, if nothing else is asked for."""
+@stage("Finish an interrupted promotion")
+def finish_interrupted(request: Request, lock: PromotionLock) -> RegisteredModel | None:
+    """Finish an interrupted promotion; returns its version if the request asks for nothing else."""
     client, overrides = registry_client(tracking_uri()), request.overrides or {}
 
-    def changed(rollout: RolloutConfig) -> RolloutConfig:
-        return promote.overridden(Terms(rollout=rollout), overrides).rollout
+    def changed(config: RolloutConfig) -> RolloutConfig:
+        return promote.overridden(Terms(rollout=config), overrides).rollout
 
-    move = switching.settle(client, mine, request.model, changed=changed, show=logger.debug)
+    move = rollout.finish_interrupted(client, lock, request.model, changed=changed, show=logger.debug)
     if move is None:
         return None
     nothing_else = request.version is None and CHALLENGER not in aliases_of(client, request.model)
     if not (nothing_else or (request.version == move.version and not request.force)):
         return None
-    return _standing(request.model, move.version)
+    return registered_model(client, request.model, move.version)
 
 
 @stage("Gates and smoke test")
@@ -91,7 +91,7 @@ class Approval(RunInput):
 
 
 def approve(request: Request, case: Case) -> Case:
-    """A person says yes or no: in the form of this flow run, or by a tag of the version."""
+    """Wait for a person's yes or no: in the form of this flow run, or by a tag of the version."""
     if case.terms.gates.approval == "tag":
         check = promote.approved_by_tag(registry_client(tracking_uri()), case)
     else:
@@ -113,23 +113,23 @@ def _approved_in_prefect(case: Case) -> Check:
         answer = pause_flow_run(wait_for_input=Approval, timeout=max(1, round(timeout_s)), poll_interval=2)
     except FlowPauseTimeout:
         return Check("approval", False, f"nobody resumed the flow run within {timeout_s:g} s")
-    told = f"by {answer.name} in Prefect{f': {answer.why}' if answer.why else ''}"
-    return Check("approval", answer.approved, f"{'approved' if answer.approved else 'refused'} {told}")
+    by = f"by {answer.name} in Prefect{f': {answer.why}' if answer.why else ''}"
+    return Check("approval", answer.approved, f"{'approved' if answer.approved else 'refused'} {by}")
 
 
 @stage("Switch and watch")
-def roll_out(request: Request, case: Case, mine: Turn) -> RegisteredModel:
-    """Its verdict stands on the version in the end, whatever it is."""
+def roll_out(request: Request, case: Case, lock: PromotionLock) -> RegisteredModel:
+    """Make the version champion if it passed; the verdict is recorded with it in either case."""
     client = registry_client(tracking_uri())
-    if case.settled:
-        return standing(client, case.model, case.version, verdict=case.settled)
+    if case.decided:
+        return registered_model(client, case.model, case.version, verdict=case.decided)
     if not case.passed:
         return promote.refuse(client, request, case)
-    move = promote.begin(client, mine, request, case)
+    move = promote.begin(client, lock, request, case)
     if isinstance(move, RegisteredModel):
         return move
-    switching.carry_out(client, mine, move, show=logger.debug)
-    model = _standing(case.model, case.version)
+    rollout.carry_out(client, lock, move, show=logger.debug)
+    model = registered_model(client, case.model, case.version)
     show_markdown(
         f"**{model.name}**: champion was version {move.replaces or 'none'}, asked by {escape_markdown(move.who)}. "
         f"Version {model.version} is {model.alias or 'no alias'} now: {escape_markdown(model.verdict)}",
@@ -139,13 +139,7 @@ def roll_out(request: Request, case: Case, mine: Turn) -> RegisteredModel:
     return model
 
 
-def _standing(name: str, number: int) -> RegisteredModel:
-    client = registry_client(tracking_uri())
-    verdict = client.get_model_version(name, str(number)).tags.get(VERDICT, "")
-    return standing(client, name, number, verdict=verdict)
-
-
 def _show(case: Case) -> None:
     if case.checks:
-        about = f"{case.model}/{case.version} against {case.against or 'no champion'}"
+        about = f"{case.model}/{case.version} against {case.champion or 'no champion'}"
         show_table(gate_rows(case.checks), key="gates", description=about)

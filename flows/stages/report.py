@@ -52,7 +52,7 @@ def write_page(run_id: str, *, ended: str, flow_run_id: str = "") -> None:
     """Into the run's folder, MLflow and Prefect. `flow_run_id`: whose it is, where that is not this flow run."""
     run, of = mlflow_run.read_run(run_id), flow_run_id or str(flow_run.id or "")
     links = {"MLflow": mlflow_page(run) or open_mlflow()} | ({"Prefect": prefect_page(of) or of} if of else {})
-    data = read_run_data(run, stop_reason=ended, preset=presets().get(run.config.name), links=links)
+    data = read_run_data(run, stop_reason=ended, preset=presets().get(run.begun_with.name), links=links)
     written = write_report(data)
     logger.info("report: %s", run.folder / PAGE)
     _show(data, drawn=run.folder / CURVES in written, flow_run_id=flow_run_id)

@@ -1,4 +1,4 @@
-"""A stage is a Prefect task, and its seconds are kept."""
+"""A stage of a flow: a Prefect task whose seconds are recorded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import ParamSpec, TypeVar
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from tasks.tracking import client
 from tasks.tracking.mlflow_run import TrackedRun
 from training.records.record import write_atomically
 
@@ -26,19 +25,15 @@ def stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 @contextmanager
 def timed(run: TrackedRun, name: str) -> Iterator[None]:
-    """Keep the stage's seconds in runs/ID/stages.json; stages done again by a resume add up.
-
-    Once it is done MLflow is waited for, as the stage then tells of itself.
-    """
-    path, began = run.folder / "stages.json", time.perf_counter()
+    """Record the stage's seconds in runs/ID/stages.json; those of a stage that a resume repeats are added up."""
+    path, start = run.folder / "stages.json", time.perf_counter()
     try:
         yield
     finally:
         seconds = stage_seconds(run)
-        seconds[name] = round(seconds.get(name, 0.0) + time.perf_counter() - began, 2)
-        with suppress(OSError):  # a full disk costs the figure; what ended the stage is to be told
+        seconds[name] = round(seconds.get(name, 0.0) + time.perf_counter() - start, 2)
+        with suppress(OSError):  # a full disk costs the figure, and must not hide why the stage ended
             write_atomically(path, json.dumps(seconds))
-    client.wait_for_store()
 
 
 def stage_seconds(run: TrackedRun) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -20,14 +20,14 @@ from tasks.data import corpus
 from tasks.display.markdown import escape_markdown
 from tasks.display.progress import step_progress
 from tasks.evaluation import champion as rival
-from tasks.evaluation.evaluate import check_prompts, check_tasks
-from tasks.evaluation.tables import metrics_of, table_of
+from tasks.evaluation.checks import check_prompts, check_tasks
+from tasks.evaluation.report import metrics_of, table_of
 from tasks.hardware import measure as machines
 from tasks.hardware.doctor import hardware_rows
 from tasks.inference.onnx_generator import TextGenerator
 from tasks.launch import batch_size_trial, check_hosts, nsight, programs
 from tasks.launch.docker_hosts import attempts_of
-from tasks.operations import gpu_queue as own
+from tasks.operations import gpu_queue
 from tasks.planning import plan as planning
 from tasks.planning.describe import describe_plan
 from tasks.planning.pretrained import check_tokenizer
@@ -37,7 +37,9 @@ from tasks.reports.export_latency import draw_latency, latency_rows
 from tasks.reports.outcome import against_plan
 from tasks.reports.run_report import LATENCY
 from tasks.runs import resume
+from tasks.runs.resume import Change
 from tasks.tracking import mlflow_run
+from tasks.tracking.client import wait_for_store
 from tasks.tracking.mlflow_run import TrackedRun
 from tasks.workspace.paths import command, home, run_folder, tracking_uri
 from training.config.run import RunConfig
@@ -51,18 +53,19 @@ from training.records.train_result import TrainResult
 logger = logging.getLogger(__name__)
 
 
-def choose_run(run_id: str, config: RunConfig, *, force: bool) -> str:
-    """The ID of a new run; or `run_id`, having said what `config` changes of it. Raises ValueError if it cannot.
+def choose_run(run_id: str, config: RunConfig, *, force: bool) -> tuple[str, tuple[Change, ...]]:
+    """The ID of a new run, or of the run to resume with what `config` changes of it. Raises ValueError if it may not.
 
-    A flow run that Prefect starts again, as its Retry does, goes on with the run that it began.
+    A flow run that Prefect starts again, as its Retry does, resumes the run that it began.
     """
     run_id = run_id or begun_before(config)
     if not run_id:
-        return new_run_id(config.name)
+        return new_run_id(config.name), ()
     run = mlflow_run.read_run(run_id)
-    for change in resume.accepted(run.folder, config, begun_with=run.config, force=force):
+    changes = resume.accepted(run.folder, config, begun_with=run.begun_with, force=force)
+    for change in changes:
         logger.warning("resumed with %s", change)
-    return run_id
+    return run_id, changes
 
 
 def begun_before(config: RunConfig) -> str:
@@ -100,14 +103,14 @@ def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
 @contextmanager
 def devices(config: RunConfig, run: TrackedRun) -> Iterator[None]:
     """Hold the GPUs that the run will use; while another run has them, the task that is shown says which."""
-    with own.turn(config, run_id=run.run_id, wait=partial(wait_for_devices, run)):
+    with gpu_queue.hold_gpus(config, run_id=run.run_id, wait=partial(wait_for_devices, run)):
         yield
 
 
 @task(name="Wait", task_run_name="Wait: {holder}", cache_policy=NO_CACHE, persist_result=False)
-def wait_for_devices(run: TrackedRun, look: own.Look, holder: str) -> None:
+def wait_for_devices(run: TrackedRun, look: gpu_queue.Look, holder: gpu_queue.Holder) -> None:
     with timed(run, "wait"):
-        own.wait_for(look, holder, run_id=run.run_id)
+        gpu_queue.wait_for_gpus(look, holder, run_id=run.run_id)
 
 
 @stage("Check the hardware")
@@ -117,6 +120,7 @@ def hardware(config: RunConfig, run: TrackedRun | None = None) -> Inventory:
         return _inventory(config, home() / "dry-run")
     with timed(run, "hardware"):
         inventory = _inventory(config, run.folder)
+    wait_for_store()
     if (report := run.folder / check_hosts.NETWORK).exists():
         mlflow_run.log_files(run, report)
     show_table(hardware_rows(inventory), key="hardware", description="Devices, as measured")
@@ -132,21 +136,32 @@ def _inventory(config: RunConfig, folder: Path) -> Inventory:
 
 
 @stage("Plan the run")
-def plan(
+def plan(config: RunConfig, inventory: Inventory) -> RunPlan:
+    """Plan without a run: nothing is written."""
+    made = planning.plan_run(config, inventory=inventory)
+    show_pairs(describe_plan(made), key="plan", description="The plan")
+    return made
+
+
+@stage("Plan the run")
+def write_plan(
     config: RunConfig,
     inventory: Inventory,
-    run: TrackedRun | None = None,
-    shards: TokenShards | None = None,
-    shards_dir: Path | None = None,
+    run: TrackedRun,
+    *,
+    shards: TokenShards,
+    shards_dir: Path,
+    changes: Sequence[Change] = (),
 ) -> RunPlan:
-    if run is None or shards is None or shards_dir is None:
-        made = planning.plan_run(config, inventory=inventory)
-    else:
-        with timed(run, "plan"):
-            made = planning.write_plan(config, run=run, inventory=inventory, shards=shards, shards_dir=shards_dir)
-            made = batch_size_trial.confirmed(made, run=run, inventory=inventory)
-            mlflow_run.log_plan(made, inventory, shards)
-            mlflow_run.log_resumptions(run, made.config, resume.read_resumptions(run.folder))
+    """From here on the plan's config is the one in force. `changes`: of a resume, as `choose_run` accepted them."""
+    with timed(run, "plan"):
+        made = planning.write_plan(
+            config, run=run, inventory=inventory, shards=shards, shards_dir=shards_dir, changes=changes
+        )
+        made = batch_size_trial.confirmed(made, run=run, inventory=inventory)
+    wait_for_store()
+    mlflow_run.log_plan(made, inventory, shards)
+    mlflow_run.log_resumptions(run, made.config, resume.read_resumptions(run.folder))
     show_pairs(describe_plan(made), key="plan", description="The plan")
     return made
 
@@ -159,6 +174,7 @@ def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
     finally:  # of a run that fails or is stopped they tell most
         mlflow_run.offer_files(run, *sorted((run.folder / "profile").glob("*.json.gz")), folder="profile")
         log_attempts(run)
+    wait_for_store()
     figures = {
         "train/samples_per_s": result.samples_per_s,
         "train/tokens_per_s": result.tokens_per_s,
@@ -185,6 +201,7 @@ def log_attempts(run: TrackedRun) -> None:
 def evaluate(plan: RunPlan, run: TrackedRun) -> EvalReport:
     with timed(run, "evaluate"):
         report = programs.evaluate(plan, run_dir=run.folder)
+    wait_for_store()
     mlflow_run.log_figures(run, metrics_of(report), step=report.step)
     mlflow_run.log_files(run, run.folder / "eval.json")
     show_table(table_of(report), key="evaluation", description="Held-out text, by source, and tasks")
@@ -195,6 +212,7 @@ def evaluate(plan: RunPlan, run: TrackedRun) -> EvalReport:
 def export(plan: RunPlan, run: TrackedRun) -> ExportedModel:
     with timed(run, "export"):
         exported = programs.export(plan, run_dir=run.folder)
+    wait_for_store()
     mlflow_run.log_files(run, run.folder / "export" / "export.json")
     if (run.folder / "export" / "latency.json").is_file():
         show_latency(run)
@@ -212,7 +230,8 @@ def show_latency(run: TrackedRun) -> None:
 
 @stage("Measure the champion on the same text")
 def measure_champion(plan: RunPlan, run: TrackedRun, shards: TokenShards) -> None:
-    """Only where it was registered with other data, as when nights go on with what is new."""
+    """Only if the champion was registered with other data, as when nights train on what is new."""
+    wait_for_store()
     if champion := rival.champion_to_measure(plan, shards, tracking_uri=tracking_uri()):
         with timed(run, "champion"):
             rival.measure(champion, plan)
@@ -221,6 +240,7 @@ def measure_champion(plan: RunPlan, run: TrackedRun, shards: TokenShards) -> Non
 @stage("Register, and judge what needs no server and no person")
 def register(run: TrackedRun) -> RegisteredModel:
     """A version without a verdict is left to a promotion, for which a server or a person is needed."""
+    wait_for_store()
     with timed(run, "register"):
         return register_model(run.folder, tracking_uri=tracking_uri())
 

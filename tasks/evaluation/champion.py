@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.evaluation.evaluate import evaluate, find_subject
-from tasks.evaluation.record import record
+from tasks.evaluation.report import log_to_mlflow
 from tasks.planning.pretrained import same_words
 from tasks.registry.models import aliases_of
 from tasks.registry.tags import CHAMPION, LOSS_ON, TAG
@@ -53,7 +53,7 @@ def measure(ref: str, plan: RunPlan) -> EvalReport:
     report = evaluate(
         subject, data=DataConfig(), evaluation=nothing_more, inference=InferenceConfig(), held_out_of=plan
     )
-    record(report, subject, text=f"held-out text of {plan.run_id}")
+    log_to_mlflow(report, subject, text=f"held-out text of {plan.run_id}")
     logger.info("champion %s: loss %.4f on this run's %s held-out tokens", ref, report.loss, f"{report.tokens:,}")
     return report
 

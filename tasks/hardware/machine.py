@@ -111,7 +111,7 @@ def visible_gpus(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
 
 
 def driver_gpus() -> tuple[Gpu, ...]:
-    """All GPUs of this host by NVML; none without a driver."""
+    """All GPUs of this host, as NVML lists them; none without a driver."""
     import pynvml
 
     try:
@@ -133,12 +133,12 @@ def driver_gpus() -> tuple[Gpu, ...]:
 
 
 def gpus_here() -> tuple[Gpu, ...]:
-    """Those that torch would see, found without it."""
+    """The GPUs that torch would see, found without it."""
     return visible_gpus(driver_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def device_kind_of(degree: int) -> Literal["cuda", "cpu"]:
-    """What so many ranks of inference run on. Raises ValueError where there are some GPUs, and too few."""
+    """The devices for so many ranks of inference. Raises ValueError where there are GPUs, but too few."""
     gpus = gpus_here()
     if gpus and degree > len(gpus):
         raise ValueError(

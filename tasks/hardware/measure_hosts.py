@@ -91,7 +91,7 @@ def measure(host: DockerHost, launch: LaunchConfig, *, slots: int, cores: int, h
 
 
 def cache_key(host: DockerHost, facts: HostFacts, *, slots: int) -> dict[str, str]:
-    """All that would change the rates; the image stands for torch, CUDA and the measuring program."""
+    """Everything that the rates depend on; the image stands for torch, CUDA and the measuring program."""
     return {
         "host": f"docker:{host.name}",  # never mixed up with what was measured outside of containers
         "ranks": str(slots),
@@ -156,7 +156,7 @@ def with_network(inventory: Inventory, report: CollectiveReport) -> Inventory:
 
 
 def strongest_first(hosts: Sequence[Host]) -> tuple[Host, ...]:
-    """By the matmul rate of all their devices, in steps of 25%: alike hosts stay in the config's order.
+    """Hosts sorted by the matmul rate of all their devices, in steps of 25%: alike hosts stay in the config's order.
 
     The first host holds the rendezvous, writes metrics, and is the last to be left out where fewer ranks are wanted.
     """

@@ -1,4 +1,4 @@
-"""Before anything starts on them: are all hosts fit for the run? All that is wrong on any, in one error."""
+"""Checks before a run that all hosts are fit for it; one error lists all that is wrong on any of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ POLL_S = 0.05
 
 
 class HostFacts(Record):
-    """What a host's container found there; `image_id` is the same on all of them, or of one digest."""
+    """What a host's container found there. `image_id` is the same on all hosts, or of one digest."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -67,7 +67,7 @@ def check_hosts(
     disk_gib: float = LEAST_DISK_GIB,
     timeout_s: float = 60.0,
 ) -> dict[str, HostFacts]:
-    """Host's name -> its facts. Some 2 s: one throw-away container per host, all at once; none is left.
+    """Host's name -> its facts. Takes 2 s: one short-lived container per host, all at once.
 
     `home` is SHARDLINE_HOME here, `run_dir` a folder below it that ranks will write; it must be there.
     Raises HostsNotReady with everything that is wrong on any host.
@@ -156,7 +156,7 @@ def container_spec(
 
 @contextmanager
 def token(run_dir: Path) -> Iterator[str]:
-    """A random word in a file of that name in the run folder, gone afterwards with all the hosts' answers to it."""
+    """Make a file with a random word as its name in the run's folder; it is removed afterwards, with all answers."""
     word = secrets.token_hex(16)
     (run_dir / own_name(word)).touch()
     try:
@@ -167,7 +167,7 @@ def token(run_dir: Path) -> Iterator[str]:
 
 
 def unseen_answers(run_dir: Path, word: str, probes: Mapping[str, Probe]) -> dict[str, str]:
-    """Hosts that saw our file and wrote theirs, which we do not see."""
+    """Hosts that saw our file and wrote an answer that we do not see, each with the reason."""
     unseen = {name for name, probe in probes.items() if probe.report.get("wrote")}
 
     def all_seen() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -16,21 +17,25 @@ from pathlib import Path
 from types import TracebackType
 
 from infra import containers
-from infra.containers import Heartbeat
-from infra.hosts import DockerHost, HostError, connect, on_each
-from infra.logs import LogFollower
+from infra.containers import Heartbeat, State
+from infra.hosts import DockerHost, HostClient, HostError, connect, on_each
+from infra.logs import LogFollower, last_lines
 from tasks.hardware.preflight import container_spec
-from tasks.launch.failure import FIRST_CAUSES, AttemptOutcome, classify
+from tasks.launch.failure import FIRST_CAUSES, AttemptOutcome, HostStatus, classify
 from tasks.launch.lease import Lease, withdraw_leases
-from tasks.launch.watcher import ANSWER_S, POLL_S, Watcher
 from tasks.workspace.paths import fresh
 from tasks.workspace.wait import until
 from training.config.launch import LaunchConfig
-from training.records.node import NodeTask
+from training.records.node import NodeEnd, NodeTask
+from training.tracking.redaction import without_secrets
 
 logger = logging.getLogger(__name__)
 
-SETTLE_S = 2.0  # after the first failure, for the others to tell theirs: peers of a dead rank fail within 0.5 s
+POLL_S = 0.2
+ANSWER_S = 5.0  # a daemon that takes longer counts as silent; the next question comes at once
+LAST_LINES = 25
+DONE, STOPPED, KILLED = 0, 130, 137  # training/node/__main__.py's exit codes that tell all
+SETTLE_S = 2.0  # from the first failure to the others': peers of a dead rank fail within 0.5 s
 LOG_S = 3.0  # for the last lines of a log
 ASKED = "stop-asked"  # beside an attempt's lease: `shardline stop`, or a resume elsewhere, tells its ranks to stop
 HEARTBEAT = Heartbeat(path="/tmp/heartbeat", max_age_s=60, every_s=15)
@@ -38,7 +43,10 @@ HEARTBEAT = Heartbeat(path="/tmp/heartbeat", max_age_s=60, every_s=15)
 
 @dataclass(frozen=True)
 class Program:
-    """What each host's node runs; `ranks` by host's name, in the order of ranks. Secrets go over stdin only."""
+    """The program that each host's node runs. `ranks`: how many, by host's name, in the order of ranks.
+
+    Secrets reach a container over standard input only.
+    """
 
     run_id: str
     ranks: Mapping[str, int]
@@ -54,10 +62,94 @@ class Program:
     grace_s: float = 120.0
 
 
+class Watcher(threading.Thread):
+    """Asks one host's daemon over and over, so that a host that hangs holds up no other.
+
+    A daemon that is silent may hide that its ranks have long come to their end: then their node's record counts.
+    """
+
+    def __init__(self, host: DockerHost, container: str, *, end_path: Path) -> None:
+        super().__init__(name=f"watch {host.name}", daemon=True)
+        self.host, self.container, self.end_path = host, container, end_path
+        self.state: State | None = None
+        self.gone = False  # the daemon answers, and has no such container
+        self.last_lines: tuple[str, ...] = ()  # of one that failed
+        self.answered_at = time.monotonic()
+        self._over = threading.Event()
+        self.start()
+
+    @property
+    def ended(self) -> bool:
+        return self.gone or _has_ended(self.state) or self._told() is not None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended in a way that makes others fail: not done, and not stopped in order."""
+        if self.state is not None and _has_ended(self.state):
+            return self.state.exit_code not in {DONE, STOPPED}
+        told = self._told()
+        return self.gone or (told is not None and told.ending in {"failed", "killed"})
+
+    @property
+    def silent_s(self) -> float:
+        return time.monotonic() - self.answered_at
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether its daemon did not answer in time."""
+        return not self.gone and not _has_ended(self.state) and self.silent_s > ANSWER_S
+
+    @property
+    def hangs(self) -> bool:
+        return self.state is not None and self.state.hangs
+
+    def close(self) -> None:
+        self._over.set()
+
+    def run(self) -> None:
+        while not self._over.is_set():
+            with suppress(HostError), closing(connect(self.host, timeout_s=ANSWER_S)) as client:
+                while not self._over.wait(POLL_S) and not (self.gone or _has_ended(self.state)):
+                    self._look(client)
+            if self.gone or _has_ended(self.state) or self._over.wait(POLL_S):
+                return
+
+    def _look(self, client: HostClient) -> None:
+        state = containers.state(client, self.container)
+        if state is not None and _has_ended(state) and state.exit_code not in {DONE, STOPPED, KILLED}:
+            lines = last_lines(client, self.container, number=LAST_LINES)
+            self.last_lines = tuple(map(without_secrets, lines))
+        self.state, self.gone = state or self.state, state is None
+        self.answered_at = time.monotonic()
+
+    def _told(self) -> NodeEnd | None:
+        """The record that the node wrote at its end, while its daemon is silent."""
+        return self._record() if self.is_silent else None
+
+    def _record(self) -> NodeEnd | None:
+        return NodeEnd.read(self.end_path) if self.end_path.exists() else None
+
+    def end(self, *, lost: bool) -> HostStatus:
+        """`lost`: the attempt gave this host up: what it does is not known, whatever was known last."""
+        end = self._record()
+        return HostStatus(
+            state=self.state,
+            end=end,
+            lost=lost,
+            gone=self.gone,
+            ended_by_us=not self.ended and not lost and end is None,  # its record may come before its state
+            last_lines=self.last_lines,
+        )
+
+
+def _has_ended(state: State | None) -> bool:
+    return state is not None and not state.running and state.status != "created"
+
+
 class Attempt:
     """The containers of one attempt. Leaving the context ends and removes them wherever a daemon answers.
 
-    `left`: hosts where that was not to be had. Their ranks end by themselves when they see that the lease is gone.
+    `left`: hosts whose containers could not be removed. Ranks there end when they see that the lease is gone.
     """
 
     def __init__(
@@ -86,7 +178,7 @@ class Attempt:
         self._close()
 
     def _start(self) -> None:
-        """All at once; one host that refuses, and none is left anywhere."""
+        """Start the containers on all hosts at once. If one host refuses, none is left anywhere."""
         started = on_each(self.hosts, self._start_on)
         errors = {name: result for name, result in started.items() if isinstance(result, HostError)}
         self.left |= {name: error for name, error in errors.items() if error.unreachable}  # it may have started there
@@ -150,7 +242,10 @@ class Attempt:
     # Watching
 
     def wait(self, on_poll: Callable[[], bool]) -> AttemptOutcome:
-        """Until all containers have ended, one failed, or a host is lost; `on_poll` says whether steps were made."""
+        """Wait until all containers have ended, one has failed, or a host is lost.
+
+        `on_poll` returns whether training has made steps since its last call.
+        """
         while not self._all_ended():
             if on_poll():
                 now = time.monotonic()
@@ -166,9 +261,10 @@ class Attempt:
         return all(watcher.ended for watcher in self.watchers.values())
 
     def lost(self) -> list[str]:
-        """Hosts that were silent for too long: longer, while steps are made, since then their ranks live.
+        """Names of hosts that count as lost: their daemon has been silent for too long, or their node hangs.
 
-        And such as have no heartbeat any more, once steps are overdue too.
+        A silent daemon is given longer while steps are made, since then its ranks live. A node hangs if it has no
+        heartbeat any more and steps are overdue too.
         """
         steps_are_due_s = max(self.launch.lost_after_s, 2 * self.pace_s)  # rows may come minutes apart
         progresses = time.monotonic() - self.progress_at < steps_are_due_s
@@ -180,7 +276,7 @@ class Attempt:
         ]
 
     def _settle(self) -> None:
-        """What failed first to be seen may have failed of another host's end, which is to be seen yet."""
+        """Wait for the failure that came first: what is seen now may have failed because another host failed."""
         until(lambda: self._all_ended() or self._ending().cause in FIRST_CAUSES, timeout_s=SETTLE_S, every_s=POLL_S / 2)
 
     def _ending(self) -> AttemptOutcome:
@@ -197,7 +293,7 @@ class Attempt:
     # Ending it
 
     def stop(self) -> None:
-        """SIGTERM to all at once, so that they save a checkpoint together, and time for it."""
+        """Send SIGTERM to all ranks at once, so that they save a checkpoint together, and wait for that."""
 
         def tell(host: DockerHost) -> None:
             with closing(connect(host, timeout_s=ANSWER_S)) as client:
@@ -205,14 +301,14 @@ class Attempt:
 
         for name, result in on_each(self._started(), tell).items():
             if isinstance(result, HostError):
-                logger.warning("%s could not be told to stop, its lease is withdrawn: %s", name, result)
+                logger.warning("could not send SIGTERM to %s, so its lease is withdrawn: %s", name, result)
         until(self._all_ended, timeout_s=self.program.grace_s + SETTLE_S, every_s=POLL_S)
 
     def _started(self) -> list[DockerHost]:
         return [host for host in self.hosts if host.name in self.watchers]
 
     def _close(self) -> None:
-        """Nothing of this attempt is left alive on a host that answers, nor on one that sees the storage."""
+        """Leave nothing of this attempt alive on hosts that answer, nor on hosts that see the storage."""
         for watcher in self.watchers.values():
             watcher.close()
         self.lease.withdraw()
@@ -220,7 +316,7 @@ class Attempt:
         self.left |= {name: error for name, error in ended.items() if isinstance(error, HostError)}
 
     def _end_on(self, host: DockerHost) -> None:
-        """Killed; its log's end read; removed."""
+        """Kill the container, read the end of its log, and remove it."""
         watcher, log = self.watchers[host.name], self.logs.get(host.name)
         container = watcher.container
         try:
@@ -239,7 +335,7 @@ class Attempt:
 
 
 def new_folder(attempts: Path) -> Path:
-    """ATTEMPTS/1, ATTEMPTS/2, …: one attempt's tasks, lease and ends."""
+    """Make the folder of the next attempt, for its tasks, its lease and its ends: ATTEMPTS/1, ATTEMPTS/2, …"""
     taken = [int(path.name) for path in attempts.glob("*") if path.name.isdigit()]
     folder = attempts / str(max(taken, default=0) + 1)
     folder.mkdir(parents=True)
@@ -249,10 +345,10 @@ def new_folder(attempts: Path) -> Path:
 def sweep(
     hosts: Sequence[DockerHost], run_id: str, run_dir: Path, *, grace_s: float = 0.0, timeout_s: float = ANSWER_S
 ) -> dict[str, HostError]:
-    """Fencing: end and remove what there is of the run on every host, in order if `grace_s` is given.
+    """Fencing: remove all containers of the run from every host; with `grace_s`, ranks save a checkpoint first.
 
-    Returns the hosts where that failed, each with its error: mostly such as do not answer. On those, ranks end when
-    they see that their attempt's lease is gone.
+    Returns the hosts whose containers could not be removed, each with the error: mostly hosts that do not answer.
+    Ranks there end when they see that the lease of their attempt is gone.
     """
 
     def stop_on(host: DockerHost) -> None:
@@ -279,5 +375,5 @@ def sweep(
     swept = on_each(hosts, sweep_on)
     for name, found in swept.items():
         if not isinstance(found, HostError) and found:
-            logger.warning("%s: ended %d containers of an earlier attempt at %s", name, found, run_id)
+            logger.warning("%s: removed %d containers of an earlier attempt at %s", name, found, run_id)
     return {name: result for name, result in swept.items() if isinstance(result, HostError)}

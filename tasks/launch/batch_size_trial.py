@@ -75,7 +75,7 @@ def _log(record: Trials, plan: RunPlan, run: TrackedRun) -> None:
 
 
 def _try(plan: RunPlan, *, run_dir: Path) -> Trial:
-    """One launch; raises what it fails of, other than memory."""
+    """Launch the trial once. Raises what it failed with, unless that was memory."""
     path, began = run_dir / MEASURED, time.perf_counter()
     path.unlink(missing_ok=True)
     try:

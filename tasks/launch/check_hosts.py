@@ -1,4 +1,4 @@
-"""The Docker hosts of a run: checked, measured, and given what ranks need of the run's folder and of our secrets."""
+"""Prepares the Docker hosts of a run: ends what is left of earlier attempts, checks the hosts and measures them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tasks.launch import nsight
 from tasks.launch.attempt import Attempt, Program, new_folder, sweep
 from tasks.launch.local import grace_s
 from tasks.launch.rank_environment import give_to_ranks
+from tasks.runs.folder import read_plan
 from tasks.workspace.paths import fresh, home
 from training.config.launch import HostConfig, LaunchConfig
 from training.config.run import RunConfig
@@ -26,38 +27,43 @@ NETWORK = "network.json"  # the collective test's report
 
 
 def hosts_of(launch: LaunchConfig) -> tuple[DockerHost, ...]:
-    """All hosts of the config. Raises ValueError for what no daemon needs to be asked about."""
+    """All hosts of the config. Raises ValueError for mistakes that show without asking a daemon."""
     return docker_hosts(read_hosts(launch), home=home())
 
 
 def prepare_hosts(config: RunConfig, *, run_dir: Path) -> Inventory:
-    """Preflight and measurement of all hosts; without those that do not answer, if launch.min_hosts are left.
+    """End earlier containers of the run on its hosts, check the hosts, measure them and the network between them.
 
+    Hosts that do not answer are left out, if launch.min_hosts are left. Leaves inventory.json.
     Raises HostsNotReady with all that is wrong on any host; nothing was started then.
     """
     named = read_hosts(config.launch)
     hosts = docker_hosts(named, home=home())
     give_to_ranks(run_dir, config.launch)
-    sweep(hosts, run_dir.name, run_dir, grace_s=grace_s(run_dir))  # ranks that outlived their launcher save, and end
-    fit, facts = fit_hosts(hosts, config.launch, run_dir=run_dir)
+    stop_earlier_containers(hosts, run_dir=run_dir)
+    ready, facts = ready_hosts(hosts, config.launch, run_dir=run_dir)
     nsight.check_image(config, facts)
-    inventory = measure_hosts(
-        fit, config.launch, facts=facts, slots=slots_of(named, facts, config), home=home(), run_dir=run_dir
-    )
-    if config.launch.collective_test and len(fit) > 1:
-        report = try_network(config, fit, inventory, run_dir=run_dir)
+    num_ranks = slots_of(named, facts, config)
+    inventory = measure_hosts(ready, config.launch, facts=facts, slots=num_ranks, home=home(), run_dir=run_dir)
+    if config.launch.collective_test and len(ready) > 1:
+        report = measure_network(config, ready, inventory, run_dir=run_dir)
         logger.info("network: %s", describe_collectives(report))
         inventory = with_network(inventory, report)
     inventory.write(run_dir / "inventory.json")
     return inventory
 
 
-def try_network(
+def stop_earlier_containers(hosts: Sequence[DockerHost], *, run_dir: Path) -> None:
+    """Ranks that outlived their launcher save a checkpoint first."""
+    sweep(hosts, run_dir.name, run_dir, grace_s=grace_s(read_plan(run_dir)))
+
+
+def measure_network(
     config: RunConfig, hosts: Sequence[DockerHost], inventory: Inventory, *, run_dir: Path
 ) -> CollectiveReport:
-    """All-reduce between all ranks, and every pair of hosts: right sums, and how fast. Leaves network.json.
+    """Rates of all-reduce over all ranks, and between each pair of hosts. Leaves network.json.
 
-    Raises RuntimeError if sums are wrong, or hosts cannot meet, with the last lines of the one that says why.
+    Raises RuntimeError if sums are wrong, or if hosts cannot connect, with the last lines of the one that says why.
     """
     out, by_name = run_dir / NETWORK, {host.name: host for host in hosts}
     folder = new_folder(run_dir / "network")
@@ -83,10 +89,14 @@ def try_network(
     return CollectiveReport.read(out)
 
 
-def fit_hosts(
+def ready_hosts(
     hosts: Sequence[DockerHost], launch: LaunchConfig, *, run_dir: Path
 ) -> tuple[Sequence[DockerHost], dict[str, HostFacts]]:
-    """Those that are ready. A host that is away is done without if it may be; one that is wrong never is."""
+    """The hosts that are ready for the run, and what was found on each.
+
+    Hosts that do not answer are left out if launch.min_hosts others are ready. Raises HostsNotReady if any host that
+    answers is unfit, or too few are left.
+    """
     try:
         return hosts, check_hosts(hosts, launch, home=home(), run_dir=run_dir)
     except HostsNotReady as error:
@@ -98,6 +108,7 @@ def fit_hosts(
 
 
 def slots_of(named: Sequence[HostConfig], facts: Mapping[str, HostFacts], config: RunConfig) -> dict[str, int]:
+    """Ranks by name, of the hosts with `facts`."""
     if config.parallel.strategy == "single":
         return {host.name: 1 for host in named if host.name in facts}
     return {host.name: slots(host, gpus_found=len(facts[host.name].gpus)) for host in named if host.name in facts}

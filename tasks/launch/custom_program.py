@@ -7,12 +7,11 @@ import os
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 from tasks.launch import docker_hosts
 from tasks.launch.attempt import new_folder
-from tasks.launch.docker_hosts import AttemptRecord, attempts_of
+from tasks.launch.docker_hosts import AttemptRecord, attempts_of, now
 from tasks.launch.failure import LAST_LINES, AttemptOutcome, HostStatus, classify
 from tasks.launch.lease import Lease
 from tasks.launch.local import POLL_S, end_earlier_attempt, grace_s
@@ -28,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 
 def run_trainer(plan: TrainerPlan, *, run_dir: Path) -> None:
-    """Start the program, again where that can help. What came to its end before is not started again.
+    """Start the program, and again where that can help. A program that is done is not started again.
 
     Raises RunFailed with the cause and the log's last lines, RunStopped if it, or we, were told to stop.
     """
     if is_done(run_dir):
-        logger.info("%s has come to its end already", plan.program)
+        logger.info("%s is done already", plan.program)
     elif plan.config.launch.launcher == "docker":
-        docker_hosts.run(plan.program, run_dir=run_dir, on_poll=lambda: None)
+        docker_hosts.run(plan.program, plan=plan, run_dir=run_dir, on_poll=lambda: None)
     else:
         run_here(plan, run_dir=run_dir)
 
@@ -46,9 +45,9 @@ def is_done(run_dir: Path) -> bool:
 
 
 def run_here(plan: TrainerPlan, *, run_dir: Path) -> None:
-    """One attempt, by the same node program as in a container: if we are killed it ends the ranks within lease_s."""
-    end_earlier_attempt(run_dir)
-    folder, began_at, log_path = new_folder(run_dir / "attempts"), _now(), run_dir / "logs" / "trainer.log"
+    """Run the program once, under the node program that containers run: it ends the ranks if we are killed."""
+    end_earlier_attempt(run_dir, grace_s=grace_s(plan))
+    folder, began_at, log_path = new_folder(run_dir / "attempts"), now(), run_dir / "logs" / "trainer.log"
     log_path.parent.mkdir(exist_ok=True)
     task_path = folder / "node.json"
     task = _task(plan, folder=folder, run_dir=run_dir)
@@ -74,7 +73,7 @@ def run_here(plan: TrainerPlan, *, run_dir: Path) -> None:
         hosts=dict(zip(plan.hosts, plan.ranks_per_host, strict=True)),
         from_step=0,
         began_at=began_at,
-        ended_at=_now(),
+        ended_at=now(),
         ending=ending,
     ).write(folder / "attempt.json")
     _raise(ending, plan, log_path=log_path)
@@ -95,7 +94,7 @@ def _task(plan: TrainerPlan, *, folder: Path, run_dir: Path) -> NodeTask:
         },
         lease=str(folder / "lease"),
         lease_s=plan.config.launch.lease_s,
-        grace_s=grace_s(run_dir),
+        grace_s=grace_s(plan),
         end=str(folder / "node.end.json"),
     )
 
@@ -105,7 +104,7 @@ def _wait(node: subprocess.Popen[bytes], plan: TrainerPlan) -> None:
         while node.poll() is None:
             time.sleep(POLL_S)
     except BaseException as interruption:  # Ctrl-C, the SIGTERM that Prefect turns into an exception, or our own error
-        logger.info("stopping: the ranks are told, and may save what they have (Ctrl-C again kills them)")
+        logger.info("stopping: sent SIGTERM to the ranks, which may save a checkpoint (Ctrl-C again kills them)")
         node.terminate()
         node.wait()
         if isinstance(interruption, Exception):
@@ -114,7 +113,7 @@ def _wait(node: subprocess.Popen[bytes], plan: TrainerPlan) -> None:
 
 
 def _ending(path: Path, plan: TrainerPlan, *, log_path: Path) -> AttemptOutcome:
-    """By the node's record; a node that could not write one, on a full disk, still prints."""
+    """The outcome by the node's record, or by its output: on a full disk it cannot write a record."""
     end = NodeEnd.read(path) if path.exists() else None
     lines = log_path.read_text(errors="replace").splitlines()[-LAST_LINES:]
     host = HostStatus(state=None, end=end, last_lines=tuple(map(without_secrets, lines)))
@@ -131,7 +130,3 @@ def _raise(ending: AttemptOutcome, plan: TrainerPlan, *, log_path: Path) -> None
             f"{plan.program}: {ending.cause} ({ending.detail}); {again}\nThe last lines of {log_path}:\n{lines}",
             cause=ending.cause,
         )
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,4 +1,4 @@
-"""Why a run ended: one cause, from what every host tells of its container. Pure functions."""
+"""Why an attempt ended: finds the one cause in what is known of every host's container. Pure functions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CURES: Mapping[str, str] = {
 
 
 def cause_of(said: str) -> Cause:
-    """What the line that a rank ended with tells by itself."""
+    """The cause that the last line of a failed rank names by itself."""
     if OUT_OF_MEMORY.search(said):
         return "out of memory"
     if "NonFiniteLoss" in said:
@@ -62,7 +62,7 @@ def cause_of(said: str) -> Cause:
 
 @dataclass(frozen=True)
 class HostStatus:
-    """What is known of one host: its container's last state, its node's record; `lost` where nobody answers."""
+    """The last state of one host's container, and its node's record. `lost`: nobody answers there."""
 
     state: State | None
     end: NodeEnd | None
@@ -73,14 +73,14 @@ class HostStatus:
 
     @property
     def done(self) -> bool:
-        """By its record; or by the exit code, while a file server does not show us the record yet."""
+        """Whether its record says so; or its exit code, while a file server does not show the record yet."""
         if self.end is not None:
             return self.end.ending == "done"
         return self.state is not None and not self.state.running and not self.gone and self.state.exit_code == DONE
 
     @property
     def hangs(self) -> bool:
-        """Given up though its daemon answers: its node has stopped."""
+        """Whether the host was given up though its daemon answers: its node has stopped."""
         return self.lost and self.state is not None and self.state.hangs
 
     @property
@@ -92,12 +92,12 @@ class HostStatus:
 
     @property
     def told_to_stop(self) -> bool:
-        """By SIGTERM; a lease that is withdrawn, or not renewed, is another matter."""
+        """Whether it got SIGTERM; that its lease was withdrawn, or not renewed, is not meant."""
         return self.end.asked == "signal" if self.end is not None else self.unexplained in TOLD_TO_STOP
 
 
 class AttemptOutcome(Record):
-    """How an attempt ended. `host` is where it began, `detail` one line for people, `lines` the log's last there."""
+    """How an attempt ended. `host`: where the failure began; `detail`: one line; `lines`: the end of the log there."""
 
     cause: Cause | Literal["done", "stopped"]
     host: str = ""
@@ -145,16 +145,16 @@ def _endings(hosts: Mapping[str, HostStatus], *, asked: bool) -> Iterator[Attemp
     yield from _told(known, "error", "killed", "timeout", "network")
     for name, host in known.items():
         if host.end is not None and host.end.ending in {"stopped", "killed"}:
-            yield _ending("stopped", name, host, f"told to stop ({host.end.asked})")
+            yield _ending("stopped", name, host, f"it was stopped ({host.end.asked})")
     for name, host in known.items():
         if not host.done:
             code = host.state.exit_code if host.state is not None else "unknown"
-            yield _ending("error", name, host, f"exit code {code}, and no word of why")
+            yield _ending("error", name, host, f"exit code {code}, and no error in its log")
     yield AttemptOutcome(cause="error", detail="all hosts were stopped by us")
 
 
 def _told(hosts: Mapping[str, HostStatus], *causes: Cause) -> Iterator[AttemptOutcome]:
-    """What ranks said themselves, in the order of `causes`."""
+    """Outcomes that the ranks' own errors name, in the order of `causes`."""
     for cause in causes:
         for name, host, said in _causes(hosts):
             if said and cause_of(said) == cause:
@@ -163,10 +163,15 @@ def _told(hosts: Mapping[str, HostStatus], *causes: Cause) -> Iterator[AttemptOu
 
 def _told_to_stop(name: str, host: HostStatus, *, asked: bool) -> AttemptOutcome:
     if asked:
-        return _ending("stopped", name, host, "told to stop (SIGTERM)")
+        return _ending("stopped", name, host, "it was stopped (SIGTERM)")
     if host.state is not None and host.state.running:
-        return _ending("daemon", name, host, "told to stop (SIGTERM) while its daemon was away: it shuts down")
-    return _ending("killed", name, host, "somebody else told its container to stop (SIGTERM): the machine, its daemon")
+        return _ending("daemon", name, host, "it got SIGTERM while its daemon did not answer: the daemon shuts down")
+    return _ending(
+        "killed",
+        name,
+        host,
+        "its container got SIGTERM, and not from us: the machine shuts down, or its daemon",
+    )
 
 
 def _causes(hosts: Mapping[str, HostStatus]) -> Iterator[tuple[str, HostStatus, str]]:

@@ -1,10 +1,10 @@
-"""Who takes part in the next attempt: hosts that answer, were fenced, and are fit; and the plan for just those."""
+"""Which hosts take part in the next attempt: those that answer, were fenced and are fit. And the plan for them."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,149 +14,147 @@ from tasks.launch.attempt import sweep
 from tasks.launch.check_hosts import hosts_of
 from tasks.launch.failure import CURES
 from tasks.launch.lease import FENCE_S
-from tasks.planning.custom_program import placed
 from tasks.planning.plan import plan_for_hosts
 from tasks.runs.errors import RunFailed
 from tasks.workspace.paths import home
-from training.config.launch import LaunchConfig
 from training.records.inventory import Inventory
 from training.records.plan import AnyPlan
 
 logger = logging.getLogger(__name__)
 
-ASK_AGAIN_S = 2.0  # hosts that are waited for
+ASK_AGAIN_S = 2.0  # between two questions to hosts that are waited for
 
 
 @dataclass(frozen=True)
 class HostSet:
-    """`hosts` in the order of the plan's ranks; `away` are all others of the config that were not swept."""
+    """The hosts of one attempt, in the order of the plan's ranks.
+
+    `absent`: all other hosts of the config, each with the reason why it takes no part.
+    """
 
     plan: AnyPlan
     hosts: tuple[DockerHost, ...]
-    away: dict[str, HostError]
+    absent: Mapping[str, HostError]
 
 
-def choose_hosts(
-    run_dir: Path, launch: LaunchConfig, *, alone: bool = False, lost: Collection[str] = frozenset()
-) -> HostSet:
-    """Fence, wait for the hosts that are needed, and plan for those that are there.
+def choose_hosts(plan: AnyPlan, *, run_dir: Path, one_host: bool = False, lost: Collection[str] = ()) -> HostSet:
+    """Fence all hosts, wait for those that are needed, and plan for those that are ready.
 
-    A host that was away is swept first, then checked: it may have come back without its storage. One of the plan's that
-    could be done without is still asked for launch.lost_after_s, which a daemon's restart or a blip takes, unless it is
-    among the `lost`: those were silent for that long already. `alone`: one host of the plan will do, whichever comes
-    first in its order.
-    Raises RunFailed if too few hosts come within launch.wait_s, or the run does not fit those that did.
+    A host that was away is swept before it is checked, since it may have come back without its storage. A host of the
+    plan that is not needed is waited for too, for launch.lost_after_s: a daemon's restart takes no longer. Not so the
+    `lost` hosts, which were silent for that long already. `one_host`: any single host of the plan is enough.
+    Raises RunFailed if too few hosts are ready within launch.wait_s, or if the run does not fit those that are.
     """
-    plan, inventory = placed(run_dir), Inventory.read(run_dir / "inventory.json")
-    measured = {host.name for host in inventory.hosts}
-    hosts = [host for host in hosts_of(launch) if host.name in measured]
-    began = time.monotonic()
-    away = sweep(hosts_of(launch), plan.run_id, run_dir)
-    newcomers = [host for host in hosts if host.name not in {*plan.hosts, *away}]
-    away |= _unfit(newcomers, launch, run_dir=run_dir)
-    while missing := (
-        _missing(hosts, away, plan=plan, launch=launch, alone=alone)
-        or _perhaps_back(away, lost, plan=plan, launch=launch, alone=alone, waited_s=time.monotonic() - began)
-    ):
-        if time.monotonic() > began + max(launch.wait_s, launch.lost_after_s):
-            raise RunFailed(_too_few(missing, away, hosts=hosts, launch=launch, plan=plan), cause="lost host")
-        logger.warning("waiting for %s", ", ".join(missing))
-        time.sleep(ASK_AGAIN_S)
-        asked = [host for host in hosts if host.name in away]
-        still = sweep(asked, plan.run_id, run_dir)
-        back = [host for host in asked if host.name not in still]
-        away = {name: error for name, error in away.items() if name not in measured} | still
-        away |= _unfit(back, launch, run_dir=run_dir)
-    if away:
-        time.sleep(max(0.0, began + FENCE_S - time.monotonic()))
-    there = {host.name: host for host in hosts if host.name not in away}
-    if alone:
-        return HostSet(plan=plan, hosts=tuple(there[name] for name in plan.hosts if name in there), away=away)
-    plan = _planned(run_dir, inventory, there=set(there), away=away, plan=plan, launch=launch)
-    return HostSet(plan=plan, hosts=tuple(there[name] for name in plan.hosts), away=away)
+    inventory = Inventory.read(run_dir / "inventory.json")
+    candidates = _Candidates(plan, inventory, run_dir=run_dir, one_host=one_host, lost=lost)
+    candidates.fence()
+    candidates.wait()
+    ready = {host.name: host for host in candidates.measured if host.name not in candidates.absent}
+    if not one_host:
+        plan = _plan_for(ready, plan, inventory, run_dir=run_dir, absent=candidates.absent)
+    hosts = tuple(ready[name] for name in plan.hosts if name in ready)
+    return HostSet(plan=plan, hosts=hosts, absent=candidates.absent)
 
 
-def _missing(
-    hosts: Sequence[DockerHost],
-    away: dict[str, HostError],
-    *,
+class _Candidates:
+    """The hosts of a run's config. `absent`: those that cannot take part as things stand, each with the reason."""
+
+    def __init__(
+        self,
+        plan: AnyPlan,
+        inventory: Inventory,
+        *,
+        run_dir: Path,
+        one_host: bool,
+        lost: Collection[str],
+    ) -> None:
+        self.plan, self.launch, self.run_dir = plan, plan.config.launch, run_dir
+        self.one_host, self.lost = one_host, lost
+        measured = {host.name for host in inventory.hosts}
+        self.all = hosts_of(self.launch)
+        self.measured = [host for host in self.all if host.name in measured]
+        self.absent: dict[str, HostError] = {}
+        self.began_at = time.monotonic()
+
+    def fence(self) -> None:
+        """Remove what is left of earlier attempts from every host; check those that the plan does not know."""
+        self.absent = sweep(self.all, self.plan.run_id, self.run_dir)
+        self._check([host for host in self.measured if host.name not in {*self.plan.hosts, *self.absent}])
+
+    def wait(self) -> None:
+        """Until no host is worth waiting for; then until ranks on absent hosts have seen that their lease is gone."""
+        longest_s = max(self.launch.wait_s, self.launch.lost_after_s)
+        while waited_for := self.needed() or self.perhaps_back():
+            if time.monotonic() > self.began_at + longest_s:
+                raise RunFailed(self._too_few(waited_for), cause="lost host")
+            logger.warning("waiting for %s", ", ".join(waited_for))
+            time.sleep(ASK_AGAIN_S)
+            asked = [host for host in self.measured if host.name in self.absent]
+            still_absent = sweep(asked, self.plan.run_id, self.run_dir)
+            for host in asked:
+                del self.absent[host.name]
+            self.absent |= still_absent
+            self._check([host for host in asked if host.name not in still_absent])
+        if self.absent:
+            time.sleep(max(0.0, self.began_at + FENCE_S - time.monotonic()))
+
+    def needed(self) -> list[str]:
+        """Names of absent hosts without which the run cannot go on; empty if enough are ready."""
+        if self.one_host:
+            return [] if set(self.plan.hosts) - set(self.absent) else list(self.plan.hosts)
+        if not self.launch.min_hosts:
+            return [name for name in self.plan.hosts if name in self.absent]
+        absent = [host.name for host in self.measured if host.name in self.absent]
+        return absent if len(self.measured) - len(absent) < self.launch.min_hosts else []
+
+    def perhaps_back(self) -> list[str]:
+        """Names of absent hosts that are worth a short wait, though enough are ready without them."""
+        if self.one_host or time.monotonic() > self.began_at + self.launch.lost_after_s:
+            return []
+        return [name for name in self.plan.hosts if name in self.absent and name not in self.lost]
+
+    def _check(self, hosts: Sequence[DockerHost]) -> None:
+        """A host that preflight finds unfit counts as absent: its storage may yet be mounted."""
+        if not hosts:
+            return
+        try:
+            check_hosts(hosts, self.launch, home=home(), run_dir=self.run_dir)
+        except HostsNotReady as error:
+            for name, findings in error.findings.items():
+                why, unreachable = f"{name}: {'; '.join(findings)}", name in error.unreachable
+                self.absent[name] = HostError(why, hosts=(name,), unreachable=unreachable)
+
+    def _too_few(self, waited_for: Sequence[str]) -> str:
+        needed = self.launch.min_hosts or len(self.plan.hosts)
+        return (
+            f"after {self.launch.wait_s:.0f} s of waiting {', '.join(waited_for)} of {len(self.measured)} hosts cannot "
+            f"take part, {needed} are needed: {'; '.join(str(self.absent[name]) for name in waited_for)}. "
+            f"{CURES['lost host'].capitalize()}, launch.wait_s is how long they are waited for; "
+            f"`shardline resume {self.plan.run_id}` goes on from the last checkpoint"
+        )
+
+
+def _plan_for(
+    ready: Collection[str],
     plan: AnyPlan,
-    launch: LaunchConfig,
-    alone: bool,
-) -> list[str]:
-    """Names of hosts to wait for; none if there are enough."""
-    if alone:
-        return [] if set(plan.hosts) - set(away) else list(plan.hosts)
-    if not launch.min_hosts:
-        return [name for name in plan.hosts if name in away]
-    names = [host.name for host in hosts if host.name in away]
-    return names if len(hosts) - len(names) < launch.min_hosts else []
-
-
-def _perhaps_back(
-    away: dict[str, HostError],
-    lost: Collection[str],
-    *,
-    plan: AnyPlan,
-    launch: LaunchConfig,
-    alone: bool,
-    waited_s: float,
-) -> list[str]:
-    """Names of hosts that are worth a moment's wait, though there are enough without them."""
-    if alone or waited_s > launch.lost_after_s:
-        return []
-    return [name for name in plan.hosts if name in away and name not in lost]
-
-
-def _unfit(hosts: Sequence[DockerHost], launch: LaunchConfig, *, run_dir: Path) -> dict[str, HostError]:
-    """Those that preflight finds wrong: they count as away until it does not, their storage may yet be mounted."""
-    if not hosts:
-        return {}
-    try:
-        check_hosts(hosts, launch, home=home(), run_dir=run_dir)
-    except HostsNotReady as error:
-        return {
-            name: HostError(f"{name}: {'; '.join(findings)}", hosts=(name,), unreachable=name in error.unreachable)
-            for name, findings in error.findings.items()
-        }
-    return {}
-
-
-def _too_few(
-    missing: Sequence[str],
-    away: dict[str, HostError],
-    *,
-    hosts: Sequence[DockerHost],
-    launch: LaunchConfig,
-    plan: AnyPlan,
-) -> str:
-    needed = launch.min_hosts or len(plan.hosts)
-    return (
-        f"after {launch.wait_s:.0f} s of waiting {', '.join(missing)} of {len(hosts)} hosts cannot take part, {needed} "
-        f"are needed: {'; '.join(str(away[name]) for name in missing)}. {CURES['lost host'].capitalize()}, "
-        f"launch.wait_s is how long they are waited for; `shardline resume {plan.run_id}` goes on from the last "
-        "checkpoint"
-    )
-
-
-def _planned(
-    run_dir: Path,
     inventory: Inventory,
     *,
-    there: set[str],
-    away: dict[str, HostError],
-    plan: AnyPlan,
-    launch: LaunchConfig,
+    run_dir: Path,
+    absent: Mapping[str, HostError],
 ) -> AnyPlan:
-    why = f"hosts: {', '.join(sorted(there - set(plan.hosts)))} came back"
-    if gone := sorted(set(plan.hosts) - there):
-        why = f"hosts: {', '.join(gone)} cannot take part, launch.min_hosts = {launch.min_hosts} allows that"
-    kept = tuple(host for host in inventory.hosts if host.name in there)
+    """The plan for the hosts that are ready: the one at hand if it was made for them."""
+    gone, returned = sorted(set(plan.hosts) - set(ready)), sorted(set(ready) - set(plan.hosts))
+    why = f"hosts: {', '.join(returned)} came back"
+    if gone:
+        why = (
+            f"hosts: {', '.join(gone)} cannot take part, launch.min_hosts = {plan.config.launch.min_hosts} allows that"
+        )
+    available = Inventory(hosts=tuple(host for host in inventory.hosts if host.name in ready))
     try:
-        return plan_for_hosts(plan, Inventory(hosts=kept), run_dir=run_dir, why=why)
+        return plan_for_hosts(plan, available, run_dir=run_dir, why=why)
     except ValueError as error:
         raise RunFailed(
             f"the run cannot go on without {', '.join(gone)}: {error}. They are away: "
-            f"{'; '.join(str(away[name]) for name in gone if name in away)}",
+            f"{'; '.join(str(absent[name]) for name in gone if name in absent)}",
             cause="lost host",
         ) from error

@@ -21,7 +21,7 @@ RENEWALS = 6  # within lease_s: a file server may be slow now and then
 
 
 def withdraw_leases(run_dir: Path) -> bool:
-    """Those of all attempts at a run, by whatever launcher; whether there were any."""
+    """Withdraw the leases of all attempts at a run, whoever launched them. Returns whether there were any."""
     leases = [*run_dir.glob("*/*/lease")]
     for lease in leases:
         lease.unlink(missing_ok=True)
@@ -29,7 +29,7 @@ def withdraw_leases(run_dir: Path) -> bool:
 
 
 class Lease:
-    """Renewed by a thread until the context is left; then it is withdrawn."""
+    """A file that a thread renews until the context is left; then it is withdrawn."""
 
     def __init__(self, path: Path, *, lease_s: float) -> None:
         self.path, self.every_s = path, lease_s / RENEWALS
@@ -47,7 +47,7 @@ class Lease:
         self.withdraw()
 
     def withdraw(self) -> None:
-        """Ranks that still live, on whatever host sees the storage, are killed within seconds."""
+        """Remove the lease: ranks that still live, on hosts that see the storage, are killed within seconds."""
         self._over.set()
         self._thread.join()
         self.path.unlink(missing_ok=True)
@@ -63,4 +63,4 @@ class Lease:
                 logger.warning("another launcher has withdrawn the lease %s", self.path)
                 return
             except OSError as error:
-                logger.warning("the lease %s could not be renewed (%s)", self.path, error)
+                logger.warning("could not renew the lease %s (%s)", self.path, error)

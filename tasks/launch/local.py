@@ -24,17 +24,17 @@ from tasks.launch import nsight
 from tasks.launch.failure import OUT_OF_MEMORY, PEER_IS_GONE, cause_of
 from tasks.launch.lease import FENCE_S, withdraw_leases
 from tasks.runs.errors import RunFailed, RunStopped
-from tasks.runs.owner import RanksLauncher
+from tasks.runs.owner import RanksLauncher, ranks_launcher
 from tasks.workspace.paths import tracking_uri
-from tasks.workspace.processes import local_process, process_key
-from training.records.plan import RunPlan
+from tasks.workspace.processes import process_key
+from training.records.plan import AnyPlan, RankPlan, RunPlan
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
 STOP_GRACE_S = 120.0
 CHECKPOINT_GIB_PER_S = 0.1  # the slowest disk that a checkpoint on its way, and the last one, are waited for
-STACK_S = 1.0  # for the stacks of ranks that did not stop in that time
+STACK_S = 1.0  # in which ranks that did not stop write their Python stacks
 LAST_LINES = 25
 LOG_LINE = re.compile(r"[\d-]+ [\d:,]+ [A-Z]+ ")
 DIED = re.compile(r"rank +: (\d+) .*\n.*exitcode.*\n.*error_file.*\n.*(Signal \d+ \(\w+\) received by PID \d+)")
@@ -42,13 +42,13 @@ RANK_WARNING = re.compile(r"[\d-]+ [\d:,]+ WARNING (.*)")  # as training/runtime
 
 
 def run_program(
-    module: str, *, plan: RunPlan, run_dir: Path, ranks: int = 0, on_poll: Callable[[], object] = lambda: None
+    module: str, *, plan: RankPlan, run_dir: Path, ranks: int = 0, on_poll: Callable[[], object] = lambda: None
 ) -> None:
     """Run `python -m MODULE runs/ID/plan.json` on `ranks` ranks (0: the plan's) and wait; output goes to logs/.
 
     Raises RuntimeError with the log's last lines if it fails, RunStopped if we were interrupted meanwhile.
     """
-    end_earlier_attempt(run_dir)
+    end_earlier_attempt(run_dir, grace_s=grace_s(plan))
     end_containers(run_dir)
     log_path = run_dir / "logs" / f"{module.rpartition('.')[2]}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,10 +69,10 @@ def run_program(
             time.sleep(POLL_S)
         on_poll()
     except Exception:
-        _stop(process, grace_s=grace_s(run_dir))
+        _stop(process, grace_s=grace_s(plan))
         raise
     except BaseException:  # Ctrl-C, or the SIGTERM that Prefect turns into an exception
-        _stop(process, grace_s=grace_s(run_dir))
+        _stop(process, grace_s=grace_s(plan))
         raise RunStopped(f"interrupted: `shardline resume {plan.run_id}` goes on from the last checkpoint") from None
     with log_path.open("rb") as log:
         log.seek(earlier)
@@ -85,8 +85,8 @@ def run_program(
         raise RunFailed(_failure(module, said, lines, log_path) + stacks.where(), cause=cause_of(said), detail=said)
 
 
-def command_for(module: str, *, plan: RunPlan, run_dir: Path, ranks: int) -> list[str]:
-    """Under torchrun if there are several ranks, and each under nsys if the plan's config says so."""
+def command_for(module: str, *, plan: RankPlan, run_dir: Path, ranks: int) -> list[str]:
+    """The command line: under torchrun if there are several ranks, each under nsys if the plan's config says so."""
     wrapped = nsight.prefix(module, plan.config, run_dir=run_dir, rank="%q{RANK}" if ranks > 1 else "0")
     if wrapped:
         nsight.check_here(plan.config)
@@ -117,7 +117,7 @@ class Stacks:
         return [path for path in sorted(self.folder.glob("rank-*.txt")) if path.stat().st_size]
 
 
-def _environment(plan: RunPlan) -> dict[str, str]:
+def _environment(plan: RankPlan) -> dict[str, str]:
     """Our own, plus what ranks need: the tracking URI, threads, and the process they must not outlive."""
     return {
         # OpenMP threads that wait by spinning lose their core to whatever else runs: with one other busy process on
@@ -133,7 +133,7 @@ def _environment(plan: RunPlan) -> dict[str, str]:
 
 
 def _stop(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
-    """SIGTERM, time for a checkpoint, then SIGKILL; a second Ctrl-C skips the wait."""
+    """Send SIGTERM, wait for a checkpoint, then send SIGKILL. A second Ctrl-C skips the wait."""
     logger.info("stopping: the ranks save a checkpoint and leave (Ctrl-C again kills them)")
     try:
         _end(psutil.Process(process.pid), grace_s=grace_s)
@@ -144,9 +144,9 @@ def _stop(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
 
 
 def _is_rank(process: psutil.Process) -> bool:
-    """One that runs `python … -m training.X plan.json` itself; not torchrun or nsys, nor a compiler it started.
+    """Whether it runs `python … -m training.X plan.json` itself, and is not torchrun, nsys or a compiler.
 
-    Or a node program, which stops the ranks below it by itself.
+    A node program counts too: it stops the ranks below it by itself.
     """
     with suppress(psutil.NoSuchProcess):
         command = process.cmdline()
@@ -155,9 +155,9 @@ def _is_rank(process: psutil.Process) -> bool:
     return False
 
 
-def grace_s(run_dir: Path) -> float:
-    path = run_dir / "plan.json"
-    gib = RunPlan.read(path).predicted.checkpoint_gib if path.exists() else 0.0
+def grace_s(plan: AnyPlan | RankPlan | None) -> float:
+    """Seconds that ranks get to save a checkpoint when they are told to stop; of a run without a plan, the least."""
+    gib = plan.predicted.checkpoint_gib if isinstance(plan, RunPlan) else 0.0
     return STOP_GRACE_S + 2 * gib / CHECKPOINT_GIB_PER_S
 
 
@@ -187,13 +187,11 @@ def _end(launcher: psutil.Process, *, grace_s: float) -> None:
     psutil.wait_procs(alive)
 
 
-def end_earlier_attempt(run_dir: Path) -> None:
+def end_earlier_attempt(run_dir: Path, *, grace_s: float) -> None:
     """Stop the ranks of an earlier start that outlived their launcher: no two attempts work on one run."""
-    path = run_dir / "gang.json"
-    launcher = local_process(RanksLauncher.read(path).launcher) if path.exists() else None
-    if launcher is not None:
+    if launcher := ranks_launcher(run_dir):
         logger.warning("ranks of an earlier start are still alive (pid %d): stopping them first", launcher.pid)
-        _end(launcher, grace_s=grace_s(run_dir))
+        _end(launcher, grace_s=grace_s)
 
 
 def end_containers(run_dir: Path) -> None:

@@ -20,7 +20,7 @@ def check_here(config: RunConfig) -> None:
 
 
 def check_image(config: RunConfig, facts: Mapping[str, HostFacts]) -> None:
-    """Raises ValueError if it is not in the image that a host has."""
+    """Raises ValueError if config.profile asks for Nsight Systems, and the image of a host has none."""
     without = [name for name, there in facts.items() if not there.nsys]
     if config.profile.nsys and without:
         raise ValueError(
@@ -30,7 +30,7 @@ def check_image(config: RunConfig, facts: Mapping[str, HostFacts]) -> None:
 
 
 def prefix(module: str, config: RunConfig, *, run_dir: Path, rank: str = "%q{RANK}") -> tuple[str, ...]:
-    """What goes before each rank's command; nsys writes runs/ID/profile/TIME-rank-N.nsys-rep. Makes that folder.
+    """The start of each rank's command line: nsys writes runs/ID/profile/TIME-rank-N.nsys-rep. Makes that folder.
 
     `rank`: its number, or nsys' word for an environment variable.
     """

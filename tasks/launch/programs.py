@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tasks.launch import docker_hosts, local
 from tasks.runs.errors import RunFailed, RunStopped
+from tasks.runs.folder import read_plan
 from tasks.workspace.paths import fresh
 from training.records.plan import RunPlan
 from training.records.results import EvalReport, ExportedModel
@@ -28,7 +29,7 @@ def run_program(
     Raises RuntimeError with the log's last lines if it fails, RunStopped if we were interrupted meanwhile.
     """
     if plan.config.launch.launcher == "docker":
-        docker_hosts.run(module, run_dir=run_dir, ranks=ranks, on_poll=on_poll)
+        docker_hosts.run(module, plan=plan, run_dir=run_dir, ranks=ranks, on_poll=on_poll)
     else:
         local.run_program(module, plan=plan, run_dir=run_dir, ranks=ranks, on_poll=on_poll)
 
@@ -99,15 +100,20 @@ class NewRows:
         return [json.loads(line) for line in lines]
 
 
+def _in_force(plan: RunPlan, run_dir: Path) -> RunPlan:
+    """The run's plan by now: an attempt at training may have replaced `plan` by one for other hosts."""
+    return read_plan(run_dir) or plan
+
+
 def evaluate(plan: RunPlan, *, run_dir: Path) -> EvalReport:
     """Exact held-out figures of the run's last checkpoint; skipped if eval.json is about that checkpoint already."""
     trained, path = TrainResult.read(run_dir / "result.json"), run_dir / "eval.json"
     if not path.exists() or EvalReport.read(path).checkpoint_sha256 != trained.checkpoint_sha256:
-        run_program("training.evaluate", plan=plan, run_dir=run_dir)
+        run_program("training.evaluate", plan=_in_force(plan, run_dir), run_dir=run_dir)
     return EvalReport.read(fresh(path))
 
 
 def export(plan: RunPlan, *, run_dir: Path) -> ExportedModel:
     """Hugging Face and ONNX files of the last checkpoint, with their parity report; the program skips what is done."""
-    run_program("training.export", plan=plan, run_dir=run_dir, ranks=1)
+    run_program("training.export", plan=_in_force(plan, run_dir), run_dir=run_dir, ranks=1)
     return ExportedModel.read(fresh(run_dir / "export" / "export.json"))

@@ -1,4 +1,4 @@
-"""What ranks in containers are given: NCCL settings, file ownership, a way to MLflow."""
+"""Prepares what ranks in containers need: NCCL settings, ownership of the run's files, a way to MLflow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NCCL = {
 
 
 def give_to_ranks(run_dir: Path, launch: LaunchConfig) -> None:
-    """A launcher that is root hands over what ranks write; any other user's ranks are that user's own."""
+    """Give the run's files to the user that ranks run as, if we are root; another user's ranks run as that user."""
     if os.getuid() != 0:
         return
     uid, _, gid = rank_user(launch).partition(":")
@@ -41,7 +41,7 @@ def give_to_ranks(run_dir: Path, launch: LaunchConfig) -> None:
 
 
 def ranks_reach_mlflow(launch: LaunchConfig) -> bool:
-    """Not a store in a file of this machine; nor a server on its loopback, for ranks on other machines."""
+    """Whether MLflow is a server that all hosts reach: no file of this machine, and not its loopback address."""
     uri = urlsplit(tracking_uri())
     far = any(not host.docker.startswith("unix:") for host in read_hosts(launch))
     return uri.scheme in {"http", "https"} and not (far and is_loopback(uri.hostname or ""))

@@ -1,4 +1,4 @@
-"""What a run's folder shows of ranks that run elsewhere: steps made, and what they warn of."""
+"""Follows ranks on other hosts through the run's folder: the steps that they make, and their warnings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Steps:
 
 
 class Warnings:
-    """Ranks' warnings in the hosts' logs from now on, said once each: several ranks have the same to say."""
+    """Logs the warnings in the hosts' logs from now on, each text once: several ranks give the same warnings."""
 
     def __init__(self, run_dir: Path, hosts: Iterable[str]) -> None:
         self.paths = {name: run_dir / "logs" / f"{name}.log" for name in hosts}
@@ -69,7 +69,7 @@ class Warnings:
                 logger.warning("%s: %s", name, match[1])
 
     def _new(self, name: str, path: Path) -> bytes:
-        """Up to the end of the last line that has ended; or all, where none does for too long."""
+        """The new whole lines; or all that is new, if a line has not ended for too long."""
         if _size(path) <= self.offsets[name]:
             return b""
         with path.open("rb") as file:

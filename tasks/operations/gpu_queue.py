@@ -1,7 +1,7 @@
-"""Whose turn it is on devices that two runs cannot share: the GPUs of this machine, and those of Docker hosts.
+"""Queues runs that need the same GPUs: those of this machine, and those of Docker hosts.
 
-CPU ranks share their cores. Of this machine's GPUs each has a file that its run keeps locked: the lock is the kernel's
-and goes with the process. On Docker hosts the containers are the register, by their label of GPUs.
+CPU ranks share their cores. Each GPU of this machine has a file that its run keeps locked: the kernel drops the lock
+with the process. On Docker hosts the containers themselves are the register, by the label that names their GPUs.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 from infra.containers import gpus_granted
 from infra.hosts import DockerHost
 from tasks.hardware.machine import gpus_here
 from tasks.launch.check_hosts import hosts_of
-from tasks.launch.local import end_earlier_attempt
+from tasks.launch.local import end_earlier_attempt, grace_s
 from tasks.operations.ps import ask
 from tasks.runs.errors import RunStopped
+from tasks.runs.folder import read_plan
 from tasks.runs.owner import ranks_launcher
 from tasks.workspace.locks import Locked, exclusive
 from tasks.workspace.paths import home, run_folder
@@ -28,15 +30,32 @@ from training.config.run import RunConfig
 
 logger = logging.getLogger(__name__)
 
-NAMES = "SHARDLINE_DEVICES"  # of this machine's devices that runs take in turn; by default the UUIDs of its GPUs
-LOOK_S, SELDOM_S, TELL_EVERY_S = 0.5, 10.0, 600.0  # seldom: to ask Docker hosts is work, over hours
+NAMES = "SHARDLINE_DEVICES"  # comma-separated names of this machine's devices; by default the UUIDs of its GPUs
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.5, 10.0  # between two looks; they become rarer, since to ask Docker hosts is work
+REPORT_EVERY_S = 600.0
 
-Look = Callable[[], str]  # the run that has them, in words; empty: they are ours
+
+@dataclass(frozen=True)
+class Holder:
+    """A run that has GPUs which another run needs. `has`: what it has, and where; `cure`: how to end it."""
+
+    run_id: str
+    has: str
+    cure: str
+
+    def __str__(self) -> str:
+        return f"run {self.run_id} {self.has}; {self.cure}"
+
+
+Look = Callable[[], Holder | None]  # which run has the GPUs; None: they are ours
 
 
 @contextmanager
-def turn(config: RunConfig, *, run_id: str, wait: Callable[[Look, str], None]) -> Iterator[None]:
-    """Hold what the run's ranks will use; `wait` is called, with who has it, if others do. Nothing to take: no wait."""
+def hold_gpus(config: RunConfig, *, run_id: str, wait: Callable[[Look, Holder], None]) -> Iterator[None]:
+    """Hold the GPUs that the run's ranks will use, while the block runs.
+
+    If another run has them, this calls `wait` with a function that looks again and with that run.
+    """
     with ExitStack() as held:
         look = _look(config, run_id, held)
         if holder := look():
@@ -48,32 +67,34 @@ def _look(config: RunConfig, run_id: str, held: ExitStack) -> Look:
     if config.launch.launcher == "docker":
         hosts = [host for host in hosts_of(config.launch) if host.gpus or host.gpu_ids]
         return lambda: gpu_holder(hosts, run_id=run_id)
-    end_earlier_attempt(run_folder(run_id))  # or a killed start of this very run would be waited for
+    folder = run_folder(run_id)
+    end_earlier_attempt(folder, grace_s=grace_s(read_plan(folder)))  # or this run would wait for its own killed start
     return LocalDevices(devices_of(config), run_id=run_id, held=held).take
 
 
-def wait_for(look: Look, holder: str, *, run_id: str) -> None:
-    """Come back when it is our turn. Raises RunStopped if we are interrupted meanwhile."""
-    began = told = time.monotonic()
-    logger.warning("%s waits for its turn: %s", run_id, holder)
+def wait_for_gpus(look: Look, holder: Holder, *, run_id: str) -> None:
+    """Return once no other run has the GPUs. Raises RunStopped if we are interrupted meanwhile."""
+    began_at = reported_at = time.monotonic()
+    logger.warning("%s waits for GPUs: %s", run_id, holder)
     try:
-        while now := look():
-            if now != holder or time.monotonic() > told + TELL_EVERY_S:
-                holder, told = now, time.monotonic()
-                logger.warning("%s waits for its turn since %.0f min: %s", run_id, (told - began) / 60, holder)
-            time.sleep(min(SELDOM_S, LOOK_S + (time.monotonic() - began) / 60))
+        while found := look():
+            now = time.monotonic()
+            if found != holder or now > reported_at + REPORT_EVERY_S:
+                holder, reported_at = found, now
+                logger.warning("%s has been waiting for GPUs for %.0f min: %s", run_id, (now - began_at) / 60, holder)
+            time.sleep(min(LONGEST_LOOK_S, FIRST_LOOK_S + (now - began_at) / 60))
     except Exception:
         raise
     except BaseException:  # Ctrl-C, or the SIGTERM that Prefect turns into an exception
         raise RunStopped(f"interrupted while it waited ({holder}): `shardline resume {run_id}` asks again") from None
-    logger.info("%s has its devices after %.0f s", run_id, time.monotonic() - began)
+    logger.info("%s has its GPUs after %.0f s", run_id, time.monotonic() - began_at)
 
 
 # Of this machine
 
 
 def devices_of(config: RunConfig) -> tuple[str, ...]:
-    """Names of those that the run's ranks will use, which are the first; none on a machine without GPUs."""
+    """Names of the devices that the run's ranks will use: the first ones; empty on a machine without GPUs."""
     named = os.environ.get(NAMES)
     names = tuple(named.split(",")) if named else tuple(gpu.uuid for gpu in gpus_here())
     ranks = 1 if config.parallel.strategy == "single" else config.parallel.ranks
@@ -81,35 +102,39 @@ def devices_of(config: RunConfig) -> tuple[str, ...]:
 
 
 class LocalDevices:
-    """Files home/devices/NAME, all locked or none; the run and the process in them are for people and for orphans."""
+    """A file per device, SHARDLINE_HOME/devices/NAME: all of `names` are locked by this process, or none.
+
+    `take` locks them for as long as `held` stays open. What a file says, the run and its process, is for people, and
+    for the run that takes the device next: ranks may outlive the process that held it.
+    """
 
     def __init__(self, names: Sequence[str], *, run_id: str, held: ExitStack) -> None:
         self.names, self.run_id, self.held = sorted(set(names)), run_id, held
-        self.is_taken, self.before = not names, set[str]()
+        self.is_locked, self.earlier_runs = not names, set[str]()
 
-    def take(self) -> str:
-        """Who has one of them, in words; empty once all are ours and nobody's ranks are left on them."""
-        if not self.is_taken and (holder := self._lock()):
+    def take(self) -> Holder | None:
+        """The run that has one of them; None once all are ours and no ranks of an earlier run are left on them."""
+        if not self.is_locked and (holder := self._lock()):
             return holder
-        return next((words for run_id in sorted(self.before) if (words := _orphans(run_id))), "")
+        orphans = map(_orphaned_ranks, sorted(self.earlier_runs))
+        return next((holder for holder in orphans if holder), None)
 
-    def _lock(self) -> str:
+    def _lock(self) -> Holder | None:
         with ExitStack() as locks:
             files = []
             for name in self.names:
                 try:
                     files.append(locks.enter_context(exclusive(home() / "devices" / name.replace("/", "_"))))
-                except Locked as held:
-                    return _holder(held.content, name)
-            before = {_read(file.read()).get("run", "") for file in files}
-            self.before = before - {"", self.run_id}
+                except Locked as locked:
+                    return _holder(locked.content, name)
+            self.earlier_runs = {_read(file.read()).get("run", "") for file in files} - {"", self.run_id}
             for file in files:
                 file.truncate(0)
                 file.write(json.dumps({"run": self.run_id, "process": process_key(os.getpid())}))
                 file.flush()
             self.held.push(locks.pop_all())
-        self.is_taken = True
-        return ""
+        self.is_locked = True
+        return None
 
 
 def _read(content: str) -> dict[str, str]:
@@ -121,42 +146,45 @@ def _read(content: str) -> dict[str, str]:
     return found
 
 
-def _holder(content: str, name: str) -> str:
-    there = _read(content)
-    run_id, process = there.get("run", "another run"), local_process(there.get("process", ""))
-    pid = f" (pid {process.pid})" if process else ""
-    return f"run {run_id}{pid} has {name}; `shardline stop {run_id}` ends it"
+def _holder(content: str, name: str) -> Holder:
+    noted = _read(content)
+    process = local_process(noted.get("process", ""))
+    if "run" not in noted:
+        return Holder("unknown", f"has {name}", f"`fuser {home() / 'devices' / name}` tells its process")
+    pid = f"(pid {process.pid}) " if process else ""
+    return Holder(noted["run"], f"{pid}has {name}", f"`shardline stop {noted['run']}` ends it")
 
 
-def _orphans(run_id: str) -> str:
-    """Ranks that outlived their launcher leave by themselves, once they have saved a checkpoint."""
-    ranks = ranks_launcher(run_folder(run_id))
-    if ranks is None:
-        return ""
-    return f"ranks of run {run_id} have outlived it (pid {ranks.pid}); `shardline stop {run_id}` ends them"
+def _orphaned_ranks(run_id: str) -> Holder | None:
+    """Ranks that outlived their launcher; they leave by themselves, once they have saved a checkpoint."""
+    launcher = ranks_launcher(run_folder(run_id))
+    if launcher is None:
+        return None
+    return Holder(run_id, f"is dead, but has ranks left (pid {launcher.pid})", f"`shardline stop {run_id}` ends them")
 
 
 # Of Docker hosts
 
 
-def gpu_holder(hosts: Sequence[DockerHost], *, run_id: str) -> str:
-    """Another run whose container works on GPUs that ours would get there. A host that gives no answer has none."""
+def gpu_holder(hosts: Sequence[DockerHost], *, run_id: str) -> Holder | None:
+    """Another run whose container has GPUs that `run_id` would get there; hosts that do not answer are left out."""
     if not hosts:
-        return ""
-    there, _ = ask(hosts)
+        return None
+    containers_by_host, _ = ask(hosts)
     for host in hosts:
         wanted = gpus_granted(host.gpus, host.gpu_ids)
-        for each in there.get(host.name, ()):
+        for each in containers_by_host.get(host.name, ()):
             if each.found.run != run_id and each.state.running and overlap(wanted, each.found.gpus):
-                return (
-                    f"run {each.found.run} has GPUs of host {host.name} ({each.found.name}); "
-                    f"`shardline stop {each.found.run}` ends it, `shardline reap` if its launcher is gone"
+                return Holder(
+                    each.found.run,
+                    f"has GPUs of host {host.name} ({each.found.name})",
+                    f"`shardline stop {each.found.run}` ends it, `shardline reap` if its launcher is gone",
                 )
-    return ""
+    return None
 
 
 def overlap(one: str, other: str) -> bool:
-    """Whether two containers' GPUs, as their labels have them, share one; numbers and UUIDs cannot be told apart."""
+    """Whether two containers share a GPU, by their labels; a number may be any UUID, so those two always do."""
     if not one or not other:
         return False
     ours, theirs = set(one.split(",")), set(other.split(","))

@@ -73,7 +73,7 @@ class OnHost:
 
 
 def list_running(hosts: Sequence[DockerHost]) -> Listing:
-    """All that runs on `hosts` and in this SHARDLINE_HOME, ended containers too; by run, attempt and host."""
+    """Everything that runs on `hosts` and in this SHARDLINE_HOME, and ended containers, by run, attempt and host."""
     there, silent = ask(hosts)
     rows = [_row(host, each) for host, found in there.items() for each in found]
     rows += _of_this_machine({row.run for row in rows})
@@ -119,7 +119,7 @@ def _row(host: str, each: OnHost) -> Running:
 
 
 def last_logged_step(run_dir: Path) -> int | None:
-    """As logged; None if nothing was, or not by us."""
+    """The newest step in metrics.jsonl; None if there is none, as with a user's own program."""
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         return None
@@ -133,7 +133,7 @@ def last_logged_step(run_dir: Path) -> int | None:
 
 
 def known_hosts(hosts_file: str = "") -> list[DockerHost]:
-    """Those of a hosts file, or else of all runs in SHARDLINE_HOME that were launched by Docker; each daemon once."""
+    """The hosts of a hosts file, or else of all runs in SHARDLINE_HOME on Docker hosts; each daemon once."""
     if hosts_file:
         return list(docker_hosts(read_hosts(LaunchConfig(hosts_file=hosts_file)), home=home()))
     hosts: list[DockerHost] = []
@@ -159,19 +159,19 @@ def run_folders() -> list[Path]:
 
 
 def hosts_of_run(run_dir: Path) -> tuple[DockerHost, ...]:
-    """None for a run on this machine's own processes, or whose hosts file is gone."""
+    """The Docker hosts of a run; empty for a run on this machine's processes, or if its hosts file is gone."""
     launch = launch_of(run_dir)
     if launch.launcher == "local":
         return ()
     try:
         return docker_hosts(read_hosts(launch), home=home())
     except ValueError as error:
-        logger.warning("the hosts of %s are not known any more: %s", run_dir.name, error)
+        logger.warning("cannot read the hosts of run %s: %s", run_dir.name, error)
         return ()
 
 
 def launch_of(run_dir: Path) -> LaunchConfig:
-    """The newest that the run had: of that field alone, so that runs of other versions can be read too."""
+    """The run's newest launch settings; only that field is read, so that runs of other versions can be read too."""
     path = next((path for name in (*PLANS, "run.json") if (path := run_dir / name).exists()), None)
     if path is None:
         return LaunchConfig()
@@ -179,7 +179,7 @@ def launch_of(run_dir: Path) -> LaunchConfig:
     try:
         return LaunchConfig.model_validate(content)
     except ValidationError as error:
-        logger.warning("%s holds a launch that this version does not know: %s", path, error)
+        logger.warning("%s has `launch` settings that this version cannot read: %s", path, error)
         return LaunchConfig()
 
 
@@ -211,7 +211,7 @@ def launcher_of(each: OnHost) -> tuple[bool, str]:
 
 
 def _storage_time() -> float:
-    """By the clock that SHARDLINE_HOME's storage stamps files with: a lease's age is a difference on one clock."""
+    """The time on the clock of SHARDLINE_HOME's storage: both ends of a lease's age are read from one clock."""
     with tempfile.NamedTemporaryFile(dir=home(), prefix=".clock-") as probe:
         probe.write(b"\n")
         probe.flush()
@@ -219,12 +219,12 @@ def _storage_time() -> float:
 
 
 def _age_s(docker_time: str) -> float:
-    """Since a time as Docker writes it: 2026-01-01T00:00:00.123456789Z."""
+    """Seconds since a time as Docker writes it: 2026-01-01T00:00:00.123456789Z."""
     return time.time() - datetime.fromisoformat(docker_time).timestamp()
 
 
 def ago(docker_time: str) -> str:
-    """In words, for people."""
+    """The time since then for people, as in "5 min"."""
     if docker_time.startswith("0001"):  # not yet
         return ""
     age_s = _age_s(docker_time)

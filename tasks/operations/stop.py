@@ -15,7 +15,7 @@ from infra.hosts import DockerHost
 from tasks.launch.attempt import sweep
 from tasks.launch.local import end_earlier_attempt, grace_s
 from tasks.operations.ps import OnHost, ask, hosts_of_run, launcher_of, run_folders
-from tasks.runs.folder import steps_done
+from tasks.runs.folder import read_plan, steps_done
 from tasks.runs.owner import owner_process, ranks_launcher
 from tasks.workspace.locks import AlreadyOwned, is_owned, owned
 from tasks.workspace.paths import home, run_folder
@@ -62,8 +62,9 @@ def stop(run_id: str) -> Stopped:
     there, _ = ask(hosts, run=run_id)
     left = any(there.values()) or ranks_launcher(run_dir) is not None
     with _held(run_dir):
-        end_earlier_attempt(run_dir)
-        silent = sweep(hosts, run_id, run_dir, grace_s=grace_s(run_dir))
+        seconds = grace_s(read_plan(run_dir))
+        end_earlier_attempt(run_dir, grace_s=seconds)
+        silent = sweep(hosts, run_id, run_dir, grace_s=seconds)
     return Stopped(
         run=run_id,
         by="launcher" if owner is not None else "stop" if left else "",
@@ -74,14 +75,14 @@ def stop(run_id: str) -> Stopped:
 
 
 def _held(run_dir: Path) -> AbstractContextManager[None]:
-    """Nobody resumes it meanwhile. A launcher on another machine holds it itself, and sees its ranks stop."""
+    """Hold the run, so that nobody resumes it meanwhile, unless a launcher on another machine holds it."""
     return nullcontext() if is_owned(run_dir) else owned(run_dir)
 
 
 def _stop_launcher(launcher: psutil.Process, run_dir: Path) -> None:
-    """SIGTERM once (a second one would skip the checkpoint), and wait until it lets go of the run."""
+    """Send SIGTERM once (a second one would skip the checkpoint), and wait until the run has no owner."""
     began = reported_at = time.monotonic()
-    timeout_s = grace_s(run_dir) + CLOSING_S
+    timeout_s = grace_s(read_plan(run_dir)) + CLOSING_S
     logger.info(
         "sent SIGTERM to the launcher of run %s (pid %d); its ranks save a checkpoint", run_dir.name, launcher.pid
     )
@@ -141,7 +142,7 @@ def _reap_run(hosts: Sequence[DockerHost], run_id: str) -> bool:
     run_dir = run_folder(run_id)
     try:
         with owned(run_dir) if run_dir.is_dir() else nullcontext():
-            sweep(hosts, run_id, run_dir, grace_s=grace_s(run_dir))
+            sweep(hosts, run_id, run_dir, grace_s=grace_s(read_plan(run_dir)))
     except AlreadyOwned:
         return False
     return True

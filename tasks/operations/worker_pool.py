@@ -16,7 +16,7 @@ RUN_LABEL = "io.prefect.flow-run-id"
 
 
 def job_template() -> dict[str, Any]:
-    """For `prefect work-pool create --base-job-template`."""
+    """The job template that `prefect work-pool create --base-job-template` takes."""
     settings = like_this_one()
     environment = settings.pop("environment")
     environment.pop("MLFLOW_SERVING_PASSWORD_FILE", None)  # the worker's business

@@ -10,7 +10,7 @@ from typing import Any
 from tasks.planning.custom_program import place_again
 from tasks.planning.pretrained import hf_config
 from tasks.runs.folder import read_plan
-from tasks.runs.resume import Change, changes, remember
+from tasks.runs.resume import Change, remember
 from tasks.tracking.mlflow_run import TrackedRun
 from training.config.run import RunConfig
 from training.planner.plan import make_plan
@@ -62,29 +62,30 @@ def write_plan(
     inventory: Inventory,
     shards: TokenShards,
     shards_dir: Path,
+    changes: Sequence[Change] = (),
 ) -> RunPlan:
-    """runs/ID/plan.json, written once: a resumed run goes on with the plan it has, unless `config` is another now.
+    """Write runs/ID/plan.json, once: a resumed run goes on with the plan it has, unless it is resumed with `changes`.
 
-    Then the new plan takes its place, the old one becomes plan-1.json (plan-2.json, …), and what changed is added to
+    Then the new plan takes its place, the old one becomes plan-1.json (plan-2.json, …), and the changes are added to
     resume-overrides.json. Raises ValueError for what cannot work, for other tokens, for weights that would not fit.
     """
-    kept, changed = read_plan(run.folder), changes(run.folder, config, begun_with=run.config)
+    kept = read_plan(run.folder)
     if kept is None:
         plan = plan_run(config, inventory=inventory, run_id=run.run_id, shards=shards, shards_dir=shards_dir)
         plan = plan.model_copy(update={"mlflow_run_id": run.mlflow_run_id})
     else:
         _check_same_tokens(kept, shards)
-        if not changed:
+        if not changes:
             logger.info("going on with the plan in %s", run.folder / "plan.json")
             return kept
-        plan = _replanned(kept, config, changed, inventory=inventory, shards=shards, shards_dir=shards_dir)
+        plan = _replanned(kept, config, changes, inventory=inventory, shards=shards, shards_dir=shards_dir)
         kept.write(run.folder / f"plan-{len(list(run.folder.glob('plan-*.json'))) + 1}.json")
         if kept.config.evaluation != config.evaluation:
             (run.folder / "eval.json").unlink(missing_ok=True)
         if kept.config.export != config.export:
             (run.folder / "export" / "export.json").unlink(missing_ok=True)
-    if changed:
-        remember(run.folder, changed)
+    if changes:
+        remember(run.folder, tuple(changes))
     plan.write(run.folder / "plan.json")
     for reason in plan.reasons:
         logger.info("plan: %s", reason)

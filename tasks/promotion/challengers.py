@@ -1,7 +1,8 @@
-"""Challengers that wait: told by a webhook or found by looking, each promoted once."""
+"""Finds challengers that wait for their promotion, by webhook or by polling the registry, and starts each one once."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tasks.promotion.journal import unfinished
-from tasks.promotion.lock import Sight
+from tasks.promotion.lock import LivenessTracker
 from tasks.registry.models import aliases_of
 from tasks.registry.tags import CHALLENGER, VERDICT
 from tasks.tracking.client import registry_client
@@ -22,86 +23,80 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 60.0  # after an attempt that left no verdict, times the attempts
+RETRY_S = 60.0  # after an attempt that left no verdict, times the number of attempts
 
 
 @dataclass(frozen=True)
-class Due:
-    """A promotion to start. `version`: the challenger, or the version whose move was interrupted."""
+class DuePromotion:
+    """A promotion to start. `version`: the challenger, or the version whose promotion was interrupted."""
 
     model: str
     version: int
-    why: str
+    reason: str
 
 
 @dataclass
-class Challenges:
-    """Looks at `models` (none: all), every `poll_s` and whenever `nudge` is called.
+class ChallengerWatcher:
+    """Scans `models` (none: all) every `poll_s`, and at once when `notify` is called.
 
-    `start` begins a promotion and returns a function that tells whether it is still under way.
+    `start` starts a promotion and returns a function that says whether it is still running.
     """
 
     tracking_uri: str
     models: Sequence[str]
     poll_s: float
-    start: Callable[[Due], Callable[[], bool]]
-    _nudges: queue.Queue[str] = field(default_factory=queue.Queue)
-    _under_way: dict[str, Callable[[], bool]] = field(default_factory=dict)
-    _attempts: dict[Due, int] = field(default_factory=dict)
-    _not_before: dict[Due, float] = field(default_factory=dict)
-    _sights: dict[str, Sight] = field(default_factory=dict)
+    start: Callable[[DuePromotion], Callable[[], bool]]
+    _notifications: queue.Queue[None] = field(default_factory=queue.Queue)
+    _running: dict[str, Callable[[], bool]] = field(default_factory=dict)
+    _attempts: dict[DuePromotion, int] = field(default_factory=dict)
+    _not_before: dict[DuePromotion, float] = field(default_factory=dict)
+    _liveness: dict[str, LivenessTracker] = field(default_factory=dict)
 
-    def nudge(self, model: str, version: int) -> None:
-        """Look at once: a webhook told of a challenger. What is true is read from the registry."""
+    def notify(self, model: str, version: int) -> None:
+        """Scan at once, because a webhook reported a challenger; what is true is read from the registry."""
         if not self.models or model in self.models:
             logger.info("webhook: %s/%d is %s", model, version, CHALLENGER)
-            self._nudges.put("webhook")
+            self._notifications.put(None)
 
-    def follow(self, over: threading.Event) -> None:
-        """Until `over`. A registry that is away is asked again."""
-        complaint: type[Exception] | None = None
-        told = "found at the start"
-        while not over.is_set():
+    def run(self, stopped: threading.Event) -> None:
+        """Scan until `stopped` is set. A registry that does not answer is asked again at the next scan."""
+        last_error: type[Exception] | None = None
+        while not stopped.is_set():
             try:
-                self.look(told)
-                complaint = None
+                self.scan()
+                last_error = None
             except Exception as error:
-                if type(error) is not complaint:
-                    complaint = type(error)
+                if type(error) is not last_error:
+                    last_error = type(error)
                     why = without_credentials(str(error), uri=self.tracking_uri)
-                    logger.warning("cannot look for challengers: %s", why)
-            try:
-                told = self._nudges.get(timeout=self.poll_s)
-            except queue.Empty:
-                told = "polling"
+                    logger.warning("cannot look for challengers, trying again in %g s: %s", self.poll_s, why)
+            with contextlib.suppress(queue.Empty):
+                self._notifications.get(timeout=self.poll_s)
 
-    def look(self, told: str) -> None:
+    def scan(self) -> None:
+        """Start a promotion for every model that has one due and none running."""
         client = registry_client(self.tracking_uri)
         for model in self.models or [found.name for found in client.search_registered_models()]:
-            due = self._due(client, model, told)
-            if (
-                due is None
-                or model.startswith("-")
-                or self._busy(model)
-                or time.monotonic() < self._not_before.get(due, 0)
-            ):
+            due = self._due(client, model)
+            if due is None or model.startswith("-") or self._is_running(model):
+                continue
+            if time.monotonic() < self._not_before.get(due, 0):
                 continue
             attempt = self._attempts[due] = self._attempts.get(due, 0) + 1
             self._not_before[due] = time.monotonic() + RETRY_S * attempt
-            logger.info("%s/%d: promoted, %s", model, due.version, due.why)
-            self._under_way[model] = self.start(due)
+            logger.info("starting the promotion of %s/%d: %s", model, due.version, due.reason)
+            self._running[model] = self.start(due)
 
-    def _busy(self, model: str) -> bool:
-        return model in self._under_way and self._under_way[model]()
+    def _is_running(self, model: str) -> bool:
+        return model in self._running and self._running[model]()
 
-    def _due(self, client: MlflowClient, model: str, told: str) -> Due | None:
+    def _due(self, client: MlflowClient, model: str) -> DuePromotion | None:
         registered = client.get_registered_model(model)
-        flags = self._sights.setdefault(model, Sight()).living(registered.tags)
-        if flags:
-            return None  # somebody is at it; if they die it shows in the next looks
+        if self._liveness.setdefault(model, LivenessTracker()).living(registered.tags):
+            return None  # another process promotes it; should it die, the next scans see that
         if move := unfinished(client, model):
-            return Due(model, move.version, "its move was interrupted")
+            return DuePromotion(model, move.version, "its move was interrupted")
         number = aliases_of(client, model).get(CHALLENGER)
         if number is None or VERDICT in client.get_model_version(model, str(number)).tags:
             return None
-        return Due(model, number, f"it is {CHALLENGER}")
+        return DuePromotion(model, number, f"it is {CHALLENGER}")

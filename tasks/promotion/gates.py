@@ -1,4 +1,4 @@
-"""The gates between challenger and champion: plain values in, one verdict a gate with its numbers out."""
+"""The gates between challenger and champion: pure functions from figures to one check per gate, with its numbers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from training.config.promotion import GatesConfig, TaskFloor
 
 @dataclass(frozen=True)
 class Candidate:
-    """What the gates know of a model version. `loss`: nats per token over the whole held-out split of `dataset`.
+    """A model version as the gates see it. `loss`: nats per token over the whole held-out split of `dataset`.
 
-    `tokens`: how many that are; 0: not recorded (registered before that was). `scores`: TASK/METRIC -> value.
+    `tokens`: size of that split; 0: not recorded, as in early versions. `scores`: TASK/METRIC -> value.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Check:
-    """`gate` names it in the version's tags."""
+    """One gate's verdict; `gate` is its name in the version's tags."""
 
     gate: str
     passed: bool
@@ -52,7 +52,7 @@ class Verdict:
 
 
 def gate(challenger: Candidate, champion: Candidate | None, *, gates: GatesConfig) -> Verdict:
-    """What can be told from the records: ONNX parity, held-out loss against the champion's, downstream scores."""
+    """Check what the records tell: ONNX parity, held-out loss against the champion's, downstream scores."""
     checks = [check_parity(challenger), check_loss(challenger, champion, min_improvement=gates.min_improvement)]
     if gates.tasks:
         checks.append(check_tasks(challenger.scores or {}, gates.tasks))
@@ -65,31 +65,31 @@ def check_parity(challenger: Candidate) -> Check:
 
 
 def check_loss(challenger: Candidate, champion: Candidate | None, *, min_improvement: float) -> Check:
-    """Lower than the champion's by `min_improvement` nats per token, on the same tokens. A first one needs no more
-    than a finite loss."""
+    """The loss must be `min_improvement` nats per token below the champion's on the same tokens; without a champion,
+    finite."""
     loss = f"validation loss {challenger.loss:.4f}"
     if not math.isfinite(challenger.loss):
         return Check("loss", False, f"{loss} is not finite")
     if champion is None:
         return Check("loss", True, f"{loss}, and there is no champion yet")
-    rival = f"champion {champion.name}/{champion.version}"
+    champion_is = f"champion {champion.name}/{champion.version}"
     if other := _other_data(challenger, champion):
-        return Check("loss", False, f"{loss} cannot be compared with {champion.loss:.4f} of {rival}: {other}")
+        return Check("loss", False, f"{loss} cannot be compared with {champion.loss:.4f} of {champion_is}: {other}")
     if not math.isfinite(champion.loss):
-        return Check("loss", True, f"{loss}, and {rival}'s is not finite")
+        return Check("loss", True, f"{loss}, and {champion_is}'s is not finite")
     improvement = champion.loss - challenger.loss
     passed = improvement >= min_improvement if min_improvement else improvement > 0
     needed = f"at least {min_improvement:g} better" if min_improvement else "better"
     return Check(
         "loss",
         passed,
-        f"{loss}, {rival} {champion.loss:.4f}: {improvement:+.4f} nats per token, "
+        f"{loss}, {champion_is} {champion.loss:.4f}: {improvement:+.4f} nats per token, "
         f"{'which is' if passed else 'needed:'} {needed}",
     )
 
 
 def _other_data(challenger: Candidate, champion: Candidate) -> str:
-    """Why the two losses are of different tokens, and what to do; empty if they are of the same."""
+    """Why the two losses cannot be compared, and what to do about it; empty if they are of the same tokens."""
     if challenger.dataset != champion.dataset:
         why = f"other data (dataset {challenger.dataset[:12]}, champion's {champion.dataset[:12]})"
     elif challenger.tokens and champion.tokens and challenger.tokens != champion.tokens:
@@ -99,14 +99,14 @@ def _other_data(challenger: Candidate, champion: Candidate) -> str:
     name = challenger.name
     return (
         f"{why}. Measure both on one text: `shardline evaluate {name}@champion --data TEXT` and `shardline evaluate "
-        f"{name}/{challenger.version} --data TEXT`, then promote again; or, to put it in place all the same: "
+        f"{name}/{challenger.version} --data TEXT`, then promote again; or skip the gates: "
         f"shardline promote {name} --version {challenger.version} --force"
     )
 
 
 def check_tasks(scores: Mapping[str, float], floors: tuple[TaskFloor, ...]) -> Check:
-    """Every task that is asked for was evaluated and reaches its score."""
-    told = []
+    """Every task of gates.tasks must have been evaluated and reach its score."""
+    texts = []
     passed = True
     for floor in floors:
         key = f"{floor.task}/{floor.metric}"
@@ -114,17 +114,19 @@ def check_tasks(scores: Mapping[str, float], floors: tuple[TaskFloor, ...]) -> C
         reached = score is not None and score >= floor.at_least
         passed &= reached
         value = "not evaluated" if score is None else f"{score:.4f}"
-        told.append(f"{key} {value}, {'at least' if reached else 'needed: at least'} {floor.at_least:g}")
+        texts.append(f"{key} {value}, {'at least' if reached else 'needed: at least'} {floor.at_least:g}")
     missing = any(f"{floor.task}/{floor.metric}" not in scores for floor in floors)
     known = f" (evaluated: {', '.join(sorted(scores)) or 'no task'}; evaluation.tasks asks for more)" if missing else ""
-    return Check("tasks", passed, ", ".join(told) + known)
+    return Check("tasks", passed, ", ".join(texts) + known)
 
 
 def check_latency(p95_ms: float | None, *, budget_ms: float) -> Check:
-    """Of the smoke test in a fresh server; None: it had none to measure."""
+    """The smoke test's latency in a fresh server must be within the budget; None: it measured none."""
     if p95_ms is None:
         return Check(
-            "latency", False, f"no p95 to hold against {budget_ms:g} ms: the model is not served; gates.max_p95_ms=0"
+            "latency",
+            False,
+            f"no p95 to compare with {budget_ms:g} ms: the model is not served; set gates.max_p95_ms=0",
         )
     passed = p95_ms <= budget_ms
     return Check("latency", passed, f"p95 {p95_ms:.1f} ms, {'at most' if passed else 'needed: at most'} {budget_ms:g}")

@@ -1,7 +1,7 @@
-"""What moved a model's champion: one MLflow run a move, which tells who, what, when, why, and how far it came.
+"""The journal of a model's champion: one MLflow run per move of the alias, with who, what, when, why, and its stage.
 
-They are never deleted, so they are the history. A run that still says RUNNING while nobody has the turn
-(tasks/promotion/lock.py) is a move that was interrupted: whoever has the turn next finishes it, or takes it back.
+These runs are never deleted, so they are the history. One that is still RUNNING while nobody holds the lock (lock.py)
+is a move that was interrupted: the next holder of the lock finishes it, or takes it back.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ logger = logging.getLogger(__name__)
 EXPERIMENT = "shardline-promotions"
 Kind = Literal["promotion", "rollback"]
 Stage = Literal["switching", "watching", "taking back", "done"]
-MOST = 1000  # moves of one model that history lists
+MAX_MOVES = 1000  # of one model, in `history`
 
 
 class Move(Record):
-    """Champion from `replaces` (None: there was none) to `version`. `outcome` is empty while it is under way."""
+    """The alias `champion` moves from version `replaces` (None: it was not set) to `version`.
+
+    `outcome` is empty while the move is under way; `well`: it ended as it was meant to.
+    """
 
     move_id: str
     model: str
@@ -59,7 +62,7 @@ def begin_move(
     rollout: RolloutConfig,
     prefect_run: str = "",
 ) -> Move:
-    """To be called with the turn, before anything is moved."""
+    """Write a move to the journal. Call it with the lock held, before the alias moves."""
     tags = {
         "model": model,
         "kind": kind,
@@ -95,22 +98,22 @@ def read_move(client: MlflowClient, move_id: str) -> Move:
 
 
 def unfinished(client: MlflowClient, model: str) -> Move | None:
-    """The move that was begun and not ended: under way for whoever has the turn, else interrupted."""
+    """The move that has no end in the journal; to whoever holds the lock, it is an interrupted one."""
     found = _search(client, f"attributes.status = 'RUNNING' AND tags.`{TAG}move.model` = '{model}'")
     return found[0] if found else None
 
 
 def history(client: MlflowClient, model: str) -> list[Move]:
-    """Every move, latest first."""
+    """Every move of the model's champion, latest first."""
     return _search(client, f"tags.`{TAG}move.model` = '{model}'")
 
 
-def _search(client: MlflowClient, wanted: str) -> list[Move]:
+def _search(client: MlflowClient, query: str) -> list[Move]:
     experiment = client.get_experiment_by_name(EXPERIMENT)
     if experiment is None:
         return []
     runs = client.search_runs(
-        [experiment.experiment_id], wanted, order_by=["attributes.start_time DESC"], max_results=MOST
+        [experiment.experiment_id], query, order_by=["attributes.start_time DESC"], max_results=MAX_MOVES
     )
     return [_move(run) for run in runs]
 

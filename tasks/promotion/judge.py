@@ -1,4 +1,4 @@
-"""What the gates read of a registered version, and what they leave on it: one tag a gate, with its numbers."""
+"""Judges a registered version: reads its records and its terms, and writes each gate's verdict as a tag of it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import datetime
 import json
 import logging
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.promotion.gates import Candidate, Check, Verdict, gate
 from tasks.registry.models import aliases_of, local_folder
-from tasks.registry.tags import CHALLENGER, CHAMPION, GATE, LOSS_ON, REPLACES, TAG, TAG_CHARS, VERDICT
+from tasks.registry.tags import CHALLENGER, CHAMPION, GATE, LOSS_ON, TAG, TAG_CHARS, TERMS, VERDICT
+from tasks.registry.versions import FinishedRun
 from training.config.promotion import GatesConfig, RolloutConfig
 from training.records.record import Record
 from training.records.results import EvalReport, RegisteredModel
@@ -25,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Terms(Record):
-    """On what terms a version was registered: its config's gates and rollout, and what it scored."""
+    """The terms on which a version may become champion: its config's gates and rollout, and what it scored."""
 
     gates: GatesConfig = GatesConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -34,35 +36,61 @@ class Terms(Record):
     masked: bool = False
 
 
+def terms_of_run(run: FinishedRun) -> Terms:
+    config = run.plan.config
+    return Terms(
+        gates=config.gates,
+        rollout=config.rollout,
+        scores=_scores(run.evaluation),
+        prompts=config.evaluation.prompts or ("",),
+        masked=config.objective == "masked",
+    )
+
+
+def note_terms(client: MlflowClient, version: ModelVersion, terms: Terms) -> None:
+    """Record the gates and the rollout with a version: a resume may have changed them since it was registered."""
+    text = terms.model_dump_json(include={"gates", "rollout"}, exclude_defaults=True)
+    client.set_model_version_tag(version.name, version.version, TERMS, text)
+
+
 def terms_of(version: ModelVersion, *, tracking_uri: str) -> Terms:
-    """From the records that lie with the version. Only their sections are parsed: old plans have other fields."""
+    """Read a version's terms from its records; its tag, if it has one, has the latest gates and rollout.
+
+    Only these sections are parsed, because the plans of older versions have other fields elsewhere.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         records = local_folder(version, tracking_uri=tracking_uri, part="artifacts/records", scratch=Path(scratch))
         plan = records / "plan.json"
         if not plan.is_file():
             raise ValueError(
                 f"{version.name}/{version.version} has no {plan}: it was not registered by Shardline, or its artifacts "
-                f"lie on another machine: `shardline promote {version.name} --version {version.version} --force` goes "
-                "past the gates"
+                f"lie on another machine: `shardline promote {version.name} --version {version.version} --force` skips "
+                "the gates"
             )
         config = json.loads(plan.read_bytes())["config"]
         report = EvalReport.read(records / "eval.json")
+    if TERMS in version.tags:
+        config |= {"gates": {}, "rollout": {}} | json.loads(version.tags[TERMS])
     return Terms(
         gates=GatesConfig.model_validate(config.get("gates", {})),
         rollout=RolloutConfig.model_validate(config.get("rollout", {})),
-        scores=tuple((f"{score.task}/{score.metric}", score.value) for score in report.tasks),
+        scores=_scores(report),
         prompts=tuple(config.get("evaluation", {}).get("prompts") or ("",)),
         masked=version.tags.get(f"{TAG}objective") == "masked",
     )
 
 
+def _scores(report: EvalReport) -> tuple[tuple[str, float], ...]:
+    return tuple((f"{score.task}/{score.metric}", score.value) for score in report.tasks)
+
+
 def candidate(version: ModelVersion, terms: Terms | None = None) -> Candidate:
-    """What the gates need, from a version's tags. Raises ValueError for a version that Shardline did not register."""
+    """Read what the gates need from a version's tags. Raises ValueError if Shardline did not register it."""
     tags = version.tags
     if f"{TAG}val_loss" not in tags:
         raise ValueError(
-            f"{version.name}/{version.version} was not registered by Shardline (no tag {TAG}val_loss), so the gate "
-            f"has nothing to compare: `shardline promote {version.name} --version N --force` goes past it"
+            f"{version.name}/{version.version} was not registered by Shardline (no tag {TAG}val_loss), so the gates "
+            f"have nothing to compare: `shardline promote {version.name} --version N --force` skips them"
         )
     return Candidate(
         name=version.name,
@@ -75,22 +103,27 @@ def candidate(version: ModelVersion, terms: Terms | None = None) -> Candidate:
     )
 
 
-def judge_records(client: MlflowClient, version: ModelVersion, *, terms: Terms, reigning: int | None) -> Verdict:
-    """Parity, scores, and the loss against version `reigning`'s: on what both were registered with, or measured on."""
-    challenger, champion = candidate(version, terms), None
-    if reigning:
-        against = client.get_model_version(version.name, str(reigning))
-        champion = candidate(against)
-        if champion.dataset != challenger.dataset:
-            ours, theirs = _measured(version, challenger), _measured(against, champion)
-            if common := max(ours.keys() & theirs.keys(), key=lambda each: ours[each][1], default=""):
-                challenger = replace(challenger, dataset=common, loss=ours[common][0], tokens=int(ours[common][1]))
-                champion = replace(champion, dataset=common, loss=theirs[common][0], tokens=int(theirs[common][1]))
-    return gate(challenger, champion, gates=terms.gates)
+def judge_records(client: MlflowClient, version: ModelVersion, *, terms: Terms, champion: int | None) -> Verdict:
+    """Check parity, scores, and the loss against version `champion`'s, on a data set that both were measured on."""
+    new = candidate(version, terms)
+    if champion is None:
+        return gate(new, None, gates=terms.gates)
+    champion_version = client.get_model_version(version.name, str(champion))
+    old = candidate(champion_version)
+    if old.dataset != new.dataset:
+        new_losses, old_losses = _losses(version, new), _losses(champion_version, old)
+        if common := max(new_losses.keys() & old_losses.keys(), key=lambda dataset: new_losses[dataset][1], default=""):
+            new, old = _on(new, common, new_losses), _on(old, common, old_losses)
+    return gate(new, old, gates=terms.gates)
 
 
-def _measured(version: ModelVersion, registered: Candidate) -> dict[str, list[float]]:
-    """Dataset -> loss and tokens."""
+def _on(candidate: Candidate, dataset: str, losses: Mapping[str, Sequence[float]]) -> Candidate:
+    loss, tokens = losses[dataset]
+    return replace(candidate, dataset=dataset, loss=loss, tokens=int(tokens))
+
+
+def _losses(version: ModelVersion, registered: Candidate) -> dict[str, list[float]]:
+    """Data set -> loss and number of held-out tokens, of all that the version was measured on."""
     noted = {key.removeprefix(LOSS_ON): text for key, text in version.tags.items() if key.startswith(LOSS_ON)}
     return {dataset: json.loads(text) for dataset, text in noted.items()} | {
         registered.dataset: [registered.loss, registered.tokens]
@@ -103,26 +136,17 @@ def note_checks(client: MlflowClient, version: ModelVersion, checks: tuple[Check
 
 
 def note_verdict(client: MlflowClient, name: str, number: int, text: str, *, by: str) -> None:
-    """The last thing written of a judgement: a version that has it is not judged again by itself."""
+    """Write the verdict, last of all: a version that has one is judged again only on request."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     client.set_model_version_tag(name, str(number), f"{TAG}judged", f"{now} by {by}")
     client.set_model_version_tag(name, str(number), VERDICT, text[:TAG_CHARS])
     logger.info("%s/%d %s", name, number, text)
 
 
-def set_champion(client: MlflowClient, name: str, number: int, *, replaces: int | None) -> None:
-    """One write moves the alias, so there is one champion at any time; what it replaced is known before it reigns."""
-    if replaces != number:
-        client.set_model_version_tag(name, str(number), REPLACES, str(replaces or ""))
-    client.set_registered_model_alias(name, CHAMPION, str(number))
-    if aliases_of(client, name).get(CHALLENGER) == number:
-        client.delete_registered_model_alias(name, CHALLENGER)
-
-
-def standing(client: MlflowClient, name: str, number: int, *, verdict: str) -> RegisteredModel:
-    """The version as its aliases have it now."""
+def registered_model(client: MlflowClient, name: str, number: int, *, verdict: str | None = None) -> RegisteredModel:
+    """The version with the alias that it has now. `verdict`: default the one in its tags; empty before it is judged."""
     aliases = aliases_of(client, name)
-    if aliases.get(CHAMPION) == number:
-        return RegisteredModel(name=name, version=number, alias="champion", verdict=verdict)
-    is_challenger = aliases.get(CHALLENGER) == number
-    return RegisteredModel(name=name, version=number, alias="challenger" if is_challenger else "", verdict=verdict)
+    if verdict is None:
+        verdict = client.get_model_version(name, str(number)).tags.get(VERDICT, "")
+    alias = next((alias for alias in (CHAMPION, CHALLENGER) if aliases.get(alias) == number), "")
+    return RegisteredModel.model_validate({"name": name, "version": number, "alias": alias, "verdict": verdict})

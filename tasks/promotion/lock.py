@@ -1,10 +1,12 @@
-"""Whose turn it is to move a model's aliases: one at a time, over all machines that share the registry.
+"""The lock on a model's aliases: one promotion or rollback at a time, over all machines that share the registry.
 
-MLflow's tags know no compare-and-set, but one tag a contender and reading all of them is enough: whoever wants the turn
-first writes that it tries, then looks; who sees another that tries or holds steps back. Two that write at once see each
-other, so both step back, and try again after times drawn by chance (the flags of Dekker's and Lamport's algorithms).
-A contender whose process is gone is swept away: at once where it can be seen, else once its beat has not changed for
-LEASE_S by the clock of the one who looks, so that clocks need not agree.
+MLflow's tags have no compare-and-set, so each contender writes one tag of its own and reads those of the others. A
+contender first writes that it tries, then reads; if it sees another that tries or holds, it steps back. Two that write
+at the same moment see each other, both step back, and try again after random delays (as in Dekker's and Lamport's
+algorithms).
+
+A dead holder's tag is removed at once if its process ran on this machine; otherwise when its heartbeat has not changed
+for LEASE_S on the observer's clock, so that clocks need not agree.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
+from pydantic import ConfigDict, Field
+
 from tasks.registry.tags import TAG
 from tasks.workspace.processes import is_local, local_process, process_key
 from training.records.record import Record
@@ -31,26 +35,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREFIX = f"{TAG}turn."
-LEASE_S, BEATS = 60.0, 6
-LOOK_S = 0.2
+LEASE_S, HEARTBEATS_PER_LEASE = 60.0, 6
+POLL_S = 0.2
 
 
-class Flag(Record):
-    """A tag of the registered model. `urgent`: a person wants a version back; who holds the turn gives way."""
+class LockTag(Record):
+    """One contender's tag of the registered model. `urgent`: a rollback, to which a promotion yields the lock.
+
+    In the registry the heartbeat is called `beat`, as in the tags of earlier versions.
+    """
+
+    model_config = ConfigDict(serialize_by_alias=True, validate_by_name=True)
 
     state: Literal["waiting", "trying", "holding"]
     who: str
     what: str
     process: str
     urgent: bool
-    beat: int
+    heartbeat: int = Field(alias="beat")
 
 
-class TurnLost(RuntimeError):
-    """Others took us for dead, or somebody urgent asks for the turn."""
+class LockLost(RuntimeError):
+    """Others removed our tag because its heartbeat stopped, or a rollback asks for the lock."""
 
 
-def who() -> str:
+def current_user() -> str:
+    """USER@HOST, as recorded with a promotion."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # in a container whose user has no name
@@ -58,19 +68,19 @@ def who() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-class Sight:
-    """Which contenders live, as one who looks at their flags over and over can tell."""
+class LivenessTracker:
+    """Tells which contenders are alive, for an observer that reads their tags again and again."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[str, float]] = {}  # key -> its value, and since when it is that
+        self._seen: dict[str, tuple[str, float]] = {}  # key -> its value, and when that was first read
 
-    def living(self, tags: Mapping[str, str]) -> dict[str, Flag]:
-        """Key -> flag, of a registered model's tags."""
-        flags = {key: Flag.model_validate_json(value) for key, value in tags.items() if key.startswith(PREFIX)}
-        return {key: flag for key, flag in flags.items() if not self._is_dead(key, tags[key], flag)}
+    def living(self, tags: Mapping[str, str]) -> dict[str, LockTag]:
+        """Key -> lock tag of every living contender, from all tags of a registered model."""
+        found = {key: LockTag.model_validate_json(value) for key, value in tags.items() if key.startswith(PREFIX)}
+        return {key: tag for key, tag in found.items() if not self._is_dead(key, tags[key], tag)}
 
-    def _is_dead(self, key: str, value: str, flag: Flag) -> bool:
-        if is_local(flag.process) and local_process(flag.process) is None:
+    def _is_dead(self, key: str, value: str, tag: LockTag) -> bool:
+        if is_local(tag.process) and local_process(tag.process) is None:
             return True
         known, since = self._seen.get(key, ("", 0.0))
         if known != value:
@@ -79,93 +89,98 @@ class Sight:
         return time.monotonic() > since + LEASE_S
 
 
-class Turn:
-    """To be had from `turn`. `check` before every move."""
+class PromotionLock:
+    """Held inside `promotion_lock`. Call `check` before each change of an alias."""
 
     def __init__(self, client: MlflowClient, name: str, *, what: str, by: str, urgent: bool) -> None:
         self.who = by
         self.client, self.name, self.key = client, name, f"{PREFIX}{uuid.uuid4().hex[:12]}"
-        self._flag = Flag(state="waiting", who=by, what=what, process=process_key(os.getpid()), urgent=urgent, beat=0)
-        self._sight = Sight()
+        self._tag = LockTag(
+            state="waiting", who=by, what=what, process=process_key(os.getpid()), urgent=urgent, heartbeat=0
+        )
+        self._liveness = LivenessTracker()
         self._writing = threading.Lock()
-        self._over = threading.Event()
-        self._beating = threading.Thread(target=self._beat, name="turn", daemon=True)
+        self._released = threading.Event()
+        self._heartbeat = threading.Thread(target=self._keep_alive, name="promotion-lock", daemon=True)
 
     def check(self) -> None:
-        """Raises TurnLost if the turn is not ours any more. Between this and a move are milliseconds."""
-        flags = self._others()
+        """Raises LockLost if the lock is no longer ours. Between this check and a change are milliseconds."""
+        others = self._others()
         if self.key not in self._tags:
-            raise TurnLost(
-                f"another took over {self.name}, as this process was silent for {LEASE_S:.0f} s: run it again"
+            raise LockLost(
+                f"another process took the lock on {self.name}, as this one wrote no heartbeat for {LEASE_S:.0f} s: "
+                "run the command again"
             )
-        for flag in flags:
-            if flag.state == "holding" or self._goes_first(flag):
-                raise TurnLost(f"{flag.who} takes over: {flag.what}")
+        for tag in others:
+            if tag.state == "holding" or self._goes_first(tag):
+                raise LockLost(f"{tag.who} takes over the lock on {self.name}: {tag.what}")
 
-    def take(self) -> None:
-        """Wait for the turn, however long the one before takes."""
+    def acquire(self) -> None:
+        """Waits for the lock, however long its holder needs."""
         self._write()
-        self._beating.start()
-        told = ""
+        self._heartbeat.start()
+        reported = ""
         while True:
-            busy = next((flag for flag in self._others() if flag.state != "waiting" or self._goes_first(flag)), None)
-            if busy is None:
+            blocking = next((tag for tag in self._others() if tag.state != "waiting" or self._goes_first(tag)), None)
+            if blocking is None:
                 self._write(state="trying")
-                if all(flag.state == "waiting" for flag in self._others()):
+                if all(tag.state == "waiting" for tag in self._others()):
                     self._write(state="holding")
                     return
                 self._write(state="waiting")
                 time.sleep(random.uniform(0.02, 0.2))
                 continue
-            if busy.state == "holding" and told != busy.process:
-                told = busy.process
-                logger.info("waiting for %s: %s", busy.who, busy.what)
-            time.sleep(LOOK_S)
+            if blocking.state == "holding" and reported != blocking.process:
+                reported = blocking.process
+                logger.info("waiting for the lock on %s, which %s holds: %s", self.name, blocking.who, blocking.what)
+            time.sleep(POLL_S)
 
-    def leave(self) -> None:
-        self._over.set()
-        if self._beating.is_alive():
-            self._beating.join()
+    def release(self) -> None:
+        self._released.set()
+        if self._heartbeat.is_alive():
+            self._heartbeat.join()
         try:
             self.client.delete_registered_model_tag(self.name, self.key)
         except Exception as error:
-            logger.warning("%s will look taken for up to %.0f s (%s)", self.name, LEASE_S, error)
+            logger.warning("could not release the lock on %s; it expires in %.0f s (%s)", self.name, LEASE_S, error)
 
-    def _goes_first(self, flag: Flag) -> bool:
-        return flag.urgent and not self._flag.urgent
+    def _goes_first(self, tag: LockTag) -> bool:
+        return tag.urgent and not self._tag.urgent
 
-    def _others(self) -> list[Flag]:
-        """The contenders that live; those that do not are swept away."""
+    def _others(self) -> list[LockTag]:
+        """Tags of the other living contenders; the tags of dead ones are removed."""
         self._tags = dict(self.client.get_registered_model(self.name).tags)
-        living = self._sight.living(self._tags)
+        living = self._liveness.living(self._tags)
         for key in self._tags:
             if key.startswith(PREFIX) and key not in living and key != self.key:
-                flag = Flag.model_validate_json(self._tags[key])
-                logger.warning("%s was interrupted: %s", flag.who, flag.what)
+                dead = LockTag.model_validate_json(self._tags[key])
+                logger.warning("removed the lock of a dead process: %s, %s", dead.who, dead.what)
                 self.client.delete_registered_model_tag(self.name, key)
-        return [flag for key, flag in living.items() if key != self.key]
+        return [tag for key, tag in living.items() if key != self.key]
 
     def _write(self, **changes: object) -> None:
         with self._writing:
-            self._flag = self._flag.model_copy(update=changes)
-            self.client.set_registered_model_tag(self.name, self.key, self._flag.model_dump_json())
+            self._tag = self._tag.model_copy(update=changes)
+            self.client.set_registered_model_tag(self.name, self.key, self._tag.model_dump_json())
 
-    def _beat(self) -> None:
-        while not self._over.wait(LEASE_S / BEATS):
+    def _keep_alive(self) -> None:
+        while not self._released.wait(LEASE_S / HEARTBEATS_PER_LEASE):
             try:
                 if self.key not in self.client.get_registered_model(self.name).tags:
-                    return  # swept away: `check` says so
-                self._write(beat=self._flag.beat + 1)
+                    return  # another contender removed it: `check` raises LockLost
+                self._write(heartbeat=self._tag.heartbeat + 1)
             except Exception as error:
-                logger.debug("no beat for %s (%s)", self.name, error)
+                logger.debug("could not write the heartbeat of the lock on %s (%s)", self.name, error)
 
 
 @contextmanager
-def turn(client: MlflowClient, name: str, *, what: str, by: str = "", urgent: bool = False) -> Iterator[Turn]:
-    """Hold the turn on `name`'s aliases; waits for whoever has it. `urgent`: whoever has it gives way."""
-    mine = Turn(client, name, what=what, by=by or who(), urgent=urgent)
+def promotion_lock(
+    client: MlflowClient, name: str, *, what: str, by: str = "", urgent: bool = False
+) -> Iterator[PromotionLock]:
+    """Hold the lock on `name`'s aliases; waits for its holder. `urgent`: a holder that is not urgent yields it."""
+    lock = PromotionLock(client, name, what=what, by=by or current_user(), urgent=urgent)
     try:
-        mine.take()
-        yield mine
+        lock.acquire()
+        yield lock
     finally:
-        mine.leave()
+        lock.release()

@@ -1,7 +1,7 @@
-"""From challenger to the beginning of its move: found, judged by its gates, approved.
+"""A promotion up to its rollout: the version is found, judged by its gates, and approved.
 
-All that moves is moved by whoever has the turn (lock.py), and stands in the move's MLflow run (journal.py)
-before it is done: a run again finds there how far the last one came.
+Whoever changes an alias holds the lock (lock.py), and writes the change to the journal (journal.py) before it is made,
+so that another run finds there how far an interrupted one came.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from tasks.promotion.gates import Check, Verdict, check_latency
 from tasks.promotion.journal import Move, begin_move
-from tasks.promotion.judge import Terms, judge_records, note_checks, note_verdict, standing, terms_of
-from tasks.promotion.lock import Turn
-from tasks.promotion.server_stats import baseline
-from tasks.promotion.servers import following
+from tasks.promotion.judge import Terms, judge_records, note_checks, note_verdict, registered_model, terms_of
+from tasks.promotion.lock import PromotionLock
+from tasks.promotion.servers import baseline, following
 from tasks.promotion.smoke_test import smoke_test
 from tasks.registry.models import aliases_of, find_version
 from tasks.registry.tags import APPROVED, CHALLENGER, CHAMPION, VERDICT
@@ -32,12 +31,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ASK_S = 2.0  # between two looks at a tag that is waited for
+POLL_S = 2.0  # between two reads of the approval tag
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked. `version` None: the challenger. `overrides`: gates.x or rollout.x -> value. `who` asks."""
+    """What `who` asks for. `version` None: the challenger. `overrides`: gates.x or rollout.x -> value."""
 
     model: str
     who: str
@@ -47,25 +46,28 @@ class Request:
     prefect_run: str = ""
 
     @property
-    def again(self) -> bool:
-        """A version that has a verdict is judged again only if somebody says so."""
+    def judge_again(self) -> bool:
+        """Whether a version that has a verdict is judged again: only if the request names it or changes something."""
         return self.version is not None or self.force or bool(self.overrides)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A version before its gates. `against`: the champion then. `settled`: why there is nothing to do; else empty."""
+    """A version before its gates. `champion`: the version it was compared with.
+
+    `decided`: the verdict of a version that has nothing left to do; else empty.
+    """
 
     model: str
     version: int
     terms: Terms
-    against: int | None = None
+    champion: int | None = None
     checks: tuple[Check, ...] = ()
-    settled: str = ""
+    decided: str = ""
 
     @property
     def passed(self) -> bool:
-        return not self.settled and all(check.passed for check in self.checks)
+        return not self.decided and all(check.passed for check in self.checks)
 
     @property
     def text(self) -> str:
@@ -75,38 +77,38 @@ class Case:
 
 
 def judge(client: MlflowClient, request: Request, *, tracking_uri: str) -> Case:
-    """The records' gates first, which cost nothing; a fresh server only for what passed them."""
-    version = _asked_for(client, request)
+    """Check the gates that need only records first; what passes them is tested in a fresh server."""
+    version = _requested_version(client, request)
     name, number = version.name, int(version.version)
-    reigning = aliases_of(client, name).get(CHAMPION)
+    champion = aliases_of(client, name).get(CHAMPION)
     verdict = version.tags.get(VERDICT, "")
-    if reigning == number:
-        return Case(name, number, Terms(), reigning, settled=verdict or "passed: it is the champion already")
-    if verdict and not request.again:
+    if champion == number:
+        return Case(name, number, Terms(), champion, decided=verdict or "passed: it is the champion already")
+    if verdict and not request.judge_again:
         logger.info(
             "%s/%d was judged already; `shardline promote %s --version %d` judges it again", name, number, name, number
         )
-        return Case(name, number, Terms(), reigning, settled=verdict)
+        return Case(name, number, Terms(), champion, decided=verdict)
     if request.force:
         terms = overridden(Terms(), request.overrides or {})
-        place = f"took the place of {name}/{reigning}" if reigning else "no champion yet"
-        return Case(name, number, terms, reigning, (Check("forced", True, f"forced: {place}"),))
+        place = f"took the place of {name}/{champion}" if champion else "no champion yet"
+        return Case(name, number, terms, champion, (Check("forced", True, f"forced: {place}"),))
     terms = overridden(terms_of(version, tracking_uri=tracking_uri), request.overrides or {})
-    checks = judge_records(client, version, terms=terms, reigning=reigning).checks
+    checks = judge_records(client, version, terms=terms, champion=champion).checks
     if all(check.passed for check in checks):
         checks += check_in_a_fresh_server(name, number, terms=terms)
     note_checks(client, version, checks)
-    return Case(name, number, terms, reigning, checks)
+    return Case(name, number, terms, champion, checks)
 
 
-def _asked_for(client: MlflowClient, request: Request) -> ModelVersion:
+def _requested_version(client: MlflowClient, request: Request) -> ModelVersion:
     if request.version is None:
         return find_version(client, f"{request.model}@{CHALLENGER}")
     return find_version(client, f"{request.model}/{request.version}")
 
 
 def overridden(terms: Terms, overrides: Mapping[str, object]) -> Terms:
-    """Raises ValueError, naming the field, for one that there is not."""
+    """`terms` with gates.x and rollout.x replaced. Raises ValueError for a field that does not exist."""
     sections: dict[str, dict[str, object]] = {
         "gates": terms.gates.model_dump(),
         "rollout": terms.rollout.model_dump(),
@@ -115,7 +117,7 @@ def overridden(terms: Terms, overrides: Mapping[str, object]) -> Terms:
         section, _, name = key.partition(".")
         if section not in sections or name not in sections[section]:
             fields = ", ".join(f"{each}.{name}" for each, content in sections.items() for name in content)
-            raise ValueError(f"{key} is nothing that a promotion can change: {fields}")
+            raise ValueError(f"{key} cannot be changed by a promotion; these can: {fields}")
         sections[section][name] = value
     try:
         return terms.model_copy(
@@ -130,7 +132,7 @@ def overridden(terms: Terms, overrides: Mapping[str, object]) -> Terms:
 
 
 def check_in_a_fresh_server(name: str, number: int, *, terms: Terms) -> tuple[Check, ...]:
-    """The smoke test, and the latency budget if there is one."""
+    """Run the smoke test, and hold its latency against the budget if there is one."""
     budget = terms.gates.max_p95_ms
     if terms.masked:
         checks = (Check("smoke", True, "a masked model makes no text: not served"),)
@@ -142,10 +144,10 @@ def check_in_a_fresh_server(name: str, number: int, *, terms: Terms) -> tuple[Ch
     )
     if smoke.error:
         return (Check("smoke", False, f"in a fresh server: {smoke.error}"),)
-    told = (
+    text = (
         f"{smoke.requests} requests answered by a fresh server, p95 {smoke.p95_ms:.1f} ms, ready in {smoke.ready_s} s"
     )
-    checks = (Check("smoke", True, told),)
+    checks = (Check("smoke", True, text),)
     return checks + ((check_latency(smoke.p95_ms, budget_ms=budget),) if budget else ())
 
 
@@ -159,44 +161,40 @@ def approved_by_tag(client: MlflowClient, case: Case) -> Check:
             return Check("approval", True, f"approved by {approver} (tag {APPROVED})")
         if time.monotonic() > deadline:
             return Check("approval", False, f"nobody set the tag {APPROVED} within {timeout_s:g} s")
-        time.sleep(min(ASK_S, timeout_s / 2))
+        time.sleep(min(POLL_S, timeout_s / 2))
 
 
 def refuse(client: MlflowClient, request: Request, case: Case) -> RegisteredModel:
+    """Record on the version why it does not become champion."""
     note_checks(client, client.get_model_version(case.model, str(case.version)), case.checks)
     note_verdict(client, case.model, case.version, case.text, by=request.who)
-    return standing(client, case.model, case.version, verdict=case.text)
+    return registered_model(client, case.model, case.version)
 
 
-def begin(client: MlflowClient, mine: Turn, request: Request, case: Case) -> Move | RegisteredModel:
-    """The move, recorded and not yet made; or how the version stands if, by now, it must not be made.
+def begin(client: MlflowClient, lock: PromotionLock, request: Request, case: Case) -> Move | RegisteredModel:
+    """Write the move to the journal; or return the version as it is, if it may no longer become champion.
 
-    Since it was judged another may have become champion, or it may have been judged by another.
+    Since it was judged, another version may have become champion, or another process may have judged it.
     """
     version = client.get_model_version(case.model, str(case.version))
-    if VERDICT in version.tags and not request.again:
-        return standing(client, case.model, case.version, verdict=version.tags[VERDICT])
-    reigning = aliases_of(client, case.model).get(CHAMPION)
-    if reigning != case.against and not request.force:
-        verdict = judge_records(client, version, terms=case.terms, reigning=reigning)
+    if VERDICT in version.tags and not request.judge_again:
+        return registered_model(client, case.model, case.version)
+    champion = aliases_of(client, case.model).get(CHAMPION)
+    if champion != case.champion and not request.force:
+        verdict = judge_records(client, version, terms=case.terms, champion=champion)
         changed = {check.gate: check for check in verdict.checks}
-        case = Case(
-            case.model,
-            case.version,
-            case.terms,
-            reigning,
-            tuple(changed.get(check.gate, check) for check in case.checks),
-        )
+        checks = tuple(changed.get(check.gate, check) for check in case.checks)
+        case = replace(case, champion=champion, checks=checks)
         if not case.passed:
             return refuse(client, request, case)
     baseline(following(case.model, urls=case.terms.rollout.servers), version=case.version)  # all must answer
     note_checks(client, version, case.checks)
-    mine.check()
+    lock.check()
     return begin_move(
         client,
         case.model,
         version=case.version,
-        replaces=reigning,
+        replaces=champion,
         kind="promotion",
         who=request.who,
         why=case.text,

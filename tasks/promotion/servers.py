@@ -1,24 +1,34 @@
-"""The servers that follow a model's champion: which there are, what each serves, and how it fares."""
+"""The servers that follow a model's champion: which there are, which version each serves, and how it performs there."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from tasks.registry.models import parse_ref
 from tasks.registry.tags import CHAMPION
-from tasks.serving.announce import ServerRecord
+from tasks.serving.server_record import ServerRecord
 from tasks.workspace.paths import home
 from tasks.workspace.processes import is_local, local_process
+from training.config.promotion import RolloutConfig
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 10.0
+REQUEST_TIMEOUT_S = 10.0
+POLL_S = 0.2
+SILENT_S = 30.0  # a server that does not answer for so long, while it is watched, counts as failed
+
+
+class OutOfBounds(Exception):
+    """The new version must not stay champion; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +40,23 @@ class Server:
     process: str = ""
 
     def health(self) -> dict[str, object]:
-        """Raises httpx.HTTPError if it does not answer."""
+        """Raises httpx.HTTPError if the server does not answer."""
         return dict(self._get("/health").json())
 
-    def version(self) -> int:
-        """Raises httpx.HTTPError if it does not answer."""
-        return int(str(self.health()["version"]))
+    def version(self) -> int | None:
+        """The version that it serves; None if it does not answer."""
+        try:
+            return int(str(self.health()["version"]))
+        except (httpx.HTTPError, ValueError, KeyError):
+            return None
 
     def metrics(self) -> str:
-        """In Prometheus' text format. Raises httpx.HTTPError if it does not answer."""
+        """Its metrics in Prometheus' text format. Raises httpx.HTTPError if it does not answer."""
         return self._get("/metrics").text
 
     @property
     def crashed(self) -> bool:
-        """Its process is gone, and did not take its descriptor along, as one does that ends in order."""
+        """True if its process is gone and its descriptor is not: a server that ends in order removes it."""
         if self.descriptor is None or not self.descriptor.exists():
             return False
         try:
@@ -58,24 +71,169 @@ class Server:
 
     def _get(self, path: str) -> httpx.Response:
         # trust_env: a proxy of the environment is no way to a server beside us
-        reply = httpx.get(f"{self.url.rstrip('/')}{path}", timeout=ANSWER_S, trust_env=False)
+        reply = httpx.get(f"{self.url.rstrip('/')}{path}", timeout=REQUEST_TIMEOUT_S, trust_env=False)
         return reply.raise_for_status()
 
 
 def following(name: str, *, urls: Sequence[str] = ()) -> list[Server]:
-    """Those of this machine whose reference is NAME's champion, and those of `urls`."""
-    found = [server for server in _of_this_machine(name) if not server.crashed]
+    """The servers of this machine that serve NAME's champion, and those of `urls`."""
+    found = [server for server in _local_servers(name) if not server.crashed]
     known = {server.url.rstrip("/") for server in found}
     return found + [Server(url) for url in urls if url.rstrip("/") not in known]
 
 
-def _of_this_machine(name: str) -> list[Server]:
+def _local_servers(name: str) -> list[Server]:
     found = []
     for path in sorted((home() / "servers").glob("*.json")):
         try:
             record = ServerRecord.read(path)
-        except FileNotFoundError:  # it ended meanwhile
+        except FileNotFoundError:  # it has ended since
             continue
         if parse_ref(record.ref) == (name, CHAMPION) and is_local(record.process):
             found.append(Server(record.url, descriptor=path, process=record.process))
     return found
+
+
+def wait_for_switch(name: str, *, version: int, rollout: RolloutConfig, check: Callable[[], None]) -> None:
+    """Wait until every server that follows the champion serves `version`; `check` is called at each poll.
+
+    Raises OutOfBounds if one crashed, or does not serve the version in time.
+    """
+    deadline = time.monotonic() + rollout.switch_timeout_s
+    servers = following(name, urls=rollout.servers)
+    if servers:
+        logger.info("waiting for %s to serve %s/%d", ", ".join(server.url for server in servers), name, version)
+    while waiting := [server for server in servers if not server.ended and server.version() != version]:
+        for server in waiting:
+            if server.crashed:
+                raise OutOfBounds(f"the server at {server.url} died while it loaded version {version}")
+        if time.monotonic() > deadline:
+            versions = ", ".join(f"{server.url} ({server.version() or 'no answer'})" for server in waiting)
+            raise OutOfBounds(
+                f"not all servers served version {version} within {rollout.switch_timeout_s:g} s: {versions}"
+            )
+        check()
+        time.sleep(POLL_S)
+
+
+# What they answered
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What servers have answered from one version. `buckets`: upper bound in seconds -> requests up to it."""
+
+    requests: float = 0
+    failed: float = 0
+    buckets: Mapping[float, float] = field(default_factory=dict)
+
+    def since(self, before: Counts) -> Counts:
+        """What was added since `before`. Counters that fell belong to a server that was restarted."""
+        if before.requests > self.requests:
+            return self
+        buckets = {bound: count - before.buckets.get(bound, 0) for bound, count in self.buckets.items()}
+        return Counts(self.requests - before.requests, self.failed - before.failed, buckets)
+
+    def __add__(self, other: Counts) -> Counts:
+        bounds = {*self.buckets, *other.buckets}
+        buckets = {bound: self.buckets.get(bound, 0) + other.buckets.get(bound, 0) for bound in bounds}
+        return Counts(self.requests + other.requests, self.failed + other.failed, buckets)
+
+    def __str__(self) -> str:
+        return f"{self.requests:.0f} requests, {self.failed:.0f} failed, p95 {self.p95_ms:.0f} ms"
+
+    @property
+    def error_rate(self) -> float:
+        return self.failed / self.requests if self.requests else 0.0
+
+    @property
+    def p95_ms(self) -> float:
+        """Interpolated linearly within its bucket, like Prometheus' histogram_quantile; 0 without requests."""
+        bounds = sorted(self.buckets)
+        total = self.buckets[bounds[-1]] if bounds else 0
+        if not total:
+            return 0.0
+        rank, below, lower = 0.95 * total, 0.0, 0.0
+        for bound in bounds:
+            count = self.buckets[bound]
+            if count >= rank:
+                if math.isinf(bound):
+                    return 1000 * lower
+                return 1000 * (lower + (bound - lower) * (rank - below) / (count - below))
+            below, lower = count, bound
+        raise AssertionError("the last bucket holds all")
+
+
+def read_counts(text: str, *, version: int) -> Counts:
+    """Counts of one version, from a server's metrics. 5xx replies are failures; 4xx are the client's fault."""
+    requests = failed = 0.0
+    buckets: dict[float, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.labels.get("version") != str(version):
+                continue
+            if sample.name == "shardline_requests_total":
+                requests += sample.value
+                failed += sample.value if sample.labels["code"].startswith("5") else 0
+            elif sample.name == "shardline_request_seconds_bucket":
+                bound = float(sample.labels["le"])
+                buckets[bound] = buckets.get(bound, 0) + sample.value
+    return Counts(requests, failed, buckets)
+
+
+def baseline(servers: Sequence[Server], *, version: int) -> dict[str, Counts]:
+    """URL -> counts before the switch. Raises ValueError for a server that does not answer."""
+    found = {}
+    for server in servers:
+        try:
+            found[server.url] = read_counts(server.metrics(), version=version)
+        except httpx.HTTPError as error:
+            raise ValueError(
+                f"the server at {server.url} does not answer ({error}): start it, or take it out of rollout.servers"
+            ) from None
+    return found
+
+
+@dataclass
+class Watch:
+    """Error rate and latency of the new version since the switch, over all servers that serve it."""
+
+    name: str
+    version: int
+    rollout: RolloutConfig
+    before: dict[str, Counts]
+    latest: dict[str, Counts] = field(default_factory=dict)
+    answered_at: dict[str, float] = field(default_factory=dict)
+
+    def sample(self, servers: Sequence[Server]) -> Counts:
+        """Counts since the switch. Raises OutOfBounds if a server crashed or fell silent, or as `judge` does."""
+        for server in servers:
+            if server.crashed:
+                raise OutOfBounds(f"the server at {server.url} died while it served version {self.version}")
+            self._read(server)
+        counts = sum((self.latest[url].since(self.before.get(url, Counts())) for url in self.latest), start=Counts())
+        self.judge(counts)
+        return counts
+
+    def _read(self, server: Server) -> None:
+        now = time.monotonic()
+        since = self.answered_at.setdefault(server.url, now)
+        try:
+            self.latest[server.url] = read_counts(server.metrics(), version=self.version)
+            self.answered_at[server.url] = now
+        except httpx.HTTPError as error:
+            if not server.ended and now > since + SILENT_S:
+                raise OutOfBounds(f"the server at {server.url} has not answered for {SILENT_S:g} s ({error})") from None
+
+    def judge(self, counts: Counts) -> None:
+        """Raises OutOfBounds if the error rate or the latency of enough requests is out of the rollout's bounds."""
+        if counts.requests < self.rollout.min_requests:
+            return
+        since = f"of {counts.requests:.0f} requests since the switch"
+        if counts.error_rate > self.rollout.max_error_rate:
+            raise OutOfBounds(
+                f"{counts.failed:.0f} {since} failed: {counts.error_rate:.1%}, "
+                f"at most {self.rollout.max_error_rate:.1%}"
+            )
+        if self.rollout.max_p95_ms and counts.p95_ms > self.rollout.max_p95_ms:
+            raise OutOfBounds(f"p95 {counts.p95_ms:.0f} ms {since}, at most {self.rollout.max_p95_ms:g} ms")

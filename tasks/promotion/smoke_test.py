@@ -1,4 +1,4 @@
-"""The smoke test: a fresh server process, as `shardline serve NAME/VERSION` starts it, answers requests."""
+"""The smoke test: a fresh `shardline serve NAME/VERSION` must answer requests before the version becomes champion."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import math
 import queue
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,21 +14,21 @@ from typing import IO
 
 import httpx
 
+from tasks.workspace.paths import command
+from tasks.workspace.processes import end_process
+from tasks.workspace.wait import until
 from training.records.record import Record
 
 logger = logging.getLogger(__name__)
 
-# The kernel ends the server with us, however we end: PR_SET_PDEATHSIG (1), SIGTERM (15); prctl(2).
-SERVE = (
-    "import ctypes, sys; ctypes.CDLL(None).prctl(1, 15, 0, 0, 0); from flows.cli.command import main; sys.exit(main())"
-)
 NEW_TOKENS = 32
-STOP_S = 30.0
-LAST_LINES = 10
+POLL_S = 0.05
+STOP_WITHIN_S = 30.0
+NUM_LAST_LINES = 10
 
 
 class Smoke(Record):
-    """`p95_ms`: of the requests after a first one, which warms the server up. `error`: why it failed, or empty."""
+    """Latencies without the first request's, which warms the server up. `error`: why the test failed, or empty."""
 
     requests: int
     p50_ms: float
@@ -39,29 +38,29 @@ class Smoke(Record):
 
 
 class SmokeFailed(Exception):
-    """The fresh server did not do what it should."""
+    """The fresh server did not start, answered wrongly or too late."""
 
 
 def smoke_test(
     name: str, version: int, *, prompts: Sequence[str], requests: int, timeout_s: float, seed: int = 1337
 ) -> Smoke:
-    """Start a server of its own for the version and ask it `requests` times, one after the other."""
-    began, seconds = time.monotonic(), []
+    """Start a server for the version and send it `requests` requests, one after the other."""
+    start, seconds = time.monotonic(), []
     ready_s = 0.0
-    deadline = began + timeout_s
+    deadline = start + timeout_s
     try:
         with fresh_server(f"{name}/{version}", deadline=deadline) as url, _client(url, deadline) as client:
-            ready_s = time.monotonic() - began
+            ready_s = time.monotonic() - start
             served = client.get("/health").raise_for_status().json()["version"]
             if served != version:
                 raise SmokeFailed(f"it serves version {served}")
             texts = []
             for number in range(requests + 1):
-                asked = time.perf_counter()
+                sent_at = time.perf_counter()
                 texts.append(_ask(client, prompts[number % len(prompts)], seed=seed + number))
-                seconds.append(time.perf_counter() - asked)
+                seconds.append(time.perf_counter() - sent_at)
                 if time.monotonic() > deadline:
-                    raise SmokeFailed(f"{number + 1} of {requests} requests took {timeout_s:g} s and more")
+                    raise SmokeFailed(f"{number + 1} of {requests} requests took more than {timeout_s:g} s")
             if not any(texts):
                 raise SmokeFailed(f"all {len(texts)} texts are empty")
         error = ""
@@ -78,15 +77,15 @@ def smoke_test(
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Nearest rank: the smallest value that `percent` of them do not exceed; 0 of none."""
+    """The smallest value that `percent` percent of the values do not exceed (nearest rank); 0 without values."""
     return round(ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)], 2) if ordered else 0.0
 
 
 @contextmanager
 def fresh_server(ref: str, *, deadline: float) -> Iterator[str]:
-    """The URL of a server that is ready. Raises SmokeFailed with its last lines if it does not come up."""
+    """Start a server; yields its URL once it is ready. Raises SmokeFailed, with its last lines, if it never is."""
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVE, "serve", ref, "--port", "0"],
+        [command("shardline"), "serve", ref, "--port", "0", "--stop-with-parent"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -99,12 +98,7 @@ def fresh_server(ref: str, *, deadline: float) -> Iterator[str]:
         _wait_until_ready(url, deadline=deadline)
         yield url
     finally:
-        process.terminate()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end_process(process, grace_s=STOP_WITHIN_S)
 
 
 def _pump(stream: IO[str], lines: queue.Queue[str]) -> None:
@@ -119,7 +113,7 @@ def _url(lines: queue.Queue[str], *, deadline: float) -> str:
         try:
             line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            raise SmokeFailed(f"the server said nothing in time{_last(seen)}") from None
+            raise SmokeFailed(f"the server did not print its address in time{_last(seen)}") from None
         if not line:
             raise SmokeFailed(f"the server did not start{_last(seen)}")
         if line.startswith("serving ") and " at http" in line:
@@ -128,18 +122,19 @@ def _url(lines: queue.Queue[str], *, deadline: float) -> str:
 
 
 def _last(lines: Sequence[str]) -> str:
-    return f": {''.join(lines[-LAST_LINES:]).strip()}" if lines else ""
+    return f": {''.join(lines[-NUM_LAST_LINES:]).strip()}" if lines else ""
 
 
 def _wait_until_ready(url: str, *, deadline: float) -> None:
-    while time.monotonic() < deadline:
-        try:
-            if httpx.get(f"{url}/health", timeout=10, trust_env=False).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.05)
-    raise SmokeFailed(f"the server at {url} was not ready in time")
+    if not until(lambda: _is_ready(url), timeout_s=deadline - time.monotonic(), every_s=POLL_S):
+        raise SmokeFailed(f"the server at {url} was not ready in time")
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=10, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def _client(url: str, deadline: float) -> httpx.Client:

@@ -1,7 +1,7 @@
-"""Where MLflow's webhooks arrive: signed, recent, each once; and how one is made in MLflow.
+"""Receives MLflow's webhooks, which must be signed and recent, each once; and registers one in MLflow.
 
 MLflow signs `DELIVERY.TIMESTAMP.BODY` by HMAC-SHA256, as `v1,BASE64` (mlflow/webhooks/delivery.py, after Standard
-Webhooks). It tries a delivery four times with the same headers: one that came before is answered well, not heeded.
+Webhooks). It sends a delivery up to four times with the same headers: a repeated one is acknowledged and ignored.
 """
 
 from __future__ import annotations
@@ -36,59 +36,59 @@ NAME = "shardline-challenger"
 
 
 def read_secret(path: Path) -> str:
-    """Raises ValueError if the file cannot be read or holds too little."""
+    """Read the webhooks' secret. Raises ValueError if the file cannot be read or the secret is too short."""
     try:
         secret = path.read_text().strip()
     except (OSError, UnicodeError) as error:
         raise ValueError(f"the secret's file {path} cannot be read: {error}") from None
     if len(secret) < MIN_SECRET_CHARS:
         raise ValueError(
-            f"{path} holds {len(secret)} characters, at least {MIN_SECRET_CHARS} make a secret: "
+            f"the secret in {path} has {len(secret)} characters, at least {MIN_SECRET_CHARS} are needed: "
             f"`openssl rand -hex 32 > {path}`"
         )
     return secret
 
 
 class Refused(ValueError):
-    """A delivery that is not from our MLflow, or not from now."""
+    """A delivery that our MLflow did not sign, or that is too old."""
 
 
 def verify(headers: Mapping[str, str], body: bytes, *, secret: str, now: float) -> str:
-    """The delivery's ID. Raises Refused."""
+    """Check a delivery's signature and age; returns its ID. Raises Refused."""
     try:
         delivery, timestamp, signature = headers[DELIVERY], headers[TIMESTAMP], headers[SIGNATURE]
         sent_at = int(timestamp)
     except (KeyError, ValueError):
-        raise Refused(f"{DELIVERY}, {TIMESTAMP} (seconds) and {SIGNATURE} are needed") from None
+        raise Refused(f"the headers {DELIVERY}, {TIMESTAMP} (seconds) and {SIGNATURE} are needed") from None
     signed = f"{delivery}.{timestamp}.".encode() + body
     right = "v1," + base64.b64encode(hmac.new(secret.encode(), signed, hashlib.sha256).digest()).decode()
     if not hmac.compare_digest(right.encode(), signature.encode()):
-        raise Refused("the signature does not fit: MLflow's webhook has another secret")
+        raise Refused("the signature is wrong: MLflow's webhook has another secret")
     if abs(now - sent_at) > RECENT_S:
         raise Refused(f"sent {now - sent_at:.0f} s ago, at most {RECENT_S:.0f} s are accepted: is it a replay?")
     return delivery
 
 
-def build_receiver(*, secret: str, heed: Callable[[str, int], None]) -> FastAPI:
-    """POST /mlflow, GET /health. `heed` is called with the name and version of each new challenger."""
+def build_receiver(*, secret: str, on_challenger: Callable[[str, int], None]) -> FastAPI:
+    """POST /mlflow, GET /health. `on_challenger` gets the name and version of each new challenger."""
     app = FastAPI(title="Shardline: challengers", docs_url=None, redoc_url=None, openapi_url=None)
-    heeded: dict[str, float] = {}
+    received: dict[str, float] = {}
 
     @app.post(PATH)
     async def receive(request: Request) -> JSONResponse:
         if int(request.headers.get("content-length") or MAX_BODY_BYTES + 1) > MAX_BODY_BYTES:
-            return JSONResponse({"detail": f"say the body's length, at most {MAX_BODY_BYTES} bytes"}, 413)
+            return JSONResponse({"detail": f"content-length is required, at most {MAX_BODY_BYTES} bytes"}, 413)
         body, now = await request.body(), time.time()
         try:
             delivery = verify(request.headers, body, secret=secret, now=now)
         except Refused as refused:
             logger.warning("a webhook was refused: %s", refused)
             return JSONResponse({"detail": str(refused)}, 401)
-        for old in [key for key, at in heeded.items() if now > at + 2 * RECENT_S]:
-            del heeded[old]
-        if delivery not in heeded and (challenger := _challenger(body)):
-            heed(*challenger)
-        heeded[delivery] = now
+        for old in [key for key, at in received.items() if now > at + 2 * RECENT_S]:
+            del received[old]
+        if delivery not in received and (challenger := _challenger(body)):
+            on_challenger(*challenger)
+        received[delivery] = now
         return JSONResponse({"status": "ok"})
 
     @app.get("/health")
@@ -99,7 +99,7 @@ def build_receiver(*, secret: str, heed: Callable[[str, int], None]) -> FastAPI:
 
 
 def _challenger(body: bytes) -> tuple[str, int] | None:
-    """Name and version, if that is what the event is about."""
+    """Name and version of the new challenger; None if the event is about something else."""
     try:
         event = json.loads(body)
         data = event["data"]

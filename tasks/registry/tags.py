@@ -14,9 +14,10 @@ TAG = "shardline."
 GATE, REPLACES = f"{TAG}gate.", f"{TAG}replaces"
 VERDICT, APPROVED = f"{TAG}verdict", f"{TAG}approved"
 LOSS_ON = f"{TAG}loss_on."
+TERMS = f"{TAG}terms"  # gates and rollout, where a resume changed them after the version was registered
 TAG_CHARS = 5000  # MLflow's limit for a version's tag
 
 
 def note_evaluation(client: MlflowClient, name: str, number: int, *, dataset: str, loss: float, tokens: int) -> None:
-    """What the version scores on other held-out tokens: the loss gate compares where both were measured."""
+    """Record the version's loss on other held-out tokens: the loss gate compares two versions where both have one."""
     client.set_model_version_tag(name, str(number), f"{LOSS_ON}{dataset}", json.dumps([loss, tokens]))

@@ -63,7 +63,7 @@ def read_finished_run(run_dir: Path) -> FinishedRun:
     return run
 
 
-def _existing_version(client: MlflowClient, run: FinishedRun) -> ModelVersion | None:
+def existing_version(client: MlflowClient, run: FinishedRun) -> ModelVersion | None:
     """The version that an earlier registration of this run and checkpoint made."""
     found = client.search_model_versions(
         f"name = '{run.plan.config.model_name}' AND tags.`{TAG}checkpoint_sha256` = '{run.result.checkpoint_sha256}' "
@@ -72,7 +72,7 @@ def _existing_version(client: MlflowClient, run: FinishedRun) -> ModelVersion | 
     return found[0] if found else None
 
 
-def _create_version(client: MlflowClient, run: FinishedRun) -> ModelVersion:
+def create_version(client: MlflowClient, run: FinishedRun) -> ModelVersion:
     from mlflow.exceptions import MlflowException
 
     name, mlflow_run = run.plan.config.model_name, client.get_run(run.plan.mlflow_run_id)

@@ -95,14 +95,14 @@ def read_run_data(
     stages, latency, program = folder / "stages.json", folder / "export" / "latency.json", folder / TRAINER_PLAN
     return RunData(
         run=run,
-        config=latest_config(folder, begun_with=run.config),
+        config=latest_config(folder, begun_with=run.begun_with),
         plan=plan,
         shards=TokenShards.read(shards) if plan and shards.exists() else None,
         rows=read_rows(folder / "metrics.jsonl"),
         result=TrainResult.read(result) if result.exists() and not train_failure(result) else None,
         evaluation=EvalReport.read(folder / "eval.json") if (folder / "eval.json").exists() else None,
         latency=LatencyReport.read(latency) if latency.exists() else None,
-        model=None if run.config.trainer.given else _registered(folder / "outcome.json"),
+        model=None if run.begun_with.trainer.given else _registered(folder / "outcome.json"),
         program=TrainerPlan.read(program) if program.exists() else None,
         events=history(folder),
         resumptions=read_resumptions(folder),

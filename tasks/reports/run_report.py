@@ -11,7 +11,7 @@ import yaml
 
 from tasks.display.html_page import write_html
 from tasks.display.numbers import format_count, format_duration
-from tasks.evaluation.tables import table_of
+from tasks.evaluation.report import table_of
 from tasks.planning.describe import describe_plan
 from tasks.reports.export_latency import latency_rows
 from tasks.reports.outcome import against_plan

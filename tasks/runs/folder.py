@@ -1,4 +1,4 @@
-"""What a run's folder says: its plan, its config, its newest checkpoint."""
+"""Reads a run's folder: its plan, its config, its newest checkpoint."""
 
 from __future__ import annotations
 

@@ -38,13 +38,13 @@ def history(run_dir: Path) -> tuple[Event, ...]:
 
 
 def note(run_dir: Path, what: What, *, why: str = "", commit: str = "") -> None:
-    """A full disk costs the line, not the run."""
+    """Add an event; on a full disk that is skipped with a warning, so that the run goes on."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     event = Event(what=what, at=now, step=steps_done(run_dir), why=why, commit=commit)
     try:
         History(events=(*history(run_dir), event)).write(run_dir / "history.json")
     except OSError as error:
-        logger.warning("%s: that it was %s could not be noted (%s)", run_dir.name, what, error)
+        logger.warning("could not add the event of run %s, %s, to history.json (%s)", run_dir.name, what, error)
 
 
 def note_start(run_dir: Path, *, commit: str) -> None:

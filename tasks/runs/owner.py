@@ -1,4 +1,4 @@
-"""Who drives a run: the process, and what it started beside the ranks."""
+"""The process that drives a run, its helpers, and the launcher of its ranks, as the run's folder names them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def claim(folder: Path, *, flow_run: str, flow_run_starts: int) -> None:
 
 
 def owner_record(folder: Path) -> Owner | None:
-    """Who drives the run, or did last."""
+    """The record of the process that drives the run, or did last."""
     path = folder / "owner.json"
     return Owner.read(path) if path.exists() else None
 
 
 def end_orphans(folder: Path) -> None:
-    """A killed owner's embedded server would listen, and hold its database, for ever."""
+    """End the helpers of a killed owner: its embedded server would listen, and hold its database, for ever."""
     owner = owner_record(folder)
     for key in owner.children if owner else ():
         if orphan := local_process(key):

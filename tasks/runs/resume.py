@@ -1,4 +1,4 @@
-"""What may change when a run is resumed: a table over all fields of the config, and the verdict on what was changed.
+"""Judges which settings a resume may change: a table over all fields of the config, and a verdict on each change.
 
 A change is exact if the run goes on as if it had had the new value from its first step on: same weights, same losses.
 """
@@ -128,7 +128,7 @@ class Resumptions(Record):
 
 
 def changes(run_dir: Path, config: RunConfig, *, begun_with: RunConfig) -> tuple[Change, ...]:
-    """What `config` changes of the run; nothing is written. Raises ValueError for what cannot be changed at all."""
+    """The changes that `config` makes to the run; writes nothing. Raises ValueError for those that no run can take."""
     plan = read_plan(run_dir)
     old = latest_config(run_dir, begun_with=begun_with).model_dump(mode="json")
     new = dict(flattened(config.model_dump(mode="json")))
@@ -148,7 +148,7 @@ def changes(run_dir: Path, config: RunConfig, *, begun_with: RunConfig) -> tuple
 
 
 def accepted(run_dir: Path, config: RunConfig, *, begun_with: RunConfig, force: bool) -> tuple[Change, ...]:
-    """`changes`. Raises ValueError also for those that break exactness, unless they are wanted."""
+    """Like `changes`, but without `force` raises ValueError also for changes that break exactness."""
     found = changes(run_dir, config, begun_with=begun_with)
     breaking = [str(change) for change in found if change.effect == "breaks"]
     if breaking and not force:
@@ -184,7 +184,7 @@ def _on_schedule(plan: RunPlan, config: RunConfig, *, done: int) -> tuple[Effect
 
 
 def _cure(plan: RunPlan, config: RunConfig) -> str:
-    """How to train longer and keep the decay as it is."""
+    """The setting that trains longer and keeps the decay as it is; empty if there is none."""
     kept = plan.config.train
     wanted = {"steps", "max_tokens", "max_epochs"}
     same = kept.model_dump(exclude=wanted) == config.train.model_dump(exclude=wanted)
@@ -192,7 +192,7 @@ def _cure(plan: RunPlan, config: RunConfig) -> str:
 
 
 def _with_freeze(change: Change) -> Change:
-    """More can be frozen, but what was frozen has no AdamW moments to go on with."""
+    """Refuse to unfreeze parameters: they have no AdamW moments to go on with."""
     if change.field != "train.freeze" or set(change.old) <= set(change.new):
         return change
     note = f"the checkpoint has no optimizer state of what was frozen; {NEW_RUN} train it"

@@ -1,4 +1,4 @@
-"""The server's routes: POST /generate, health, metrics and the page; the other protocols add theirs."""
+"""The server's application: POST /generate, health, metrics and the demo page, and the routes of other protocols."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp
 
 from tasks.inference.engine import EngineDied
+from tasks.serving.alias_follower import AliasFollower, ServedVersion
 from tasks.serving.completions import ClientDisconnected, TextService, unless_disconnected
 from tasks.serving.kserve_api import add_kserve
 from tasks.serving.metrics import ServerMetrics
 from tasks.serving.middleware import AdmissionControl, Refused, refusal
-from tasks.serving.model_follower import AliasFollower, ServedVersion
 from tasks.serving.openai_api import add_openai
 from training.config.serving import ServingConfig
 
@@ -29,12 +29,14 @@ DEMO_PAGE = Path(__file__).with_name("demo_page.html")
 class GenerateRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    prompt: str = Field(description="Text to go on from; the model sees its last tokens.")
-    new_tokens: int = Field(64, ge=1, description="At most so many tokens.")
-    temperature: float = Field(0.8, ge=0, le=10, description="0: always the likeliest token.")
-    top_k: int = Field(50, ge=0, le=1_000_000, description="Sample from the k likeliest tokens; 0: from all.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Sample from the likeliest that have this probability together.")
-    seed: int = Field(1337, ge=0, le=2**32 - 1, description="Equal requests with equal seeds give equal text.")
+    prompt: str = Field(description="Text that the model continues; it sees the last tokens that fit its context.")
+    new_tokens: int = Field(64, ge=1, description="Maximum number of tokens to generate.")
+    temperature: float = Field(0.8, ge=0, le=10, description="Sampling temperature; 0: always the most likely token.")
+    top_k: int = Field(50, ge=0, le=1_000_000, description="Sample from the k most likely tokens; 0: from all.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Sample from the most likely tokens whose probabilities add up to this."
+    )
+    seed: int = Field(1337, ge=0, le=2**32 - 1, description="Equal requests with equal seeds give equal texts.")
 
 
 class GenerateReply(BaseModel):
@@ -45,7 +47,7 @@ class GenerateReply(BaseModel):
 
 
 def build_app(follower: AliasFollower, *, limits: ServingConfig) -> ASGIApp:
-    """The whole server. Raises ValueError for a token file that cannot be used."""
+    """Builds the whole server. Raises ValueError for a token file that cannot be used."""
     metrics = ServerMetrics()
     metrics.version.labels(follower.served.name).set_function(lambda: follower.served.version)
     text = TextService(limits, metrics)
@@ -62,8 +64,8 @@ def build_app(follower: AliasFollower, *, limits: ServingConfig) -> ASGIApp:
     app.exception_handler(RequestValidationError)(_invalid)
     app.exception_handler(HTTPException)(_http_error)
     app.exception_handler(Refused)(_refused)
-    app.exception_handler(EngineDied)(_died)
-    app.exception_handler(ClientDisconnected)(_gone)
+    app.exception_handler(EngineDied)(_engine_died)
+    app.exception_handler(ClientDisconnected)(_client_disconnected)
     _add_generate(app, follower, text)
     add_openai(app, follower, text)
     add_kserve(app, follower, text)
@@ -73,13 +75,13 @@ def build_app(follower: AliasFollower, *, limits: ServingConfig) -> ASGIApp:
 
 def _add_generate(app: FastAPI, follower: AliasFollower, text: TextService) -> None:
     async def reply(request: Request, body: GenerateRequest, served: ServedVersion) -> GenerateReply:
-        began = time.perf_counter()
+        start = time.perf_counter()
         sampling = body.model_dump(exclude={"prompt"})
-        request.scope["outcome"]["version"] = served.version
+        request.scope["request_outcome"]["version"] = served.version
 
-        written = await unless_disconnected(request, text.write(served, body.prompt, sampling))
-        seconds = time.perf_counter() - began
-        return GenerateReply(text=written.text, model=served.name, version=served.version, seconds=seconds)
+        completion = await unless_disconnected(request, text.write(served, body.prompt, sampling))
+        seconds = time.perf_counter() - start
+        return GenerateReply(text=completion.text, model=served.name, version=served.version, seconds=seconds)
 
     @app.post("/generate")
     async def generate(request: Request, body: GenerateRequest) -> GenerateReply:
@@ -88,7 +90,7 @@ def _add_generate(app: FastAPI, follower: AliasFollower, text: TextService) -> N
 
     @app.post("/previous/generate")
     async def generate_by_previous(request: Request, body: GenerateRequest) -> GenerateReply:
-        """The same by the version before; it is loaded by the first request, and let go of when nobody asks."""
+        """Generates with the previous version; the first request opens it, and it is closed after five idle minutes."""
         try:
             served = await asyncio.to_thread(follower.previous)
         except ValueError as error:
@@ -96,7 +98,7 @@ def _add_generate(app: FastAPI, follower: AliasFollower, text: TextService) -> N
         try:
             return await reply(request, body, served)
         finally:
-            served.give()
+            served.release()
 
 
 def _add_health(app: FastAPI, follower: AliasFollower, metrics: ServerMetrics) -> None:
@@ -118,10 +120,10 @@ def _add_health(app: FastAPI, follower: AliasFollower, metrics: ServerMetrics) -
     @app.get("/health/ready")
     @app.get("/v2/health/ready")
     async def ready(request: Request) -> Response:
-        """A server without a loaded model does not listen, and one that drains takes no connections."""
+        """Ready if the engine is; before the model is loaded and while the server drains, it accepts no connection."""
         if follower.served.engine.ready:
             return Response()
-        return refusal(request.scope["path"], 503, "the engine is not ready: see the server's log")
+        return refusal(request.scope["path"], 503, "the engine is not ready: the server's log says why")
 
     @app.get("/metrics")
     async def prometheus() -> Response:
@@ -134,7 +136,7 @@ def _add_health(app: FastAPI, follower: AliasFollower, metrics: ServerMetrics) -
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
-    """One line per field that is wrong, instead of pydantic's nested list."""
+    """Names each wrong field with its error, instead of returning pydantic's nested list."""
     assert isinstance(error, RequestValidationError)
     lines = [f"{'.'.join(map(str, problem['loc'][1:])) or 'body'}: {problem['msg']}" for problem in error.errors()]
     path = request.scope["path"]
@@ -151,9 +153,9 @@ async def _refused(request: Request, error: Exception) -> Response:
     return refusal(request.scope["path"], error.status, error.message)
 
 
-async def _died(request: Request, error: Exception) -> Response:
+async def _engine_died(request: Request, error: Exception) -> Response:
     return refusal(request.scope["path"], 503, str(error))
 
 
-async def _gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nginx's number for it; nobody reads it but the metrics
+async def _client_disconnected(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nginx's code for a client that closed the connection; only the metrics see it

@@ -1,4 +1,4 @@
-"""One request for text, from a free place to the last token, whichever protocol it came by."""
+"""One request for text, from a free slot to the last token, whichever protocol the client uses."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from tasks.inference.onnx_generator import TextStream
+from tasks.serving.alias_follower import ServedVersion
 from tasks.serving.metrics import ServerMetrics
 from tasks.serving.middleware import Refused
-from tasks.serving.model_follower import ServedVersion
 from training.config.serving import ServingConfig
 
 T = TypeVar("T")
-TIMEOUT = "timeout"  # a finish_reason that no client sees
+TIMEOUT = "timeout"  # a finish_reason that becomes an error before a client sees it
 
 
 class ClientDisconnected(Exception):
-    """Nobody reads the answer any more."""
+    """The client closed the connection before the answer was complete."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Completion:
 
 
 class TextService:
-    """Places for requests under way, a bounded queue before them, and the time that each may take."""
+    """Runs requests for text: at most `max_concurrent` at once, a bounded queue of others, each for a limited time."""
 
     def __init__(self, limits: ServingConfig, metrics: ServerMetrics) -> None:
         self.limits, self.metrics = limits, metrics
-        self._places = asyncio.Semaphore(limits.max_concurrent)
+        self._slots = asyncio.Semaphore(limits.max_concurrent)
         self._waiting = 0
         self._pool = ThreadPoolExecutor(limits.max_concurrent, thread_name_prefix="text")
 
@@ -50,25 +50,25 @@ class TextService:
     async def stream(
         self, served: ServedVersion, prompt: str, sampling: dict[str, Any], *, admitted: bool = False
     ) -> AsyncIterator[TextStream]:
-        """A stream in one of the places; however the block ends, no further token is made after it.
+        """Opens a stream of text in a free slot; after the block no further token is generated.
 
-        `admitted`: of a request that has a place already, so that it is not refused for others that wait.
-        Raises Refused where the request is out of bounds or there is no room.
+        `admitted`: the stream belongs to a request that has a slot already, so a full queue does not refuse it.
+        Raises Refused if the request exceeds a limit or the queue is full.
         """
         self.check(prompt, sampling)
         loop = asyncio.get_running_loop()
-        async with self._place(admitted=admitted):
+        async with self._slot(admitted=admitted):
             try:
-                opening = partial(served.engine.stream, prompt, **sampling)
-                stream = await loop.run_in_executor(self._pool, opening)
+                open_stream = partial(served.engine.stream, prompt, **sampling)
+                stream = await loop.run_in_executor(self._pool, open_stream)
             except ValueError as error:
                 raise Refused(400, str(error)) from None
 
-            def end() -> None:
+            def end_for_timeout() -> None:
                 stream.finish_reason = TIMEOUT
                 stream.close()
 
-            timer = loop.call_later(self.limits.timeout_s, end)
+            timer = loop.call_later(self.limits.timeout_s, end_for_timeout)
             try:
                 yield stream
             finally:
@@ -87,7 +87,7 @@ class TextService:
         return Completion(text, stream.finish_reason, stream.prompt_tokens, stream.new_tokens)
 
     async def write_all(self, served: ServedVersion, asked: Sequence[tuple[str, dict[str, Any]]]) -> list[Completion]:
-        """Texts of one request, made side by side; the first error ends all."""
+        """Generates the texts of one request concurrently; the first error ends all of them."""
         if len(asked) == 1:
             return [await self.write(served, *asked[0])]
         for prompt, sampling in asked:
@@ -103,9 +103,9 @@ class TextService:
         return [task.result() for task in tasks]
 
     async def pump(self, stream: TextStream, put: Callable[[str], None]) -> None:
-        """Hand over pieces as they come: a thread of the pool waits for them. Returns at the end of the stream.
+        """Calls `put` with each piece of text; a thread of the pool waits for them. Returns at the end of the stream.
 
-        Raises Refused where the time is up, like `write`.
+        Raises Refused if the request takes longer than the limit, like `write`.
         """
         loop = asyncio.get_running_loop()
 
@@ -124,52 +124,56 @@ class TextService:
 
     def _check_time(self, stream: TextStream) -> None:
         if stream.finish_reason == TIMEOUT:
-            took = f"{stream.new_tokens} tokens came in {self.limits.timeout_s:g} s (serving.timeout_s)"
-            raise Refused(504, f"{took}: ask for fewer, or have them streamed")
+            limit = (
+                f"only {stream.new_tokens} tokens were generated within {self.limits.timeout_s:g} s (serving.timeout_s)"
+            )
+            raise Refused(504, f"{limit}: ask for fewer, or stream them")
 
     def check(self, prompt: str, sampling: dict[str, Any]) -> None:
         limits = self.limits
         if len(prompt) > limits.max_prompt_chars:
-            most = f"at most {limits.max_prompt_chars} are taken (serving.max_prompt_chars)"
-            raise Refused(400, f"the prompt has {len(prompt)} characters, {most}")
+            limit = f"at most {limits.max_prompt_chars} are accepted (serving.max_prompt_chars)"
+            raise Refused(400, f"the prompt has {len(prompt)} characters; {limit}")
         if sampling["new_tokens"] > limits.max_new_tokens:
-            most = f"at most {limits.max_new_tokens} are made (serving.max_new_tokens)"
-            raise Refused(400, f"{sampling['new_tokens']} new tokens are asked for, {most}")
+            limit = f"at most {limits.max_new_tokens} are allowed (serving.max_new_tokens)"
+            raise Refused(400, f"the request asks for {sampling['new_tokens']} new tokens; {limit}")
 
     @asynccontextmanager
-    async def _place(self, *, admitted: bool) -> AsyncIterator[None]:
-        if not admitted and self._places.locked() and self._waiting >= self.limits.max_waiting:
+    async def _slot(self, *, admitted: bool) -> AsyncIterator[None]:
+        if not admitted and self._slots.locked() and self._waiting >= self.limits.max_waiting:
             running, waiting = self.limits.max_concurrent, self._waiting
-            raise Refused(429, f"{running} requests are under way and {waiting} wait, the most: try again in a moment")
+            load = f"{running} requests are running and {waiting} are waiting"
+            raise Refused(429, f"{load}, as many as this server accepts: try again in a moment")
         self._waiting += 1
         try:
             async with asyncio.timeout(self.limits.timeout_s):
-                await self._places.acquire()
+                await self._slots.acquire()
         except TimeoutError:
-            raise Refused(503, f"no place became free in {self.limits.timeout_s:g} s (serving.timeout_s)") from None
+            waited = f"{self.limits.timeout_s:g} s (serving.timeout_s)"
+            raise Refused(503, f"the server was busy for {waited}: try again in a moment") from None
         finally:
             self._waiting -= 1
         try:
             yield
         finally:
-            self._places.release()
+            self._slots.release()
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns; it is cancelled as soon as the client hangs up. Raises ClientDisconnected then."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request))
+    """Returns what `work` returns; if the client disconnects first, cancels it and raises ClientDisconnected."""
+    task, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise ClientDisconnected
     finally:
-        gone.cancel()
+        disconnected.cancel()
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def _hung_up(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,7 +1,7 @@
-"""KServe's Open Inference Protocol, version 2, over HTTP: what Triton and MLServer speak too.
+"""KServe's Open Inference Protocol, version 2, over HTTP, which Triton and MLServer serve too.
 
-Text goes in as BYTES tensor `prompt` [n] and comes out as `text` [n]; the sampling is in the request's parameters.
-Tensors are JSON, or follow the JSON as bytes (the protocol's binary tensor data extension), as the client likes it:
+A request has a BYTES tensor `prompt` [n] and sampling parameters; the reply has a BYTES tensor `text` [n]. The client
+chooses whether tensors are JSON or follow the JSON as bytes (the protocol's binary tensor data extension):
 github.com/kserve/open-inference-protocol, specification/protocol/inference_rest.md.
 """
 
@@ -15,17 +15,17 @@ import numpy as np
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tasks.serving.alias_follower import AliasFollower
 from tasks.serving.completions import Completion, TextService, unless_disconnected
 from tasks.serving.middleware import Refused
-from tasks.serving.model_follower import AliasFollower
 
 HEADER = "inference-header-content-length"
 MAX_PROMPTS = 128
 OUTPUTS = {"text": "BYTES", "finish_reason": "BYTES", "tokens": "INT64"}
 
 
-class Sampling(BaseModel):
-    """The request's parameters that are ours; others are the protocol's, and passed over."""
+class SamplingParameters(BaseModel):
+    """Our parameters of a request; the others belong to the protocol and are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -66,18 +66,18 @@ def add_kserve(app: FastAPI, follower: AliasFollower, text: TextService) -> None
     @app.post("/v2/models/{name}/versions/{version}/infer")
     async def infer(request: Request, name: str, version: str | None = None) -> Response:
         check(name, version)
-        asked, prompts, sampling = _read(await request.body(), request.headers.get(HEADER))
+        content, prompts, sampling = _read(await request.body(), request.headers.get(HEADER))
         with follower.current() as served:
-            request.scope["outcome"]["version"] = served.version
-            # Prompts of one request have seeds that follow each other, so that equal ones get other texts.
+            request.scope["request_outcome"]["version"] = served.version
+            # Prompts of one request get consecutive seeds, so that equal prompts get different texts.
             wanted = [(prompt, sampling | {"seed": sampling["seed"] + i}) for i, prompt in enumerate(prompts)]
-            written = await unless_disconnected(request, text.write_all(served, wanted))
+            completions = await unless_disconnected(request, text.write_all(served, wanted))
             head = {"model_name": served.name, "model_version": str(served.version)}
-        return _reply(head | ({"id": asked["id"]} if "id" in asked else {}), asked, written)
+        return _reply(head | ({"id": content["id"]} if "id" in content else {}), content, completions)
 
 
 def _read(body: bytes, header_length: str | None) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
-    """The request's JSON, its prompts and its sampling. Raises Refused naming what is wrong."""
+    """Returns the request's JSON, its prompts and its sampling. Raises Refused, which says what is wrong."""
     try:
         length = int(header_length) if header_length else len(body)
         asked = json.loads(body[:length])
@@ -85,25 +85,30 @@ def _read(body: bytes, header_length: str | None) -> tuple[dict[str, Any], list[
         name, kind, shape = given["name"], given["datatype"], given["shape"]
         size = given.get("parameters", {}).get("binary_data_size")
         data = given["data"] if size is None else _strings(body[length : length + int(size)])
-        sampling = Sampling.model_validate(asked.get("parameters", {})).model_dump()
+        sampling = SamplingParameters.model_validate(asked.get("parameters", {})).model_dump()
         prompts = [str(prompt) for prompt in np.array(data, dtype=object).reshape(-1)]
     except ValidationError as error:
         lines = [f"parameters.{problem['loc'][0]}: {problem['msg']}" for problem in error.errors()]
         raise Refused(400, "; ".join(lines)) from None
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         why = f"{type(error).__name__}: {error}"
-        raise Refused(400, f"this is no inference request with one BYTES tensor, `prompt` ({why})") from None
+        raise Refused(400, f"the request must have one BYTES tensor named `prompt` ({why})") from None
     if (name, kind) != ("prompt", "BYTES") or int(np.prod(shape)) != len(prompts):
-        raise Refused(400, f"{kind} {name} {shape} with {len(prompts)} elements: give BYTES prompt [n] with n elements")
+        raise Refused(
+            400,
+            f"{kind} {name} {shape} has {len(prompts)} elements: send BYTES prompt [n] with n elements",
+        )
     if not 1 <= len(prompts) <= MAX_PROMPTS:
-        raise Refused(400, f"{len(prompts)} prompts: give 1 to {MAX_PROMPTS}")
+        raise Refused(400, f"the request has {len(prompts)} prompts: send 1 to {MAX_PROMPTS}")
     if unknown := {output["name"] for output in asked.get("outputs", [])} - OUTPUTS.keys():
-        raise Refused(400, f"there is no output {', '.join(sorted(unknown))}: there are {', '.join(OUTPUTS)}")
+        raise Refused(
+            400, f"this server has no output {', '.join(sorted(unknown))}: its outputs are {', '.join(OUTPUTS)}"
+        )
     return asked, prompts, sampling
 
 
 def _strings(data: bytes) -> list[str]:
-    """BYTES as they are in binary data: each after its length, 4 bytes, little-endian."""
+    """Reads the elements of a BYTES tensor: each follows its length, 4 bytes, little-endian."""
     found, position = [], 0
     while position < len(data):
         (length,) = struct.unpack_from("<I", data, position)
@@ -115,7 +120,7 @@ def _strings(data: bytes) -> list[str]:
 
 
 def _reply(head: dict[str, Any], asked: dict[str, Any], written: list[Completion]) -> Response:
-    """The outputs that are asked for (all, if none is named), each as JSON or behind it as its client wants."""
+    """Builds the requested outputs (all, if none is named), each as JSON or as bytes after it, as the client asked."""
     columns: dict[str, list[Any]] = {
         "text": [one.text for one in written],
         "finish_reason": [one.finish_reason for one in written],

@@ -1,4 +1,7 @@
-"""What every request passes: the token, the size of the body, and the counters. Plain ASGI, so that streams stay so."""
+"""Checks before every request: its access token and the size of its body; and the counters of requests.
+
+It is plain ASGI, because Starlette's own middleware class would buffer streams.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,19 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tasks.serving.alias_follower import AliasFollower
 from tasks.serving.metrics import ServerMetrics
-from tasks.serving.model_follower import AliasFollower
 from training.config.serving import ServingConfig
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = ("/", "/metrics")  # and health: none of them shows text
+OPEN_PATHS = ("/", "/metrics")  # like health, they need no token, because none shows text
 HEALTH = ("/health", "/v2/health")
 TEXT_PATHS = ("/generate", "/previous/generate", "/v1/completions")  # and /v2/models/NAME/infer
 
 
 class Refused(Exception):
-    """A request that is not served; the message says why and what to do."""
+    """A request that the server refuses; the message says why and what to do."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -33,7 +36,7 @@ class Refused(Exception):
 
 
 def refusal(path: str, status: int, message: str) -> Response:
-    """The error in the shape of the path's protocol."""
+    """Returns the error in the form that the protocol of the path defines."""
     headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}.get(status)
     content: dict[str, Any] = {"detail": message}
     if path.startswith("/v1/"):
@@ -47,19 +50,19 @@ def refusal(path: str, status: int, message: str) -> Response:
 
 
 class AccessTokens:
-    """The accepted tokens of a file, one a line, read again when it changes. Only their hashes are kept."""
+    """The valid tokens in a file, one per line, read again when the file changes. Only their hashes are kept."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._stamp, self._hashes = path, (0, 0), list[bytes]()
         self._read()
         if not self._hashes:
-            raise ValueError(f"serving.token_file = {path} holds no token: write one a line")
+            raise ValueError(f"serving.token_file = {path} holds no token: write one per line")
 
     def accepts(self, header: str) -> bool:
         self._read()
         scheme, _, token = header.partition(" ")
         given = _hash(token)
-        # All are compared, each in constant time: how long it takes tells nothing.
+        # Every hash is compared, each in constant time, so that the time reveals nothing.
         matches = [hmac.compare_digest(given, known) for known in self._hashes]
         return scheme.lower() == "bearer" and any(matches)
 
@@ -73,7 +76,7 @@ class AccessTokens:
         except (OSError, UnicodeError) as error:
             if not self._stamp[0]:
                 raise ValueError(f"serving.token_file = {self.path} cannot be read: {error}") from None
-            logger.warning("serving.token_file cannot be read, the tokens before stay accepted: %s", error)
+            logger.warning("serving.token_file cannot be read, so the tokens read before stay valid: %s", error)
 
 
 def _hash(token: str) -> bytes:
@@ -81,7 +84,7 @@ def _hash(token: str) -> bytes:
 
 
 class AdmissionControl:
-    """Refuses by headers alone, so that nothing large or foreign is read, and counts requests for text."""
+    """Refuses requests by their headers, so that no large or unauthorized body is read; counts requests for text."""
 
     def __init__(self, app: ASGIApp, *, follower: AliasFollower, limits: ServingConfig, metrics: ServerMetrics) -> None:
         self.app, self.follower, self.limits, self.metrics = app, follower, limits, metrics
@@ -100,29 +103,29 @@ class AdmissionControl:
         if self.tokens and path not in OPEN_PATHS and not path.startswith(HEALTH):
             header = headers.get("authorization", "")
             if not self.tokens.accepts(header):
-                what = "this token is not accepted" if header else "this server asks for a token"
+                what = "this access token is not valid" if header else "this server requires an access token"
                 return refusal(path, 401, f"{what}: send the header 'Authorization: Bearer TOKEN'")
         length = headers.get("content-length", "0")
         if "transfer-encoding" in headers:
-            return refusal(path, 411, "send the body with a content-length, not in chunks")
+            return refusal(path, 411, "send the body with a content-length instead of in chunks")
         if int(length) > self.limits.max_body_bytes:
-            most = self.limits.max_body_bytes
-            return refusal(path, 413, f"the body has {length} bytes, at most {most} are read (serving.max_body_bytes)")
+            limit = f"at most {self.limits.max_body_bytes} are accepted (serving.max_body_bytes)"
+            return refusal(path, 413, f"the body has {length} bytes; {limit}")
         return None
 
     async def _counted(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """`outcome`: set on the scope by who answered where the status alone does not tell it."""
-        began, served = time.perf_counter(), self.follower.served
-        outcome = scope["outcome"] = {"code": 0, "model": served.name, "version": served.version}
+        """Counts a request. Its handler may set another code or version in scope["request_outcome"]."""
+        start, served = time.perf_counter(), self.follower.served
+        outcome = scope["request_outcome"] = {"code": 0, "model": served.name, "version": served.version}
 
-        async def look(message: Message) -> None:
+        async def send_and_note_status(message: Message) -> None:
             if message["type"] == "http.response.start":
                 outcome["code"] = outcome["code"] or message["status"]
             await send(message)
 
         self.metrics.in_flight.inc()
         try:
-            await app(scope, receive, look)
+            await app(scope, receive, send_and_note_status)
         except Exception:
             outcome["code"] = 500
             raise
@@ -130,4 +133,4 @@ class AdmissionControl:
             self.metrics.in_flight.dec()
             labels = str(outcome["model"]), str(outcome["version"])
             self.metrics.requests.labels(*labels, str(outcome["code"] or 499)).inc()
-            self.metrics.seconds.labels(*labels).observe(time.perf_counter() - began)
+            self.metrics.seconds.labels(*labels).observe(time.perf_counter() - start)

@@ -1,7 +1,7 @@
 """OpenAI's completions: POST /v1/completions, streamed or not, and GET /v1/models.
 
-Fields and errors as in OpenAI's API reference (platform.openai.com/docs/api-reference/completions). What this server
-does not do is refused, not ignored; `user` alone says nothing to the model.
+Fields and errors follow OpenAI's API reference (platform.openai.com/docs/api-reference/completions). The server refuses
+a field that it does not support instead of ignoring it, except `user`, which does not affect the model.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
 from tasks.inference.onnx_generator import TextStream
+from tasks.serving.alias_follower import AliasFollower, ServedVersion
 from tasks.serving.completions import TextService, unless_disconnected
 from tasks.serving.middleware import Refused, refusal
-from tasks.serving.model_follower import AliasFollower, ServedVersion
 
-MAX_CHOICES = 128  # of one request, over all its prompts
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # name -> values that change nothing
+MAX_CHOICES = 128  # per request, over all its prompts
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> the values that have no effect
     "logprobs": (None,),
     "suffix": (None, ""),
     "presence_penalty": (None, 0),
@@ -46,7 +46,7 @@ class CompletionRequest(BaseModel):
     max_tokens: int | None = Field(16, ge=1)
     temperature: float | None = Field(1.0, ge=0, le=10)
     top_p: float | None = Field(1.0, gt=0, le=1)
-    top_k: int | None = Field(0, ge=0, le=1_000_000, description="Not OpenAI's; others have it too.")
+    top_k: int | None = Field(0, ge=0, le=1_000_000, description="Not a field of OpenAI's; other servers have it too.")
     n: int | None = Field(1, ge=1)
     best_of: int | None = None
     stop: str | list[str] | None = Field(None)
@@ -62,7 +62,7 @@ class CompletionRequest(BaseModel):
     logit_bias: dict[str, float] | None = None
 
     def sampling(self, choice: int) -> dict[str, Any]:
-        """Choices of one prompt have seeds that follow each other."""
+        """The choices of one prompt get consecutive seeds."""
         seed = secrets.randbits(32) if self.seed is None else self.seed % 2**64
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return {
@@ -76,7 +76,7 @@ class CompletionRequest(BaseModel):
 
 
 class CompletionHeader:
-    """The head that every part of an answer has."""
+    """The fields that every part of a reply starts with."""
 
     def __init__(self, served: ServedVersion) -> None:
         self.served, self.id, self.created = served, f"cmpl-{secrets.token_hex(12)}", int(time.time())
@@ -91,7 +91,7 @@ def _choice(index: int, text: str, reason: str | None) -> dict[str, Any]:
 
 
 def _usage(prompt_tokens: Sequence[int], new_tokens: Sequence[int], *, n: int) -> dict[str, int]:
-    """A prompt counts once, however many texts go on from it."""
+    """Counts each prompt once, however many texts continue it."""
     prompt, new = sum(prompt_tokens[::n]), sum(new_tokens)
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
@@ -110,15 +110,15 @@ def add_openai(app: FastAPI, follower: AliasFollower, text: TextService) -> None
     async def completions(request: Request, body: CompletionRequest) -> Response:
         _check(body, follower)
         with follower.current() as served:
-            request.scope["outcome"]["version"] = served.version
+            request.scope["request_outcome"]["version"] = served.version
             if not body.stream:
                 return await unless_disconnected(request, _whole(body, served, text))
         stack = AsyncExitStack()
         try:
             served = stack.enter_context(follower.current())
-            request.scope["outcome"]["version"] = served.version
-            # The first stream opens before the answer begins, so that what is refused has its status.
-            events = CompletionEvents(body, served, text, outcome=request.scope["outcome"])
+            request.scope["request_outcome"]["version"] = served.version
+            # The first stream opens before the reply starts, so that a refusal has its own status.
+            events = CompletionEvents(body, served, text, outcome=request.scope["request_outcome"])
             events.first = await stack.enter_async_context(text.stream(served, *events.asked[0]))
         except BaseException:
             await stack.aclose()
@@ -127,7 +127,7 @@ def add_openai(app: FastAPI, follower: AliasFollower, text: TextService) -> None
 
 
 def _model(served: ServedVersion) -> dict[str, Any]:
-    return {"id": served.name, "object": "model", "created": served.since, "owned_by": "shardline"}
+    return {"id": served.name, "object": "model", "created": served.loaded_at, "owned_by": "shardline"}
 
 
 def _check_model(name: str, follower: AliasFollower) -> None:
@@ -136,7 +136,7 @@ def _check_model(name: str, follower: AliasFollower) -> None:
 
 
 def _check(body: CompletionRequest, follower: AliasFollower) -> None:
-    """Raises Refused for what cannot be done as it is asked for."""
+    """Raises Refused for a request that this server cannot do as asked."""
     _check_model(body.model, follower)
     for name, harmless in UNSUPPORTED.items():
         if getattr(body, name) not in harmless:
@@ -144,7 +144,7 @@ def _check(body: CompletionRequest, follower: AliasFollower) -> None:
     if body.best_of not in (None, body.n or 1):
         raise Refused(400, "best_of is not supported by this server: leave it out")
     if isinstance(body.stop, list) and len(body.stop) > 4:
-        raise Refused(400, f"stop holds {len(body.stop)} texts, at most 4 are taken")
+        raise Refused(400, f"stop has {len(body.stop)} texts; at most 4 are accepted")
     count = (body.n or 1) * (1 if isinstance(body.prompt, str) else len(body.prompt))
     if not 1 <= count <= MAX_CHOICES:
         raise Refused(400, f"n and prompt ask for {count} texts: ask for 1 to {MAX_CHOICES}")
@@ -157,17 +157,17 @@ def _asked(body: CompletionRequest) -> list[tuple[str, dict[str, Any]]]:
 
 async def _whole(body: CompletionRequest, served: ServedVersion, text: TextService) -> Response:
     asked = _asked(body)
-    written = await text.write_all(served, asked)
+    completions = await text.write_all(served, asked)
     choices = [
         _choice(index, prompt * bool(body.echo) + one.text, one.finish_reason)
-        for index, ((prompt, _), one) in enumerate(zip(asked, written, strict=True))
+        for index, ((prompt, _), one) in enumerate(zip(asked, completions, strict=True))
     ]
-    usage = _usage([one.prompt_tokens for one in written], [one.new_tokens for one in written], n=body.n or 1)
+    usage = _usage([one.prompt_tokens for one in completions], [one.new_tokens for one in completions], n=body.n or 1)
     return JSONResponse(CompletionHeader(served).part(choices, usage=usage))
 
 
 class CompletionEvents:
-    """The texts of one request as server-sent events, in the order in which their pieces come."""
+    """The texts of one request as server-sent events, in the order in which their pieces are generated."""
 
     def __init__(
         self, body: CompletionRequest, served: ServedVersion, text: TextService, *, outcome: dict[str, Any]
@@ -177,9 +177,9 @@ class CompletionEvents:
         for prompt, sampling in self.asked:
             text.check(prompt, sampling)
         self.answer = CompletionHeader(served)
-        self.first: TextStream | None = None  # of the first text, opened before
+        self.first: TextStream | None = None  # the stream of the first text, if it is open already
         self.streams: dict[int, TextStream] = {}
-        self.news: asyncio.Queue[tuple[int, str | Exception | None]] = asyncio.Queue()  # None: that text is done
+        self.pieces: asyncio.Queue[tuple[int, str | Exception | None]] = asyncio.Queue()  # None: that text is complete
 
     async def lines(self) -> AsyncIterator[bytes]:
         writing = [asyncio.create_task(self._write(index)) for index in range(len(self.asked))]
@@ -191,7 +191,7 @@ class CompletionEvents:
                 counts = [stream.prompt_tokens for stream in streams], [stream.new_tokens for stream in streams]
                 yield _event(self.answer.part([], usage=_usage(*counts, n=self.body.n or 1)))
             yield b"data: [DONE]\n\n"
-        except Exception as error:  # the status is sent already: the client is told in an event, the metrics too
+        except Exception as error:  # the status is sent already, so the client gets the error as an event
             status = error.status if isinstance(error, Refused) else 500
             self.outcome["code"] = status
             yield b"data: " + bytes(refusal("/v1/", status, str(error)).body) + b"\n\n"
@@ -209,7 +209,7 @@ class CompletionEvents:
             for index, (prompt, _) in enumerate(self.asked):
                 yield _choice(index, prompt, None)
         while running:
-            index, piece = await self.news.get()
+            index, piece = await self.pieces.get()
             if isinstance(piece, Exception):
                 raise piece
             if piece is None:
@@ -220,7 +220,7 @@ class CompletionEvents:
 
     async def _write(self, index: int) -> None:
         def put(piece: str) -> None:
-            self.news.put_nowait((index, piece))
+            self.pieces.put_nowait((index, piece))
 
         try:
             if index == 0 and self.first:
@@ -230,13 +230,13 @@ class CompletionEvents:
                 async with self.text.stream(self.served, *self.asked[index], admitted=True) as stream:
                     self.streams[index] = stream
                     await self.text.pump(stream, put)
-            self.news.put_nowait((index, None))
+            self.pieces.put_nowait((index, None))
         except Exception as error:
-            self.news.put_nowait((index, error))
+            self.pieces.put_nowait((index, error))
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; `stack` is closed at the end, also where the client left before the first event."""
+    """Server-sent events; closes `stack` at the end, even if the client disconnects before the first event."""
 
     def __init__(self, lines: AsyncIterator[bytes], stack: AsyncExitStack) -> None:
         super().__init__(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

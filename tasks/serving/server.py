@@ -1,7 +1,7 @@
-"""A registered model over HTTP: text in, text out, always from the version that the alias names now.
+"""`shardline serve`: a registered model over HTTP, always in the version that the alias names now.
 
-The alias is polled; a new version is loaded beside the old one and takes over when it is ready. Requests that are
-under way finish on the version they began with.
+The server polls the alias, loads a new version beside the old one and switches when it is ready. Running requests
+finish on the version that they started with.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import uvicorn
 
-from tasks.serving.announce import announced
+from tasks.serving.alias_follower import AliasFollower
 from tasks.serving.app import build_app
-from tasks.serving.model_follower import AliasFollower
+from tasks.serving.server_record import published
 from training.config.serving import ServeConfig
 
 
@@ -33,7 +33,7 @@ def serve(
 ) -> None:
     """Serve NAME@alias, NAME/3 or NAME (its champion) until SIGTERM or Ctrl-C; `port` 0 takes any free one.
 
-    `servers_dir`: where it is announced to others of this machine meanwhile.
+    `servers_dir`: the folder where the server keeps its record, by which promotions find it.
     Raises ValueError if there is no such version or if the address cannot be used, RuntimeError if MLflow does not
     answer at the start, KeyboardInterrupt after Ctrl-C.
     """
@@ -50,7 +50,7 @@ def serve(
         app = build_app(follower, limits=config.serving)
         url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         if servers_dir:
-            stack.enter_context(announced(servers_dir, url=url, ref=ref, model=follower.served.name))
+            stack.enter_context(published(servers_dir, url=url, ref=ref, model=follower.served.name))
         example = json.dumps({"prompt": "def ", "new_tokens": 64})
         print(f"serving {follower.served.name} version {follower.served.version} ({ref}) at {url}")
         print(f"try: curl {url}/generate -H 'content-type: application/json' -d '{example}'", flush=True)
@@ -59,14 +59,14 @@ def serve(
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Bind before the model is loaded: a taken port is known at once."""
+    """Binds before the model is loaded, so that a port in use is an error at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family)
-        # Connections inherit it. asyncio sets it only on sockets that it opened, and without it the body of a reply
-        # waits 40 ms for the acknowledgement of its head.
+        # Connections inherit TCP_NODELAY. asyncio sets it only on sockets that it opened itself; without it a reply's
+        # body waits 40 ms for the acknowledgement of the reply's head.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:
-        why = "it is taken" if error.errno == errno.EADDRINUSE else error
+        why = "it is in use" if error.errno == errno.EADDRINUSE else error
         raise ValueError(f"cannot listen on {host} port {port}: {why}; choose another with --port or --host") from error

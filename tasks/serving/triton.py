@@ -1,8 +1,8 @@
-"""A Triton model repository from an export folder: one model a graph, as Triton's model_config.proto wants it.
+"""`shardline triton`: a Triton model repository made from an export folder, one model per graph.
 
     DIR/NAME/config.pbtxt, DIR/NAME/3/model.onnx + model.onnx.data     whole texts
     DIR/NAME-decode/...                                                 token by token, with KV cache
-    DIR/NAME-tensorrt/3/model.plan                                      engines, where training.build_engine made some
+    DIR/NAME-tensorrt/3/model.plan                                      engines, if training.build_engine made some
 
 https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/docs/user_guide/model_configuration.html
 """
@@ -25,12 +25,12 @@ WARM_UP_TOKENS = 8
 
 
 class EnumValue(str):
-    """A name of an enum: the text format has it without quotes."""
+    """A value of an enum, which the text format writes without quotes."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An input or output: its sizes without the batch, -1 where they vary."""
+    """An input or output of a graph; `dims` leaves out the batch and has -1 for sizes that vary."""
 
     name: str
     type: str
@@ -38,13 +38,13 @@ class TensorSpec:
 
 
 def write_repository(export_dir: Path, target: Path, *, name: str, version: int, config: TritonConfig) -> list[Path]:
-    """The folders of the models, ready for `tritonserver --model-repository`; other versions there stay.
+    """Writes the models for `tritonserver --model-repository` and returns their folders; other versions stay there.
 
-    Raises ValueError where the folder holds no export, or GPUs are named for a model that is to run on the CPU.
+    Raises ValueError if `export_dir` holds no export, or if GPUs are named for a model that runs on the CPU.
     """
     if not (export_dir / "export.json").is_file():
         raise ValueError(
-            f"{export_dir} has no export.json, so it is no exported model: make one by a run's export stage"
+            f"{export_dir} has no export.json, so it holds no exported model: a run's export stage makes one"
         )
     if config.device == "cpu" and config.gpus:
         raise ValueError(f"gpus = {list(config.gpus)} with device = cpu: leave one of them out")
@@ -73,20 +73,20 @@ def weights_file(precision: str) -> str:
 
 
 def _place(source: Path, target: Path, files: Mapping[str, str]) -> None:
-    """Links where both lie on one disk, so that weights are there once; else copies."""
+    """Links the files if both folders are on one disk, so that weights take no more room; else copies them."""
     target.mkdir(parents=True, exist_ok=True)
     for name, wanted in files.items():
-        aside = target / f".{wanted}.part"
-        aside.unlink(missing_ok=True)
+        temporary = target / f".{wanted}.part"
+        temporary.unlink(missing_ok=True)
         try:
-            os.link(source / name, aside)
+            os.link(source / name, temporary)
         except OSError:
-            shutil.copy(source / name, aside)
-        aside.replace(target / wanted)
+            shutil.copy(source / name, temporary)
+        temporary.replace(target / wanted)
 
 
 def onnx_tensors(path: Path) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """Inputs and outputs of a graph of ours, whose first size is always the batch."""
+    """Inputs and outputs of an exported graph, whose first dimension is always the batch."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -104,7 +104,7 @@ def onnx_tensors(path: Path) -> tuple[list[TensorSpec], list[TensorSpec]]:
 def model_config(
     name: str, backend: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], config: TritonConfig
 ) -> dict[str, Any]:
-    """A ModelConfig message, as nested dicts and lists."""
+    """A ModelConfig message (model_config.proto) as nested dicts and lists."""
     settings: dict[str, Any] = {
         "name": name,
         "backend": backend,
@@ -126,14 +126,14 @@ def _tensor(slot: TensorSpec) -> dict[str, Any]:
 
 
 def _instances(backend: str, config: TritonConfig) -> dict[str, Any]:
-    """TensorRT has no CPU; KIND_AUTO takes every GPU there is, or the CPU."""
+    """The instance group. TensorRT needs a GPU; KIND_AUTO takes every GPU of the host, or the CPU."""
     kind = "gpu" if config.gpus or backend == "tensorrt" else config.device
     group: dict[str, Any] = {"kind": EnumValue(f"KIND_{kind.upper()}"), "count": config.instances}
     return group | ({"gpus": list(config.gpus)} if config.gpus else {})
 
 
 def _warm_up(inputs: Sequence[TensorSpec], batch: int) -> dict[str, Any]:
-    """Zeros everywhere. Each varying size is 8 tokens; a mask is as long as the cache and the new tokens."""
+    """A batch of zeros: each size that varies is 8 tokens; a mask covers the cache and the new tokens."""
 
     def sizes(slot: TensorSpec) -> list[int]:
         tokens = 2 * WARM_UP_TOKENS if slot.name == "attention_mask" else WARM_UP_TOKENS
@@ -150,7 +150,7 @@ def _warm_up(inputs: Sequence[TensorSpec], batch: int) -> dict[str, Any]:
 
 
 def text_format(message: Mapping[str, Any], indent: str = "") -> str:
-    """Protobuf's text format of nested messages; lists of messages are repeated fields."""
+    """Writes nested messages in Protobuf's text format; lists of messages become repeated fields."""
     lines = []
     for key, value in message.items():
         for one in value if isinstance(value, list) and value and isinstance(value[0], Mapping) else [value]:

@@ -54,7 +54,7 @@ LOG_LEVELS = {"mlflow": logging.WARNING, "alembic": logging.WARNING, "urllib3.co
 
 
 def registry_client(tracking_uri: str) -> MlflowClient:
-    """One store for tracking and registry, that answers; a process's first takes about a second.
+    """A client of one store for tracking and registry that answers; the first one of a process takes about a second.
 
     Raises RuntimeError, without the URI's credentials, if it does not answer.
     """

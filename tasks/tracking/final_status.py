@@ -1,7 +1,7 @@
-"""How a run ended, kept on disk before anybody is told, so that MLflow and Prefect can be told until they know.
+"""Records a run's final status on disk and retries until MLflow and Prefect have it.
 
-Where MLflow is away at the end, or the process is killed before its last word, the next start, `shardline reconcile`
-or the deployment of that name says it for them.
+If MLflow is away at the end, or the process is killed before it could report, the next start, `shardline reconcile`
+or the deployment of that name reports it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ KILLED = RunStatus(status="KILLED", cause="killed", why="its process was killed"
 
 
 class EndedRun(Record):
-    """A run that ended, and whose flow run nobody has seen end. `found`: it was `reconcile` that told MLflow.
+    """A run that ended, and whose flow run may not have. `found`: `reconcile_mlflow` reported it to MLflow just now.
 
     `prefect_starts`: how often its flow run had been started when it began; 0: not known.
     """
@@ -59,19 +59,19 @@ class EndedRun(Record):
 
 
 def close(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: RunStatus) -> None:
-    """Keep `ending`, then send the metrics that are left and the status. What fails is done by a later `reconcile`."""
+    """Record `ending`, then send the rest of the metrics and the status. What fails, a later `reconcile` does."""
     note_end(folder, status=ending.status, cause=ending.cause, why=ending.why)
     with suppress(OSError):  # a full disk: MLflow may be told all the same
         ending.write(folder / ENDING)
     try:
-        _tell(client, folder, mlflow_run_id, ending)
+        _report(client, folder, mlflow_run_id, ending)
     except Exception as error:
         told = without_credentials(str(error), uri=tracking_uri())
-        logger.warning("MLflow could not be told all of how %s ended (%s): the next start will", folder.name, told)
+        logger.warning("could not report the end of run %s to MLflow (%s): the next start will", folder.name, told)
 
 
-def _tell(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: RunStatus) -> None:
-    """Raises what MLflow or the disk raises, but not before the status was tried."""
+def _report(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: RunStatus) -> None:
+    """Send the rest of the metrics, then the status, whatever became of the metrics. Raises the first error."""
     unsent: Exception | None = None
     try:
         Sender(folder, tracking_uri=tracking_uri(), mlflow_run_id=mlflow_run_id).send()
@@ -87,7 +87,7 @@ def _tell(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: RunSta
 
 
 def reopen(client: MlflowClient, folder: Path, mlflow_run_id: str) -> None:
-    """It runs again: what was said of its end is true no more."""
+    """Mark the run as RUNNING again, and remove what was recorded of its end."""
     (folder / ENDING).unlink(missing_ok=True)
     client.update_run(mlflow_run_id, status="RUNNING")
     for tag in {CAUSE, ENDED_BY} & client.get_run(mlflow_run_id).data.tags.keys():
@@ -95,10 +95,10 @@ def reopen(client: MlflowClient, folder: Path, mlflow_run_id: str) -> None:
 
 
 def reconcile_mlflow() -> list[EndedRun]:
-    """Tell MLflow of the runs that nobody works on how they ended, and end what a killed owner left behind.
+    """Report to MLflow how runs ended that no process works on, and end the helpers of killed owners.
 
-    Returns those of which Prefect may not know. Only runs of this SHARDLINE_HOME: of others nobody here can tell
-    whether they live.
+    Returns the runs whose end Prefect may not know. Only runs of this SHARDLINE_HOME are looked at: of others nobody
+    here can tell whether they live.
     """
     client, ended = registry_client(tracking_uri()), []
     for path in sorted(home().glob("*/run.json")):
@@ -127,7 +127,7 @@ def reconcile_mlflow() -> list[EndedRun]:
 
 
 def _settled(client: MlflowClient, folder: Path, mlflow_run_id: str) -> RunStatus | None:
-    """How it ended, MLflow knowing of it now; None for a run of another MLflow."""
+    """The final status of a run, after it was reported to MLflow; None for a run of another MLflow."""
     from mlflow.exceptions import MlflowException
 
     ending, owner = _read(folder), owner_record(folder)
@@ -145,8 +145,8 @@ def _settled(client: MlflowClient, folder: Path, mlflow_run_id: str) -> RunStatu
             if ending is None:
                 ending = KILLED
                 note_end(folder, status=ending.status, cause=ending.cause, why=ending.why)
-            _tell(client, folder, mlflow_run_id, ending)
-            _say(folder.name, ending)
+            _report(client, folder, mlflow_run_id, ending)
+            _log(folder.name, ending)
             ranks_are_gone = ranks_launcher(folder) is None  # else they write rows yet: the next time sends those
             ending = ending.model_copy(update={"mlflow_knows": ranks_are_gone})
     if owner is None or not owner.flow_run:
@@ -155,17 +155,19 @@ def _settled(client: MlflowClient, folder: Path, mlflow_run_id: str) -> RunStatu
     return ending
 
 
-def _say(run_id: str, ending: RunStatus) -> None:
+def _log(run_id: str, ending: RunStatus) -> None:
     if ending == KILLED:
         logger.warning(
-            "run %s was killed without a word: now marked KILLED; `shardline resume %s` goes on", run_id, run_id
+            "run %s was killed: reported it to MLflow as KILLED; `shardline resume %s` goes on",
+            run_id,
+            run_id,
         )
     else:
-        logger.warning("MLflow has now heard that run %s ended %s (%s)", run_id, ending.status, ending.cause)
+        logger.warning("reported run %s to MLflow as %s (%s)", run_id, ending.status, ending.cause)
 
 
 def mark_prefect_knows(run_id: str, ending: RunStatus) -> None:
-    """To be called once the flow run was seen in a final state, or is not to be found."""
+    """Record that Prefect has the final state of the flow run, or does not know that flow run."""
     ending.model_copy(update={"prefect_knows": True}).write(home() / run_id / ENDING)
 
 

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import ConfigDict, Field
+
 from tasks.runs.errors import RunFailed, RunStopped
 from tasks.runs.folder import flattened
 from tasks.runs.history import note_start
@@ -48,15 +50,19 @@ TRAINING_PAGES = {"mlflow.experimentKind": "custom_model_development"}  # or MLf
 
 
 class TrackedRun(Record):
-    """runs/ID/run.json: our run and its MLflow run. `config` is what it began with; plan.json has the latest.
+    """runs/ID/run.json: our run and its MLflow run.
 
-    `begun_by`: the flow run that did, at the top where flows call flows; empty for a child of a comparison.
+    `begun_with`, in the file `config`: the config of the run's first start. In force is the plan's, which a resume may
+    have changed. `begun_by`: the flow run that started it, the outermost where flows call flows; empty for a child of a
+    comparison.
     """
+
+    model_config = ConfigDict(serialize_by_alias=True, validate_by_name=True)
 
     run_id: str
     mlflow_run_id: str
     experiment_id: str
-    config: RunConfig
+    begun_with: RunConfig = Field(alias="config")
     begun_by: str = ""
 
     @property
@@ -77,7 +83,7 @@ def run_begun_by(flow_run: str, config: RunConfig) -> str:
     for path in sorted(home().glob("*/run.json"), reverse=True):
         if flow_run and flow_run in path.read_text():
             run = TrackedRun.read(path)
-            if run.begun_by == flow_run and run.config == config:
+            if run.begun_by == flow_run and run.begun_with == config:
                 return run.run_id
     return ""
 
@@ -103,7 +109,7 @@ def tracked(config: RunConfig, *, run_id: str, tags: Mapping[str, str]) -> Itera
 
 @contextmanager
 def _closed(client: MlflowClient, run: TrackedRun) -> Iterator[None]:
-    """Whatever happens inside, the MLflow run gets the status that is true of it."""
+    """Give the MLflow run its true status, whatever happens inside the block."""
     ending = RunStatus(status="FAILED", cause="error")
     try:
         yield
@@ -131,7 +137,7 @@ def _opened(client: MlflowClient, config: RunConfig, *, run_id: str, begun_by: s
     if path.exists():
         run = TrackedRun.read(path)
         reopen(client, run.folder, run.mlflow_run_id)
-        logger.info("going on with MLflow run %s", run.mlflow_run_id)
+        logger.info("continuing MLflow run %s", run.mlflow_run_id)
         return run
     experiment = client.get_experiment_by_name(config.name)
     experiment_id = (
@@ -144,7 +150,7 @@ def _opened(client: MlflowClient, config: RunConfig, *, run_id: str, begun_by: s
         run_id=run_id,
         mlflow_run_id=created.info.run_id,
         experiment_id=experiment_id,
-        config=config,
+        begun_with=config,
         begun_by=begun_by,
     )
     run.write(path)
@@ -181,10 +187,10 @@ def git_commit() -> tuple[str, bool]:
 def _log_config(client: MlflowClient, run: TrackedRun) -> None:
     from mlflow.entities import Param
 
-    params = [Param(key, str(value)[:6000]) for key, value in flattened(run.config.model_dump(mode="json"))]
+    params = [Param(key, str(value)[:6000]) for key, value in flattened(run.begun_with.model_dump(mode="json"))]
     for start in range(0, len(params), PARAMS_PER_REQUEST):
         client.log_batch(run.mlflow_run_id, params=params[start : start + PARAMS_PER_REQUEST])
-    client.log_text(run.mlflow_run_id, run.config.model_dump_json(indent=2), "config.json")
+    client.log_text(run.mlflow_run_id, run.begun_with.model_dump_json(indent=2), "config.json")
 
 
 def log_plan(plan: RunPlan, inventory: Inventory, shards: TokenShards) -> None:
@@ -216,7 +222,7 @@ def log_plan(plan: RunPlan, inventory: Inventory, shards: TokenShards) -> None:
 
 
 def log_resumptions(run: TrackedRun, config: RunConfig, resumptions: Resumptions) -> None:
-    """What resumes changed. MLflow's parameters stay those of the start, since they cannot change; config.json can."""
+    """Log what resumes changed: in tags and config.json, since MLflow's parameters cannot change."""
     if not resumptions.resumptions:
         return
     client = connect()
@@ -247,18 +253,18 @@ def log_files(run: TrackedRun, *paths: Path, folder: str | None = None) -> None:
 
 
 def offer_files(run: TrackedRun, *paths: Path, folder: str | None = None) -> None:
-    """Where something else may just have failed, which is to be told, and not that MLflow is away as well."""
+    """Like `log_files`, but only warns if MLflow is away: the error of the stage is the one to raise."""
     found = [path for path in paths if path.exists()]
     try:
         if found:
             log_files(run, *found, folder=folder)
     except Exception as error:
         why = without_credentials(str(error), uri=tracking_uri())
-        logger.warning("MLflow has not got %s (%s)", ", ".join(path.name for path in found), why)
+        logger.warning("could not log %s to MLflow (%s)", ", ".join(path.name for path in found), why)
 
 
 def describe(run: TrackedRun, text: str) -> None:
-    """As the MLflow run's description, in markdown; one that somebody wrote by hand stays."""
+    """Set the MLflow run's description, in markdown; one that somebody wrote by hand stays."""
     client = connect()
     known = client.get_run(run.mlflow_run_id).data.tags.get(DESCRIPTION, "")
     if not known or known.endswith(OURS):

@@ -1,4 +1,4 @@
-"""Where things are: SHARDLINE_HOME holds all that a machine makes, MLFLOW_TRACKING_URI may point elsewhere."""
+"""Paths and addresses: SHARDLINE_HOME holds everything a machine makes; MLFLOW_TRACKING_URI may point elsewhere."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def mlflow_url() -> str:
 
 
 def up_url(service: str) -> str:
-    """Where a service that `shardline up` started on this machine is, if it still runs; else empty."""
+    """The URL of a service that `shardline up` started on this machine; empty if it does not run."""
     path = home() / UP_FILE
     known = json.loads(path.read_text()).get(service) if path.exists() else None
     return str(known["url"]) if known and local_process(known["process"]) else ""

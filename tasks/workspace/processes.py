@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import socket
 import subprocess
 from contextlib import suppress
@@ -12,6 +14,7 @@ import psutil
 
 from tasks.workspace.wait import until
 
+PR_SET_PDEATHSIG = 1  # prctl(2)
 ALIVE_EVERY_S = 0.02  # between two looks at whether a process that was told to end still lives
 
 
@@ -24,7 +27,7 @@ def process_key(pid: int) -> str:
 
 
 def _kernel() -> str:
-    """Whose pids they are: this boot's, in this container's namespace. Cloned machines have one name, but not this."""
+    """Names the kernel that gives the pids: its boot and its pid namespace, which tells cloned machines apart."""
     boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     if not boot.exists():
         return ""
@@ -32,7 +35,7 @@ def _kernel() -> str:
 
 
 def is_local(key: str) -> bool:
-    """Whether the process of that key, if it lives, would be seen here."""
+    """Whether the process of that key, if it lives, would be visible here."""
     host, _, rest = key.partition("/")
     return host == socket.gethostname() and rest.rpartition("/")[2] == _kernel()
 
@@ -41,6 +44,11 @@ def local_process(key: str) -> psutil.Process | None:
     """The process that `process_key` named, if it still runs and is of this host; never another one with its pid."""
     pid = int(key.split("/")[1]) if key else 0
     return psutil.Process(pid) if key and process_key(pid) == key else None
+
+
+def stop_with_parent() -> None:
+    """Make the kernel send this process SIGTERM when its parent ends, however that ends (Linux)."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def end_process(

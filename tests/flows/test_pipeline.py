@@ -204,7 +204,7 @@ def test_after_a_kill_9_resume_takes_over_and_every_status_is_true(
     assert any(local_process(key) for key in left_behind)
     out, err = user_folder.run("resume", killed.name, "--json")
     assert not any(local_process(key) for key in left_behind)
-    assert "was killed without a word: now marked KILLED" in err
+    assert "was killed: reported it to MLflow as KILLED" in err
     assert user_folder.mlflow_run(killed).info.status == "FINISHED"
     assert user_folder.prefect_states()[flow_run_id] == "CRASHED"
     assert json.loads(out)["step"] == 400

@@ -225,7 +225,7 @@ def test_a_run_from_a_terminal_waits_for_the_devices_of_the_workers(servers: Loc
     assert waiting[0]["name"].startswith(f"Wait: run {folder.name} (pid ")
     _, told = terminal.communicate(timeout=WITHIN_S)
     assert terminal.returncode == 0, told
-    assert f"waits for its turn: run {folder.name} (pid " in told
+    assert f"waits for GPUs: run {folder.name} (pid " in told
     assert f"`shardline stop {folder.name}` ends it" in told
     (second,) = folders_of(servers, waiting[0]["flow_run_id"])
     assert completed(servers, first) == folder

@@ -128,3 +128,12 @@ def test_a_run_that_its_hours_ended_is_registered_and_trains_on_with_more(user_f
     assert json.loads(again)["step"] == first["step"]
     more, err = user_folder.run("resume", first["run_id"], f"train.max_hours={4 / 3600}", "--json")
     assert json.loads(more)["step"] > first["step"]
+
+
+def test_approval_that_a_resume_asks_for_is_not_passed_over_by_the_run(user_folder: UserFolder) -> None:
+    """The gates are those of the latest plan: the run neither promotes its model by itself nor waits in its flow."""
+    run_id = json.loads(user_folder.run("pretrain", str(user_folder.config), *SHORT, "--json")[0])["run_id"]
+    changed = ("train.steps=24", "gates.approval=prefect", "gates.min_improvement=-10")
+    outcome = json.loads(user_folder.run("resume", run_id, *changed, "--json")[0])
+    assert (outcome["step"], outcome["alias"]) == (24, "challenger")
+    assert outcome["verdict"].startswith("waits for approval: ")

@@ -25,7 +25,7 @@ def main(run_id: str) -> int:
     try:
         with tracked(plan.config, run_id=run_id, tags={}) as run:
             plan.model_copy(update={"mlflow_run_id": run.mlflow_run_id}).write(folder / "plan.json")
-            sweep(hosts_of(plan.config.launch), run_id, folder, grace_s=grace_s(folder))  # as prepare_hosts does
+            sweep(hosts_of(plan.config.launch), run_id, folder, grace_s=grace_s(plan))  # as prepare_hosts does
             programs.train(RunPlan.read(folder / "plan.json"), run_dir=folder, on_row=lambda row: None)
     except RunStopped as stop:
         print(stop)

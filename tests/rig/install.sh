@@ -22,11 +22,16 @@ if [ ${#missing[@]} -gt 0 ]; then
     apt-get update -qq
     apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
 fi
+# Where this machine's apt has Debian's packages from; only sources that were updated tell their label.
+debian_source() { apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Label: Debian' | sort -u | sed -n 1p; }
 # Debian 12 has no Compose 2: the one program from Debian 13's package, and nothing else of that release.
 fetch_compose() {
-    local keyring=/usr/share/keyrings/debian-archive-keyring.gpg folder
+    local keyring=/usr/share/keyrings/debian-archive-keyring.gpg source folder
+    source=$(debian_source)
+    [ -n "$source" ] || { apt-get update -qq && source=$(debian_source); }
+    [ -n "$source" ] || { echo "apt has no source of Debian's packages" >&2; return 1; }
     folder=$(mktemp -d) && mkdir -p "$folder"/{lists,archives}/partial && cd "$folder" || return 1
-    echo "deb [signed-by=$keyring] http://deb.debian.org/debian trixie main" >sources.list
+    echo "deb [signed-by=$keyring] $source trixie main" >sources.list
     local here=(-o "Dir::Etc::SourceList=$folder/sources.list" -o Dir::Etc::SourceParts=-
         -o "Dir::State::Lists=$folder/lists" -o "Dir::Cache::Archives=$folder/archives"
         -o Dir::Cache::pkgcache= -o Dir::Cache::srcpkgcache= -o APT::Sandbox::User=root)

@@ -92,7 +92,7 @@ def test_a_killed_launcher_leaves_no_rank_behind_and_its_run_goes_on(
     assert 8 <= stopped_at < STEPS, "they ended in the middle"
     assert (run_dir / "checkpoints" / f"{stopped_at:08d}" / "manifest.json").exists(), "having saved what they had"
     output = finish(run_dir)
-    assert "was killed without a word" in output
+    assert "was killed: reported it to MLflow as KILLED" in output
     assert curve(run_dir) == undisturbed
     assert mlflow_status(run_dir) == "FINISHED"
     assert_nothing_is_left(rig)

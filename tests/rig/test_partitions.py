@@ -97,7 +97,7 @@ def test_a_partition_is_fenced_and_the_run_taken_up(
     assert second["ending"]["cause"] == "done"
     assert before_heal == [["exited"]], "its ranks saw that their lease was gone, and ended while it was cut off"
     assert "waiting for host1" in caplog.text
-    assert "host1: ended 1 containers of an earlier attempt" in caplog.text
+    assert "host1: removed 1 containers of an earlier attempt" in caplog.text
     assert curve(run_dir) == expected
     assert_nothing_is_left(slow_rig)
 
@@ -162,7 +162,7 @@ def test_a_daemon_that_is_away_when_training_ends_is_not_waited_for(
     train(run_dir, on_row=at_step(SLOW_STEPS - 8, lambda: slow_rig.kill_daemon(host)))
     assert causes(run_dir) == ["done"]
     assert curve(run_dir) == expected
-    assert "host1: `shardline reap` when it is back" in caplog.text
+    assert "may be left on host1: `shardline reap` removes them when the host is back" in caplog.text
     slow_rig.start_daemon(host)
     assert sweep(hosts_of(launch_of(run_dir)), run_dir.name, run_dir) == {}
     assert_nothing_is_left(slow_rig)

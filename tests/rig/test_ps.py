@@ -191,14 +191,14 @@ def test_gpus_that_another_runs_container_has(rig: Rig, home: Path) -> None:
     with closing(connect(one)) as client:
         container = containers.start(client, replace(job, gpus=0))  # the rig has none; the label says it got two
         try:
-            assert gpu_holder([two, one], run_id="mine") == (
+            assert str(gpu_holder([two, one], run_id="mine")) == (
                 f"run other has GPUs of host host0 ({job.name}); `shardline stop other` ends it, "
                 "`shardline reap` if its launcher is gone"
             )
-            assert gpu_holder([one], run_id="other") == "", "its own"
-            assert gpu_holder([replace(one, gpus=0, gpu_ids=("2", "3"))], run_id="mine") == ""
-            assert gpu_holder([replace(one, gpus=0), two], run_id="mine") == "", "CPU ranks share"
+            assert gpu_holder([one], run_id="other") is None, "its own"
+            assert gpu_holder([replace(one, gpus=0, gpu_ids=("2", "3"))], run_id="mine") is None
+            assert gpu_holder([replace(one, gpus=0), two], run_id="mine") is None, "CPU ranks share"
             containers.kill(client, container)
-            assert gpu_holder([one], run_id="mine") == "", "one that has ended has none"
+            assert gpu_holder([one], run_id="mine") is None, "one that has ended has none"
         finally:
             containers.remove(client, container)

@@ -12,7 +12,7 @@ from tasks.launch.docker_hosts import attempts_of
 from tasks.runs.errors import RunFailed
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import assert_nothing_is_left, at_step, causes, curve, kill_containers, make_slow_run, train
-from training.checkpoint.load import damage, published
+from training.checkpoint.load import damage, finished_checkpoints
 from training.records.plan import RunPlan
 
 DISK_MIB, SPARE_BYTES = 48, 200_000  # a checkpoint of the tiny model has 0.4 MB
@@ -85,7 +85,7 @@ def test_a_full_disk_is_named_and_leaves_the_last_checkpoint_whole(
     assert str(run_dir) in str(full.value)
     assert "free space or mend the disk" in str(full.value) or fill is leave_no_byte
     assert_nothing_is_left(slow_rig)
-    newest = published(run_dir)[-1]
+    newest = finished_checkpoints(run_dir)[-1]
     assert damage(newest) is None
     attempts = list((run_dir / "attempts").iterdir())
     assert len(attempts) == 1, "no second attempt"
@@ -105,7 +105,7 @@ def test_a_truncated_checkpoint_is_passed_over(
 
     def strike() -> None:
         kill_containers(slow_rig, slow_rig.hosts[0])
-        (file, *_) = sorted(published(run_dir)[-1].glob("model*.safetensors"))
+        (file, *_) = sorted(finished_checkpoints(run_dir)[-1].glob("model*.safetensors"))
         content = bytearray(file.read_bytes())
         content[-100:] = bytes(100)  # as a file whose last block never reached the disk: only its hash tells
         file.write_bytes(content)

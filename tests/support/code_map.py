@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tests.test_imports import PACKAGES, REPO, TORCH_FREE, file_graph, modules, package_of
+from tests.support.repository import REPO
+from tests.test_imports import PACKAGES, TORCH_FREE, file_graph, modules, package_of
 
 PICTURE = REPO / "docs" / "code-map.svg"
 BOX_W, BOX_H, GAP = 142, 40, 8

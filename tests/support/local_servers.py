@@ -7,9 +7,9 @@ import random
 import socket
 import subprocess
 import time
-import urllib.request
 from typing import Any
 
+import httpx
 import psutil
 import yaml
 from mlflow import MlflowClient
@@ -91,7 +91,7 @@ class LocalServers:
         while time.monotonic() < deadline:
             try:
                 run = self.prefect(f"/flow_runs/{flow_run_id}")
-            except OSError:
+            except httpx.HTTPError:
                 run = {}
             if run.get("state_type") in wanted:
                 return run
@@ -115,8 +115,8 @@ def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
     while time.monotonic() < deadline:
         assert server.poll() is None, f"the server at {url} ended"
         try:
-            urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5).read()
-        except OSError:
+            httpx.get(url, timeout=5, trust_env=False).raise_for_status()
+        except httpx.HTTPError:
             time.sleep(0.1)
         else:
             return
@@ -124,9 +124,8 @@ def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
 
 
 def asked(url: str, body: dict[str, Any] | None = None) -> Any:
-    """GET, or POST where there is a body; the answer's JSON. Raises OSError where nobody answers, or with an error."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"content-type": "application/json"})
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=20) as answer:
-        content = answer.read()
-    return json.loads(content) if content else None
+    """GET, or POST if there is a body; the answer's JSON. Raises httpx.HTTPError for no answer or an error status."""
+    method = "GET" if body is None else "POST"
+    reply = httpx.request(method, url, json=body, timeout=20, trust_env=False, follow_redirects=True)
+    reply.raise_for_status()
+    return reply.json() if reply.content else None

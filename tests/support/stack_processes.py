@@ -17,11 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -188,12 +187,12 @@ class Stack:
         if credentials:
             basic = f"Basic {base64.b64encode(credentials.encode()).decode()}"
             headers["authorization"] = basic if ":" in credentials else f"Bearer {credentials}"
-        request = urllib.request.Request(self.url(name) + path, body, headers)
-        try:
-            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
+        method = "GET" if body is None else "POST"
+        url = self.url(name) + path
+        reply = httpx.request(
+            method, url, content=body, headers=headers, timeout=60, trust_env=False, follow_redirects=True
+        )
+        return reply.status_code, reply.text
 
 
 def free_folder() -> Path:

@@ -4,7 +4,7 @@
         model.safetensors, config.json    weights by Hugging Face name: `from_pretrained` loads the folder
         optimizer.safetensors             AdamW moments by parameter name, and the step count
         rng-0.safetensors …               torch's generators, per rank
-        own-0.safetensors …               what a rank alone holds: compression's residuals, if there are any
+        own-0.safetensors …               what only one rank holds: compression's residuals, if there are any
         manifest.json                     step, tokens, config hash, size and sha256 of each file; written last
 
 Several ranks write KIND-00001-of-00004.safetensors …, and KIND.safetensors.index.json says which tensor is where.
@@ -36,7 +36,9 @@ CHECKPOINT_MANIFEST = "manifest.json"
 
 
 class CheckpointManifest(Record):
-    """`val_loss`: of the newest validation at this step or before, nats per token; None: there was none yet.
+    """What a checkpoint holds.
+
+    `val_loss`: of the newest validation at this step or before, nats per token; None: there was none yet.
     `micro_batches`: by replica, as they were at this step.
     """
 
@@ -55,23 +57,23 @@ def checkpoint_folder(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"{step:08d}"
 
 
-def published(run_dir: Path) -> list[Path]:
-    """Finished checkpoints, oldest first; nobody has looked yet whether they are whole."""
+def finished_checkpoints(run_dir: Path) -> list[Path]:
+    """Published checkpoints, oldest first; their files are not verified yet."""
     return sorted(path for path in (run_dir / "checkpoints").glob("[0-9]*") if path.is_dir())
 
 
-def newest_whole(run_dir: Path) -> Path | None:
-    """The newest checkpoint whose files have the hashes of its manifest; says which ones it passed over, and why.
+def newest_intact(run_dir: Path) -> Path | None:
+    """The newest checkpoint whose files have the hashes of its manifest; logs which ones it passed over, and why.
 
-    None if there is no checkpoint. Raises RuntimeError if there are some, and none is whole: to begin anew then
-    would throw the run away without a word.
+    None if there is no checkpoint. Raises RuntimeError if there are some, and none is whole: to begin at step 0 then
+    would discard the run silently.
     """
-    folders = published(run_dir)
+    folders = finished_checkpoints(run_dir)
     for folder in reversed(folders):
         fault = damage(folder)
         if fault is None:
             return folder
-        logger.warning("checkpoint %s is not whole (%s): looking at the one before it", folder, fault)
+        logger.warning("checkpoint %s is not whole (%s): trying the one before it", folder, fault)
     if folders:
         raise RuntimeError(
             f"none of the {len(folders)} checkpoints in {folders[0].parent} is whole: "
@@ -124,14 +126,15 @@ def weights_for(model: LanguageModel, folder: Path) -> TensorFiles:
             found = "is not there" if saved is None else f"is {list(saved.shape)}"
             raise ValueError(
                 f"the model's {name} is {list(parameter.shape)}, in checkpoint {folder} it {found}: "
-                "go on with the model section that it was trained with, or begin a run of its own"
+                "resume with the model section that it was trained with, or start a new run"
             )
     return weights
 
 
 def load_state(folder: Path, *, strategy: Strategy, rank: Rank, mesh: dict[str, int]) -> CheckpointManifest:
-    """Put a checkpoint's optimizer moments back; generators and what each rank alone holds only where ranks have the
-    places they had: tp peers must draw alike.
+    """Restore a checkpoint's optimizer moments, and on the same mesh each rank's generators and own state.
+
+    On another mesh generators start fresh: tp peers must draw alike.
     """
     strategy.load_optimizer_state(TensorFiles(folder, "optimizer"))
     manifest = CheckpointManifest.read(folder / CHECKPOINT_MANIFEST)
@@ -140,10 +143,12 @@ def load_state(folder: Path, *, strategy: Strategy, rank: Rank, mesh: dict[str, 
         _load_rank_state(folder, strategy, rank)
     else:
         logger.warning(
-            "checkpoint of ranks %s loaded on %s: dropout goes on with fresh generators%s, all else is as it was",
+            "checkpoint of ranks %s loaded on %s: dropout continues with fresh generators%s; all else is restored",
             manifest.mesh,
             mesh,
-            ", what each rank kept for itself begins anew" if (folder / rank_state_file(0)).exists() else "",
+            ", each rank's own state (compression, local-sgd) starts fresh"
+            if (folder / rank_state_file(0)).exists()
+            else "",
         )
     return manifest
 
@@ -155,15 +160,15 @@ def _load_rank_state(folder: Path, strategy: Strategy, rank: Rank) -> None:
         strategy.load_rank_state(saved)
     elif rank.rank == 0:
         logger.warning(
-            "checkpoint %s holds %s of what each rank keeps for itself, this run has %s: it begins anew, all else is "
-            "as it was; parallel.strategy, parallel.compression or their settings were others",
+            "checkpoint %s holds %s of each rank's own state, this run needs %s: it starts fresh, the rest is "
+            "restored; parallel.strategy, parallel.compression or their settings have changed",
             folder,
-            _in_words(saved),
-            _in_words(expected),
+            _size_of(saved),
+            _size_of(expected),
         )
 
 
-def _in_words(tensors: Mapping[str, Tensor]) -> str:
+def _size_of(tensors: Mapping[str, Tensor]) -> str:
     return f"{len(tensors)} tensors of {sum(tensor.nbytes for tensor in tensors.values()) / 2**20:.1f} MiB"
 
 

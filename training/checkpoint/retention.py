@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest, the best, every so many steps, and whatever is read, exported or pointed at.
+"""Deletes old checkpoints: the newest, the best and every so many steps stay, as does what is read or exported.
 
 Readers hold a shared lock on a checkpoint's manifest.json while they read; what is locked is not deleted. A file
 named `keep` in its folder keeps a checkpoint for good: an export leaves one, people can, and can take it away.
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from training.checkpoint.load import CHECKPOINT_MANIFEST, CheckpointManifest, damage, published
+from training.checkpoint.load import CHECKPOINT_MANIFEST, CheckpointManifest, damage, finished_checkpoints
 from training.config.run import CheckpointConfig
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ KEEP = "keep"
 
 @contextmanager
 def reading(folder: Path | None) -> Iterator[None]:
-    """While inside, no training program deletes this checkpoint; None is no checkpoint, and holds nothing.
+    """Keep training programs from deleting this checkpoint while inside; None: nothing to hold.
 
     Raises FileNotFoundError if it has no manifest, or was deleted before it could be held.
     """
@@ -47,14 +47,14 @@ def keep(folder: Path, *, why: str) -> None:
 
 def prune(run_dir: Path, config: CheckpointConfig) -> None:
     """Delete the checkpoints that no rule keeps; one that is being read stays until the next time."""
-    folders = published(run_dir)
+    folders = finished_checkpoints(run_dir)
     manifests = {
         folder: CheckpointManifest.read(folder / CHECKPOINT_MANIFEST)
         for folder in folders
         if not damage(folder, hashes=False)
     }
     newest = list(manifests)[-config.keep_last :]
-    kept = {*newest, *_pointed_at(run_dir)}
+    kept = {*newest, *_referenced_by_result(run_dir)}
     if config.keep_best:
         kept |= _best(manifests)
     if config.keep_every_steps:
@@ -66,31 +66,31 @@ def prune(run_dir: Path, config: CheckpointConfig) -> None:
 
 
 def _best(manifests: dict[Path, CheckpointManifest]) -> set[Path]:
-    """The one of the lowest validation loss; of several after the same validation, the nearest to it."""
+    """The checkpoint of the lowest validation loss; of several after the same validation, the nearest to it."""
     measured = [(manifest.val_loss, folder) for folder, manifest in manifests.items() if manifest.val_loss is not None]
     return {min(measured)[1]} if measured else set()
 
 
-def _pointed_at(run_dir: Path) -> set[Path]:
+def _referenced_by_result(run_dir: Path) -> set[Path]:
     """What evaluation and export will read next; the record may be of an earlier start of this run."""
     path = run_dir / "result.json"
     return {run_dir / json.loads(path.read_bytes())["checkpoint"]} if path.exists() else set()
 
 
 def _delete_unless_read(folder: Path) -> None:
-    aside = folder.with_name(f".{folder.name}.deleted")
+    hidden = folder.with_name(f".{folder.name}.deleted")
     with (folder / CHECKPOINT_MANIFEST).open("ab") as manifest:  # a lock on NFS needs a file open for writing
         try:
             fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             logger.info("checkpoint %s is being read: it is deleted later", folder)
             return
-        folder.rename(aside)  # from here on nobody finds it
-    shutil.rmtree(aside)
+        folder.rename(hidden)  # from here on nobody finds it
+    shutil.rmtree(hidden)
 
 
-def sweep(run_dir: Path) -> None:
-    """Remove what killed attempts left half-written or half-deleted. Only while no rank writes."""
+def remove_leftovers(run_dir: Path) -> None:
+    """Remove what killed attempts left half written or half deleted. Call it only while no rank writes."""
     for folder in (run_dir / "checkpoints").glob(".*"):
         logger.info("removing %s, left by an attempt that was killed", folder)
         shutil.rmtree(folder)

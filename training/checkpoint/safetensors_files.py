@@ -39,7 +39,7 @@ class WrittenFile(Record):
 
 
 class Abandoned(Exception):
-    """A write was stopped half-way because nobody waits for it any more."""
+    """A write was stopped half-way because its checkpoint was abandoned."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, abandoned: threading.Event) -> WrittenFile:
@@ -92,9 +92,9 @@ def file_name(kind: str, *, number: int, of: int) -> str:
 
 
 class TensorFiles(Mapping[str, Tensor]):
-    """The tensors of KIND.safetensors, or of the files that its index names; each is read when it is asked for.
+    """The tensors of KIND.safetensors, or of the files that its index names; each is read on access.
 
-    So a reader holds what it works on, not the whole: files are mapped into memory, on the CPU.
+    Files are mapped into memory, so that a reader holds only the tensors it works on, on the CPU.
     """
 
     def __init__(self, folder: Path, kind: str) -> None:

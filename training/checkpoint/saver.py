@@ -1,8 +1,8 @@
-"""Saving while training goes on: each rank copies its share to host memory, and a thread takes it to the disk.
+"""Saves while training goes on: each rank copies its share to host memory, and a thread writes it to the disk.
 
-The loop never waits for a disk. Who is done travels in a small CPU all-reduce, started at one step and read at the
-next, while a checkpoint is on its way. Only one is at a time: if the next comes due before it is there, training
-waits, and memory does not grow.
+The loop never waits for a disk. While a checkpoint is being written, a small CPU all-reduce, started at one step and
+read at the next, counts the ranks that are done. Only one is written at a time: if the next comes due before that,
+training waits, and memory does not grow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch import Tensor
 from training.checkpoint.load import CheckpointManifest, checkpoint_folder, rank_state_file, rng_name, rng_state
 from training.checkpoint.safetensors_files import file_name
 from training.checkpoint.staging import Staging
-from training.checkpoint.writer import Failure, Writer
+from training.checkpoint.writer import WriteFailure, Writer
+from training.data.batch import MicroBatches
 from training.models.language_model import LanguageModel
 from training.records.plan import RunPlan
 from training.records.record import sha256_config
@@ -37,11 +38,21 @@ ASK_EVERY_S = 0.05  # how often ranks that wait ask each other
 class Saver:
     """A run's checkpoints. All methods are called on all ranks alike; leave the context to wait for the last one."""
 
-    def __init__(self, run_dir: Path, *, plan: RunPlan, strategy: Strategy, model: LanguageModel, rank: Rank) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        plan: RunPlan,
+        strategy: Strategy,
+        model: LanguageModel,
+        rank: Rank,
+        micro_batches: MicroBatches | None = None,
+    ) -> None:
         self.run_dir, self.plan, self.strategy, self.rank = run_dir, plan, strategy, rank
+        self.micro_batches = micro_batches or MicroBatches.of(plan)
         self.hf_config: Any = model.hf.config
         self.staging = Staging(plan, rank)
-        self.writer: Writer | None = None  # of the checkpoint on its way, or of the last one
+        self.writer: Writer | None = None  # of the checkpoint that is being written, or of the last one
         self.in_flight = False
         self._counts = torch.zeros(3, dtype=torch.int64)  # ranks that have written, first rank published, failures
         self._sent: dist.Work | None = None
@@ -52,7 +63,7 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Wait until the last checkpoint is published; after an error on this rank alone, give it up."""
+        """Wait until the last checkpoint is published; after an error on this rank alone, abandon it."""
         try:
             if error is None or isinstance(error, NonFiniteLoss):  # which all ranks meet at the same step
                 self.finish()
@@ -60,14 +71,10 @@ class Saver:
             if self.in_flight and self.writer is not None:
                 self.writer.abandon()
 
-    def save(
-        self, step: int, *, tokens: int, val_loss: float | None, micro_batches: tuple[int, ...] | None = None
-    ) -> float:
+    def save(self, step: int, *, tokens: int, val_loss: float | None) -> float:
         """Begin the checkpoint of `step`; returns the seconds that training stood still.
 
-        `micro_batches`: those in force, where they are not the plan's any more.
-
-        Raises RuntimeError if the one before it is still on its way, and fails for good.
+        Raises RuntimeError if the checkpoint before it is still being written, and fails for good.
         """
         began = time.perf_counter()
         if self.writer is not None:
@@ -80,7 +87,7 @@ class Saver:
             world_size=self.rank.world_size,
             config_sha256=sha256_config(self.plan.config),
             val_loss=val_loss,
-            micro_batches=self.plan.micro_batches if micro_batches is None else micro_batches,
+            micro_batches=self.micro_batches.sizes,
             files={},
         )
         folder = checkpoint_folder(self.run_dir, step)
@@ -109,11 +116,11 @@ class Saver:
         rank = self.rank
         staged = self.staging.fill(self.strategy)
         files = {file_name(kind, number=rank.rank, of=rank.world_size): staged[kind] for kind in ("model", "optimizer")}
-        files[rank_state_file(rank.rank)] = staged["own"]
+        files[rank_state_file(rank.rank)] = staged["rank"]
         return {name: tensors for name, tensors in files.items() if tensors} | {rng_name(rank): rng_state(rank.device)}
 
     def advance(self) -> None:
-        """Look after the checkpoint on its way, once per step. Costs nothing while there is none.
+        """Advance the checkpoint that is being written; call it once per step. Costs nothing while there is none.
 
         Failed tries are logged on all ranks. Raises RuntimeError, on all ranks, after checkpoint.max_failures.
         """
@@ -121,11 +128,11 @@ class Saver:
         self._send()
 
     def finish(self) -> None:
-        """Wait until the checkpoint on its way is published. Raises as `advance`."""
+        """Wait until the checkpoint that is being written is published. Raises as `advance`."""
         while self.in_flight:
             self._receive()
             if self.in_flight and self.writer is not None:
-                self.writer.news.wait(ASK_EVERY_S)
+                self.writer.changed.wait(ASK_EVERY_S)
             self._send()
         if self.writer is not None:
             self.writer.thread.join()  # the first rank's may still delete old checkpoints
@@ -133,7 +140,7 @@ class Saver:
     def _send(self) -> None:
         if not self.in_flight or self.writer is None:
             return
-        self.writer.news.clear()
+        self.writer.changed.clear()
         self._counts[0] = self.writer.written.is_set()
         self._counts[1] = self.writer.published.is_set()
         self._counts[2] = self.writer.failures.qsize()
@@ -148,18 +155,18 @@ class Saver:
         if failures:
             self._report(self.writer)
         if written == self.rank.world_size and not self.writer.complete.is_set():
-            self._gather_parts(self.writer)
+            self._gather_rank_files(self.writer)
         self.in_flight = not published
 
-    def _gather_parts(self, writer: Writer) -> None:
+    def _gather_rank_files(self, writer: Writer) -> None:
         """All files are there: tell the first rank what they are. A few kB; once per checkpoint."""
-        all_parts: list[Any] | None = [None] * self.rank.world_size if self.rank.rank == 0 else None
-        dist.gather_object(writer.parts, all_parts, dst=0)
-        writer.publish(all_parts or [])
+        all_rank_files: list[Any] | None = [None] * self.rank.world_size if self.rank.rank == 0 else None
+        dist.gather_object(writer.rank_files, all_rank_files, dst=0)
+        writer.publish(all_rank_files or [])
 
     def _report(self, writer: Writer) -> None:
         own = [writer.failures.get() for _ in range(writer.failures.qsize())]
-        gathered: list[list[Failure]] = [[] for _ in range(self.rank.world_size)]
+        gathered: list[list[WriteFailure]] = [[] for _ in range(self.rank.world_size)]
         dist.all_gather_object(gathered, own)
         most, step = self.plan.config.checkpoint.max_failures, writer.manifest.step
         for failure in itertools.chain.from_iterable(gathered):
@@ -169,7 +176,7 @@ class Saver:
             )
             if failure.attempt == most:
                 raise RuntimeError(
-                    f"{text}: free space or mend the disk, then start the run again: it goes on from the checkpoint "
+                    f"{text}: free space or mend the disk, then start the run again: it continues from the checkpoint "
                     "before; checkpoint.max_failures sets the number of tries"
                 )
             logger.warning("%s", text)

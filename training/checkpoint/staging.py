@@ -1,4 +1,4 @@
-"""A rank's share of a checkpoint in host memory: what the writer works from while training goes on."""
+"""A rank's share of a checkpoint in host memory, from which the writer writes while training goes on."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ ALIGNED_BYTES = 64
 
 
 class Staging:
-    """Of each whole tensor that a strategy yields, one rank of the pipeline stage keeps a copy.
+    """Copies of the tensors that this rank writes: of each whole tensor, one rank of the pipeline stage keeps one.
 
-    So each rank holds, and writes, 12 bytes per parameter / world size, and what it alone has. The buffers serve every
-    checkpoint.
+    So each rank holds, and writes, 12 bytes per parameter / world size, and its own state. All checkpoints use the same
+    buffers.
     """
 
     def __init__(self, plan: RunPlan, rank: Rank) -> None:
         self.rank = rank
         self.stage_ranks = rank.world_size // plan.mesh["pp"]  # pp is the outermost axis: they are neighbours
-        self._buffers: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "own": {}}
+        self._buffers: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "rank": {}}
         self._block = torch.empty(0, dtype=torch.uint8)  # what is left of the newest one
 
     def fill(self, strategy: Strategy) -> dict[str, dict[str, Tensor]]:
@@ -37,9 +37,9 @@ class Staging:
         """
         loads = [0] * self.stage_ranks
         for kind, tensors in (("model", strategy.weights()), ("optimizer", strategy.optimizer_state())):
-            mine = ((name, t) for name, t in tensors if self._is_mine(name, t, kind=kind, loads=loads))
-            self._copy(kind, mine)
-        self._copy("own", strategy.rank_state().items())
+            kept = ((name, t) for name, t in tensors if self._keeps(name, t, kind=kind, loads=loads))
+            self._copy(kind, kept)
+        self._copy("rank", strategy.rank_state().items())
         if self.rank.device.type == "cuda":
             torch.cuda.current_stream(self.rank.device).synchronize()
         return self._buffers
@@ -51,7 +51,7 @@ class Staging:
             filled[name].copy_(tensor, non_blocking=True)
         self._buffers[kind] = filled
 
-    def _is_mine(self, name: str, tensor: Tensor, *, kind: str, loads: list[int]) -> bool:
+    def _keeps(self, name: str, tensor: Tensor, *, kind: str, loads: list[int]) -> bool:
         """The rank with the fewest bytes so far takes it; the same on all ranks of the stage. Updates `loads`."""
         if kind == "optimizer" and not name.endswith(MOMENT_SUFFIXES):
             return self.rank.rank == 0  # a number such as `step`, which every stage yields

@@ -1,4 +1,4 @@
-"""One checkpoint on its way to the disk: a thread writes this rank's files, the first rank's makes them a checkpoint.
+"""Writes one checkpoint: a thread writes this rank's files, and the first rank's thread publishes them.
 
 All ranks write at the same time into checkpoints/.STEP.part. When all have, the first one adds index files,
 config.json and manifest, and gives the folder its name: a checkpoint is whole or not there.
@@ -44,7 +44,7 @@ class RankFile:
 
 
 @dataclass(frozen=True)
-class Failure:
+class WriteFailure:
     rank: int
     path: str
     error: str
@@ -52,20 +52,20 @@ class Failure:
 
 
 class Writer:
-    """The main thread looks at its events, between steps; there is no collective in here."""
+    """A thread that writes; the main thread checks its events between steps. There is no collective in here."""
 
     def __init__(
         self, plan: RunPlan, manifest: CheckpointManifest, *, folder: Path, rank: Rank, hf_config: Any
     ) -> None:
         self.plan, self.manifest, self.folder, self.rank, self.hf_config = plan, manifest, folder, rank, hf_config
-        self.aside = folder.with_name(f".{folder.name}.part")
+        self.partial_folder = folder.with_name(f".{folder.name}.part")
         self.files: dict[str, dict[str, Tensor]] = {}
-        self.parts: dict[str, RankFile] = {}  # of this rank
-        self.all_parts: list[dict[str, RankFile]] = []  # of all ranks; on the first one
+        self.rank_files: dict[str, RankFile] = {}  # of this rank
+        self.all_rank_files: list[dict[str, RankFile]] = []  # of all ranks; on the first one
         self.written, self.complete, self.published = threading.Event(), threading.Event(), threading.Event()
-        self.news, self.abandoned = threading.Event(), threading.Event()
-        self.failures: queue.SimpleQueue[Failure] = queue.SimpleQueue()
-        self.at, self.renamed = self.aside, False
+        self.changed, self.abandoned = threading.Event(), threading.Event()
+        self.failures: queue.SimpleQueue[WriteFailure] = queue.SimpleQueue()
+        self.path, self.renamed = self.partial_folder, False
         self.thread = threading.Thread(target=self._run, name=f"checkpoint-{manifest.step}", daemon=True)
 
     def start(self, files: dict[str, dict[str, Tensor]]) -> None:
@@ -73,52 +73,52 @@ class Writer:
         self.files = files
         self.thread.start()
 
-    def publish(self, all_parts: list[dict[str, RankFile]]) -> None:
-        self.all_parts = all_parts
+    def publish(self, all_rank_files: list[dict[str, RankFile]]) -> None:
+        self.all_rank_files = all_rank_files
         self.complete.set()
 
     def abandon(self) -> None:
-        """Stop, and leave nothing behind but what hangs on a dead disk."""
+        """Stop and remove what was written; only what hangs on a dead disk stays."""
         self.abandoned.set()
         self.complete.set()
         self.thread.join(JOIN_S)
         for name in self.files:
-            (self.aside / name).unlink(missing_ok=True)
+            (self.partial_folder / name).unlink(missing_ok=True)
         if self.rank.rank == 0:
-            shutil.rmtree(self.aside, ignore_errors=True)
+            shutil.rmtree(self.partial_folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # other ranks may not have gone yet; the last one takes the folder away
-            self.aside.rmdir()
+            self.partial_folder.rmdir()
 
     def _run(self) -> None:
-        if not self._until_done(self._write):
+        if not self._retry(self._write):
             return
         self.written.set()
-        self.news.set()
+        self.changed.set()
         if self.rank.rank != 0:
             return
         self.complete.wait()
-        if self._until_done(self._publish):
+        if self._retry(self._publish):
             self.published.set()
-            self.news.set()
+            self.changed.set()
             try:
                 prune(self.folder.parents[1], self.plan.config.checkpoint)
             except (OSError, ValueError) as error:
                 logger.warning("old checkpoints could not be deleted: %s", error)
 
-    def _until_done(self, action: Callable[[], None]) -> bool:
-        """Try until it works; False if nobody waits for it any more, or after checkpoint.max_failures."""
+    def _retry(self, action: Callable[[], None]) -> bool:
+        """Try until it succeeds; False if the checkpoint was abandoned, or after checkpoint.max_failures tries."""
         most = self.plan.config.checkpoint.max_failures
         for attempt in itertools.count(1):
             try:
                 action()
             except Abandoned:
                 return False
-            except Exception as error:  # whatever it is must reach the loop: a thread that dies in silence hangs it
+            except Exception as error:  # whatever it is must reach the loop, or it would wait forever
                 if not isinstance(error, OSError):
                     logger.exception("checkpoint of step %d", self.manifest.step)
-                text = f"{type(error).__name__}: {error}; {_room(self.folder)}"
-                self.failures.put(Failure(self.rank.rank, str(self.at), text, attempt))
-                self.news.set()
+                text = f"{type(error).__name__}: {error}; {_free_space(self.folder)}"
+                self.failures.put(WriteFailure(self.rank.rank, str(self.path), text, attempt))
+                self.changed.set()
             else:
                 return True
             if attempt == most or self.abandoned.wait(min(RETRY_AFTER_S * 2 ** (attempt - 1), 60.0)):
@@ -126,53 +126,53 @@ class Writer:
         raise AssertionError
 
     def _write(self) -> None:
-        """This rank's files; those that an earlier try finished stay."""
-        self.aside.mkdir(parents=True, exist_ok=True)
+        """Write this rank's files; those that an earlier try finished stay."""
+        self.partial_folder.mkdir(parents=True, exist_ok=True)
         for name, tensors in self.files.items():
-            if name in self.parts:
+            if name in self.rank_files:
                 continue
-            self.at = self.aside / name
+            self.path = self.partial_folder / name
             try:
-                written = write_tensors(self.at, tensors, abandoned=self.abandoned)
+                written = write_tensors(self.path, tensors, abandoned=self.abandoned)
             except BaseException:
-                self.at.unlink(missing_ok=True)  # half a file: on a full disk somebody needs the room
+                self.path.unlink(missing_ok=True)  # half a file: on a full disk somebody needs the room
                 raise
-            self.parts[name] = RankFile(written, tuple(tensors), sum(tensor.nbytes for tensor in tensors.values()))
+            self.rank_files[name] = RankFile(written, tuple(tensors), sum(tensor.nbytes for tensor in tensors.values()))
 
     def _publish(self) -> None:
-        """Index files, config.json, manifest; then the folder's name. Each try may begin where the last one fell."""
+        """Add index files, config.json and manifest, then rename the folder; a retry starts where the last failed."""
         if self.abandoned.is_set():
             raise Abandoned
-        self.at = self.aside
+        self.path = self.partial_folder
         if not self.renamed:
             self._complete()
             shutil.rmtree(self.folder, ignore_errors=True)  # of an attempt that got as far, and was found damaged
-            self.aside.rename(self.folder)
+            self.partial_folder.rename(self.folder)
             self.renamed = True
         _fsync(self.folder.parent)
 
     def _complete(self) -> None:
-        """What makes a Hugging Face folder of the parts, and the manifest."""
+        """Write the index files and config.json, which make it a Hugging Face folder, and the manifest."""
         for kind in ("model", "optimizer"):
-            _write_index(self.aside, kind, self.all_parts)
-        self.hf_config.save_pretrained(self.aside)
-        files = {name: part.written for parts in self.all_parts for name, part in parts.items()}
-        for path in self.aside.glob("*.json"):
+            _write_index(self.partial_folder, kind, self.all_rank_files)
+        self.hf_config.save_pretrained(self.partial_folder)
+        files = {name: file.written for rank_files in self.all_rank_files for name, file in rank_files.items()}
+        for path in self.partial_folder.glob("*.json"):
             if path.name != CHECKPOINT_MANIFEST:  # of an earlier try
                 _fsync(path)
                 files[path.name] = WrittenFile(size_bytes=path.stat().st_size, sha256=sha256_file(path))
         manifest = self.manifest.model_copy(update={"files": dict(sorted(files.items()))})
-        manifest.write(self.aside / CHECKPOINT_MANIFEST)
-        _fsync(self.aside)
+        manifest.write(self.partial_folder / CHECKPOINT_MANIFEST)
+        _fsync(self.partial_folder)
 
 
-def _write_index(folder: Path, kind: str, all_parts: list[dict[str, RankFile]]) -> None:
+def _write_index(folder: Path, kind: str, all_rank_files: list[dict[str, RankFile]]) -> None:
     """KIND.safetensors.index.json, where several ranks wrote tensors of this kind."""
-    parts = {name: part for parts in all_parts for name, part in parts.items() if name.startswith(f"{kind}-")}
-    file_of = {tensor: name for name, part in parts.items() for tensor in part.names}
-    assert len(file_of) == sum(len(part.names) for part in parts.values()), "two ranks wrote the same tensor"
-    if parts:
-        total = sum(part.tensor_bytes for part in parts.values())
+    named = {name: file for files in all_rank_files for name, file in files.items() if name.startswith(f"{kind}-")}
+    file_of = {tensor: name for name, file in named.items() for tensor in file.names}
+    assert len(file_of) == sum(len(file.names) for file in named.values()), "two ranks wrote the same tensor"
+    if named:
+        total = sum(file.tensor_bytes for file in named.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
         write_atomically(folder / index_name(kind), json.dumps(index, indent=2) + "\n")
 
@@ -185,7 +185,7 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _room(folder: Path) -> str:
+def _free_space(folder: Path) -> str:
     try:
         return f"{shutil.disk_usage(folder.parents[1]).free / 2**30:.2f} GiB are free there"
     except OSError as error:

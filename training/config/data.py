@@ -12,17 +12,24 @@ from training.config.section import Section
 class TokenizerConfig(Section):
     kind: Literal["bpe", "pretrained", "characters", "bytes"] = Field(
         "bpe",
-        description="bpe: a byte-level BPE trained on the corpus. pretrained: loaded from `path`. "
-        "characters: one token per character of the corpus. bytes: one token per UTF-8 byte.",
+        description="The kind of tokenizer. bpe: a byte-level BPE is trained on the corpus. pretrained: a tokenizer "
+        "is loaded from `path`. characters: each character of the corpus is a token. bytes: each UTF-8 "
+        "byte is a token.",
     )
-    path: str = Field("", description="Folder or hub name of a pretrained tokenizer; only for kind=pretrained.")
+    path: str = Field(
+        "",
+        description="Folder or Hugging Face hub name of a pretrained tokenizer. It is used only with kind=pretrained.",
+    )
     vocab_size: int = Field(
         0,
         ge=0,
         le=2_000_000,
-        description="Size of the trained BPE vocabulary; 0: 4096. For kind=pretrained the size to expect; 0: any.",
+        description="Number of tokens in the vocabulary of a trained BPE; 0 means 4096. With kind=pretrained, the "
+        "number that the tokenizer must have; 0 accepts any.",
     )
-    sample_mib: int = Field(64, ge=1, le=10_000, description="MiB of training text that a BPE is trained on.")
+    sample_mib: int = Field(
+        64, ge=1, le=10_000, description="Amount of training text, in MiB, that a BPE tokenizer is trained on."
+    )
 
     @property
     def bpe_size(self) -> int:
@@ -43,29 +50,39 @@ class TokenizerConfig(Section):
 class DataConfig(Section):
     path: str = Field(
         "",
-        description="The corpus: `stdlib` (this Python's own library), a file or a folder "
-        "(.txt .md .py .jsonl .csv .parquet …), or `hub:OWNER/NAME` for a Hugging Face data set.",
+        description="The corpus: `stdlib` (the standard library of this Python), a file or a folder (.txt .md .py "
+        ".jsonl .csv .parquet …), or `hub:OWNER/NAME` for a Hugging Face dataset.",
     )
-    column: str = Field("text", description="Column or JSON key that holds the text.")
+    column: str = Field("text", description="Name of the column or JSON key that holds the text.")
     text_unit: Literal["file", "line", "paragraph"] = Field(
-        "file", description="What counts as one document in plain-text files."
+        "file",
+        description="What counts as one document in a plain-text file: the whole file, each line, or each paragraph.",
     )
-    hub_config: str = Field("", description="Configuration name of a hub data set.")
-    hub_revision: str = Field("", description="Commit or tag of a hub data set; empty: its newest commit.")
-    hub_split: str = Field("train", description="Split of a hub data set to read.")
-    streaming: bool = Field(False, description="Read a hub data set as a stream, without downloading it whole.")
+    hub_config: str = Field("", description="Configuration name of a Hugging Face dataset; empty means its default.")
+    hub_revision: str = Field("", description="Commit or tag of a Hugging Face dataset; empty means its newest commit.")
+    hub_split: str = Field("train", description="Split of a Hugging Face dataset to read.")
+    streaming: bool = Field(
+        False, description="Read a Hugging Face dataset as a stream instead of downloading it whole."
+    )
     tokenizer: TokenizerConfig = Field(TokenizerConfig(), description="How text becomes tokens.")
     split: Literal["auto", "documents", "tail", "all"] = Field(
         "auto",
-        description="Held-out part. documents: whole documents, by a hash of their name or place. "
-        "tail: the last characters of the corpus. auto: documents if there are at least 20, else tail. "
-        "all: everything, to evaluate on and not to train on.",
+        description="How the held-out validation text is chosen. documents: whole documents, by a hash of their "
+        "name or position. tail: the last characters of the corpus. auto: documents if there are at "
+        "least 20, else tail. all: everything is held out, for evaluation without training.",
     )
     validation_fraction: float = Field(
-        0.1, gt=0.0, lt=0.9, description="Share of documents (or of characters, for tail) held out for validation."
+        0.1,
+        gt=0.0,
+        lt=0.9,
+        description="Fraction of the documents (of the characters, with split=tail) that is held out for validation.",
     )
     on_error: Literal["stop", "skip"] = Field(
-        "stop", description="A document that cannot be read: stop with its place, or skip it and count it."
+        "stop",
+        description="What to do with a document that cannot be read. stop: fail and say where it is. skip: leave it "
+        "out and count it.",
     )
-    shard_mib: int = Field(8, ge=1, le=4096, description="MiB of text per token shard.")
-    processes: int = Field(0, ge=0, le=512, description="Tokenizing processes; 0: one per core.")
+    shard_mib: int = Field(8, ge=1, le=4096, description="Amount of text, in MiB, in one token shard.")
+    processes: int = Field(
+        0, ge=0, le=512, description="Number of processes that tokenize the corpus; 0 means one per core."
+    )

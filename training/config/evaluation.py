@@ -8,26 +8,54 @@ from training.config.section import Section
 
 
 class EvaluationConfig(Section):
-    every_steps: int = Field(250, ge=0, description="Steps between quick validations while training; 0: none.")
-    quick_sequences: int = Field(64, ge=1, le=1_000_000, description="Sequences in a quick validation.")
+    every_steps: int = Field(250, ge=0, description="Steps between quick validations during training; 0 disables them.")
+    quick_sequences: int = Field(
+        64, ge=1, le=1_000_000, description="Number of held-out sequences in one quick validation."
+    )
     early_stop_validations: int = Field(
-        0, ge=0, le=10_000, description="Stop after so many quick validations without a new best; 0: never."
+        0,
+        ge=0,
+        le=10_000,
+        description="Stop training after this many quick validations in a row without a new best loss; 0 disables "
+        "early stopping.",
     )
-    prompts: tuple[str, ...] = Field(("",), description="Prompts of the samples that each evaluation generates.")
+    prompts: tuple[str, ...] = Field(("",), description="Prompts from which each evaluation generates a text sample.")
     samples_while_training: int = Field(
-        32, ge=0, le=100_000, description="New tokens per sample of each validation while training; 0: no samples then."
+        32,
+        ge=0,
+        le=100_000,
+        description="Number of new tokens in each sample that a validation during training generates; 0 generates "
+        "no samples during training.",
     )
-    sample_tokens: int = Field(64, ge=1, le=100_000, description="New tokens per sample.")
-    temperature: float = Field(0.8, ge=0, le=10, description="Sampling temperature; 0: greedy.")
-    top_k: int = Field(50, ge=0, le=1_000_000, description="Sample from the k likeliest tokens; 0: from all.")
+    sample_tokens: int = Field(
+        64, ge=1, le=100_000, description="Number of new tokens in each sample of the final evaluation."
+    )
+    temperature: float = Field(
+        0.8, ge=0, le=10, description="Sampling temperature of the samples; 0 means greedy decoding."
+    )
+    top_k: int = Field(
+        50,
+        ge=0,
+        le=1_000_000,
+        description="Each token is sampled from this many of the most likely tokens; 0 means from all of them.",
+    )
     tasks: tuple[str, ...] = Field(
-        (), description="Downstream tasks for the trained model: names of lm-evaluation-harness, or of `task_files`."
+        (),
+        description="Downstream tasks on which the trained model is evaluated: task names of lm-evaluation-harness, "
+        "or of `task_files`.",
     )
     task_files: tuple[str, ...] = Field(
-        (), description="Task files of its format (YAML, data beside it), or folders of them; all, without `tasks`."
+        (),
+        description="Task files in the YAML format of lm-evaluation-harness, or folders of them, with their data "
+        "beside them. All their tasks run if `tasks` is empty.",
     )
-    few_shot: int = Field(-1, ge=-1, le=1000, description="Examples before each question; -1: as each task has it.")
-    task_limit: int = Field(0, ge=0, description="Documents per task; 0: all.")
+    few_shot: int = Field(
+        -1,
+        ge=-1,
+        le=1000,
+        description="Number of solved examples before each question; -1 means as each task defines it.",
+    )
+    task_limit: int = Field(0, ge=0, description="Maximum number of documents evaluated per task; 0 means all.")
 
     @property
     def has_tasks(self) -> bool:

@@ -12,13 +12,22 @@ from training.config.section import Section
 class TensorRTConfig(Section):
     """Shapes and limits of TensorRT's engines."""
 
-    usual_batch: int = Field(1, ge=1, le=1024, description="Batch that engines are tuned for.")
-    max_batch: int = Field(8, ge=1, le=1024, description="Largest batch that engines take.")
+    usual_batch: int = Field(1, ge=1, le=1024, description="Batch size for which TensorRT engines are tuned.")
+    max_batch: int = Field(8, ge=1, le=1024, description="Largest batch size that TensorRT engines accept.")
     usual_length: int = Field(
-        128, ge=1, description="Tokens of a text, or before a new one, that engines are tuned for."
+        128, ge=1, description="Sequence length, in tokens, for which TensorRT engines are tuned."
     )
-    workspace_gib: float = Field(4, gt=0, description="GPU memory that building and running may use beside weights.")
-    optimization_level: int = Field(3, ge=0, le=5, description="Effort of the builder, 5 is the most.")
+    workspace_gib: float = Field(
+        4,
+        gt=0,
+        description="GPU memory, in GiB, that building and running an engine may use in addition to the weights.",
+    )
+    optimization_level: int = Field(
+        3,
+        ge=0,
+        le=5,
+        description="Effort that TensorRT's builder spends on an engine: 0 builds fastest, 5 searches most.",
+    )
 
     @model_validator(mode="after")
     def _usual_is_possible(self) -> Self:
@@ -31,34 +40,73 @@ class TensorRTConfig(Section):
 
 class ExportConfig(Section):
     precisions: tuple[Literal["fp32", "fp16"], ...] = Field(
-        ("fp32",), min_length=1, description="Precisions of the ONNX graphs; fp32 is always among them."
+        ("fp32",), min_length=1, description="Precisions in which ONNX graphs are exported; fp32 must be among them."
     )
     max_logit_difference: float = Field(
-        1e-3, gt=0, description="Parity bound: largest |ONNX - torch| of any logit on held-out text."
+        1e-3,
+        gt=0,
+        description="Parity bound for fp32 graphs: the largest absolute difference between any logit of ONNX "
+        "Runtime and of torch on held-out text.",
     )
     min_argmax_agreement: float = Field(
-        0.999, gt=0, le=1, description="Parity bound: share of positions whose likeliest token is the same."
+        0.999,
+        gt=0,
+        le=1,
+        description="Parity bound for fp32 graphs: the fraction of positions at which ONNX Runtime and torch rate "
+        "the same token most likely.",
     )
     max_perplexity_difference: float = Field(
-        1e-3, gt=0, description="Parity bound: difference of the perplexities on held-out text, as a share of torch's."
+        1e-3,
+        gt=0,
+        description="Parity bound for fp32 graphs: the difference in perplexity on held-out text, as a fraction of "
+        "torch's perplexity.",
     )
-    fp16_max_logit_difference: float = Field(0.1, gt=0, description="The same bound for fp16 graphs.")
-    fp16_min_argmax_agreement: float = Field(0.98, gt=0, le=1, description="The same bound for fp16 graphs.")
-    fp16_max_perplexity_difference: float = Field(0.01, gt=0, description="The same bound for fp16 graphs.")
-    parity_sequences: int = Field(8, ge=1, le=10_000, description="Held-out sequences that parity is checked on.")
+    fp16_max_logit_difference: float = Field(
+        0.1,
+        gt=0,
+        description="Parity bound for fp16 graphs: the largest absolute difference between any logit and torch's in "
+        "fp32.",
+    )
+    fp16_min_argmax_agreement: float = Field(
+        0.98,
+        gt=0,
+        le=1,
+        description="Parity bound for fp16 graphs: the fraction of positions at which the most likely token is the "
+        "same as in fp32.",
+    )
+    fp16_max_perplexity_difference: float = Field(
+        0.01,
+        gt=0,
+        description="Parity bound for fp16 graphs: the difference in perplexity, as a fraction of torch's in fp32.",
+    )
+    parity_sequences: int = Field(
+        8, ge=1, le=10_000, description="Number of held-out sequences on which parity is checked."
+    )
 
-    tensorrt: TensorRTConfig = Field(TensorRTConfig(), description="Engines, where TensorRT and a GPU are there.")
+    tensorrt: TensorRTConfig = Field(
+        TensorRTConfig(),
+        description="Settings of TensorRT engines, which are built where TensorRT and a GPU are available.",
+    )
     latency_seconds: float = Field(
-        6, ge=0, le=600, description="Time for comparing the speed of ONNX Runtime and torch; 0: it is not measured."
+        6,
+        ge=0,
+        le=600,
+        description="Time, in seconds, to spend on comparing the speed of ONNX Runtime and torch; 0 skips the "
+        "measurement.",
     )
     latency_batches: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        (1, 8), min_length=1, description="Texts at a time."
+        (1, 8), min_length=1, description="Batch sizes at which latency is measured."
     )
     latency_lengths: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        (32, 128), min_length=1, description="Tokens of a text, or before the token that is decoded."
+        (32, 128),
+        min_length=1,
+        description="Sequence lengths, in tokens, at which latency is measured: of the whole text in a forward "
+        "pass, of the text so far when one more token is decoded.",
     )
     latency_compile: bool = Field(
-        False, description="Measure torch.compile as well: a minute of compilation, by a C++ compiler."
+        False,
+        description="Also measure the latency of the model under torch.compile, which needs a C++ compiler and "
+        "about a minute.",
     )
 
     @model_validator(mode="after")

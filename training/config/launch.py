@@ -19,61 +19,119 @@ class HostConfig(Section):
     """A machine with a Docker daemon. What is empty has an obvious value on a host that is this machine."""
 
     name: str = Field(
-        "", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$|^$", description="Short name, unlike the others'."
+        "",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$|^$",
+        description="Short name of the host, different from all other hosts' names; empty means a name made from "
+        "its Docker address.",
     )
     docker: str = Field(
         "unix:///var/run/docker.sock",
         pattern=r"^(unix:///.+|tcp://[^/]+:\d+|ssh://.+)$",
-        description="The daemon: unix:///PATH, tcp://HOST:2376 with TLS, or ssh://USER@HOST.",
+        description="Address of the host's Docker daemon: unix:///PATH, tcp://HOST:2376 (with TLS), or "
+        "ssh://USER@HOST.",
     )
-    tls: str = Field("", description="tcp: folder with ca.pem, cert.pem and key.pem of this client; empty: no TLS.")
-    address: str = Field("127.0.0.1", description="Address for ranks to meet at, reachable from the other hosts.")
+    tls: str = Field(
+        "",
+        description="Folder with this client's ca.pem, cert.pem and key.pem for a tcp:// daemon; empty means no TLS.",
+    )
+    address: str = Field("127.0.0.1", description="IP address at which the other hosts reach this host's ranks.")
     interface: str = Field(
-        "", description="Network interface of that address, e.g. eth0; empty: NCCL's and gloo's choice."
+        "", description="Network interface that has this address, e.g. eth0; empty lets NCCL and gloo choose."
     )
-    gpus: int = Field(0, ge=-1, le=1024, description="GPUs to use; -1: all of them; 0: train on the CPU.")
-    gpu_ids: tuple[str, ...] = Field((), description="These GPUs instead, by index or UUID.")
-    slots: int = Field(0, ge=0, le=1024, description="Ranks on this host; 0: one per GPU, or one without.")
-    home: str = Field("", description="SHARDLINE_HOME's storage as this host mounts it; empty: the same path as here.")
-    cpus: float = Field(0.0, ge=0, description="Cores that the container may use; 0: all.")
-    memory_gib: float = Field(0.0, ge=0, description="Memory that the container may use; 0: no limit.")
+    gpus: int = Field(
+        0,
+        ge=-1,
+        le=1024,
+        description="Number of GPUs to use on this host; -1 means all of them, 0 means to train on the CPU.",
+    )
+    gpu_ids: tuple[str, ...] = Field(
+        (), description="Indices or UUIDs of the GPUs to use, instead of a number of them."
+    )
+    slots: int = Field(
+        0, ge=0, le=1024, description="Number of ranks on this host; 0 means one per GPU, or one if it has no GPU."
+    )
+    home: str = Field(
+        "",
+        description="Path at which this host mounts the storage of SHARDLINE_HOME; empty means the same path as here.",
+    )
+    cpus: float = Field(0.0, ge=0, description="Number of CPU cores that the container may use; 0 means all.")
+    memory_gib: float = Field(0.0, ge=0, description="Memory, in GiB, that the container may use; 0 means no limit.")
 
 
 class LaunchConfig(Section):
     launcher: Literal["local", "docker"] = Field(
-        "local", description="local: processes here. docker: one container per host."
+        "local",
+        description="Where ranks run. local: as processes on this machine. docker: in one container on each host.",
     )
-    hosts: tuple[HostConfig, ...] = Field((), description="Docker hosts; strongest first, or as they come.")
-    hosts_file: str = Field("", description="YAML file with a list of hosts, instead of `hosts`.")
-    image: str = Field("", description="Training image by digest (NAME@sha256:…), id or name; the same on every host.")
+    hosts: tuple[HostConfig, ...] = Field((), description="The Docker hosts to run on, in the order of their ranks.")
+    hosts_file: str = Field("", description="Path of a YAML file with a list of hosts, instead of `hosts`.")
+    image: str = Field(
+        "", description="Training image, by digest (NAME@sha256:…), ID or name. Every host must have the same image."
+    )
     user: str = Field(
-        "", pattern=r"^(\d+(:\d+)?)?$", description="uid:gid of ranks; empty: yours, or 10001:10001 for root."
+        "",
+        pattern=r"^(\d+(:\d+)?)?$",
+        description="User that ranks run as, as uid:gid; empty means the user who launches, or 10001:10001 if that "
+        "is root.",
     )
-    mounts: tuple[str, ...] = Field((), description="More read-only mounts, SOURCE:TARGET each.")
-    port: int = Field(29_400, ge=1024, le=65_535, description="Port of the rendezvous on the first host.")
-    shm_gib: float = Field(1.0, gt=0, description="Size of /dev/shm: NCCL and loaders share memory through it.")
+    mounts: tuple[str, ...] = Field((), description="Additional read-only mounts of each container, as SOURCE:TARGET.")
+    port: int = Field(
+        29_400, ge=1024, le=65_535, description="TCP port on the first host at which ranks meet (the rendezvous)."
+    )
+    shm_gib: float = Field(
+        1.0,
+        gt=0,
+        description="Size of each container's /dev/shm in GiB. NCCL and data loaders share memory through it.",
+    )
     memlock: bool = Field(
-        True, description="Lift the limit on locked memory (InfiniBand needs it); some kernels refuse."
+        True,
+        description="Lift the limit on locked memory, which InfiniBand needs. Set it to false if the kernel refuses.",
     )
-    pids: int = Field(4096, ge=64, description="Most processes and threads in a container.")
-    nccl: dict[NcclName, str] = Field({}, description="More NCCL_* settings, e.g. {NCCL_IB_HCA: mlx5_0}.")
-    min_hosts: int = Field(0, ge=0, description="Go on with as few hosts as this; 0: all of them are needed.")
-    wait_s: float = Field(600.0, ge=0, description="How long to wait for hosts that are needed and do not answer.")
-    attempts: int = Field(5, ge=1, le=1000, description="Starts in a row without a new checkpoint between them.")
-    backoff_s: float = Field(1.0, ge=0, description="Wait before the second attempt; doubles, up to a minute.")
+    pids: int = Field(4096, ge=64, description="Maximum number of processes and threads in a container.")
+    nccl: dict[NcclName, str] = Field(
+        {}, description="Additional environment variables for NCCL and its transports, e.g. {NCCL_IB_HCA: mlx5_0}."
+    )
+    min_hosts: int = Field(
+        0,
+        ge=0,
+        description="Minimum number of hosts with which training continues when others are lost; 0 means that all "
+        "hosts are required.",
+    )
+    wait_s: float = Field(600.0, ge=0, description="Seconds to wait for required hosts that do not answer.")
+    attempts: int = Field(
+        5, ge=1, le=1000, description="Maximum number of attempts in a row that save no new checkpoint."
+    )
+    backoff_s: float = Field(
+        1.0,
+        ge=0,
+        description="Seconds to wait before the second attempt. The wait doubles with each further attempt, up to "
+        "one minute.",
+    )
     retried: tuple[Cause, ...] = Field(
         ("lost host", "network", "daemon", "killed", "timeout"),
-        description="Causes of an end that another attempt may mend.",
+        description="Causes of failure after which training is started again.",
     )
     lost_after_s: float = Field(
-        20.0, ge=1, description="A host whose daemon is silent for so long, with no step made meanwhile, is lost."
+        20.0,
+        ge=1,
+        description="Seconds without an answer from a host's Docker daemon, and without progress in training, after "
+        "which the host counts as lost.",
     )
     daemon_grace_s: float = Field(
-        60.0, ge=1, description="How long a daemon may not answer while steps are still made, before its host is lost."
+        60.0,
+        ge=1,
+        description="Seconds that a Docker daemon may be unreachable, while training still advances, before its "
+        "host counts as lost.",
     )
-    lease_s: float = Field(60.0, ge=5, description="Containers end by themselves when the launcher was silent so long.")
+    lease_s: float = Field(
+        60.0,
+        ge=5,
+        description="Seconds without a sign of life from the launcher after which containers stop by themselves.",
+    )
     collective_test: bool = Field(
-        True, description="Before training, all-reduce between all hosts: right, and how fast."
+        True,
+        description="Test the network before training: run an all-reduce between all hosts, and check its result "
+        "and its speed.",
     )
 
     @model_validator(mode="after")
@@ -101,14 +159,19 @@ class TrainerConfig(Section):
 
     module: str = Field(
         "",
-        description="Python module to run instead of training.train; no tokens, evaluation and registry then.",
+        description="Python module of a training program to run instead of Shardline's own. The run then has no "
+        "tokenization, evaluation or registration.",
     )
     script: str = Field(
         "",
-        description="Python file to run instead, by its path in the container: below SHARDLINE_HOME, in a mount, or in "
-        "the image.",
+        description="Python file of a training program to run instead of Shardline's own. In containers, its path "
+        "must lie in SHARDLINE_HOME, in one of launch.mounts or in the image.",
     )
-    args: tuple[str, ...] = Field((), description="Its arguments; {run_dir} in them is the run's folder.")
+    args: tuple[str, ...] = Field(
+        (),
+        description="Command-line arguments of the program. {run_dir} in an argument is replaced by the path of the "
+        "run's folder.",
+    )
 
     @property
     def given(self) -> bool:

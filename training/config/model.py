@@ -11,27 +11,40 @@ from training.config.section import Section
 
 class ModelConfig(Section):
     architecture: Literal["llama", "gpt2", "bert", "path"] = Field(
-        "llama", description="Model class; `path` takes any Hugging Face config.json from `path`."
+        "llama", description="Architecture of the model. path: any Hugging Face model whose config.json is at `path`."
     )
-    path: str = Field("", description="Folder or hub name of a Hugging Face model.")
+    path: str = Field(
+        "",
+        description="Folder or Hugging Face hub name of a model. It is used with architecture=path or init=pretrained.",
+    )
     init: Literal["random", "pretrained"] = Field(
-        "random", description="random: fresh weights. pretrained: continue from the weights in `path`."
+        "random",
+        description="Initial weights. random: freshly initialized. pretrained: loaded from the model at `path`.",
     )
-    layers: int = Field(4, ge=1, le=1000, description="Transformer layers.")
-    width: int = Field(256, ge=8, le=65_536, description="Hidden size.")
-    heads: int = Field(8, ge=1, le=1024, description="Attention heads.")
-    kv_heads: int = Field(0, ge=0, le=1024, description="Key/value heads (llama); 0: as many as heads.")
+    layers: int = Field(4, ge=1, le=1000, description="Number of transformer layers.")
+    width: int = Field(
+        256, ge=8, le=65_536, description="Hidden size: the number of features of each token between layers."
+    )
+    heads: int = Field(8, ge=1, le=1024, description="Number of attention heads.")
+    kv_heads: int = Field(
+        0, ge=0, le=1024, description="Number of key/value heads, for llama only; 0 means as many as attention heads."
+    )
     mlp_width: int = Field(
-        0, ge=0, le=1_000_000, description="Width inside the MLP; 0: 4 x width (llama: 8/3 x width, up to 64s)."
+        0,
+        ge=0,
+        le=1_000_000,
+        description="Width of the hidden layer of each MLP; 0 means 4 x width, or for llama 8/3 x width rounded up "
+        "to a multiple of 64.",
     )
     dropout: float = Field(
         0.0,
         ge=0.0,
         lt=1.0,
-        description="Dropout while training (llama: on attention only); for `path` too, whatever its config.json says.",
+        description="Dropout probability during training; 0 disables dropout. For llama it applies to attention "
+        "only. It also overrides the config.json of a model at `path`.",
     )
-    tie_embeddings: bool = Field(True, description="Input and output embeddings are one matrix.")
-    rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary position embedding (llama).")
+    tie_embeddings: bool = Field(True, description="Use one matrix for both the input embedding and the output layer.")
+    rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary position embedding, for llama only.")
 
     @model_validator(mode="after")
     def check(self) -> ModelConfig:

@@ -27,84 +27,114 @@ IN_GROUPS = ("hsdp", "local-sgd")
 class ParallelConfig(Section):
     strategy: Literal["auto", StrategyName] = Field(
         "auto",
-        description="How data-parallel ranks share weights, gradients and optimizer: one process, DDP (each has all), "
-        "FSDP2 (each has a shard), or DeepSpeed ZeRO stage 1, 2, 3; or in groups of ranks: hsdp is FSDP2 in groups "
-        "that hold the same, local-sgd is DDP in groups that seldom agree (DiLoCo). auto: the fastest that fits, by "
-        "the plan.",
+        description="How data-parallel ranks share weights, gradients and optimizer state. single: one process. "
+        "ddp: each rank holds everything. fsdp: each rank holds a shard (FSDP2). zero1, zero2, zero3: "
+        "DeepSpeed ZeRO by stage. hsdp: FSDP2 within groups of ranks that hold the same. local-sgd: DDP "
+        "within groups that synchronize only now and then (DiLoCo). auto: the fastest that is "
+        "predicted to fit in memory.",
     )
     tp: int = Field(
         0,
         ge=0,
         le=1024,
-        description="Tensor parallelism: ranks that share each layer's matrices; 0: by the plan (1 if a strategy is "
-        "set).",
+        description="Tensor parallelism: the number of ranks that split each layer's matrices; 0 lets the plan "
+        "choose (1 if a strategy is set).",
     )
     pp: int = Field(
         0,
         ge=0,
         le=1024,
-        description="Pipeline parallelism: stages that the layers are dealt to; 0: by the plan (1 if a strategy is "
-        "set).",
+        description="Pipeline parallelism: the number of ranks over which the layers are distributed; 0 lets the "
+        "plan choose (1 if a strategy is set).",
     )
     pp_stages_per_rank: int = Field(
-        1, ge=1, le=64, description="Pipeline stages on each rank: 1 runs 1F1B, more run interleaved 1F1B."
+        1,
+        ge=1,
+        le=64,
+        description="Number of pipeline stages on each rank: 1 uses the 1F1B schedule, more use interleaved 1F1B.",
     )
     offload: Literal["auto", "none", "optimizer", "parameters"] = Field(
         "auto",
-        description="Keep in host memory: optimizer state (zero1-3), or weights and optimizer state (zero3, fsdp). "
-        "auto: only where nothing else fits.",
+        description="What is kept in host memory instead of GPU memory. optimizer: the optimizer state (zero1-3). "
+        "parameters: weights and optimizer state (zero3, fsdp, hsdp). auto: nothing, unless nothing "
+        "else fits.",
     )
     ranks: int = Field(
-        0, ge=0, le=100_000, description="Processes; 0: one per GPU, or up to two per host where there is none."
+        0,
+        ge=0,
+        le=100_000,
+        description="Number of processes that train; 0 means one per GPU, or up to two per host without GPUs.",
     )
     precision: Literal["auto", Precision] = Field(
         "auto",
-        description="Arithmetic of matrix products; weights and optimizer stay fp32. fp16 scales the loss dynamically. "
-        "fp8: the layers' products only, with bf16 around them. auto: bf16, fp16 or fp32, by what the devices have.",
+        description="Precision of matrix products; weights and optimizer state stay in fp32. fp16: with dynamic "
+        "loss scaling. fp8: for the layers' products only, with bf16 for the rest. auto: bf16, fp16 or "
+        "fp32, by what the devices support.",
     )
     shares: Literal["auto", "equal"] | tuple[int, ...] = Field(
         "auto",
-        description="Sequences per forward pass of each data-parallel replica. auto: equal, but where devices differ "
-        "in proportion to their measured speed, within their memory. equal. Or a list, one number for each replica.",
+        description="Sequences per forward pass of each data-parallel replica. equal: the same for all. auto: equal "
+        "on equal devices, otherwise in proportion to their measured speed and within their memory. A "
+        "list gives one number per replica.",
     )
     rebalance: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="While running, let shares follow the measured times of steps; the batch and its order stay, sums "
-        "are taken in another order, so that two such runs differ by rounding. auto: where the plan's shares are "
-        "unequal.",
+        description="Adjust the replicas' shares during training to their measured step times. The batch stays the "
+        "same, but sums are taken in another order, so two such runs differ by rounding. auto: only if "
+        "the plan's shares are unequal.",
     )
-    bucket_mib: int = Field(25, ge=1, le=4096, description="ddp, zero1-3: MiB of gradients per reduction.")
+    bucket_mib: int = Field(
+        25, ge=1, le=4096, description="Amount of gradients, in MiB, that one reduction sends, for ddp and zero1-3."
+    )
     gradient_as_bucket_view: bool = Field(
-        True, description="ddp: gradients live in the buckets, which saves a copy of them."
+        True, description="Store gradients inside the communication buckets, which saves a copy of them, for ddp."
     )
     static_graph: bool = Field(
-        False, description="ddp: promise that every step uses the same parameters in the same way."
+        False,
+        description="Promise DDP that every step uses the same parameters in the same order, which lets it "
+        "optimize, for ddp.",
     )
     compression: Literal["none", "bf16", "topk", "powersgd"] = Field(
         "none",
-        description="ddp: how gradients travel, for slow links. bf16: half the bytes (also local-sgd's). topk: "
-        "the largest numbers only, the rest is kept for later steps (error feedback). powersgd: as products of thin "
-        "matrices, the rest kept too.",
+        description="How gradients are compressed for slow networks, for ddp. bf16: half the bytes (also for "
+        "local-sgd). topk: only the largest values are sent. powersgd: products of two thin matrices "
+        "are sent. topk and powersgd add what was not sent to later steps (error feedback).",
     )
-    topk_ratio: float = Field(0.1, gt=0, lt=1, description="Compression topk: share of the numbers that is sent.")
-    powersgd_rank: int = Field(4, ge=1, le=1024, description="Compression powersgd: columns of the thin matrices.")
+    topk_ratio: float = Field(
+        0.1, gt=0, lt=1, description="Fraction of the gradient values that is sent, for compression=topk."
+    )
+    powersgd_rank: int = Field(
+        4, ge=1, le=1024, description="Rank (number of columns) of the thin matrices, for compression=powersgd."
+    )
     compress_after_steps: int = Field(
-        0, ge=0, le=100_000_000, description="Updates whose gradients still travel whole, before compression begins."
+        0,
+        ge=0,
+        le=100_000_000,
+        description="Number of optimizer steps with uncompressed gradients before compression begins.",
     )
     group_ranks: int = Field(
-        0, ge=0, le=100_000, description="hsdp, local-sgd: data-parallel ranks in a group; 0: those of a host."
+        0,
+        ge=0,
+        le=100_000,
+        description="Number of data-parallel ranks in a group, for hsdp and local-sgd; 0 means the ranks of one host.",
     )
     outer_every_steps: int = Field(
-        500, ge=1, le=1_000_000, description="local-sgd: steps that groups make by themselves between two outer steps."
+        500,
+        ge=1,
+        le=1_000_000,
+        description="Steps that each group makes on its own between two outer steps, for local-sgd.",
     )
-    outer_learning_rate: float = Field(0.7, gt=0, le=10, description="local-sgd: learning rate of the outer steps.")
+    outer_learning_rate: float = Field(0.7, gt=0, le=10, description="Learning rate of the outer steps, for local-sgd.")
     outer_momentum: float = Field(
         0.9,
         ge=0,
         lt=1,
-        description="local-sgd: Nesterov momentum of the outer steps; 0 and rate 1 average the weights.",
+        description="Nesterov momentum of the outer steps, for local-sgd. Momentum 0 with learning rate 1 averages "
+        "the groups' weights.",
     )
-    timeout_s: int = Field(600, ge=10, le=86_400, description="Give up on a collective after this many seconds.")
+    timeout_s: int = Field(
+        600, ge=10, le=86_400, description="Seconds after which a collective operation that has not finished fails."
+    )
 
     @model_validator(mode="after")
     def check(self) -> ParallelConfig:

@@ -13,18 +13,20 @@ class RegistryConfig(Section):
     model_name: str = Field(
         "",
         pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$",
-        description="Name in the MLflow registry; empty: the run's name.",
+        description="Name of the model in the MLflow registry; empty means the name of the run.",
     )
-    licence: str = Field("", description="Licence of the weights, as recorded with the version.")
-    notes: str = Field("", max_length=5000, description="What others should know of the model.")
+    licence: str = Field("", description="Licence of the weights, recorded with each model version.")
+    notes: str = Field(
+        "", max_length=5000, description="Free text for the users of the model, recorded with each model version."
+    )
 
 
 class TaskFloor(Section):
     """A score that a downstream task must reach."""
 
-    task: str = Field("", description="Name of a task in the evaluation.")
-    metric: str = Field("acc", description="One of the task's figures.")
-    at_least: float = Field(0.0, description="The lowest value that passes.")
+    task: str = Field("", description="Name of a downstream task of the evaluation.")
+    metric: str = Field("acc", description="Name of one of the task's metrics.")
+    at_least: float = Field(0.0, description="Minimum value of the metric with which a version passes.")
 
 
 class GatesConfig(Section):
@@ -32,31 +34,53 @@ class GatesConfig(Section):
 
     min_improvement: float = Field(
         0.0,
-        description="Nats per token by which the validation loss must be below the champion's, on the same data; "
-        "negative: it may be so much worse.",
+        description="Minimum improvement of the validation loss over the champion's on the same data, in nats per "
+        "token. Negative: the new model may be worse by this much.",
     )
-    tasks: tuple[TaskFloor, ...] = Field((), description="Downstream scores that it must reach.")
+    tasks: tuple[TaskFloor, ...] = Field((), description="Minimum scores in downstream tasks.")
     max_p95_ms: float = Field(
-        0.0, ge=0, description="Latency budget: p95 of the smoke test's requests in a fresh server; 0: none."
+        0.0,
+        ge=0,
+        description="Maximum 95th-percentile latency, in milliseconds, of the smoke test's requests to a fresh "
+        "server; 0 means no limit.",
     )
     approval: Literal["none", "prefect", "tag"] = Field(
         "none",
-        description="Who must agree. prefect: a person resumes the paused flow run. tag: somebody sets "
-        "`shardline.approved` on the version, to their name.",
+        description="Who must approve a promotion. none: nobody. prefect: a person, by resuming the paused flow "
+        "run. tag: a person, by setting the tag `shardline.approved` of the version to their name.",
     )
-    approval_timeout_s: float = Field(86_400, gt=0, description="Not approved in this time: not promoted.")
+    approval_timeout_s: float = Field(
+        86_400, gt=0, description="Seconds to wait for an approval. Without one the version is not promoted."
+    )
 
 
 class RolloutConfig(Section):
     """How a version that passed its gates takes over, and what takes it back."""
 
-    smoke_requests: int = Field(20, ge=1, le=10_000, description="Requests that a fresh server must answer first.")
-    smoke_timeout_s: float = Field(300, gt=0, description="For the fresh server to start and to answer them all.")
-    servers: tuple[str, ...] = Field(
-        (), description="URLs of the servers that follow the alias; those of this machine are found by themselves."
+    smoke_requests: int = Field(
+        20,
+        ge=1,
+        le=10_000,
+        description="Number of requests that a fresh server must answer before the version is promoted.",
     )
-    switch_timeout_s: float = Field(300, gt=0, description="For all servers to serve the new version.")
-    watch_minutes: float = Field(5, ge=0, le=10_000, description="Watched so long after the switch; 0: not.")
-    max_error_rate: float = Field(0.01, ge=0, le=1, description="Failed share of requests that takes it back.")
-    max_p95_ms: float = Field(0.0, ge=0, description="p95 of requests that takes it back; 0: none.")
-    min_requests: int = Field(20, ge=1, description="Before so many were counted nothing is taken back for them.")
+    smoke_timeout_s: float = Field(
+        300,
+        gt=0,
+        description="Seconds within which a fresh server must start and answer all requests of the smoke test.",
+    )
+    servers: tuple[str, ...] = Field(
+        (), description="URLs of servers that follow the alias. Servers on this machine are found without being listed."
+    )
+    switch_timeout_s: float = Field(300, gt=0, description="Seconds to wait until every server serves the new version.")
+    watch_minutes: float = Field(
+        5, ge=0, le=10_000, description="Minutes to watch the new version after the switch; 0 means not at all."
+    )
+    max_error_rate: float = Field(
+        0.01, ge=0, le=1, description="Roll back if more than this fraction of requests fails."
+    )
+    max_p95_ms: float = Field(
+        0.0, ge=0, description="Roll back if the 95th-percentile latency exceeds this many milliseconds; 0 means never."
+    )
+    min_requests: int = Field(
+        20, ge=1, description="Minimum number of requests before error rate or latency can trigger a rollback."
+    )

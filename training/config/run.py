@@ -22,15 +22,19 @@ from training.config.train import TrainConfig
 
 
 class CheckpointConfig(Section):
-    every_steps: int = Field(500, ge=1, description="Steps between two checkpoints; the last step always has one.")
-    keep_last: int = Field(2, ge=1, le=1000, description="Newest whole checkpoints to keep.")
-    keep_best: bool = Field(False, description="Keep the checkpoint of the lowest validation loss as well.")
+    every_steps: int = Field(500, ge=1, description="Steps between checkpoints. The last step always has one.")
+    keep_last: int = Field(2, ge=1, le=1000, description="Number of newest checkpoints to keep.")
+    keep_best: bool = Field(False, description="Also keep the checkpoint with the lowest validation loss.")
     keep_every_steps: int = Field(
-        0, ge=0, description="Keep the checkpoints of every so many steps as well; 0: none of them."
+        0, ge=0, description="Also keep each checkpoint whose step is a multiple of this number; 0 keeps none of these."
     )
-    asynchronous: bool = Field(True, description="Train on while a checkpoint is written.")
+    asynchronous: bool = Field(True, description="Continue training while a checkpoint is being written.")
     max_failures: int = Field(
-        3, ge=1, le=1000, description="Failed writes in a row, each retried, after which the run fails."
+        3,
+        ge=1,
+        le=1000,
+        description="Number of checkpoints in a row that may fail to be written, each after retries, before the run "
+        "fails.",
     )
 
 
@@ -39,8 +43,8 @@ class ProfileConfig(Section):
     split_every_steps: int = Field(
         0,
         ge=0,
-        description="Steps between two that are timed part by part (data, forward, …); 0: ten in a run, "
-        "in one of under 100 steps every tenth.",
+        description="Steps between two steps whose time is measured part by part (data, forward, …); 0 means about "
+        "ten of them in a run, and every tenth step if the run has fewer than 100.",
     )
     nsys: bool = Field(False, description="Run the ranks under Nsight Systems, where it is installed.")
 
@@ -49,21 +53,33 @@ class RunConfig(Section):
     """One run, whole: corpus, model, training, machines, checks and the name it is registered under."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="Short name of the run.")
-    data: DataConfig = Field(DataConfig(), description="The corpus and how it becomes tokens.")
-    model: ModelConfig = Field(ModelConfig(), description="The model's shape and where its weights come from.")
-    train: TrainConfig = Field(TrainConfig(), description="Batch, schedule, optimizer, seed.")
-    parallel: ParallelConfig = Field(ParallelConfig(), description="Strategy, ranks and precision.")
-    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="When to save and what to keep.")
-    evaluation: EvaluationConfig = Field(EvaluationConfig(), description="Validation and samples.")
-    profile: ProfileConfig = Field(ProfileConfig(), description="Where the time goes, on demand.")
-    export: ExportConfig = Field(ExportConfig(), description="Bounds that an exported model must keep.")
-    registry: RegistryConfig = Field(
-        RegistryConfig(), description="Name in the registry, and what is said of it there."
+    data: DataConfig = Field(DataConfig(), description="The corpus, and how it becomes tokens.")
+    model: ModelConfig = Field(
+        ModelConfig(), description="The shape of the model, and where its initial weights come from."
     )
-    gates: GatesConfig = Field(GatesConfig(), description="What a version must hold to become champion.")
-    rollout: RolloutConfig = Field(RolloutConfig(), description="How a new champion takes over, and is taken back.")
-    launch: LaunchConfig = Field(LaunchConfig(), description="Where ranks run, and what to do when a host fails.")
-    trainer: TrainerConfig = Field(TrainerConfig(), description="Another training program than Shardline's.")
+    train: TrainConfig = Field(TrainConfig(), description="Batch size, learning-rate schedule, optimizer and seed.")
+    parallel: ParallelConfig = Field(
+        ParallelConfig(), description="How training is distributed over devices, and its precision."
+    )
+    checkpoint: CheckpointConfig = Field(
+        CheckpointConfig(), description="When checkpoints are saved, and which of them are kept."
+    )
+    evaluation: EvaluationConfig = Field(
+        EvaluationConfig(), description="Validation, text samples and downstream tasks."
+    )
+    profile: ProfileConfig = Field(ProfileConfig(), description="Measurements of where a step's time goes.")
+    export: ExportConfig = Field(
+        ExportConfig(), description="Exported formats, and the bounds within which they must match the trained model."
+    )
+    registry: RegistryConfig = Field(RegistryConfig(), description="Name and description of the model in the registry.")
+    gates: GatesConfig = Field(
+        GatesConfig(), description="Conditions that a model version must meet before it can become champion."
+    )
+    rollout: RolloutConfig = Field(
+        RolloutConfig(), description="How a new champion takes over, and what triggers a rollback."
+    )
+    launch: LaunchConfig = Field(LaunchConfig(), description="Where ranks run, and what happens when a host fails.")
+    trainer: TrainerConfig = Field(TrainerConfig(), description="A training program to run instead of Shardline's own.")
 
     @property
     def objective(self) -> Literal["causal", "masked"]:

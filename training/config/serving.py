@@ -16,57 +16,89 @@ class InferenceConfig(Section):
 
     engine: Literal["auto", "onnx", "torch", "deepspeed"] = Field(
         "auto",
-        description="onnx: ONNX Runtime on the CPU. torch: ranks of torch. deepspeed: the same with the model by "
-        "DeepSpeed-Inference. auto: torch where there are GPUs or `parallel` is set, else onnx.",
+        description="Engine that runs the model. onnx: ONNX Runtime on the CPU. torch: PyTorch processes. "
+        "deepspeed: PyTorch processes with DeepSpeed-Inference. auto: torch if there are GPUs or "
+        "`parallel` is set, else onnx.",
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto", description="Of weights and products. auto: fp32 on CPUs, bf16 on GPUs that have it, else fp16."
+        "auto",
+        description="Precision of weights and matrix products. auto: fp32 on CPUs, bf16 on GPUs that support it, "
+        "else fp16.",
     )
     parallel: Literal["none", "data", "tensor", "pipeline"] = Field(
         "none",
-        description="Over several devices: copies that share the prompts, each matrix split, or the layers dealt.",
+        description="How several devices share the model. none: one device. data: each device holds a copy and "
+        "serves part of the prompts. tensor: each matrix is split. pipeline: the layers are "
+        "distributed.",
     )
-    degree: int = Field(1, ge=1, le=1024, description="Devices to use; only with `parallel`.")
+    degree: int = Field(1, ge=1, le=1024, description="Number of devices to use. More than 1 needs `parallel`.")
 
 
 class ServingConfig(Section):
     """Limits of a server."""
 
-    max_concurrent: int = Field(16, ge=1, le=4096, description="Requests that are generated at the same time.")
-    max_waiting: int = Field(64, ge=0, le=100_000, description="Requests that wait; the next one gets a 429.")
-    max_new_tokens: int = Field(4096, ge=1, le=1_000_000, description="Most tokens that one request may ask for.")
-    max_prompt_chars: int = Field(100_000, ge=1, description="Longest prompt in characters.")
-    max_body_bytes: int = Field(1_000_000, ge=1000, description="Largest body that is read.")
-    timeout_s: float = Field(120, gt=0, description="A request that takes longer is ended.")
-    drain_s: float = Field(30, ge=0, description="For requests under way, on SIGTERM.")
-    poll_s: float = Field(5, gt=0, description="Between two looks at the alias.")
-    token_file: str = Field("", description="File with one accepted bearer token a line; empty: none is asked for.")
+    max_concurrent: int = Field(
+        16, ge=1, le=4096, description="Maximum number of requests that are generated at the same time."
+    )
+    max_waiting: int = Field(
+        64,
+        ge=0,
+        le=100_000,
+        description="Maximum number of requests that wait. Further requests are refused with status 429.",
+    )
+    max_new_tokens: int = Field(
+        4096, ge=1, le=1_000_000, description="Maximum number of new tokens that one request may ask for."
+    )
+    max_prompt_chars: int = Field(100_000, ge=1, description="Maximum length of a prompt, in characters.")
+    max_body_bytes: int = Field(1_000_000, ge=1000, description="Maximum size of a request body, in bytes.")
+    timeout_s: float = Field(120, gt=0, description="Seconds after which a request that is still running is ended.")
+    drain_s: float = Field(30, ge=0, description="Seconds to let running requests finish after SIGTERM.")
+    poll_s: float = Field(5, gt=0, description="Seconds between checks of the alias.")
+    token_file: str = Field(
+        "",
+        description="Path of a file with the accepted bearer tokens, one per line; empty means that requests need "
+        "no token.",
+    )
 
 
 class EvaluateConfig(Section):
     """What `shardline evaluate` takes as section.field=value; `data.path` empty: the run's own held-out text."""
 
-    inference: InferenceConfig = Field(InferenceConfig(), description="Devices, and how they share the model.")
-    evaluation: EvaluationConfig = Field(EvaluationConfig(), description="Tasks and samples; a run's own otherwise.")
-    data: DataConfig = Field(DataConfig(), description="Other text than the run's held-out split.")
+    inference: InferenceConfig = Field(InferenceConfig(), description="Engine and devices that run the model.")
+    evaluation: EvaluationConfig = Field(
+        EvaluationConfig(),
+        description="Downstream tasks and samples. What is not set here is as in the run's own config.",
+    )
+    data: DataConfig = Field(
+        DataConfig(), description="Text to evaluate on; without a `path` it is the held-out text of the run."
+    )
 
 
 class ServeConfig(Section):
     """What `shardline serve` and `shardline generate` take as section.field=value."""
 
-    inference: InferenceConfig = Field(InferenceConfig(), description="Engine and devices.")
+    inference: InferenceConfig = Field(InferenceConfig(), description="Engine and devices that run the model.")
     serving: ServingConfig = Field(ServingConfig(), description="Limits of the server.")
 
 
 class TritonConfig(Section):
     """What `shardline triton` takes as field=value."""
 
-    max_batch_size: int = Field(8, ge=1, le=1024, description="Most requests that Triton puts together.")
-    max_queue_delay_us: int = Field(500, ge=0, description="How long a request may wait for others, microseconds.")
-    device: Literal["auto", "cpu", "gpu"] = Field("auto", description="auto: Triton takes GPUs where it finds some.")
-    gpus: tuple[Annotated[int, Field(ge=0)], ...] = Field((), description="GPUs to use; empty: each that Triton sees.")
-    instances: int = Field(1, ge=1, le=64, description="Copies of a model on each GPU, or on the CPU.")
-    keep_versions: int = Field(1, ge=1, le=100, description="Newest versions that are served.")
+    max_batch_size: int = Field(
+        8, ge=1, le=1024, description="Maximum number of requests that Triton combines into one batch."
+    )
+    max_queue_delay_us: int = Field(
+        500, ge=0, description="Microseconds that a request may wait for others to join its batch."
+    )
+    device: Literal["auto", "cpu", "gpu"] = Field(
+        "auto", description="Where Triton runs the model. auto: on GPUs if it finds any, else on the CPU."
+    )
+    gpus: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (), description="Indices of the GPUs to use; empty means every GPU that Triton sees."
+    )
+    instances: int = Field(1, ge=1, le=64, description="Number of copies of the model on each GPU, or on the CPU.")
+    keep_versions: int = Field(1, ge=1, le=100, description="Number of newest versions that are served.")
     warm_up: bool = Field(
-        True, description="Run each model once at the smallest and the largest batch before it is ready."
+        True,
+        description="Before a model counts as ready, run it once at the smallest and once at the largest batch size.",
     )

@@ -11,71 +11,101 @@ from training.config.section import Section
 
 
 class TrainConfig(Section):
-    steps: int = Field(1000, ge=1, le=100_000_000, description="Optimizer steps, at most.")
-    max_tokens: int = Field(0, ge=0, description="Stop after this many training tokens; 0: no such limit.")
+    steps: int = Field(1000, ge=1, le=100_000_000, description="Maximum number of optimizer steps.")
+    max_tokens: int = Field(0, ge=0, description="Stop after this many training tokens; 0 means no such limit.")
     max_epochs: float = Field(
-        0.0, ge=0, le=10_000, description="Stop after so many passes over the training split; 0: no such limit."
+        0.0, ge=0, le=10_000, description="Stop after this many passes over the training text; 0 means no such limit."
     )
     max_hours: float = Field(
         0.0,
         ge=0,
         le=100_000,
-        description="Stop after so many hours of training, with a checkpoint. Earlier attempts count, as far as their "
-        "steps were kept, so do validations and checkpoints; pauses in between do not. 0: no such limit.",
+        description="Stop with a checkpoint after this many hours of training; 0 means no such limit. The time "
+        "counts validations, checkpoints, and earlier attempts up to the checkpoint that was resumed "
+        "from, but not the time between attempts.",
     )
-    context: int = Field(256, ge=8, le=1_000_000, description="Tokens per sequence.")
-    global_batch: int = Field(16, ge=1, le=1_000_000, description="Sequences per optimizer step, over all ranks.")
+    context: int = Field(256, ge=8, le=1_000_000, description="Number of tokens in a sequence.")
+    global_batch: int = Field(
+        16, ge=1, le=1_000_000, description="Number of sequences in one optimizer step, over all ranks."
+    )
     micro_batch: int = Field(
         0,
         ge=0,
         le=100_000,
-        description="Sequences per rank and forward pass, on unlike devices their mean; 0: the most that fits.",
+        description="Sequences per rank and forward pass (their mean, if ranks have unequal shares); 0 means the "
+        "most that fits in memory.",
     )
     micro_batch_trial: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="Make a few steps before training, in a launch of their own, and lower the micro-batch until it "
-        "fits. auto: on GPUs, where micro_batch is 0.",
+        description="Run a few steps in a separate launch before training, and lower the micro-batch until it fits "
+        "in memory. auto: on GPUs, if micro_batch is 0.",
     )
     packing: Literal["stream", "documents", "padded"] = Field(
         "stream",
-        description="How documents fill sequences. stream: end to end, attention may look over a document's start. "
-        "documents: end to end, attention and positions stay within each document. padded: each document apart, "
-        "cut at the context, its last piece padded.",
+        description="How documents fill sequences. stream: documents follow each other, and attention crosses their "
+        "borders. documents: documents follow each other, but attention and positions stay within each "
+        "document. padded: each document starts a new sequence, is cut at the context length, and its "
+        "last piece is padded.",
     )
     learning_rate: float = Field(3e-4, gt=0, le=10, description="Peak learning rate.")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         "cosine",
-        description="Learning rate after warm-up: down a cosine, down a line, constant, or wsd: stable, then down a "
-        "line over the last cooldown_steps (Hu et al. 2024).",
+        description="How the learning rate changes after warm-up. cosine: it follows a cosine down. linear: it "
+        "falls in a straight line. constant: it stays. wsd: it stays, then falls in a straight line "
+        "over the last cooldown_steps (Hu et al. 2024).",
     )
     min_learning_rate: float = Field(3e-5, ge=0, le=10, description="Learning rate at the end of the decay.")
-    warmup_steps: int = Field(100, ge=0, le=10_000_000, description="Steps of linear warm-up.")
-    decay_steps: int = Field(0, ge=0, le=100_000_000, description="Step at which the decay ends; 0: the last step.")
-    cooldown_steps: int = Field(
-        0, ge=0, le=100_000_000, description="Schedule wsd: steps of the final decay; 0: a tenth of all steps."
+    warmup_steps: int = Field(
+        100, ge=0, le=10_000_000, description="Number of steps over which the learning rate rises linearly to its peak."
     )
-    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay of the first moment.")
-    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW: decay of the second moment.")
-    weight_decay: float = Field(0.1, ge=0, le=10, description="AdamW: decay, on matrices only.")
-    clip_norm: float = Field(1.0, ge=0, description="Clip the global gradient norm to this; 0: never.")
-    mask_fraction: float = Field(0.15, gt=0, lt=1, description="Masked-LM models: share of tokens to predict.")
+    decay_steps: int = Field(
+        0, ge=0, le=100_000_000, description="Step at which the decay of the learning rate ends; 0 means the last step."
+    )
+    cooldown_steps: int = Field(
+        0,
+        ge=0,
+        le=100_000_000,
+        description="Number of steps of the final decay, for schedule=wsd; 0 means a tenth of all steps.",
+    )
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay rate of the first moment (the mean of gradients).")
+    beta2: float = Field(
+        0.95, ge=0, lt=1, description="AdamW's decay rate of the second moment (the mean of squared gradients)."
+    )
+    weight_decay: float = Field(
+        0.1, ge=0, le=10, description="AdamW's weight decay. It applies to matrices only, not to biases and norms."
+    )
+    clip_norm: float = Field(
+        1.0,
+        ge=0,
+        description="Maximum norm of the gradient, to which larger gradients are scaled down; 0 disables clipping.",
+    )
+    mask_fraction: float = Field(
+        0.15, gt=0, lt=1, description="Fraction of tokens that a masked language model must predict."
+    )
     freeze: tuple[str, ...] = Field(
-        (), description="Parameters that stay as they are: shell patterns of their Hugging Face names, e.g. `*embed*`."
+        (), description="Parameters that are not trained: shell patterns of their Hugging Face names, e.g. `*embed*`."
     )
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = Field(
         "auto",
-        description="What backward computes again instead of keeping. selective: all but matrix products and "
-        "attention. full: whole layers. auto: by the plan.",
+        description="Which activations are recomputed in the backward pass instead of being kept in memory. none: "
+        "no activations. selective: all except the results of matrix products and attention. full: "
+        "whole layers. auto: the plan chooses.",
     )
-    compile: bool = Field(False, description="Compile the model's layers with torch.compile (needs a C++ compiler).")
-    deterministic: bool = Field(False, description="Only kernels that give the same bits each time; some are slower.")
+    compile: bool = Field(
+        False, description="Compile the model's layers with torch.compile, which needs a C++ compiler."
+    )
+    deterministic: bool = Field(
+        False, description="Use only kernels that give the same bits every time. Some of them are slower."
+    )
     on_nonfinite: Literal["stop", "skip"] = Field(
         "stop",
-        description="A NaN or infinite loss or gradient: stop the run, or leave that step's update out. skip reads "
-        "the gradient norm at every step, which makes the host wait for the device.",
+        description="What to do when a loss or gradient is NaN or infinite. stop: end the run. skip: leave out that "
+        "step's update; this reads the gradient norm in every step, so the host waits for the device.",
     )
     log_every_steps: int = Field(10, ge=1, description="Steps between two rows of metrics.")
-    seed: int = Field(1337, ge=0, le=2**32 - 1, description="Fixes weights, data order, dropout and masks.")
+    seed: int = Field(
+        1337, ge=0, le=2**32 - 1, description="Seed of the initial weights, the order of the data, dropout and masks."
+    )
 
     @model_validator(mode="after")
     def check(self) -> TrainConfig:

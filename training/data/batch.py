@@ -1,4 +1,4 @@
-"""A micro-batch, and a rank's share of the global batch."""
+"""A micro-batch, a rank's share of the global batch, and how many sequences each rank's micro-batches hold."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from training.records.plan import RunPlan
+
+IGNORED = -100  # target of a position that is not predicted, as in torch.nn.functional.cross_entropy
 
 
 @dataclass(frozen=True)
@@ -15,10 +19,10 @@ class Batch:
     inputs: Tensor  # int64
     targets: Tensor  # int64, IGNORED where nothing is predicted
     positions: Tensor | None = None  # int64, from 0 in each document; None: from 0 in each sequence
-    documents: Tensor | None = None  # int64; tokens look only at tokens of the same number; None: at all
+    documents: Tensor | None = None  # int64; tokens attend only to tokens of the same number; None: to all
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """The same batch with every tensor changed: moved, cut, pinned."""
+        """The same batch with `change` applied to every tensor: moved, cut, pinned."""
         positions = None if self.positions is None else change(self.positions)
         documents = None if self.documents is None else change(self.documents)
         return Batch(change(self.inputs), change(self.targets), positions, documents)
@@ -32,4 +36,22 @@ class Share:
     num_targets: int
 
 
-IGNORED = -100  # target of a position that is not predicted, as in torch.nn.functional.cross_entropy
+@dataclass
+class MicroBatches:
+    """The number of sequences in a micro-batch of each data-parallel replica, as they are now.
+
+    Loader, metrics and checkpoints of a run share one object. Where the plan rebalances, `sizes` change between two
+    steps (training/trainer/rebalance.py); their sum and the accumulation stay, and so does the global batch.
+    """
+
+    sizes: tuple[int, ...]
+    accumulation: int
+
+    @classmethod
+    def of(cls, plan: RunPlan) -> MicroBatches:
+        return cls(plan.micro_batches, plan.accumulation)
+
+    def sequences(self, replica: int) -> slice:
+        """A replica's places in a step's global batch: replica after replica, each with all its micro-batches."""
+        first = sum(self.sizes[:replica])
+        return slice(first * self.accumulation, (first + self.sizes[replica]) * self.accumulation)

@@ -10,17 +10,17 @@ import torch
 
 from training.data.batch import Batch
 from training.data.loader import make_batch
-from training.records.plan import RunPlan
+from training.records.plan import RankPlan
 from training.shards.packing import sequences_of
 from training.shards.stream import TokenStream
 
 
-def held_out(plan: RunPlan, *, rank: int, world_size: int, device: torch.device, limit: int = 0) -> Iterator[Batch]:
-    """The validation split once, in order, dealt to the data-parallel ranks batch by batch.
+def held_out(plan: RankPlan, *, rank: int, world_size: int, device: torch.device, limit: int = 0) -> Iterator[Batch]:
+    """The validation split once, in order, distributed over the data-parallel ranks batch by batch.
 
-    Every batch is [micro-batch, context], and every rank gets as many: compiled graphs and pipelines want one shape,
-    sharded models every rank in every forward pass. What is short of it is padding. A rank's micro-batch is the plan's;
-    where the ranks are others than in training, the smallest.
+    Every batch is [micro-batch, context], filled up with padding, and every rank gets as many: compiled graphs and
+    pipelines need one shape, sharded models need every rank in every forward pass. A rank's micro-batch is the plan's;
+    with another number of ranks than in training, the plan's smallest.
     `limit` > 0 takes only that many sequences, evenly spaced over the split.
     """
     placed = held_out_placed(plan, rank=rank, world_size=world_size, device=device, limit=limit)
@@ -28,7 +28,7 @@ def held_out(plan: RunPlan, *, rank: int, world_size: int, device: torch.device,
 
 
 def held_out_placed(
-    plan: RunPlan, *, rank: int, world_size: int, device: torch.device, limit: int = 0
+    plan: RankPlan, *, rank: int, world_size: int, device: torch.device, limit: int = 0
 ) -> Iterator[tuple[Batch, np.ndarray]]:
     """`held_out`, each batch with its targets' places in the split: int64 [sequences, context], any for padding."""
     train, stream = plan.config.train, TokenStream(Path(plan.shards_dir), "validation")

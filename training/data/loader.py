@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.data.batch import IGNORED, Batch, Share
+from training.data.batch import IGNORED, Batch, MicroBatches, Share
 from training.data.masking import mask_tokens, num_predicted
 from training.data.shuffle import shuffled
-from training.records.plan import RunPlan
+from training.records.plan import RankPlan, RunPlan
 from training.shards.packing import PADDING, document_rows, positions_within, read_rows, sequences_of
 from training.shards.stream import TokenStream
 
@@ -29,46 +29,48 @@ ORDERED_AT_ONCE = 4096  # sequences: finding a batch of 12 takes 29 to 121 us, s
 
 
 class Loader:
-    """The shares of one data-parallel rank: of each step's global batch, the same slice of sequences every time.
+    """The shares of one data-parallel rank: of each step's global batch, the slice that `micro_batches` give it.
 
-    `plan` is the one in force: its micro-batches may change between steps (training/trainer/rebalance.py).
-
-    `ahead`: steps that a thread prepares beforehand. For a GPU STEPS_AHEAD, in pinned memory. For a CPU 0: a share
-    of 12 x 64 tokens takes 0.04 ms (0.11 with documents) of a 58 ms step on one thread, and preparing it in another
-    thread made the step 0.99 to 1.005 times as long (600 steps of each, in turns).
+    `ahead`: steps that a thread prepares beforehand. The default is STEPS_AHEAD on a GPU, in pinned memory, and 0 on a
+    CPU: a share of 12 x 64 tokens takes 0.04 ms (0.11 with documents) of a 58 ms step on one thread, and preparing it
+    in another thread made the step 0.99 to 1.005 times as long (600 steps of each, in turns).
     """
 
-    def __init__(self, plan: RunPlan, *, dp_rank: int, device: torch.device, ahead: int | None = None) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        *,
+        dp_rank: int,
+        device: torch.device,
+        micro_batches: MicroBatches | None = None,
+        ahead: int | None = None,
+    ) -> None:
         self.plan, self.dp_rank, self.device, train = plan, dp_rank, device, plan.config.train
+        self.micro_batches = micro_batches or MicroBatches.of(plan)
         self.stream = TokenStream(Path(plan.shards_dir), "train")
         self.sequences = sequences_of(self.stream, packing=train.packing, context=train.context)
         self._steps_at_once = max(1, ORDERED_AT_ONCE // train.global_batch)
         self._ordered = functools.lru_cache(2)(self._order)
         self._ahead = (STEPS_AHEAD if device.type == "cuda" else 0) if ahead is None else ahead
-        self._thread = ThreadPoolExecutor(1, "loader", initializer=self._enter) if self._ahead else None
-        self._coming: dict[int, Future[tuple[Batch, int]]] = {}
+        self._thread = ThreadPoolExecutor(1, "loader", initializer=self._select_device) if self._ahead else None
+        self._prepared: dict[int, Future[tuple[Batch, int]]] = {}  # by step
+        self._prepared_sizes = self.micro_batches.sizes
 
     def share(self, step: int) -> Share:
         """The micro-batches of this rank for `step` (counted from 0), on its device.
 
-        Any order of steps will do, the next one is there already. Raises what preparing it raised.
+        Steps may be requested in any order; on GPUs the next ones are prefetched. Raises what preparing a step raised.
         """
         whole, num_targets = self._prepare(step) if self._thread is None else self._take(step)
         whole = whole.each(lambda tensor: tensor.to(self.device, non_blocking=True))
-        rows = self.plan.micro_batches[self.dp_rank]
+        rows = self.micro_batches.sizes[self.dp_rank]
         starts = range(0, len(whole.inputs), rows)
         return Share([whole.each(operator.itemgetter(slice(start, start + rows))) for start in starts], num_targets)
-
-    def follow(self, plan: RunPlan) -> None:
-        """From the next step on with other micro-batches; what was prepared is prepared again."""
-        for future in self._coming.values():
-            future.cancel()
-        self._coming, self.plan = {}, plan
 
     def spans(self, step: int) -> np.ndarray:
         """int64 [sequences of this rank, 3]: what they are read from (training/shards/packing.py)."""
         spans, _ = self._ordered(step // self._steps_at_once)
-        return spans[step % self._steps_at_once, own_sequences(self.plan, self.dp_rank)]
+        return spans[step % self._steps_at_once, self.micro_batches.sequences(self.dp_rank)]
 
     def num_tokens(self, step: int) -> int:
         """Tokens in all ranks' shares of `step` together, padding left out; masked models predict some of them."""
@@ -79,26 +81,30 @@ class Loader:
         return int(lengths.sum())
 
     def close(self) -> None:
-        """Wait for what the thread has begun, and end it."""
+        """Wait for the step that the thread is preparing, and end the thread."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
-    def _enter(self) -> None:
-        """A new thread's current device is GPU 0, and pinning memory there would open a context on it."""
+    def _select_device(self) -> None:
+        """Select this rank's GPU in the thread: by default pinning memory would open a context on GPU 0."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
     def _take(self, step: int) -> tuple[Batch, int]:
-        """What the thread has prepared for `step`; leaves it the next ones to do."""
+        """The batch that the thread has prepared for `step`; hands the thread the next steps."""
         assert self._thread is not None
-        wanted = range(step, max(step + 1, min(step + 1 + self._ahead, self.plan.steps)))
-        self._coming = {n: self._coming.get(n) or self._thread.submit(self._prepare, n) for n in wanted}
-        return self._coming.pop(step).result()
+        if self._prepared_sizes is not self.micro_batches.sizes:  # prepared for other sizes: of no use now
+            for future in self._prepared.values():
+                future.cancel()
+            self._prepared, self._prepared_sizes = {}, self.micro_batches.sizes
+        steps = range(step, max(step + 1, min(step + 1 + self._ahead, self.plan.steps)))
+        self._prepared = {n: self._prepared.get(n) or self._thread.submit(self._prepare, n) for n in steps}
+        return self._prepared.pop(step).result()
 
     def _prepare(self, step: int) -> tuple[Batch, int]:
         """All sequences of this rank for `step` in one Batch in host memory, and the step's number of targets."""
         spans, num_targets = self._ordered(step // self._steps_at_once)
-        own, first = own_sequences(self.plan, self.dp_rank), step * self.plan.config.train.global_batch
+        own, first = self.micro_batches.sequences(self.dp_rank), step * self.plan.config.train.global_batch
         places = range(first + own.start, first + own.stop)
         batch = make_batch(self.plan, self.stream, spans[step % self._steps_at_once, own], keys=places)
         if self.device.type == "cuda":
@@ -121,21 +127,15 @@ class Loader:
         return spans, num_predicted(self.plan, spans[..., 2] - spans[..., 1]).sum(axis=1)
 
 
-def own_sequences(plan: RunPlan, dp_rank: int) -> slice:
-    """Places in a step's global batch: replica after replica, each of them all its micro-batches."""
-    first, own = sum(plan.micro_batches[:dp_rank]), plan.micro_batches[dp_rank]
-    return slice(first * plan.accumulation, (first + own) * plan.accumulation)
-
-
-def documents_in(plan: RunPlan, *, step: int, dp_rank: int) -> list[int]:
+def documents_in(plan: RunPlan, *, step: int, dp_rank: int, micro_batches: MicroBatches | None = None) -> list[int]:
     """Numbers, within the training split, of the documents that a rank's share of `step` holds tokens of."""
-    loader = Loader(plan, dp_rank=dp_rank, device=torch.device("cpu"))
+    loader = Loader(plan, dp_rank=dp_rank, device=torch.device("cpu"), micro_batches=micro_batches)
     spans = [(begin, stop) for begin, first, stop in loader.spans(step).tolist() if first < stop]
     return sorted({int(number) for span in spans for number in np.unique(loader.stream.document_ids(*span))})
 
 
 def make_batch(
-    plan: RunPlan, stream: TokenStream, spans: np.ndarray, *, keys: Iterable[int], partial: bool = False
+    plan: RankPlan, stream: TokenStream, spans: np.ndarray, *, keys: Iterable[int], partial: bool = False
 ) -> Batch:
     """spans [n, 3] -> n sequences in host memory. A key fixes what is masked in its sequence.
 

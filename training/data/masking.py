@@ -1,14 +1,14 @@
-"""BERT's objective: which tokens are hidden, and how many are to be predicted."""
+"""BERT's objective: which tokens are masked, and how many are predicted."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from training.data.batch import IGNORED
-from training.records.plan import RunPlan
+from training.records.plan import RankPlan
 
 
-def mask_tokens(plan: RunPlan, tokens: np.ndarray, *, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+def mask_tokens(plan: RankPlan, tokens: np.ndarray, *, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """BERT's masking (Devlin et al. 2019, section 3.1): of the chosen 15%, 80% mask, 10% random, 10% unchanged.
 
     int64 [length] -> inputs, targets [length]. A fixed number of positions per sequence, as in the authors' data
@@ -27,7 +27,7 @@ def mask_tokens(plan: RunPlan, tokens: np.ndarray, *, key: tuple[int, ...]) -> t
     return inputs, targets
 
 
-def num_predicted(plan: RunPlan, lengths: np.ndarray) -> np.ndarray:
+def num_predicted(plan: RankPlan, lengths: np.ndarray) -> np.ndarray:
     """Targets in sequences of so many tokens: every token, or for masked-LM models a share of them, at least one."""
     if plan.config.objective == "causal":
         return lengths

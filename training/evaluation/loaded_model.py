@@ -14,21 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from training.checkpoint.safetensors_files import TensorFiles, file_name, index_name
 from training.models.architectures import ARCHITECTURES
 from training.models.language_model import LanguageModel, auto_class_of
-from training.records.plan import RunPlan
+from training.records.evaluation_plan import EvaluationPlan
 from training.runtime.mesh import build_mesh
 from training.runtime.process import Rank
 from training.strategies import Strategy, parallelize
 
 logger = logging.getLogger(__name__)
 
-SHARDED = {"fsdp", "hsdp", "zero3"}  # chosen where a rank cannot hold the model whole
-
 
 @dataclass(frozen=True)
 class Opened:
-    """`plan`: of the ranks that evaluate, which may be others than those that trained."""
+    """A model, filled, and how this rank shares it with the others."""
 
-    plan: RunPlan
+    plan: EvaluationPlan
     rank: Rank
     mesh: DeviceMesh
     model: LanguageModel
@@ -44,9 +42,8 @@ class Opened:
         return self.mesh["tp"].get_local_rank() == self.mesh["pp"].get_local_rank() == 0
 
 
-def open_model(plan: RunPlan, folder: Path, *, rank: Rank) -> Opened:
-    """The model of a folder in Hugging Face layout, filled. No gradients, so neither moments. Collective."""
-    plan = plan_to_evaluate(plan, world_size=rank.world_size)
+def open_model(plan: EvaluationPlan, folder: Path, *, rank: Rank) -> Opened:
+    """Opens the model of a folder in Hugging Face layout, without gradients or optimizer moments. Collective."""
     model, weights = _unfilled(folder, objective=plan.config.objective, precision=plan.precision)
     model.eval().requires_grad_(False)
     mesh = build_mesh(plan)
@@ -55,25 +52,6 @@ def open_model(plan: RunPlan, folder: Path, *, rank: Rank) -> Opened:
         plan.model_copy(update={"precision": "fp32"}), mesh, model, weights=weights, device=rank.device
     )
     return Opened(plan, rank, mesh, model, strategy)
-
-
-def plan_to_evaluate(plan: RunPlan, *, world_size: int) -> RunPlan:
-    """The plan's own mesh if there are as many ranks, else whole copies; nothing that only training needs."""
-    own = world_size == plan.world_size
-    mesh = plan.mesh if own else {"pp": 1, "dp": world_size, "tp": 1}
-    sharded = own and plan.dp > 1 and plan.strategy in SHARDED
-    train = plan.config.train.model_copy(update={"compile": False})
-    return plan.model_copy(
-        update={
-            "config": plan.config.model_copy(update={"train": train}),
-            "mesh": mesh,
-            "ranks_per_host": plan.ranks_per_host if own else (world_size,),
-            "strategy": "fsdp" if sharded else "single",
-            "offload": plan.offload if sharded and plan.offload == "parameters" else "none",
-            "activation_checkpointing": "none",
-            "micro_batches": plan.micro_batches if mesh["dp"] == plan.dp else (min(plan.micro_batches),) * mesh["dp"],
-        }
-    )
 
 
 def _unfilled(folder: Path, *, objective: str, precision: str) -> tuple[LanguageModel, Mapping[str, Tensor]]:

@@ -1,1 +1,1 @@
-"""What ranks measure of devices and of the links between them."""
+"""Measurements of GPU links and of the network between ranks."""

@@ -1,7 +1,7 @@
 """A short test of the network between ranks: `torchrun … -m training.hardware.check_network OUT.json`, in seconds.
 
-Are sums right, how fast are all-reduces, and which two hosts are the slowest pair. gloo between CPUs, NCCL between
-GPUs. Definitions are those of nccl-tests (doc/PERFORMANCE.md, github.com/NVIDIA/nccl-tests).
+It checks that sums are right, how fast all-reduces are, and which two hosts are the slowest pair, by gloo between CPUs
+and NCCL between GPUs. Definitions are those of nccl-tests (doc/PERFORMANCE.md, github.com/NVIDIA/nccl-tests).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TIMEOUT = datetime.timedelta(seconds=60)
 SIZES = (2**10, 2**16, 2**20, 2**24)  # bytes
 GPU_SIZES = (*SIZES, 2**28)
 SECONDS_A_SIZE = 0.2
-MOST_REPEATS = 20
+MAX_REPEATS = 20
 SLOW_S = 0.3  # after a size that took so long no larger one is tried: 16 MiB take 1.4 s at 100 Mbit/s
 EXACT_BELOW = 1000  # addends; up to 16,000 ranks their sum is an integer that fp32 holds exactly
 
@@ -71,7 +71,7 @@ def _device() -> torch.device:
 
 
 def _ranks_with_wrong_sums(device: torch.device) -> list[int]:
-    """1 MiB of integers, of which every rank knows the sum."""
+    """Sum 1 MiB of integers, of which every rank knows the result."""
     size = dist.get_world_size()
     index = torch.arange(2**18, device=device)
     summed = ((index + dist.get_rank()) % EXACT_BELOW).float()
@@ -89,8 +89,8 @@ def _all_reduce_rates(device: torch.device) -> Iterator[Bandwidth]:
             dist.all_reduce(tensor)
 
         run()  # the first one also makes the connections
-        repeats = _repeats(_agreed(_seconds(run, repeats=1, device=device)))
-        seconds = _agreed(_seconds(run, repeats=repeats, device=device))
+        repeats = _repeats(_slowest_rank(_seconds(run, repeats=1, device=device)))
+        seconds = _slowest_rank(_seconds(run, repeats=repeats, device=device))
         rate = num_bytes / seconds / 1e9
         yield Bandwidth(num_bytes=num_bytes, seconds=seconds, algbw_gb_s=rate, busbw_gb_s=rate * 2 * (size - 1) / size)
         if seconds > SLOW_S:
@@ -98,8 +98,8 @@ def _all_reduce_rates(device: torch.device) -> Iterator[Bandwidth]:
 
 
 def _pair_rates(names: list[str], *, first_ranks: list[int], device: torch.device) -> list[PairBandwidth]:
-    """Every two hosts once. In each round a host is in one pair at most, so that n hosts take n - 1 rounds."""
-    mine: list[PairBandwidth] = []
+    """Measure every two hosts once. In each round a host is in one pair at most: n hosts take n - 1 rounds."""
+    own: list[PairBandwidth] = []
     rank = dist.get_rank()
     for pairs in _rounds(first_ranks):
         for pair in pairs:
@@ -109,9 +109,9 @@ def _pair_rates(names: list[str], *, first_ranks: list[int], device: torch.devic
                     smallest, largest = seconds[0], seconds[-1]
                     rate = largest[0] / largest[1] / 1e9
                     hosts = (names[pair[0]], names[pair[1]])
-                    mine.append(PairBandwidth(hosts=hosts, gb_s=rate, latency_s=smallest[1]))
-        _agreed(0.0)  # a round begins when all pairs of the one before are done
-    return list(itertools.chain.from_iterable(_gathered(mine)))
+                    own.append(PairBandwidth(hosts=hosts, gb_s=rate, latency_s=smallest[1]))
+        _slowest_rank(0.0)  # a round begins when all pairs of the one before are done
+    return list(itertools.chain.from_iterable(_gathered(own)))
 
 
 def _rounds(members: list[int]) -> Iterator[list[tuple[int, int]]]:
@@ -135,8 +135,8 @@ def _exchange_seconds(peer: int, *, device: torch.device) -> list[tuple[int, flo
                 work.wait()
 
         run()
-        repeats = _repeats(_agreed_with(peer, _seconds(run, repeats=1, device=device), device=device))
-        seconds = _agreed_with(peer, _seconds(run, repeats=repeats, device=device), device=device)
+        repeats = _repeats(_slower_of_pair(peer, _seconds(run, repeats=1, device=device), device=device))
+        seconds = _slower_of_pair(peer, _seconds(run, repeats=repeats, device=device), device=device)
         measured.append((num_bytes, seconds))
         if seconds > SLOW_S:
             break
@@ -155,28 +155,28 @@ def _seconds(run: Callable[[], None], *, repeats: int, device: torch.device) -> 
 
 
 def _repeats(seconds: float) -> int:
-    return min(MOST_REPEATS, max(1, int(SECONDS_A_SIZE / seconds)))
+    return min(MAX_REPEATS, max(1, int(SECONDS_A_SIZE / seconds)))
 
 
-def _agreed(seconds: float) -> float:
-    """The slowest rank's."""
+def _slowest_rank(seconds: float) -> float:
+    """The seconds of the slowest rank. Collective."""
     agreed = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
     return float(agreed)
 
 
-def _agreed_with(peer: int, seconds: float, *, device: torch.device) -> float:
-    """The slower one's of the two."""
-    mine, other = torch.full((1,), seconds, dtype=torch.float64, device=device), torch.zeros(1, dtype=torch.float64)
+def _slower_of_pair(peer: int, seconds: float, *, device: torch.device) -> float:
+    """The seconds of the slower of the two."""
+    own, other = torch.full((1,), seconds, dtype=torch.float64, device=device), torch.zeros(1, dtype=torch.float64)
     other = other.to(device)
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, other, peer)]):
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, own, peer), dist.P2POp(dist.irecv, other, peer)]):
         work.wait()
     return max(seconds, float(other))
 
 
-def _gathered(mine: T) -> list[T]:
+def _gathered(own: T) -> list[T]:
     everyone: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, own)
     return everyone  # type: ignore[return-value]
 
 

@@ -27,7 +27,7 @@ def measure_links() -> tuple[Link, ...]:
 
 
 def _peers(one: int, other: int) -> bool:
-    """Whether they reach each other's memory; else copies go through the host's."""
+    """Whether they can access each other's memory; else copies go through the host's."""
     return torch.cuda.can_device_access_peer(one, other) and torch.cuda.can_device_access_peer(other, one)
 
 
@@ -66,7 +66,7 @@ def _kinds(pairs: list[tuple[int, int]]) -> dict[tuple[int, int], str]:
 
 
 def _handle(nvml: Any, device: int) -> Any:
-    """By UUID: CUDA_VISIBLE_DEVICES may have given torch another order."""
+    """NVML's handle, by UUID: CUDA_VISIBLE_DEVICES may have given torch another order."""
     return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
 
@@ -78,7 +78,7 @@ def _kind(nvml: Any, one: Any, other: Any) -> str:
 
 
 def _num_nvlinks(nvml: Any, one: Any, other: Any) -> int:
-    """Those that end at the other, or all where they end at a switch."""
+    """NVLinks that end at the other GPU, or all where they end at a switch."""
     ends = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:

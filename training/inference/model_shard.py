@@ -17,7 +17,7 @@ from training.inference.steps import SKIPPED, Extend, Forward, Move, Prefill
 from training.models.architectures import ARCHITECTURES, layers_of
 from training.models.language_model import LanguageModel
 from training.strategies.pipeline import keep_stages
-from training.strategies.tensor import share_matrices
+from training.strategies.tensor import shard_matrices
 
 
 class StepRunner(Protocol):
@@ -139,7 +139,7 @@ def load_shard(
     hf.tie_weights()
     model = LanguageModel(hf.eval(), precision="fp32")
     if tensor is not None:
-        share_matrices(model, tensor)
+        shard_matrices(model, tensor)
     keep_stages(model, owned=[stage], stages=stages)
     weights = TensorFiles(folder, "model")
     with torch.no_grad():

@@ -10,7 +10,7 @@ import torch
 
 from training.inference.generate_uncached import continuations
 from training.inference.sampling import SamplingParams
-from training.records.plan import RunPlan
+from training.records.plan import RankPlan, RunPlan
 from training.records.record import write_atomically
 from training.strategies import Strategy
 from training.tracking.rows import SAMPLES, read_rows
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 class Sampler:
     """The configured prompts as tokens, and the way back to text. Prompt n has the seed train.seed + n."""
 
-    def __init__(self, plan: RunPlan, *, new_tokens: int) -> None:
+    def __init__(self, plan: RankPlan, *, new_tokens: int) -> None:
         from tokenizers import Tokenizer
 
         self.plan, self.new_tokens, self.prompts = plan, new_tokens, plan.config.evaluation.prompts

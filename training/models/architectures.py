@@ -1,6 +1,6 @@
-"""Where the Hugging Face classes keep their parts: embedding, layers, output.
+"""Names and calls of the embedding, layers and output of the Hugging Face classes that can be cut.
 
-Pipelines cut a model between its layers, tensor parallelism splits the matrices inside them, and the loss wants the
+Pipelines cut a model between its layers, tensor parallelism splits the matrices inside them, and the loss needs the
 hidden states before the output layer. Llama, GPT-2 and BERT are described here; every other class runs whole.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Architecture:
-    """Names are relative to the Hugging Face model; those of `column` and `row` to a layer."""
+    """One class of models. Names are relative to the Hugging Face model, those of `column` and `row` to a layer."""
 
     layers: str  # the ModuleList
     embedding: str  # token embedding, [vocab, width]

@@ -1,4 +1,4 @@
-"""Parameters that stay as they are: shell patterns of their Hugging Face names."""
+"""Freezes the parameters whose Hugging Face names match train.freeze's shell patterns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXAMPLES = 5  # names in an error message
 
 
 def freeze(hf: nn.Module, patterns: Sequence[str]) -> None:
-    """Take what matches a pattern out of training. A tied matrix is one parameter, frozen by either of its names.
+    """Freeze the parameters that match a pattern. A tied matrix is one parameter, frozen by either of its names.
 
     Called before a strategy takes the model over: all of them train only what requires a gradient.
     Raises ValueError for a pattern that matches nothing, and if nothing is left to train.
@@ -34,7 +34,7 @@ def freeze(hf: nn.Module, patterns: Sequence[str]) -> None:
             f"train.freeze = {', '.join(patterns)} freezes all {total:,} parameters: leave some of them out"
         )
     if trained < total:
-        logger.info("%s of %s parameters are trained, train.freeze holds the others", f"{trained:,}", f"{total:,}")
+        logger.info("%s of %s parameters are trained; train.freeze freezes the others", f"{trained:,}", f"{total:,}")
 
 
 def trainable_parameters(hf: nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""A run's first weights, tensor by tensor: a rank that holds a part of a model never has to hold all of it."""
+"""A run's initial weights, made tensor by tensor: a rank that holds a part of a model never holds all of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from training.models.architectures import Architecture
 
 
 class FreshWeights(Mapping[str, Tensor]):
-    """What the class's own `_init_weights` gives, each module from a seed of its own (the run's and its name).
+    """Initial weights by the class's own `_init_weights`, each module from a seed of its own (the run's and its name).
 
     So a tensor is the same whichever of them are asked for, in whatever order, on however many ranks. One layer at a
     time is made and kept. `template` is the model on the meta device.
@@ -51,10 +51,10 @@ class FreshWeights(Mapping[str, Tensor]):
         module = copy.deepcopy(self.template.get_submodule(unit)).to_empty(device="cpu")
         inner = list(module.named_modules()) if unit.startswith(f"{self.layers}.") else [("", module)]
         with torch.random.fork_rng(devices=[]):
-            for name, part in reversed(inner):  # children first, as transformers does it: a parent may correct them
+            for name, child in reversed(inner):  # children first, as transformers does it: a parent may correct them
                 digest = hashlib.sha256(f"{self.seed}:{unit}.{name}".encode()).digest()
                 torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-                self.template._init_weights(part)
+                self.template._init_weights(child)
         return module
 
 

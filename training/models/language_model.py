@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,9 @@ from training.models.init_weights import FreshWeights, fill
 from training.models.linear_cross_entropy import linear_cross_entropy, linear_scores
 from training.planner.model_shape import dropout_fields
 from training.records.plan import RunPlan
-from training.runtime.mesh import same_for_all
+from training.runtime.mesh import copy_to_group
 from training.runtime.tensor_cut import Cut
 from training.shards.packing import PADDING
-
-Wanted = Literal["loss", "scores", "next"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 
@@ -48,34 +46,30 @@ class LanguageModel(nn.Module):
         self.tp_group: dist.ProcessGroup | None = None
 
     def forward(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        wanted: Wanted = "loss",
-    ) -> Any:
-        """int64 [batch, context] each, as in Batch -> what is wanted of it; one door, as wrappers gather weights there.
-
-        loss: fp32 [], summed over targets. scores: by token, fp32 losses [batch x context] and whether the likeliest
-        word is right, bool. next: with `targets` int64 [batch], places, fp32 logits [batch, vocab] of the word after.
-        """
+        self, inputs: Tensor, targets: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        """The loss fp32 [], summed over targets; the arguments are int64 [batch, context], as in Batch."""
         with self.autocast(inputs.device):
             if self.architecture is not None:
-                return self.answer(self.hidden(inputs, positions, documents), targets, wanted)
-            logits, flat = self._logits(inputs, positions, documents), targets.flatten()
-            if wanted == "next":
-                return logits[_rows(targets) * inputs.shape[1] + targets]
-            losses = nn.functional.cross_entropy(logits, flat, ignore_index=IGNORED, reduction="none")
-            return losses.sum() if wanted == "loss" else (losses, logits.argmax(-1) == flat)
+                return self.loss_from(self.hidden(inputs, positions, documents), targets)
+            return _losses(self._logits(inputs, positions, documents), targets.flatten()).sum()
 
     @torch.no_grad()
     def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Losses and right guesses by token, as `forward` has them."""
-        scored: tuple[Tensor, Tensor] = self(
-            batch.inputs, batch.targets, batch.positions, batch.documents, wanted="scores"
-        )
-        return scored
+        """Token by token, [batch x context]: the loss, fp32, and whether the likeliest word is the target, bool."""
+        with self.autocast(batch.inputs.device):
+            if self.architecture is not None:
+                return self.scores_from(self.hidden(batch.inputs, batch.positions, batch.documents), batch.targets)
+            logits, targets = self._logits(batch.inputs, batch.positions, batch.documents), batch.targets.flatten()
+            return _losses(logits, targets), logits.argmax(-1) == targets
+
+    @torch.no_grad()
+    def next_logits(self, inputs: Tensor, places: Tensor) -> Tensor:
+        """int64 [batch, length] and [batch] -> fp32 [batch, vocab]: the logits of the word after each place."""
+        with self.autocast(inputs.device):
+            if self.architecture is not None:
+                return self.next_logits_from(self.hidden(inputs, None, None), places)
+            return _at(self._logits(inputs, None, None).unflatten(0, inputs.shape), places)
 
     def autocast(self, device: torch.device) -> torch.autocast:
         return torch.autocast(device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
@@ -113,18 +107,22 @@ class LanguageModel(nn.Module):
         layer = self.hf.get_submodule(self.architecture.output)
         return layer.weight, layer.bias  # type: ignore[return-value]
 
-    def answer(self, hidden: Tensor, targets: Tensor, wanted: Wanted) -> Any:
-        """As `forward`, from the hidden states before the output layer."""
-        if wanted == "loss":
-            return self.loss(hidden, targets)
-        if wanted == "next":
-            return self._next_logits(hidden[_rows(targets), targets])
-        return self._of_words(linear_scores, hidden, targets)
+    def loss_from(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """`forward`'s loss, from the hidden states before the output layer."""
+        if self.tp_group is not None:
+            hidden = copy_to_group(hidden, self.tp_group)
+        loss: Tensor = self._over_vocabulary(linear_cross_entropy, hidden, targets)
+        return loss
 
-    def _next_logits(self, hidden: Tensor) -> Tensor:
-        """[batch, width] -> fp32 [batch, vocab] on all ranks, whatever share of the words is here."""
+    def scores_from(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """`scores`, from the hidden states before the output layer."""
+        scores: tuple[Tensor, Tensor] = self._over_vocabulary(linear_scores, hidden, targets)
+        return scores
+
+    def next_logits_from(self, hidden: Tensor, places: Tensor) -> Tensor:
+        """`next_logits`, from the hidden states; on all tp ranks alike, though each holds a share of the words."""
         weight, bias = self.output()
-        own = (hidden.to(self.dtype) @ weight.to(self.dtype).t()).float()
+        own = (_at(hidden, places).to(self.dtype) @ weight.to(self.dtype).t()).float()
         own = own if bias is None else own + bias
         if self.tp_group is None:
             return own
@@ -133,14 +131,8 @@ class LanguageModel(nn.Module):
         dist.all_reduce(logits, group=self.tp_group)
         return logits
 
-    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        if self.tp_group is not None:
-            hidden = same_for_all(hidden, self.tp_group)
-        loss: Tensor = self._of_words(linear_cross_entropy, hidden, targets)
-        return loss
-
-    def _of_words(self, function: Callable[..., Any], hidden: Tensor, targets: Tensor) -> Any:
-        """`function` of training/models/linear_cross_entropy.py, of the share of the words that is here."""
+    def _over_vocabulary(self, function: Callable[..., Any], hidden: Tensor, targets: Tensor) -> Any:
+        """Call a function of training/models/linear_cross_entropy.py with the words that this rank holds."""
         weight, bias = self.output()
         return function(
             hidden.flatten(0, 1),
@@ -163,8 +155,13 @@ class LanguageModel(nn.Module):
         return logits.flatten(0, 1).float()
 
 
-def _rows(places: Tensor) -> Tensor:
-    return torch.arange(len(places), device=places.device)
+def _losses(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
+
+
+def _at(rows: Tensor, places: Tensor) -> Tensor:
+    """[batch, length, width] and int64 [batch] -> [batch, width]: each row at its own place."""
+    return rows[torch.arange(len(places), device=places.device), places]
 
 
 def attention_mask(documents: Tensor, *, causal: bool) -> Tensor:
@@ -174,7 +171,7 @@ def attention_mask(documents: Tensor, *, causal: bool) -> Tensor:
 
 
 def build_model(plan: RunPlan) -> LanguageModel:
-    """With fresh weights from the plan's seed, the same everywhere, or pretrained ones."""
+    """The model, whole, with fresh weights from the plan's seed, the same everywhere, or with pretrained ones."""
     model, weights = unfilled_model(plan)
     fill(model.hf, weights)
     return model
@@ -290,7 +287,7 @@ def hf_config(plan: RunPlan) -> Any:
 
 
 def with_dropout(settings: Any, dropout: float) -> Any:
-    """Ours in every place where a transformers config has some: what config.json says would otherwise go on unseen."""
+    """Set every dropout of a transformers config to ours; those of its config.json would otherwise be used unseen."""
     for field in dropout_fields(vars(settings)):
         setattr(settings, field, dropout)
     return settings

@@ -60,15 +60,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias and bias is not None else None
         cast, headroom = weight.to(dtype), FP16_HEADROOM if dtype == torch.float16 else 1
         for start in range(0, len(hidden), CHUNK_TOKENS):
-            part = slice(start, start + CHUNK_TOKENS)
-            rows = hidden[part].to(dtype)
-            chunk_loss, grad = _cross_entropy(_logits(rows, cast, bias), targets[part], first_word, group)
+            chunk = slice(start, start + CHUNK_TOKENS)
+            rows = hidden[chunk].to(dtype)
+            chunk_loss, grad = _cross_entropy(_logits(rows, cast, bias), targets[chunk], first_word, group)
             loss = loss + chunk_loss
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             low = (grad / headroom).to(dtype)
             if grad_hidden is not None:
-                grad_hidden[part] = low @ cast
+                grad_hidden[chunk] = low @ cast
             if grad_weight is not None:
                 grad_weight += low.t() @ rows
         for scaled in (grad_hidden, grad_weight):
@@ -81,7 +81,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """In place: a second copy of the gradient of a large vocabulary is gigabytes."""
+        """Scale the gradients in place: a second copy of the gradient of a large vocabulary is gigabytes."""
         saved: tuple[Tensor | None, ...] = ctx.saved_tensors
         for gradient in saved:
             if gradient is not None:
@@ -109,8 +109,10 @@ def _cross_entropy(
 def _softmax_parts(
     logits: Tensor, targets: Tensor, first_word: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Over all words, whatever share of them is here: exponentials, written over the logits, of what they are below
-    the largest; each target's column here, and whether it is; the target's logit, and the sum of exponentials.
+    """A softmax over all words, whatever share of them this rank holds.
+
+    Returns the exponentials of the logits less the largest, written over the logits; each target's column here, and
+    whether this rank has it; the target's logit; and the sum of exponentials.
     """
     largest = logits.amax(-1)
     if group is not None:
@@ -140,14 +142,14 @@ def linear_scores(
     first_word: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Token by token: the same loss, fp32 [tokens], and whether the target is the likeliest word, bool [tokens]."""
+    """Each token's loss, fp32 [tokens], and whether the target is the likeliest word, bool [tokens]."""
     losses, right, cast = [], [], weight.to(dtype)
     for start in range(0, len(hidden), CHUNK_TOKENS):
-        part = slice(start, start + CHUNK_TOKENS)
-        logits = _logits(hidden[part].to(dtype), cast, bias)
+        chunk = slice(start, start + CHUNK_TOKENS)
+        logits = _logits(hidden[chunk].to(dtype), cast, bias)
         likeliest = _likeliest(logits, first_word, group)
-        right.append((likeliest == targets[part]) & (targets[part] != IGNORED))
-        losses.append(_cross_entropy_by_token(logits, targets[part], first_word, group))
+        right.append((likeliest == targets[chunk]) & (targets[chunk] != IGNORED))
+        losses.append(_cross_entropy_by_token(logits, targets[chunk], first_word, group))
     return torch.cat(losses), torch.cat(right)
 
 

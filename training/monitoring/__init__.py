@@ -1,1 +1,1 @@
-"""What is read of a run while it trains: rates, memory, profiles."""
+"""Metrics of a run while it trains: losses, rates, memory, profiles."""

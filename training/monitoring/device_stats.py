@@ -1,10 +1,14 @@
-"""What the run takes of its machine: memory, and how busy the device is. Read at log points."""
+"""Memory and utilisation of the devices that a run trains on, read at log points."""
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import resource
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch
@@ -12,8 +16,8 @@ import torch
 GIB = 2**30
 
 
-class DeviceStats:
-    """One rank's readings; `utilisation` is since the last one."""
+class DeviceProbe:
+    """Readings of one rank's device, or of its process on a CPU; `utilisation` is since the last reading."""
 
     def __init__(self, device: torch.device, *, threads: int) -> None:
         self.device, self.threads = device, threads
@@ -22,7 +26,7 @@ class DeviceStats:
         self.cpu_s, self.wall_s = time.process_time(), time.perf_counter()
 
     def memory(self) -> dict[str, float]:
-        """On a GPU the most since the last reading, as a step's activations are gone by now; on a CPU what is resident.
+        """Memory on a CPU: resident now; on a GPU: the peak since the last reading, as activations are freed by now.
 
         `fragmentation`: share of the reserved memory that was never allocated at one time.
         """
@@ -37,7 +41,7 @@ class DeviceStats:
         }
 
     def peak(self, memory: dict[str, float]) -> dict[str, float]:
-        """The most that the kernel has seen of a CPU process, between readings too."""
+        """The peak of what `memory` read. The kernel keeps a CPU process's, between readings too."""
         if self.device.type == "cuda":
             return memory
         return {"resident_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
@@ -53,3 +57,66 @@ class DeviceStats:
         share = (cpu_s - self.cpu_s) / max((wall_s - self.wall_s) * self.threads, 1e-9)
         self.cpu_s, self.wall_s = cpu_s, wall_s
         return share
+
+
+@dataclass
+class RunningStat:
+    """One quantity over the log points: its newest value, its peak and its average."""
+
+    now: float = 0.0
+    peak: float = 0.0
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, now: float, *, peak: float) -> None:
+        self.now, self.peak = now, max(self.peak, now, peak)
+        self.total, self.count = self.total + now, self.count + 1
+
+    @property
+    def average(self) -> float:
+        return self.total / self.count
+
+
+class DeviceStats:
+    """Utilisation, averaged over ranks, and memory, of the rank that takes most, over the log points so far."""
+
+    def __init__(self, device: torch.device, *, threads: int) -> None:
+        self.probe = DeviceProbe(device, threads=threads)
+        self.utilisation, self.memory = RunningStat(), dict[str, RunningStat]()
+
+    def sample(self) -> list[float]:
+        """This rank's readings, as `add` takes them from all ranks."""
+        utilisation, memory = self.probe.utilisation(), self.probe.memory()
+        for name in memory:
+            self.memory.setdefault(name, RunningStat())
+        return [utilisation, *memory.values(), *self.probe.peak(memory).values()]
+
+    def add(self, samples: Sequence[Sequence[float]]) -> None:
+        """Take in a log point: every rank's sample."""
+        utilisation, *memory = zip(*samples, strict=True)
+        self.utilisation.add(sum(utilisation) / len(samples), peak=max(utilisation))
+        now, peak = memory[: len(self.memory)], memory[len(self.memory) :]
+        for stat, ranks, ranks_peak in zip(self.memory.values(), now, peak, strict=True):
+            stat.add(max(ranks), peak=max(ranks_peak))
+
+    def row(self) -> dict[str, float]:
+        row = {} if math.isnan(self.utilisation.now) else {"device_utilisation": self.utilisation.now}
+        for name, stat in self.memory.items():
+            row |= {
+                f"memory/{name}": stat.now,
+                f"memory_peak/{name}": stat.peak,
+                f"memory_average/{name}": stat.average,
+            }
+        return row
+
+    def overall(self) -> dict[str, Any]:
+        """A TrainResult's figures of memory and utilisation; no log point yet: zeros."""
+        memory = {f"peak_{name}": stat.peak for name, stat in self.memory.items()}
+        memory |= {f"average_{name}": stat.average for name, stat in self.memory.items()}
+        held = self.memory.get("allocated_gib") or self.memory.get("resident_gib") or RunningStat()
+        is_known = self.utilisation.count and not math.isnan(self.utilisation.total)
+        return {
+            "device_utilisation": self.utilisation.average if is_known else None,
+            "peak_memory_gib": held.peak,
+            "memory": memory,
+        }

@@ -11,20 +11,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from training.data.batch import MicroBatches
 from training.data.loader import documents_in
 from training.records.plan import RunPlan
 from training.runtime.errors import NonFiniteLoss
 
 logger = logging.getLogger(__name__)
 
-SKIPPED_IN_A_ROW = 20  # fp16 gets from its first loss scale, 2**16, to 1 in 16 skipped steps: more is no adapting
+SKIPPED_IN_A_ROW = 20  # fp16's loss scale falls from 2**16 to 1 in 16 skipped steps: more is a diverged model
 RANKS_NAMED, DOCUMENTS_NAMED = 4, 8
 CURE = "lower train.learning_rate, raise train.warmup_steps, set parallel.precision=fp32 or look at the documents"
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """One step, as all ranks together see it."""
+    """One step over all ranks."""
 
     step: int
     loss: float  # mean over the global batch's targets, nats
@@ -39,12 +40,15 @@ class StepOutcome:
 
 
 class FiniteCheck:
-    """Looks at every step once; counts the skipped ones on from `skipped`."""
+    """Judges every step once; `skipped` counts the steps left out, those of earlier attempts included."""
 
-    def __init__(self, plan: RunPlan, *, warns: bool, skipped: int = 0) -> None:
+    def __init__(
+        self, plan: RunPlan, *, warns: bool, skipped: int = 0, micro_batches: MicroBatches | None = None
+    ) -> None:
         self.plan, self.warns, self.skipped, self.in_a_row = plan, warns, skipped, 0
+        self.micro_batches = micro_batches or MicroBatches.of(plan)
 
-    def look(self, outcomes: Sequence[StepOutcome]) -> None:
+    def check(self, outcomes: Sequence[StepOutcome]) -> None:
         """Raises NonFiniteLoss for an update that must not have been made, and for too many left out in a row."""
         for outcome in outcomes:
             self.skipped += outcome.skipped
@@ -54,29 +58,32 @@ class FiniteCheck:
             adapts = outcome.skipped and self.plan.precision == "fp16" and not outcome.lost_ranks
             if not adapts and not (outcome.skipped and self.plan.config.train.on_nonfinite == "skip"):
                 raise NonFiniteLoss(
-                    f"{describe(self.plan, outcome)}: {CURE}, or leave such steps out with train.on_nonfinite=skip; "
+                    f"{self._describe(outcome)}: {CURE}, or leave such steps out with train.on_nonfinite=skip; "
                     "the newest checkpoint is from before"
                 )
             if self.in_a_row >= SKIPPED_IN_A_ROW:
                 raise NonFiniteLoss(
-                    f"{SKIPPED_IN_A_ROW} steps in a row left out, the last was {describe(self.plan, outcome)}: {CURE}; "
+                    f"{SKIPPED_IN_A_ROW} steps in a row left out, the last was {self._describe(outcome)}: {CURE}; "
                     "the newest checkpoint is from before"
                 )
             if self.warns and not adapts:
-                logger.warning("left out %s", describe(self.plan, outcome))
+                logger.warning("left out %s", self._describe(outcome))
 
-
-def describe(plan: RunPlan, outcome: StepOutcome) -> str:
-    """Step, loss, gradient norm, ranks and their documents; those of all ranks, if none of them is to blame."""
-    step, at_fault = outcome.step, outcome.lost_ranks or range(plan.world_size)
-    ranks = "ranks" if len(outcome.lost_ranks) > 1 else "rank"
-    where = f" on {ranks} {_listed(outcome.lost_ranks, RANKS_NAMED)}" if outcome.lost_ranks else ""
-    dp_ranks = sorted({rank // plan.mesh["tp"] % plan.dp for rank in at_fault})
-    documents = sorted({n for dp in dp_ranks[:RANKS_NAMED] for n in documents_in(plan, step=step - 1, dp_rank=dp)})
-    return (
-        f"step {step} (loss {outcome.loss:.4g}{where}, gradient norm {outcome.grad_norm:.4g}, from documents "
-        f"{_listed(documents, DOCUMENTS_NAMED * len(dp_ranks[:RANKS_NAMED]))} of the training split)"
-    )
+    def _describe(self, outcome: StepOutcome) -> str:
+        """Step, loss, gradient norm, ranks and their documents; those of all ranks, if none of them is to blame."""
+        plan, step, at_fault = self.plan, outcome.step, outcome.lost_ranks or range(self.plan.world_size)
+        ranks = "ranks" if len(outcome.lost_ranks) > 1 else "rank"
+        where = f" on {ranks} {_listed(outcome.lost_ranks, RANKS_NAMED)}" if outcome.lost_ranks else ""
+        dp_ranks = sorted({rank // plan.mesh["tp"] % plan.dp for rank in at_fault})[:RANKS_NAMED]
+        documents = {
+            number
+            for dp_rank in dp_ranks
+            for number in documents_in(plan, step=step - 1, dp_rank=dp_rank, micro_batches=self.micro_batches)
+        }
+        return (
+            f"step {step} (loss {outcome.loss:.4g}{where}, gradient norm {outcome.grad_norm:.4g}, from documents "
+            f"{_listed(sorted(documents), DOCUMENTS_NAMED * len(dp_ranks))} of the training split)"
+        )
 
 
 def _listed(numbers: Sequence[int], limit: int) -> str:

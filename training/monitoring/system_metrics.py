@@ -1,7 +1,7 @@
-"""What each machine of a run is at while it trains: CPU, memory, disk, network and GPUs.
+"""System metrics of each machine of a run while it trains: CPU, memory, disk, network and GPUs.
 
-A thread of the machine's first rank writes rows to runs/ID/system/MACHINE.jsonl, which go the way of all metrics. They
-have the names that MLflow gives them, so that its page shows them under "System metrics".
+A thread of the machine's first rank writes rows to runs/ID/system/MACHINE.jsonl, which are sent as all metrics are.
+They have the names that MLflow gives them, so that its page shows them under "System metrics".
 """
 
 from __future__ import annotations
@@ -11,67 +11,68 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
+from training.monitoring.rates import Rates
 from training.tracking.rows import SYSTEM, RowLog, read_rows
-
-if TYPE_CHECKING:
-    from training.monitoring.meter import Meter
 
 logger = logging.getLogger(__name__)
 
 SAMPLE_EVERY_S = 10.0
-LAST_SAMPLE_S = 5.0  # a file server that hangs is not waited for longer
+LAST_SAMPLE_S = 5.0  # how long to wait for a file server that hangs
 MB = 1_000_000  # as MLflow counts
 
 
-@contextmanager
-def record_system_metrics(run_dir: Path, *, meter: Meter) -> Iterator[None]:
-    """While it trains, by the first rank of each machine. Rows beyond the step where a resume begins must be gone."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        yield
-        return
-    over = threading.Event()
-    thread = threading.Thread(target=_sample_until, args=(over, run_dir, meter), daemon=True, name="machine")
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(LAST_SAMPLE_S)
+class SystemMetrics:
+    """The thread that samples this machine, in the first rank of each machine; in the others nothing runs.
 
+    Rows beyond the step that a resume goes on from must be gone before `start`.
+    """
 
-def _sample_until(over: threading.Event, run_dir: Path, meter: Meter) -> None:
-    """A row per sample, but one per step at most; what goes wrong costs rows, never the run."""
-    machine = os.environ.get("SHARDLINE_HOST") or socket.gethostname()
-    path = run_dir / SYSTEM / f"{machine}.jsonl"
-    try:
-        path.parent.mkdir(exist_ok=True)
-        last = max((row["step"] for row in read_rows(path)), default=-1)
-        log, gauges = RowLog(path), MachineStats(run_dir)
-        is_over = False
-        while not is_over:
-            is_over = over.wait(SAMPLE_EVERY_S)
-            if meter.step > last:
-                last = meter.step
-                log.write(last, **{f"system/{machine}/{name}": value for name, value in gauges.read().items()})
-        log.close()
-    except Exception as error:
-        logger.warning("system metrics of %s end here (%s)", machine, error)
+    def __init__(self, run_dir: Path, *, rates: Rates) -> None:
+        self.run_dir, self.rates, self.ended = run_dir, rates, threading.Event()
+        self.thread: threading.Thread | None = None
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            self.thread = threading.Thread(target=self._sample_until_ended, daemon=True, name="machine")
+
+    def start(self) -> None:
+        if self.thread is not None:
+            self.thread.start()
+
+    def stop(self) -> None:
+        self.ended.set()
+        if self.thread is not None:
+            self.thread.join(LAST_SAMPLE_S)
+
+    def _sample_until_ended(self) -> None:
+        """A row per sample, but one per step at most; what goes wrong costs rows, never the run."""
+        machine = os.environ.get("SHARDLINE_HOST") or socket.gethostname()
+        path = self.run_dir / SYSTEM / f"{machine}.jsonl"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            last_step = max((row["step"] for row in read_rows(path)), default=-1)
+            log, stats = RowLog(path), MachineStats(self.run_dir)
+            is_last = False
+            while not is_last:
+                is_last = self.ended.wait(SAMPLE_EVERY_S)
+                if self.rates.step > last_step:
+                    last_step = self.rates.step
+                    log.write(last_step, **{f"system/{machine}/{name}": value for name, value in stats.read().items()})
+            log.close()
+        except Exception as error:
+            logger.warning("system metrics of %s end here (%s)", machine, error)
 
 
 class MachineStats:
-    """Readings of the whole machine; CPU since the last one, network since this was made."""
+    """Readings of the whole machine: CPU since the last reading, network since this was made."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.network = folder, psutil.net_io_counters()
         self.gpus = _gpus()
-        psutil.cpu_percent()  # the first one tells nothing
+        psutil.cpu_percent()  # the first reading means nothing
 
     def read(self) -> dict[str, float]:
         memory, disk, network = psutil.virtual_memory(), psutil.disk_usage(str(self.folder)), psutil.net_io_counters()
@@ -86,12 +87,12 @@ class MachineStats:
             row["network_receive_megabytes"] = (network.bytes_recv - self.network.bytes_recv) / MB
             row["network_transmit_megabytes"] = (network.bytes_sent - self.network.bytes_sent) / MB
         for number, gpu in enumerate(self.gpus):
-            row |= {f"gpu_{number}_{name}": value for name, value in _of_gpu(gpu).items()}
+            row |= {f"gpu_{number}_{name}": value for name, value in _gpu_stats(gpu).items()}
         return row
 
 
 def _gpus() -> list[object]:
-    """NVML's handles of those that this machine, or container, sees; none without nvidia-ml-py or a driver."""
+    """NVML's handles of the GPUs that this machine, or container, sees; none without nvidia-ml-py or a driver."""
     if importlib.util.find_spec("pynvml") is None:
         return []
     import pynvml
@@ -103,7 +104,7 @@ def _gpus() -> list[object]:
     return [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
 
 
-def _of_gpu(gpu: object) -> dict[str, float]:
+def _gpu_stats(gpu: object) -> dict[str, float]:
     import pynvml
 
     memory = pynvml.nvmlDeviceGetMemoryInfo(gpu)
@@ -112,6 +113,6 @@ def _of_gpu(gpu: object) -> dict[str, float]:
         "memory_usage_percentage": 100 * memory.used / memory.total,
         "utilization_percentage": float(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
     }
-    with suppress(pynvml.NVMLError):  # not every GPU tells
+    with suppress(pynvml.NVMLError):  # not every GPU reports it
         row["power_usage_watts"] = pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000
     return row

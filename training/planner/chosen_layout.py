@@ -1,83 +1,89 @@
-"""Who computes what, and in which precision: the best of all choices on an inventory, and why, in words."""
+"""The layout that a plan takes: the best of all that are possible on an inventory, and the reasons, as sentences."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from training.config.parallel import StrategyName
 from training.config.run import RunConfig
 from training.planner.cluster import Cluster
 from training.planner.communication import check_communication, choose_groups
-from training.planner.cost import PricedLayout, memory_of
 from training.planner.job import Job, Layout
 from training.planner.memory import GIB
 from training.planner.model_shape import flops_per_token
 from training.planner.precision import Precision, resolved_precision
-from training.planner.search import Ranking, best_by_kind, rank_layouts
+from training.planner.pricing import PricedLayout, memory_of
+from training.planner.search import Mesh, Ranking, best_by_kind, rank_layouts, why_ranks
 from training.planner.step_time import exposed_s
 from training.records.inventory import Inventory
 from training.records.plan import ModelShape, RankedLayout
 
-RANKED, UNFIT = 8, 4  # of each so many are kept in the plan
+MAX_FITTING, MAX_UNFITTING = 8, 4  # layouts that a plan lists
 
 
 class DoesNotFit(ValueError):
-    """No micro-batch is small enough."""
+    """The model does not fit in the memory of these devices, whatever the layout and micro-batch."""
 
 
 @dataclass(frozen=True)
 class ChosenLayout:
-    """Who computes what, in which precision; `reasons` says why. `config` has the choices that were left to us made."""
+    """The best layout, its precision and why; `config` is what was asked for, with all that was left open decided."""
 
     config: RunConfig
-    strategy: StrategyName
     precision: Precision
-    ranks_per_host: tuple[int, ...]
-    mesh: dict[str, int]
-    micro_batch: int
-    best: PricedLayout
     job: Job
-    cluster: Cluster
+    best: PricedLayout
     ranking: tuple[RankedLayout, ...]
     reasons: tuple[str, ...]
 
+    @property
+    def layout(self) -> Layout:
+        return self.best.layout
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.best.cluster
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return {"pp": self.layout.pp, "dp": self.layout.dp, "tp": self.layout.tp}
+
     def plan_fields(self) -> dict[str, Any]:
-        """Fields of a RunPlan."""
+        """The fields of a RunPlan that the layout decides."""
         parallel = self.config.parallel
         return {
-            "strategy": self.strategy,
+            "strategy": self.layout.strategy,
             "offload": parallel.offload,
             "activation_checkpointing": self.config.train.activation_checkpointing,
             "mesh": self.mesh,
             "group_ranks": parallel.group_ranks,
-            "ranks_per_host": self.ranks_per_host,
+            "ranks_per_host": self.cluster.ranks_per_host,
             "precision": self.precision,
             "ranking": self.ranking,
         }
 
     def memory_gib(self, micro_batch: int) -> float:
-        """That a rank would need for micro-batches of another size."""
-        layout = replace(self.best.layout, micro_batch=micro_batch)
+        """Memory per rank with another micro-batch size."""
+        layout = replace(self.layout, micro_batch=micro_batch)
         return sum(memory_of(self.config, self.job, layout, self.cluster).values())
 
 
 def choose_layout(config: RunConfig, shape: ModelShape, inventory: Inventory) -> ChosenLayout:
-    """The fastest choice that fits. Raises ValueError, with the numbers and the cure, for what cannot work."""
+    """The best layout that fits. Raises ValueError, with the numbers and the cure, if none does."""
     precision, why_precision = resolved_precision(config, inventory)
     ranking = rank_layouts(config, shape, inventory, precision=precision)
     if not ranking.fitting:
         raise DoesNotFit(_does_not_fit(ranking, inventory)) if ranking.unfitting else ValueError(ranking.refused[0])
     best = ranking.fitting[0]
-    layout, placed = best.layout, ranking.placed(best.layout)
+    layout, mesh = best.layout, Mesh(best.layout.strategy, best.layout.tp, best.layout.pp)
     check_communication(config, dp=layout.dp, precision=precision)
     group_ranks, why_groups = choose_groups(
-        config.parallel, layout.strategy, dp=layout.dp, tp=layout.tp, ranks_per_host=placed.ranks_per_host
+        config.parallel, layout.strategy, dp=layout.dp, tp=layout.tp, ranks_per_host=best.cluster.ranks_per_host
     )
     why = "asked for by parallel.strategy" if config.parallel.strategy != "auto" else _why_best(ranking)
     reasons = (
         f"precision {precision}: {why_precision}",
-        f"ranks {layout.world_size}: {placed.why_ranks}",
+        f"ranks {layout.world_size}: {why_ranks(config, inventory, mesh)}",
         f"strategy {layout.strategy}: {why}",
         f"micro-batch {layout.micro_batch}: {_why_micro_batch(config, best)}",
         *([why_groups] if why_groups else []),
@@ -85,21 +91,16 @@ def choose_layout(config: RunConfig, shape: ModelShape, inventory: Inventory) ->
     )
     return ChosenLayout(
         config=_resolved(config, layout, group_ranks=group_ranks),
-        strategy=layout.strategy,
         precision=precision,
-        ranks_per_host=placed.ranks_per_host,
-        mesh={"pp": layout.pp, "dp": layout.dp, "tp": layout.tp},
-        micro_batch=layout.micro_batch,
-        best=best,
         job=ranking.job,
-        cluster=placed.cluster,
+        best=best,
         ranking=_table(ranking),
         reasons=reasons,
     )
 
 
 def _resolved(config: RunConfig, layout: Layout, *, group_ranks: int) -> RunConfig:
-    """`config` with nothing left open that the choice decides."""
+    """`config` with the values of the layout in place of every `auto` and 0 that it decides."""
     parallel = {"strategy": layout.strategy, "tp": layout.tp, "pp": layout.pp, "offload": layout.offload}
     parallel |= {"group_ranks": group_ranks}
     train = {"activation_checkpointing": layout.recompute}
@@ -111,7 +112,7 @@ def _resolved(config: RunConfig, layout: Layout, *, group_ranks: int) -> RunConf
     )
 
 
-# In words
+# The reasons, and the table of layouts
 
 
 def tokens_per_s(ranking: Ranking, each: PricedLayout) -> float:
@@ -126,7 +127,7 @@ def _why_best(ranking: Ranking) -> str:
     next_best = min(others, key=lambda each: each.step_s)
     slower = next_best.step_s / best.step_s - 1
     if slower < 0:
-        return f"{speed}; {next_best.layout} would be {-slower:.1%} faster, which is less than this arithmetic can tell"
+        return f"{speed}; {next_best.layout} is {-slower:.1%} faster, which is less than the prediction can tell apart"
     return f"the fastest that fits, {speed}; next is {next_best.layout}, {slower:.1%} slower"
 
 
@@ -136,7 +137,7 @@ def _why_micro_batch(config: RunConfig, best: PricedLayout) -> str:
 
 
 def _why_rest(config: RunConfig, ranking: Ranking) -> list[str]:
-    """What was chosen besides, what did not fit, and what was assumed."""
+    """Sentences on what else was chosen, what does not fit, and which rates were assumed."""
     layout, reasons = ranking.fitting[0].layout, []
     if layout.recompute != "none" and config.train.activation_checkpointing == "auto":
         reasons.append(f"activation checkpointing {layout.recompute}: {_without(ranking, 'recompute')}")
@@ -149,13 +150,13 @@ def _why_rest(config: RunConfig, ranking: Ranking) -> list[str]:
             if each.layout.is_undivided and each.layout.strategy not in fitting:
                 closest.setdefault(each.layout.strategy, each)
         reasons += [f"does not fit: {_misses(each)}" for each in closest.values()]
-    if assumed := ranking.placed(layout).cluster.assumed:
+    if assumed := ranking.fitting[0].cluster.assumed:
         reasons.append(f"not measured, assumed: {', '.join(assumed)}")
     return reasons
 
 
 def _without(ranking: Ranking, field: str) -> str:
-    """Why not "none" of it."""
+    """Why the layout does not do without `field`, which is recompute or offload."""
     plain = [each for each in ranking.fitting if getattr(each.layout, field) == "none"]
     if plain:
         slower = min(each.step_s for each in plain) / ranking.fitting[0].step_s - 1
@@ -172,7 +173,7 @@ def _misses(each: PricedLayout) -> str:
 
 
 def _does_not_fit(ranking: Ranking, inventory: Inventory) -> str:
-    """In bytes, and on which device: unlike ones may be left out."""
+    """The error, with the bytes that are missing and the device that lacks them: unlike ones may be left out."""
     least, devices = ranking.unfitting[0], [(host, device) for host in inventory.hosts for device in host.devices]
     host, smallest = min(devices, key=lambda found: found[1].memory_gib)
     largest_gib = max(device.memory_gib for _, device in devices)
@@ -188,15 +189,15 @@ def _does_not_fit(ranking: Ranking, inventory: Inventory) -> str:
 
 
 def _table(ranking: Ranking) -> tuple[RankedLayout, ...]:
-    fitting = best_by_kind(ranking.fitting)[:RANKED]
-    unfitting = best_by_kind(ranking.unfitting)[:UNFIT]
+    fitting = best_by_kind(ranking.fitting)[:MAX_FITTING]
+    unfitting = best_by_kind(ranking.unfitting)[:MAX_UNFITTING]
     return tuple(_ranked(ranking, each) for each in (*fitting, *unfitting))
 
 
 def _ranked(ranking: Ranking, each: PricedLayout) -> RankedLayout:
-    layout, found = each.layout, ranking.placed(each.layout).cluster
+    layout, cluster = each.layout, each.cluster
     speed = tokens_per_s(ranking, each) if each.fits else None
-    peak = found.matmul_tflops * 1e12 * layout.world_size
+    peak = cluster.matmul_tflops * 1e12 * layout.world_size
     return RankedLayout(
         strategy=layout.strategy,
         tp=layout.tp,
@@ -210,7 +211,7 @@ def _ranked(ranking: Ranking, each: PricedLayout) -> RankedLayout:
         usable_gib=each.usable_gib,
         step_s=each.step_s if each.fits else None,
         tokens_per_s=speed,
-        mfu=speed * flops_per_token(ranking.job.shape) / peak if speed and found.is_measured else None,
+        mfu=speed * flops_per_token(ranking.job.shape) / peak if speed and cluster.is_measured else None,
         exposed_communication_s=exposed_s(dict(each.seconds)) if each.fits else None,
         why_not="" if each.fits else f"{each.missing_gib:.2f} GiB too few",
     )

@@ -12,12 +12,12 @@ from typing import Any
 from training.config.run import RunConfig
 from training.config.train import check_schedule
 from training.planner.chosen_layout import ChosenLayout, choose_layout
-from training.planner.cost import predict
 from training.planner.gpu_catalog import slow_devices
 from training.planner.hypothetical_hosts import assumptions
 from training.planner.job import KNOWN_ARCHITECTURES
 from training.planner.model_shape import ASSUMED_VOCAB, model_shape, vocab_size
-from training.planner.replicas import Dealt, deal_batch
+from training.planner.pricing import predict
+from training.planner.replicas import BatchSplit, split_batch
 from training.planner.trial import wants_trial
 from training.records.inventory import Host, Inventory
 from training.records.plan import ModelShape, Prediction, RunPlan
@@ -49,9 +49,9 @@ def make_plan(
     check_schedule(config.train, steps=steps)
     reasons = [f"{steps} steps: {limit}", *_assumptions(config, shards, inventory, steps=steps)]
     chosen = choose_layout(config, shape, inventory)
-    dealt = deal_batch(chosen, inventory)
-    hosts = inventory.hosts[: len(chosen.ranks_per_host)]
-    predicted = _predicted(chosen, dealt, num_steps=steps)
+    split = split_batch(chosen, inventory)
+    hosts = inventory.hosts[: len(chosen.cluster.ranks_per_host)]
+    predicted = _predicted(chosen, split, num_steps=steps)
     _check_disk(config, predicted.checkpoint_gib, steps, hosts[0])
     return RunPlan(
         run_id=run_id,
@@ -65,28 +65,30 @@ def make_plan(
         device_kind=inventory.device_kind,
         **chosen.plan_fields(),
         hosts=tuple(host.name for host in hosts),
-        threads_per_rank=min(max(1, host.cores // n) for host, n in zip(hosts, chosen.ranks_per_host, strict=True)),
-        micro_batches=dealt.micro_batches,
-        largest_micro_batches=dealt.largest,
-        accumulation=dealt.accumulation,
-        rebalance=dealt.rebalance,
+        threads_per_rank=min(
+            max(1, host.cores // n) for host, n in zip(hosts, chosen.cluster.ranks_per_host, strict=True)
+        ),
+        micro_batches=split.micro_batches,
+        largest_micro_batches=split.max_micro_batches,
+        accumulation=split.accumulation,
+        rebalance=split.rebalance,
         steps=steps,
         sequences=sequences,
         predicted=predicted,
-        reasons=(*reasons, *chosen.reasons, *dealt.reasons),
+        reasons=(*reasons, *chosen.reasons, *split.reasons),
     )
 
 
-def _predicted(chosen: ChosenLayout, dealt: Dealt, *, num_steps: int) -> Prediction:
+def _predicted(chosen: ChosenLayout, split: BatchSplit, *, num_steps: int) -> Prediction:
     return predict(
         chosen.config,
         chosen.job,
-        chosen.best.layout,
+        chosen.layout,
         chosen.cluster,
         num_steps=num_steps,
-        largest_micro_batch=max(dealt.micro_batches),
-        seconds=dealt.seconds,
-        peak_tflops=dealt.peak_tflops,
+        largest_micro_batch=max(split.micro_batches),
+        seconds=split.seconds,
+        peak_tflops=split.peak_tflops,
     )
 
 

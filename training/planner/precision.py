@@ -1,4 +1,4 @@
-"""The arithmetic of matrix products: what every device of a run can do, and why that one; the weakest decides."""
+"""The precision of matrix products: what every device of a run supports, decided by the weakest, and why."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from training.records.inventory import Device, Inventory
 from training.records.plan import ModelShape
 
 FP8_CAPABILITY = (8, 9)
-FP8_MULTIPLE = 16  # of every dimension of a product (torch._scaled_mm)
+FP8_MULTIPLE = 16  # every dimension of a product is a multiple of this (torch._scaled_mm)
 BF16_GAIN_ON_CPU = 1.3  # below this bf16 is emulated or memory-bound, and fp32 costs nothing in accuracy
 
 
 def resolved_precision(config: RunConfig, inventory: Inventory) -> tuple[Precision, str]:
-    """As asked for, or chosen; and why. Raises ValueError for what the weakest device cannot do."""
+    """The precision that the config asks for, or the one chosen for it, and why.
+
+    Raises ValueError for a precision that the weakest device does not support.
+    """
     chosen, why = choose_precision(inventory)
     asked = config.parallel.precision
     if asked == "auto":
@@ -47,7 +50,7 @@ def choose_precision(inventory: Inventory) -> tuple[Precision, str]:
 
 
 def _check_fp8(inventory: Inventory) -> str:
-    """Raises ValueError for a device that has it not."""
+    """Why fp8 is used. Raises ValueError for a device that does not support it."""
     if inventory.device_kind == "cpu":
         return "asked for by parallel.precision; CPUs emulate it, slower than bf16"
     weakest, which = _weakest(inventory, capability)
@@ -59,10 +62,10 @@ def _check_fp8(inventory: Inventory) -> str:
     return "asked for by parallel.precision: the layers' products in fp8, the rest in bf16"
 
 
-def check_fp8_sizes(shape: ModelShape, *, tp: int) -> None:
-    """Raises ValueError for products that torch._scaled_mm cannot make."""
+def fp8_refusal(shape: ModelShape, *, tp: int) -> str | None:
+    """Why the model's matrix products cannot be computed in fp8 by torch._scaled_mm; None if they can."""
     if shape.architecture not in KNOWN_ARCHITECTURES:
-        raise ValueError(
+        return (
             f"parallel.precision=fp8 is there for {', '.join(KNOWN_ARCHITECTURES)} models, not for "
             f"{shape.architecture}: use bf16"
         )
@@ -74,10 +77,11 @@ def check_fp8_sizes(shape: ModelShape, *, tp: int) -> None:
     }
     if odd := {what: size for what, size in sizes.items() if size % FP8_MULTIPLE}:
         words = ", ".join(f"{what} = {size:g}" for what, size in odd.items())
-        raise ValueError(
+        return (
             f"parallel.precision=fp8 multiplies matrices whose sizes are multiples of {FP8_MULTIPLE}, not {words}: "
             "change them, or set parallel.precision=bf16"
         )
+    return None
 
 
 def capability(device: Device) -> tuple[int, int]:
@@ -91,7 +95,7 @@ def _bf16_gain(device: Device) -> float:
 
 
 def _weakest(inventory: Inventory, measure: Callable[[Device], object]) -> tuple[Device, str]:
-    """The device that decides, and its name; with its place where there are unlike ones to tell it from."""
+    """The device with the smallest `measure`, and its name; with its host and number if devices are unlike."""
     placed = [(host.name, i, device) for host in inventory.hosts for i, device in enumerate(host.devices)]
     host, i, weakest = min(placed, key=lambda place: measure(place[2]))  # type: ignore[arg-type, return-value]
     if len({device.name for _, _, device in placed}) == 1:

@@ -1,122 +1,110 @@
-"""All ways to run a config on an inventory that the config leaves open, priced; and the best of them.
+"""All layouts that a config leaves open on an inventory: enumerated, priced, and put in order, the best one first.
 
 Tensor parallelism stays inside a host, pipelines and replicas go across. Whatever the config pins has one value here.
+A refusal is a sentence that says why something cannot be, with the numbers and the cure; None means that it can.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from training.config.parallel import OFFLOADS, WITH_PP, WITH_TP, StrategyName
 from training.config.run import RunConfig
-from training.planner.cluster import Cluster, cluster_of
-from training.planner.cost import PricedLayout, job_of, price
+from training.planner.cluster import cluster_of
 from training.planner.job import KNOWN_ARCHITECTURES, Job, Layout, Offload, Recompute
-from training.planner.precision import check_fp8_sizes
+from training.planner.precision import fp8_refusal
+from training.planner.pricing import PricedLayout, job_of, price
 from training.records.inventory import Inventory
 from training.records.plan import ModelShape
 
-# In the order of their simplicity: where two are as fast as the arithmetic can tell, the simpler is taken.
+# In the order of their simplicity: of two that the arithmetic cannot tell apart, the simpler is taken.
 AUTOMATIC: tuple[StrategyName, ...] = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOAD: tuple[Offload, ...] = ("none", "optimizer", "parameters")
-AS_FAST = 1.05  # published runs come out within 4% at the median: closer kinds are not told apart
-SAME = 1.01
-MOST_STAGES = 64
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where the ranks of a choice are."""
-
-    ranks_per_host: tuple[int, ...]
-    cluster: Cluster
-    why_ranks: str
+AS_FAST = 1.05  # predictions of published runs are 4% off at the median: closer kinds of layout are not told apart
+AS_FAST_OF_A_KIND = 1.01  # layouts of one kind, which differ only in their micro-batch, share most of that error
+MAX_STAGES = 64
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """`fitting` best first; `unfitting` by how much they miss."""
+    """`fitting`: the layouts that fit in memory, best first. `unfitting`: the others, by the GiB that they miss.
+
+    `refused`: why some meshes are not possible at all.
+    """
 
     job: Job
     fitting: tuple[PricedLayout, ...]
     unfitting: tuple[PricedLayout, ...]
-    places: dict[tuple[int, ...], Placement]
     refused: tuple[str, ...]
 
-    def placed(self, layout: Layout) -> Placement:
-        return self.places[key(layout)]
 
+@dataclass(frozen=True)
+class Mesh:
+    """What decides where the ranks of a layout are."""
 
-def key(layout: Layout) -> tuple[int, ...]:
-    """What decides where ranks are."""
-    return (layout.tp, layout.pp, int(layout.strategy == "single"))
+    strategy: StrategyName
+    tp: int
+    pp: int
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one replica of the model together."""
+        return self.tp * self.pp
 
 
 def rank_layouts(config: RunConfig, shape: ModelShape, inventory: Inventory, *, precision: str) -> Ranking:
-    """Every choice that the config leaves open, priced."""
-    job = job_of(config, shape, precision)
-    prices: list[PricedLayout] = []
-    refused: list[str] = []
-    places: dict[tuple[int, ...], Placement] = {}
-    on = functools.cache(lambda ranks_per_host: cluster_of(inventory, ranks_per_host, precision=precision))
-    for strategy, tp, pp in _meshes(config, shape, inventory):
-        try:
-            ranks_per_host, why = ranks_of(config, inventory, model_ranks=tp * pp, strategy=strategy)
-            check_mesh(config, shape, tp=tp, pp=pp)
-            whole = Layout(strategy, tp, pp, sum(ranks_per_host) // (tp * pp), 0, 0)
-            sizes = list(_micro_batches(config, whole))
-        except ValueError as error:
-            refused.append(str(error))
-            continue
-        if tp > 1 and config.parallel.tp == 0 and any(ranks % tp for ranks in ranks_per_host):
-            continue
-        if strategy == "hsdp" and config.parallel.strategy == "auto" and len(set(ranks_per_host)) > 1:
-            continue  # its groups are hosts
-        places[key(whole)] = Placement(ranks_per_host, on(ranks_per_host), why)
-        for micro_batch, accumulation in sizes:
-            for recompute, offload in _savings(config, strategy):
-                layout = replace(
-                    whole,
-                    micro_batch=micro_batch,
-                    accumulation=accumulation,
-                    recompute=recompute,
-                    offload=offload,
-                    stages_per_rank=config.parallel.pp_stages_per_rank,
-                )
-                prices.append(price(config, job, layout, places[key(whole)].cluster))
-    fitting = [each for each in prices if each.fits]
+    """Enumerates the layouts that the config leaves open, prices each of them, and puts them in order."""
+    job, meshes = job_of(config, shape, precision), list(_meshes(config, shape, inventory))
+    refusals = {mesh: _refusal(config, shape, inventory, mesh) for mesh in meshes}
+    cluster = functools.cache(lambda ranks_per_host: cluster_of(inventory, ranks_per_host, precision=precision))
+    priced = [
+        price(config, job, layout, cluster(ranks_per_host(config, inventory, mesh)))
+        for mesh in meshes
+        if refusals[mesh] is None
+        for layout in _layouts(config, inventory, mesh)
+    ]
+    fitting = [each for each in priced if each.fits]
     if config.parallel.offload == "auto" and any(each.layout.offload == "none" for each in fitting):
         fitting = [each for each in fitting if each.layout.offload == "none"]
-    unfitting = sorted((each for each in prices if not each.fits), key=lambda each: each.missing_gib)
-    return Ranking(job, _best_first(fitting), tuple(unfitting), places, tuple(refused))
+    unfitting = sorted((each for each in priced if not each.fits), key=lambda each: each.missing_gib)
+    refused = tuple(refusal for refusal in refusals.values() if refusal is not None)
+    return Ranking(job, _best_first(fitting), tuple(unfitting), refused)
+
+
+# The order
 
 
 def _best_first(fitting: list[PricedLayout]) -> tuple[PricedLayout, ...]:
-    """By seconds; before all, the best: of the kinds that are as fast as the arithmetic can tell, the simplest, with
-    the micro-batch that leaves most memory among its fastest."""
+    """By predicted time, except that the best comes first.
+
+    The best is of the simplest kind among those within AS_FAST of the fastest, and of that kind's layouts within
+    AS_FAST_OF_A_KIND of its fastest it has the micro-batch that needs the least memory.
+    """
     if not fitting:
         return ()
-    in_order = sorted(fitting, key=lambda each: (each.step_s, _simplicity(each)))
-    fastest = best_by_kind(in_order)
-    simplest = min((each for each in fastest if each.step_s <= AS_FAST * fastest[0].step_s), key=_simplicity)
-    alike = [each for each in in_order if each.kind == simplest.kind and each.step_s <= SAME * simplest.step_s]
+    by_time = sorted(fitting, key=lambda each: (each.step_s, _simplicity(each)))
+    kinds = best_by_kind(by_time)
+    simplest = min((each for each in kinds if each.step_s <= AS_FAST * kinds[0].step_s), key=_simplicity)
+    slowest_s = AS_FAST_OF_A_KIND * simplest.step_s
+    alike = [each for each in by_time if each.kind == simplest.kind and each.step_s <= slowest_s]
     best = min(alike, key=lambda each: each.needed_gib)
-    return (best, *(each for each in in_order if each is not best))
+    return (best, *(each for each in by_time if each is not best))
 
 
-def best_by_kind(prices: Iterable[PricedLayout]) -> list[PricedLayout]:
-    """The first of each kind."""
+def best_by_kind(layouts: Iterable[PricedLayout]) -> list[PricedLayout]:
+    """The first layout of each kind, in the order given."""
     found: dict[tuple[object, ...], PricedLayout] = {}
-    for each in prices:
+    for each in layouts:
         found.setdefault(each.kind, each)
     return list(found.values())
 
 
 def _simplicity(priced: PricedLayout) -> tuple[int, ...]:
-    """Nothing offloaded, undivided, by simpler means, without recomputation."""
+    """Sort key: prefer no offload, then no pipeline or tensor parallelism, then the simpler strategy, then no
+    recomputation."""
     layout = priced.layout
     return (
         OFFLOAD.index(layout.offload),
@@ -127,25 +115,26 @@ def _simplicity(priced: PricedLayout) -> tuple[int, ...]:
     )
 
 
-# What is open
+# The candidates
 
 
-def _meshes(config: RunConfig, shape: ModelShape, inventory: Inventory) -> Iterator[tuple[StrategyName, int, int]]:
+def _meshes(config: RunConfig, shape: ModelShape, inventory: Inventory) -> Iterator[Mesh]:
+    """Every strategy with every tp and pp that the config leaves open, whether or not they are possible."""
     parallel = config.parallel
     slots = [len(host.devices) for host in inventory.hosts]
-    devices = parallel.ranks or sum(slots)
+    num_devices = parallel.ranks or sum(slots)
     pinned = parallel.strategy != "auto"
-    tps = [parallel.tp] if parallel.tp else [1] if pinned else _tensor_sizes(shape, slots, devices)
+    tps = [parallel.tp] if parallel.tp else [1] if pinned else _tensor_sizes(shape, slots, num_devices)
     for tp in tps:
-        pps = [parallel.pp] if parallel.pp else [1] if pinned else _pipeline_sizes(shape, devices // tp)
+        pps = [parallel.pp] if parallel.pp else [1] if pinned else _pipeline_sizes(shape, num_devices // tp)
         for pp in pps:
-            for strategy in _strategies(config, devices=devices, num_hosts=len(slots)):
+            for strategy in _strategies(config, num_ranks=max(num_devices, tp * pp), num_hosts=len(slots)):
                 if pinned or ((tp == 1 or strategy in WITH_TP) and (pp == 1 or strategy in WITH_PP)):
-                    yield strategy, tp, pp
+                    yield Mesh(strategy, tp, pp)
 
 
-def _strategies(config: RunConfig, *, devices: int, num_hosts: int) -> tuple[StrategyName, ...]:
-    """`single` where there is one device, or one host whose cores one process can have as well as several."""
+def _strategies(config: RunConfig, *, num_ranks: int, num_hosts: int) -> tuple[StrategyName, ...]:
+    """The strategies to try; `single` only on one device, or on a host whose cores one process can use as well."""
     parallel = config.parallel
     if parallel.strategy != "auto":
         return (parallel.strategy,)
@@ -154,130 +143,206 @@ def _strategies(config: RunConfig, *, devices: int, num_hosts: int) -> tuple[Str
         several.remove("zero3")
     if num_hosts == 1:
         several.remove("hsdp")
-    if devices > 1:
+    if num_ranks > 1:
         return tuple(several)
     alone: tuple[StrategyName, ...] = ("single", "fsdp", "zero1", "zero2", "zero3")
     return tuple(strategy for strategy in alone if strategy == "single" or strategy in several)
 
 
-def _tensor_sizes(shape: ModelShape, slots: list[int], devices: int) -> list[int]:
-    """1, and what divides a host's devices and the model's heads and matrices."""
+def _tensor_sizes(shape: ModelShape, slots: list[int], num_devices: int) -> list[int]:
+    """1, and every number that divides each host's devices and the model's heads and matrices."""
     if shape.architecture not in KNOWN_ARCHITECTURES:
         return [1]
-    divided = (shape.heads, shape.kv_heads, shape.mlp_width)
-    most = min(min(slots), devices)
-    return [tp for tp in range(1, most + 1) if not any(size % tp for size in (*divided, *slots)) and devices % tp == 0]
+    divided = (shape.heads, shape.kv_heads, shape.mlp_width, *slots, num_devices)
+    return [tp for tp in range(1, min(*slots, num_devices) + 1) if all(size % tp == 0 for size in divided)]
 
 
-def _pipeline_sizes(shape: ModelShape, groups: int) -> list[int]:
-    """1, and what divides the groups of tp ranks; not more than there are layers."""
+def _pipeline_sizes(shape: ModelShape, num_groups: int) -> list[int]:
+    """1, and every number up to the layers that divides the groups of tp ranks."""
     if shape.architecture not in KNOWN_ARCHITECTURES:
         return [1]
-    return [pp for pp in range(1, max(1, min(groups, shape.layers, MOST_STAGES)) + 1) if groups % pp == 0]
+    most = max(1, min(num_groups, shape.layers, MAX_STAGES))
+    return [pp for pp in range(1, most + 1) if num_groups % pp == 0]
+
+
+def _layouts(config: RunConfig, inventory: Inventory, mesh: Mesh) -> Iterator[Layout]:
+    """The layouts on a possible mesh: by micro-batch, recomputation and offload."""
+    ranks = ranks_per_host(config, inventory, mesh)
+    if mesh.tp > 1 and config.parallel.tp == 0 and any(on_host % mesh.tp for on_host in ranks):
+        return  # a tensor-parallel group would reach over hosts
+    if mesh.strategy == "hsdp" and config.parallel.strategy == "auto" and len(set(ranks)) > 1:
+        return  # its groups are hosts, which must be equal
+    dp = sum(ranks) // mesh.model_ranks
+    for micro_batch, accumulation in _micro_batches(config, dp=dp, pp=mesh.pp):
+        for recompute, offload in _savings(config, mesh.strategy):
+            yield Layout(
+                mesh.strategy,
+                mesh.tp,
+                mesh.pp,
+                dp,
+                micro_batch,
+                accumulation,
+                recompute=recompute,
+                offload=offload,
+                stages_per_rank=config.parallel.pp_stages_per_rank,
+            )
+
+
+def _micro_batches(config: RunConfig, *, dp: int, pp: int) -> Iterator[tuple[int, int]]:
+    """Micro-batch sizes, and how many micro-batches of each a replica makes in a step; largest size first."""
+    sequences = config.train.global_batch // dp
+    for size in _micro_batch_sizes(config, sequences):
+        if sequences % size == 0 and accumulation_refusal(config, sequences // size, pp=pp, dp=dp) is None:
+            yield size, sequences // size
+
+
+def _micro_batch_sizes(config: RunConfig, sequences: int) -> list[int]:
+    asked = config.train.micro_batch
+    return [asked] if asked else [size for size in range(sequences, 0, -1) if sequences % size == 0]
 
 
 def _savings(config: RunConfig, strategy: StrategyName) -> Iterator[tuple[Recompute, Offload]]:
-    asked, offload = config.train.activation_checkpointing, config.parallel.offload
+    """Ways to save memory: what the backward pass recomputes, and what lies in host memory."""
+    recompute, offload = config.train.activation_checkpointing, config.parallel.offload
     possible = [each for each in OFFLOAD if each == "none" or each in OFFLOADS.get(strategy, ())]
-    for recompute in RECOMPUTE if asked == "auto" else (asked,):
-        for each in possible if offload == "auto" else (offload,):
-            if each in possible:
-                yield recompute, each
+    for recomputed in RECOMPUTE if recompute == "auto" else (recompute,):
+        for offloaded in possible if offload == "auto" else (offload,):
+            if offloaded in possible:
+                yield recomputed, offloaded
 
 
-def _micro_batches(config: RunConfig, layout: Layout) -> Iterator[tuple[int, int]]:
-    """Sizes, and how many of them. Raises ValueError for one that is asked for and cannot be."""
-    sequences, asked = config.train.global_batch // layout.dp, config.train.micro_batch
-    if asked and sequences % asked:
-        raise ValueError(
-            f"{sequences} sequences per data-parallel rank (train.global_batch = {config.train.global_batch} / "
-            f"{layout.dp}) are no multiple of train.micro_batch = {asked}: change one of them, or set "
-            "train.micro_batch=0"
-        )
-    found, why = 0, ""
-    for size in [asked] if asked else [n for n in range(sequences, 0, -1) if sequences % n == 0]:
-        try:
-            check_accumulation(config, sequences // size, pp=layout.pp, dp=layout.dp)
-        except ValueError as error:
-            why = why or str(error)
-            continue
-        found += 1
-        yield size, sequences // size
-    if not found:
-        raise ValueError(why)
+# Ranks per host
 
 
-# What cannot be
+def ranks_per_host(config: RunConfig, inventory: Inventory, mesh: Mesh) -> tuple[int, ...]:
+    """As many ranks as there are devices and the global batch can be divided over, first hosts first."""
+    left, per_host = _num_ranks(config, inventory, mesh), list[int]()
+    for host in inventory.hosts:
+        per_host.append(min(len(host.devices), left - sum(per_host)))
+    return tuple(ranks for ranks in per_host if ranks)
 
 
-def ranks_of(
-    config: RunConfig, inventory: Inventory, *, model_ranks: int, strategy: StrategyName
-) -> tuple[tuple[int, ...], str]:
-    """Ranks per host. Automatic: as many as there are devices and the global batch can be dealt to evenly."""
-    slots = [len(host.devices) for host in inventory.hosts]
-    available, batch, asked = sum(slots), config.train.global_batch, config.parallel.ranks
-    devices = f"{len(slots)} host{'s' if len(slots) > 1 else ''} with {available} device{'s' if available > 1 else ''}"
-    if strategy == "single":
-        return (1,), "strategy single is one process"
+def _num_ranks(config: RunConfig, inventory: Inventory, mesh: Mesh) -> int:
+    if mesh.strategy == "single":
+        return 1
+    return config.parallel.ranks or _num_replicas(config, inventory, mesh) * mesh.model_ranks
+
+
+def _num_replicas(config: RunConfig, inventory: Inventory, mesh: Mesh) -> int:
+    """The most that have devices, and equal parts of the global batch."""
+    batch, most = config.train.global_batch, _num_devices(inventory) // mesh.model_ranks
+    return next(n for n in range(min(most, batch), 0, -1) if batch % n == 0)
+
+
+def _num_devices(inventory: Inventory) -> int:
+    return sum(len(host.devices) for host in inventory.hosts)
+
+
+def _count_devices(inventory: Inventory) -> str:
+    """`2 hosts with 16 devices`."""
+    hosts, devices = len(inventory.hosts), _num_devices(inventory)
+    return f"{hosts} host{'s' if hosts > 1 else ''} with {devices} device{'s' if devices > 1 else ''}"
+
+
+def why_ranks(config: RunConfig, inventory: Inventory, mesh: Mesh) -> str:
+    """Why the plan has as many ranks as it has, for its reasons."""
+    if mesh.strategy == "single":
+        return "strategy single is one process"
+    if config.parallel.ranks:
+        return "asked for by parallel.ranks"
+    devices, ranks = _count_devices(inventory), _num_ranks(config, inventory, mesh)
+    idle = _num_devices(inventory) - ranks
+    if not idle:
+        return devices
+    if mesh.model_ranks > 1:
+        replicas = _num_replicas(config, inventory, mesh)
+        return f"{devices}, used as {replicas} x tp*pp = {mesh.model_ranks}; {idle} stay idle"
+    return f"{devices}, of which {ranks} divide train.global_batch = {config.train.global_batch}; {idle} stay idle"
+
+
+# Refusals
+
+
+def _refusal(config: RunConfig, shape: ModelShape, inventory: Inventory, mesh: Mesh) -> str | None:
+    return (
+        _ranks_refusal(config, inventory, mesh)
+        or _division_refusal(config, shape, mesh)
+        or _batch_refusal(config, inventory, mesh)
+    )
+
+
+def _ranks_refusal(config: RunConfig, inventory: Inventory, mesh: Mesh) -> str | None:
+    """Devices that the ranks need."""
+    asked, available = config.parallel.ranks, _num_devices(inventory)
+    if mesh.strategy == "single":
+        return None
     if asked > available:
-        raise ValueError(f"parallel.ranks = {asked}, but {devices}: lower parallel.ranks or set it to 0")
-    if available < model_ranks or (asked and asked % model_ranks):
-        per_host_slots = f"{len(slots)} nodes x {slots[0]} devices" if len(set(slots)) == 1 else devices
-        raise ValueError(
-            f"{per_host_slots} = {asked or available} ranks, not divisible by tp*pp = {model_ranks}: "
+        return f"parallel.ranks = {asked}, but {_count_devices(inventory)}: lower parallel.ranks or set it to 0"
+    if available < mesh.model_ranks or asked % mesh.model_ranks:
+        slots = {len(host.devices) for host in inventory.hosts}
+        devices = (
+            f"{len(inventory.hosts)} nodes x {min(slots)} devices" if len(slots) == 1 else _count_devices(inventory)
+        )
+        return (
+            f"{devices} = {asked or available} ranks, not divisible by tp*pp = {mesh.model_ranks}: "
             "change parallel.tp, parallel.pp or the host list"
         )
-    replicas = next(n for n in range(min(available // model_ranks, batch), 0, -1) if batch % n == 0)
-    ranks = asked or replicas * model_ranks
-    why = "asked for by parallel.ranks" if asked else devices
-    if not asked and ranks < available:
-        why += f", of which {ranks} divide train.global_batch = {batch}; {available - ranks} stay idle"
-        if model_ranks > 1:
-            why = f"{devices}, dealt as {replicas} x tp*pp = {model_ranks}; {available - ranks} stay idle"
-    per_host: list[int] = []
-    for slot in slots:
-        per_host.append(min(slot, ranks - sum(per_host)))
-    return tuple(n for n in per_host if n), why
+    return None
 
 
-def check_mesh(config: RunConfig, shape: ModelShape, *, tp: int, pp: int) -> None:
-    stages = pp * config.parallel.pp_stages_per_rank
-    if (tp > 1 or pp > 1) and shape.architecture not in KNOWN_ARCHITECTURES:
-        raise ValueError(
+def _division_refusal(config: RunConfig, shape: ModelShape, mesh: Mesh) -> str | None:
+    """The model's matrices and layers, which tensor and pipeline parallelism divide."""
+    tp, stages = mesh.tp, mesh.pp * config.parallel.pp_stages_per_rank
+    if mesh.model_ranks > 1 and shape.architecture not in KNOWN_ARCHITECTURES:
+        return (
             f"a {shape.architecture} model has no tensor or pipeline plan (there is one for "
             f"{', '.join(KNOWN_ARCHITECTURES)}): set parallel.tp=1 parallel.pp=1 and use ddp, fsdp, zero1, zero2 or "
             "zero3"
         )
-    for what, size in (
-        ("attention heads", shape.heads),
-        ("key/value heads", shape.kv_heads),
-        ("MLP width", shape.mlp_width),
-    ):
+    sizes = {"attention heads": shape.heads, "key/value heads": shape.kv_heads, "MLP width": shape.mlp_width}
+    for what, size in sizes.items():
         if size % tp:
-            raise ValueError(f"{size} {what} cannot be shared by parallel.tp = {tp}: choose a tp that divides {size}")
+            return f"{size} {what} cannot be shared by parallel.tp = {tp}: choose a tp that divides {size}"
     if shape.layers < stages:
-        raise ValueError(
+        return (
             f"{shape.layers} layers cannot fill parallel.pp x pp_stages_per_rank = {stages} stages: "
             "lower parallel.pp or parallel.pp_stages_per_rank"
         )
-    if config.parallel.precision == "fp8":
-        check_fp8_sizes(shape, tp=tp)
+    return fp8_refusal(shape, tp=tp) if config.parallel.precision == "fp8" else None
 
 
-def check_accumulation(config: RunConfig, accumulation: int, *, pp: int, dp: int) -> None:
-    """1F1B fills its stages with at least as many micro-batches as ranks; interleaved, in rounds of as many.
+def _batch_refusal(config: RunConfig, inventory: Inventory, mesh: Mesh) -> str | None:
+    """Micro-batches that the global batch is made of; None if one size of them is possible."""
+    dp = _num_ranks(config, inventory, mesh) // mesh.model_ranks
+    sequences, asked = config.train.global_batch // dp, config.train.micro_batch
+    if asked and sequences % asked:
+        return (
+            f"{sequences} sequences per data-parallel rank (train.global_batch = {config.train.global_batch} / {dp}) "
+            f"are not a multiple of train.micro_batch = {asked}: change one of them, or set train.micro_batch=0"
+        )
+    refusals = [
+        accumulation_refusal(config, sequences // size, pp=mesh.pp, dp=dp)
+        for size in _micro_batch_sizes(config, sequences)
+    ]
+    return None if None in refusals else refusals[0]
 
-    DDP's static graph cannot begin with a micro-batch that is not reduced (an assertion in torch 2.13's reducer).
+
+def accumulation_refusal(config: RunConfig, accumulation: int, *, pp: int, dp: int) -> str | None:
+    """The number of micro-batches that each replica makes in a step.
+
+    1F1B fills its stages with at least as many micro-batches as ranks; interleaved, in rounds of as many. DDP's static
+    graph cannot begin with a micro-batch that is not reduced (an assertion in torch 2.13's reducer).
     """
     if config.parallel.static_graph and accumulation > 1:
-        raise ValueError(
+        return (
             f"parallel.static_graph with {accumulation} accumulated micro-batches is more than DDP can: set "
             f"train.micro_batch={config.train.global_batch // dp} or parallel.static_graph=false"
         )
     interleaved = config.parallel.pp_stages_per_rank > 1
     if accumulation < pp or (interleaved and accumulation % pp):
         need = f"a multiple of {pp}" if interleaved else f"at least {pp}"
-        raise ValueError(
+        return (
             f"{accumulation} micro-batches per step and pipeline, parallel.pp = {pp} needs {need}: "
             "raise train.global_batch or lower train.micro_batch"
         )
+    return None

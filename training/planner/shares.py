@@ -1,4 +1,4 @@
-"""A global batch dealt to unlike devices: to each data-parallel replica in proportion to its speed, within its memory.
+"""The global batch split over unlike devices: each data-parallel replica's share follows its speed, within its memory.
 
 All replicas make the same number of micro-batches a step, of different sizes: fsdp and ZeRO reduce after each of them,
 and a replica that made fewer would leave the others waiting. The update is that of equal shares: strategies divide the
@@ -11,25 +11,24 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-MIN_GAIN = 1.05  # two replicas that differ by 10%; like CPUs measure within that, and shall go on with equal shares
-AS_FAST = 1.02  # what the arithmetic cannot tell apart: then as few micro-batches a step as possible
+MIN_GAIN = 1.05  # of two replicas that differ by 10%; equal CPUs measure within that, and keep equal shares
+AS_FAST = 1.02  # closer predictions are not told apart: then a step has as few micro-batches as possible
 ACCUMULATIONS_TRIED = 16
 
 
 @dataclass(frozen=True)
 class Replica:
-    """A data-parallel replica. `speed`: sequences/s that its slowest device computes; `most`: sequences in the largest
-    micro-batch that the smallest memory among its devices takes.
-    """
+    """A data-parallel replica. `speed`: sequences/s that its slowest device computes. `max_micro_batch`: sequences in
+    the largest micro-batch that the smallest memory among its devices holds."""
 
     device: str
     speed: float
-    most: int
+    max_micro_batch: int
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Each replica's micro-batch, `accumulation` times a step."""
+    """Each replica's micro-batch; a step has `accumulation` of them."""
 
     micro_batches: tuple[int, ...]
     accumulation: int
@@ -39,27 +38,31 @@ class Shares:
         return len(set(self.micro_batches)) == 1
 
 
-def deal(num_sequences: int, *, speeds: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
-    """Whole micro-batches that add up to `num_sequences`, of which the slowest is done soonest; each at least 1.
+def split_by_speed(num_sequences: int, *, speeds: Sequence[float], max_micro_batches: Sequence[int]) -> tuple[int, ...]:
+    """The micro-batches that add up to `num_sequences` and are all done soonest; each is at least 1.
 
-    Whoever would finish its next sequence first gets it: found by bisection over the time, so that millions of
-    sequences cost no more than a few. Raises ValueError if there are too many sequences for the memory, or too few.
+    Each sequence goes to the replica that would finish it first. That split is found by bisection over the time, so
+    that millions of sequences cost no more than a few. Raises ValueError if there are more sequences than fit in
+    memory, or fewer than replicas.
     """
-    if not len(speeds) <= num_sequences <= sum(most):
+    if not len(speeds) <= num_sequences <= sum(max_micro_batches):
         raise ValueError(
-            f"{num_sequences} sequences cannot be dealt to {len(speeds)} replicas that take 1 to {list(most)}: "
+            f"{num_sequences} sequences cannot be split over {len(speeds)} replicas that hold 1 to "
+            f"{list(max_micro_batches)}: "
             "change train.global_batch or train.micro_batch"
         )
 
     def done_by(time: float) -> list[int]:
-        return [max(1, min(limit, math.floor(time * speed))) for speed, limit in zip(speeds, most, strict=True)]
+        return [
+            max(1, min(limit, math.floor(time * speed))) for speed, limit in zip(speeds, max_micro_batches, strict=True)
+        ]
 
     low, high = 0.0, num_sequences / min(speeds)
     for _ in range(64):
         middle = (low + high) / 2
         low, high = (middle, high) if sum(done_by(middle)) <= num_sequences else (low, middle)
     dealt = done_by(low)
-    open_to_more = [i for i, limit in enumerate(most) if dealt[i] < limit]
+    open_to_more = [i for i, limit in enumerate(max_micro_batches) if dealt[i] < limit]
     open_to_more.sort(key=lambda i: (dealt[i] + 1) / speeds[i])
     for i in open_to_more[: num_sequences - sum(dealt)]:  # those that tie
         dealt[i] += 1
@@ -75,27 +78,32 @@ def choose_shares(
     step_s: Callable[[Shares], float],
     possible: Callable[[int], bool] = lambda _: True,
 ) -> tuple[Shares, float]:
-    """`equal`, or shares in proportion to speed where a step takes that much less time; and how many times as long it
-    takes with equal ones.
+    """Shares in proportion to speed if they make a step at least MIN_GAIN times as fast, else `equal`; and that gain.
 
-    `possible`: whether a step may have so many micro-batches; a pipeline wants at least its stages.
+    `possible` says whether a step may have so many micro-batches: a pipeline needs at least its stages.
     """
-    speeds, most = [replica.speed for replica in replicas], [replica.most for replica in replicas]
+    speeds, max_micro_batches = (
+        [replica.speed for replica in replicas],
+        [replica.max_micro_batch for replica in replicas],
+    )
     tried = []
     for accumulation in _accumulations(replicas, global_batch, possible):
-        shares = Shares(deal(global_batch // accumulation, speeds=speeds, most=most), accumulation)
+        shares = Shares(
+            split_by_speed(global_batch // accumulation, speeds=speeds, max_micro_batches=max_micro_batches),
+            accumulation,
+        )
         tried.append((step_s(shares), shares))
     if not tried:
         return equal, 1.0
     soonest = min(seconds for seconds, _ in tried)
-    seconds, shares = next(one for one in tried if one[0] <= AS_FAST * soonest)
+    seconds, shares = next(each for each in tried if each[0] <= AS_FAST * soonest)
     gain = step_s(equal) / seconds
     return (shares, gain) if gain >= MIN_GAIN and not shares.are_equal else (equal, 1.0)
 
 
 def _accumulations(replicas: Sequence[Replica], global_batch: int, possible: Callable[[int], bool]) -> Iterable[int]:
-    """Fewest micro-batches first; beyond the first few that fit, steps only get longer."""
-    smallest, largest = len(replicas), sum(replica.most for replica in replicas)
+    """Possible numbers of micro-batches in a step, fewest first; after the first few, steps only get longer."""
+    smallest, largest = len(replicas), sum(replica.max_micro_batch for replica in replicas)
     fitting = (
         n
         for n in range(1, global_batch // smallest + 1)
@@ -113,18 +121,18 @@ def largest_that_fits(fits: Callable[[int], bool], at_most: int) -> int:
     return low
 
 
-def followed(
-    micro_batches: Sequence[int], *, seconds: Sequence[float], most: Sequence[int]
+def rebalanced(
+    micro_batches: Sequence[int], *, seconds: Sequence[float], max_micro_batches: Sequence[int]
 ) -> tuple[tuple[int, ...], float]:
-    """Half way from these micro-batches to those that the replicas' measured seconds ask for; and how many times as
-    long a step takes now as it would there.
+    """Micro-batches half way from these to those that the measured seconds call for; and how many times as long a step
+    takes now as it would there.
 
-    Half way, since one measurement is not the whole truth: part of the seconds does not depend on the micro-batch.
-    Whatever that part is, the shares settle where all replicas take the same time.
+    It goes half way because part of the seconds does not depend on the micro-batch. Whatever that part is, the shares
+    settle where all replicas take the same time.
     """
     speeds = [size / time for size, time in zip(micro_batches, seconds, strict=True)]
-    wanted = deal(sum(micro_batches), speeds=speeds, most=most)
+    wanted = split_by_speed(sum(micro_batches), speeds=speeds, max_micro_batches=max_micro_batches)
     gain = max(seconds) / max(size / speed for size, speed in zip(wanted, speeds, strict=True))
     half = [(size + goal) / 2 for size, goal in zip(micro_batches, wanted, strict=True)]
-    nearer = deal(sum(micro_batches), speeds=half, most=most)
+    nearer = split_by_speed(sum(micro_batches), speeds=half, max_micro_batches=max_micro_batches)
     return (wanted if nearer == tuple(micro_batches) else nearer), gain

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from training.config.run import RunConfig
-from training.planner.shares import deal
+from training.planner.shares import split_by_speed
 from training.records.plan import RunPlan
 
 
@@ -25,7 +25,7 @@ def smaller(plan: RunPlan) -> tuple[int, ...] | None:
             continue
         if not plan.is_unequal:
             return (batch // accumulation // plan.dp,) * plan.dp
-        dealt = deal(batch // accumulation, speeds=plan.micro_batches, most=plan.micro_batches)
+        dealt = split_by_speed(batch // accumulation, speeds=plan.micro_batches, max_micro_batches=plan.micro_batches)
         if max(dealt) < plan.micro_batch:
             return dealt
     return None

@@ -1,6 +1,7 @@
 """Stage 3, the plan: which ranks run which program, and what the arithmetic predicts of it.
 
-RunPlan is Shardline's own training, planned by training/planner; TrainerPlan is a training program of the user's.
+RunPlan is Shardline's own training, planned by training/planner; RankPlan is the part of it that an evaluation has too
+(training/records/evaluation_plan.py); TrainerPlan is a training program of the user's.
 Launching needs the same of both: where their ranks are, the command that each of them runs, and its environment.
 """
 
@@ -87,19 +88,16 @@ class Command(TypedDict):
     args: tuple[str, ...]
 
 
-class RunPlan(Record):
-    """runs/ID/plan.json: everything that a rank needs, written once by the head node.
+class RankPlan(Record):
+    """What ranks that train or evaluate a model read: its text, its shape, and how they share both.
 
     `config` is what was asked for, the rest what was chosen: where they say the same thing, ranks go by the latter.
     `mesh`: sizes of the axes pp, dp and tp, outermost first; ranks that share a layer's matrices are neighbours.
-    `hosts`: their names, in the order of ranks; empty in plans that name none.
     `micro_batches`: sequences per forward pass, by data-parallel replica; all make `accumulation` of them a step.
-    `rebalance` lets them change while the run goes on, each up to its `largest_micro_batches`.
-    `ranking`: the choices there were, the one taken first; at the end some that do not fit.
-    `sequences`: in all steps together; fewer than steps x global batch where max_epochs ends within the last batch.
+    `rebalance` lets the micro-batches change while training goes on.
     """
 
-    run_id: str
+    run_id: str  # the name of the plan's folder
     config: RunConfig
     shards_dir: str
     shards_fingerprint: str
@@ -113,24 +111,56 @@ class RunPlan(Record):
     activation_checkpointing: Literal["none", "selective", "full"]
     mesh: dict[str, int]
     group_ranks: int = 0  # data-parallel ranks in a group, for hsdp and local-sgd
-    hosts: tuple[str, ...] = ()
     ranks_per_host: tuple[int, ...]
     threads_per_rank: int
     micro_batches: tuple[int, ...]
-    largest_micro_batches: tuple[int, ...]
     accumulation: int
     rebalance: bool
     precision: Precision
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.ranks_per_host)
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks: each holds (with its tp and pp peers) the whole model and takes its share of a batch."""
+        return self.mesh["dp"]
+
+    @property
+    def micro_batch(self) -> int:
+        """The largest one."""
+        return max(self.micro_batches)
+
+    def command(self, module: str, *, run_dir: Path) -> Command:
+        """`python -m MODULE RUN_DIR/plan.json`; `module` is one of Shardline's programs, such as training.train."""
+        return {"module": module, "script": "", "args": (str(run_dir / "plan.json"),)}
+
+    def environment(self) -> dict[str, str]:
+        """The plan file holds all that a rank needs."""
+        return {}
+
+    def working_dir(self, run_dir: Path) -> str:
+        return "/"
+
+
+class RunPlan(RankPlan):
+    """runs/ID/plan.json: everything that a rank needs to train, written once by the head node.
+
+    `hosts`: their names, in the order of ranks; empty in plans that name none.
+    `largest_micro_batches`: how far rebalancing may raise each micro-batch.
+    `ranking`: the choices there were, the one taken first; at the end some that do not fit.
+    `sequences`: in all steps together; fewer than steps x global batch where max_epochs ends within the last batch.
+    """
+
+    hosts: tuple[str, ...] = ()
+    largest_micro_batches: tuple[int, ...]
     steps: int
     sequences: int
     predicted: Prediction
     ranking: tuple[RankedLayout, ...]
     reasons: tuple[str, ...]
     mlflow_run_id: str = ""
-
-    @property
-    def world_size(self) -> int:
-        return sum(self.ranks_per_host)
 
     @property
     def chosen(self) -> dict[str, dict[str, Any]]:
@@ -153,16 +183,6 @@ class RunPlan(Record):
         return {"parallel": parallel, "train": train}
 
     @property
-    def dp(self) -> int:
-        """Data-parallel ranks: each holds (with its tp and pp peers) the whole model and takes its share of a batch."""
-        return self.mesh["dp"]
-
-    @property
-    def micro_batch(self) -> int:
-        """The largest one."""
-        return max(self.micro_batches)
-
-    @property
     def is_unequal(self) -> bool:
         """Whether replicas have shares of different sizes."""
         return len(set(self.micro_batches)) > 1
@@ -171,17 +191,6 @@ class RunPlan(Record):
     def batch_tokens(self) -> int:
         """Tokens per optimizer step, over all ranks."""
         return self.config.train.global_batch * self.config.train.context
-
-    def command(self, module: str, *, run_dir: Path) -> Command:
-        """`python -m MODULE runs/ID/plan.json`; `module` is one of Shardline's programs, such as training.train."""
-        return {"module": module, "script": "", "args": (str(run_dir / "plan.json"),)}
-
-    def environment(self) -> dict[str, str]:
-        """The plan file holds all that a rank needs."""
-        return {}
-
-    def working_dir(self, run_dir: Path) -> str:
-        return "/"
 
 
 class TrainerPlan(Record):

@@ -12,14 +12,6 @@ class Sample(Record):
     text: str
 
 
-class EvaluationJob(Record):
-    """evaluate.json beside a plan: the model to evaluate, a folder in Hugging Face layout."""
-
-    model: str
-    step: int
-    checkpoint_sha256: str
-
-
 class Figures(Record):
     """Of held-out text: `loss` in nats per token; a masked model has no bits per byte."""
 

@@ -11,12 +11,12 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from training.records.plan import RunPlan
+from training.records.plan import RankPlan
 
 ACROSS, INSIDE = "across_groups", "inside_group"
 
 
-def build_mesh(plan: RunPlan) -> DeviceMesh:
+def build_mesh(plan: RankPlan) -> DeviceMesh:
     """The plan's mesh, axes in the plan's order; strategies take their sub-meshes from it by name."""
     mesh = init_device_mesh(plan.device_kind, tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
     for axis in plan.mesh:  # groups that do not span the world are made with torch's 30 minutes
@@ -24,7 +24,7 @@ def build_mesh(plan: RunPlan) -> DeviceMesh:
     return mesh
 
 
-def group_mesh(plan: RunPlan) -> DeviceMesh:
+def group_mesh(plan: RankPlan) -> DeviceMesh:
     """The dp axis as groups of plan.group_ranks neighbours: axes ACROSS and INSIDE groups. Collective."""
     num_groups, tp = plan.dp // plan.group_ranks, plan.mesh["tp"]
     assert plan.mesh["pp"] == 1
@@ -35,27 +35,27 @@ def group_mesh(plan: RunPlan) -> DeviceMesh:
     return mesh[ACROSS, INSIDE]
 
 
-def timeout(plan: RunPlan) -> datetime.timedelta:
+def timeout(plan: RankPlan) -> datetime.timedelta:
     return datetime.timedelta(seconds=plan.config.parallel.timeout_s)
 
 
-def same_for_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks go on with the same `x`; its gradient is the sum of theirs ("f" in Shoeybi et al. 2019)."""
-    result: Tensor = _Same.apply(x, group)
+def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The same `x` on all ranks, whose gradient is the sum of theirs ("f" in Shoeybi et al. 2019)."""
+    result: Tensor = _CopyToGroup.apply(x, group)
     return result
 
 
-def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def sum_over_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of the ranks' `x`; each gets the whole gradient ("g" there). Without gradients it is made in place."""
     if not torch.is_grad_enabled():  # nothing to record: the plain collective, which has less to do in Python
         x = x.contiguous()
         dist.all_reduce(x, group=group)
         return x
-    result: Tensor = _Sum.apply(x, group)
+    result: Tensor = _SumOverGroup.apply(x, group)
     return result
 
 
-class _Same(torch.autograd.Function):
+class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -66,7 +66,7 @@ class _Same(torch.autograd.Function):
         return funcol.wait_tensor(funcol.all_reduce(grads[0].contiguous(), "sum", ctx.group)), None
 
 
-class _Sum(torch.autograd.Function):
+class _SumOverGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return funcol.wait_tensor(funcol.all_reduce(x.contiguous(), "sum", group))

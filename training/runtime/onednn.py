@@ -38,7 +38,7 @@ def prefer_onednn() -> bool:
 
     def mm_out(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
         fits = _fits(a, b) and out.shape == (a.shape[0], b.shape[1])
-        return _handed_over(product(a, b), out) if fits else usual["mm.out"].call_boxed(keys, a, b, out=out)
+        return _into(product(a, b), out) if fits else usual["mm.out"].call_boxed(keys, a, b, out=out)
 
     def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
         if _fits(a, b) and _is_bias(bias, b) and beta == alpha == 1:
@@ -48,7 +48,7 @@ def prefer_onednn() -> bool:
     def addmm_out(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor) -> Tensor:
         fits = _fits(a, b) and out.shape == (a.shape[0], b.shape[1])
         if fits and _is_bias(bias, b) and beta == alpha == 1:
-            return _handed_over(product(a, b, bias), out)
+            return _into(product(a, b, bias), out)
         return usual["addmm.out"].call_boxed(keys, bias, a, b, beta=beta, alpha=alpha, out=out)
 
     with warnings.catch_warnings(action="ignore"):  # torch tells that these have kernels, as is meant here
@@ -60,7 +60,7 @@ def prefer_onednn() -> bool:
 _LIBRARY = torch.library.Library("aten", "IMPL")  # what is registered lives as long as this does
 
 
-def _handed_over(result: Tensor, out: Tensor) -> Tensor:
+def _into(result: Tensor, out: Tensor) -> Tensor:
     """`out` as the result, without a copy where nobody else looks at its memory, as in compiled graphs.
 
     oneDNN's product has no `out`; the copies would be a tenth of a small model's step.
@@ -72,7 +72,7 @@ def _handed_over(result: Tensor, out: Tensor) -> Tensor:
 
 
 def _fits(a: Tensor, b: Tensor) -> bool:
-    """Else the usual kernel computes it, or tells what is wrong with it."""
+    """Whether oneDNN may compute a @ b; if not, the usual kernel does, or says what is wrong with it."""
     return a.dtype is b.dtype is torch.float32 and a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0] > 0
 
 

@@ -1,4 +1,4 @@
-"""One rank's surroundings: its place in the world, its device, its seeds, the signal that asks it to stop."""
+"""One rank's process: its place in the world, its device, its seeds, its process group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from training.records.plan import RunPlan
+from training.records.plan import RankPlan
 from training.runtime.onednn import prefer_onednn
 
 logger = logging.getLogger(__name__)
@@ -35,16 +35,15 @@ class Rank:
 
 
 @contextmanager
-def process_group(plan: RunPlan, *, world_size: int | None = None) -> Iterator[Rank]:
+def process_group(plan: RankPlan) -> Iterator[Rank]:
     """Join the process group, seed, and leave in order; a group that is not destroyed can abort at exit.
 
     Raises ValueError if torchrun's world is not the plan's.
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    expected = plan.world_size if world_size is None else world_size
-    if size != expected:
-        raise ValueError(f"torchrun started {size} ranks, the plan has {expected}: start it with that many")
+    if size != plan.world_size:
+        raise ValueError(f"torchrun started {size} ranks, the plan has {plan.world_size}: start it with that many")
     device = _device(plan.device_kind)
     if device.type == "cpu":
         torch.set_num_threads(plan.threads_per_rank)

@@ -71,13 +71,13 @@ class Recording:
         event.record()
         return event
 
-    def split_ms(self) -> dict[str, float]:
-        """Times by phase, summed over micro-batches; `exposed_communication` is already included in the others."""
-        split: dict[str, float] = {}
+    def times_ms(self) -> dict[str, float]:
+        """Milliseconds by phase, over all micro-batches; `exposed_communication` is already included in the others."""
+        times: dict[str, float] = {}
         for name, began, ended in self.phases:
             ms = began.elapsed_time(ended) if self.device.type == "cuda" else 1000 * (ended - began)
-            split[name] = split.get(name, 0.0) + ms
-        return split | {"exposed_communication": exposed_ms(self._events(), self.device)}
+            times[name] = times.get(name, 0.0) + ms
+        return times | {"exposed_communication": exposed_ms(self._events(), self.device)}
 
     def _events(self) -> list[Any]:
         """The profiler's own events: a table of them, as `events()` makes, would take ten times as long."""

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
-LOOK_EVERY_S = 1.0
+CHECK_EVERY_S = 1.0
 StopReason = Literal["hours", "signal"]
-STOP_REASONS: tuple[StopReason, ...] = get_args(StopReason)  # where several are there at once, the last one counts
+STOP_REASONS: tuple[StopReason, ...] = get_args(StopReason)  # of several reasons at once the last one counts
 
 
 class StopFlag:
@@ -30,7 +30,7 @@ class StopFlag:
         self._signalled = False
         self._asked: set[StopReason] = set()
         self._launcher = int(os.environ.get("SHARDLINE_LAUNCHER_PID", "0"))
-        self._looked_at = time.monotonic()
+        self._checked_at = time.monotonic()
         self._deadline = time.monotonic() + seconds_left
         self._flag = torch.zeros(1)
         self._work: dist.Work | None = None
@@ -44,7 +44,7 @@ class StopFlag:
         self._asked.add(reason)
 
     def agreed(self) -> StopReason | None:
-        """Why to stop, on all ranks alike, once any of them wanted it before the previous call."""
+        """Why to stop, if any rank wanted to before the previous call; the same on all ranks."""
         reason: StopReason | None = None
         if self._work is not None:
             self._work.wait()
@@ -58,13 +58,13 @@ class StopFlag:
         return reason
 
     def _launcher_is_gone(self) -> bool:
-        if not self._launcher or time.monotonic() < self._looked_at + LOOK_EVERY_S:
+        if not self._launcher or time.monotonic() < self._checked_at + CHECK_EVERY_S:
             return False
-        self._looked_at = time.monotonic()
+        self._checked_at = time.monotonic()
         try:
             os.kill(self._launcher, 0)
         except ProcessLookupError:
-            logger.warning("the launcher (pid %d) is gone: saving a checkpoint and leaving", self._launcher)
+            logger.warning("the launcher (pid %d) is gone: saving a checkpoint and stopping", self._launcher)
             return True
         return False
 

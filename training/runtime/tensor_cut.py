@@ -1,4 +1,4 @@
-"""How ranks share a tensor: the piece of each, and the whole again. Checkpoints hold only wholes."""
+"""How a tensor is cut over ranks: each rank's piece, and the whole again. Checkpoints hold only whole tensors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 @dataclass(frozen=True)
 class Cut:
-    """Along `dim`, which consists of `blocks` equal parts (GPT-2 keeps q, k and v in one matrix), each of them dealt
-    to all ranks; unevenly where their number does not divide it."""
+    """How a tensor is cut over ranks: along `dim`, unevenly where the number of ranks does not divide it.
+
+    `dim` consists of `blocks` equal parts, each cut by itself (GPT-2 keeps q, k and v in one matrix).
+    """
 
     dim: int
     blocks: int = 1

@@ -1,7 +1,7 @@
-"""When no step comes: the Python stack of every rank goes to runs/ID/stacks/ before the run ends.
+"""Writes the Python stack of every rank to runs/ID/stacks/ when no step is made for too long.
 
-faulthandler writes them from a thread of its own that needs no interpreter lock, so a rank that is blocked anywhere
-but by SIGSTOP still tells where it is. A collective gives up after parallel.timeout_s; the stacks are written a
+faulthandler writes them from a thread of its own that needs no interpreter lock, so a rank that is blocked by anything
+but SIGSTOP still shows where it is. A collective gives up after parallel.timeout_s; the stacks are written a
 little earlier. They are written as well on SIGUSR1, and when NCCL's watchdog aborts the process.
 """
 
@@ -24,7 +24,7 @@ RECORDED_COLLECTIVES = 2000  # NCCL's flight recorder keeps the newest so many; 
 
 
 class Watchdog:
-    """Armed from the start, and anew at each step's `heartbeat`."""
+    """Writes the stacks unless `heartbeat` is called in time; armed from the start."""
 
     def __init__(self, file: IO[str], *, timeout_s: float) -> None:
         self.file, self.patience_s = file, WRITE_AT * timeout_s - HEARTBEAT_EVERY_S / 2
@@ -32,7 +32,7 @@ class Watchdog:
         self.heartbeat()
 
     def heartbeat(self) -> None:
-        """A step was made. What was written before it was no hang, but a long validation or compilation."""
+        """A step was made: rearm. Stacks written before it were no hang, but a long validation or compilation."""
         now = time.monotonic()
         if now >= self.due:
             self.due = now + HEARTBEAT_EVERY_S
@@ -46,7 +46,7 @@ class Watchdog:
 
 @contextmanager
 def hang_watchdog(plan: RunPlan, run_dir: Path) -> Iterator[Watchdog]:
-    """Around everything that a rank does; entered before the process group is made. An error says where to look."""
+    """Watch all that a rank does; enter it before the process group is made. Errors say where the stacks are."""
     folder, rank = run_dir / "stacks", int(os.environ.get("RANK", "0"))
     folder.mkdir(exist_ok=True)
     _record_collectives(plan, folder)
@@ -61,7 +61,7 @@ def hang_watchdog(plan: RunPlan, run_dir: Path) -> Iterator[Watchdog]:
         except Exception as error:
             if watchdog.has_written():
                 error.add_note(
-                    f"No step came for {watchdog.patience_s:.0f} s: the ranks' Python stacks are in {folder}"
+                    f"No step was made for {watchdog.patience_s:.0f} s: the ranks' Python stacks are in {folder}"
                 )
             raise
         else:
@@ -72,12 +72,12 @@ def hang_watchdog(plan: RunPlan, run_dir: Path) -> Iterator[Watchdog]:
             faulthandler.disable()
             if not watchdog.has_written():
                 path.unlink()
-                with suppress(OSError):  # another rank's is there
+                with suppress(OSError):  # another rank's stacks are there
                     folder.rmdir()
 
 
 def _record_collectives(plan: RunPlan, folder: Path) -> None:
-    """NCCL's flight recorder: which collectives each rank had begun, dumped by its watchdog on a timeout.
+    """Turn on NCCL's flight recorder: the collectives that each rank began, dumped by NCCL's watchdog on a timeout.
 
     To be read by `python -m torch.distributed.flight_recorder.fr_trace` (its pickles: trust the folder).
     """

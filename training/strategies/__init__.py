@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from training.data.batch import Batch, Share
 from training.models.architectures import layers_of
 from training.models.language_model import LanguageModel
-from training.records.plan import RunPlan
+from training.records.plan import RankPlan
 from training.strategies import ddp, fsdp, local_sgd, pipeline, tensor, torch_strategy, zero
 from training.strategies.activation_checkpointing import compile_layers, recompute_in_backward
 from training.strategies.float8 import use_float8
@@ -27,7 +27,7 @@ __all__ = ["STRATEGIES", "StepStats", "Strategy", "parallelize"]
 
 
 class Strategy(Protocol):
-    """What the loop needs of a strategy; every method is called on all ranks alike."""
+    """What training and evaluation need of a strategy; every method is called on all ranks alike."""
 
     module: nn.Module
 
@@ -35,16 +35,18 @@ class Strategy(Protocol):
         """One optimizer step on this rank's micro-batches."""
 
     def loss(self, batch: Batch) -> Tensor:
-        """Summed loss [] of a held-out batch; summing over all ranks counts each sequence once. Call in no_grad."""
+        """The summed loss [] of a held-out batch; a sum over all ranks counts each sequence once. Call in no_grad."""
 
     def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """fp32 losses and bool right guesses by token of a held-out batch; zeros on ranks that do not count, so that
-        summing over all ranks counts each once. Call in no_grad.
+        """Each token's loss, fp32, in a held-out batch, and whether the likeliest word is its target, bool.
+
+        Zeros on ranks that do not count, so that a sum over all ranks counts each token once. Call in no_grad.
         """
 
     def next_logits(self, inputs: Tensor, places: Tensor) -> Tensor:
-        """int64 [batch, length] and [batch] -> fp32 [batch, vocab], of the word after each place. All ranks give the
-        same inputs, and get the same logits but for rounding. Call in no_grad.
+        """int64 [batch, length] and [batch] -> fp32 [batch, vocab]: the logits of the word after each place.
+
+        All ranks pass the same inputs, and get the same logits but for rounding. Call in no_grad.
         """
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -60,16 +62,16 @@ class Strategy(Protocol):
         """
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `optimizer_state` of any strategy gave."""
+        """Load what `optimizer_state` of any strategy yielded."""
 
     def rank_state(self) -> dict[str, Tensor]:
-        """What this rank alone holds, and a resume to the bit needs besides: the tensors themselves, by name."""
+        """What only this rank holds and a bit-exact resume needs besides: the tensors themselves, by name."""
 
     def load_rank_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the tensors that `rank_state` of this rank gave, on the same mesh. Called after the optimizer's."""
+        """Load this rank's `rank_state`, on the same mesh; called after `load_optimizer_state`."""
 
 
-Build = Callable[[RunPlan, DeviceMesh, LanguageModel, Mapping[str, Tensor]], Strategy]
+Build = Callable[[RankPlan, DeviceMesh, LanguageModel, Mapping[str, Tensor]], Strategy]
 
 STRATEGIES: dict[str, Build] = {
     "single": torch_strategy.build,
@@ -84,15 +86,15 @@ STRATEGIES: dict[str, Build] = {
 
 
 def parallelize(
-    plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, *, weights: Mapping[str, Tensor], device: torch.device
+    plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, *, weights: Mapping[str, Tensor], device: torch.device
 ) -> Strategy:
-    """Tensor, then fp8, then activation checkpointing, then compile, then the pipeline's stages or data parallelism.
+    """Apply tensor parallelism, fp8, activation checkpointing, compilation, then the pipeline or data parallelism.
 
-    `model` is on the host, unfilled; each rank takes its part of the whole `weights`. It goes to the device when it has
-    shrunk: fsdp, hsdp and zero3 take it there layer by layer, since a model they are chosen for would not fit whole.
+    `model` is on the host, unfilled; each rank takes its part of the whole `weights`. It moves to the device once it is
+    cut: fsdp, hsdp and zero3 move it layer by layer, since a model they are chosen for would not fit whole.
     """
     if plan.mesh["tp"] > 1:
-        tensor.share_matrices(model, mesh["tp"])
+        tensor.shard_matrices(model, mesh["tp"])
     if plan.mesh["pp"] > 1:
         pipeline.keep_own_stages(plan, mesh, model)
     if plan.strategy not in {"fsdp", "hsdp", "zero3"}:

@@ -1,4 +1,4 @@
-"""What is done to each transformer layer alike: computing it again in backward, compiling it."""
+"""Activation checkpointing and compilation, layer by layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEPT = {
 
 
 def recompute_in_backward(model: LanguageModel, kind: str) -> None:
-    """full: keep each layer's input only (Chen et al. 2016). selective: also what KEPT lists, and redo the rest.
+    """Keep less for backward. full: each layer's input only (Chen et al. 2016); selective: also what KEPT lists.
 
     Dropout gives the same mask again: the generators are set back. Names of parameters stay as they are.
     """

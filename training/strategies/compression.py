@@ -1,4 +1,4 @@
-"""Gradients that travel smaller than they are, for links slower than the arithmetic: communication hooks for DDP.
+"""Compressed gradients, for links slower than the arithmetic: communication hooks for DDP.
 
 torch's own hooks do not fit. Its bf16 hook is refused on gloo. Its PowerSGD starts collectives from callbacks, whose
 order over several buckets differs from rank to rank on gloo (tried with torch 2.13: SIGABRT), and it keys its state by
@@ -26,7 +26,7 @@ from training.planner.communication import all_reduce_bytes, gather_bytes
 def compress(
     module: DistributedDataParallel, parallel: ParallelConfig, *, trained: Mapping[str, nn.Parameter]
 ) -> Compression:
-    """Have `module` reduce its gradients as parallel.compression says; `trained` are its parameters by saved name."""
+    """Register the hook that parallel.compression asks for; `trained` are the module's parameters by saved name."""
     group = module.process_group
     compression: Compression
     if parallel.compression == "bf16":
@@ -42,7 +42,7 @@ def compress(
 class Compression:
     """Averages DDP's buckets over the group's ranks. It sees them in the same order on all ranks.
 
-    `mode`: "whole", all numbers as they are; "drop", gradients that count for nothing stay where they are.
+    `mode`: "compress"; "whole", all numbers uncompressed; "drop", nothing is sent, as the gradients are not used.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -69,17 +69,17 @@ class Compression:
         return work
 
     def sent_since_last(self) -> int:
-        """Bytes that this rank sent since this was last asked."""
+        """Bytes that this rank sent since the last call."""
         sent, self.sent = self.sent, 0
         return sent
 
     def state(self) -> dict[str, Tensor]:
-        """What this rank alone holds; the tensors themselves."""
+        """What only this rank holds: the tensors themselves, by name."""
         return {}
 
 
 class Bf16(Compression):
-    """Rounded to bf16, summed in it."""
+    """Gradients rounded to bf16, and summed in it."""
 
     def start(self, bucket: dist.GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()
@@ -88,8 +88,10 @@ class Bf16(Compression):
 
 
 class TopK(Compression):
-    """The largest numbers of each bucket, by magnitude, as int32 places and fp32 values; the others are added to the
-    next step's gradient (error feedback: Stich et al. 2018; Lin et al. 2018, "Deep gradient compression", section 3).
+    """The largest numbers of each bucket, by magnitude, as int32 places and fp32 values.
+
+    The others are added to the next step's gradient (error feedback: Stich et al. 2018; Lin et al. 2018, "Deep gradient
+    compression", section 3).
     """
 
     def __init__(self, group: dist.ProcessGroup, trained: Mapping[str, nn.Parameter], *, ratio: float) -> None:
@@ -134,12 +136,12 @@ def largest(tensor: Tensor, count: int) -> Tensor:
 
 
 @dataclass
-class _Halfway:
-    """A bucket whose first sum is on its way: what travels whole, then each matrix times its right one."""
+class _BucketInFlight:
+    """A bucket whose first sum is being reduced: what is sent whole, then each matrix times its right factor."""
 
     buffer: Tensor
     whole: list[Tensor]
-    thin: list[tuple[Tensor, Tensor]]  # parameter, and its gradient as a matrix
+    matrices: list[tuple[Tensor, Tensor]]  # parameter, and its gradient as a matrix
     left: list[Tensor]
     flat: Tensor
     work: dist.Work
@@ -147,11 +149,11 @@ class _Halfway:
 
 
 class PowerSGD(Compression):
-    """Each matrix as a product of two thin ones, by one step of power iteration from the last step's right one; what is
-    left of it is added to the next gradient (Vogels et al. 2019, algorithms 1 and 2). Vectors, and matrices that would
-    not become smaller, travel whole.
+    """Each matrix as a product of two thin factors (Vogels et al. 2019, algorithms 1 and 2).
 
-    The left ones are summed bucket by bucket beside backward, the right ones all at once after it.
+    The factors come from one step of power iteration from the last step's right factor; the remainder is added to the
+    next gradient. Vectors, and matrices that would not become smaller, are sent whole. Left factors are summed bucket
+    by bucket beside backward, right factors all at once after it.
     """
 
     def __init__(self, group: dist.ProcessGroup, trained: Mapping[str, nn.Parameter], *, rank: int) -> None:
@@ -162,18 +164,18 @@ class PowerSGD(Compression):
         for number, p in enumerate(self.names):  # the same on all ranks
             drawn = torch.randn(p[0].numel(), rank, generator=torch.Generator().manual_seed(number))
             self.right[p] = drawn.to(p.device)
-        self.halfway: list[_Halfway] = []
+        self.in_flight: list[_BucketInFlight] = []
 
     def start(self, bucket: dist.GradBucket) -> Future[Tensor]:
         pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
         whole = [gradient for p, gradient in pairs if p not in self.names]
-        thin = [(p, gradient.flatten(1)) for p, gradient in pairs if p in self.names]
-        for p, matrix in thin:
+        matrices = [(p, gradient.flatten(1)) for p, gradient in pairs if p in self.names]
+        for p, matrix in matrices:
             matrix += self.residuals[p].flatten(1)
-        left = [matrix @ self.right[p] for p, matrix in thin]
+        left = [matrix @ self.right[p] for p, matrix in matrices]
         flat = torch.cat([tensor.flatten() for tensor in (*whole, *left)])
         future, work = _future(flat), self.start_sum(flat)
-        self.halfway.append(_Halfway(bucket.buffer(), whole, thin, left, flat, work, future))
+        self.in_flight.append(_BucketInFlight(bucket.buffer(), whole, matrices, left, flat, work, future))
         if bucket.is_last():
             self._finish()
         return future
@@ -181,10 +183,10 @@ class PowerSGD(Compression):
     def _finish(self) -> None:
         """All buckets' first sums, then the second ones together. Collectives start in one order on all ranks."""
         bases: dict[Tensor, Tensor] = {}
-        for half in self.halfway:
-            half.work.wait()
-            unpack(half.flat.div_(self.ranks), half.whole + half.left)
-            for (p, matrix), left in zip(half.thin, half.left, strict=True):
+        for bucket in self.in_flight:
+            bucket.work.wait()
+            unpack(bucket.flat.div_(self.ranks), bucket.whole + bucket.left)
+            for (p, matrix), left in zip(bucket.matrices, bucket.left, strict=True):
                 bases[p], _ = torch.linalg.qr(left)
                 torch.mm(matrix.t(), bases[p], out=self.right[p])
                 torch.addmm(matrix, bases[p], self.right[p].t(), alpha=-1, out=self.residuals[p].flatten(1))
@@ -193,11 +195,11 @@ class PowerSGD(Compression):
             flat = torch.cat([tensor.flatten() for tensor in right])
             self.start_sum(flat).wait()
             unpack(flat.div_(self.ranks), right)
-        for half in self.halfway:
-            for p, matrix in half.thin:
+        for bucket in self.in_flight:
+            for p, matrix in bucket.matrices:
                 torch.mm(bases[p], self.right[p].t(), out=matrix)
-            half.future.set_result(half.buffer)
-        self.halfway.clear()
+            bucket.future.set_result(bucket.buffer)
+        self.in_flight.clear()
 
     def state(self) -> dict[str, Tensor]:
         residuals = {f"residual.{name}": self.residuals[p] for p, name in self.names.items()}

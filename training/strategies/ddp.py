@@ -14,22 +14,22 @@ from torch.nn.parallel import DistributedDataParallel
 from training.data.batch import Batch, Share
 from training.models.language_model import LanguageModel
 from training.planner.communication import all_reduce_bytes
-from training.records.plan import RunPlan
+from training.records.plan import RankPlan
 from training.strategies.compression import Compression, compress
 from training.strategies.stats import StepStats
 from training.strategies.torch_strategy import TorchStrategy
 
 
-def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Ddp:
+def build(plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Ddp:
     return Ddp(plan, mesh, model, weights)
 
 
 class Ddp(TorchStrategy):
-    """`group`: the ranks that average their gradients, if they are not all of the data-parallel ones."""
+    """Data parallelism; `group`: the ranks that average their gradients, if not all of the data-parallel ones."""
 
     def __init__(
         self,
-        plan: RunPlan,
+        plan: RankPlan,
         mesh: DeviceMesh,
         model: LanguageModel,
         weights: Mapping[str, Tensor],
@@ -78,10 +78,11 @@ class Ddp(TorchStrategy):
         self.updates = int(state["step"])
 
     def _settle_buckets(self, batch: Batch) -> None:
-        """DDP puts gradients into other buckets after its first backward. Where a gradient lies decides in which order
-        its ranks' shares are added, and which of its numbers compression sends: a resumed run's first step would differ
-        from the same step of one that was not stopped. So a backward that counts for nothing comes first: one
-        micro-batch's time per start.
+        """Run a backward whose gradients are thrown away, so that DDP has its final buckets before the first step.
+
+        DDP puts gradients into other buckets after its first backward. A gradient's bucket decides in which order its
+        ranks' shares are added, and which of its numbers compression sends: without this, a resumed run's first step
+        would differ from the same step of a run that was not stopped. It costs one micro-batch's time per start.
         """
         if self.compression is not None:
             self.compression.mode = "drop"

@@ -21,7 +21,7 @@ SMALLEST = 1e-12  # a tensor of zeros has some scale, too
 
 
 def use_float8(layers: list[Any]) -> None:
-    """Every linear layer inside computes in fp8 from now on, and each rank's pieces of one (strategies/tensor.py)."""
+    """Make every linear layer inside compute in fp8, and each rank's pieces of one (strategies/tensor.py)."""
     for layer in layers:
         for module in layer.modules():
             if hasattr(module, "linear"):
@@ -63,13 +63,13 @@ class _Product(torch.autograd.Function):
         x8, x_scale, weight = ctx.saved_tensors
         grad8, grad_scale = _cast(grads[0], E5M2)
         weight8, weight_scale = _cast(weight, E4M3)
-        of_x = _scaled(grad8, _by_columns(weight8), grad_scale, weight_scale)
-        of_weight = _scaled(grad8.t().contiguous(), _by_columns(x8), grad_scale, x_scale)
-        return of_x.to(ctx.x_dtype), of_weight.to(weight.dtype)
+        grad_x = _scaled(grad8, _by_columns(weight8), grad_scale, weight_scale)
+        grad_weight = _scaled(grad8.t().contiguous(), _by_columns(x8), grad_scale, x_scale)
+        return grad_x.to(ctx.x_dtype), grad_weight.to(weight.dtype)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """In 8 bits, and what to multiply it by to have it back: fp32 []."""
+    """The tensor in 8 bits, and the factor fp32 [] that multiplies it back."""
     largest = tensor.detach().abs().max().float().clamp(min=SMALLEST)
     scale = torch.exp2(torch.floor(torch.log2(torch.finfo(dtype).max / largest)))
     return (tensor.float() * scale).to(dtype).contiguous(), scale.reciprocal()
@@ -81,5 +81,5 @@ def _by_columns(matrix: Tensor) -> Tensor:
 
 
 def _scaled(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, *, fast: bool = False) -> Tensor:
-    """`fast`: with the tensor cores' own accumulators, which are exact enough for activations."""
+    """The scaled product; `fast`: in the tensor cores' own accumulators, which are exact enough for activations."""
     return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from training.models.architectures import layers_of
 from training.models.language_model import LanguageModel
 from training.planner.communication import all_reduce_bytes, gather_bytes
-from training.records.plan import RunPlan
+from training.records.plan import RankPlan
 from training.runtime.mesh import INSIDE, group_mesh
 from training.strategies.torch_strategy import TorchStrategy
 
 
-def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Fsdp:
+def build(plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Fsdp:
     groups = group_mesh(plan) if plan.strategy == "hsdp" else mesh["dp"]
     options: dict[str, Any] = {"mesh": groups}
     if plan.precision in {"bf16", "fp8"}:
@@ -39,12 +39,16 @@ def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mappin
     for layer in layers_of(model.hf):
         fully_shard(layer, **options)
     fully_shard(model, **options)
+    for method in ("scores", "next_logits"):  # they gather weights as `forward` does
+        register_fsdp_forward_method(model, method)
     return Fsdp(plan, mesh, model, weights, inside=inside, sent=sent)
 
 
-def _step_bytes(plan: RunPlan, model: LanguageModel, *, inside: int) -> int:
-    """What a rank sends in a step. In each micro-batch layers are gathered twice, what is outside of them once, and
-    gradients reduced; gloo sums all of them on all ranks for that, which is twice as much.
+def _step_bytes(plan: RankPlan, model: LanguageModel, *, inside: int) -> int:
+    """Bytes that a rank sends in a step.
+
+    In each micro-batch layers are gathered twice, what lies outside of them once, and gradients are reduced; gloo sums
+    all of them on all ranks for that, which is twice as much.
     """
 
     def shard_numbers(parameters: Iterable[Tensor]) -> int:  # a rank's, padded
@@ -62,7 +66,7 @@ def _step_bytes(plan: RunPlan, model: LanguageModel, *, inside: int) -> int:
 class Fsdp(TorchStrategy):
     def __init__(
         self,
-        plan: RunPlan,
+        plan: RankPlan,
         mesh: DeviceMesh,
         model: LanguageModel,
         weights: Mapping[str, Tensor],
@@ -70,8 +74,8 @@ class Fsdp(TorchStrategy):
         inside: DeviceMesh,
         sent: int,
     ) -> None:
-        different = (inside.get_group(),)
-        super().__init__(plan, mesh, model, weights, module=model, averaged_over=plan.dp, different=different)
+        norm_groups = (inside.get_group(),)
+        super().__init__(plan, mesh, model, weights, module=model, averaged_over=plan.dp, norm_groups=norm_groups)
         self.sent, self.several_groups = sent, inside.size() < plan.dp
 
     def backward_context(self, *, last: bool) -> AbstractContextManager[None]:

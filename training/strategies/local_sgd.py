@@ -1,12 +1,12 @@
-"""Groups of ranks that train by themselves and agree seldom, for links far slower than the arithmetic.
+"""Groups of ranks that train by themselves and average their weights seldom, for links far slower than the arithmetic.
 
 DiLoCo (Douillard et al. 2023, arXiv:2311.08105, algorithm 1): inside a group gradients are averaged at every step, as
 in ddp, and AdamW makes the inner steps; after every H of them the mean over groups of what each has moved by is the
-gradient of an outer step, SGD with Nesterov momentum, whose result all groups go on from. AdamW's moments stay each
+gradient of an outer step, SGD with Nesterov momentum, whose result all groups continue from. AdamW's moments stay each
 group's own. With an outer learning rate of 1 and no momentum this is local SGD: plain averages of weights (Stich 2019).
 
-Each rank of a group does the outer step for some of the parameters: so everything crosses the slow link once per group,
-and the outer state is dealt out over the group.
+Each rank of a group makes the outer step for the parameters that it owns: so everything crosses the slow link once per
+group, and the outer state is divided over the group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from training.data.batch import Batch, Share
 from training.models.language_model import LanguageModel
 from training.planner.communication import all_reduce_bytes, gather_bytes
-from training.records.plan import RunPlan
+from training.records.plan import RankPlan
 from training.runtime.mesh import ACROSS, INSIDE, group_mesh
 from training.runtime.step_trace import phase
 from training.strategies.compression import unpack
@@ -32,58 +32,58 @@ from training.strategies.optim import MOMENTS
 from training.strategies.stats import StepStats
 
 
-def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> LocalSgd:
+def build(plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> LocalSgd:
     return LocalSgd(plan, mesh, model, weights)
 
 
 class LocalSgd(Ddp):
-    """`weights`, `optimizer_state` and `loss` are of the mean over groups: what all of them have learnt by then.
+    """`weights`, `optimizer_state` and `loss` are those of the mean over groups: what all of them have learnt by then.
 
     A group's gradient is its part of the global batch's, times the number of groups: their mean is the whole one.
     """
 
-    def __init__(self, plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
         groups, parallel = group_mesh(plan), plan.config.parallel
         self.inside, self.across = groups[INSIDE].get_group(), groups[ACROSS].get_group()
         super().__init__(plan, mesh, model, weights, group=self.inside)
-        self.every = parallel.outer_every_steps
+        self.outer_every = parallel.outer_every_steps
         self.outer_rate, self.momentum = parallel.outer_learning_rate, parallel.outer_momentum
-        self.travels_as = torch.bfloat16 if parallel.compression == "bf16" else torch.float32
-        self.dealt = _dealt(self.trained, self.inside.size())
-        self.owned = self.dealt[self.inside.rank()]
-        self.agreed = {name: p.detach().clone() for name, p in self.owned.items()}  # by the last outer step
-        self.velocity = {name: torch.zeros_like(p) for name, p in self.agreed.items()}
-        self.means: list[Tensor] = []  # of the groups' weights, once they were asked for at this step
+        self.sent_dtype = torch.bfloat16 if parallel.compression == "bf16" else torch.float32
+        self.owned_by_rank = _deal_out(self.trained, self.inside.size())
+        self.owned = self.owned_by_rank[self.inside.rank()]
+        self.outer_weights = {name: p.detach().clone() for name, p in self.owned.items()}  # by the last outer step
+        self.outer_momenta = {name: torch.zeros_like(p) for name, p in self.outer_weights.items()}
+        self.means: list[Tensor] = []  # of the groups' weights, once a validation of this step needed them
 
     def step(self, share: Share, *, learning_rate: float) -> StepStats:
         self.means.clear()
         stats = super().step(share, learning_rate=learning_rate)
-        if self.updates % self.every:
+        if self.updates % self.outer_every:
             return stats
         with phase("outer_step"), torch.no_grad():
-            sent = self._outer_step() + self._take_over([list(theirs.values()) for theirs in self.dealt])
+            sent = self._outer_step() + self._broadcast([list(theirs.values()) for theirs in self.owned_by_rank])
         return replace(stats, sent_bytes=stats.sent_bytes + sent)
 
     def _outer_step(self) -> int:
-        """On this rank's parameters; returns the bytes it sent."""
-        if not self.owned:  # nor has its peer in any other group
+        """Update the parameters that this rank owns; returns the bytes it sent."""
+        if not self.owned:  # nor does its peer in any other group own any
             return 0
-        agreed, velocity = list(self.agreed.values()), list(self.velocity.values())
-        moved = torch._foreach_sub(agreed, list(self.owned.values()))
-        flat = torch.cat([tensor.flatten() for tensor in moved]).to(self.travels_as)
+        weights, momenta = list(self.outer_weights.values()), list(self.outer_momenta.values())
+        moved = torch._foreach_sub(weights, list(self.owned.values()))
+        flat = torch.cat([tensor.flatten() for tensor in moved]).to(self.sent_dtype)
         dist.all_reduce(flat, group=self.across)
         unpack(flat.float() / self.across.size(), moved)
-        torch._foreach_mul_(velocity, self.momentum)
-        torch._foreach_add_(velocity, moved)
-        torch._foreach_add_(moved, velocity, alpha=self.momentum)  # Nesterov's look ahead, as torch.optim.SGD makes it
-        torch._foreach_add_(agreed, moved, alpha=-self.outer_rate)
-        torch._foreach_copy_(list(self.owned.values()), agreed)
+        torch._foreach_mul_(momenta, self.momentum)
+        torch._foreach_add_(momenta, moved)
+        torch._foreach_add_(moved, momenta, alpha=self.momentum)  # Nesterov's look ahead, as torch.optim.SGD makes it
+        torch._foreach_add_(weights, moved, alpha=-self.outer_rate)
+        torch._foreach_copy_(list(self.owned.values()), weights)
         return all_reduce_bytes(flat.nbytes, self.across.size())
 
-    def _take_over(self, dealt: list[list[Tensor]]) -> int:
-        """Each rank's tensors for all ranks of its group; returns the bytes that this one sent."""
+    def _broadcast(self, by_owner: list[list[Tensor]]) -> int:
+        """Send each rank's tensors to all ranks of its group; returns the bytes that this one sent."""
         sent, ranks = 0, self.inside.size()
-        for owner, tensors in enumerate(dealt):
+        for owner, tensors in enumerate(by_owner):
             if tensors and ranks > 1:
                 flat = torch.cat([tensor.flatten() for tensor in tensors])
                 dist.broadcast(flat, group=self.inside, group_src=owner)
@@ -92,23 +92,23 @@ class LocalSgd(Ddp):
         return sent
 
     def loss(self, batch: Batch) -> Tensor:
-        with self._at_the_means():
+        with self._averaged_weights():
             return super().loss(batch)
 
     @contextmanager
-    def _at_the_means(self) -> Iterator[None]:
-        """The groups' mean for weights; right after an outer step all have the same."""
-        if self.updates % self.every == 0:
+    def _averaged_weights(self) -> Iterator[None]:
+        """The mean over groups in place of the weights; right after an outer step all groups have the same."""
+        if self.updates % self.outer_every == 0:
             yield
             return
         if not self.means:
             self.means = [self.whole(name, p.detach()) for name, p in self.trained.items()]
         own = [p.data for p in self.parameters]
-        _point(self.parameters, self.means)
+        _set_data(self.parameters, self.means)
         try:
             yield
         finally:
-            _point(self.parameters, own)
+            _set_data(self.parameters, own)
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """The mean over groups; a frozen weight is the same in all."""
@@ -124,28 +124,30 @@ class LocalSgd(Ddp):
         state = {f"group.{name}": p.detach() for name, p in self.owned.items()}
         for name, p in self.owned.items():
             state |= {f"group.{name}.{moment}": self.optimizer.state[p][moment] for moment in MOMENTS}
-        state |= {f"agreed.{name}": tensor for name, tensor in self.agreed.items()}
-        return state | {f"velocity.{name}": tensor for name, tensor in self.velocity.items()}
+        state |= {f"agreed.{name}": tensor for name, tensor in self.outer_weights.items()}
+        return state | {f"velocity.{name}": tensor for name, tensor in self.outer_momenta.items()}
 
     @torch.no_grad()
     def load_rank_state(self, state: Mapping[str, Tensor]) -> None:
         super().load_rank_state(state)
-        self._take_over([list(theirs.values()) for theirs in self.dealt])
+        self._broadcast([list(theirs.values()) for theirs in self.owned_by_rank])
         for moment in MOMENTS:
-            self._take_over([[self.optimizer.state[p][moment] for p in theirs.values()] for theirs in self.dealt])
+            self._broadcast(
+                [[self.optimizer.state[p][moment] for p in theirs.values()] for theirs in self.owned_by_rank]
+            )
 
 
-def _dealt(parameters: Mapping[str, nn.Parameter], ranks: int) -> list[dict[str, nn.Parameter]]:
-    """Each to the rank that has least so far."""
-    dealt: list[dict[str, nn.Parameter]] = [{} for _ in range(ranks)]
+def _deal_out(parameters: Mapping[str, nn.Parameter], ranks: int) -> list[dict[str, nn.Parameter]]:
+    """Give each parameter to the rank that owns least so far."""
+    owned: list[dict[str, nn.Parameter]] = [{} for _ in range(ranks)]
     loads = [0] * ranks
     for name, parameter in parameters.items():
         owner = loads.index(min(loads))
-        dealt[owner][name] = parameter
+        owned[owner][name] = parameter
         loads[owner] += parameter.numel()
-    return dealt
+    return owned
 
 
-def _point(parameters: list[nn.Parameter], tensors: list[Tensor]) -> None:
+def _set_data(parameters: list[nn.Parameter], tensors: list[Tensor]) -> None:
     for parameter, tensor in zip(parameters, tensors, strict=True):
         parameter.data = tensor

@@ -1,4 +1,4 @@
-"""AdamW with decay where it belongs, and fp16's loss scale."""
+"""AdamW, whose weight decay leaves out biases and norms, and fp16's loss scale."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
 
 
 def build_adamw(model: nn.Module, train: TrainConfig, *, fused: bool) -> torch.optim.AdamW:
-    """A model in eval mode is not trained: its optimizer holds nothing."""
+    """AdamW for the parameters that are trained; a model in eval mode is not: its optimizer holds nothing."""
     groups = [group for group in parameter_groups(model, weight_decay=train.weight_decay) if group["params"]]
     if not model.training:
         return torch.optim.AdamW([{"params": []}])
@@ -67,6 +67,6 @@ class LossScale:
             yield "loss_scale_good_steps", torch.tensor(float(self.good_steps))
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """A checkpoint of another precision has no scale: it begins anew."""
+        """Load the scale; a checkpoint of another precision has none, and the scale starts at its first value."""
         if self.dynamic and "loss_scale" in state:
             self.value, self.good_steps = float(state["loss_scale"]), int(state["loss_scale_good_steps"])

@@ -20,8 +20,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from training.data.batch import Batch, Share
 from training.models.architectures import layers_of
-from training.models.language_model import LanguageModel, Wanted
-from training.records.plan import RunPlan
+from training.models.language_model import LanguageModel
+from training.records.plan import RankPlan
 from training.runtime.mesh import timeout
 from training.runtime.step_trace import phase
 from training.strategies.optim import set_learning_rate
@@ -29,17 +29,17 @@ from training.strategies.stats import StepStats
 from training.strategies.torch_strategy import TorchStrategy
 
 
-def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Pipeline:
+def build(plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Pipeline:
     return Pipeline(plan, mesh, model, weights)
 
 
-def own_stages(plan: RunPlan, mesh: DeviceMesh) -> list[int]:
-    """This rank's stages of pp x pp_stages_per_rank: every pp-th, so that a micro-batch goes round."""
+def own_stages(plan: RankPlan, mesh: DeviceMesh) -> list[int]:
+    """This rank's stages of pp x pp_stages_per_rank: every pp-th, so that a micro-batch visits all ranks in turn."""
     stages = plan.mesh["pp"] * plan.config.parallel.pp_stages_per_rank
     return list(range(mesh["pp"].get_local_rank(), stages, plan.mesh["pp"]))
 
 
-def keep_own_stages(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> None:
+def keep_own_stages(plan: RankPlan, mesh: DeviceMesh, model: LanguageModel) -> None:
     keep_stages(model, owned=own_stages(plan, mesh), stages=plan.mesh["pp"] * plan.config.parallel.pp_stages_per_rank)
 
 
@@ -47,14 +47,14 @@ def keep_stages(model: LanguageModel, *, owned: Sequence[int], stages: int) -> N
     """Drop the layers of other ranks; those that stay keep their names. `model.stages`: own layers by stage."""
     assert model.architecture is not None, "the plan refuses pp for such models"
     layers, last = layers_of(model.hf), stages - 1
-    dealt = np.array_split(np.arange(len(layers)), stages)
-    model.stages = {stage: [layers[i] for i in dealt[stage]] for stage in owned}
+    numbers = np.array_split(np.arange(len(layers)), stages)
+    model.stages = {stage: [layers[i] for i in numbers[stage]] for stage in owned}
     kept = {id(layer) for stage in model.stages.values() for layer in stage}
     for number, layer in enumerate(layers):
         if id(layer) not in kept:
             model.hf.set_submodule(f"{model.architecture.layers}.{number}", nn.Identity())
-    for parts, stage in ((model.architecture.first, 0), (model.architecture.last, last)):
-        for name in parts if stage not in owned else ():
+    for ends, stage in ((model.architecture.first, 0), (model.architecture.last, last)):
+        for name in ends if stage not in owned else ():
             model.hf.set_submodule(name, nn.Identity())
 
 
@@ -75,7 +75,7 @@ class Stage(nn.Module):
 
 
 class Pipeline(TorchStrategy):
-    def __init__(self, plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
         self.plan, self.pp = plan, mesh["pp"]
         self.last_stage = plan.mesh["pp"] * plan.config.parallel.pp_stages_per_rank - 1
         self.stages = {
@@ -84,15 +84,17 @@ class Pipeline(TorchStrategy):
         }
         self.has_first, self.has_last = 0 in self.stages, self.last_stage in self.stages
         self.tie_group = self._tie_group(mesh) if model.tied else None
-        self.has_copy = model.tied and self.has_last
-        super().__init__(plan, mesh, model, weights, module=model, different=(self.pp.get_group(),))
-        if self.has_copy:  # the first stage counts and saves the embedding
-            self.counted = [parameter for parameter in self.counted if parameter is not model.output()[0]]
+        self.has_tied_copy = model.tied and self.has_last
+        super().__init__(plan, mesh, model, weights, module=model, norm_groups=(self.pp.get_group(),))
+        if self.has_tied_copy:  # the first stage counts and saves the embedding
+            self.norm_parameters = [
+                parameter for parameter in self.norm_parameters if parameter is not model.output()[0]
+            ]
         self.weight, self.losses = 0.0, list[Tensor]()
 
     def saved_names(self) -> dict[str, nn.Parameter]:
         assert self.model.architecture is not None
-        if not self.has_copy:
+        if not self.has_tied_copy:
             return super().saved_names()
         copy, embedding = f"{self.model.architecture.output}.weight", f"{self.model.architecture.embedding}.weight"
         return {embedding if name == copy else name: parameter for name, parameter in super().saved_names().items()}
@@ -108,7 +110,7 @@ class Pipeline(TorchStrategy):
 
     @functools.cached_property
     def schedule(self) -> Schedule1F1B | ScheduleInterleaved1F1B:
-        """Shapes are told, not tried out: a trial forward pass would use up random numbers."""
+        """The micro-batches' schedule; shapes are given, as a trial forward pass would use up random numbers."""
         plan, device = self.plan, next(self.model.parameters()).device
         shape = (plan.micro_batches[self.mesh["dp"].get_local_rank()], plan.config.train.context)
         ids = torch.empty(shape, dtype=torch.int64, device="meta")
@@ -131,7 +133,7 @@ class Pipeline(TorchStrategy):
 
     def _weighted_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         with self.model.autocast(hidden.device):
-            loss = self.model.loss(hidden, targets)
+            loss = self.model.loss_from(hidden, targets)
         self.losses.append(loss.detach())
         return loss * self.weight
 
@@ -152,7 +154,7 @@ class Pipeline(TorchStrategy):
             return self.update(losses.sum(), share.num_targets)
 
     def _reduce_gradients(self) -> None:
-        """Sums over the dp ranks, bucket by bucket, and over the two copies of a tied embedding."""
+        """Sum gradients over the dp ranks, bucket by bucket, and over the two copies of a tied embedding."""
         if self.mesh["dp"].size() > 1:
             for bucket in _buckets(self.gradients(self.parameters), self.plan.config.parallel.bucket_mib * 2**20):
                 flat = torch.cat([grad.flatten() for grad in bucket])
@@ -160,8 +162,8 @@ class Pipeline(TorchStrategy):
                 torch._foreach_copy_(
                     bucket,
                     [
-                        part.view_as(grad)
-                        for part, grad in zip(flat.split([grad.numel() for grad in bucket]), bucket, strict=True)
+                        piece.view_as(grad)
+                        for piece, grad in zip(flat.split([grad.numel() for grad in bucket]), bucket, strict=True)
                     ],
                 )
         embedding = self.model.architecture.embedding if self.model.architecture else ""
@@ -170,42 +172,47 @@ class Pipeline(TorchStrategy):
             dist.all_reduce(tied.grad, group=self.tie_group)
 
     def loss(self, batch: Batch) -> Tensor:
-        found = self._through(batch.inputs, batch.targets, "loss", **_arguments(batch))
-        return torch.zeros((), device=batch.inputs.device) if found is None else self.counted_once(found)
+        hidden = self._last_hidden(batch.inputs, **_arguments(batch))
+        if hidden is None:
+            return torch.zeros((), device=batch.inputs.device)
+        with self.model.autocast(hidden.device):
+            return self.counted_once(self.model.loss_from(hidden, batch.targets))
 
     def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        found = self._through(batch.inputs, batch.targets, "scores", **_arguments(batch))
-        if found is None:
+        hidden = self._last_hidden(batch.inputs, **_arguments(batch))
+        if hidden is None:
             flat = batch.targets.flatten()
             return torch.zeros_like(flat, dtype=torch.float32), torch.zeros_like(flat, dtype=torch.bool)
-        return self.counted_once(found[0]), self.counted_once(found[1])
+        with self.model.autocast(hidden.device):
+            losses, right = self.model.scores_from(hidden, batch.targets)
+        return self.counted_once(losses), self.counted_once(right)
 
     def next_logits(self, inputs: Tensor, places: Tensor) -> Tensor:
-        found: Tensor | None = self._through(inputs, places, "next")
-        if found is None:
-            found = torch.empty((len(inputs), self.model.num_words), device=inputs.device)
-        dist.broadcast(found, group=self.pp.get_group(), group_src=self.last_stage % self.pp.size())
-        return found
+        hidden = self._last_hidden(inputs)
+        if hidden is None:
+            logits = torch.empty((len(inputs), self.model.num_words), device=inputs.device)
+        else:
+            with self.model.autocast(hidden.device):
+                logits = self.model.next_logits_from(hidden, places)
+        dist.broadcast(logits, group=self.pp.get_group(), group_src=self.last_stage % self.pp.size())
+        return logits
 
-    def _through(self, inputs: Tensor, targets: Tensor, wanted: Wanted, **arguments: Tensor) -> Any:
-        """Stage after stage, each rank waiting for the one before it: this is seldom and needs no schedule.
+    def _last_hidden(self, inputs: Tensor, **arguments: Tensor) -> Tensor | None:
+        """The last stage's hidden states; None on ranks without it.
 
-        None on ranks without the last stage.
+        Each rank waits for the stage before: this is seldom, and needs no schedule.
         """
-        size, x = self.pp.size(), inputs
+        size, hidden = self.pp.size(), inputs
         for number in range(self.last_stage + 1):
             if number not in self.stages:
                 continue
             if number > 0:
-                x = torch.empty((*inputs.shape, self.plan.shape.width), device=inputs.device)
-                dist.recv(x, group=self.pp.get_group(), group_src=(number - 1) % size)
-            x = self.stages[number](x, **arguments)
+                hidden = torch.empty((*inputs.shape, self.plan.shape.width), device=inputs.device)
+                dist.recv(hidden, group=self.pp.get_group(), group_src=(number - 1) % size)
+            hidden = self.stages[number](hidden, **arguments)
             if number < self.last_stage:
-                dist.send(x, group=self.pp.get_group(), group_dst=(number + 1) % size)
-        if not self.has_last:
-            return None
-        with self.model.autocast(x.device):
-            return self.model.answer(x, targets, wanted)
+                dist.send(hidden, group=self.pp.get_group(), group_dst=(number + 1) % size)
+        return hidden if self.has_last else None
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._saved_here(super().weights())
@@ -217,11 +224,11 @@ class Pipeline(TorchStrategy):
         """All but the last stage's copy of the embedding."""
         assert self.model.architecture is not None
         copy = f"{self.model.architecture.embedding}.weight"
-        return ((name, whole) for name, whole in tensors if not (self.has_copy and name.startswith(copy)))
+        return ((name, whole) for name, whole in tensors if not (self.has_tied_copy and name.startswith(copy)))
 
 
 def _concatenated(batches: list[Batch]) -> Batch:
-    """The schedule cuts the step's batch into its micro-batches again."""
+    """The step's micro-batches as one batch, which the schedule cuts into micro-batches again."""
 
     def joined(name: str) -> Any:
         parts = [getattr(batch, name) for batch in batches]

@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from training.models.architectures import layers_of
 from training.models.language_model import LanguageModel
-from training.runtime.mesh import same_for_all, sum_over
+from training.runtime.mesh import copy_to_group, sum_over_group
 from training.runtime.tensor_cut import Cut
 
 
-def share_matrices(model: LanguageModel, mesh: DeviceMesh) -> None:
-    """Replace the model's matrices by this rank's pieces; `model.cuts` remembers how, by parameter name."""
+def shard_matrices(model: LanguageModel, mesh: DeviceMesh) -> None:
+    """Replace the model's matrices by this rank's pieces; `model.cuts` records how, by parameter name."""
     assert model.architecture is not None, "the plan refuses tp for such models"
     architecture, group = model.architecture, mesh.get_group()
     hf: Any = model.hf
@@ -36,7 +36,7 @@ def share_matrices(model: LanguageModel, mesh: DeviceMesh) -> None:
         for path in (*architecture.column, *architecture.row):
             matrix = layer.get_submodule(path)
             column, blocks = path in architecture.column, 3 if path == architecture.fused else 1
-            layer.set_submodule(path, _Shared(matrix, cut, column=column, blocks=blocks, group=group))
+            layer.set_submodule(path, _ShardedLinear(matrix, cut, column=column, blocks=blocks, group=group))
     if hf.config.model_type == "gpt2":
         for layer in hf.transformer.h:
             layer.attn.split_size //= mesh.size()  # by which it cuts the fused q, k, v
@@ -45,19 +45,19 @@ def share_matrices(model: LanguageModel, mesh: DeviceMesh) -> None:
     model.first_word, model.tp_group = int(words[0]), group
     output.weight = cut(output.weight, Cut(0))
     if output.bias is not None:
-        _share_bias(hf, output.bias, cut(output.bias, Cut(0)))
+        _shard_bias(hf, output.bias, cut(output.bias, Cut(0)))
     weight = output.weight if model.tied else cut(embedding.weight, Cut(0))
-    hf.set_submodule(architecture.embedding, _SharedEmbedding(weight, model.first_word, group))
+    hf.set_submodule(architecture.embedding, _ShardedEmbedding(weight, model.first_word, group))
 
 
-def _share_bias(hf: nn.Module, whole: nn.Parameter, piece: nn.Parameter) -> None:
+def _shard_bias(hf: nn.Module, whole: nn.Parameter, piece: nn.Parameter) -> None:
     """BERT knows its output bias under two names."""
     for module in hf.modules():
         if getattr(module, "bias", None) is whole:
             module.bias = piece
 
 
-class _Shared(nn.Module):
+class _ShardedLinear(nn.Module):
     """A linear layer's piece: `column`, some of its outputs; else some of its inputs, and the sum over ranks.
 
     GPT-2's Conv1D holds [inputs, outputs], nn.Linear [outputs, inputs].
@@ -74,12 +74,12 @@ class _Shared(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self.transposed else self.weight
         if self.column:
-            return self.linear(same_for_all(x, self.group), weight, self.bias)
-        result = sum_over(self.linear(x, weight), self.group)
+            return self.linear(copy_to_group(x, self.group), weight, self.bias)
+        result = sum_over_group(self.linear(x, weight), self.group)
         return result if self.bias is None else result + self.bias
 
 
-class _SharedEmbedding(nn.Module):
+class _ShardedEmbedding(nn.Module):
     """Rows from `first_word` on; words of other ranks give zeros, and the sum over ranks gives each its row."""
 
     def __init__(self, weight: nn.Parameter, first_word: int, group: dist.ProcessGroup) -> None:
@@ -90,4 +90,4 @@ class _SharedEmbedding(nn.Module):
         words = inputs - self.first_word
         here = (words >= 0) & (words < len(self.weight))
         rows = F.embedding(torch.where(here, words, 0), self.weight)
-        return sum_over(torch.where(here.unsqueeze(-1), rows, 0.0), self.group)
+        return sum_over_group(torch.where(here.unsqueeze(-1), rows, 0.0), self.group)

@@ -1,4 +1,4 @@
-"""One process; also what every strategy by torch's own means shares: the cycle of a step, the state as wholes."""
+"""Training in one process, and what all strategies but DeepSpeed's share: the cycle of a step, and whole tensors."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from torch.distributed.tensor import DTensor
 
 from training.data.batch import Batch, Share
 from training.models.language_model import LanguageModel
-from training.records.plan import RunPlan
+from training.records.plan import RankPlan
 from training.runtime.step_trace import phase
 from training.runtime.tensor_cut import sharded_like, unsharded
 from training.strategies.optim import LossScale, build_adamw, set_learning_rate
 from training.strategies.stats import StepStats
 
 
-def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> TorchStrategy:
+def build(plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> TorchStrategy:
     return TorchStrategy(plan, mesh, model, weights, module=model)
 
 
 class TorchStrategy:
     """A model, possibly cut over tp ranks or sharded over dp ranks, and a fused AdamW on what this rank holds.
 
-    The loss is summed, then divided by the number of targets of all ranks, so that unequal micro-batches weigh
-    right; `averaged_over` takes back the mean that the module's gradient reduction makes over its ranks.
-    In groups that are `different` ranks hold different gradients: the global norm is summed over them.
+    The loss is summed, then divided by the number of targets of all ranks, so that unequal micro-batches get their due
+    weight; `averaged_over` undoes the mean that the module's gradient reduction takes over its ranks.
+    Ranks of `norm_groups` hold different parts of the gradient: its global norm is summed over them.
     """
 
     def __init__(
         self,
-        plan: RunPlan,
+        plan: RankPlan,
         mesh: DeviceMesh,
         model: LanguageModel,
         weights: Mapping[str, Tensor],
         *,
         module: nn.Module,
         averaged_over: int = 1,
-        different: tuple[dist.ProcessGroup, ...] = (),
+        norm_groups: tuple[dist.ProcessGroup, ...] = (),
     ) -> None:
         train = plan.config.train
         self.model, self.module, self.mesh, self.averaged_over = model, module, mesh, averaged_over
         self.clip_norm, self.may_skip = train.clip_norm, train.on_nonfinite == "skip" or plan.precision == "fp16"
         self.optimizer = build_adamw(model, train, fused=True)
         self.scale = LossScale(dynamic=plan.precision == "fp16")
-        self.different = (*different, mesh["tp"].get_group()) if plan.mesh["tp"] > 1 else different
+        self.norm_groups = (*norm_groups, mesh["tp"].get_group()) if plan.mesh["tp"] > 1 else norm_groups
         self.counts_replicated = mesh["tp"].get_local_rank() == 0  # tp peers hold the same norms and biases
         self.named = self.saved_names()  # once: while FSDP2 holds weights gathered, the model shows those instead
         self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
         self.parameters = list(self.trained.values())
-        self.counted = [p for name, p in self.trained.items() if name in model.cuts or self.counts_replicated]
+        self.norm_parameters = [p for name, p in self.trained.items() if name in model.cuts or self.counts_replicated]
         self.load_weights(weights)
         for parameter in self.parameters:  # as AdamW would at its first step: a checkpoint may come before that
             self.optimizer.state[parameter] = {
@@ -67,7 +67,7 @@ class TorchStrategy:
         return dict(self.model.hf.named_parameters())
 
     def backward_context(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around each micro-batch; a strategy that reduces gradients once does so on the last one."""
+        """The context of each micro-batch; a strategy that reduces gradients once does so on the last one."""
         return nullcontext()
 
     def step(self, share: Share, *, learning_rate: float) -> StepStats:
@@ -85,7 +85,7 @@ class TorchStrategy:
             return self.update(torch.stack(losses).sum(), share.num_targets)
 
     def update(self, loss_sum: Tensor, num_targets: int) -> StepStats:
-        """Clip, step and forget the gradients; or leave the step out, on all ranks alike since the norm is global."""
+        """Clip, update and free the gradients; or skip the update, on all ranks alike since the norm is global."""
         scale = self.scale.value
         if scale != 1.0:
             torch._foreach_div_(self.gradients(self.parameters), scale)
@@ -107,22 +107,22 @@ class TorchStrategy:
         )
 
     def sent_bytes(self) -> int:
-        """What this rank sent in the step that ends; 0: not counted."""
+        """Bytes that this rank sent in the step that ends; 0: not counted."""
         return 0
 
     @staticmethod
     def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
-        """As this rank holds them."""
+        """The gradients that this rank holds, or its shards of them."""
         grads = [p.grad for p in parameters if p.grad is not None]
         return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
 
     def global_norm(self) -> Tensor:
         """L2 norm [] of the whole gradient, each of its numbers counted once."""
-        norm = nn.utils.get_total_norm(self.gradients(self.counted))
-        if not self.different:
+        norm = nn.utils.get_total_norm(self.gradients(self.norm_parameters))
+        if not self.norm_groups:
             return norm
         squares = norm.square().to(self.parameters[0].device)
-        for group in self.different:
+        for group in self.norm_groups:
             dist.all_reduce(squares, group=group)
         return squares.sqrt()
 
@@ -131,12 +131,11 @@ class TorchStrategy:
         return self.counted_once(loss)
 
     def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        losses, right = self.module(batch.inputs, batch.targets, batch.positions, batch.documents, wanted="scores")
+        losses, right = self.model.scores(batch)
         return self.counted_once(losses), self.counted_once(right)
 
     def next_logits(self, inputs: Tensor, places: Tensor) -> Tensor:
-        logits: Tensor = self.module(inputs, places, wanted="next")
-        return logits
+        return self.model.next_logits(inputs, places)
 
     def counted_once(self, loss: Tensor) -> Tensor:
         return loss if self.counts_replicated else torch.zeros_like(loss)
@@ -180,7 +179,7 @@ class TorchStrategy:
             tensor.copy_(state[name])
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """From this rank's part of a parameter or its moment. Collective."""
+        """The whole of a parameter, or of its moment, from this rank's part of it. Collective."""
         piece = unsharded(tensor)
         cut = self.model.cuts.get(name)
         return piece if cut is None else cut.join(piece, self.mesh["tp"])

@@ -8,29 +8,29 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from training.data.batch import Batch, Share
 from training.models.init_weights import fill
 from training.models.language_model import LanguageModel
 from training.planner.cost_model import ZERO_STAGE
-from training.records.plan import RunPlan
+from training.records.plan import RankPlan
 from training.runtime.step_trace import phase
 from training.strategies.optim import MOMENTS, LossScale, build_adamw, set_learning_rate
 from training.strategies.stats import StepStats
 
 
-def build(plan: RunPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Zero:
+def build(plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Zero:
     fill(model.hf, weights)  # DeepSpeed copies them when it takes the model over
     return Zero(plan, mesh, model)
 
 
-def deepspeed_config(plan: RunPlan) -> dict[str, Any]:
+def deepspeed_config(plan: RankPlan) -> dict[str, Any]:
     """DeepSpeed's JSON for this plan; batch sizes and stage follow from the plan."""
     bucket = plan.config.parallel.bucket_mib * 2**18  # in fp32 numbers
     zero: dict[str, Any] = {
@@ -64,8 +64,8 @@ def import_deepspeed() -> Any:
     return deepspeed
 
 
-def _shard_before_it_moves(model: LanguageModel, plan: RunPlan) -> None:
-    """Partition the weights one by one, else DeepSpeed takes the model to the device whole (its engine.py).
+def _shard_before_it_moves(model: LanguageModel, plan: RankPlan) -> None:
+    """Partition the weights one by one; else DeepSpeed moves the whole model to the device (its engine.py).
 
     After AdamW has its groups: a partitioned parameter no longer shows how many dimensions it has.
     """
@@ -77,8 +77,19 @@ def _shard_before_it_moves(model: LanguageModel, plan: RunPlan) -> None:
             setattr(module, name, buffer.to(plan.device_kind))
 
 
+class _InForward(nn.Module):
+    """Runs the model, or any method of it, inside a `forward`: only there DeepSpeed's stage 3 gathers weights."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        return method(*arguments)
+
+
 class Zero:
-    def __init__(self, plan: RunPlan, mesh: DeviceMesh, model: LanguageModel) -> None:
+    def __init__(self, plan: RankPlan, mesh: DeviceMesh, model: LanguageModel) -> None:
         deepspeed = import_deepspeed()
         train = plan.config.train
         self.model, self.rank = model, mesh["dp"].get_local_rank()
@@ -87,7 +98,7 @@ class Zero:
         if self.stage == 3:
             _shard_before_it_moves(model, plan)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=model, optimizer=adamw, config=deepspeed_config(plan), dist_init_required=False
+            model=_InForward(model), optimizer=adamw, config=deepspeed_config(plan), dist_init_required=False
         )
         self.module, self.dp = self.engine, mesh["dp"].size()
         self.scale = LossScale(dynamic=plan.precision == "fp16")
@@ -103,7 +114,7 @@ class Zero:
         losses = []
         for batch in share.batches:
             with phase("forward"):
-                loss = self.engine(batch.inputs, batch.targets, batch.positions, batch.documents)
+                loss = self.engine(self.model, batch.inputs, batch.targets, batch.positions, batch.documents)
             with phase("backward"):
                 self.engine.backward(loss * (self.dp / share.num_targets), scale_wrt_gas=False)
             with phase("optimizer"):
@@ -121,18 +132,18 @@ class Zero:
         )
 
     def loss(self, batch: Batch) -> Tensor:
-        loss: Tensor = self.engine(batch.inputs, batch.targets, batch.positions, batch.documents)
+        loss: Tensor = self.engine(self.model, batch.inputs, batch.targets, batch.positions, batch.documents)
         return loss
 
     def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        losses, right = self.engine(batch.inputs, batch.targets, batch.positions, batch.documents, wanted="scores")
+        losses, right = self.engine(self.model.scores, batch)
         return losses, right
 
     def next_logits(self, inputs: Tensor, places: Tensor) -> Tensor:
-        logits: Tensor = self.engine(inputs, places, wanted="next")
+        logits: Tensor = self.engine(self.model.next_logits, inputs, places)
         return logits
 
-    def trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self.model.hf.named_parameters() if p.requires_grad)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -144,7 +155,7 @@ class Zero:
                 yield name, parameter.detach()
             elif parameter.requires_grad:
                 yield name, safe_get_full_fp32_param(parameter)
-            else:  # the optimizer knows nothing of it
+            else:  # frozen: the optimizer does not hold it
                 with GatheredParameters(parameter):
                     yield name, parameter.detach().clone()
 
@@ -171,7 +182,7 @@ class Zero:
     def load_rank_state(self, state: Mapping[str, Tensor]) -> None:
         """There is none."""
 
-    def _set_moment(self, parameter: torch.nn.Parameter, moment: str, value: Tensor) -> None:
+    def _set_moment(self, parameter: nn.Parameter, moment: str, value: Tensor) -> None:
         from deepspeed.utils import (
             safe_get_local_optimizer_state,
             safe_set_full_optimizer_state,
@@ -184,7 +195,7 @@ class Zero:
         # DeepSpeed's own setter overruns where the ranks do not divide the parameter: pad as its partitions are.
         numel = safe_get_local_optimizer_state(parameter, moment).numel()
         flat = value.flatten()
-        flat = torch.nn.functional.pad(flat, (0, max(0, numel * (self.rank + 1) - flat.numel())))
+        flat = nn.functional.pad(flat, (0, max(0, numel * (self.rank + 1) - flat.numel())))
         safe_set_local_optimizer_state(parameter, flat.narrow(0, numel * self.rank, numel), moment)
 
     def _partitions(self) -> list[Tensor]:

@@ -1,21 +1,27 @@
-"""The record of how training ended."""
+"""The end of training: result.json, and the checkpoints that only an older one pointed at."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from training.checkpoint import load
+from training.checkpoint.retention import prune
 from training.monitoring.meter import Meter
 from training.records.record import sha256_file
 from training.records.train_result import StoppedBy, TrainResult
 from training.trainer.state import TrainingState
 
 
-def result(state: TrainingState, *, meter: Meter, stopped_by: StoppedBy) -> TrainResult:
-    folder = load.checkpoint_folder(state.run_dir, meter.step)
-    return TrainResult(
-        step=meter.step,
-        tokens=meter.tokens,
+def finish(state: TrainingState, meter: Meter, *, stopped_by: StoppedBy) -> None:
+    """The metrics rank writes the result, last and whole."""
+    if not state.rank.is_metrics_rank:
+        return
+    folder = load.checkpoint_folder(state.run_dir, meter.rates.step)
+    TrainResult(
         **meter.overall(),
         checkpoint=str(folder.relative_to(state.run_dir)),
         checkpoint_sha256=sha256_file(folder / "manifest.json"),
         stopped_by=stopped_by,
-    )
+    ).write(state.run_dir / "result.json")
+    with suppress(OSError):  # the run is done either way
+        prune(state.run_dir, state.plan.config.checkpoint)

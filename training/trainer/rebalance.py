@@ -1,7 +1,7 @@
 """Shares of the batch that follow what a run's devices are measured to do, between two steps and on all ranks alike.
 
 A rank's own time is a step without the communication that nothing hid: waiting for slower ranks is part of that. It
-comes from the steps that the profiler splits anyway, so ordinary steps pay nothing. The global batch and its order
+comes from the steps that the profiler times anyway, so ordinary steps pay nothing. The global batch and its order
 stay.
 """
 
@@ -12,109 +12,129 @@ import logging
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from training.checkpoint.load import CheckpointManifest
-from training.data.loader import Loader
-from training.monitoring.meter import Meter
-from training.planner.shares import MIN_GAIN, followed
+from training.data.batch import MicroBatches
+from training.monitoring.profiler import PhaseTimes
+from training.planner.shares import MIN_GAIN, rebalanced
 from training.records.plan import RunPlan
 from training.records.record import write_atomically
-from training.tracking.metrics_log import MetricsLog
+from training.runtime.process import Rank
 from training.tracking.rows import read_rows
 
 logger = logging.getLogger(__name__)
 
 FILLED = 0.9  # of a GPU's memory at most, as in the plan
-SPLITS = 3  # steps that one decision looks at: their median, since one of them may have met something else
+TIMED_STEPS = 3  # that one decision looks at: their median, since one of them may have met something else
+
+
+@dataclass(frozen=True)
+class Rebalance:
+    """One change of the micro-batches, from the step after `step` on."""
+
+    step: int
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    own_s: list[float]  # seconds of a step that each replica took for itself
+    expected_gain: float
+
+    @property
+    def why(self) -> str:
+        own_ms = _listed([f"{1000 * own:.0f}" for own in self.own_s])
+        return (
+            f"replicas took {own_ms} ms of a step for themselves; evenly, a step would take "
+            f"{100 / self.expected_gain:.0f} % of its time, this goes half way"
+        )
 
 
 class Rebalancer:
-    """Looks at every step that was split; does nothing where the plan does not rebalance. Collective."""
+    """Decides on new micro-batches from the steps that were timed; never, where the plan does not rebalance."""
 
-    def __init__(self, plan: RunPlan, *, loader: Loader, meter: Meter, log: MetricsLog | None, run_dir: Path) -> None:
-        self.loader, self.meter, self.log, self.path = loader, meter, log, run_dir / "rebalances.jsonl"
-        self.seen: list[list[float]] = []  # seconds by replica, of splits since the last decision
-        self.changed_at = meter.start
-        self.mesh, self.is_on = plan.mesh, plan.rebalance
-        if self.is_on and log is not None:
-            forget_after(self.path, meter.start)
-            log.write(meter.start, **_metrics(loader.plan))
+    def __init__(self, plan: RunPlan, *, micro_batches: MicroBatches, rank: Rank, start: int, run_dir: Path) -> None:
+        self.plan, self.micro_batches, self.rank, self.path = plan, micro_batches, rank, run_dir / "rebalances.jsonl"
+        self.own_s: list[list[float]] = []  # by replica, of the steps timed since the last decision
+        self.changed_at = start
+        if plan.rebalance and rank.is_metrics_rank:
+            forget_after(self.path, start)
 
-    def look(self, step: int, ranks_ms: Sequence[dict[str, float]]) -> None:
-        """All ranks' splits of `step`; the first one with new micro-batches compiles and allocates: no measure."""
-        if not self.is_on or step == self.changed_at + 1:
-            return
-        self.seen.append(self._own_seconds(ranks_ms))
-        if len(self.seen) < SPLITS:
-            return
-        plan, seconds = self.loader.plan, [statistics.median(replica) for replica in zip(*self.seen, strict=True)]
-        self.seen.clear()
-        sizes, gain = followed(plan.micro_batches, seconds=seconds, most=self._limits(plan))
-        if gain >= MIN_GAIN and sizes != plan.micro_batches:
-            self._change(step, sizes, seconds, gain)
+    def decide(self, step: int, times: PhaseTimes) -> Rebalance | None:
+        """Look at all ranks' times of `step`; the change that is due, if there is one. Collective.
 
-    def _own_seconds(self, ranks_ms: Sequence[dict[str, float]]) -> list[float]:
-        """By replica: its slowest rank's."""
-        own = [(ms["step"] - ms["exposed_communication"]) / 1000 for ms in ranks_ms]
+        The first step with new micro-batches compiles and allocates: it is no measure.
+        """
+        if not self.plan.rebalance or step == self.changed_at + 1:
+            return None
+        self.own_s.append(self._own_seconds(times))
+        if len(self.own_s) < TIMED_STEPS:
+            return None
+        seconds = [statistics.median(replica) for replica in zip(*self.own_s, strict=True)]
+        self.own_s.clear()
+        before = self.micro_batches.sizes
+        after, gain = rebalanced(before, seconds=seconds, max_micro_batches=self._limits())
+        if gain < MIN_GAIN or after == before:
+            return None
+        self.changed_at = step
+        return Rebalance(step, before, after, seconds, gain)
+
+    def _own_seconds(self, times: PhaseTimes) -> list[float]:
+        """Seconds by replica, of its slowest rank."""
+        own = [(ms["step"] - ms["exposed_communication"]) / 1000 for ms in times]
         return [max(seconds) for seconds in self._by_replica(own)]
 
     def _by_replica(self, ranks: Sequence[float]) -> list[list[float]]:
-        tp, dp = self.mesh["tp"], self.mesh["dp"]
+        tp, dp = self.plan.mesh["tp"], self.plan.mesh["dp"]
         return [[value for rank, value in enumerate(ranks) if rank // tp % dp == replica] for replica in range(dp)]
 
-    def _limits(self, plan: RunPlan) -> tuple[int, ...]:
+    def _limits(self) -> tuple[int, ...]:
         """The plan's, which are predicted; on GPUs no more than the peak of the steps before leaves room for either."""
-        device = self.meter.rank.device
+        device, largest = self.rank.device, self.plan.largest_micro_batches
         if device.type == "cpu":
-            return plan.largest_micro_batches
+            return largest
         usable = FILLED * torch.cuda.get_device_properties(device).total_memory
-        ranks = [0.0] * self.meter.rank.world_size
+        ranks = [0.0] * self.rank.world_size
         dist.all_gather_object(ranks, usable / torch.cuda.max_memory_allocated(device))
         room = [min(rooms) for rooms in self._by_replica(ranks)]
-        return with_room(plan.micro_batches, room=room, most=plan.largest_micro_batches)
+        return with_room(self.micro_batches.sizes, room=room, largest=largest)
 
-    def _change(self, step: int, sizes: tuple[int, ...], seconds: Sequence[float], gain: float) -> None:
-        before, plan = self.loader.plan, self.loader.plan.model_copy(update={"micro_batches": sizes})
-        self.meter.follow(plan)
-        self.loader.follow(plan)
-        self.changed_at = step
-        if self.log is None:
-            return
-        why = (
-            f"replicas took {_listed([f'{1000 * own:.0f}' for own in seconds])} ms of a step for themselves; evenly, "
-            f"a step would take {100 / gain:.0f} % of its time, this goes half way"
-        )
+    def record(self, change: Rebalance) -> None:
+        """Write the change to the log and as a row of rebalances.jsonl; on one rank."""
         logger.info(
-            "step %d: micro-batches %s -> %s: %s", step, _listed(before.micro_batches), _listed(plan.micro_batches), why
+            "step %d: micro-batches %s -> %s: %s",
+            change.step,
+            _listed(change.before),
+            _listed(change.after),
+            change.why,
         )
-        self.log.write(step, **_metrics(plan))
-        row = {"step": step, "time_ms": int(time.time() * 1000), "before": before.micro_batches, "after": sizes}
+        row = {"step": change.step, "time_ms": int(time.time() * 1000), "before": change.before, "after": change.after}
+        row |= {"own_s": change.own_s, "expected_gain": change.expected_gain, "why": change.why}
         try:
             with self.path.open("a") as file:
-                file.write(json.dumps({**row, "own_s": seconds, "expected_gain": gain, "why": why}) + "\n")
+                file.write(json.dumps(row) + "\n")
         except OSError as error:
             logger.warning("%s could not be written (%s); metrics have the micro-batches too", self.path, error)
 
 
-def with_room(sizes: Sequence[int], *, room: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
+def with_room(sizes: Sequence[int], *, room: Sequence[float], largest: Sequence[int]) -> tuple[int, ...]:
     """The largest micro-batches where memory takes `room` times what it holds now: it grows no faster than they do."""
-    return tuple(max(size, min(limit, int(size * times))) for size, times, limit in zip(sizes, room, most, strict=True))
+    limits = zip(sizes, room, largest, strict=True)
+    return tuple(max(size, min(limit, int(size * times))) for size, times, limit in limits)
 
 
-def in_force(plan: RunPlan, resumed: CheckpointManifest | None) -> RunPlan:
-    """The plan with the shares that a checkpoint was made under, where the ranks are the same and they still fit."""
+def sizes_in_force(plan: RunPlan, resumed: CheckpointManifest | None) -> tuple[int, ...]:
+    """The checkpoint's micro-batches, where its ranks are the plan's and the sizes still fit; else the plan's."""
     if resumed is None or not plan.rebalance or resumed.mesh != plan.mesh:
-        return plan
+        return plan.micro_batches
     sizes = resumed.micro_batches
     if len(sizes) != plan.dp or sum(sizes) != sum(plan.micro_batches):
-        return plan
-    if any(size > most for size, most in zip(sizes, plan.largest_micro_batches, strict=True)):
-        return plan
-    return plan.model_copy(update={"micro_batches": sizes})
+        return plan.micro_batches
+    if any(size > limit for size, limit in zip(sizes, plan.largest_micro_batches, strict=True)):
+        return plan.micro_batches
+    return sizes
 
 
 def forget_after(path: Path, step: int) -> None:
@@ -123,8 +143,8 @@ def forget_after(path: Path, step: int) -> None:
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= step))
 
 
-def _metrics(plan: RunPlan) -> dict[str, float]:
-    return {f"micro_batch/replica_{replica}": size for replica, size in enumerate(plan.micro_batches)}
+def size_metrics(micro_batches: MicroBatches) -> dict[str, float]:
+    return {f"micro_batch/replica_{replica}": size for replica, size in enumerate(micro_batches.sizes)}
 
 
 def _listed(sizes: Sequence[object]) -> str:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from training.checkpoint import load
-from training.checkpoint.retention import reading, sweep
+from training.checkpoint.retention import reading, remove_leftovers
+from training.data.batch import MicroBatches
 from training.data.loader import Loader
 from training.models.freezing import trainable_parameters
 from training.models.language_model import LanguageModel, unfilled_model
@@ -19,14 +20,14 @@ from training.records.plan import RunPlan
 from training.runtime.mesh import build_mesh
 from training.runtime.process import Rank
 from training.strategies import Strategy, parallelize
-from training.trainer.rebalance import in_force
+from training.trainer.rebalance import sizes_in_force
 
 HASHING_TIMEOUT = datetime.timedelta(hours=6)  # while the first rank hashes a checkpoint: 100 GB take minutes
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What the loop works with; made by `restore`."""
+    """Everything that training works on."""
 
     plan: RunPlan
     rank: Rank
@@ -36,8 +37,23 @@ class TrainingState:
     trainable_parameters: int  # of the whole model, whatever part of it this rank holds
     strategy: Strategy
     loader: Loader
-    start: int
+    micro_batches: MicroBatches  # shared with the loader, the metrics and the checkpoints
     resumed: load.CheckpointManifest | None
+
+    @property
+    def start(self) -> int:
+        """The step that training goes on after."""
+        return self.resumed.step if self.resumed is not None else 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained by then."""
+        return self.resumed.tokens if self.resumed is not None else 0
+
+    @property
+    def val_loss(self) -> float | None:
+        """The newest validation's loss by then."""
+        return self.resumed.val_loss if self.resumed is not None else None
 
 
 def restore(plan: RunPlan, *, rank: Rank, run_dir: Path) -> TrainingState:
@@ -48,7 +64,7 @@ def restore(plan: RunPlan, *, rank: Rank, run_dir: Path) -> TrainingState:
 
 
 def build_state(plan: RunPlan, found: Path | None, *, rank: Rank, run_dir: Path) -> TrainingState:
-    """At the checkpoint `found`; without one, at the start. Collective."""
+    """Model, strategy and data as the checkpoint `found` has them; None: at step 0. Collective."""
     model, weights = unfilled_model(plan)
     if found is not None:
         weights = load.weights_for(model, found)
@@ -59,23 +75,23 @@ def build_state(plan: RunPlan, found: Path | None, *, rank: Rank, run_dir: Path)
     # Ranks must not drop the same units, but for tp peers, which share each unit's neighbours.
     torch.manual_seed(plan.config.train.seed + rank.rank // plan.mesh["tp"])
     resumed = load.load_state(found, strategy=strategy, rank=rank, mesh=plan.mesh) if found is not None else None
-    start = resumed.step if resumed is not None else 0
-    loader = Loader(in_force(plan, resumed), dp_rank=mesh["dp"].get_local_rank(), device=rank.device)
-    return TrainingState(plan, rank, run_dir, mesh, model, num_trained, strategy, loader, start, resumed)
+    micro_batches = MicroBatches(sizes_in_force(plan, resumed), plan.accumulation)
+    loader = Loader(plan, dp_rank=mesh["dp"].get_local_rank(), device=rank.device, micro_batches=micro_batches)
+    return TrainingState(plan, rank, run_dir, mesh, model, num_trained, strategy, loader, micro_batches, resumed)
 
 
 def _agree_on_checkpoint(run_dir: Path, rank: Rank) -> Path | None:
-    """The first rank looks and checks the hashes; all take its word, so that none starts from another step."""
+    """The first rank finds the checkpoint and verifies its hashes; all ranks use its answer, and so the same step."""
     found: list[Path | RuntimeError | None] = [None]
     if rank.rank == 0:
-        sweep(run_dir)
+        remove_leftovers(run_dir)
         try:
-            found = [load.newest_whole(run_dir)]
+            found = [load.newest_intact(run_dir)]
         except RuntimeError as error:
             found = [error]
-    patient = dist.new_group(timeout=HASHING_TIMEOUT, backend="gloo")
-    dist.broadcast_object_list(found, src=0, group=patient)
-    dist.destroy_process_group(patient)
+    patient_group = dist.new_group(timeout=HASHING_TIMEOUT, backend="gloo")
+    dist.broadcast_object_list(found, src=0, group=patient_group)
+    dist.destroy_process_group(patient_group)
     if isinstance(found[0], RuntimeError):
         raise found[0]
     return found[0]

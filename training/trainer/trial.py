@@ -1,8 +1,8 @@
-"""Does the plan's micro-batch fit? `torchrun … -m training.trainer.trial PLAN` makes some whole steps of it.
+"""Measures whether the plan's micro-batch fits in memory: `torchrun … -m training.trainer.trial PLAN`.
 
-Real data, forward, backward, update and a quick validation, as training does them; all is thrown away but how much
-memory each rank took. A rank that fails ends at once, whatever its peers wait for in a collective: its launcher sees
-that and ends them (tasks/launch/batch_size_trial.py).
+The ranks make a few whole steps on real data and a quick validation, as training does, and record only how much memory
+each took. A rank that fails exits at once, without waiting for peers that are in a collective: the launcher sees that
+and ends them (tasks/launch/batch_size_trial.py).
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ import torch
 import torch.distributed as dist
 
 from training.config.train import learning_rate
-from training.monitoring.device_stats import DeviceStats
+from training.monitoring.device_stats import DeviceProbe
 from training.records.plan import RunPlan
 from training.records.trial import MEASURED, STEPS, TrialMeasured
 from training.runtime.process import Rank, process_group
 from training.trainer.state import build_state
-from training.trainer.validation import validate
+from training.trainer.validation import evaluation_mode, validate
 
 
 def main(plan_path: Path) -> None:
     plan, run_dir = RunPlan.read(plan_path), plan_path.parent
-    with process_group(plan) as rank, ended_at_once():
-        measured = tried(plan, rank=rank, run_dir=run_dir)
+    with process_group(plan) as rank, exit_on_error():
+        measured = measure(plan, rank=rank, run_dir=run_dir)
         if rank.is_metrics_rank:
             measured.write(run_dir / MEASURED)
 
 
 @contextmanager
-def ended_at_once() -> Iterator[None]:
-    """No clean-up after an error: to leave the process group in order, NCCL would wait for peers that wait for us."""
+def exit_on_error() -> Iterator[None]:
+    """Exit without clean-up on an error: NCCL would wait for peers, which wait for this rank in a collective."""
     try:
         yield
     except BaseException:
@@ -46,10 +46,10 @@ def ended_at_once() -> Iterator[None]:
         os._exit(1)
 
 
-def tried(plan: RunPlan, *, rank: Rank, run_dir: Path) -> TrialMeasured:
-    """Collective."""
+def measure(plan: RunPlan, *, rank: Rank, run_dir: Path) -> TrialMeasured:
+    """Seconds of the last step, and every rank's peak memory. Collective."""
     state = build_state(plan, None, rank=rank, run_dir=run_dir)
-    gauges, seconds = DeviceStats(rank.device, threads=plan.threads_per_rank), 0.0
+    probe, seconds = DeviceProbe(rank.device, threads=plan.threads_per_rank), 0.0
     for step in range(min(STEPS, plan.steps)):
         began = time.perf_counter()
         rate = learning_rate(step, plan.config.train, steps=plan.steps)
@@ -58,9 +58,10 @@ def tried(plan: RunPlan, *, rank: Rank, run_dir: Path) -> TrialMeasured:
             torch.cuda.synchronize(rank.device)
         seconds = time.perf_counter() - began
     if plan.config.evaluation.every_steps:
-        validate(state)
+        with evaluation_mode(state.model):
+            validate(state)
     state.loader.close()
-    memory = gauges.peak(gauges.memory())
+    memory = probe.peak(probe.memory())
     peak_gib = memory["reserved_gib"] if rank.device.type == "cuda" else memory["resident_gib"]
     everyone: list[float] = [0.0] * rank.world_size
     dist.all_gather_object(everyone, peak_gib)

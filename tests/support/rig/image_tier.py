@@ -14,9 +14,8 @@ import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from urllib.error import URLError
-from urllib.request import urlopen
 
+import httpx
 from packaging.requirements import Requirement
 
 from tests.support.ranks import free_port
@@ -92,9 +91,9 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], *, ca: Path) -> None:
     context, deadline = ssl.create_default_context(cafile=str(ca)), time.monotonic() + START_S
     while True:
         try:
-            urlopen(url, context=context, timeout=5).close()
+            httpx.get(url, verify=context, timeout=5, trust_env=False).raise_for_status()
             return
-        except URLError:
+        except httpx.HTTPError:
             assert process.poll() is None, "docker-registry ended"
             assert time.monotonic() < deadline, f"{url} does not answer"
             time.sleep(0.05)

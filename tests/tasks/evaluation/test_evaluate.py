@@ -11,8 +11,9 @@ import pytest
 
 from flows.cli.command import main
 from flows.presets import evaluate_config
-from tasks.evaluation.evaluate import check_tasks, evaluate, find_subject
-from tasks.evaluation.tables import metrics_of, table_of
+from tasks.evaluation.checks import check_tasks
+from tasks.evaluation.evaluate import evaluate, find_subject
+from tasks.evaluation.report import metrics_of, table_of
 from tasks.promotion.register import register_model
 from tests.support.configs import tiny_config
 from tests.support.lm_eval_tasks import write_tasks

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tasks.data.corpus import prepare_corpus
-from tasks.evaluation.evaluate import check_prompts
+from tasks.evaluation.checks import check_prompts
 from tasks.inference.onnx_generator import Sampling, TextGenerator, TextStream, choose_token
 from training.config.data import DataConfig, TokenizerConfig
 

@@ -8,8 +8,7 @@ import pytest
 
 from infra.containers import State
 from infra.hosts import DockerHost
-from tasks.launch.attempt import Attempt, Program, sweep
-from tasks.launch.watcher import Watcher
+from tasks.launch.attempt import Attempt, Program, Watcher, sweep
 from training.config.launch import LaunchConfig
 from training.records.node import NodeEnd
 

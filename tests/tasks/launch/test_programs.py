@@ -85,11 +85,11 @@ def test_ranks_that_leave_by_themselves_while_they_are_stopped_are_no_error(
     earlier = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     RanksLauncher(launcher=process_key(earlier.pid)).write(tmp_path / "gang.json")
 
-    def found_then_gone(key: str) -> psutil.Process:
+    def found_then_gone(run_dir: Path) -> psutil.Process:
         process = psutil.Process(earlier.pid)
         earlier.communicate()
         return process
 
-    monkeypatch.setattr(local, "local_process", found_then_gone)
-    end_earlier_attempt(tmp_path)
+    monkeypatch.setattr(local, "ranks_launcher", found_then_gone)
+    end_earlier_attempt(tmp_path, grace_s=60)
     assert not psutil.pid_exists(earlier.pid)

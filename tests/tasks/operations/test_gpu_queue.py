@@ -1,4 +1,4 @@
-"""Turns on devices that two runs cannot share; SHARDLINE_DEVICES stands for GPUs where there are none."""
+"""Runs queue for GPUs that they need both; SHARDLINE_DEVICES stands for GPUs where there are none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from infra.containers import gpus_granted
-from tasks.operations.gpu_queue import LocalDevices, devices_of, overlap, turn, wait_for
+from tasks.operations.gpu_queue import Holder, LocalDevices, devices_of, hold_gpus, overlap, wait_for_gpus
 from tasks.runs.errors import RunStopped
 from tasks.runs.owner import RanksLauncher
 from tasks.workspace.processes import process_key
@@ -23,7 +23,7 @@ import sys
 from contextlib import ExitStack
 from tasks.operations.gpu_queue import LocalDevices
 with ExitStack() as held:
-    assert LocalDevices(sys.argv[2:], run_id=sys.argv[1], held=held).take() == ""
+    assert LocalDevices(sys.argv[2:], run_id=sys.argv[1], held=held).take() is None
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -49,9 +49,9 @@ def other() -> Iterator[subprocess.Popen[str]]:
 
 
 def take(*names: str, run_id: str = "mine-1") -> str:
-    """Who has them, in words; what was taken is let go of."""
+    """Who has them, in words, or nothing; what was taken is let go of."""
     with ExitStack() as held:
-        return LocalDevices(names, run_id=run_id, held=held).take()
+        return str(LocalDevices(names, run_id=run_id, held=held).take() or "")
 
 
 def test_who_has_a_device_is_named_until_it_is_killed(other: subprocess.Popen[str]) -> None:
@@ -71,14 +71,14 @@ def test_ranks_that_outlived_their_launcher_are_waited_for(shardline_home: Path)
     with ExitStack() as held:
         devices = LocalDevices(["gpu-0"], run_id="mine-1", held=held)
         try:
-            assert devices.take() == f"ranks of run other-1 have outlived it (pid {rank.pid}); " + (
-                "`shardline stop other-1` ends them"
+            assert str(devices.take()) == (
+                f"run other-1 is dead, but has ranks left (pid {rank.pid}); `shardline stop other-1` ends them"
             )
             assert "run mine-1" in take("gpu-0", run_id="third-1"), "the place in front is kept"
         finally:
             rank.kill()
             rank.wait()
-        assert devices.take() == ""
+        assert devices.take() is None
 
 
 def test_a_run_waits_and_says_for_whom_then_goes_on(
@@ -86,25 +86,27 @@ def test_a_run_waits_and_says_for_whom_then_goes_on(
 ) -> None:
     waited = []
 
-    def wait(look, holder: str) -> None:  # type: ignore[no-untyped-def]
+    def wait(look, holder: Holder) -> None:  # type: ignore[no-untyped-def]
         waited.append(holder)
         threading.Timer(0.3, other.kill).start()
-        wait_for(look, holder, run_id="mine-1")
+        wait_for_gpus(look, holder, run_id="mine-1")
 
-    with turn(tiny_config(parallel__ranks=2), run_id="mine-1", wait=wait):
+    with hold_gpus(tiny_config(parallel__ranks=2), run_id="mine-1", wait=wait):
         assert "run mine-1" in take("gpu-0", run_id="third-1")
         assert take("gpu-2", run_id="third-1") == "", "two ranks leave the third alone"
     assert take("gpu-0") == "", "a run that is through lets go"
     assert len(waited) == 1
-    assert f"mine-1 waits for its turn: run other-1 (pid {other.pid}) has gpu-0" in caplog.text
+    assert f"mine-1 waits for GPUs: run other-1 (pid {other.pid}) has gpu-0" in caplog.text
 
 
 def test_a_run_that_is_stopped_while_it_waits_can_be_resumed() -> None:
-    def interrupted() -> str:
+    def interrupted() -> Holder | None:
         raise KeyboardInterrupt
 
-    with pytest.raises(RunStopped, match=r"interrupted while it waited \(run a has gpu-0\): `shardline resume mine-1`"):
-        wait_for(interrupted, "run a has gpu-0", run_id="mine-1")
+    with pytest.raises(
+        RunStopped, match=r"interrupted while it waited \(run a has gpu-0; stop it\): `shardline resume mine-1`"
+    ):
+        wait_for_gpus(interrupted, Holder("a", "has gpu-0", "stop it"), run_id="mine-1")
 
 
 def test_a_run_takes_as_many_devices_as_it_has_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

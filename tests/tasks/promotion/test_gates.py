@@ -33,7 +33,7 @@ CASES = {
         "cannot be compared with 2.5000 of champion m/3: other data (dataset bbbbbbbbbbbb, champion's aaaaaaaaaaaa). "
         "Measure both on one text: `shardline evaluate m@champion --data TEXT` and "
         "`shardline evaluate m/4 --data TEXT`, then promote again; or, "
-        "to put it in place all the same: shardline promote m --version 4 --force",
+        "or skip the gates: shardline promote m --version 4 --force",
     ),
     "other tokens": (
         version(4, 1.0, tokens=1000),

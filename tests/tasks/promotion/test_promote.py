@@ -14,11 +14,11 @@ from mlflow.tracking import MlflowClient
 
 from tasks.promotion.gates import Check
 from tasks.promotion.journal import Move, begin_move, history, note_stage
-from tasks.promotion.judge import Terms, judge_records, set_champion
-from tasks.promotion.lock import PREFIX, Flag, TurnLost, turn
+from tasks.promotion.judge import Terms, judge_records
+from tasks.promotion.lock import PREFIX, LockLost, LockTag, promotion_lock
 from tasks.promotion.promote import Case, Request, approved_by_tag, begin, overridden, refuse
-from tasks.promotion.rollout import roll_back, settle
-from tasks.promotion.server_stats import Counts, OutOfBounds, Watch, read_counts
+from tasks.promotion.rollout import finish_interrupted, record_replaced, roll_back, set_champion
+from tasks.promotion.servers import Counts, OutOfBounds, Watch, read_counts
 from tasks.registry.models import aliases_of, replaced_by
 from tasks.registry.tags import TAG, note_evaluation
 from tasks.serving.metrics import ServerMetrics
@@ -39,8 +39,13 @@ def client(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         client.create_model_version(
             "tiny", source="file:///nowhere", tags={f"{TAG}{key}": value for key, value in tags.items()}
         )
-    set_champion(client, "tiny", 1, replaces=None)
+    promoted(client, 1, replaces=None)
     return client
+
+
+def promoted(client: MlflowClient, version: int, *, replaces: int | None) -> None:
+    record_replaced(client, "tiny", version, replaces=replaces)
+    set_champion(client, "tiny", version)
 
 
 def champion(client: MlflowClient) -> int | None:
@@ -62,20 +67,20 @@ def begun(client: MlflowClient, version: int) -> Move:
 
 
 def finish(client: MlflowClient) -> Move:
-    with turn(client, "tiny", what="a test") as mine:
-        settle(client, mine, "tiny", show=print)
+    with promotion_lock(client, "tiny", what="a test") as lock:
+        finish_interrupted(client, lock, "tiny", show=print)
     return history(client, "tiny")[0]
 
 
-def test_the_turn_is_one_contenders_at_a_time(client: MlflowClient) -> None:
+def test_one_contender_at_a_time_holds_the_lock(client: MlflowClient) -> None:
     inside, most = 0, 0
 
     def work(number: int) -> None:
         nonlocal inside, most
-        with turn(client, "tiny", what=f"work {number}") as mine:
+        with promotion_lock(client, "tiny", what=f"work {number}") as lock:
             inside += 1
             most = max(most, inside)
-            mine.check()
+            lock.check()
             inside -= 1
 
     with ThreadPoolExecutor(3) as pool:
@@ -84,28 +89,28 @@ def test_the_turn_is_one_contenders_at_a_time(client: MlflowClient) -> None:
     assert not [key for key in client.get_registered_model("tiny").tags if key.startswith(PREFIX)]
 
 
-def test_a_holder_that_was_killed_is_swept_away(client: MlflowClient) -> None:
+def test_the_lock_of_a_killed_holder_is_removed(client: MlflowClient) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         key = process_key(process.pid)
         process.kill()
-    dead = Flag(state="holding", who="ada", what="promotes", process=key, urgent=False, beat=3)
+    dead = LockTag(state="holding", who="ada", what="promotes", process=key, urgent=False, heartbeat=3)
     client.set_registered_model_tag("tiny", f"{PREFIX}dead", dead.model_dump_json())
-    with turn(client, "tiny", what="a test"):
+    with promotion_lock(client, "tiny", what="a test"):
         assert f"{PREFIX}dead" not in client.get_registered_model("tiny").tags
 
 
-def test_a_rollback_takes_the_turn_from_a_promotion_that_watches(client: MlflowClient) -> None:
-    set_champion(client, "tiny", 2, replaces=1)
+def test_a_rollback_takes_the_lock_from_a_promotion_that_watches(client: MlflowClient) -> None:
+    promoted(client, 2, replaces=1)
     holding, told, deadline = threading.Event(), "", time.monotonic() + 20
 
     def watches() -> None:
         nonlocal told
-        with turn(client, "tiny", what="promotes tiny/2") as mine:
+        with promotion_lock(client, "tiny", what="promotes tiny/2") as lock:
             holding.set()
             try:
                 while time.monotonic() < deadline:
-                    mine.check()
-            except TurnLost as lost:
+                    lock.check()
+            except LockLost as lost:
                 told = str(lost)
 
     thread = threading.Thread(target=watches)
@@ -120,7 +125,7 @@ def test_a_rollback_takes_the_turn_from_a_promotion_that_watches(client: MlflowC
 
 def test_rollbacks_go_back_along_what_each_version_replaced(client: MlflowClient) -> None:
     for version, before in ((2, 1), (4, 2)):
-        set_champion(client, "tiny", version, replaces=before)
+        promoted(client, version, replaces=before)
     uri = client.tracking_uri
     assert [roll_back("tiny", why="bad", tracking_uri=uri).version for _ in range(2)] == [2, 1]
     with pytest.raises(ValueError, match=r"no record of what tiny's champion \(version 1\) replaced: say --to VERSION"):
@@ -141,7 +146,7 @@ def test_rollbacks_go_back_along_what_each_version_replaced(client: MlflowClient
 def test_an_interrupted_move_is_finished_by_the_next(client: MlflowClient, moved: bool) -> None:
     begun(client, 2)
     if moved:
-        set_champion(client, "tiny", 2, replaces=1)
+        promoted(client, 2, replaces=1)
     done = finish(client)
     assert (champion(client), replaced_by(client, "tiny", 2)) == (2, 1)
     assert (done.stage, done.outcome) == ("done", "promoted; not watched: no server follows it")
@@ -151,7 +156,7 @@ def test_an_interrupted_move_is_finished_by_the_next(client: MlflowClient, moved
 
 def test_an_interrupted_way_back_is_gone_to_its_end(client: MlflowClient) -> None:
     move = begun(client, 2)
-    set_champion(client, "tiny", 2, replaces=1)
+    promoted(client, 2, replaces=1)
     note_stage(client, move, "taking back")
     assert finish(client).outcome.startswith("rolled back to version 1: its promotion was interrupted")
     assert champion(client) == 1
@@ -165,7 +170,7 @@ def test_an_alias_that_somebody_moved_meanwhile_is_left_where_it_is(client: Mlfl
 
 
 def test_a_rollback_of_a_promotion_that_had_moved_nothing_moves_nothing(client: MlflowClient) -> None:
-    set_champion(client, "tiny", 2, replaces=1)
+    promoted(client, 2, replaces=1)
     begun(client, 4)
     assert roll_back("tiny", why="no", tracking_uri=client.tracking_uri).version == 4
     assert champion(client) == 2
@@ -175,9 +180,9 @@ def test_a_rollback_of_a_promotion_that_had_moved_nothing_moves_nothing(client: 
 def test_a_champion_that_changed_since_the_judgement_is_judged_against(client: MlflowClient) -> None:
     """Version 3 (loss 2.75) passed against version 1 (3.0); by the time it is approved version 2 (2.5) reigns."""
     case = Case("tiny", 3, Terms(), 1, (Check("loss", True, "better"), Check("approval", True, "by ada")))
-    set_champion(client, "tiny", 2, replaces=1)
-    with turn(client, "tiny", what="a test") as mine:
-        refused = begin(client, mine, Request("tiny", "ada"), case)
+    promoted(client, 2, replaces=1)
+    with promotion_lock(client, "tiny", what="a test") as lock:
+        refused = begin(client, lock, Request("tiny", "ada"), case)
     assert not isinstance(refused, Move)
     assert "champion tiny/2 2.5000: -0.2500 nats per token" in refused.verdict
     tags = client.get_model_version("tiny", "3").tags
@@ -191,13 +196,13 @@ def test_a_champion_measured_on_the_challengers_data_is_compared_there(client: M
     """Version 4 (loss 2.0) is of other data than champion 1, whose loss there is 1.5."""
     client.set_model_version_tag("tiny", "4", f"{TAG}dataset_fingerprint", "b" * 64)
     version = client.get_model_version("tiny", "4")
-    assert "other data" in judge_records(client, version, terms=Terms(), reigning=1).text
+    assert "other data" in judge_records(client, version, terms=Terms(), champion=1).text
     note_evaluation(client, "tiny", 1, dataset="b" * 64, loss=1.5, tokens=399)
-    assert "champion tiny/1 1.5000: -0.5000" in judge_records(client, version, terms=Terms(), reigning=1).text
+    assert "champion tiny/1 1.5000: -0.5000" in judge_records(client, version, terms=Terms(), champion=1).text
     for number, loss in ((1, 1.75), (4, 1.25)):  # both, on a text that neither was registered with
         note_evaluation(client, "tiny", number, dataset="c" * 64, loss=loss, tokens=5000)
     version = client.get_model_version("tiny", "4")
-    assert "champion tiny/1 1.7500: +0.5000" in judge_records(client, version, terms=Terms(), reigning=1).text
+    assert "champion tiny/1 1.7500: +0.5000" in judge_records(client, version, terms=Terms(), champion=1).text
 
 
 def test_approval_by_a_tag_is_waited_for_and_names_who_gave_it(client: MlflowClient) -> None:

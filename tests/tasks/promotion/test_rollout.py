@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.local_servers import wait_for
@@ -74,10 +74,8 @@ def test_a_champion_takes_over_without_a_failed_request_and_is_taken_back_when_i
     order = [version for _, version in served.seen]
     assert {1, 2, 3} == {*order}  # each has served
     assert order[-1] == 2
-    with urllib.request.urlopen(
-        urllib.request.Request(f"{servers.env['PREFECT_API_URL']}/artifacts/filter", data=b"{}", method="POST")
-    ) as reply:
-        tables = [each for each in json.loads(reply.read()) if each["key"] == "gates"]
+    artifacts = httpx.post(f"{servers.env['PREFECT_API_URL']}/artifacts/filter", json={}, trust_env=False).json()
+    tables = [each for each in artifacts if each["key"] == "gates"]
     assert {row["gate"] for row in json.loads(tables[0]["data"])} == {"parity", "loss", "smoke"}
 
 
@@ -209,12 +207,12 @@ def test_prefect_gets_one_run_for_a_version_however_many_start_it(servers: Promo
 
     from flows.promote import promote
     from flows.servers.watch import start_in_prefect
-    from tasks.promotion.challengers import Due
+    from tasks.promotion.challengers import DuePromotion
 
     with get_client(sync_client=True) as prefect:
         flow_id = prefect.create_flow(promote)
         deployment = prefect.create_deployment(flow_id, "promote", enforce_parameter_schema=False)
-        due = Due("tiny", 4, "it is challenger")
+        due = DuePromotion("tiny", 4, "it is challenger")
         assert [start_in_prefect(due)() for _ in range(2)] == [True, True]
         runs = [run for run in prefect.read_flow_runs() if run.deployment_id == deployment]
         assert [run.parameters for run in runs] == [{"model": "tiny", "by": "watch: it is challenger"}]

@@ -37,7 +37,7 @@ def heeded() -> list[tuple[str, int]]:
 
 @pytest.fixture
 def receiver(heeded: list[tuple[str, int]]) -> TestClient:
-    return TestClient(build_receiver(secret=SECRET, heed=lambda name, version: heeded.append((name, version))))
+    return TestClient(build_receiver(secret=SECRET, on_challenger=lambda name, version: heeded.append((name, version))))
 
 
 def test_a_challenger_is_heeded_once_however_often_it_is_delivered(

@@ -8,6 +8,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow.tracking import MlflowClient
@@ -20,6 +21,7 @@ from tasks.registry.logged_model import link_or_copy
 from tasks.registry.models import aliases_of, lineage, resolve
 from tests.support.mlflow_store import Store
 from training.config.promotion import GatesConfig, RegistryConfig, TaskFloor
+from training.config.run import RunConfig
 from training.records.plan import RunPlan
 from training.records.results import EvalReport, ExportedModel, SourceFigures, TaskScore
 
@@ -172,6 +174,24 @@ def test_mlflows_pages_tell_what_a_version_scored_and_on_what_terms(store: Store
     assert metrics["source/a_b.txt/loss"] == 2.5
     assert metrics["task/rhymes/acc"] == 0.75
     assert metrics["parity/argmax_agreement"] == 1.0
+
+
+def test_gates_that_a_resume_changed_are_in_force_until_the_version_is_judged(store: Store) -> None:
+    plan = RunPlan.read(store.exported / "plan.json")
+
+    def gated(**gates: Any) -> RunConfig:
+        return plan.config.model_copy(update={"gates": GatesConfig(**gates)})
+
+    run_dir = store.finished_run("one", loss=3.0, config=gated(max_p95_ms=50))
+    client, registered = MlflowClient(store.uri), register_model(run_dir, tracking_uri=store.uri)
+    assert (registered.alias, registered.verdict) == ("challenger", "")
+    for gates, alias in (({"approval": "tag"}, "challenger"), ({}, "champion")):
+        latest = RunPlan.read(run_dir / "plan.json").model_copy(update={"config": gated(**gates)})
+        latest.write(run_dir / "plan.json")
+        again = register_model(run_dir, tracking_uri=store.uri)
+        assert (again.version, again.alias) == (registered.version, alias)
+        version = client.get_model_version(again.name, str(again.version))
+        assert terms_of(version, tracking_uri=store.uri).gates == GatesConfig(**gates)
 
 
 def test_mlflow_loads_it_and_says_the_same_text(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

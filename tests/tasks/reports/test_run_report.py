@@ -35,7 +35,7 @@ def run(exported_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path))
     folder = another_run(exported_run, tmp_path / "tiny-1", mlflow_run_id="m" * 32, loss=5.5)
     plan = RunPlan.read(folder / "plan.json")
-    run = TrackedRun(run_id="tiny-1", mlflow_run_id="m" * 32, experiment_id="1", config=plan.config)
+    run = TrackedRun(run_id="tiny-1", mlflow_run_id="m" * 32, experiment_id="1", begun_with=plan.config)
     run.write(folder / "run.json")
     write_rows(folder, steps=8)
     (folder / "stages.json").write_text(json.dumps({"train": 1800.0, "evaluate": 360.0, "export": 36.0}))
@@ -81,7 +81,7 @@ def test_the_summary_says_what_was_trained_how_good_how_fast_and_where_it_is_reg
 
 
 def test_the_page_lists_settings_that_differ_and_the_lineage(run: TrackedRun) -> None:
-    preset = run.config.model_dump() | {"train": run.config.train.model_dump() | {"steps": 9}}
+    preset = run.begun_with.model_dump() | {"train": run.begun_with.train.model_dump() | {"steps": 9}}
     page = words(page_of(run, preset=preset, links={"MLflow": "http://127.0.0.1:5000/#/runs/1"}))
     assert "Settings that differ from preset tiny: train.steps = 8, not 9." in page
     assert "train.global_batch 8 16" in page

@@ -39,7 +39,7 @@ class Run:
     def __init__(self, home: Path, shards_dir: Path, *, done: int, machines: Inventory, **overrides: Any) -> None:
         self.config = tiny_config(train__steps=STEPS, **overrides)
         self.shards_dir, self.shards = shards_dir, TokenShards.read(shards_dir / "manifest.json")
-        self.tracked = TrackedRun(run_id="run-1", mlflow_run_id="m1", experiment_id="0", config=self.config)
+        self.tracked = TrackedRun(run_id="run-1", mlflow_run_id="m1", experiment_id="0", begun_with=self.config)
         self.folder = home / "run-1"
         (self.folder / "checkpoints" / f"{done:08d}").mkdir(parents=True)
         self.replan(self.config, machines)
@@ -51,6 +51,7 @@ class Run:
             inventory=machines or inventory(2),
             shards=self.shards,
             shards_dir=self.shards_dir,
+            changes=changes(self.folder, config, begun_with=self.config),
         )
 
     def with_overrides(self, **overrides: Any) -> RunConfig:

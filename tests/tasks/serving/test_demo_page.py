@@ -45,7 +45,7 @@ def test_the_champion_writes_beside_the_previous_version(champion: Store, tmp_pa
         page.get_by_label("temperature").fill("0")
 
         page.get_by_role("button").click()
-        expect(page.locator("#current small")).to_have_text(re.compile("asks for a token"))
+        expect(page.locator("#current small")).to_have_text(re.compile("requires an access token"))
         page.locator("input[name=token]").fill("open-sesame")
         page.get_by_role("button").click()
         for column, version in (("#current", 2), ("#previous", 1)):
@@ -57,7 +57,7 @@ def test_the_champion_writes_beside_the_previous_version(champion: Store, tmp_pa
         page.get_by_label("new tokens").fill("5000000")
         page.get_by_label("compare with the previous version").uncheck()
         page.get_by_role("button").click()
-        expect(page.locator("#current small")).to_have_text(re.compile("at most 4096 are made"))
+        expect(page.locator("#current small")).to_have_text(re.compile("at most 4096 are allowed"))
         expect(page.locator("#previous")).to_be_hidden()
         browser.close()
 
@@ -65,4 +65,4 @@ def test_the_champion_writes_beside_the_previous_version(champion: Store, tmp_pa
 def test_a_first_version_has_none_before_it(champion: Store) -> None:
     with server(champion) as (client, _):
         reply = client.post("/previous/generate", json={"prompt": "x"})
-        assert (reply.status_code, reply.json()["detail"]) == (404, "tiny/1 took the place of no other version")
+        assert (reply.status_code, reply.json()["detail"]) == (404, "tiny/1 did not replace another version")

@@ -70,7 +70,7 @@ def openai_client(address: str, generator: TextGenerator) -> None:
         client.completions.create(model="other", prompt="x")
     wrong = {
         "logprobs is not supported": {"logprobs": 3},
-        "at most 40 are made": {"max_tokens": 41},
+        "at most 40 are allowed": {"max_tokens": 41},
         "the prompt has 51 characters": {"prompt": "x" * 51},
         "temperature: Input should be greater than or equal to 0": {"temperature": -1},
     }

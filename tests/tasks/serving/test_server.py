@@ -22,8 +22,8 @@ from tasks.inference.onnx_generator import TextGenerator
 from tasks.promotion.register import register_model
 from tasks.promotion.rollout import roll_back
 from tasks.registry.models import resolve
-from tasks.serving.announce import ServerRecord
 from tasks.serving.server import serve
+from tasks.serving.server_record import ServerRecord
 from tasks.workspace.processes import local_process
 from tests.support.mlflow_store import Store
 from tests.support.serving import server
@@ -55,12 +55,12 @@ def test_it_serves_the_champion_refuses_what_is_out_of_bounds_and_stops_in_order
             reply = client.post("/generate", json=wrong)
             assert (reply.status_code, reply.json()["detail"]) == (422, message)
         too_long = client.post("/generate", content=b" " * 1_000_001)
-        assert (too_long.status_code, "at most 1000000 are read" in too_long.json()["detail"]) == (413, True)
+        assert (too_long.status_code, "at most 1000000 are accepted" in too_long.json()["detail"]) == (413, True)
         assert client.post("/generate", content=iter([b"{}"])).status_code == 411
         assert client.post("/generate", content=b"{").status_code == 422
 
-        [announced] = map(ServerRecord.read, (champion.folder / "servers").glob("*.json"))
-        assert (announced.url, announced.ref, announced.model) == (str(client.base_url), "tiny@champion", "tiny")
+        [record] = map(ServerRecord.read, (champion.folder / "servers").glob("*.json"))
+        assert (record.url, record.ref, record.model) == (str(client.base_url), "tiny@champion", "tiny")
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=20)
         assert process.returncode == 130
@@ -80,11 +80,11 @@ def test_limits_and_tokens_are_kept_and_requests_counted(champion: Store) -> Non
             return reply.status_code, reply.text
 
         assert post(prompt="x")[0] == 200
-        assert "at most 10 are taken (serving.max_prompt_chars)" in post(prompt="x" * 11)[1]
-        assert "at most 5 are made (serving.max_new_tokens)" in post(prompt="x", new_tokens=6)[1]
+        assert "at most 10 are accepted (serving.max_prompt_chars)" in post(prompt="x" * 11)[1]
+        assert "at most 5 are allowed (serving.max_new_tokens)" in post(prompt="x", new_tokens=6)[1]
         assert post(prompt="x" * 1000)[0] == 413
         status, text = post(prompt="x", token="third-secret")
-        assert (status, "this token is not accepted" in text, "secret" in text) == (401, True, False)
+        assert (status, "this access token is not valid" in text, "secret" in text) == (401, True, False)
         assert post(prompt="x", token="")[0] == 401
         tokens.write_text("third-secret\n")
         assert post(prompt="x", token="third-secret")[0] == 200
@@ -108,8 +108,8 @@ def test_limits_and_tokens_are_kept_and_requests_counted(champion: Store) -> Non
         process.kill()
         output, _ = process.communicate(timeout=20)
         assert "secret" not in output
-        [announced] = map(ServerRecord.read, (champion.folder / "servers").glob("*.json"))
-        assert local_process(announced.process) is None, "what a killed server leaves is known for dead"
+        [record] = map(ServerRecord.read, (champion.folder / "servers").glob("*.json"))
+        assert local_process(record.process) is None, "the record of a killed server names a dead process"
 
 
 def test_it_follows_the_alias_without_a_failed_request(champion: Store) -> None:
@@ -141,7 +141,7 @@ def test_a_version_goes_on_while_its_alias_is_gone(champion: Store) -> None:
     with server(champion) as (client, process):
         assert process.stdout is not None
         MlflowClient(champion.uri).delete_registered_model_alias("tiny", "champion")
-        assert "version 1 goes on: cannot follow tiny@champion" in process.stdout.readline()
+        assert "version 1 stays served: cannot follow tiny@champion" in process.stdout.readline()
         assert client.post("/generate", json={"prompt": "x", "new_tokens": 2}).status_code == 200
 
 
@@ -174,7 +174,7 @@ def test_it_goes_on_while_mlflow_is_away_and_follows_again_after(
             client, process = stack.enter_context(server(over_http))
         assert process.stdout is not None
         complaint = process.stdout.readline()
-        assert "version 1 goes on: cannot follow tiny@champion" in complaint
+        assert "version 1 stays served: cannot follow tiny@champion" in complaint
         assert "secret" not in complaint
         assert client.post("/generate", json={"prompt": "x", "new_tokens": 2}).json()["version"] == 1
 
@@ -193,7 +193,7 @@ def test_it_goes_on_while_mlflow_is_away_and_follows_again_after(
 def test_a_taken_port_is_named(champion: Store) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ValueError, match=f"port {port}: it is taken; choose another with --port"):
+        with pytest.raises(ValueError, match=f"port {port}: it is in use; choose another with --port"):
             serve("tiny", port=port, tracking_uri=champion.uri)
 
 

@@ -52,7 +52,7 @@ def test_a_request_that_takes_too_long_is_ended_with_the_cure(champion: Store) -
     with server(champion, **LIMITS, timeout_s=0.3) as (client, _):
         reply = client.post("/v1/completions", json=LONG)
         assert reply.status_code == 504
-        assert "in 0.3 s (serving.timeout_s): ask for fewer" in reply.json()["error"]["message"]
+        assert "within 0.3 s (serving.timeout_s): ask for fewer" in reply.json()["error"]["message"]
         with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as streamed:
             lines = [line for line in streamed.iter_lines() if line]
         assert "serving.timeout_s" in json.loads(lines[-1].removeprefix("data: "))["error"]["message"]
@@ -69,7 +69,7 @@ def test_the_next_request_waits_and_the_one_after_is_told_to_come_again(champion
             until(lambda: metric(client, "shardline_requests_in_flight") == 2)
             refused = client.post("/v1/completions", json=short)
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-            assert "1 requests are under way and 1 wait" in refused.json()["error"]["message"]
+            assert "1 requests are running and 1 are waiting" in refused.json()["error"]["message"]
             assert refused.json()["error"]["type"] == "rate_limit_error"
             assert not waiting.done()
         assert waiting.result().status_code == 200

@@ -107,7 +107,7 @@ def test_what_mlflow_could_not_be_told_at_the_end_the_next_reconcile_tells_it(
 
     with ExitStack() as away, pytest.raises(ValueError, match="bad corpus"):
         work(away)
-    assert "could not be told all of how r1 ended" in caplog.text
+    assert "could not report the end of run r1 to MLflow" in caplog.text
     assert status(home, "r1")[0] == "RUNNING"
     assert reconcile_mlflow() == []
     assert status(home, "r1") == ("FAILED", "bad corpus"), "what was true then, not that it was killed"

@@ -106,3 +106,15 @@ def test_the_end_of_a_process_and_of_what_it_started(kind: str) -> None:
         process.stdout.close()
         if child.is_running():
             child.kill()
+
+
+def test_a_child_that_asked_for_it_ends_with_its_killed_parent() -> None:
+    child = "import time; from tasks.workspace.processes import stop_with_parent; stop_with_parent(); "
+    child += "print('ready', flush=True); time.sleep(60)"
+    parent = f"import subprocess, sys, time; c = subprocess.Popen([sys.executable, '-c', {child!r}], "
+    parent += "stdout=subprocess.PIPE); c.stdout.readline(); print(c.pid, flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        started = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+    assert until(lambda: not started.is_running(), timeout_s=10, every_s=0.02)

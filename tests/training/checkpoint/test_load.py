@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.support.ranks import losses, run_ranks
-from training.checkpoint.load import CheckpointManifest, checkpoint_folder, damage, newest_whole, weights_for
+from training.checkpoint.load import CheckpointManifest, checkpoint_folder, damage, newest_intact, weights_for
 from training.checkpoint.safetensors_files import TensorFiles
 from training.models.language_model import build_model
 from training.records.plan import RunPlan
@@ -113,22 +113,22 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
     newest = run_dir / "checkpoints" / "00000008"
     DAMAGES[kind](newest)
     assert damage(newest) is not None
-    found = newest_whole(run_dir)
+    found = newest_intact(run_dir)
     assert found is not None
     assert found.name == "00000006"
     assert f"{newest} is not whole" in caplog.text
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_begin_anew(run_dir: Path) -> None:
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_start_at_step_0(run_dir: Path) -> None:
     for folder in (run_dir / "checkpoints").iterdir():
         (folder / "manifest.json").unlink()
     with pytest.raises(RuntimeError, match=r"none of the 2 checkpoints .* is whole: restore one, or delete"):
-        newest_whole(run_dir)
+        newest_intact(run_dir)
     shutil.rmtree(run_dir / "checkpoints")
-    assert newest_whole(run_dir) is None
+    assert newest_intact(run_dir) is None
 
 
-def test_training_goes_on_from_the_one_before_the_damaged_one_and_ends_the_same(run_dir: Path) -> None:
+def test_training_resumes_from_the_checkpoint_before_a_damaged_one_and_ends_the_same(run_dir: Path) -> None:
     expected = losses(run_dir / "plan.json")
     cut(run_dir / "checkpoints" / "00000008" / "model.safetensors")
     (run_dir / "checkpoints" / ".00000009.part").mkdir()

@@ -53,11 +53,11 @@ def test_a_run_that_changes_its_layout_every_few_steps_is_the_run_of_one_process
     assert max((expected[name] - got[name]).abs().max().item() for name in expected) < WEIGHT_BOUND
 
 
-def test_peers_that_share_a_layer_drop_the_same_units_after_they_took_a_checkpoint_over(
+def test_tp_peers_drop_the_same_units_after_a_resume(
     make_run: Callable[..., Path],
 ) -> None:
     """ddp x 4 drew four ways; of dp 2 x tp 2 each pair must draw alike, or what it shares drifts apart."""
     saved = make_run("four", ranks=4, train__steps=2, train__micro_batch=1)
     run_ranks(saved)
     make_run("two by two", ranks=4, train__micro_batch=1, **LAYOUTS["dp x tp"][1]).rename(saved)
-    run_ranks(saved, program="tests.programs.peers")
+    run_ranks(saved, program="tests.programs.tp_random_numbers")

@@ -98,7 +98,7 @@ def undisturbed(make: Callable[[str], Path]) -> Path:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM], ids=lambda signum: signum.name)
-def test_resumed_run_is_the_undisturbed_one_to_the_bit(
+def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(
     signum: signal.Signals, make: Callable[[str], Path], undisturbed: Path
 ) -> None:
     plan_path, at_step = make(signum.name), random.randint(12, STEPS - 25)

@@ -9,8 +9,14 @@ from typing import Any
 
 import pytest
 
-from training.checkpoint.load import CHECKPOINT_MANIFEST, CheckpointManifest, checkpoint_folder, damage, published
-from training.checkpoint.retention import keep, prune, reading, sweep
+from training.checkpoint.load import (
+    CHECKPOINT_MANIFEST,
+    CheckpointManifest,
+    checkpoint_folder,
+    damage,
+    finished_checkpoints,
+)
+from training.checkpoint.retention import keep, prune, reading, remove_leftovers
 from training.checkpoint.safetensors_files import WrittenFile
 from training.config.run import CheckpointConfig
 from training.records.record import sha256_file
@@ -44,7 +50,7 @@ def point_at(run_dir: Path, step: int) -> None:
 
 
 def steps(run_dir: Path) -> list[int]:
-    return [int(folder.name) for folder in published(run_dir)]
+    return [int(folder.name) for folder in finished_checkpoints(run_dir)]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +79,7 @@ def test_a_new_best_takes_the_place_of_the_old(tmp_path: Path) -> None:
     assert steps(tmp_path) == [30, 40]
 
 
-def test_one_that_is_not_whole_does_not_count_as_one_of_the_newest(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_does_not_count_as_one_of_the_newest(tmp_path: Path) -> None:
     checkpoints(tmp_path, {10: None, 20: None, 30: None, 40: None})
     (checkpoint_folder(tmp_path, 10) / CHECKPOINT_MANIFEST).unlink()
     (checkpoint_folder(tmp_path, 30) / "model.safetensors").write_text("weig")
@@ -81,7 +87,9 @@ def test_one_that_is_not_whole_does_not_count_as_one_of_the_newest(tmp_path: Pat
     assert steps(tmp_path) == [20, 30, 40]
 
 
-def test_what_is_being_read_stays_until_the_next_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_that_is_being_read_stays_until_the_next_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     checkpoints(tmp_path, {10: None, 20: None, 30: None})
     with reading(checkpoint_folder(tmp_path, 10)), reading(checkpoint_folder(tmp_path, 10)):
@@ -93,13 +101,13 @@ def test_what_is_being_read_stays_until_the_next_time(tmp_path: Path, caplog: py
     assert steps(tmp_path) == [30]
 
 
-def test_one_that_is_gone_cannot_be_read(tmp_path: Path) -> None:
+def test_a_deleted_checkpoint_cannot_be_read(tmp_path: Path) -> None:
     prune(checkpoints(tmp_path, {10: None, 20: None}), CheckpointConfig(keep_last=1))
     with pytest.raises(FileNotFoundError), reading(checkpoint_folder(tmp_path, 10)):
         pass
 
 
-def test_what_was_exported_stays_for_good(tmp_path: Path) -> None:
+def test_an_exported_checkpoint_stays_for_good(tmp_path: Path) -> None:
     keep(checkpoint_folder(checkpoints(tmp_path, {10: None, 20: None, 30: None}), 10), why="exported to export/")
     prune(tmp_path, CheckpointConfig(keep_last=1))
     assert steps(tmp_path) == [10, 30]
@@ -109,7 +117,7 @@ def test_what_was_exported_stays_for_good(tmp_path: Path) -> None:
     assert steps(tmp_path) == [30]
 
 
-def test_what_result_json_points_at_stays_until_it_points_elsewhere(tmp_path: Path) -> None:
+def test_the_checkpoint_of_result_json_stays_until_there_is_another(tmp_path: Path) -> None:
     point_at(checkpoints(tmp_path, {10: None, 20: None, 30: None}), 10)
     prune(tmp_path, CheckpointConfig(keep_last=1))
     assert steps(tmp_path) == [10, 30]
@@ -118,10 +126,10 @@ def test_what_result_json_points_at_stays_until_it_points_elsewhere(tmp_path: Pa
     assert steps(tmp_path) == [30]
 
 
-def test_the_next_start_sweeps_what_killed_attempts_left(tmp_path: Path) -> None:
+def test_the_next_start_removes_what_killed_attempts_left(tmp_path: Path) -> None:
     folder = checkpoint_folder(checkpoints(tmp_path, {10: None}), 10)
     for name in (".00000020.part", ".00000005.deleted"):
         (folder.with_name(name)).mkdir()
         (folder.with_name(name) / "model.safetensors").write_text("half")
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     assert [path.name for path in folder.parent.iterdir()] == ["00000010"]

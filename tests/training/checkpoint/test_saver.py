@@ -15,7 +15,7 @@ import torch
 
 from tests.programs.full_disk import FULL_AT_BYTES, RoomAfterWarning, set_room
 from tests.support.ranks import Ranks, losses, run_ranks
-from training.checkpoint.load import checkpoint_folder, damage, newest_whole, published
+from training.checkpoint.load import checkpoint_folder, damage, finished_checkpoints, newest_intact
 from training.checkpoint.safetensors_files import TensorFiles
 from training.checkpoint.saver import Saver
 from training.records.plan import RunPlan
@@ -102,10 +102,10 @@ def test_training_goes_on_while_the_checkpoint_keeps_the_step_it_was_taken_at(
         expected = weights(state)
         saver.save(3, tokens=384, val_loss=None)
         take_steps(state, range(4, 9), saver=saver)
-        assert published(state.run_dir) == [], "nothing can have been written while training went on"
+        assert finished_checkpoints(state.run_dir) == [], "nothing can have been written while training went on"
         set_room(resource.RLIM_INFINITY)
     folder = checkpoint_folder(state.run_dir, 3)
-    assert published(state.run_dir) == [folder]
+    assert finished_checkpoints(state.run_dir) == [folder]
     assert damage(folder) is None
     saved, now = TensorFiles(folder, "model"), weights(state)
     assert saved.keys() == expected.keys()
@@ -121,7 +121,7 @@ def test_a_failed_write_is_reported_and_tried_again(
 ) -> None:
     state = start("retried")
     save_first_step(state)
-    assert published(state.run_dir) == [checkpoint_folder(state.run_dir, 1)]
+    assert finished_checkpoints(state.run_dir) == [checkpoint_folder(state.run_dir, 1)]
     part = state.run_dir / "checkpoints" / ".00000001.part" / "model.safetensors"
     assert f"checkpoint of step 1: rank 0 could not write {part} (OSError: [Errno 27] File too large" in caplog.text
     assert "GiB are free there), try 1 of 3" in caplog.text
@@ -133,7 +133,7 @@ def test_the_run_fails_after_max_failures_and_cleans_up(start: Callable[..., Tra
     state = start("fails", checkpoint__max_failures=2)
     with pytest.raises(RuntimeError, match=r"rank 0 could not write .* try 2 of 2: free space or mend the disk"):
         save_first_step(state)
-    assert published(state.run_dir) == []
+    assert finished_checkpoints(state.run_dir) == []
     assert leftovers(state.run_dir) == []
     assert writing_threads() == []
 
@@ -157,7 +157,7 @@ def test_the_next_checkpoint_waits_for_the_one_before_it_and_takes_no_more_memor
     assert "step 2: waited " in caplog.text
     assert "for the checkpoint of step 1: its disk is slower than checkpoint.every_steps = 3 steps" in caplog.text
     assert stalled_s > 0.5, "the first was tried again after a second"
-    assert [damage(folder) for folder in published(state.run_dir)] == [None, None]
+    assert [damage(folder) for folder in finished_checkpoints(state.run_dir)] == [None, None]
 
 
 def test_a_synchronous_checkpoint_is_there_when_save_returns(start: Callable[..., TrainingState]) -> None:
@@ -165,7 +165,7 @@ def test_a_synchronous_checkpoint_is_there_when_save_returns(start: Callable[...
     with saver_of(state) as saver:
         take_steps(state, range(1, 2), saver=saver)
         saver.save(1, tokens=128, val_loss=None)
-        assert [damage(folder) for folder in published(state.run_dir)] == [None]
+        assert [damage(folder) for folder in finished_checkpoints(state.run_dir)] == [None]
         assert writing_threads() == []
 
 
@@ -176,7 +176,7 @@ def test_an_error_in_the_loop_leaves_no_thread_and_no_half_written_folder(start:
         save_first_step(state, then=ZeroDivisionError())
     assert writing_threads() == []
     assert leftovers(state.run_dir) == []
-    assert published(state.run_dir) == []
+    assert finished_checkpoints(state.run_dir) == []
 
 
 @pytest.mark.usefixtures("room_after_warning")
@@ -185,7 +185,7 @@ def test_a_lost_loss_still_gets_the_checkpoint_from_before_it(start: Callable[..
     state = start("lost")
     with pytest.raises(NonFiniteLoss):
         save_first_step(state, then=NonFiniteLoss())
-    assert [damage(folder) for folder in published(state.run_dir)] == [None]
+    assert [damage(folder) for folder in finished_checkpoints(state.run_dir)] == [None]
     assert writing_threads() == []
 
 
@@ -199,7 +199,7 @@ def test_two_ranks_survive_a_disk_that_is_full_for_a_while_on_one_of_them(make_r
     ranks = on_full_disk(plan_path, "until-reported")
     ranks.finish()
     assert ranks.log().count("WARNING checkpoint of step 10: rank 1 could not write") == 2, "each rank says it once"
-    assert [damage(folder) for folder in published(plan_path.parent)] == [None, None]
+    assert [damage(folder) for folder in finished_checkpoints(plan_path.parent)] == [None, None]
     assert (plan_path.parent / "result.json").exists()
     stalls = [row for row in read_rows(plan_path.parent / "metrics.jsonl") if "checkpoint_stall_ms" in row]
     assert [row["step"] for row in stalls] == [10, 20, 30]
@@ -227,9 +227,9 @@ def test_a_rank_killed_in_the_middle_of_a_write_leaves_the_checkpoint_before(
     assert on_full_disk(plan_path, "dies").wait()[0] == -signal.SIGXFSZ
     half_written = state.run_dir / "checkpoints" / ".00000006.part" / "model-00001-of-00002.safetensors"
     assert half_written.stat().st_size == FULL_AT_BYTES
-    assert published(state.run_dir) == [before]
-    assert newest_whole(state.run_dir) == before
+    assert finished_checkpoints(state.run_dir) == [before]
+    assert newest_intact(state.run_dir) == before
     run_ranks(plan_path)
     assert min(losses(plan_path)) == 4
     assert leftovers(state.run_dir) == []
-    assert [folder.name for folder in published(state.run_dir)] == ["00000006", "00000008"]
+    assert [folder.name for folder in finished_checkpoints(state.run_dir)] == ["00000006", "00000008"]

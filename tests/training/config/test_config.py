@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from tests.support.configs import tiny_config
 from training.config.run import RunConfig
+from training.config.serving import ServeConfig, ServingConfig, TritonConfig
 
 COMBINATIONS = [
     ({"model__width": 30}, "model.width = 30 is not divisible by model.heads = 4"),
@@ -62,13 +63,24 @@ def all_fields(part: type[BaseModel], prefix: str = "") -> list[tuple[str, Any]]
 
 
 @pytest.mark.parametrize(
-    ("name", "field"), all_fields(RunConfig), ids=lambda value: value if isinstance(value, str) else ""
+    ("name", "field"),
+    [field for config in (RunConfig, ServeConfig, TritonConfig) for field in all_fields(config)],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_every_field_explains_itself_in_the_form(name: str, field: Any) -> None:
     assert field.description
     assert field.description.endswith(".")
+    assert field.description[0].isupper()
+    assert len(field.description.split()) > 2
     assert field.default_factory is None
     assert not field.is_required(), "a form needs a default to start from"
+
+
+def test_the_form_names_a_field_with_its_unit_and_its_bounds() -> None:
+    fields = ServingConfig.model_json_schema()["properties"]
+    assert fields["timeout_s"]["title"] == "Timeout (s)"
+    assert fields["max_new_tokens"]["title"] == "Max new tokens"
+    assert fields["max_waiting"]["description"].endswith(" At least 0, at most 100,000.")
 
 
 def test_a_config_survives_json() -> None:

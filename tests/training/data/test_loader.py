@@ -94,7 +94,7 @@ def test_each_epoch_has_its_own_order_and_batches_go_on_over_its_end(packing: st
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_any_step_is_found_without_those_before(packing: str, shards: Path) -> None:
+def test_any_step_is_found_without_the_steps_before(packing: str, shards: Path) -> None:
     plan = plan_of(shards, train__packing=packing, train__steps=700)
     walked = Loader(plan, dp_rank=0, device=CPU)
     shares = [walked.share(step) for step in range(plan.steps)]
@@ -142,7 +142,7 @@ def test_every_input_is_the_token_before_its_target(packing: str, shards: Path) 
                     assert given == (END if target - FIRST in starts else target - 1)
 
 
-def test_documents_look_at_themselves_alone_and_begin_with_the_end_before_them(shards: Path) -> None:
+def test_documents_attend_to_themselves_alone_and_begin_with_the_end_token_before_them(shards: Path) -> None:
     plan = one_pass(shards, train__packing="documents")
     stream, loader, several = TokenStream(shards, "train"), Loader(plan, dp_rank=0, device=CPU), 0
     for step in range(plan.steps - 1):
@@ -168,7 +168,7 @@ def test_causal_sequences_need_no_mask(packing: str, shards: Path) -> None:
     assert batch.positions is None
 
 
-def test_nobody_looks_at_the_padding_of_masked_models(shards: Path) -> None:
+def test_no_token_attends_to_the_padding_of_masked_models(shards: Path) -> None:
     plan = one_pass(shards, train__packing="padded", **BERT)
     bounds, loader, short = TokenStream(shards, "train").document_bounds(), Loader(plan, dp_rank=0, device=CPU), 0
     for step in range(plan.steps):

@@ -24,7 +24,7 @@ from tests.support.numbered_corpus import (
     rows,
     write_numbered,
 )
-from training.data.batch import IGNORED
+from training.data.batch import IGNORED, MicroBatches
 from training.data.held_out import held_out
 from training.data.loader import Loader, documents_in
 from training.shards.stream import TokenStream
@@ -51,22 +51,23 @@ def test_unequal_shares_cut_the_same_global_batch(packing: str, model: dict[str,
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_shares_that_change_in_between_leave_the_data_order_as_it_is(ahead: int, shards: Path) -> None:
-    plan = plan_of(shards, ranks=3, train__global_batch=12, train__micro_batch=1, train__steps=6)
-    loaders = [Loader(plan, dp_rank=rank, device=CPU, ahead=ahead) for rank in range(3)]
-    for step, sizes in enumerate([(1, 1, 1), (1, 1, 1), (4, 1, 1), (4, 1, 1), (2, 3, 1), (1, 1, 4)]):
-        now = plan.model_copy(update={"micro_batches": sizes, "accumulation": 12 // sum(sizes)})
+def test_micro_batches_that_change_between_steps_leave_the_data_order_unchanged(ahead: int, shards: Path) -> None:
+    plan = plan_of(shards, ranks=3, train__global_batch=12, train__micro_batch=2, train__steps=6)
+    micro_batches = MicroBatches.of(plan)
+    loaders = [Loader(plan, dp_rank=rank, device=CPU, micro_batches=micro_batches, ahead=ahead) for rank in range(3)]
+    for step, sizes in enumerate([(2, 2, 2), (2, 2, 2), (4, 1, 1), (4, 1, 1), (2, 3, 1), (1, 1, 4)]):
         if step in (2, 4, 5):
-            for loader in loaders:
-                loader.follow(now)
-        found = torch.cat([rows(batch) for loader in loaders for batch in loader.share(step).batches])
+            micro_batches.sizes = sizes
+        shares = [loader.share(step).batches for loader in loaders]
+        assert [len(batches[0].inputs) for batches in shares] == list(sizes)
+        found = torch.cat([rows(batch) for batches in shares for batch in batches])
         assert torch.equal(found, global_batch(plan, step)[0]), f"step {step}"
     for loader in loaders:
         loader.close()
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_held_out_is_dealt_in_the_plans_shares(packing: str, shards: Path) -> None:
+def test_held_out_text_is_distributed_in_the_plans_shares(packing: str, shards: Path) -> None:
     plan = plan_of(shards, ranks=3, train__packing=packing, train__global_batch=6)
     plan = plan.model_copy(update={"micro_batches": (3, 2, 1), "accumulation": 1})
     dealt = [list(held_out(plan, rank=rank, world_size=3, device=CPU)) for rank in range(3)]
@@ -119,7 +120,7 @@ def test_a_thread_prepares_the_same_shares(shards: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
 
 
-def test_what_fails_in_the_thread_is_raised_where_the_share_is_asked_for(shards: Path, tmp_path: Path) -> None:
+def test_an_error_in_the_thread_is_raised_where_the_share_is_requested(shards: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(shards, tmp_path / "shards")
     loader = Loader(plan_of(folder), dp_rank=0, device=CPU, ahead=2)
     shutil.rmtree(folder / "train")

@@ -27,7 +27,8 @@ def test_nothing_is_compiled_again_after_the_first_step_and_validation(
     model = {"model__architecture": architecture, "model__kv_heads": 2 if architecture == "llama" else 0}
     config = {"train__compile": True, "train__packing": packing, "train__steps": 4, "train__micro_batch": 1}
     run_ranks(
-        make_run(f"compiled {layout}", ranks=ranks, **config, **model, **parallel), program="tests.programs.compiled"
+        make_run(f"compiled {layout}", ranks=ranks, **config, **model, **parallel),
+        program="tests.programs.no_recompilation",
     )
 
 

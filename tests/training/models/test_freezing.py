@@ -54,7 +54,7 @@ def test_untied_ends_are_frozen_apart() -> None:
         (("model.*",), r"train.freeze = model.\* freezes all [\d,]+ parameters: leave some of them out"),
     ],
 )
-def test_patterns_that_cannot_be_meant_are_refused(patterns: tuple[str, ...], message: str) -> None:
+def test_patterns_that_match_nothing_or_everything_are_refused(patterns: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         model_of(train__freeze=patterns)
 

@@ -43,7 +43,7 @@ def alone(neox: str, make_run: Callable[..., Path]) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", pytest.param("zero3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("packing", ["stream", "padded"])
-def test_it_has_the_data_parallel_strategies(
+def test_a_generic_class_trains_under_the_data_parallel_strategies(
     layout: str, packing: str, neox: str, alone: Callable[[str], Path], make_run: Callable[..., Path]
 ) -> None:
     config = CONFIG | {"model__path": neox, "train__packing": packing}
@@ -54,7 +54,7 @@ def test_it_has_the_data_parallel_strategies(
 
 
 @pytest.mark.parametrize("packing", ["stream", "padded"])
-def test_it_learns(packing: str, alone: Callable[[str], Path]) -> None:
+def test_a_generic_class_learns(packing: str, alone: Callable[[str], Path]) -> None:
     logged = losses(alone(packing))
     assert logged[STEPS] < logged[1] - 0.2
 

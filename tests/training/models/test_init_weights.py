@@ -33,7 +33,7 @@ def test_a_tensor_is_the_same_whatever_was_asked_for_before(architecture: str) -
     assert not any(torch.equal(weights[name], others[name]) for name in names if whole[name].dim() == 2)
 
 
-def test_they_are_spread_as_the_class_says() -> None:
+def test_initial_weights_have_the_standard_deviation_of_their_class() -> None:
     plan = plan_of("gpt2", model__width=256, model__layers=8)
     weights = dict(build_model(plan).hf.named_parameters())
     layer = "transformer.h.3"

@@ -41,7 +41,7 @@ def plan_from(folder: Path, shards: Path, **overrides: Any) -> RunPlan:
 
 
 def first_loss(folder: Path, plan: RunPlan) -> float:
-    """Of the first global batch, by transformers' own loss on the saved weights."""
+    """The loss of the first global batch, by transformers' own loss function on the saved weights."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     batches = Loader(plan, dp_rank=0, device=torch.device("cpu")).share(0).batches
     inputs, targets = torch.cat([batch.inputs for batch in batches]), torch.cat([batch.targets for batch in batches])
@@ -148,7 +148,7 @@ def test_the_same_words_in_other_bytes_are_accepted(tmp_path: Path) -> None:
     check_tokenizer(pretrained(tmp_path / "model"), ours)
 
 
-def test_what_cannot_become_right_is_refused_before_the_corpus_is_tokenized(tmp_path: Path) -> None:
+def test_a_hopeless_config_is_refused_before_the_corpus_is_tokenized(tmp_path: Path) -> None:
     byte_tokenizer(tmp_path / "model")
     other_tokenizer(tmp_path / "other")
     with pytest.raises(ValueError, match="they differ from token 97"):

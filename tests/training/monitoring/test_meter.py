@@ -41,7 +41,7 @@ def meter_of(plan: RunPlan, **options: object) -> Meter:
 
 
 def stats(loss: float = 2.0, **changes: object) -> StepStats:
-    """Of 128 targets."""
+    """The stats of a step of 128 targets."""
     one = {"loss_sum": torch.tensor(128 * loss), "num_targets": 128, "grad_norm": torch.tensor(0.5)} | changes
     return StepStats(**one)  # type: ignore[arg-type]
 
@@ -72,7 +72,7 @@ def test_memory_and_utilisation_are_those_of_the_process(plan: RunPlan) -> None:
     held = mmap.mmap(-1, 100 * 2**20)  # not from the heap, which may have room left from other tests
     for _ in range(100):
         held.write(bytes([1]) * 2**20)
-    while time.process_time() < meter.gauges.cpu_s + 0.2:
+    while time.process_time() < meter.devices.probe.cpu_s + 0.2:
         held.find(b"0")
     meter.add(stats(), num_tokens=128)
     after = meter.row()
@@ -83,7 +83,7 @@ def test_memory_and_utilisation_are_those_of_the_process(plan: RunPlan) -> None:
     assert 0.05 < after["device_utilisation"] < 1.5
 
 
-def test_what_is_paused_counts_in_no_rate(plan: RunPlan) -> None:
+def test_time_and_steps_in_a_pause_count_in_no_rate(plan: RunPlan) -> None:
     meter = meter_of(plan)
     meter.add(stats(), num_tokens=128)
     meter.row()
@@ -104,14 +104,14 @@ def test_a_checkpoint_in_between_takes_nothing_from_the_next_row(plan: RunPlan) 
     for loss in (2.0, 1.0):
         meter.add(stats(loss), num_tokens=128)
     with meter.paused():
-        meter.require_finite()
+        meter.read_steps()
     assert meter.row()["loss"] == 1.0
 
 
 def test_steps_left_out_are_counted_and_the_loss_is_that_of_a_step_that_was_made(make_run: Callable[..., Path]) -> None:
     plan = RunPlan.read(make_run("skips", train__on_nonfinite="skip", train__steps=100))
     meter = meter_of(plan, rows=[{"step": 9, "loss": 7.0, "skipped_steps": 2}])
-    assert meter.loss == 7.0
+    assert meter.reader.loss == 7.0
     lost = stats(math.nan, grad_norm=torch.tensor(math.nan), skipped=True)
     for one in (stats(3.0), lost):
         meter.add(one, num_tokens=128)
@@ -119,7 +119,7 @@ def test_steps_left_out_are_counted_and_the_loss_is_that_of_a_step_that_was_made
     assert (row["loss"], row["skipped_steps"]) == (3.0, 3)
     meter.add(lost, num_tokens=128)
     assert "loss" not in meter.row()
-    assert meter.loss == 3.0
+    assert meter.reader.loss == 3.0
 
 
 def test_a_step_between_log_points_reads_no_tensor(plan: RunPlan) -> None:

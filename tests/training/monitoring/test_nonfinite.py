@@ -136,20 +136,20 @@ def fp16_plan(make_run: Callable[..., Path]) -> RunPlan:
 
 def test_a_loss_scale_that_adapts_is_no_warning(fp16_plan: RunPlan, caplog: pytest.LogCaptureFixture) -> None:
     check = FiniteCheck(fp16_plan, warns=True)
-    check.look(outcomes(fp16_plan, count=SKIPPED_IN_A_ROW - 1))
-    check.look(outcomes(fp16_plan, count=1, grad_norm=1.0, skipped=False))
-    check.look(outcomes(fp16_plan, count=SKIPPED_IN_A_ROW - 1))
+    check.check(outcomes(fp16_plan, count=SKIPPED_IN_A_ROW - 1))
+    check.check(outcomes(fp16_plan, count=1, grad_norm=1.0, skipped=False))
+    check.check(outcomes(fp16_plan, count=SKIPPED_IN_A_ROW - 1))
     assert check.skipped == 2 * (SKIPPED_IN_A_ROW - 1)
     assert not caplog.records
 
 
 def test_too_many_skipped_in_a_row_stop_the_run(fp16_plan: RunPlan) -> None:
     check = FiniteCheck(fp16_plan, warns=True)
-    check.look(outcomes(fp16_plan, count=SKIPPED_IN_A_ROW - 1))
+    check.check(outcomes(fp16_plan, count=SKIPPED_IN_A_ROW - 1))
     with pytest.raises(NonFiniteLoss, match="20 steps in a row left out"):
-        check.look(outcomes(fp16_plan, count=1))
+        check.check(outcomes(fp16_plan, count=1))
 
 
 def test_a_lost_loss_in_fp16_is_not_taken_for_adapting(fp16_plan: RunPlan) -> None:
     with pytest.raises(NonFiniteLoss, match=r"step 1 .loss inf on rank 1"):
-        FiniteCheck(fp16_plan, warns=True).look(outcomes(fp16_plan, count=1, loss=math.inf, lost_ranks=(1,)))
+        FiniteCheck(fp16_plan, warns=True).check(outcomes(fp16_plan, count=1, loss=math.inf, lost_ranks=(1,)))

@@ -80,7 +80,12 @@ def test_flops_per_token_of_gpt2_small() -> None:
 
 REFUSED = [
     ({"parallel__ranks": 4}, (2,), "parallel.ranks = 4, but 1 host with 2 devices: lower parallel.ranks"),
-    ({"train__micro_batch": 3}, (1,), "8 sequences per data-parallel rank .* are no multiple of train.micro_batch = 3"),
+    (
+        {"train__micro_batch": 3},
+        (1,),
+        "8 sequences per data-parallel rank .* are not a multiple of train.micro_batch = 3",
+    ),
+    ({"parallel__pp": 4}, (1,), "1 nodes x 1 devices = 1 ranks, not divisible by tp.pp = 4"),
     ({"parallel__tp": 3}, (3,), "4 attention heads cannot be shared by parallel.tp = 3"),
     ({"parallel__tp": 4}, (4,), "2 key/value heads cannot be shared by parallel.tp = 4: choose a tp that divides 2"),
     ({"parallel__pp": 3}, (3,), "2 layers cannot fill .* = 3 stages: lower parallel.pp"),

@@ -62,7 +62,7 @@ def test_a_smaller_memory_bounds_its_share() -> None:
     plan = make_plan(config, unlike(0.2, 0.1, memory_gib=1.5))
     assert plan.largest_micro_batches[1] == 9
     assert (plan.micro_batches, plan.accumulation) == ((23, 9), 2)
-    assert any("cpu 23, cpu 9 (all that its memory takes)" in reason for reason in plan.reasons)
+    assert any("cpu 23, cpu 9 (all that its memory holds)" in reason for reason in plan.reasons)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_values_and_gradients(rows: int, inner: int, columns: int) -> None:
     assert near(b.grad, 2 * a.double().sum(0)[:, None].expand(inner, columns))
 
 
-def test_other_types_and_forms_go_the_usual_way() -> None:
+def test_other_dtypes_and_shapes_use_the_usual_kernel() -> None:
     a, b, c = torch.randn(5, 4), torch.randn(4, 3), torch.randn(5, 3)
     assert (a.double() @ b.double()).dtype is torch.float64
     assert (a.bfloat16() @ b.bfloat16()).dtype is torch.bfloat16
@@ -46,12 +46,12 @@ def test_other_types_and_forms_go_the_usual_way() -> None:
         a @ torch.randn(5, 3)
 
 
-def test_compiled_graphs_use_them_too() -> None:
+def test_compiled_graphs_use_onednn_too() -> None:
     a, b = torch.randn(64, 32), torch.randn(32, 16)
     assert near(torch.compile(lambda x, y: (x @ y).relu())(a, b), (a.double() @ b.double()).relu())
 
 
-def test_memory_that_others_look_at_is_written_not_replaced() -> None:
+def test_shared_output_memory_is_written_not_replaced() -> None:
     a, b = torch.randn(8, 4), torch.randn(4, 6)
     whole = torch.zeros(2, 8, 6)
     torch.mm(a, b, out=whole[1])

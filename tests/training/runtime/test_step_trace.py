@@ -15,14 +15,14 @@ from training.runtime.step_trace import phase, recorded, uncovered
 CPU = torch.device("cpu")
 
 
-def test_parts_are_summed_over_micro_batches_and_written_to_a_trace(tmp_path: Path) -> None:
+def test_phases_are_summed_over_micro_batches_and_written_to_a_trace(tmp_path: Path) -> None:
     with recorded(CPU, profiled=True) as recording:
         for _ in range(2):
             with phase("forward"):
                 time.sleep(0.02)
             with phase("backward"):
                 torch.ones(8) @ torch.ones(8)
-    split = recording.split_ms()
+    split = recording.times_ms()
     assert split.keys() == {"step", "forward", "backward", "exposed_communication"}
     assert 40 <= split["forward"] <= split["step"]
     assert split["exposed_communication"] == 0
@@ -35,7 +35,7 @@ def test_parts_are_summed_over_micro_batches_and_written_to_a_trace(tmp_path: Pa
     assert "aten::dot" in names or "aten::matmul" in names
 
 
-def test_outside_a_recorded_step_a_part_does_nothing() -> None:
+def test_outside_a_recorded_step_a_phase_does_nothing() -> None:
     with recorded(CPU, profiled=False) as recording:
         pass
     began = time.perf_counter()
@@ -43,7 +43,7 @@ def test_outside_a_recorded_step_a_part_does_nothing() -> None:
         with phase("forward"):
             pass
     assert (time.perf_counter() - began) / 20_000 < 5e-6, "measured: 0.14 us"
-    assert recording.split_ms().keys() == {"step", "exposed_communication"}
+    assert recording.times_ms().keys() == {"step", "exposed_communication"}
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def running(make_run: Callable[..., Path], request: pytest.FixtureRequest) -> tu
 
 
 @pytest.mark.long
-def test_a_rank_that_stood_still_and_goes_on_is_no_hang(running: tuple[Path, subprocess.Popen[str]]) -> None:
+def test_a_rank_that_paused_and_continued_is_no_hang(running: tuple[Path, subprocess.Popen[str]]) -> None:
     plan_path, process = running
     stacks = plan_path.parent / "stacks"
     stopped = rank_process(process.pid, 1)
@@ -96,7 +96,7 @@ def test_a_stopped_rank_ends_the_run_with_the_stack_of_the_other(running: tuple[
 
 
 @pytest.mark.slow
-def test_ranks_that_do_not_stop_tell_where_they_are_before_they_are_killed(
+def test_ranks_that_do_not_stop_leave_their_stacks_before_they_are_killed(
     make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.launch.local.STOP_GRACE_S", 2.0)

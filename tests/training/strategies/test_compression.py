@@ -49,7 +49,7 @@ def sent_bytes(plan_path: Path) -> list[float]:
 
 
 def hashes(plan_path: Path) -> dict[str, str]:
-    """Of weights, moments and what each rank kept for itself."""
+    """Hashes of weights, moments and each rank's own state."""
     files = CheckpointManifest.read(plan_path.parent / f"checkpoints/{STEPS:08d}/manifest.json").files
     return {name: file.sha256 for name, file in files.items() if name.startswith(("model", "optimizer", "own"))}
 
@@ -64,8 +64,8 @@ def resumed_from_step_6(plan_path: Path, name: str) -> Path:
     return again / "plan.json"
 
 
-def test_what_is_not_sent_is_kept_and_all_ranks_get_the_same(make_run: Callable[..., Path]) -> None:
-    run_ranks(make_run("averaged", ranks=2), program="tests.programs.averaged")
+def test_unsent_gradients_are_kept_and_all_ranks_get_the_same_average(make_run: Callable[..., Path]) -> None:
+    run_ranks(make_run("averaged", ranks=2), program="tests.programs.compression_averages")
 
 
 def test_every_step_says_what_it_sent(trained: Callable[[str], Path]) -> None:
@@ -77,7 +77,7 @@ def test_every_step_says_what_it_sent(trained: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["topk", pytest.param("powersgd", marks=pytest.mark.slow)])
-def test_resumed_run_keeps_what_was_not_sent_to_the_bit(kind: str, trained: Callable[[str], Path]) -> None:
+def test_a_resumed_run_has_the_residuals_to_the_bit(kind: str, trained: Callable[[str], Path]) -> None:
     plan_path = trained(kind)
     again = resumed_from_step_6(plan_path, f"{kind} again")
     assert losses(again) == losses(plan_path)
@@ -111,14 +111,14 @@ def test_compression_that_begins_later_sends_whole_gradients_before(
 
 
 @pytest.mark.slow
-def test_another_mesh_goes_on_without_what_ranks_kept_and_says_so(
+def test_a_resume_on_another_mesh_drops_the_residuals_and_logs_it(
     trained: Callable[[str], Path], make_run: Callable[..., Path]
 ) -> None:
     plan_path = make_run("alone", train__steps=STEPS, parallel__strategy="single")
     shutil.copytree(trained("topk").parent / "checkpoints" / "00000006", plan_path.parent / "checkpoints" / "00000006")
     ranks = Ranks(plan_path)
     ranks.finish()
-    assert "what each rank kept for itself begins anew" in ranks.log()
+    assert "each rank's own state (compression, local-sgd) starts fresh" in ranks.log()
     assert TrainResult.read(plan_path.parent / "result.json").step == STEPS
 
 

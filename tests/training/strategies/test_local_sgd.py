@@ -156,7 +156,7 @@ def test_only_outer_steps_cross_the_slow_link(trained: Callable[..., Path]) -> N
 
 
 @pytest.mark.slow
-def test_other_groups_go_on_from_the_mean_and_say_so(make_run: Callable[..., Path]) -> None:
+def test_a_resume_with_other_groups_starts_from_the_mean_and_logs_it(make_run: Callable[..., Path]) -> None:
     """Four groups of one rank, then one process."""
     groups = make_run("four groups", ranks=4, parallel__group_ranks=1, **SETTINGS)
     run_ranks(groups)
@@ -165,7 +165,7 @@ def test_other_groups_go_on_from_the_mean_and_say_so(make_run: Callable[..., Pat
     shutil.copytree(groups.parent / "checkpoints", alone.parent / "checkpoints")
     ranks = Ranks(alone)
     ranks.finish()
-    assert "what each rank kept for itself begins anew" in ranks.log()
+    assert "each rank's own state (compression, local-sgd) starts fresh" in ranks.log()
     assert losses(alone)[STEPS + 1] == pytest.approx(losses(groups)[STEPS], abs=0.15)  # after 4.1 at first
 
 
@@ -180,7 +180,7 @@ def test_other_groups_go_on_from_the_mean_and_say_so(make_run: Callable[..., Pat
         ((2, 2), {"parallel__tp": 2}, "parallel.tp = 2 runs with parallel.strategy=ddp or fsdp"),
     ],
 )
-def test_groups_that_cannot_be_are_refused_with_the_cure(
+def test_impossible_groups_are_refused_with_the_cure(
     hosts: tuple[int, ...], overrides: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

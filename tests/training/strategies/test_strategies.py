@@ -255,7 +255,7 @@ def test_unequal_shares_make_the_update_of_one_process(
     assert_equal_training(expected, plan_path)
 
 
-def test_what_ddp_can_be_told_changes_no_result(alone: Callable[..., Path], make_run: Callable[..., Path]) -> None:
+def test_ddp_settings_change_no_result(alone: Callable[..., Path], make_run: Callable[..., Path]) -> None:
     told = {
         "parallel__bucket_mib": 1,
         "parallel__gradient_as_bucket_view": False,

@@ -18,7 +18,7 @@ from tests.training.strategies.test_strategies import assert_equal_training
 from training.checkpoint.load import CheckpointManifest
 from training.records.plan import RunPlan
 from training.tracking.rows import read_rows
-from training.trainer.rebalance import in_force, with_room
+from training.trainer.rebalance import sizes_in_force, with_room
 
 STEPS = 30
 COMMON: dict[str, Any] = {
@@ -88,7 +88,7 @@ def rebalanced(plan_path: Path) -> list[dict[str, Any]]:
     ],
 )
 @pytest.mark.slow
-def test_a_rank_that_is_slower_than_planned_gets_less_and_a_resumed_run_goes_on_so(
+def test_a_rank_that_is_slower_than_planned_gets_less_and_a_resumed_run_keeps_the_shares(
     strategy: str, settings: dict[str, Any], make_run: Callable[..., Path]
 ) -> None:
     parallel = {"parallel__strategy": strategy, "parallel__rebalance": "on"}
@@ -112,7 +112,7 @@ def test_a_rank_that_is_slower_than_planned_gets_less_and_a_resumed_run_goes_on_
     assert_equal_training(alone, plan_path)
 
 
-def test_the_shares_of_a_checkpoint_are_taken_up_only_where_they_fit(make_run: Callable[..., Path]) -> None:
+def test_a_checkpoints_micro_batches_are_used_only_where_they_fit(make_run: Callable[..., Path]) -> None:
     plan = RunPlan.read(make_run("in force", ranks=2, parallel__strategy="ddp", parallel__rebalance="on"))
     assert plan.micro_batches == (2, 2)
     made = CheckpointManifest(
@@ -128,7 +128,7 @@ def test_the_shares_of_a_checkpoint_are_taken_up_only_where_they_fit(make_run: C
     )
 
     def taken_up(manifest: CheckpointManifest | None = made, **of_the_plan: Any) -> tuple[int, ...]:
-        return in_force(plan.model_copy(update=of_the_plan), manifest).micro_batches
+        return sizes_in_force(plan.model_copy(update=of_the_plan), manifest)
 
     assert taken_up() == (3, 1)
     assert taken_up(None) == (2, 2)
@@ -141,5 +141,5 @@ def test_the_shares_of_a_checkpoint_are_taken_up_only_where_they_fit(make_run: C
 
 def test_a_share_grows_by_no_more_than_the_memory_that_is_left() -> None:
     """Held now: 60%, 95% and 45% of what may be held; the plan's own limit for the last one is lower."""
-    assert with_room((12, 12, 12), room=[1 / 0.6, 1 / 0.95, 1 / 0.45], most=(64, 64, 16)) == (20, 12, 16)
-    assert with_room((12, 12), room=[0.9, 1.0], most=(64, 64)) == (12, 12), "what is there already may stay"
+    assert with_room((12, 12, 12), room=[1 / 0.6, 1 / 0.95, 1 / 0.45], largest=(64, 64, 16)) == (20, 12, 16)
+    assert with_room((12, 12), room=[0.9, 1.0], largest=(64, 64)) == (12, 12), "what is there already may stay"

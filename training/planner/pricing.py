@@ -1,4 +1,4 @@
-"""What a choice costs a run: memory by part and seconds by part, for our own engine, on the machines there are."""
+"""The price of a layout for our own training program on a cluster: memory by part and seconds by part."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ MIN_ROWS = 64  # PowerSGD and others: a matrix of fewer columns is not worth its
 
 @dataclass(frozen=True)
 class PricedLayout:
-    """Of one choice. `seconds` of a step by part; empty where it does not fit."""
+    """A layout with its memory per rank in GiB by part, and the seconds of a step by part if it fits."""
 
     layout: Layout
+    cluster: Cluster
     memory: Mapping[str, float]
     usable_gib: float
     seconds: Mapping[str, float]
@@ -125,10 +126,8 @@ def memory_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> 
 
 def price(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> PricedLayout:
     memory, usable = memory_of(config, job, layout, cluster), MEMORY_SHARE * cluster.memory_gib
-    found = PricedLayout(layout, memory, usable, {})
-    if not found.fits:
-        return found
-    return PricedLayout(layout, memory, usable, seconds_of(config, job, layout, cluster))
+    fits = sum(memory.values()) <= usable
+    return PricedLayout(layout, cluster, memory, usable, seconds_of(config, job, layout, cluster) if fits else {})
 
 
 def seconds_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> dict[str, float]:

@@ -30,7 +30,7 @@ class Given(nn.Module):
 
 
 def averages(kind: str, gradients: list[list[Tensor]]) -> tuple[list[list[Tensor]], Compression]:
-    """By step and parameter, from buckets of 4 KiB: several."""
+    """DDP's averages by step and parameter; buckets of 4 KiB, so that there are several."""
     module = DistributedDataParallel(Given(), bucket_cap_mb=4 / 1024, gradient_as_bucket_view=True)
     config = ParallelConfig(strategy="ddp", compression=kind, topk_ratio=RATIO, powersgd_rank=RANK)
     compression = compress(module, config, trained=dict(module.module.named_parameters()))

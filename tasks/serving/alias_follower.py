@@ -1,4 +1,4 @@
-"""The version that a server serves: what an alias means now, opened, and what it meant before, for comparison."""
+"""The version that a server serves: it follows the alias, and can open the previous version for comparison."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from training.tracking.redaction import without_credentials
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 300  # the previous version is let go of when nobody asked it for so long
+IDLE_S = 300  # without a request for so long, the previous version is closed
 
 
 class ServedVersion:
-    """An opened version. Once it is retired, it is closed with the last request that is under way on it."""
+    """A model version with an open engine. Once retired, it is closed when its last request has ended."""
 
     def __init__(self, name: str, version: int, engine: Engine) -> None:
         self.name, self.version, self.engine = name, version, engine
-        self.since = int(time.time())  # loaded here
+        self.loaded_at = int(time.time())
         self._used_at = time.monotonic()
         self._users, self._retired, self._lock = 0, False, threading.Lock()
 
-    def take(self) -> bool:
-        """Whether it may be used, until `give`."""
+    def acquire(self) -> bool:
+        """Keeps the engine open until `release`; False if the version is retired already."""
         with self._lock:
             self._users += not self._retired
             return not self._retired
 
-    def give(self) -> None:
+    def release(self) -> None:
         with self._lock:
             self._users -= 1
             self._used_at = time.monotonic()
@@ -49,7 +49,7 @@ class ServedVersion:
             self._close_if_unused()
 
     def _close_if_unused(self) -> None:
-        if self._retired and not self._users:  # in a thread: ranks of torch take seconds to end
+        if self._retired and not self._users:  # in a thread, because ranks of torch take seconds to end
             threading.Thread(target=self.engine.close, name=f"close version {self.version}").start()
 
     @property
@@ -58,7 +58,7 @@ class ServedVersion:
 
 
 class AliasFollower:
-    """The version being served, and the client that tells when the reference means another one."""
+    """Keeps the version that a reference names, such as NAME@champion, open for requests."""
 
     def __init__(
         self, ref: str, *, tracking_uri: str, cache_dir: Path | None, inference: InferenceConfig, rows: int
@@ -75,49 +75,51 @@ class AliasFollower:
         return ServedVersion(model.name, model.version, open_engine(model.export_dir, self.inference, rows=self.rows))
 
     def refresh(self) -> None:
-        """Load and switch if the reference means another version now."""
+        """Loads and switches to another version if the reference names one now."""
         if int(find_version(self.client, self.ref).version) != self.served.version:
             before, self.served = self.served, self._load(self.ref)
             before.retire()
-            logger.info("%s moved: version %d is served instead of %d", self.ref, self.served.version, before.version)
+            logger.info(
+                "%s names version %d now: it replaces version %d", self.ref, self.served.version, before.version
+            )
         with self._loading:
             if self._previous and self._previous.idle_s > IDLE_S:
                 self._release_previous()
 
     async def follow(self, *, poll_s: float) -> None:
-        """Refresh until cancelled. Whatever goes wrong meanwhile, the loaded version goes on being served."""
-        complaint: type[Exception] | None = None
+        """Refreshes until cancelled. Whatever fails meanwhile, the loaded version stays served."""
+        last_error: type[Exception] | None = None
         while isinstance(parse_ref(self.ref)[1], str):
             await asyncio.sleep(poll_s)
             try:
                 await asyncio.to_thread(self.refresh)
-                complaint = None
+                last_error = None
             except Exception as error:
-                if type(error) is not complaint:  # said once, not every poll, though its text may name new addresses
-                    complaint = type(error)
+                if type(error) is not last_error:  # log it once, not at every poll; its text may differ each time
+                    last_error = type(error)
                     why = without_credentials(str(error), uri=self.tracking_uri)
-                    logger.warning("version %d goes on: cannot follow %s: %s", self.served.version, self.ref, why)
+                    logger.warning("version %d stays served: cannot follow %s: %s", self.served.version, self.ref, why)
 
     @contextmanager
     def current(self) -> Iterator[ServedVersion]:
-        """The served version, which stays open while the block runs."""
-        while not (served := self.served).take():  # retired between the two: another one is served by now
+        """Yields the served version, which stays open while the block runs."""
+        while not (served := self.served).acquire():  # it was retired meanwhile, so another one is served now
             pass
         try:
             yield served
         finally:
-            served.give()
+            served.release()
 
     def previous(self) -> ServedVersion:
-        """The version before the served one, taken, opened at the first call. Raises ValueError where there is none."""
+        """Acquires the version that the served one replaced; the first call opens it. ValueError if there is none."""
         with self._loading:
             number = replaced_by(self.client, self.served.name, self.served.version)
             if number is None:
-                raise ValueError(f"{self.served.name}/{self.served.version} took the place of no other version")
+                raise ValueError(f"{self.served.name}/{self.served.version} did not replace another version")
             if self._previous is None or self._previous.version != number:
                 self._release_previous()
                 self._previous = self._load(f"{self.served.name}/{number}")
-            assert self._previous.take(), "it is retired under the same lock"
+            assert self._previous.acquire(), "only the holder of this lock retires it"
             return self._previous
 
     def _release_previous(self) -> None:

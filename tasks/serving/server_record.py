@@ -1,4 +1,4 @@
-"""The servers of this machine: each writes SHARDLINE_HOME/servers/PID.json while it serves."""
+"""SHARDLINE_HOME/servers/PID.json, by which promotions find the servers of this machine."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from training.records.record import Record
 
 class ServerRecord(Record):
     url: str
-    ref: str  # what it was told to serve, e.g. quickstart@champion
+    ref: str  # the reference that it serves, e.g. quickstart@champion
     model: str
-    process: str  # tasks.workspace.paths.process_key: tells a server from what has its pid after it
+    process: str  # tasks.workspace.processes.process_key: differs from that of a later process with the same PID
 
 
 @contextmanager
-def announced(folder: Path, *, url: str, ref: str, model: str) -> Iterator[None]:
-    """The record is there while the block runs; one that a kill -9 left is found out by its process."""
+def published(folder: Path, *, url: str, ref: str, model: str) -> Iterator[None]:
+    """Keeps the server's record while the block runs. A kill -9 leaves the record; readers check its process."""
     path = folder / f"{os.getpid()}.json"
     folder.mkdir(parents=True, exist_ok=True)
     ServerRecord(url=url, ref=ref, model=model, process=process_key(os.getpid())).write(path)

@@ -1,0 +1,71 @@
+"""The decorator of our flows: what Prefect's `flow` does, and what each of them needs beside it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, cast
+
+from prefect import Flow
+from prefect.client.orchestration import get_client
+from prefect.exceptions import CancelledRun
+from prefect.states import Cancelled
+from rich.console import Console
+
+from tasks.runs.errors import RunStopped
+from tasks.workspace.paths import keep_password_apart
+from tasks.workspace.processes import process_key
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PROCESS = "shardline.process"  # label of a flow run: the process that runs it, so that others can tell whether it lives
+
+
+def shardline_flow(name: str, *, run_name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A Prefect flow. A RunStopped inside it ends it as Cancelled in Prefect, and is raised again to its caller."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def cancelled_if_stopped(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except RunStopped as stop:
+                return cast(R, Cancelled(message=str(stop)))
+
+        made = StoppableFlow(
+            cancelled_if_stopped,
+            name=name,
+            flow_run_name=run_name,
+            on_running=[prepare_process],
+            validate_parameters=True,
+        )
+        return cast(Callable[P, R], made)
+
+    return decorate
+
+
+class StoppableFlow(Flow[P, R]):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except CancelledRun as stop:
+            raise RunStopped(str(stop)) from None
+
+
+def prepare_process(flow: Any, flow_run: Any, state: Any) -> None:
+    """Label the flow run with its process, and prepare that; what fails here Prefect logs, and the run goes on."""
+    keep_password_apart()
+    Console.on_broken_pipe = _mute  # type: ignore[method-assign, assignment]
+    with get_client(sync_client=True) as client:
+        client.update_flow_run_labels(flow_run.id, {PROCESS: process_key(os.getpid())})
+
+
+def _mute(console: Console) -> None:
+    """Our output goes through the worker: once that is killed, rich would end this process at its next line of log."""
+    console.quiet = True
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())

@@ -1,0 +1,51 @@
+"""Checks of `evaluation` before training: tasks and prompts that could only fail after it are refused now."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from tasks.inference.onnx_generator import encode_prompt
+from tasks.workspace.paths import command
+from training.config.run import RunConfig
+
+
+def check_tasks(config: RunConfig) -> None:
+    """Loads the downstream tasks with their data. Raises ValueError, with the cure, for one that cannot be had."""
+    if not config.evaluation.has_tasks:
+        return
+    if config.objective == "masked":
+        raise ValueError(
+            "evaluation.tasks ask for the likelihood of a continuation, which a masked model has none of: "
+            "leave evaluation.tasks and evaluation.task_files empty, or train a causal model"
+        )
+    if config.launch.launcher == "docker":
+        raise ValueError(
+            "evaluation.tasks: the training image has no lm-evaluation-harness: leave them empty, and once the model "
+            f"is registered run `{command('shardline')} evaluate {config.model_name}@champion --tasks NAME,…` here"
+        )
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError(
+            f"evaluation.tasks need lm-evaluation-harness: `{command('pip')} install -c constraints.txt 'lm-eval'`"
+        )
+    program = [sys.executable, "-m", "training.evaluation.lm_eval_tasks", config.evaluation.model_dump_json()]
+    done = subprocess.run(program, capture_output=True, text=True, env={**os.environ, "PYTHONSAFEPATH": "1"})
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise (ValueError if done.returncode == 2 else RuntimeError)(lines[-1])
+
+
+def check_prompts(shards_dir: Path, prompts: Iterable[str]) -> None:
+    """Raises ValueError for a sample prompt that the tokenizer beside the shards cannot encode."""
+    tokenizer = Tokenizer.from_file(str(shards_dir / "tokenizer" / "tokenizer.json"))
+    for prompt in prompts:
+        try:
+            encode_prompt(tokenizer, prompt)
+        except ValueError as error:
+            raise ValueError(f"evaluation.prompts: {error}") from None

@@ -1,0 +1,102 @@
+"""An evaluation's report, for MLflow (metrics; a run of its own) and for people (a table)."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from pathlib import Path
+
+from tasks.evaluation.evaluate import Subject
+from tasks.registry.tags import TAG, note_evaluation
+from tasks.tracking.client import registry_client
+from tasks.workspace.paths import tracking_uri
+from training.records.results import EvalReport, SourceFigures
+
+NOT_IN_A_METRIC = re.compile(r"[^\w\-. /:]")  # MLflow's names
+
+
+def metrics_of(report: EvalReport) -> dict[str, float]:
+    """eval/loss, …; eval/sources/NAME/loss, …; eval/TASK/METRIC."""
+    figures = {f"eval/{name}": value for name, value in _figures(report).items()}
+    if len(report.sources) > 1:
+        for source in report.sources:
+            figures |= {f"eval/sources/{source.source}/{name}": value for name, value in _figures(source).items()}
+    figures |= {f"eval/{score.task}/{score.metric}": score.value for score in report.tasks}
+    return {_metric_name(name): value for name, value in figures.items()}
+
+
+def _metric_name(name: str) -> str:
+    """The name with the characters and path segments that MLflow refuses replaced by `_`."""
+    parts = ("_" if part in {"", ".", ".."} else part for part in NOT_IN_A_METRIC.sub("_", name).split("/"))
+    return "/".join(parts)
+
+
+def _figures(of: EvalReport | SourceFigures) -> dict[str, float]:
+    figures = {"loss": of.loss, "perplexity": of.perplexity, "accuracy": of.accuracy}
+    return figures if of.bits_per_byte is None else figures | {"bits_per_byte": of.bits_per_byte}
+
+
+def table_of(report: EvalReport) -> list[dict[str, str]]:
+    """One row for all held-out text, one for each source, one for each score of a task."""
+    rows = [_row("all held-out text", report)]
+    rows += [_row(f"source {source.source}", source) for source in report.sources]
+    for score in report.tasks:
+        error = "" if score.stderr is None else f" ± {score.stderr:.4f}"
+        better = "higher" if score.higher_is_better else "lower"
+        figures = f"{score.metric} {score.value:.4f}{error} ({better} is better)"
+        rows.append({"what": f"task {score.task}", "figures": figures, "over": f"{score.samples:,} samples"})
+    return rows
+
+
+def _row(what: str, of: EvalReport | SourceFigures) -> dict[str, str]:
+    bits = "" if of.bits_per_byte is None else f", {of.bits_per_byte:.4f} bits per byte"
+    figures = f"loss {of.loss:.4f}, perplexity {of.perplexity:,.4g}{bits}, accuracy {of.accuracy:.2%}"
+    return {"what": what, "figures": figures, "over": f"{of.tokens:,} tokens"}
+
+
+def log_to_mlflow(report: EvalReport, subject: Subject, *, text: str) -> str:
+    """Logs the evaluation of a registered version as an MLflow run, under the run that trained it; returns its ID.
+
+    Returns "" if the subject is no registered version. `text`: the path of the text, "" for the run's held-out text.
+    MLflow compares such runs like any others, and shows their figures on the model's page.
+    """
+    from mlflow.entities import Dataset, DatasetInput, LoggedModelInput, Metric
+
+    version = subject.version
+    if version is None:
+        return ""
+    client = registry_client(tracking_uri())
+    trained = client.get_run(version.tags[f"{TAG}mlflow_run_id"])
+    name, model_id = f"{version.name}/{version.version}", version.tags[f"{TAG}model_id"]
+    source = text or "held-out text"
+    tags = {
+        "mlflow.parentRunId": trained.info.run_id,
+        "mlflow.source.name": "shardline",
+        f"{TAG}evaluates": name,
+        f"{TAG}text": source,
+        f"{TAG}dataset_fingerprint": report.shards_fingerprint,
+        f"{TAG}checkpoint_sha256": report.checkpoint_sha256,
+    }
+    run = client.create_run(trained.info.experiment_id, run_name=f"evaluate {name} on {source}"[:250], tags=tags)
+    run_id = run.info.run_id
+    dataset = Dataset(
+        name=report.shards_fingerprint[:16],  # its folder under SHARDLINE_HOME/tokens
+        digest=report.shards_fingerprint[:36],  # MLflow's limit
+        source_type="local",
+        source=f'{{"uri": "{source}"}}',
+    )
+    client.log_inputs(run_id, models=[LoggedModelInput(model_id)], datasets=[DatasetInput(dataset)])
+    now, tied = int(time.time() * 1000), {"dataset_name": dataset.name, "dataset_digest": dataset.digest}
+    metrics = [
+        Metric(key, value, now, report.step, model_id=model_id, run_id=run_id, **tied)
+        for key, value in metrics_of(report).items()
+    ]
+    client.log_batch(run_id, metrics=metrics)
+    with tempfile.TemporaryDirectory() as folder:
+        report.write(Path(folder) / "eval.json")
+        client.log_artifact(run_id, str(Path(folder) / "eval.json"))
+    client.set_terminated(run_id, "FINISHED")
+    fingerprint = report.shards_fingerprint
+    note_evaluation(client, version.name, version.version, dataset=fingerprint, loss=report.loss, tokens=report.tokens)
+    return str(run_id)

@@ -1,0 +1,127 @@
+"""How fast a run trains: steps, sequences, tokens and bytes counted, and divided by the time they took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from training.records.plan import RunPlan
+
+RATES = ("samples_per_s", "tokens_per_s", "step_ms", "mfu")
+
+
+@dataclass
+class Throughput:
+    """What all ranks together trained in so many seconds."""
+
+    steps: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Throughput) -> Throughput:
+        return Throughput(
+            self.steps + other.steps,
+            self.sequences + other.sequences,
+            self.tokens + other.tokens,
+            self.seconds + other.seconds,
+        )
+
+    def rates(self, plan: RunPlan) -> dict[str, float]:
+        """mfu: share of the ranks' measured matmul rate that the model's own FLOPs come to (PaLM, appendix B)."""
+        if not self.steps:
+            return {}
+        tokens_per_s, peak = self.tokens / self.seconds, plan.predicted.peak_tflops * 1e12 * plan.world_size
+        rates = {
+            "samples_per_s": self.sequences / self.seconds,
+            "tokens_per_s": tokens_per_s,
+            "step_ms": 1000 * self.seconds / self.steps,
+        }
+        return rates | ({"mfu": tokens_per_s * plan.predicted.flops_per_token / peak} if peak else {})
+
+
+class Rates:
+    """Counts steps and tokens from a run's start, and makes rates of those since the last row.
+
+    `step` and `tokens` count from the checkpoint that the run was resumed from; `rows` are those of earlier attempts.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        *,
+        device: torch.device,
+        start: int,
+        tokens: int = 0,
+        rows: Sequence[Mapping[str, float]] = (),
+    ) -> None:
+        self.plan, self.device, self.step, self.tokens = plan, device, start, tokens
+        self.recent, self.since, self.is_paused = Throughput(), time.perf_counter(), False
+        self.sent_bytes, self.last_row_step = 0, start
+        self.first_row: tuple[int, float] | None = None  # its step and time
+        self.after_first_row, self.train_s = Throughput(), 0.0
+        # An attempt that finds all steps done makes no rates of its own: the last ones that were logged stay.
+        last: Mapping[str, float] = next((row for row in reversed(rows) if "tokens_per_s" in row), {})
+        self.latest = {name: last[name] for name in RATES if name in last}
+
+    def add(self, num_tokens: int, *, sent_bytes: int) -> None:
+        """One more step: `num_tokens` over all ranks, `sent_bytes` by this rank."""
+        self.step += 1
+        self.tokens += num_tokens
+        self.sent_bytes += sent_bytes
+        if not self.is_paused:
+            batch = self.plan.config.train.global_batch
+            self.recent.steps += 1
+            self.recent.sequences += min(batch, self.plan.sequences - (self.step - 1) * batch)
+            self.recent.tokens += num_tokens
+
+    def row(self) -> dict[str, float]:
+        """Rates of the steps since the last row; the last row's, if none of them counts."""
+        now = time.perf_counter()
+        self.recent.seconds, self.since = now - self.since, now
+        self.latest = self.recent.rates(self.plan) or self.latest
+        self.train_s += self.recent.seconds
+        if self.first_row is not None:
+            self.after_first_row += self.recent
+        self.recent = Throughput()
+        return self.latest | self._eta(now) | self._communication()
+
+    def _eta(self, now: float) -> dict[str, float]:
+        """Seconds to the last step at the pace since the first row, pauses included; the first step is no measure."""
+        if self.first_row is None:
+            self.first_row = self.step, now
+            return {}
+        step, began = self.first_row
+        return {"eta_s": (self.plan.steps - self.step) * (now - began) / (self.step - step)}
+
+    def _communication(self) -> dict[str, float]:
+        """MiB that this rank sent in a step since the last row; nothing where its strategy does not count them."""
+        sent_bytes, steps = self.sent_bytes, self.step - self.last_row_step
+        self.sent_bytes, self.last_row_step = 0, self.step
+        return {"communication_mib": sent_bytes / steps / 2**20} if sent_bytes else {}
+
+    def overall(self) -> dict[str, Any]:
+        """A TrainResult's rates: without the first step, which compiles, if there are others."""
+        unknown = {"samples_per_s": 0.0, "tokens_per_s": 0.0, "step_ms": 0.0, "mfu": None}
+        return unknown | (self.after_first_row.rates(self.plan) or self.latest) | {"train_s": self.train_s}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time inside, and steps that are added meanwhile, count in no rate."""
+        self._wait_for_device()  # what is still queued belongs to the steps before
+        began, self.is_paused = time.perf_counter(), True
+        try:
+            yield
+            self._wait_for_device()
+        finally:
+            self.is_paused = False
+            self.since += time.perf_counter() - began
+
+    def _wait_for_device(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,68 @@
+"""What the ranks of an evaluation read: which model, on which text, and how they share both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from training.config.parallel import StrategyName
+from training.records.plan import RankPlan, RunPlan
+from training.records.train_result import TrainResult
+
+SHARDED = frozenset({"fsdp", "hsdp", "zero3"})  # chosen where a rank cannot hold the model whole
+
+
+class EvaluationPlan(RankPlan):
+    """SHARDLINE_HOME/evaluations/ID/plan.json.
+
+    `model`: a folder in Hugging Face layout, absolute or relative to the plan's.
+    """
+
+    model: str
+    step: int
+    checkpoint_sha256: str
+    strategy: StrategyName = "single"
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    accumulation: int = 1
+    rebalance: bool = False
+
+    @classmethod
+    def of_run(cls, plan: RunPlan, trained: TrainResult) -> Self:
+        """The run's last checkpoint on its own held-out text, sharded if training sharded the model."""
+        is_sharded = plan.dp > 1 and plan.strategy in SHARDED
+        train = plan.config.train.model_copy(update={"compile": False})
+        shared: dict[str, Any] = {name: getattr(plan, name) for name in RankPlan.model_fields}
+        changed: dict[str, Any] = {
+            "config": plan.config.model_copy(update={"train": train}),
+            "strategy": "fsdp" if is_sharded else "single",
+            "offload": plan.offload if is_sharded and plan.offload == "parameters" else "none",
+            "activation_checkpointing": "none",
+            "rebalance": False,
+            "model": trained.checkpoint,
+            "step": trained.step,
+            "checkpoint_sha256": trained.checkpoint_sha256,
+        }
+        return cls(**shared | changed)
+
+    def on_ranks(self, world_size: int) -> Self:
+        """This plan; for another number of ranks, one that gives each a whole copy of the model."""
+        if world_size == self.world_size:
+            return self
+        return self.model_copy(
+            update={
+                "mesh": {"pp": 1, "dp": world_size, "tp": 1},
+                "ranks_per_host": (world_size,),
+                "strategy": "single",
+                "offload": "none",
+                "micro_batches": (min(self.micro_batches),) * world_size,
+            }
+        )
+
+
+def read_evaluation_plan(path: Path) -> EvaluationPlan:
+    """An evaluation's plan.json as it is; from a trained run's plan.json, the evaluation of its last checkpoint."""
+    result = path.with_name("result.json")
+    if result.exists():
+        return EvaluationPlan.of_run(RunPlan.read(path), TrainResult.read(result))
+    return EvaluationPlan.read(path)

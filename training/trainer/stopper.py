@@ -1,0 +1,47 @@
+"""What decides that training ends: its last step, a signal, its hours, or validations that stopped getting better."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from training.records.plan import RunPlan
+from training.records.train_result import StoppedBy
+from training.runtime.process import Rank
+from training.runtime.stop_flag import StopFlag
+from training.tracking.stop_rules import StopRules
+
+
+class Stopper:
+    """All ranks decide alike, and call every method alike; the metrics rank's `rows` of earlier attempts count."""
+
+    def __init__(self, plan: RunPlan, *, rank: Rank, start: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.rules = StopRules(plan, rows, decides=rank.is_metrics_rank)
+        known: list[Any] = [self.rules.losses, self.rules.seconds_left <= 0]
+        dist.broadcast_object_list(known, src=0)
+        self.rules.losses, self.rules.hours_are_over = known
+        self.last_step, self.flag = plan.steps, StopFlag(seconds_left=self.rules.seconds_left)
+        self.is_done = start >= plan.steps
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of training so far, those of earlier attempts included."""
+        return self.rules.elapsed_s
+
+    def at_start(self) -> StoppedBy | None:
+        """What ended the run before this attempt's first step."""
+        return "steps" if self.is_done else self.rules.reached
+
+    def after_step(self, step: int) -> StoppedBy | None:
+        """Reads the flag that ranks agreed on at the step before, so that no device waits."""
+        return "steps" if step == self.last_step else self.flag.agreed()
+
+    def after_validation(self, step: int, val_loss: float) -> StoppedBy | None:
+        self.rules.validated(step, val_loss)
+        return self.rules.no_longer_improves
+
+    def finish(self) -> None:
+        """Wait for the last flag that was sent, so that the teardown cuts off no collective."""
+        self.flag.finish()
