@@ -3,9 +3,10 @@
     python -m benchmarks.recovery [--quick]
 
 Needs root and Docker's programs (tests/rig/install.sh). A Llama of 1.3M parameters trains under ddp on 2 + 1 ranks and
-is struck: docker kill of a node and of the first node, kill -9 of a dockerd that comes back after 3 s (training goes
-on meanwhile), a partition that heals, and a host that loses its power for good where launch.min_hosts allows to go on
-without it. The last two contain the time to tell that a host is lost (launch.lost_after_s), and that the cut lasts.
+fails in these ways: docker kill of a node and of the first node, kill -9 of a dockerd that comes back after 3 s
+(training continues meanwhile), a partition that heals, and a host that loses its power for good where launch.min_hosts
+allows to continue without it. The last two include the time until a host is declared lost (launch.lost_after_s), and
+the partition's own length.
 
 Checkpoint share: how much longer a step takes on average, with a checkpoint every 20 steps, than those steps do while
 none is on its way. The last line is one JSON object: `seconds_to_next_step` by scenario, medians over the repetitions,
@@ -32,7 +33,7 @@ from tests.support.rig.rig import Rig
 from tests.support.rig.runs import kill_containers, make_docker_run, train
 from training.tracking.rows import read_rows
 
-BETWEEN = 6  # steps between two strikes
+STEPS_BETWEEN = 6  # between two failures
 RESTART_S = 3.0  # until a killed dockerd is started again
 EVERY = 20  # steps between two checkpoints
 VOCAB = 256
@@ -43,7 +44,7 @@ class Scenario:
     """`restarts`: the next step is one of the next attempt."""
 
     name: str
-    strike: Callable[[], object]
+    inject: Callable[[], object]
     restarts: bool = True
 
 
@@ -68,21 +69,21 @@ QUICK, FULL = Patience(9.0, 5.0, cycles=5), Patience(45.0, 20.0, cycles=9)
 
 
 class AllMeasured(Exception):
-    """Ends a run that has been struck often enough."""
+    """Ends a run once all failures were injected and timed."""
 
 
-class Strikes:
-    """For train(on_row=…): one scenario after the other, each timed to the first step after it.
+class FailureTimer:
+    """For train(on_row=…): injects one failure after the other, and times each to the first step after it.
 
-    `calm`: steps before the first of them; `made` says when each of these was made.
+    `undisturbed_steps`: before the first failure; `made` says when each of these was made.
     """
 
-    def __init__(self, run_dir: Path, scenarios: Sequence[Scenario], *, calm: int) -> None:
-        self.run_dir, self.waiting, self.calm = run_dir, list(scenarios), calm
+    def __init__(self, run_dir: Path, scenarios: Sequence[Scenario], *, undisturbed_steps: int) -> None:
+        self.run_dir, self.waiting, self.undisturbed_steps = run_dir, list(scenarios), undisturbed_steps
         self.made: dict[int, float] = {}
         self.seconds: dict[str, float] = {}
         self.current: Scenario | None = None
-        self.since = 0.0  # the newest strike, or the first step after it
+        self.since = 0.0  # the newest failure, or the first step after it
         self.ended, self.steps = 0, 0
 
     def look(self, row: dict[str, float]) -> None:
@@ -91,20 +92,20 @@ class Strikes:
             return
         if self.current is None:
             self.steps += 1
-            if row["step"] <= self.calm:
+            if row["step"] <= self.undisturbed_steps:
                 self.made[int(row["step"])] = made
-            elif self.steps > BETWEEN:
-                self._strike()
+            elif self.steps > STEPS_BETWEEN:
+                self._inject()
         elif not self.current.restarts or self._is_of_next_attempt(made):
             self.seconds[self.current.name] = made - self.since
             self.current, self.since, self.steps = None, made, 0
             if not self.waiting:
                 raise AllMeasured
 
-    def _strike(self) -> None:
+    def _inject(self) -> None:
         self.current = self.waiting.pop(0)
         self.ended, self.since = len(attempts_of(self.run_dir)), time.time()
-        self.current.strike()
+        self.current.inject()
 
     def _is_of_next_attempt(self, made: float) -> bool:
         ended = attempts_of(self.run_dir)[self.ended :]
@@ -143,27 +144,29 @@ def make_run(rig: Rig, home: Path, shards: Path, name: str, **overrides: Any) ->
     return make_docker_run(rig, home, shards, name, 2, 1, **(settings | overrides))
 
 
-def struck(run_dir: Path, scenarios: Sequence[Scenario], *, calm: int = 0) -> Strikes:
-    strikes = Strikes(run_dir, scenarios, calm=calm)
+def run_with_failures(run_dir: Path, scenarios: Sequence[Scenario], *, undisturbed_steps: int = 0) -> FailureTimer:
+    timer = FailureTimer(run_dir, scenarios, undisturbed_steps=undisturbed_steps)
     try:
-        train(run_dir, on_row=strikes.look)
+        train(run_dir, on_row=timer.look)
     except AllMeasured:
-        return strikes
+        return timer
     raise AssertionError("the run came to its end before all was measured")
 
 
 def measure(rig: Rig, home: Path, shards: Path, name: str, *, patience: Patience) -> Measured:
     settings = {"launch__lost_after_s": patience.lost_after_s, "launch__daemon_grace_s": 60.0}
-    run_dir = make_run(rig, home, shards, f"{name}-struck", **settings)
-    strikes = struck(run_dir, scenarios_of(rig, partition_s=patience.partition_s), calm=(1 + patience.cycles) * EVERY)
+    run_dir = make_run(rig, home, shards, f"{name}-failing", **settings)
+    timer = run_with_failures(
+        run_dir, scenarios_of(rig, partition_s=patience.partition_s), undisturbed_steps=(1 + patience.cycles) * EVERY
+    )
     lost = Scenario("host lost, min_hosts=1", lambda: rig.power_off(rig.hosts[1]))
     fewer = make_run(rig, home, shards, f"{name}-lost", **settings, launch__min_hosts=1)
-    seconds = strikes.seconds | struck(fewer, [lost]).seconds
+    seconds = timer.seconds | run_with_failures(fewer, [lost]).seconds
     rig.reset()
     stalls = [
         row["checkpoint_stall_ms"] for row in read_rows(run_dir / "metrics.jsonl") if "checkpoint_stall_ms" in row
     ]
-    share, step_s = checkpoint_share(strikes.made)
+    share, step_s = checkpoint_share(timer.made)
     return Measured(seconds=seconds, checkpoint_share=share, step_s=step_s, stall_ms=statistics.median(stalls))
 
 

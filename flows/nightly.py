@@ -1,4 +1,4 @@
-"""Night after night: go on training the champion on whatever is new in the corpus folder, or say why not."""
+"""Nightly training: continue the champion on new files of the corpus folder, or say why there is nothing to do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prefect.states import Completed, State
 from flows.prefect_ui.artifacts import show_markdown
 from flows.prefect_ui.flow import shardline_flow
 from flows.pretrain import pretrain
-from tasks.data.new_files import find_news
+from tasks.data.new_files import find_new_files
 from tasks.display.markdown import escape_markdown
 from tasks.workspace.paths import tracking_uri
 from training.config.run import RunConfig
@@ -19,11 +19,11 @@ from training.config.run import RunConfig
 def pretrain_nightly(config: RunConfig, min_new_mib: float = 0.0) -> Any:
     """Continue the champion of `config`'s model on the files of data.path that it has not seen; none: skipped.
 
-    config: as for pretrain; its data.path is the folder that grows. min_new_mib: less is left to a later night.
+    config: as for pretrain; its data.path is the folder that grows. min_new_mib: skip a night with less new text.
     """
-    news = find_news(config, min_new_mib=min_new_mib, tracking_uri=tracking_uri())
-    show_markdown(escape_markdown(news.why), key="new-text", description="What is new in the corpus")
-    if news.config is None:
-        skipped: State[Any] = Completed(name="Skipped", message=news.why)
+    night = find_new_files(config, min_new_mib=min_new_mib, tracking_uri=tracking_uri())
+    show_markdown(escape_markdown(night.why), key="new-text", description="What is new in the corpus")
+    if night.config is None:
+        skipped: State[Any] = Completed(name="Skipped", message=night.why)
         return skipped
-    return pretrain(news.config)
+    return pretrain(night.config)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from flows.presets import PRESETS_FILE, load_config, presets
-from tasks.data.sources import Skipped, find_sources
+from tasks.data.sources import SkippedDocuments, find_sources
 from tests.support.configs import inventory
 from training.config.run import RunConfig
 from training.planner.plan import make_plan
@@ -47,7 +47,7 @@ def test_entrypoints_are_modules_that_hold_the_flow(deployment: dict[str, str]) 
 def test_a_preset_without_a_corpus_says_what_to_set() -> None:
     config = load_config("pretrain")
     with pytest.raises(ValueError, match=r"data\.path is empty: set data\.path=FILE_OR_FOLDER"):
-        find_sources(config.data, Skipped("stop"))
+        find_sources(config.data, SkippedDocuments("stop"))
     assert config.model_dump(exclude={"name"}) == RunConfig().model_dump(exclude={"name"}), "all else as by default"
 
 

@@ -1,4 +1,4 @@
-"""`shardline lineage|generate|serve`: what is done with a registered model."""
+"""`shardline lineage|evaluate|generate|serve|triton`: what is done with a model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flows.cli.tables import print_pairs
+from flows.cli.tables import print_pairs, print_table
 
 ROWS_AT_A_TIME = 16  # of a file of prompts, by ONNX Runtime; torch's ranks have as many each
 
 
 def add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """`command` adds a command, as in flows/cli/command.py."""
+    _add_evaluate_command(command)
     lineage = command("lineage", _lineage, "from a model version back to run, code, data and checkpoint", "MODEL@ALIAS")
     lineage.add_argument("--json", action="store_true", help="one JSON object on stdout")
     about = "print text from a registered model, or complete a file of prompts (--prompts, --out)"
@@ -41,6 +43,21 @@ def add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     )
 
 
+def _add_evaluate_command(command: Callable[..., argparse.ArgumentParser]) -> None:
+    about = "exact figures by source, and tasks, of any checkpoint, registered version or Hugging Face folder"
+    evaluate = command("evaluate", _evaluate, about)
+    evaluate.add_argument(
+        "what", metavar="WHAT", help="RUN, runs/RUN/checkpoints/STEP, MODEL@alias, MODEL/3, or a folder"
+    )
+    about = "for example inference.parallel=tensor inference.degree=2 evaluation.few_shot=5 data.text_unit=line"
+    evaluate.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=about)
+    evaluate.add_argument("--data", metavar="PATH", help="text to evaluate on (default: the run's own held-out text)")
+    evaluate.add_argument(
+        "--tasks", metavar="TASK,…", help="names of lm-evaluation-harness, or paths of YAML files or folders"
+    )
+    evaluate.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
 def _lineage(options: argparse.Namespace) -> None:
     from tasks.registry.models import lineage
     from tasks.workspace.paths import home, tracking_uri
@@ -52,6 +69,31 @@ def _lineage(options: argparse.Namespace) -> None:
     from tasks.runs.folder import flattened
 
     print_pairs(f"where {options.model} comes from", [(key, str(value)) for key, value in flattened(found)])
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    from flows.presets import evaluate_config
+    from tasks.evaluation.evaluate import evaluate, find_subject
+    from tasks.evaluation.report import log_to_mlflow, table_of
+
+    subject = find_subject(options.what)
+    evaluation = subject.plan.config.evaluation.model_dump() if subject.plan else {"prompts": ()}
+    if options.tasks is not None:
+        given = [name for name in options.tasks.split(",") if name]
+        files = [name for name in given if "/" in name or name.endswith((".yaml", ".yml"))]
+        evaluation |= {"tasks": [name for name in given if name not in files], "task_files": files}
+    data = {"path": options.data} if options.data else {}
+    config = evaluate_config({"evaluation": evaluation, "data": data}, options.overrides)
+    report = evaluate(subject, data=config.data, evaluation=config.evaluation, inference=config.inference)
+    mlflow_run_id = log_to_mlflow(report, subject, text=config.data.path)
+    if options.json:
+        heading = {"what": options.what, "model": str(subject.folder), "mlflow_run_id": mlflow_run_id}
+        print(json.dumps(heading | report.model_dump(mode="json")))
+        return
+    rows = table_of(report)
+    print_table(list(rows[0]), [list(row.values()) for row in rows])
+    for sample in report.samples:
+        print(f"\n{sample.prompt}{sample.text}")
 
 
 def _generate(options: argparse.Namespace) -> int:

@@ -1,120 +1,214 @@
-"""`shardline ps|stop|reap|reconcile`, for flows/cli/command.py."""
+"""`shardline pretrain|resume|reproduce|compare|plan|doctor`: training runs, and what is asked before one."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from flows.cli.tables import print_table
+from flows.cli.tables import print_pairs, print_table
 
 DONE, FAILED = 0, 1
-COLUMNS = ("run", "attempt", "host", "ranks", "status", "health", "since", "step", "launcher")
 
 
-def add_running_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """`command`: as flows/cli/command.py makes one."""
-    ps = command("ps", _ps, "what runs: containers on all hosts, and runs of this machine")
-    stop = command("stop", _stop, "end a run in order, with a checkpoint, on all its hosts", "RUN")
-    reap = command("reap", _reap, "remove the containers that no launcher looks after any more")
-    about = "these hosts, instead of those of all runs in SHARDLINE_HOME"
-    for added in (ps, reap):
-        added.add_argument("--hosts-file", default="", metavar="FILE", help=about)
-    reconcile = command("reconcile", _reconcile, "tell MLflow and Prefect of runs that could not say how they ended")
-    reap.add_argument("--dry-run", action="store_true", help="only say which")
-    for added in (ps, stop, reap, reconcile):
+def add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """`command` adds a command, as in flows/cli/command.py."""
+    pretrain = command("pretrain", _pretrain, "run the whole pipeline: text in, served model out")
+    plan = command("plan", _plan, "show what a run would do, here or on other machines (--hosts), without doing it")
+    for added in (pretrain, plan):
+        nargs = "?" if added is plan else None
+        about = "a preset's name, or the path of a YAML file"
+        added.add_argument("preset", metavar="PRESET", nargs=nargs, default="quickstart", help=about)
+        about = "for example data.path=my_texts"
+        added.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=about)
+    plan.add_argument("--fields", action="store_true", help="list every field of the config, with its default")
+    about = "plan for machines that are not there, for example 16x8xH100-80GB-SXM,400Gb (docs/hardware.md)"
+    plan.add_argument("--hosts", metavar="HOSTSxGPUSxNAME,NETWORK", help=about)
+    doctor = command("doctor", _doctor, "measure this machine and show what that means for a run")
+    doctor.add_argument("--again", action="store_true", help="measure again instead of using earlier measurements")
+    doctor.add_argument("--ranks", type=int, default=0, help="CPU ranks to measure with (default: up to two)")
+    resume = command("resume", _resume, "go on with a run that was stopped or killed, or train it longer", "RUN")
+    about = "settings that change, for example train.steps=2000"
+    resume.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=about)
+    resume.add_argument("--force", action="store_true", help="also with settings that break exactness")
+    reproduce = command("reproduce", _reproduce, "run a run (or MODEL@champion) again, and compare the losses", "RUN")
+    for added in (pretrain, plan, doctor, resume, reproduce):
         added.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    _add_compare_command(command)
 
 
-def _ps(options: argparse.Namespace) -> int:
-    from tasks.operations.ps import known_hosts, list_running
+def _pretrain(options: argparse.Namespace) -> int:
+    from flows.presets import load_config
 
-    listing = list_running(known_hosts(options.hosts_file))
-    if options.json:
-        print(listing.model_dump_json())
-    elif listing.running:
-        print_table(COLUMNS, [_cells(row) for row in listing.running])
-    else:
-        print("nothing runs")
-    _print_silent(listing.silent)
-    return DONE
+    return _run_pretrain(load_config(options.preset, options.overrides), run_id="", as_json=options.json)
 
 
-def _cells(row: Any) -> tuple[str, ...]:
-    from tasks.operations.ps import ago
+def _resume(options: argparse.Namespace) -> int:
+    from flows.presets import with_overrides
+    from tasks.runs.folder import latest_config
+    from tasks.tracking.mlflow_run import read_run
 
-    ranks, step = ("" if number is None else f"{number:,}" for number in (row.ranks, row.step))
-    return (row.run, row.attempt, row.host, ranks, row.status, row.health, ago(row.since), step, row.launcher)
-
-
-def _print_silent(silent: Mapping[str, str], *, meaning: str = "what runs there is not known") -> None:
-    for name, error in silent.items():
-        print(f"{name} gave no answer, {meaning}: {error}", file=sys.stderr)
-
-
-def _stop(options: argparse.Namespace) -> int:
-    from tasks.operations.stop import stop
-
-    stopped = stop(options.run)
-    if stopped.by != "launcher":
-        _close_lost()
-    if options.json:
-        print(stopped.model_dump_json())
-    else:
-        how = {"launcher": "stopped by its launcher", "stop": "stopped; it had no launcher", "": "was not running"}
-        goes_on = f"goes on from step {step}" if (step := stopped.checkpoint_step) else "starts it again"
-        print(f"{stopped.run}: {how[stopped.by]}; `shardline resume {stopped.run}` {goes_on}")
-    _print_silent(stopped.silent, meaning="its ranks end by themselves once they see that their lease is withdrawn")
-    return FAILED if stopped.silent else DONE
+    run = read_run(options.run)
+    if _is_comparison(run.folder):
+        return _resume_comparison(run, options)
+    config = with_overrides(latest_config(run.folder, begun_with=run.begun_with).model_dump(), options.overrides)
+    return _run_pretrain(config, run_id=options.run, force=options.force, as_json=options.json)
 
 
-def _reconcile(options: argparse.Namespace) -> None:
-    from flows.servers.embedded import start_prefect_server
+def _run_pretrain(config: Any, *, run_id: str, force: bool = False, as_json: bool) -> int:
+    from flows.servers.embedded import start_servers
 
-    wait = start_prefect_server()
-    from flows.reconcile import reconcile
+    wait = start_servers()
+    from flows.pretrain import pretrain
+    from tasks.planning.custom_program import TrainerOutcome
+    from tasks.reports.outcome import Outcome, outcome_rows
 
     wait()
-    rows = reconcile()
-    if options.json:
-        print(json.dumps(rows))
-    elif rows:
-        print_table(("what", "done", "why"), [tuple(map(str, row.values())) for row in rows])
-    else:
-        print("all is known already")
+    outcome = pretrain(config, run_id=run_id, force=force)
+    if as_json:
+        print(outcome.model_dump_json())
+        return DONE
+    if isinstance(outcome, TrainerOutcome):
+        from flows.stages.custom_program import trainer_rows
 
-
-def _close_lost() -> None:
-    """What their launcher could not say any more: KILLED in MLflow, Crashed in Prefect."""
-    from tasks.tracking.final_status import reconcile_mlflow
-
-    if lost := [run for run in reconcile_mlflow() if run.found]:
-        from flows.servers.embedded import start_prefect_server
-
-        wait = start_prefect_server()
-        from flows.stages.crashed_runs import tell
-
-        wait()
-        tell(lost)
-
-
-def _reap(options: argparse.Namespace) -> int:
-    from tasks.operations.ps import known_hosts
-    from tasks.operations.stop import reap
-
-    reaped = reap(known_hosts(options.hosts_file), dry_run=options.dry_run)
-    if reaped.removed and not options.dry_run:
-        _close_lost()
-    if options.json:
-        print(reaped.model_dump_json())
-    else:
-        for name in reaped.removed:
-            print(f"{name}: {'would be removed' if options.dry_run else 'removed'}")
-        for name, keeper in reaped.kept.items():
-            print(f"{name}: left to its launcher, {keeper}")
-        if not reaped.removed:
-            print("nothing to remove")
-    _print_silent(reaped.silent)
+        print_pairs(f"run {outcome.run_id} is done", trainer_rows(outcome))
+        return DONE
+    assert isinstance(outcome, Outcome), "a plan only of a dry run"
+    if outcome.generated:
+        print(f"\n{outcome.generated}\n")
+    print_pairs(f"run {outcome.run_id} is done", outcome_rows(outcome))
     return DONE
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from flows.presets import field_rows, load_config
+    from tasks.planning.describe import describe_plan
+    from tasks.planning.plan import plan_run
+
+    if options.fields:
+        print_pairs("fields of the config", field_rows())
+        return
+    config = load_config(options.preset, options.overrides)
+    plan = plan_run(config, inventory=_inventory(config, hosts=options.hosts))
+    if options.json:
+        print(plan.model_dump_json())
+    else:
+        print_pairs(f"plan of {config.name}", describe_plan(plan))
+
+
+def _inventory(config: Any, *, hosts: str | None) -> Any:
+    """The inventory of the machines that `hosts` describes; without it, of this machine, measured."""
+    from tasks.hardware.measure import check_hardware
+    from tasks.workspace.paths import home
+    from training.planner.hypothetical_hosts import hypothetical_inventory
+
+    if hosts:
+        return hypothetical_inventory(hosts)
+    return check_hardware(home=home(), ranks=1 if config.parallel.strategy == "single" else config.parallel.ranks)
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from tasks.hardware.doctor import doctor_record, doctor_report
+    from tasks.hardware.measure import check_hardware
+    from tasks.workspace.paths import home
+
+    inventory = check_hardware(home=home(), ranks=options.ranks, measure_again=options.again)
+    print(json.dumps(doctor_record(inventory)) if options.json else doctor_report(inventory))
+
+
+def _reproduce(options: argparse.Namespace) -> int:
+    from flows.servers.embedded import start_servers
+
+    wait = start_servers()
+    from flows.reproduce import reproduce
+    from tasks.comparison.reproduce import agreement_rows
+
+    wait()
+    agreement = reproduce(options.run)
+    if options.json:
+        print(agreement.model_dump_json())
+    else:
+        print_pairs(f"{agreement.original} again, as {agreement.repeated}", agreement_rows(agreement))
+    return DONE if agreement.agrees else FAILED
+
+
+# Comparisons
+
+
+def _add_compare_command(command: Callable[..., argparse.ArgumentParser]) -> None:
+    compare = command("compare", _compare, "train a config under several strategies and compare them in one report")
+    compare.add_argument("preset", metavar="PRESET", help="a preset's name, or the path of a YAML file")
+    about = "for all strategies, for example train.steps=200"
+    compare.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=about)
+    about = "such as ddp,zero2,fsdp+tp2,mine=parallel.bucket_mib=50 (docs/comparing.md); may be repeated"
+    compare.add_argument("--strategies", action="append", required=True, metavar="LIST", help=about)
+    about = "train on these Docker hosts (launch.launcher=docker, launch.hosts_file=FILE); needs launch.image=…"
+    compare.add_argument("--hosts", default="", metavar="FILE", help=about)
+    about = "count the steps to this loss (default: to the lowest that all have reached)"
+    compare.add_argument("--target-loss", type=float, default=0.0, metavar="NATS", help=about)
+    compare.add_argument("--no-baseline", action="store_true", help="leave out the run on one device")
+    compare.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from flows.presets import load_config
+    from tasks.comparison.compare import CompareRequest, check_comparable
+    from tasks.comparison.strategies import check_shared_overrides, read_strategies
+
+    hosts = ["launch.launcher=docker", f"launch.hosts_file={options.hosts}"] if options.hosts else []
+    config = load_config(options.preset, [*hosts, *options.overrides])
+    request = CompareRequest(
+        strategies=tuple(options.strategies), target_loss=options.target_loss, baseline=not options.no_baseline
+    )
+    check_comparable(config)
+    check_shared_overrides(options.overrides)
+    read_strategies(request.strategies, baseline=request.baseline)  # at once, before any server is started
+    return _run_compare(config, request, run_id="", as_json=options.json)
+
+
+def _is_comparison(run_dir: Path) -> bool:
+    from tasks.comparison.compare import REQUEST
+
+    return (run_dir / REQUEST).exists()
+
+
+def _resume_comparison(run: Any, options: argparse.Namespace) -> int:
+    """Resume a comparison: finished strategies stay, stopped ones go on, failed ones run again. `run`: the parent."""
+    from tasks.comparison.compare import REQUEST, CompareRequest
+
+    if options.overrides:
+        raise ValueError(
+            f"{run.run_id} is a comparison, whose settings stay the same ({' '.join(options.overrides)}): start a new "
+            "one, or resume one of its runs"
+        )
+    request = CompareRequest.read(run.folder / REQUEST)
+    return _run_compare(run.begun_with, request, run_id=run.run_id, as_json=options.json)
+
+
+def _run_compare(config: Any, request: Any, *, run_id: str, as_json: bool) -> int:
+    from flows.servers.embedded import start_servers
+
+    wait = start_servers()
+    from flows.compare import compare
+    from tasks.comparison.report import describe_target, headline, table
+
+    wait()
+    comparison = compare(
+        config,
+        list(request.strategies),
+        target_loss=request.target_loss,
+        baseline=request.baseline,
+        run_id=run_id,
+    )
+    if as_json:
+        print(comparison.model_dump_json())
+    else:
+        print_table(*table(comparison, brief=True))
+        print(f"{headline(comparison)}\n{describe_target(comparison)}")
+        for row in comparison.rows:
+            if row.outcome != "done":
+                print(f"{row.strategy}, {row.outcome}: {row.cause}")
+        print(f"report: {comparison.report}")
+    return DONE if len(comparison.succeeded) == len(comparison.rows) else FAILED

@@ -1,7 +1,7 @@
-"""Runs whose end one of the two systems has not heard of: the process was killed, or a server was away.
+"""Reports how runs ended that could not report it: their process was killed, or a server did not answer.
 
-First the runs of SHARDLINE_HOME, by their own records. Then flow runs that never came to have such: those that Prefect
-takes for alive, though their process on this machine is gone.
+First the runs of SHARDLINE_HOME, by their own records. Then flow runs that were killed before they had a record: those
+that still count as running in Prefect although their process on this machine is gone.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from training.tracking.redaction import without_credentials
 logger = logging.getLogger(__name__)
 
 ALIVE = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
-SETTLED_S = 60.0  # from a state to the process that it is about, on a busy machine
-LOST = "its process was killed; nobody was there to say so, it was found later"
+SETTLED_S = 60.0  # until a busy machine has started the process of a new state
+REPORTED_LATER = "reported later, by another process"
 
 
 def reconcile_statuses() -> list[EndedRun]:
-    """Tell MLflow, then Prefect, how they ended; returns those of which Prefect did not know."""
-    told = tell(final_status.reconcile_mlflow())
-    end_lost()
-    return told
+    """Report the true statuses to MLflow, then to Prefect; returns the runs that Prefect had wrong."""
+    corrected = report_ended_runs(final_status.reconcile_mlflow())
+    mark_crashed_flow_runs()
+    return corrected
 
 
-def tell(runs: Sequence[EndedRun]) -> list[EndedRun]:
-    """Write the pages of those that nobody has told of; then as `tell_prefect`."""
+def report_ended_runs(runs: Sequence[EndedRun]) -> list[EndedRun]:
+    """Write the pages of runs that were killed before they could, then report all to Prefect; returns as that does."""
     for run in runs:
         if run.found:
             _write_page(run)
-    return tell_prefect(runs)
+    return report_to_prefect(runs)
 
 
 def _write_page(run: EndedRun) -> None:
@@ -56,33 +56,34 @@ def _write_page(run: EndedRun) -> None:
     ended = "" if done else without_credentials(run.ending.why, uri=tracking_uri()) or run.ending.cause
     try:
         write_page(run.run_id, ended=ended, flow_run_id=run.prefect_flow_run_id)
-    except Exception as trouble:
-        logger.warning("no report page of %s (%s)", run.run_id, trouble)
+    except Exception as error:
+        logger.warning("could not write the report page of %s (%s)", run.run_id, error)
 
 
-def end_lost() -> list[FlowRun]:
-    """Tell Prefect that they crashed, which gives their place in the queue to the next one."""
+def mark_crashed_flow_runs() -> None:
+    """Mark flow runs whose process is gone as crashed, so that the next one in their queue can start."""
     alive = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(ALIVE))))
     with get_client(sync_client=True) as client:
-        lost = [run for run in client.read_flow_runs(flow_run_filter=alive) if is_lost(run)]
-        for run in lost:
-            logger.warning("flow run %s is taken for alive, but its process is gone: now marked crashed", run.name)
-            client.set_flow_run_state(run.id, Crashed(message=LOST), force=True)
-    return lost
+        for run in filter(has_crashed, client.read_flow_runs(flow_run_filter=alive)):
+            logger.warning("flow run %s still counts as running, but its process is gone: marked as crashed", run.name)
+            client.set_flow_run_state(run.id, Crashed(message=f"its process was killed; {REPORTED_LATER}"), force=True)
 
 
-def is_lost(run: FlowRun) -> bool:
-    """Of this machine, and gone. A retry has the old process's label until it runs: hence the age."""
+def has_crashed(run: FlowRun) -> bool:
+    """Whether its process was one of this machine and is gone.
+
+    A state younger than SETTLED_S does not count: a retry keeps the label of the old process until it runs.
+    """
     if run.state is None or (datetime.now(UTC) - run.state.timestamp).total_seconds() < SETTLED_S:
         return False
-    if run.state.type == StateType.PENDING:  # submitted by our worker, and never begun
+    if run.state.type == StateType.PENDING:  # submitted by our worker, and never started
         return run.labels.get("prefect.worker.name") == worker_name() and str(run.id) not in _ids_of_processes()
     process = str(run.labels.get(PROCESS, ""))
     return is_local(process) and local_process(process) is None
 
 
 def _ids_of_processes() -> set[str]:
-    """Flow runs that processes of this machine were started for."""
+    """IDs of the flow runs that processes of this machine were started for."""
     found = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -90,9 +91,12 @@ def _ids_of_processes() -> set[str]:
     return found
 
 
-def tell_prefect(runs: Sequence[EndedRun]) -> list[EndedRun]:
-    """A flow run that Prefect has seen end is left as it is, and one that was started again since: that start says."""
-    told = []
+def report_to_prefect(runs: Sequence[EndedRun]) -> list[EndedRun]:
+    """Set the final states of flow runs that have none, or a guessed one; returns those that were set.
+
+    A flow run that was started again since is left alone: its new process reports for it.
+    """
+    corrected = []
     with get_client(sync_client=True) as client:
         for run in runs:
             flow_run_id = UUID(run.prefect_flow_run_id)
@@ -103,27 +107,27 @@ def tell_prefect(runs: Sequence[EndedRun]) -> list[EndedRun]:
             else:
                 if _is_started_again(flow_run, run):
                     continue
-                if flow_run.state is None or not flow_run.state.is_final() or is_a_guess(flow_run.state, run):
+                if flow_run.state is None or not flow_run.state.is_final() or is_guess(flow_run.state, run):
                     client.set_flow_run_state(flow_run_id, _state(run), force=True)
-                    told.append(run)
+                    corrected.append(run)
             mark_prefect_knows(run.run_id, run.ending)
-    return told
+    return corrected
 
 
 def _is_started_again(flow_run: FlowRun, run: EndedRun) -> bool:
-    """By Retry in Prefect's pages: it waits for its turn, or runs and has not taken its run up yet."""
+    """Whether Retry in Prefect's pages started it again: it waits, or runs and has not resumed its run yet."""
     waits = flow_run.state is not None and (flow_run.state.is_scheduled() or flow_run.state.is_pending())
     return waits or 0 < run.prefect_starts < flow_run.run_count
 
 
-def is_a_guess(state: State[Any], run: EndedRun) -> bool:
-    """A process that cannot tell Prefect of an end that it has come to fails, or is called a crash by its worker."""
+def is_guess(state: State[Any], run: EndedRun) -> bool:
+    """Whether Prefect only saw the process fail: one that could not report its end looks failed or crashed."""
     known = run.ending.cause not in {"", "killed"}
     return known and state.type in {StateType.CRASHED, StateType.FAILED} and state.type != _state(run).type
 
 
 def _state(run: EndedRun) -> State[Any]:
-    message = f"{run.ending.why or 'it came to its end'}; nobody was there to say so, it was found later"
+    message = f"{run.ending.why or 'it finished'}; {REPORTED_LATER}"
     if run.ending.status == "FINISHED":
         return Completed(message=message)
     if run.ending.cause == "stopped":

@@ -1,4 +1,4 @@
-"""Corpus to token shards: find, split, tokenize in parallel, and never do twice what is done.
+"""A corpus becomes token shards: its sources are found, split and tokenized in parallel, and nothing is done twice.
 
 The shard folder's name is a hash of all that its content follows from, so a corpus that was tokenized before is found
 again, and two runs that differ in anything that matters never share a folder.
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tasks.data.readers import Piece, read_pieces
-from tasks.data.sharding import Workplace, cut_chunks, tokenize_chunks
-from tasks.data.sources import EXAMPLES_KEPT, Skipped, Source, find_sources
+from tasks.data.sharding import cut_chunks, tokenize_chunks
+from tasks.data.sources import EXAMPLES_KEPT, SkippedDocuments, Source, find_sources
 from tasks.data.split import SplitRule, choose_rule, split_pieces
 from tasks.data.tokenizer import SavedTokenizer, Specials, content_hash, load_pretrained, save_tokenizer, special_tokens
 from tasks.display.progress import Progress, terminal_bar
@@ -44,27 +44,27 @@ def prepare_corpus(
     objective: Literal["causal", "masked"] = "causal",
     progress: Progress | None = None,
 ) -> tuple[Path, TokenShards]:
-    """The shard folder of this corpus, inside `tokens_home`, and its manifest; made now unless it is there.
+    """Returns the shard folder of this corpus, inside `tokens_home`, and its manifest; makes them if they are missing.
 
-    An interrupted call, killed even, is taken up by the next one; the shards are the same bytes whatever the number
-    of processes. Without `progress` a bar is shown where stderr is a terminal.
+    After an interrupted call, even a killed one, the next one continues; the shards are the same bytes whatever the
+    number of processes. Without `progress` a bar is shown where stderr is a terminal.
     Raises ValueError, which names the place and the cure, for a corpus, a tokenizer or a split that cannot work.
     """
-    listed = Skipped(data.on_error)
-    sources = find_sources(data, listed)
+    skipped_sources = SkippedDocuments(data.on_error)
+    sources = find_sources(data, skipped_sources)
     pretrained = load_pretrained(data.tokenizer)
     specials = special_tokens(pretrained, masked=objective == "masked")
     fingerprint = _fingerprint(data, sources, specials, content_hash(pretrained))
     folder = tokens_home / fingerprint[:16]
-    if found := _finished(folder):
+    if found := _finished_manifest(folder):
         return folder, found
-    with _sole_writer(folder), contextlib.ExitStack() as stack:
-        if found := _finished(folder):  # another process made them while this one waited
+    with _write_lock(folder), contextlib.ExitStack() as stack:
+        if found := _finished_manifest(folder):  # another process made them while this one waited
             return folder, found
         for damage in discard_damaged(folder):
-            log.warning("%s: deleted, and made again", damage)
+            log.warning("%s: the file is deleted and made again", damage)
         report = progress or stack.enter_context(terminal_bar())
-        corpus = Corpus(data, sources, listed, report)
+        corpus = Corpus(data, sources, skipped_sources, report)
         rule = choose_rule(data, corpus.pieces())
         log.info("split: %s", rule.why)
         tokenizer = _tokenizer_of(corpus, rule, folder, specials, pretrained)
@@ -76,27 +76,27 @@ def prepare_corpus(
 
 @dataclass(frozen=True)
 class Corpus:
-    """What is read, several times over: for the split, for the tokenizer, for the tokens."""
+    """The documents of all sources; they are read several times: for the split, the tokenizer and the tokens."""
 
     data: DataConfig
     sources: list[Source]
-    listed: Skipped
+    skipped_sources: SkippedDocuments
     report: Progress
 
-    def pieces(self, skipped: Skipped | None = None) -> Iterator[Piece]:
-        """All pieces in order. Only the pass that is given `skipped` counts; faults are the same in every pass."""
-        return read_pieces(self.sources, self.data, skipped or Skipped(self.data.on_error))
+    def pieces(self, skipped: SkippedDocuments | None = None) -> Iterator[Piece]:
+        """Reads all pieces in order. Each pass skips the same documents; only one that is given `skipped` counts."""
+        return read_pieces(self.sources, self.data, skipped or SkippedDocuments(self.data.on_error))
 
     @property
     def total_bytes(self) -> int | None:
-        """About how much text there is: the size of the files, where they are text."""
+        """The size of the files, where that says how much text there is."""
         if any(source.compression or source.format in ("parquet", "hub") for source in self.sources):
             return None
         return sum(source.record.num_bytes for source in self.sources)
 
 
 def _fingerprint(data: DataConfig, sources: list[Source], specials: Specials, pretrained_hash: str) -> str:
-    """Identity of the tokens: content and settings, never where things lie or how many processes there are."""
+    """A hash of all that the tokens follow from: content and settings, but no paths and no number of processes."""
     settings = data.model_dump(mode="json", exclude={"path", "hub_revision", "processes", "streaming"})
     settings["tokenizer"].pop("path")
     identity = {
@@ -109,8 +109,8 @@ def _fingerprint(data: DataConfig, sources: list[Source], specials: Specials, pr
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
-def _finished(folder: Path) -> TokenShards | None:
-    """The manifest of a folder that is whole, to the last hash (1 s per 1-2 GB); what is damaged is for its writer."""
+def _finished_manifest(folder: Path) -> TokenShards | None:
+    """The manifest of a folder whose files all match their hashes (checked at 1-2 GB/s), else None."""
     if not (folder / MANIFEST).exists():
         return None
     started = time.perf_counter()
@@ -119,7 +119,7 @@ def _finished(folder: Path) -> TokenShards | None:
     except ValueError:
         return None
     log.info(
-        "tokens are already there (%s tokens in %s, hashes verified in %.2f s), not tokenized again",
+        "kept %s tokens in %s, whose hashes were verified in %.2f s: the corpus is not tokenized again",
         f"{sum(map(manifest.tokens, SPLITS)):,}",
         folder,
         time.perf_counter() - started,
@@ -128,13 +128,13 @@ def _finished(folder: Path) -> TokenShards | None:
 
 
 @contextlib.contextmanager
-def _sole_writer(folder: Path) -> Iterator[None]:
-    """One process at a time writes a shard folder. The system drops the lock of a killed one, whose halves go here."""
+def _write_lock(folder: Path) -> Iterator[None]:
+    """Lets one process at a time write a shard folder, and removes the unfinished files of one that was killed."""
 
-    def tell() -> None:
+    def log_wait() -> None:
         log.info("waiting for another process that tokenizes this corpus (%s)", folder)
 
-    with exclusive(folder / ".lock", on_wait=tell):
+    with exclusive(folder / ".lock", on_wait=log_wait):
         for left_over in folder.rglob(".*.part"):
             shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink(missing_ok=True)
         yield
@@ -168,12 +168,12 @@ def _tokenize(
     corpus: Corpus, rule: SplitRule, folder: Path, fingerprint: str, tokenizer: SavedTokenizer
 ) -> TokenShards:
     started = time.perf_counter()
-    data, skipped = corpus.data, Skipped(corpus.data.on_error)
+    data, skipped = corpus.data, SkippedDocuments(corpus.data.on_error)
     chunks = cut_chunks(split_pieces(corpus.pieces(skipped), rule), num_bytes=data.shard_mib * 2**20)
     processes = data.processes or usable_cores()
     made: dict[int, tuple[Shard, ...]] = {}
     done_bytes = 0
-    for index, shards in tokenize_chunks(chunks, Workplace(folder, tokenizer), processes=processes):
+    for index, shards in tokenize_chunks(chunks, folder, tokenizer, processes=processes):
         made[index] = shards
         done_bytes += sum(shard.text_bytes for shard in shards)
         corpus.report("tokens", done_bytes, corpus.total_bytes)
@@ -188,8 +188,8 @@ def _tokenize(
         dtype=tokenizer.dtype,
         split_rule=rule.why,
         shards=tuple(shard for index in sorted(made) for shard in made[index]),
-        skipped=corpus.listed.count + skipped.count,
-        skipped_examples=tuple((corpus.listed.examples + skipped.examples)[:EXAMPLES_KEPT]),
+        skipped=corpus.skipped_sources.count + skipped.count,
+        skipped_examples=tuple((corpus.skipped_sources.examples + skipped.examples)[:EXAMPLES_KEPT]),
     )
     _log_outcome(manifest, seconds=time.perf_counter() - started)
     return manifest

@@ -1,4 +1,4 @@
-"""Sources to documents: each format's reader, which names the file and line of what it cannot read.
+"""Readers: one for each format of source, which yields documents and names the file and line of what it cannot read.
 
 Text, JSON lines and CSV are read by the small readers here, not by `datasets`: its text and JSON builders give no
 file or line for what they cannot read and cannot leave out one line; its CSV builder takes short rows for empty text,
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tasks.data.sources import Skipped, Source
+from tasks.data.sources import SkippedDocuments, Source
 from training.config.run import DataConfig
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ WORD_BORDER = re.compile(r"\S(?= \S)")
 
 @dataclass(frozen=True)
 class Piece:
-    """A document, or a stretch of a long one. `name` is the document's place; `last`: it ends here.
+    """A document, or part of a long one. `name` is the document's place; `last`: the document ends here.
 
     `source`: number of the file, or hub set, that it was read from.
     """
@@ -47,8 +47,8 @@ class Piece:
     source: int = 0
 
 
-def read_pieces(sources: list[Source], data: DataConfig, skipped: Skipped) -> Iterator[Piece]:
-    """All documents in order; empty ones are left out. What cannot be read goes to `skipped`, which may raise.
+def read_pieces(sources: list[Source], data: DataConfig, skipped: SkippedDocuments) -> Iterator[Piece]:
+    """Yields all documents in order, without empty ones. What cannot be read goes to `skipped`, which may raise.
 
     Raises ValueError for a source that fails after its first document: half of it is no document to skip.
     """
@@ -62,7 +62,7 @@ def read_pieces(sources: list[Source], data: DataConfig, skipped: Skipped) -> It
         except OSError as error:
             reason = error.strerror or error
             if not place and source.format != "hub":  # a hub set is the whole corpus: skipped, nothing would be left
-                skipped.refuse(source.name, f"cannot be read ({reason})")
+                skipped.skip_or_raise(source.name, f"cannot be read ({reason})")
                 continue
             reached = f"after {documents:,} documents, the last from {place}" if place else "at its start"
             raise ValueError(
@@ -71,7 +71,7 @@ def read_pieces(sources: list[Source], data: DataConfig, skipped: Skipped) -> It
             ) from error
 
 
-def _read(source: Source, data: DataConfig, skipped: Skipped) -> Iterator[Piece]:
+def _read(source: Source, data: DataConfig, skipped: SkippedDocuments) -> Iterator[Piece]:
     match source.format:
         case "text" if data.text_unit == "file":
             yield from _whole_file(source, skipped)
@@ -92,38 +92,38 @@ def _read(source: Source, data: DataConfig, skipped: Skipped) -> Iterator[Piece]
 # Plain text
 
 
-def _whole_file(source: Source, skipped: Skipped) -> Iterator[Piece]:
-    """Read twice, in blocks: first for bytes that are not UTF-8, so that no half of a bad file gets in."""
+def _whole_file(source: Source, skipped: SkippedDocuments) -> Iterator[Piece]:
+    """Reads the file twice, in blocks: first for bytes that are not UTF-8, so that no half of a bad file gets in."""
     for number, line in _numbered(source):
         if problem := _not_unicode(line):
-            skipped.refuse(f"{source.name}:{number}", problem)
+            skipped.skip_or_raise(f"{source.name}:{number}", problem)
             return
     # newline="" keeps \r\n as it is: tokens decode to the bytes that were read
     with source.open() as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
         yield from _pieces(source.name, iter(lambda: text.read(BLOCK_CHARACTERS), ""))
 
 
-def _lines(source: Source, skipped: Skipped) -> Iterator[Piece]:
+def _lines(source: Source, skipped: SkippedDocuments) -> Iterator[Piece]:
     for number, line in _numbered(source):
         if line.strip():
             yield from _document(f"{source.name}:{number}", line.rstrip("\r\n"), skipped)
 
 
-def _paragraphs(source: Source, skipped: Skipped) -> Iterator[Piece]:
-    """Stretches of lines between blank ones; a bad line spoils its paragraph."""
+def _paragraphs(source: Source, skipped: SkippedDocuments) -> Iterator[Piece]:
+    """Lines between blank ones; a line that is not UTF-8 makes its whole paragraph unreadable."""
     for blank, group in itertools.groupby(_numbered(source), key=lambda numbered: not numbered[1].strip()):
         if blank:
             continue
         lines = list(group)
         problems = ((number, problem) for number, line in lines if (problem := _not_unicode(line)))
         if found := next(problems, None):
-            skipped.refuse(f"{source.name}:{found[0]}", found[1])
+            skipped.skip_or_raise(f"{source.name}:{found[0]}", found[1])
             continue
         yield from _document(f"{source.name}:{lines[0][0]}", "".join(line for _, line in lines).rstrip("\r\n"), skipped)
 
 
 def _numbered(source: Source) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers from 1; a byte that is not UTF-8 becomes a surrogate for `_not_unicode` to find."""
+    """Lines with their numbers from 1; bytes that are not UTF-8 become surrogates, which `_not_unicode` finds."""
     with source.open() as file:
         for number, raw in enumerate(file, 1):
             yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8", errors="surrogateescape")
@@ -132,28 +132,30 @@ def _numbered(source: Source) -> Iterator[tuple[int, str]]:
 # JSON lines, CSV
 
 
-def _json_lines(source: Source, column: str, skipped: Skipped) -> Iterator[Piece]:
+def _json_lines(source: Source, column: str, skipped: SkippedDocuments) -> Iterator[Piece]:
     for number, line in _numbered(source):
         place = f"{source.name}:{number}"
         if not line.strip():
             continue
         if problem := _not_unicode(line):
-            skipped.refuse(place, problem)
+            skipped.skip_or_raise(place, problem)
             continue
         try:
             row = json.loads(line)
         except (json.JSONDecodeError, RecursionError) as error:
-            skipped.refuse(place, f"not valid JSON ({error}); a JSON file holds one object per line")
+            skipped.skip_or_raise(place, f"not valid JSON ({error}); a JSON file holds one object per line")
             continue
         if not isinstance(row, dict):
-            skipped.refuse(place, f"holds {_kind(row)}, not an object with the key {column!r}; one object per line")
+            skipped.skip_or_raise(
+                place, f"holds {_kind(row)}, not an object with the key {column!r}; one object per line"
+            )
         elif column not in row:
-            skipped.refuse(place, f"has no key {column!r} but {_listed(row)}; set data.column to one of them")
+            skipped.skip_or_raise(place, f"has no key {column!r} but {_listed(row)}; set data.column to one of them")
         else:
             yield from _document(place, row[column], skipped)
 
 
-def _table(source: Source, column: str, skipped: Skipped) -> Iterator[Piece]:
+def _table(source: Source, column: str, skipped: SkippedDocuments) -> Iterator[Piece]:
     csv.field_size_limit(2**31 - 1)  # the module's 128 KiB are less than a long document
     delimiter = "\t" if source.format == "tsv" else ","
     rows = csv.reader((line for _, line in _numbered(source)), delimiter=delimiter, strict=True)
@@ -165,17 +167,19 @@ def _table(source: Source, column: str, skipped: Skipped) -> Iterator[Piece]:
         except StopIteration:
             return
         except csv.Error as error:
-            skipped.refuse(place, f"broken row ({error})")
+            skipped.skip_or_raise(place, f"broken row ({error})")
             continue
         if not row:
             continue
         if not header:
             header = row
             if column not in header:
-                skipped.refuse(place, f"has no column {column!r} but {_listed(header)}; set data.column to one of them")
+                skipped.skip_or_raise(
+                    place, f"has no column {column!r} but {_listed(header)}; set data.column to one of them"
+                )
                 return
         elif len(row) != len(header):
-            skipped.refuse(place, f"broken row ({len(row)} fields, the header has {len(header)})")
+            skipped.skip_or_raise(place, f"broken row ({len(row)} fields, the header has {len(header)})")
         else:
             yield from _document(place, row[header.index(column)], skipped)
 
@@ -183,7 +187,7 @@ def _table(source: Source, column: str, skipped: Skipped) -> Iterator[Piece]:
 # Parquet and the hub, through `datasets`
 
 
-def _parquet(source: Source, column: str, skipped: Skipped) -> Iterator[Piece]:
+def _parquet(source: Source, column: str, skipped: SkippedDocuments) -> Iterator[Piece]:
     import datasets
     import pyarrow
 
@@ -196,7 +200,7 @@ def _parquet(source: Source, column: str, skipped: Skipped) -> Iterator[Piece]:
         raise OSError(f"not a whole parquet file: {error}") from error
 
 
-def _hub(source: Source, data: DataConfig, skipped: Skipped) -> Iterator[Piece]:
+def _hub(source: Source, data: DataConfig, skipped: SkippedDocuments) -> Iterator[Piece]:
     from datasets import load_dataset
 
     name, config, commit = str(source.path), data.hub_config or None, source.record.sha256
@@ -204,10 +208,10 @@ def _hub(source: Source, data: DataConfig, skipped: Skipped) -> Iterator[Piece]:
     yield from _rows(rows, source.name, data.column, skipped)
 
 
-def _rows(rows: Dataset | IterableDataset, name: str, column: str, skipped: Skipped) -> Iterator[Piece]:
+def _rows(rows: Dataset | IterableDataset, name: str, column: str, skipped: SkippedDocuments) -> Iterator[Piece]:
     columns = rows.column_names or list(next(iter(rows), {}))  # a stream without a schema shows them in its first row
     if column not in columns:
-        skipped.refuse(name, f"has no column {column!r} but {_listed(columns)}; set data.column to one of them")
+        skipped.skip_or_raise(name, f"has no column {column!r} but {_listed(columns)}; set data.column to one of them")
         return
     number = 0
     for table in rows.select_columns([column]).with_format("arrow").iter(batch_size=ROWS_PER_BATCH):
@@ -217,7 +221,7 @@ def _rows(rows: Dataset | IterableDataset, name: str, column: str, skipped: Skip
 
 
 def _values(column: pyarrow.ChunkedArray) -> list[Any]:
-    """Text by way of bytes, so that one row of invalid UTF-8 does not take its whole batch along."""
+    """Decodes texts one by one, so that a row of invalid UTF-8 does not spoil its whole batch."""
     import pyarrow
 
     if not (pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)):
@@ -229,29 +233,29 @@ def _values(column: pyarrow.ChunkedArray) -> list[Any]:
 # Any value to pieces
 
 
-def _document(place: str, value: object, skipped: Skipped) -> Iterator[Piece]:
+def _document(place: str, value: object, skipped: SkippedDocuments) -> Iterator[Piece]:
     if not isinstance(value, str):
-        skipped.refuse(place, f"the document is {_kind(value)}, not text")
+        skipped.skip_or_raise(place, f"the document is {_kind(value)}, not text")
     elif problem := _not_unicode(value):
-        skipped.refuse(place, problem)
+        skipped.skip_or_raise(place, problem)
     else:
         yield from _pieces(place, (value[at : at + BLOCK_CHARACTERS] for at in range(0, len(value), BLOCK_CHARACTERS)))
 
 
 def _pieces(name: str, blocks: Iterable[str]) -> Iterator[Piece]:
-    held = ""
+    text = ""
     for block in blocks:
-        held += block
-        while len(held) > LONGEST_PIECE:
-            cut = _border(held)
-            yield Piece(name, held[:cut], last=False)
-            held = held[cut:]
-    if held:
-        yield Piece(name, held, last=True)
+        text += block
+        while len(text) > LONGEST_PIECE:
+            cut = _border(text)
+            yield Piece(name, text[:cut], last=False)
+            text = text[cut:]
+    if text:
+        yield Piece(name, text, last=True)
 
 
 def _border(text: str) -> int:
-    """Where to cut a long text: after a line, else before a word, else at the limit."""
+    """The place to cut a long text: after a line, else before a word, else at the limit."""
     start = LONGEST_PIECE - BORDER_WINDOW
     for border in (LINE_BORDER, WORD_BORDER):
         ends = [found.end() for found in border.finditer(text, start, LONGEST_PIECE + 1)]
@@ -261,7 +265,7 @@ def _border(text: str) -> int:
 
 
 def _not_unicode(text: str) -> str:
-    """What is wrong with the text, or nothing."""
+    """The problem with the text's encoding, "" if there is none."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Stretches of text to shards, in several processes; what an earlier run finished is not repeated."""
+"""Tokenizes a corpus chunk by chunk, in several processes; shards that an earlier run finished are kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.data.split import Passage
@@ -18,20 +17,12 @@ from tasks.data.tokenizer import SavedTokenizer, encode
 from training.records.token_shards import Shard, Stretch
 from training.shards.format import SPLITS, finished_shards, write_marker, write_shard
 
-Chunk = list[Passage]
+Chunk = list[Passage]  # what becomes one shard of each split
 Tokenized = tuple[int, tuple[Shard, ...]]
 
 
-@dataclass(frozen=True)
-class Workplace:
-    """What every chunk's process needs to know."""
-
-    folder: Path
-    tokenizer: SavedTokenizer
-
-
 def cut_chunks(passages: Iterable[Passage], *, num_bytes: int) -> Iterator[Chunk]:
-    """Stretches of at least `num_bytes` of UTF-8 text. They follow from the text alone, not from who tokenizes it."""
+    """Cuts chunks of at least `num_bytes` of UTF-8 text; they depend on the text alone, not on who tokenizes it."""
     chunk: Chunk = []
     size = 0
     for passage in passages:
@@ -44,40 +35,40 @@ def cut_chunks(passages: Iterable[Passage], *, num_bytes: int) -> Iterator[Chunk
         yield chunk
 
 
-def tokenize_chunks(chunks: Iterable[Chunk], place: Workplace, *, processes: int) -> Iterator[Tokenized]:
-    """The shards of each chunk with its index, as they get ready; at most 2 chunks per process are in memory."""
+def tokenize_chunks(
+    chunks: Iterable[Chunk], folder: Path, tokenizer: SavedTokenizer, *, processes: int
+) -> Iterator[Tokenized]:
+    """Yields each chunk's index and shards as they are finished; at most 2 chunks per process are in memory."""
     finished: list[Tokenized] = []
-    todo = _unfinished(chunks, place.folder, finished)
+    todo = _unfinished(chunks, folder, finished)
     first = list(itertools.islice(todo, processes + 1))
     # With no more than a chunk per process the tokenizer's own threads are as fast, without 1 s of process starts.
     if processes == 1 or len(first) <= processes:
         for index, chunk in itertools.chain(first, todo):
-            yield index, tokenize_chunk(place, index, chunk)
+            yield index, tokenize_chunk(folder, tokenizer, index, chunk)
     else:
-        yield from _in_pool(itertools.chain(first, todo), place, processes)
+        yield from _in_pool(itertools.chain(first, todo), folder, tokenizer, processes)
     yield from finished
 
 
-def tokenize_chunk(place: Workplace, index: int, chunk: Chunk) -> tuple[Shard, ...]:
-    """Shard `index` of each split that this chunk has text of, then the marker that says so."""
+def tokenize_chunk(folder: Path, tokenizer: SavedTokenizer, index: int, chunk: Chunk) -> tuple[Shard, ...]:
+    """Writes shard `index` of each split that this chunk has text of, then the marker that they are finished."""
     shards = []
     for split in SPLITS:
         passages = [passage for passage in chunk if passage.split == split]
-        tokens, ends, lengths = encode(place.tokenizer, passages)
+        tokens, ends, lengths = encode(tokenizer, passages)
         if len(tokens):
             num_bytes = [len(passage.text.encode()) for passage in passages]
-            shard = write_shard(
-                place.folder, split=split, index=index, tokens=tokens, ends=ends, text_bytes=sum(num_bytes)
-            )
+            shard = write_shard(folder, split=split, index=index, tokens=tokens, ends=ends, text_bytes=sum(num_bytes))
             if split == "validation":
                 shard = shard.model_copy(update={"stretches": _stretches(passages, lengths, num_bytes)})
             shards.append(shard)
-    write_marker(place.folder, index, tuple(shards))
+    write_marker(folder, index, tuple(shards))
     return tuple(shards)
 
 
 def _stretches(passages: Iterable[Passage], lengths: list[int], num_bytes: list[int]) -> tuple[Stretch, ...]:
-    """Neighbouring passages of one source together."""
+    """Tokens and bytes by source, neighbouring passages of one source counted together."""
     counted = zip((passage.source for passage in passages), lengths, num_bytes, strict=True)
     stretches = []
     for source, group in itertools.groupby(counted, key=lambda each: each[0]):
@@ -96,7 +87,9 @@ def _unfinished(chunks: Iterable[Chunk], folder: Path, finished: list[Tokenized]
             finished.append((index, shards))
 
 
-def _in_pool(todo: Iterable[tuple[int, Chunk]], place: Workplace, processes: int) -> Iterator[Tokenized]:
+def _in_pool(
+    todo: Iterable[tuple[int, Chunk]], folder: Path, tokenizer: SavedTokenizer, processes: int
+) -> Iterator[Tokenized]:
     # spawn: this process has threads (the tokenizer's, the progress bar's), which a fork does not survive
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker)
@@ -105,13 +98,13 @@ def _in_pool(todo: Iterable[tuple[int, Chunk]], place: Workplace, processes: int
         for index, chunk in todo:
             if len(running) > processes:  # one more than can run, so that none waits for the reader
                 yield from _collect(running)
-            running[pool.submit(tokenize_chunk, place, index, chunk)] = index
+            running[pool.submit(tokenize_chunk, folder, tokenizer, index, chunk)] = index
         while running:
             yield from _collect(running)
     except BrokenProcessPool as error:
         raise RuntimeError(
-            f"one of {processes} tokenizing processes was killed, most often for want of memory: lower data.processes "
-            "or data.shard_mib; the same command goes on where this one stopped"
+            f"one of {processes} tokenizing processes was killed, most often because memory ran out: lower "
+            "data.processes or data.shard_mib; the same command continues where this one stopped"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -129,7 +122,7 @@ def _start_worker() -> None:
 
 
 def _end_with_parent() -> None:
-    """A pool's processes would wait for work for ever after their parent's kill -9."""
+    """Ends this process with its parent: after kill -9 of the parent it would wait for work forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,4 +1,4 @@
-"""What `data.path` names: the list of source files, each with its size and hash, in an order that never changes."""
+"""The source files that `data.path` names, each with its size and hash, in an order that never changes."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-pac
 EXAMPLES_KEPT = 10
 
 
-class Skipped:
-    """The documents that could not be read: the first one stops the run, or they are counted and some places kept."""
+class SkippedDocuments:
+    """Counts the documents that cannot be read, and keeps some of their places; or raises at the first one."""
 
     def __init__(self, on_error: Literal["stop", "skip"]) -> None:
         self.on_error = on_error
         self.count = 0
         self.examples: list[str] = []
 
-    def refuse(self, place: str, problem: str) -> None:
+    def skip_or_raise(self, place: str, problem: str) -> None:
         """Raises ValueError unless `data.on_error=skip`."""
         if self.on_error == "stop":
             raise ValueError(
@@ -72,8 +72,10 @@ class Source:
         return self.record.name
 
     def open(self) -> BinaryIO:
-        """The bytes, decompressed. pyarrow, because Python has no zstd before 3.14 and fsspec's does not notice a
-        truncated file: it ends early without an error."""
+        """Opens the decompressed bytes.
+
+        With pyarrow: Python has no zstd before 3.14, and fsspec's reads a truncated file to its end without an error.
+        """
         if not self.compression:
             return self.path.open("rb")
         import pyarrow
@@ -81,7 +83,7 @@ class Source:
         return io.BufferedReader(pyarrow.input_stream(str(self.path), compression=self.compression))
 
 
-def find_sources(data: DataConfig, skipped: Skipped) -> list[Source]:
+def find_sources(data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
     """The sources of `data.path`, sorted by name. Raises ValueError if there are none or one cannot be read."""
     if not data.path:
         raise ValueError(
@@ -101,13 +103,13 @@ def find_sources(data: DataConfig, skipped: Skipped) -> list[Source]:
     return _hashed([(path.name, path)], skipped)
 
 
-def _hashed(files: list[tuple[str, Path]], skipped: Skipped) -> list[Source]:
+def _hashed(files: list[tuple[str, Path]], skipped: SkippedDocuments) -> list[Source]:
     sources = []
     for name, path in files:
         try:
             record = SourceFile(name=name, num_bytes=path.stat().st_size, sha256=sha256_file(path))
         except OSError as error:
-            skipped.refuse(name, f"cannot be read ({error.strerror})")
+            skipped.skip_or_raise(name, f"cannot be read ({error.strerror})")
             continue
         suffix, compression = _suffixes(path)
         sources.append(Source(path, FORMATS.get(suffix, "text"), compression, record))
@@ -115,15 +117,15 @@ def _hashed(files: list[tuple[str, Path]], skipped: Skipped) -> list[Source]:
 
 
 def _suffixes(path: Path) -> tuple[str, str]:
-    """`.jsonl` and `gzip` of `a.jsonl.gz`."""
+    """Suffix and compression: `.jsonl` and `gzip` for `a.jsonl.gz`."""
     suffix = path.suffix.lower()
     if suffix in COMPRESSIONS:
         return Path(path.stem).suffix.lower(), COMPRESSIONS[suffix]
     return suffix, ""
 
 
-def _stdlib_files(skipped: Skipped) -> list[tuple[str, Path]]:
-    """Python sources only; those few that declare another encoding than UTF-8 are left out."""
+def _stdlib_files(skipped: SkippedDocuments) -> list[tuple[str, Path]]:
+    """The .py files of the standard library, without the few that declare another encoding than UTF-8."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [(name, path) for name, path in _walk(root, skipped, leave_out=NOT_STDLIB) if path.suffix == ".py"]
     if not files:
@@ -139,7 +141,7 @@ def _is_utf8(path: Path) -> bool:
     return True
 
 
-def _folder_files(root: Path, skipped: Skipped) -> list[tuple[str, Path]]:
+def _folder_files(root: Path, skipped: SkippedDocuments) -> list[tuple[str, Path]]:
     files, others = [], Counter[str]()
     for name, path in _walk(root, skipped):
         suffix, _ = _suffixes(path)
@@ -154,15 +156,15 @@ def _folder_files(root: Path, skipped: Skipped) -> list[tuple[str, Path]]:
             "set data.path to another folder, or to one file, which is read as text whatever its suffix"
         )
     if others:
-        log.info("%s: %d files of other kinds left out: %s", root, others.total(), kinds)
+        log.info("%s: left out %d files of other kinds: %s", root, others.total(), kinds)
     return files
 
 
-def _walk(root: Path, skipped: Skipped, *, leave_out: Collection[str] = ()) -> list[tuple[str, Path]]:
+def _walk(root: Path, skipped: SkippedDocuments, *, leave_out: Collection[str] = ()) -> list[tuple[str, Path]]:
     """(relative name, path) of all files below, hidden ones left out, sorted by name."""
 
     def unreadable(error: OSError) -> None:
-        skipped.refuse(Path(error.filename).relative_to(root).as_posix(), f"cannot be read ({error.strerror})")
+        skipped.skip_or_raise(Path(error.filename).relative_to(root).as_posix(), f"cannot be read ({error.strerror})")
 
     def files() -> Iterator[tuple[str, Path]]:
         for parent, folders, names in os.walk(root, onerror=unreadable):
@@ -174,7 +176,7 @@ def _walk(root: Path, skipped: Skipped, *, leave_out: Collection[str] = ()) -> l
 
 
 def _hub_source(data: DataConfig) -> Source:
-    """Pinned to a commit, which stands for the hash of its content; a commit that is given needs no network."""
+    """A hub data set, pinned to a commit, which takes the place of a content hash. A given commit needs no network."""
     name = data.path.removeprefix("hub:")
     is_commit = re.fullmatch(r"[0-9a-f]{40}", data.hub_revision)
     commit = data.hub_revision if is_commit else _commit_on_hub(name, data.hub_revision)

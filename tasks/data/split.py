@@ -16,7 +16,7 @@ ENOUGH_DOCUMENTS = 20
 
 @dataclass(frozen=True)
 class SplitRule:
-    """`border`: for tail, how many characters of the corpus are train. `why` goes into the manifest."""
+    """How a corpus is split. `border`: for tail, how many of its characters are train. `why` goes into the manifest."""
 
     kind: Literal["documents", "tail"]
     validation_fraction: float
@@ -26,7 +26,7 @@ class SplitRule:
 
 @dataclass(frozen=True)
 class Passage:
-    """A piece with its split. `ends`: a document ends here, for this split; `whole`: and so it gets an end token."""
+    """A piece of text in one split. `ends`: its document ends here, in this split; `whole`: it gets an end token."""
 
     split: Split
     text: str
@@ -36,7 +36,7 @@ class Passage:
 
 
 def choose_rule(data: DataConfig, pieces: Iterable[Piece]) -> SplitRule:
-    """Read as far as the decision needs: to the 20th document or so, or, for the tail, to the end of the corpus.
+    """Chooses the rule, reading as far as that needs: 20 documents or so, or, for the tail, the whole corpus.
 
     Raises ValueError if there is no text, or a split would be empty.
     """
@@ -79,7 +79,7 @@ def choose_rule(data: DataConfig, pieces: Iterable[Piece]) -> SplitRule:
 
 
 def split_of(name: str, validation_fraction: float) -> Split:
-    """Depends on the document's place alone, so other documents that come or go leave it where it is."""
+    """The split of a document, by its place alone: documents that are added or removed move no other one."""
     draw = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) / 2**64
     return "validation" if draw < validation_fraction else "train"
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a corpus: trained on it, loaded, characters or bytes; saved beside the shards, and used on them."""
+"""The tokenizer of a corpus: trained on it, loaded, of characters or of bytes; saved beside the shards."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Specials:
 
 @dataclass(frozen=True)
 class SavedTokenizer:
-    """FOLDER/tokenizer/, and what the manifest says of it."""
+    """A tokenizer in FOLDER/tokenizer/, and what the manifest records of it."""
 
     file: Path
     name: str
@@ -104,7 +104,7 @@ def special_tokens(pretrained: PreTrainedTokenizerFast | None, *, masked: bool) 
 
 
 def content_hash(pretrained: PreTrainedTokenizerFast | None) -> str:
-    """What a pretrained tokenizer adds to the identity of the tokens; the others follow from corpus and config."""
+    """A hash of a pretrained tokenizer, for the fingerprint of the tokens; the others follow from corpus and config."""
     return hashlib.sha256(pretrained.backend_tokenizer.to_str().encode()).hexdigest() if pretrained else ""
 
 
@@ -117,7 +117,7 @@ def save_tokenizer(
     train_texts: Iterable[str],
     all_texts: Iterable[str],
 ) -> SavedTokenizer:
-    """Make FOLDER/tokenizer/, in a form that `tokenizers` and `transformers` load; one that is there is kept.
+    """Makes FOLDER/tokenizer/, in a form that `tokenizers` and `transformers` load, unless it exists.
 
     `train_texts` are read for kind=bpe only, `all_texts` for kind=characters only: a character that validation alone
     has would otherwise be unknown.
@@ -135,8 +135,8 @@ def save_tokenizer(
 
 
 def encode(saved: SavedTokenizer, passages: Sequence[Passage]) -> tuple[np.ndarray, list[int], list[int]]:
-    """Tokens of the passages in a row, each whole document followed by the end token; where documents end; and how
-    many tokens each passage has.
+    """Tokens of all passages, each whole document followed by the end token; places where documents end; and the
+    number of tokens of each passage.
     """
     tokenizer = _load(str(saved.file))
     parts: list[np.ndarray] = [np.empty(0, dtype=saved.dtype)]
@@ -205,7 +205,7 @@ def _trained(config: TokenizerConfig, specials: Specials, texts: Iterable[str]) 
     size = tokenizer.get_vocab_size() + num_specials
     if size < config.bpe_size:
         log.warning(
-            "the corpus yields a vocabulary of %d, not %d: every word is one token already", size, config.bpe_size
+            "the corpus yields a vocabulary of %d, not %d: every word is already one token", size, config.bpe_size
         )
     return tokenizer
 
@@ -247,7 +247,7 @@ def _characters(texts: Iterable[str]) -> Tokenizer:
 
 
 def _write(tokenizer: Tokenizer, specials: Specials, folder: Path) -> None:
-    """Without transformers, whose import takes 2 s. The end token also starts texts and pads, as GPT-2's does."""
+    """Writes the files without transformers, which takes 2 s to import. The end token also starts texts and pads."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": specials.end,
@@ -271,5 +271,5 @@ def _described(file: Path, config: TokenizerConfig, specials: Specials) -> Saved
 
 
 def _vocab_size(tokenizer: Tokenizer) -> int:
-    """Rows that an embedding needs: the highest id + 1, which is above the count where ids have holes."""
+    """Rows that an embedding needs: the highest ID + 1, which exceeds the number of tokens where IDs have gaps."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1

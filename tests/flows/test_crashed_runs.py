@@ -14,7 +14,7 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 
 from flows.prefect_ui.flow import PROCESS
 from flows.servers.deploy import worker_name
-from flows.stages.crashed_runs import is_a_guess, is_lost
+from flows.stages.crashed_runs import has_crashed, is_guess
 from tasks.tracking.final_status import KILLED, EndedRun, RunStatus
 from tasks.workspace.processes import process_key
 
@@ -45,24 +45,24 @@ def started_for() -> Iterator[UUID]:
         process.communicate()
 
 
-def test_a_running_one_is_lost_with_its_process(dead: str) -> None:
-    assert is_lost(flow_run(StateType.RUNNING, **{PROCESS: dead}))
-    assert is_lost(flow_run(StateType.CANCELLING, **{PROCESS: dead}))
-    assert not is_lost(flow_run(StateType.RUNNING, **{PROCESS: process_key(os.getpid())}))
-    assert not is_lost(flow_run(StateType.RUNNING)), "of a version that does not say"
+def test_a_running_one_has_crashed_with_its_process(dead: str) -> None:
+    assert has_crashed(flow_run(StateType.RUNNING, **{PROCESS: dead}))
+    assert has_crashed(flow_run(StateType.CANCELLING, **{PROCESS: dead}))
+    assert not has_crashed(flow_run(StateType.RUNNING, **{PROCESS: process_key(os.getpid())}))
+    assert not has_crashed(flow_run(StateType.RUNNING)), "of a version that does not say"
 
 
 def test_of_another_machine_or_just_begun_nobody_here_can_tell(dead: str) -> None:
-    assert not is_lost(flow_run(StateType.RUNNING, **{PROCESS: f"elsewhere/{dead.partition('/')[2]}"}))
-    assert not is_lost(flow_run(StateType.RUNNING, age_s=YOUNG_S, **{PROCESS: dead})), "a retry that has not begun"
+    assert not has_crashed(flow_run(StateType.RUNNING, **{PROCESS: f"elsewhere/{dead.partition('/')[2]}"}))
+    assert not has_crashed(flow_run(StateType.RUNNING, age_s=YOUNG_S, **{PROCESS: dead})), "a retry that has not begun"
 
 
-def test_a_pending_one_is_lost_if_our_worker_submitted_it_and_no_process_is_there(started_for: UUID) -> None:
+def test_a_pending_one_has_crashed_if_our_worker_submitted_it_and_no_process_is_there(started_for: UUID) -> None:
     ours = {"prefect.worker.name": worker_name()}
-    assert is_lost(flow_run(StateType.PENDING, **ours))
-    assert not is_lost(flow_run(StateType.PENDING, flow_run_id=started_for, **ours))
-    assert not is_lost(flow_run(StateType.PENDING, age_s=YOUNG_S, **ours))
-    assert not is_lost(flow_run(StateType.PENDING, **{"prefect.worker.name": "another"}))
+    assert has_crashed(flow_run(StateType.PENDING, **ours))
+    assert not has_crashed(flow_run(StateType.PENDING, flow_run_id=started_for, **ours))
+    assert not has_crashed(flow_run(StateType.PENDING, age_s=YOUNG_S, **ours))
+    assert not has_crashed(flow_run(StateType.PENDING, **{"prefect.worker.name": "another"}))
 
 
 @pytest.mark.parametrize(
@@ -81,4 +81,4 @@ def test_what_the_run_said_of_its_end_counts_more_than_what_prefect_made_of_its_
     ending: RunStatus, kind: StateType, guessed: bool
 ) -> None:
     run = EndedRun(run_id="r1", ending=ending, found=False, prefect_flow_run_id=str(uuid4()), prefect_starts=1)
-    assert is_a_guess(State(type=kind), run) is guessed
+    assert is_guess(State(type=kind), run) is guessed

@@ -101,7 +101,7 @@ def test_after_a_power_cut_all_is_told_once_it_is_up_again_and_goes_on(
     servers.start()
     servers.wait(observed.flow_run_id)
     assert observed.says() == ("CRASHED", "KILLED", "killed")
-    assert "its process was killed; nobody was there to say so, it was found later" in observed.message()
+    assert "its process was killed; reported later, by another process" in observed.message()
     assert servers.wait(queued)["state_type"] == "FAILED", "its turn came"
     observed.check_the_rest()
     resumed(observed, undisturbed)

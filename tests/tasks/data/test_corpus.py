@@ -131,7 +131,9 @@ def test_the_second_call_tokenizes_nothing(tmp_path: Path, caplog: pytest.LogCap
         again = prepare(tmp_path, elsewhere, processes=3)  # neither place nor processes matter
     assert again == (folder, shards)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == times
-    assert re.search(r"tokens are already there \([\d,]+ tokens .*, hashes verified in .*\), not tok", caplog.text)
+    assert re.search(
+        r"kept [\d,]+ tokens in .*hashes were verified in .* s: the corpus is not tokenized again", caplog.text
+    )
 
 
 def test_what_matters_makes_another_folder(tmp_path: Path) -> None:
@@ -173,7 +175,7 @@ def test_a_damaged_folder_is_mended(
     assert prepare(tmp_path, source) == (folder, shards)
     assert contents(folder) == whole
     (message,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert re.search(rf"{warning}[^£]*: deleted, and made again", message)
+    assert re.search(rf"{warning}[^£]*: the file is deleted and made again", message)
 
 
 def test_only_the_damaged_stretch_is_made_again(tmp_path: Path) -> None:

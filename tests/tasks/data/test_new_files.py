@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.data.new_files import find_news, known_to
+from tasks.data.new_files import files_known_to, find_new_files
 from tasks.promotion.register import register_model
 from tasks.registry.models import resolve
 from tests.support.mlflow_store import Store
@@ -33,15 +33,15 @@ def trained_on(store: Store, path: str) -> RunConfig:
 
 
 def test_without_a_champion_the_whole_folder_is_new(store: Store, corpus: Path) -> None:
-    news = find_news(config_of(corpus), min_new_mib=0, tracking_uri=store.uri)
-    assert news.config == config_of(corpus)
-    assert "tiny has no champion yet: all 1 files are new" in news.why
+    night = find_new_files(config_of(corpus), min_new_mib=0, tracking_uri=store.uri)
+    assert night.config == config_of(corpus)
+    assert "tiny has no champion yet: all 1 files are new" in night.why
 
 
 def test_nights_go_on_from_the_champion_with_what_none_before_it_knew(store: Store, corpus: Path) -> None:
     register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
     champion = resolve("tiny@champion", tracking_uri=store.uri)
-    first = find_news(config_of(corpus), min_new_mib=0, tracking_uri=store.uri)
+    first = find_new_files(config_of(corpus), min_new_mib=0, tracking_uri=store.uri)
     assert first.config is not None
     assert first.config.model.init == "pretrained"
     assert first.config.model.path == first.config.data.tokenizer.path == str(champion.export_dir)
@@ -52,25 +52,25 @@ def test_nights_go_on_from_the_champion_with_what_none_before_it_knew(store: Sto
     # That night's model becomes champion; by the next one a file was added, and one has moved.
     register_model(store.finished_run("two", loss=2.0, config=trained_on(store, str(night))), tracking_uri=store.uri)
     (corpus / "2026" / "may.txt").rename(corpus / "may.txt")
-    assert find_news(config_of(corpus), min_new_mib=0, tracking_uri=store.uri).config is None
+    assert find_new_files(config_of(corpus), min_new_mib=0, tracking_uri=store.uri).config is None
     (corpus / "june.txt").write_text("the sky\n" * 100)
-    second = find_news(config_of(corpus), min_new_mib=0, tracking_uri=store.uri)
+    second = find_new_files(config_of(corpus), min_new_mib=0, tracking_uri=store.uri)
     assert second.config is not None
     assert [path.name for path in Path(second.config.data.path).rglob("*.txt")] == ["june.txt"]
     assert "1 of 2 files" in second.why
     assert "new to tiny/2" in second.why
-    little = find_news(config_of(corpus), min_new_mib=1, tracking_uri=store.uri)
+    little = find_new_files(config_of(corpus), min_new_mib=1, tracking_uri=store.uri)
     assert little.config is None
     assert "under min_new_mib = 1" in little.why
 
 
 def test_nothing_new_is_said_with_the_numbers(store: Store, corpus: Path) -> None:
     register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
-    news = find_news(config_of(corpus), min_new_mib=0, tracking_uri=store.uri)
-    assert news.config is not None
+    night = find_new_files(config_of(corpus), min_new_mib=0, tracking_uri=store.uri)
+    assert night.config is not None
     register_model(
-        store.finished_run("two", loss=2.0, config=trained_on(store, news.config.data.path)), tracking_uri=store.uri
+        store.finished_run("two", loss=2.0, config=trained_on(store, night.config.data.path)), tracking_uri=store.uri
     )
-    again = find_news(config_of(corpus), min_new_mib=0, tracking_uri=store.uri)
+    again = find_new_files(config_of(corpus), min_new_mib=0, tracking_uri=store.uri)
     assert again.why == f"nothing new: tiny/2 knows all 1 files of {corpus}"
-    assert known_to(resolve("tiny@champion", tracking_uri=store.uri))
+    assert files_known_to(resolve("tiny@champion", tracking_uri=store.uri))

@@ -1,0 +1,168 @@
+"""`shardline ps|stop|reap|reconcile|image`: what runs, stopping it, cleaning up, and the training image."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flows.cli.tables import print_table
+
+DONE, FAILED = 0, 1
+COLUMNS = ("run", "attempt", "host", "ranks", "status", "health", "since", "step", "launcher")
+
+
+def add_operation_commands(command: Callable[..., argparse.ArgumentParser], commands: Any) -> None:
+    """`command` adds a command, `commands` are the parser's subparsers, as in flows/cli/command.py."""
+    ps = command("ps", _ps, "list what runs: containers on all hosts, and runs of this machine")
+    stop = command("stop", _stop, "stop a run on all its hosts, with a checkpoint", "RUN")
+    reap = command("reap", _reap, "remove containers whose launcher is gone")
+    about = "file with the hosts (default: the hosts of all runs in SHARDLINE_HOME)"
+    for added in (ps, reap):
+        added.add_argument("--hosts-file", default="", metavar="FILE", help=about)
+    reconcile = command("reconcile", _reconcile, "report to MLflow and Prefect how crashed runs ended")
+    reap.add_argument("--dry-run", action="store_true", help="only list them")
+    for added in (ps, stop, reap, reconcile):
+        added.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    _add_image_commands(commands)
+
+
+def _ps(options: argparse.Namespace) -> int:
+    from tasks.operations.ps import known_hosts, list_running
+
+    listing = list_running(known_hosts(options.hosts_file))
+    if options.json:
+        print(listing.model_dump_json())
+    elif listing.running:
+        print_table(COLUMNS, [_cells(row) for row in listing.running])
+    else:
+        print("nothing is running")
+    _print_silent(listing.silent)
+    return DONE
+
+
+def _cells(row: Any) -> tuple[str, ...]:
+    from tasks.operations.ps import ago
+
+    ranks, step = ("" if number is None else f"{number:,}" for number in (row.ranks, row.step))
+    return (row.run, row.attempt, row.host, ranks, row.status, row.health, ago(row.since), step, row.launcher)
+
+
+def _print_silent(silent: Mapping[str, str], *, meaning: str = "so what runs there is unknown") -> None:
+    for name, error in silent.items():
+        print(f"{name} did not answer, {meaning}: {error}", file=sys.stderr)
+
+
+def _stop(options: argparse.Namespace) -> int:
+    from tasks.operations.stop import stop
+
+    stopped = stop(options.run)
+    if stopped.by != "launcher":
+        _report_crashed_runs()
+    if options.json:
+        print(stopped.model_dump_json())
+    else:
+        how = {"launcher": "stopped by its launcher", "stop": "stopped; its launcher was gone", "": "was not running"}
+        goes_on = f"continues from step {step}" if (step := stopped.checkpoint_step) else "starts it again"
+        print(f"{stopped.run}: {how[stopped.by]}; `shardline resume {stopped.run}` {goes_on}")
+    _print_silent(stopped.silent, meaning="but its ranks end by themselves once they see that their lease is withdrawn")
+    return FAILED if stopped.silent else DONE
+
+
+def _reconcile(options: argparse.Namespace) -> None:
+    from flows.servers.embedded import start_prefect_server
+
+    wait = start_prefect_server()
+    from flows.reconcile import reconcile
+
+    wait()
+    rows = reconcile()
+    if options.json:
+        print(json.dumps(rows))
+    elif rows:
+        print_table(("run or container", "action", "reason"), [tuple(map(str, row.values())) for row in rows])
+    else:
+        print("nothing to reconcile")
+
+
+def _report_crashed_runs() -> None:
+    """Report runs that their launcher could not report any more: KILLED in MLflow, Crashed in Prefect."""
+    from tasks.tracking.final_status import reconcile_mlflow
+
+    if crashed := [run for run in reconcile_mlflow() if run.found]:
+        from flows.servers.embedded import start_prefect_server
+
+        wait = start_prefect_server()
+        from flows.stages.crashed_runs import report_ended_runs
+
+        wait()
+        report_ended_runs(crashed)
+
+
+def _reap(options: argparse.Namespace) -> int:
+    from tasks.operations.ps import known_hosts
+    from tasks.operations.stop import reap
+
+    reaped = reap(known_hosts(options.hosts_file), dry_run=options.dry_run)
+    if reaped.removed and not options.dry_run:
+        _report_crashed_runs()
+    if options.json:
+        print(reaped.model_dump_json())
+    else:
+        for name in reaped.removed:
+            print(f"{name}: {'would be removed' if options.dry_run else 'removed'}")
+        for name, keeper in reaped.kept.items():
+            print(f"{name}: kept, its launcher is running: {keeper}")
+        if not reaped.removed:
+            print("nothing to remove")
+    _print_silent(reaped.silent)
+    return DONE
+
+
+# The training image
+
+
+def _add_image_commands(commands: Any) -> None:
+    about = "the training image: build it, push it to a registry"
+    actions = commands.add_parser("image", help=about, description=about).add_subparsers(
+        required=True, metavar="ACTION"
+    )
+    about = "build infra/train.Dockerfile by the daemon that `docker` would use"
+    build = actions.add_parser("build", help=about, description=about)
+    build.set_defaults(call=_build_image)
+    build.add_argument("--base", default="", metavar="IMAGE", help="base image (default: NVIDIA's PyTorch image)")
+    about = "the Dockerfile's arguments, such as PIP_INDEX_URL=…"
+    build.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE", help=about)
+    build.add_argument("--wheels", default="", metavar="FOLDER", help="wheels that pip may take, if no index has them")
+    build.add_argument("--ca", default="", metavar="FILE", help="certificates that pip trusts, during the build only")
+    build.add_argument("--network", default="", help="network of the build, as docker build has it, e.g. host")
+    about = "push it, and print NAME@sha256:… for launch.image"
+    push = actions.add_parser("push", help=about, description=about)
+    push.set_defaults(call=_push_image)
+    build.add_argument("name", metavar="NAME", nargs="?", default="shardline-train", help="default: shardline-train")
+    push.add_argument("name", metavar="REGISTRY/NAME:VERSION")
+    for added in (build, push):
+        added.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def _build_image(options: argparse.Namespace) -> None:
+    from tasks.operations.images import build_image
+
+    image_id = build_image(
+        options.name,
+        base_image=options.base,
+        build_args=options.build_arg,
+        wheels=options.wheels,
+        ca=options.ca,
+        network=options.network,
+    )
+    print(json.dumps({"name": options.name, "id": image_id}) if options.json else f"{options.name} is {image_id}")
+
+
+def _push_image(options: argparse.Namespace) -> None:
+    from tasks.operations.images import push_image
+
+    image = push_image(options.name)
+    print(json.dumps({"name": options.name, "image": image}) if options.json else image)
