@@ -124,8 +124,8 @@ def _check_shards(config: RunConfig, shards: TokenShards | None) -> None:
 def _check_packing(config: RunConfig, shape: ModelShape) -> None:
     if config.train.packing == "documents" and shape.architecture not in KNOWN_ARCHITECTURES:
         raise ValueError(
-            f"train.packing=documents needs a model whose attention can be masked ({', '.join(KNOWN_ARCHITECTURES)}), "
-            f"which {shape.architecture} models do not have here: set train.packing=padded, or stream"
+            f"train.packing=documents needs a model whose attention can be masked ({', '.join(KNOWN_ARCHITECTURES)}); "
+            f"a {shape.architecture} model has its own: set train.packing=padded, or stream"
         )
 
 
