@@ -23,7 +23,7 @@ from tasks.comparison.compare import (
     CompareRequest,
     Comparison,
     StrategyOutcome,
-    check,
+    check_comparable,
     compare_runs,
     describe_machine,
     one_device,
@@ -56,7 +56,7 @@ def compare(
     strategies: ddp, fsdp+tp2, NAME=section.field=value, … target_loss: count the steps to it; 0: to the lowest that
     all reach. baseline: run on one device as well. run_id: go on with this comparison.
     """
-    check(config)
+    check_comparable(config)
     if run_id and mlflow_run.read_run(run_id).begun_with != config:
         raise ValueError(f"comparison {run_id} began with another config, which it keeps: start a new comparison")
     compared = read_strategies(strategies, baseline=baseline)

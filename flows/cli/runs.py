@@ -154,7 +154,7 @@ def _add_compare_command(command: Callable[..., argparse.ArgumentParser]) -> Non
 
 def _compare(options: argparse.Namespace) -> int:
     from flows.presets import load_config
-    from tasks.comparison.compare import CompareRequest, check
+    from tasks.comparison.compare import CompareRequest, check_comparable
     from tasks.comparison.strategies import check_shared_overrides, read_strategies
 
     hosts = ["launch.launcher=docker", f"launch.hosts_file={options.hosts}"] if options.hosts else []
@@ -162,7 +162,7 @@ def _compare(options: argparse.Namespace) -> int:
     request = CompareRequest(
         strategies=tuple(options.strategies), target_loss=options.target_loss, baseline=not options.no_baseline
     )
-    check(config)
+    check_comparable(config)
     check_shared_overrides(options.overrides)
     read_strategies(request.strategies, baseline=request.baseline)  # at once, before any server is started
     return _run_compare(config, request, run_id="", as_json=options.json)
