@@ -25,7 +25,7 @@ def smaller_micro_batches(plan: RunPlan) -> tuple[int, ...] | None:
             continue
         if not plan.is_unequal:
             return (batch // accumulation // plan.dp,) * plan.dp
-        dealt = split_by_speed(batch // accumulation, speeds=plan.micro_batches, max_micro_batches=plan.micro_batches)
-        if max(dealt) < plan.micro_batch:
-            return dealt
+        smaller = split_by_speed(batch // accumulation, speeds=plan.micro_batches, max_micro_batches=plan.micro_batches)
+        if max(smaller) < plan.micro_batch:
+            return smaller
     return None
