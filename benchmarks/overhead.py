@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 POLL_S = 0.02
-DEADLINE_S = 300
+DEADLINE_S, STOP_S = 300, 60
 PARTS = ("Prefect and MLflow", "tokenize", "hardware", "ranks to first step")
 
 
@@ -38,17 +38,19 @@ def measure(home: Path) -> dict[str, float]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    known = set(home.glob("*/metrics.jsonl"))
-    while not (rows := [path for path in set(home.glob("*/metrics.jsonl")) - known if path.stat().st_size]):
-        if process.poll() is not None or time.time() > began + DEADLINE_S:
-            raise RuntimeError(f"no first step: exit code {process.poll()} after {time.time() - began:.0f} s")
-        time.sleep(POLL_S)
-    run_dir = rows[0].parent
-    first_step = json.loads(rows[0].read_text().splitlines()[0])["time_ms"] / 1000
-    stage_s = json.loads((run_dir / "stages.json").read_text())
-    ranks_started = (run_dir / "gang.json").stat().st_mtime
-    process.send_signal(signal.SIGINT)
-    process.wait(60)
+    try:
+        known = set(home.glob("*/metrics.jsonl"))
+        while not (rows := [path for path in set(home.glob("*/metrics.jsonl")) - known if path.stat().st_size]):
+            if process.poll() is not None or time.time() > began + DEADLINE_S:
+                raise RuntimeError(f"no first step: exit code {process.poll()} after {time.time() - began:.0f} s")
+            time.sleep(POLL_S)
+        run_dir = rows[0].parent
+        first_step = json.loads(rows[0].read_text().splitlines()[0])["time_ms"] / 1000
+        stage_s = json.loads((run_dir / "stages.json").read_text())
+        ranks_started = (run_dir / "gang.json").stat().st_mtime
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(STOP_S)
     total, ranks = first_step - began, first_step - ranks_started
     parts = {"tokenize": stage_s["tokenize"], "hardware": stage_s["hardware"], "ranks to first step": ranks}
     return {"total": total, "Prefect and MLflow": total - sum(parts.values()), **parts}
