@@ -21,8 +21,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 pretrain: $(INSTALLED) ## the main job: text in, served model out (preset quickstart)
 	$(BIN)/shardline pretrain quickstart
 
-test: $(INSTALLED) ## the tests, without those marked slow
-	$(BIN)/python -m pytest -m 'not slow'
+test: $(INSTALLED) ## the tests, without those marked slow; two files at once, since many tests wait
+	$(BIN)/python -m pytest -m 'not slow' --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-all: $(INSTALLED) ## all tests
 	$(BIN)/python -m pytest

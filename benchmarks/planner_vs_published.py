@@ -3,7 +3,7 @@
     python -m benchmarks.planner_vs_published [--quick] [--parts]
 
 What prices our own runs (memory.py and step_time.py in training/planner) price runs of Megatron-LM, DeepSpeed,
-torchtitan and MosaicML here, each by a recipe that says how that program works. A few efficiencies were fitted, to the
+torchtitan and MosaicML here, each by a cost model of that program. A few efficiencies were fitted, to the
 rows marked * in published.py; errors are those of all other rows. The last line is one JSON object:
 `median_throughput_error`, `median_memory_error`, `worst_error` (of both), `rows`, and the blind rows' median apart.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.published import SOURCES, Model, Row, models, rows
 from training.planner.cluster import Cluster, cluster_of
-from training.planner.cost_model import Kept, Recipe
+from training.planner.cost_model import CostModel, Kept, MemoryCosts, Program, TimeCosts
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.job import Job, Layout
 from training.planner.memory import memory_gib
@@ -46,62 +46,80 @@ FP8_GAIN = 1.5  # of all products of a layer, over bf16: fitted
 ZERO3_NETWORK = 0.095  # of the network, that DeepSpeed's stage 3 reached in 2021: fitted
 
 # Bytes from the papers and the programs' sources: 2 of weights, 2 or 4 of gradients, 12 of fp32 weights and moments.
-MEGATRON = Recipe(
-    kept=Kept(whole=10, split=8, kv=0, mlp=4, scores=5),  # Korthikanti et al. 2022, eq. 2
-    weight_bytes=2,
-    gradient_bytes=2,
-    optimizer_bytes=12,
-    boundary_bytes=2,
-    recomputes_scores_only=True,
-    chunked_logits=False,
-    logit_bytes=14,
-    passes=1.1,  # fused kernels: 22 h + 16 h bytes moved for 34 h kept
-    skips_masked=False,
-    attention_share=0.6,
-    ops=25,
-    op_us=6,
-    reduce_bytes=2,
-    scatters_boundary=True,
-    update_bytes=36,
+MEGATRON = CostModel(
+    Program(
+        kept=Kept(whole=10, split=8, kv=0, mlp=4, scores=5),  # Korthikanti et al. 2022, eq. 2
+        weight_bytes=2,
+        boundary_bytes=2,
+        recomputes_scores_only=True,
+        chunked_logits=False,
+        reduce_bytes=2,
+    ),
+    MemoryCosts(
+        gradient_bytes=2,
+        optimizer_bytes=12,
+        logit_bytes=14,
+    ),
+    TimeCosts(
+        passes=1.1,  # fused kernels: 22 h + 16 h bytes moved for 34 h kept
+        skips_masked=False,
+        attention_share=0.6,
+        ops=25,
+        op_us=6,
+        scatters_boundary=True,
+        update_bytes=36,
+    ),
 )
-LOCAL = replace(MEGATRON, gradient_bytes=4, reduce_bytes=4, hides=0)  # --DDP-impl local: fp32 gradients, no overlap
-TITAN = Recipe(
-    kept=Kept(whole=16, split=4, kv=4, mlp=8),
-    boundary_bytes=2,
-    products_kept=0.55,  # of each layer's seven products every other
-    sequence_parallel=True,
-    chunked_logits=False,
-    logit_bytes=14,  # 12 compiled: fitted
-    attention_share=0.45,
-    ops=70,
-    op_us=6,
-    gather_bytes=2,
+LOCAL = MEGATRON.replaced(gradient_bytes=4, reduce_bytes=4, hides=0)  # --DDP-impl local: fp32 gradients, no overlap
+TITAN = CostModel(
+    Program(
+        kept=Kept(whole=16, split=4, kv=4, mlp=8),
+        boundary_bytes=2,
+        products_kept=0.55,  # of each layer's seven products every other
+        sequence_parallel=True,
+        chunked_logits=False,
+        gather_bytes=2,
+    ),
+    MemoryCosts(
+        logit_bytes=14,  # 12 compiled: fitted
+    ),
+    TimeCosts(
+        attention_share=0.45,
+        ops=70,
+        op_us=6,
+    ),
 )
-COMPILED = replace(TITAN, passes=1.6, ops=20, logit_bytes=12)
-MPT = Recipe(
-    kept=Kept(whole=10, split=8, kv=0, mlp=4),
-    boundary_bytes=2,
-    chunked_logits=False,
-    logit_bytes=14,
-    passes=2.0,
-    attention_share=0.42,  # fitted; on H100, for which its kernels were not made, 0.32
-    ops=40,
-    op_us=6,
-    gather_bytes=2,
+COMPILED = TITAN.replaced(passes=1.6, ops=20, logit_bytes=12)
+MPT = CostModel(
+    Program(
+        kept=Kept(whole=10, split=8, kv=0, mlp=4),
+        boundary_bytes=2,
+        chunked_logits=False,
+        gather_bytes=2,
+    ),
+    MemoryCosts(
+        logit_bytes=14,
+    ),
+    TimeCosts(
+        passes=2.0,
+        attention_share=0.42,  # fitted; on H100, for which its kernels were not made, 0.32
+        ops=40,
+        op_us=6,
+    ),
 )
-RECIPES: dict[str, Recipe] = {
+COST_MODELS: dict[str, CostModel] = {
     "megatron21": MEGATRON,
     "megatron21l": LOCAL,
     "megatron22": LOCAL,
-    "megatron22s": replace(LOCAL, sequence_parallel=True),
-    "megatron16": replace(MEGATRON, bucket_bytes=1e9),  # DeepSpeed's default: 5e8 numbers
-    "zero3": replace(MEGATRON, gather_bytes=2),
+    "megatron22s": LOCAL.replaced(sequence_parallel=True),
+    "megatron16": MEGATRON.replaced(bucket_bytes=1e9),  # DeepSpeed's default: 5e8 numbers
+    "zero3": MEGATRON.replaced(gather_bytes=2),
     "titan": TITAN,
     "titanc": COMPILED,
-    "titan8": replace(COMPILED, attention_share=TITAN.attention_share / FP8_GAIN),  # attention stays in bf16
+    "titan8": COMPILED.replaced(attention_share=TITAN.time.attention_share / FP8_GAIN),  # attention stays in bf16
     "mpt": MPT,
-    "mpt16": replace(MPT, weight_bytes=2, gradient_bytes=2, optimizer_bytes=4, reduce_bytes=2),
-    "mpth": replace(MPT, attention_share=0.32),
+    "mpt16": MPT.replaced(weight_bytes=2, gradient_bytes=2, optimizer_bytes=4, reduce_bytes=2),
+    "mpth": MPT.replaced(attention_share=0.32),
 }
 
 
@@ -127,9 +145,9 @@ def predict(row: Row) -> Predicted:
         recompute=row.recompute,  # type: ignore[arg-type]
         stages_per_rank=row.stages_per_rank,
     )
-    recipe, shards = RECIPES[row.program], min(8, row.dp) if row.strategy == "hsdp" else row.dp
-    seconds = step_s(job, layout, recipe, cluster_like(row), num_shards=shards)
-    memory = memory_gib(job, layout, recipe, num_shards=shards)
+    model, shards = COST_MODELS[row.program], min(8, row.dp) if row.strategy == "hsdp" else row.dp
+    seconds = step_s(job, layout, model, cluster_like(row), num_shards=shards)
+    memory = memory_gib(job, layout, model, num_shards=shards)
     gib = sum(each for part, each in memory.items() if part not in NOT_ALLOCATED)
     return Predicted(_in_unit(row, sum(seconds.values()), shape), gib, seconds, memory)
 

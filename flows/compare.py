@@ -23,7 +23,7 @@ from tasks.comparison.compare import (
     CompareRequest,
     Comparison,
     StrategyOutcome,
-    check,
+    check_comparable,
     compare_runs,
     describe_machine,
     one_device,
@@ -56,7 +56,7 @@ def compare(
     strategies: ddp, fsdp+tp2, NAME=section.field=value, … target_loss: count the steps to it; 0: to the lowest that
     all reach. baseline: run on one device as well. run_id: go on with this comparison.
     """
-    check(config)
+    check_comparable(config)
     if run_id and mlflow_run.read_run(run_id).begun_with != config:
         raise ValueError(f"comparison {run_id} began with another config, which it keeps: start a new comparison")
     compared = read_strategies(strategies, baseline=baseline)
@@ -83,19 +83,19 @@ def _compared(strategies: Sequence[ComparedStrategy], request: CompareRequest, c
             outcomes[strategy.name] = _outcome(children, strategy)
     except BaseException as stop:  # Ctrl-C, mostly as the RunStopped that stage Train makes of it
         outcomes[strategy.name] = children.ended(strategy, RunStopped("interrupted"))
-        _report_what_there_is(children, strategies, outcomes, request)
+        _report_so_far(children, strategies, outcomes, request)
         if isinstance(stop, RunStopped):
             raise RunStopped(f"stopped at {strategy.name}: `shardline resume {parent.run_id}` goes on") from None
         raise
     comparison = report(children, strategies, outcomes, request)
     if not comparison.succeeded:
         causes = "; ".join(f"{row.strategy}: {row.cause}" for row in comparison.rows)
-        raise RuntimeError(f"no strategy came to its end ({comparison.report} has more): {causes}")
+        raise RuntimeError(f"no strategy finished ({comparison.report} has more): {causes}")
     return comparison
 
 
 def _outcome(children: Children, strategy: ComparedStrategy) -> StrategyOutcome:
-    """What fails is a row with its cause; what is stopped stops the comparison."""
+    """Train one strategy. A failure becomes a row with its cause; a stop stops the comparison."""
     try:
         return train_child(children, strategy)
     except RunStopped:
@@ -106,24 +106,24 @@ def _outcome(children: Children, strategy: ComparedStrategy) -> StrategyOutcome:
         return outcome
 
 
-def _report_what_there_is(
+def _report_so_far(
     children: Children,
     strategies: Sequence[ComparedStrategy],
     outcomes: Mapping[str, StrategyOutcome],
     request: CompareRequest,
 ) -> None:
     try:
-        logger.info("report of what there is: %s", report(children, strategies, outcomes, request).report)
+        logger.info("report of the strategies so far: %s", report(children, strategies, outcomes, request).report)
     except Exception as error:
-        logger.warning("no report of what there is: %s", error)
+        logger.warning("could not write a report of the strategies so far: %s", error)
 
 
 class Children:
-    """What the strategies share, and where each one's run is."""
+    """The child runs of a comparison: what they share, and the folder of each."""
 
     def __init__(self, config: RunConfig, parent: TrackedRun, shards_dir: Path, shards: TokenShards) -> None:
         self.config, self.parent, self.shards_dir, self.shards = config, parent, shards_dir, shards
-        self.inventories: dict[int, Inventory] = {}  # by ranks asked for: rates of one moment for all
+        self.inventories: dict[int, Inventory] = {}  # by number of ranks, measured once for all strategies
 
     def run_id(self, strategy: ComparedStrategy) -> str:
         return f"{self.parent.run_id}-{strategy.slug}"
@@ -132,11 +132,11 @@ class Children:
         return run_folder(self.run_id(strategy))
 
     def config_of(self, strategy: ComparedStrategy) -> RunConfig:
-        """Raises ValueError for what does not go together."""
+        """The config with the strategy's overrides. Raises ValueError for what does not go together."""
         return with_overrides(self.config.model_dump(mode="json"), strategy.overrides)
 
     def inventory(self, config: RunConfig, run: TrackedRun) -> Inventory:
-        """A single process gets one of the devices that the others share. Docker hosts are asked each time."""
+        """Measure once for all; a single process gets one of those devices. Docker hosts are checked each time."""
         one, parallel = config.parallel.strategy == "single", config.parallel
         if one:
             parallel = self.config.parallel.model_copy(update={"strategy": "auto"})
@@ -148,7 +148,7 @@ class Children:
         return one_device(found) if one else found
 
     def ended(self, strategy: ComparedStrategy, error: Exception) -> StrategyOutcome:
-        """The run may not have come to be."""
+        """The outcome of a strategy that failed or was stopped, perhaps before it had a run."""
         path, outcome = self.folder(strategy) / "run.json", outcome_of(error)
         update = {"cause": without_credentials(outcome.cause, uri=tracking_uri())}
         if path.exists():
@@ -158,7 +158,7 @@ class Children:
 
 @task(name="Strategy", task_run_name="Train with {strategy.name}", cache_policy=NO_CACHE, persist_result=False)
 def train_child(children: Children, strategy: ComparedStrategy) -> StrategyOutcome:
-    """A run of its own, under the parent; skipped if it is done. Raises what its stages raise."""
+    """Train one strategy as a child run of the parent; skipped if it is done. Raises what its stages raise."""
     config, parent = children.config_of(strategy), children.parent
     tags = {"mlflow.parentRunId": parent.mlflow_run_id, "shardline.strategy": strategy.name}
     run_id = children.run_id(strategy)
@@ -210,14 +210,14 @@ def report(
 
 
 def _command(config_path: Path, request: CompareRequest) -> str:
-    """What makes this report again, whatever becomes of the preset."""
+    """The command that makes this report again, also after the preset has changed."""
     words = [command("shardline"), "compare", str(config_path), "--strategies", ",".join(request.strategies)]
     words += ["--target-loss", f"{request.target_loss:g}"] if request.target_loss else []
     return shlex.join([*words, *([] if request.baseline else ["--no-baseline"])])
 
 
 def _log_to_children(comparison: Comparison) -> None:
-    """So that MLflow's own table of the child runs shows them side by side."""
+    """Log the figures to the child runs, so that MLflow's own table shows them side by side."""
     keys = ("speedup", "scaling_efficiency", "exposed_communication_ms", "steps_to_target", "seconds_to_target")
     for row in comparison.rows:
         if row.run_id and row.steps is not None:

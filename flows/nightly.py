@@ -1,4 +1,4 @@
-"""Night after night: go on training the champion on whatever is new in the corpus folder, or say why not."""
+"""Nightly training: continue the champion on new files of the corpus folder, or say why there is nothing to do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from training.config.run import RunConfig
 def pretrain_nightly(config: RunConfig, min_new_mib: float = 0.0) -> Any:
     """Continue the champion of `config`'s model on the files of data.path that it has not seen; none: skipped.
 
-    config: as for pretrain; its data.path is the folder that grows. min_new_mib: less is left to a later night.
+    config: as for pretrain; its data.path is the folder that grows. min_new_mib: skip a night with less new text.
     """
     night = find_new_files(config, min_new_mib=min_new_mib, tracking_uri=tracking_uri())
     show_markdown(escape_markdown(night.why), key="new-text", description="What is new in the corpus")

@@ -12,6 +12,7 @@ from flows.stages import training as stages
 from flows.stages.crashed_runs import reconcile_statuses
 from flows.stages.custom_program import train_by_program
 from flows.stages.report import report, reported
+from flows.stages.stage import timed
 from tasks.planning.custom_program import TrainerOutcome
 from tasks.reports.outcome import Outcome
 from tasks.tracking.mlflow_run import tracked
@@ -46,7 +47,8 @@ def pretrain(
             stages.measure_champion(plan, run, shards)
             model = stages.register(run)
             if not model.verdict and plan.config.gates.approval == "none":
-                model = promote(model.name, version=model.version)
+                with timed(run, "promote"):
+                    model = promote(model.name, version=model.version)
             model = stages.show_verdict(model)
             text = stages.generate(plan, run, model)
             return report(plan, run, model, generated=text)

@@ -1,4 +1,4 @@
-"""Run a run again from what MLflow remembers of it, and say whether the losses agree."""
+"""Reproduce a run from its records in MLflow, and say whether the losses agree."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import Any
 from docker.errors import APIError, NotFound
 from docker.types import DeviceRequest, LogConfig, Mount, Ulimit
 
-from infra.hosts import HostClient, HostError, in_words
+from infra.hosts import HostClient, HostError, host_errors
 
 RUN, ATTEMPT, HOST, LAUNCHER = "shardline.run", "shardline.attempt", "shardline.host", "shardline.launcher"
 GPUS = "shardline.gpus"  # those it was granted: all, or their numbers or ids with commas; empty: none
@@ -119,7 +119,7 @@ def start(client: HostClient, job: Job, *, secret: bytes = b"") -> str:
     """
     container = ""
     try:
-        with in_words(client.host), _patient(client):
+        with host_errors(client.host), _patient(client):
             container = client.api.create_container(
                 job.image,
                 entrypoint=list(job.command[:1]),  # an image's own entrypoint would come between us and the signals
@@ -227,7 +227,7 @@ def _health_check(heartbeat: Heartbeat | None) -> dict[str, Any]:
 def state(client: HostClient, container: str) -> State | None:
     """The container's state; None if there is no such container. Raises HostError if the daemon does not answer."""
     try:
-        with in_words(client.host):
+        with host_errors(client.host):
             found = client.api.inspect_container(container)["State"]
     except HostError as error:
         if isinstance(error.__cause__, NotFound):
@@ -247,7 +247,7 @@ def state(client: HostClient, container: str) -> State | None:
 def find(client: HostClient, *, run: str = "", attempt: str = "") -> list[Found]:
     """Containers of ours on this host, ended ones too: all, or of one run, or of one attempt at it."""
     labels = [f"{RUN}={run}" if run else RUN] + ([f"{ATTEMPT}={attempt}"] if attempt else [])
-    with in_words(client.host):
+    with host_errors(client.host):
         rows = client.api.containers(all=True, filters={"label": labels})
     return [
         Found(
@@ -266,25 +266,25 @@ def find(client: HostClient, *, run: str = "", attempt: str = "") -> list[Found]
 
 def stop(client: HostClient, container: str, *, grace_s: float) -> None:
     """SIGTERM, up to `grace_s` seconds to leave in order, then SIGKILL; returns when it has ended."""
-    with in_words(client.host), _unless_gone():
+    with host_errors(client.host), _unless_gone():
         client.api.stop(container, timeout=round(grace_s))
 
 
 def terminate(client: HostClient, container: str) -> None:
     """SIGTERM, and no wait for what comes of it."""
-    with in_words(client.host), _unless_gone():
+    with host_errors(client.host), _unless_gone():
         client.api.kill(container, signal="SIGTERM")
 
 
 def kill(client: HostClient, container: str) -> None:
     """SIGKILL, now."""
-    with in_words(client.host), _unless_gone():
+    with host_errors(client.host), _unless_gone():
         client.api.kill(container)
 
 
 def remove(client: HostClient, container: str) -> None:
     """Kill it if it runs, and take it away with its log and state."""
-    with in_words(client.host), _unless_gone():
+    with host_errors(client.host), _unless_gone():
         client.api.remove_container(container, force=True, v=True)
 
 

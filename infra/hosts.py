@@ -70,7 +70,7 @@ def connect(host: DockerHost, *, timeout_s: float = 10) -> HostClient:
     Connect again after a HostError that says `unreachable`: over ssh the tunnel may be gone.
     Raises HostError if the daemon cannot be reached, does not trust us, is not trusted, or is too old.
     """
-    with in_words(host):
+    with host_errors(host):
         url = f"unix://{local_socket(host.url, timeout_s=timeout_s)}" if host.url.startswith("ssh://") else host.url
         with closing(_client(host, url, version="1.41", timeout_s=timeout_s)) as probe:
             try:
@@ -81,8 +81,8 @@ def connect(host: DockerHost, *, timeout_s: float = 10) -> HostClient:
                 raise
         if tuple(map(int, version.split("."))) < OLDEST_API:
             raise HostError(
-                f"{host.name}: the daemon at {host.url} speaks API {version}, Docker 20.10 (API 1.41) is the oldest "
-                "that will do: upgrade Docker there",
+                f"{host.name}: the daemon at {host.url} speaks API {version}, at least Docker 20.10 (API 1.41) is "
+                "needed: upgrade Docker there",
                 hosts=(host.name,),
             )
         return _client(host, url, version=version, timeout_s=timeout_s)
@@ -159,7 +159,7 @@ def on_all(hosts: Iterable[DockerHost], action: Callable[[DockerHost], Result]) 
 
 
 @contextmanager
-def in_words(host: DockerHost) -> Iterator[None]:
+def host_errors(host: DockerHost) -> Iterator[None]:
     """Raises what the SDK, requests, urllib3 or a socket raise as HostError."""
     try:
         yield
@@ -201,9 +201,9 @@ TROUBLES = (
 def _explain(host: DockerHost, error: Exception) -> tuple[str, bool]:
     """The error as one sentence, and whether the daemon was out of reach."""
     if isinstance(error, APIError):
-        said = str(error.explanation or error)
-        cure = next((cure for sign, cure in REFUSALS if sign.lower() in said.lower()), "Docker refused")
-        return f"{cure} (Docker said: {said.strip()})", False
+        answer = str(error.explanation or error)
+        cure = next((cure for sign, cure in REFUSALS if sign.lower() in answer.lower()), "Docker refused")
+        return f"{cure} (Docker said: {answer.strip()})", False
     text = f"{error!r} {error}"
     tls, address = host.tls_dir, host.url.partition("://")[2]
     for sign, words, unreachable in TROUBLES:

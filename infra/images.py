@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from infra.hosts import DockerHost, HostClient, HostError, in_words
+from infra.hosts import DockerHost, HostClient, HostError, host_errors
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = "infra/train.Dockerfile"
@@ -63,7 +63,7 @@ def build(
     with tempfile.TemporaryFile() as archive:
         write_context(archive, root=root, wheels=wheels, ca=ca)
         archive.seek(0)
-        with in_words(client.host):
+        with host_errors(client.host):
             stream = client.api.build(
                 fileobj=archive, custom_context=True, tag=tag, rm=True, forcerm=True, decode=True,
                 timeout=timeout_s, **options,
@@ -78,7 +78,7 @@ def write_context(file: IO[bytes], *, root: Path = ROOT, wheels: Iterable[Path] 
     Raises ValueError if `root` is no checkout of Shardline.
     """
     if missing := [name for name in ("pyproject.toml", DOCKERFILE, *PACKAGES) if not (root / name).exists()]:
-        raise ValueError(f"{root} lacks {', '.join(missing)}: build the image from a checkout of Shardline")
+        raise ValueError(f"{root} has no {', '.join(missing)}: build the image from a checkout of Shardline")
     files = [root / name for name in ("pyproject.toml", "README.md", DOCKERFILE)]
     files += [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
     named = [(path, str(path.relative_to(root))) for path in files]
@@ -102,7 +102,7 @@ def push(client: HostClient, tag: str, *, on_line: OnLine = print) -> str:
     Raises ValueError for a name without a registry, HostError if the push fails.
     """
     name, version = split_name(tag)
-    with in_words(client.host):
+    with host_errors(client.host):
         stream = client.api.push(name, tag=version, stream=True, decode=True)
         rows = _follow(client.host, stream, what=f"pushing {tag}", on_line=on_line)
     digest = next((row["aux"]["Digest"] for row in rows if "Digest" in row.get("aux", {})), "")
@@ -121,7 +121,7 @@ def split_name(tag: str) -> tuple[str, str]:
 
 def pull(client: HostClient, image: str, *, on_line: OnLine = print) -> Identity:
     """Pull by digest (NAME@sha256:…) or tag. Raises HostError if the registry has it not or cannot be reached."""
-    with in_words(client.host):
+    with host_errors(client.host):
         stream = client.api.pull(image, stream=True, decode=True)
         _follow(client.host, stream, what=f"pulling {image}", on_line=on_line)
     return identity(client, image)
@@ -129,7 +129,7 @@ def pull(client: HostClient, image: str, *, on_line: OnLine = print) -> Identity
 
 def identity(client: HostClient, image: str) -> Identity:
     """Raises HostError if the host has not got it."""
-    with in_words(client.host):
+    with host_errors(client.host):
         found = client.api.inspect_image(image)
     return Identity(id=str(found["Id"]), digests=tuple(found["RepoDigests"] or ()))
 

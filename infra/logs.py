@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 
 from infra.containers import state
-from infra.hosts import DockerHost, HostClient, HostError, connect, in_words
+from infra.hosts import DockerHost, HostClient, HostError, connect, host_errors
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class LogFollower(threading.Thread):
             query["since"] = int(datetime.fromisoformat(f"{self.position.since}+00:00").timestamp())
         # client.api.logs() switches the timeout off, and would hang in a partition.
         url = f"{client.api.base_url}/v{client.api.api_version}/containers/{self.container}/logs"
-        with in_words(self.host), client.api.get(url, params=query, stream=True, timeout=SILENCE_S) as response:
+        with host_errors(self.host), client.api.get(url, params=query, stream=True, timeout=SILENCE_S) as response:
             response.raise_for_status()
             while len(header := response.raw.read(HEADER.size)) == HEADER.size:
                 _, length = HEADER.unpack(header)
@@ -158,7 +158,7 @@ class LogFollower(threading.Thread):
         except FileNotFoundError:
             return None
         except (ValueError, TypeError) as error:
-            logger.warning("%s is broken (%s): the log may hold some lines twice", self._saved, error)
+            logger.warning("could not read %s (%s): the log may have some lines twice", self._saved, error)
             return None
 
     def _save(self) -> None:
@@ -171,11 +171,11 @@ class LogFollower(threading.Thread):
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning("the log of %s cannot be written to %s: %s", self.host.name, self.path, error)
+            logger.warning("could not write the log of %s to %s: %s", self.host.name, self.path, error)
 
 
 def last_lines(client: HostClient, container: str, *, number: int) -> tuple[str, ...]:
     """The last lines of an ended container's log, without times. Raises HostError if the daemon does not answer."""
-    with in_words(client.host):
+    with host_errors(client.host):
         text = client.api.logs(container, tail=number, stream=False)
     return tuple(text.decode(errors="replace").splitlines()[-number:])

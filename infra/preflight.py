@@ -17,7 +17,7 @@ from typing import Any
 from docker.errors import APIError, ImageNotFound
 
 from infra.containers import Job, kill, remove, start, state
-from infra.hosts import DockerHost, HostClient, HostError, connect, in_words, on_all
+from infra.hosts import DockerHost, HostClient, HostError, connect, host_errors, on_all
 
 POLL_S = 0.05
 CLOCK_LIMIT_S = 5.0
@@ -58,7 +58,7 @@ def probe(host: DockerHost, job: Job, *, timeout_s: float) -> Probe:
 def _probe(client: HostClient, job: Job, *, timeout_s: float) -> Probe:
     name, clock = client.host.name, check_clock(client)
     try:
-        with in_words(client.host):
+        with host_errors(client.host):
             image = client.images.get(job.image)
     except HostError as error:
         if not isinstance(error.__cause__, ImageNotFound):
@@ -100,17 +100,17 @@ def _said(error: HostError) -> str:
 
 def check_clock(client: HostClient) -> tuple[str, ...]:
     before = time.time()
-    with in_words(client.host):
-        there = client.info()["SystemTime"]
-    return clock_findings(there, before=before, after=time.time())
+    with host_errors(client.host):
+        time_on_host = client.info()["SystemTime"]
+    return clock_findings(time_on_host, before=before, after=time.time())
 
 
-def clock_findings(there: str, *, before: float, after: float) -> tuple[str, ...]:
+def clock_findings(time_on_host: str, *, before: float, after: float) -> tuple[str, ...]:
     """`there`: the host's clock in RFC 3339, read at some moment between `before` and `after` of ours (Unix seconds).
 
     With clocks further apart the age of a lease or a heartbeat means nothing, and logs of hosts do not line up.
     """
-    theirs = datetime.fromisoformat(there).timestamp()
+    theirs = datetime.fromisoformat(time_on_host).timestamp()
     ahead_s = max(theirs - after, 0.0) or min(theirs - before, 0.0)
     if abs(ahead_s) <= CLOCK_LIMIT_S:
         return ()
@@ -154,7 +154,7 @@ def finish(client: HostClient, container: str, *, timeout_s: float) -> Output:
             code = None if now.running or now.status == "created" else now.exit_code
         if code is None:
             kill(client, container)
-        with in_words(client.host):
+        with host_errors(client.host):
             stdout, stderr = (client.api.logs(container, stdout=out, stderr=not out) for out in (True, False))
     finally:
         remove(client, container)
@@ -221,10 +221,13 @@ def image_findings(image: str, probes: Sequence[Probe]) -> dict[str, str]:
 
     Daemons that store images in different ways give the same image unlike ids; a digest that both know decides then.
     """
-    there = [probe for probe in probes if probe.image_id]
+    with_image = [probe for probe in probes if probe.image_id]
+    if not with_image:
+        return {}
+    first, *others = with_image
     return {
-        other.host: f"its {image} is {other.image_id[:19]}, on {there[0].host} it is {there[0].image_id[:19]}: "
+        other.host: f"its {image} is {other.image_id[:19]}, on {first.host} it is {first.image_id[:19]}: "
         "set launch.image to one digest (NAME@sha256:…) or id, and pull that on every host"
-        for other in there[1:]
-        if other.image_id != there[0].image_id and not {*other.digests} & {*there[0].digests}
+        for other in others
+        if other.image_id != first.image_id and not {*other.digests} & {*first.digests}
     }

@@ -84,8 +84,8 @@ def _wait(tunnel: _Tunnel, url: str, *, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not (tunnel.folder / "docker.sock").exists():
         if tunnel.process.poll() is not None:
-            said = (tunnel.folder / "ssh.log").read_text(errors="replace").strip()
-            raise ConnectionError(f"ssh ended with code {tunnel.process.returncode}: {said}")
+            output = (tunnel.folder / "ssh.log").read_text(errors="replace").strip()
+            raise ConnectionError(f"ssh ended with code {tunnel.process.returncode}: {output}")
         if time.monotonic() > deadline:
             raise TimeoutError(f"ssh to {url} timed out after {timeout_s:.0f} s")
         time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""Fixtures of all tests: a tiny corpus as token shards, and plans of runs on it."""
+"""Fixtures of all tests: a tiny corpus as token shards, plans of runs on it, and exported runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.made_once import made_once
+from tests.support.tiny_run import exported_tiny_run
 from tests.support.tiny_shards import plan_tiny_run, write_tiny_shards
 
 
@@ -41,3 +43,24 @@ def make_run(tiny_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
         return plan_tiny_run(folder / name, shards_dir=tiny_shards, ranks=ranks, **overrides)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def exported_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """exported_runs("bert") -> runs/bert, trained, evaluated and exported; made once, so nobody may change it."""
+
+    def exported(architecture: str) -> Path:
+        folder = made_once(
+            tmp_path_factory,
+            f"exported-{architecture}",
+            lambda folder: exported_tiny_run(folder / architecture, architecture=architecture),
+        )
+        return folder / architecture
+
+    return exported
+
+
+@pytest.fixture(scope="session")
+def exported_run(exported_runs: Callable[[str], Path]) -> Path:
+    """runs/ID of a tiny Llama."""
+    return exported_runs("llama")

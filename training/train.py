@@ -1,7 +1,7 @@
 """The training program: `torchrun … -m training.train runs/ID/plan.json`, on every rank.
 
 Reads the plan and the token shards; leaves metrics.jsonl, checkpoints/ and result.json in the run folder.
-Started again, it goes on from the newest whole checkpoint.
+Started again, it resumes from the newest whole checkpoint.
 """
 
 from __future__ import annotations

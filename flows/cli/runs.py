@@ -15,8 +15,8 @@ DONE, FAILED = 0, 1
 
 def add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     """`command` adds a command, as in flows/cli/command.py."""
-    pretrain = command("pretrain", _pretrain, "text in, served model out: the whole pipeline")
-    plan = command("plan", _plan, "what a run would do, here or on other machines (--hosts), without doing it")
+    pretrain = command("pretrain", _pretrain, "run the whole pipeline: text in, served model out")
+    plan = command("plan", _plan, "show what a run would do, here or on other machines (--hosts), without doing it")
     for added in (pretrain, plan):
         nargs = "?" if added is plan else None
         about = "a preset's name, or the path of a YAML file"
@@ -26,13 +26,13 @@ def add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     plan.add_argument("--fields", action="store_true", help="list every field of the config, with its default")
     about = "plan for machines that are not there, for example 16x8xH100-80GB-SXM,400Gb (docs/hardware.md)"
     plan.add_argument("--hosts", metavar="HOSTSxGPUSxNAME,NETWORK", help=about)
-    doctor = command("doctor", _doctor, "measure this machine, and say what it means for a run")
-    doctor.add_argument("--again", action="store_true", help="measure again, whatever was measured before")
+    doctor = command("doctor", _doctor, "measure this machine and show what that means for a run")
+    doctor.add_argument("--again", action="store_true", help="measure again instead of using earlier measurements")
     doctor.add_argument("--ranks", type=int, default=0, help="CPU ranks to measure with (default: up to two)")
-    resume = command("resume", _resume, "go on with a run that was stopped or killed, or for longer", "RUN")
+    resume = command("resume", _resume, "go on with a run that was stopped or killed, or train it longer", "RUN")
     about = "settings that change, for example train.steps=2000"
     resume.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=about)
-    resume.add_argument("--force", action="store_true", help="with settings that break exactness, too")
+    resume.add_argument("--force", action="store_true", help="also with settings that break exactness")
     reproduce = command("reproduce", _reproduce, "run a run (or MODEL@champion) again, and compare the losses", "RUN")
     for added in (pretrain, plan, doctor, resume, reproduce):
         added.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -99,7 +99,7 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _inventory(config: Any, *, hosts: str | None) -> Any:
-    """Of the machines that `hosts` describes; else of this one, measured."""
+    """The inventory of the machines that `hosts` describes; without it, of this machine, measured."""
     from tasks.hardware.measure import check_hardware
     from tasks.workspace.paths import home
     from training.planner.hypothetical_hosts import hypothetical_inventory
@@ -138,7 +138,7 @@ def _reproduce(options: argparse.Namespace) -> int:
 
 
 def _add_compare_command(command: Callable[..., argparse.ArgumentParser]) -> None:
-    compare = command("compare", _compare, "strategies side by side, in one report")
+    compare = command("compare", _compare, "train a config under several strategies and compare them in one report")
     compare.add_argument("preset", metavar="PRESET", help="a preset's name, or the path of a YAML file")
     about = "for all strategies, for example train.steps=200"
     compare.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=about)
@@ -154,7 +154,7 @@ def _add_compare_command(command: Callable[..., argparse.ArgumentParser]) -> Non
 
 def _compare(options: argparse.Namespace) -> int:
     from flows.presets import load_config
-    from tasks.comparison.compare import CompareRequest, check
+    from tasks.comparison.compare import CompareRequest, check_comparable
     from tasks.comparison.strategies import check_shared_overrides, read_strategies
 
     hosts = ["launch.launcher=docker", f"launch.hosts_file={options.hosts}"] if options.hosts else []
@@ -162,7 +162,7 @@ def _compare(options: argparse.Namespace) -> int:
     request = CompareRequest(
         strategies=tuple(options.strategies), target_loss=options.target_loss, baseline=not options.no_baseline
     )
-    check(config)
+    check_comparable(config)
     check_shared_overrides(options.overrides)
     read_strategies(request.strategies, baseline=request.baseline)  # at once, before any server is started
     return _run_compare(config, request, run_id="", as_json=options.json)
@@ -175,7 +175,7 @@ def _is_comparison(run_dir: Path) -> bool:
 
 
 def _resume_comparison(run: Any, options: argparse.Namespace) -> int:
-    """What is done stays, what was stopped goes on, what failed is tried again. `run`: the parent."""
+    """Resume a comparison: finished strategies stay, stopped ones go on, failed ones run again. `run`: the parent."""
     from tasks.comparison.compare import REQUEST, CompareRequest
 
     if options.overrides:

@@ -1,1 +1,1 @@
-"""What Prefect's pages show of a run."""
+"""Our flows in Prefect: their decorator, artifacts and links."""

@@ -1,4 +1,4 @@
-"""What Prefect's page of a run shows beside its tasks. A server that is away costs the artifact, not the run."""
+"""Artifacts on Prefect's page of a run. If the server does not answer, the artifact is lost and the run goes on."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def show_pairs(rows: Sequence[tuple[str, str]], *, key: str, description: str) -
 
 
 def show_table(rows: Sequence[Mapping[str, Any]], *, key: str, description: str) -> None:
-    _tried(create_table_artifact, [dict(row) for row in rows], key=key, description=description)
+    _create_or_warn(create_table_artifact, [dict(row) for row in rows], key=key, description=description)
 
 
 def show_markdown(text: str, *, key: str, description: str, flow_run_id: str = "") -> None:
-    """`flow_run_id`: on whose page, where that is not this flow run."""
+    """`flow_run_id`: the flow run whose page shows it; default this one."""
     create = partial(_create_for, flow_run_id) if flow_run_id else create_markdown_artifact
-    _tried(create, text, key=key, description=description)
+    _create_or_warn(create, text, key=key, description=description)
 
 
 def _create_for(flow_run_id: str, text: str, *, key: str, description: str) -> None:
@@ -39,23 +39,23 @@ def _create_for(flow_run_id: str, text: str, *, key: str, description: str) -> N
 
 
 def as_picture(path: Path, *, alt: str) -> str:
-    """For markdown, the PNG itself: a path of this machine would be nothing to the browser."""
+    """Markdown with the PNG itself inside: a browser elsewhere cannot read a path of this machine."""
     return f"![{alt}](data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()})"
 
 
-def _tried(create: Callable[..., Any], content: Any, *, key: str, description: str) -> None:
+def _create_or_warn(create: Callable[..., Any], content: Any, *, key: str, description: str) -> None:
     try:
         create(content, key=key, description=description)
     except Exception as error:
-        logger.warning("Prefect took no artifact %r (%s)", key, error)
+        logger.warning("Prefect did not take the artifact %r (%s)", key, error)
 
 
 def name_flow_run(name: str) -> None:
-    """Prefect wants a name before a flow's first line; this one comes later."""
+    """Rename the flow run: Prefect needs a name before the flow's first line, when the run has no ID yet."""
     if not flow_run.id:
         return
     try:
         with get_client(sync_client=True) as client:
             client.update_flow_run(UUID(str(flow_run.id)), name=name)
     except Exception as error:
-        logger.warning("Prefect could not be told the run's name, %s (%s)", name, error)
+        logger.warning("Prefect did not take the run's name, %s (%s)", name, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -35,6 +36,8 @@ def shardline_flow(name: str, *, run_name: str) -> Callable[[Callable[P, R]], Ca
             except RunStopped as stop:
                 return cast(R, Cancelled(message=str(stop)))
 
+        # Prefect validates parameters by this signature; as text it could not resolve the types in it from here.
+        cancelled_if_stopped.__signature__ = inspect.signature(function, eval_str=True)  # type: ignore[attr-defined]
         made = StoppableFlow(
             cancelled_if_stopped,
             name=name,

@@ -70,7 +70,7 @@ def start_prefect_server() -> Callable[[], None]:
 
 
 def is_embedded() -> bool:
-    """Whether the server goes when we go, so that links to it would lead nowhere."""
+    """Whether the server ends with this process, so that links to it would be dead afterwards."""
     return EMBEDDED in os.environ
 
 
@@ -97,7 +97,7 @@ def _command(port: int) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """As Prefect starts its ephemeral server (prefect/server/api/server.py, SubprocessASGIServer)."""
+    """The environment of Prefect's own ephemeral server (prefect/server/api/server.py, SubprocessASGIServer)."""
     return {
         **os.environ,
         "PREFECT_UI_ENABLED": "0",

@@ -88,7 +88,7 @@ def _command(name: str, port: int) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """For servers and worker; what the user set in the environment stays."""
+    """The environment of servers and worker; what the user set in it stays."""
     defaults = {
         "PREFECT_HOME": str(home() / "prefect"),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",

@@ -1,4 +1,4 @@
-"""What infra/compose.yaml needs around it: `init` makes the folder that the stack lives in, `worker` is its worker."""
+"""The stack of infra/compose.yaml: `init` makes its folder with secrets and settings, `work` is its worker."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _read_settings(path: Path) -> dict[str, str]:
 
 
 def work() -> None:
-    """Make the serving user of MLflow, deploy prefect.yaml, and be the worker of its pool until a stop is asked for.
+    """Create MLflow's serving user, deploy prefect.yaml, and run the pool's worker until SIGTERM or Ctrl-C.
 
     Its own processes are stopped with a checkpoint then; runs in containers of their own go on.
     """

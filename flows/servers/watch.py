@@ -31,13 +31,13 @@ MAX_RUNS = 5  # of Prefect for one version, each after one that ended without a 
 def watch(
     models: Sequence[str], *, poll_s: float, host: str, port: int | None, secret_file: str, register_url: str
 ) -> None:
-    """Until SIGTERM or Ctrl-C. Raises ValueError for a model that is not there, or a webhook without a secret."""
+    """Watch until SIGTERM or Ctrl-C. Raises ValueError for an unknown model, or for webhooks without a secret."""
     uri = tracking_uri()
     client = registry_client(uri)
     for model in models:
         require_model(client, model)
     if port is not None and not secret_file:
-        raise ValueError("--port needs --secret-file: webhooks are told by their signature")
+        raise ValueError("--port needs --secret-file: webhooks are checked by their signature")
     secret = read_secret(Path(secret_file)) if secret_file else ""
     if register_url:
         if not secret:
@@ -66,14 +66,14 @@ def _prefect_url() -> str:
 
 
 def _start_here(due: DuePromotion) -> Callable[[], bool]:
-    """In a session of its own: a Ctrl-C here does not interrupt it."""
+    """Start `shardline promote` in a session of its own, which a Ctrl-C here does not interrupt."""
     promote = [command("shardline"), "promote", due.model, "--by", f"watch: {due.reason}"]
     process = subprocess.Popen(promote, stdout=subprocess.DEVNULL, start_new_session=True)
     return lambda: process.poll() is None
 
 
 def start_in_prefect(due: DuePromotion) -> Callable[[], bool]:
-    """A run of the deployment; where there is none yet, here."""
+    """Start a run of the deployment; without a deployment, promote in a process of this machine."""
     from flows.servers.embedded import start_prefect_server
 
     start_prefect_server()()
@@ -88,13 +88,17 @@ def start_in_prefect(due: DuePromotion) -> Callable[[], bool]:
             run = run_deployment(DEPLOYMENT, parameters=parameters, idempotency_key=key, timeout=0, as_subflow=False)
             assert isinstance(run, FlowRun), "a coroutine only in an event loop"
         except ObjectNotFound:
-            logger.warning("Prefect has no deployment %s (`prefect deploy --all` makes it): run here", DEPLOYMENT)
+            logger.warning(
+                "Prefect has no deployment %s (`prefect deploy --all` makes it): promoting here instead", DEPLOYMENT
+            )
             return _start_here(due)
         if run.state is None or not run.state.is_final():
             run_id = run.id
             return lambda: _is_under_way(run_id)
         key = f"promote {due.model}/{due.version} after {run.id}"  # that one ended without a verdict
-    logger.warning("%s/%d had %d runs in Prefect and no verdict: look there", due.model, due.version, MAX_RUNS)
+    logger.warning(
+        "%s/%d has no verdict after %d runs in Prefect: look at their logs", due.model, due.version, MAX_RUNS
+    )
     return lambda: False
 
 

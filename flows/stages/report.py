@@ -1,4 +1,4 @@
-"""How a run is told of: its outcome in one record, and its page, also of a run that failed or was stopped."""
+"""The report of a run: its outcome in one record, and its page, also for a run that failed or was stopped."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def reported(run_id: str) -> Iterator[None]:
-    """Write the page of a run when it is over, however it ends; what goes wrong with that is only a warning.
+    """Write the page of a run when it ends, however it ends; a failure to write it is only a warning.
 
-    To be put around `tracked`: the statuses are true first.
+    Goes around `tracked`, so that the run's final status is known first.
     """
     ended = ""
     try:
@@ -44,12 +44,12 @@ def reported(run_id: str) -> Iterator[None]:
     finally:
         try:
             write_page(run_id, ended=ended)
-        except Exception as trouble:
-            logger.warning("no report page of %s (%s)", run_id, trouble)
+        except Exception as error:
+            logger.warning("could not write the report page of %s (%s)", run_id, error)
 
 
 def write_page(run_id: str, *, ended: str, flow_run_id: str = "") -> None:
-    """Into the run's folder, MLflow and Prefect. `flow_run_id`: whose it is, where that is not this flow run."""
+    """Write the page into the run's folder, MLflow and Prefect. `flow_run_id`: the run's; default this flow run."""
     run, of = mlflow_run.read_run(run_id), flow_run_id or str(flow_run.id or "")
     links = {"MLflow": mlflow_page(run) or open_mlflow()} | ({"Prefect": prefect_page(of) or of} if of else {})
     data = read_run_data(run, stop_reason=ended, preset=presets().get(run.begun_with.name), links=links)

@@ -1,4 +1,4 @@
-"""The stages as Prefect tasks: each calls one plain function of tasks/, times it and shows what it did."""
+"""The stages of training as Prefect tasks: each calls a function of tasks/, times it and shows its result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flows.stages.stage import stage, timed
 from tasks.data import corpus
 from tasks.display.markdown import escape_markdown
 from tasks.display.progress import step_progress
-from tasks.evaluation import champion as rival
+from tasks.evaluation import champion as champion_evaluation
 from tasks.evaluation.checks import check_prompts, check_tasks
 from tasks.evaluation.report import metrics_of, table_of
 from tasks.hardware import measure as machines
@@ -72,7 +72,7 @@ def begun_before(config: RunConfig) -> str:
     """ID of the run that this flow run began when it was started before; empty if there is none."""
     run_id = mlflow_run.run_begun_by(str(flow_run.root_flow_run_id or ""), config)
     if run_id:
-        logger.info("started again: going on with %s", run_id)
+        logger.info("this flow run was started again: resuming %s", run_id)
     return run_id
 
 
@@ -115,7 +115,7 @@ def wait_for_devices(run: TrackedRun, look: gpu_queue.Look, holder: gpu_queue.Ho
 
 @stage("Check the hardware")
 def hardware(config: RunConfig, run: TrackedRun | None = None) -> Inventory:
-    """Of this machine, or of all Docker hosts, once each was found fit for the run."""
+    """Check and measure this machine, or all Docker hosts of the run."""
     if run is None:
         return _inventory(config, home() / "dry-run")
     with timed(run, "hardware"):
@@ -153,7 +153,7 @@ def write_plan(
     shards_dir: Path,
     changes: Sequence[Change] = (),
 ) -> RunPlan:
-    """From here on the plan's config is the one in force. `changes`: of a resume, as `choose_run` accepted them."""
+    """Write the plan, whose config is in force from here on. `changes`: those of a resume, from `choose_run`."""
     with timed(run, "plan"):
         made = planning.write_plan(
             config, run=run, inventory=inventory, shards=shards, shards_dir=shards_dir, changes=changes
@@ -171,7 +171,7 @@ def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
     try:
         with timed(run, "train"), step_progress("training", total=plan.steps) as show:
             result = programs.train(plan, run_dir=run.folder, on_row=show)
-    finally:  # of a run that fails or is stopped they tell most
+    finally:  # they are needed most for a run that failed or was stopped
         mlflow_run.offer_files(run, *sorted((run.folder / "profile").glob("*.json.gz")), folder="profile")
         log_attempts(run)
     wait_for_store()
@@ -190,9 +190,9 @@ def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
 
 
 def log_attempts(run: TrackedRun) -> None:
-    """Of a run on Docker hosts: who took part, from which step on, and how each attempt ended."""
+    """Record each attempt of a run on Docker hosts: its hosts, its first step, and how it ended."""
     if attempts := attempts_of(run.folder):
-        with suppress(OSError):  # a full disk may be what ended it: that is to be told
+        with suppress(OSError):  # a full disk may be why the run ended, and must not hide that
             write_atomically(run.folder / "attempts.json", json.dumps(attempts, indent=2))
         mlflow_run.offer_files(run, run.folder / "attempts.json")
 
@@ -220,7 +220,7 @@ def export(plan: RunPlan, run: TrackedRun) -> ExportedModel:
 
 
 def show_latency(run: TrackedRun) -> None:
-    """How fast the exported graphs are against torch: a table in Prefect, a picture in MLflow."""
+    """Show the speed of the exported graphs and of torch: a table in Prefect, a chart in MLflow."""
     report = LatencyReport.read(run.folder / "export" / "latency.json")
     picture = run.folder / LATENCY
     draw_latency(picture, report)
@@ -230,11 +230,11 @@ def show_latency(run: TrackedRun) -> None:
 
 @stage("Measure the champion on the same text")
 def measure_champion(plan: RunPlan, run: TrackedRun, shards: TokenShards) -> None:
-    """Only if the champion was registered with other data, as when nights train on what is new."""
+    """Evaluate the champion on this run's data, if it was registered with other data, as by nightly training."""
     wait_for_store()
-    if champion := rival.champion_to_measure(plan, shards, tracking_uri=tracking_uri()):
+    if champion := champion_evaluation.champion_to_measure(plan, shards, tracking_uri=tracking_uri()):
         with timed(run, "champion"):
-            rival.measure(champion, plan)
+            champion_evaluation.measure(champion, plan)
 
 
 @stage("Register, and judge what needs no server and no person")

@@ -1,6 +1,6 @@
-"""Strategies side by side: what each child run measured, against the run on one device and against its plan.
+"""The rows of a comparison: what each strategy's run measured, beside the run on one device and its plan.
 
-Figures come from runs/ID/plan.json and metrics.jsonl alone, so a run that was stopped has them too.
+The figures come from runs/ID/plan.json and metrics.jsonl alone, so a stopped run has them too.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from training.records.record import Record
 from training.tracking.rows import read_rows
 
 REQUEST = "compare.json"
-PROGRAM_FAILED = re.compile(r"^training\.\w+ failed: (\[rank\d+\]: )?(\w+\.)*(?=\w+:)")  # before the error of a rank
+PROGRAM_FAILED = re.compile(r"^training\.\w+ failed: (\[rank\d+\]: )?(\w+\.)*(?=\w+:)")  # what precedes a rank's error
 
 OutcomeKind = Literal["done", "refused", "stopped", "not run"] | Cause
 
 
 class CompareRequest(Record):
-    """runs/ID/compare.json (REQUEST): what was asked for. `shardline resume ID` goes on with it."""
+    """runs/ID/compare.json (REQUEST): what the user asked for, with which `shardline resume ID` continues."""
 
     strategies: tuple[str, ...]
     target_loss: float
@@ -35,7 +35,7 @@ class CompareRequest(Record):
 
 
 class StrategyOutcome(Record):
-    """How a strategy's run came out; `cause` in one line."""
+    """How the run of a strategy ended; `cause` is one line."""
 
     outcome: OutcomeKind
     cause: str = ""
@@ -44,12 +44,12 @@ class StrategyOutcome(Record):
 
 
 class StrategyRow(Record):
-    """A row of the report; None where it was not measured. Batches are sequences, rates are over all ranks.
+    """A row of the report; a field is None if it was not measured. Batches count sequences; rates are over all ranks.
 
-    `batches_per_device`: of each data-parallel rank, in one step. `exposed_communication_ms`: of a step, median of
-    those that were profiled. `communication_mib`: what a rank sends in a step, where that is counted. `speedup`: in
-    samples/s over the run on one device; `scaling_efficiency`: that per device. Errors are measured / predicted - 1.
-    `loss_difference`: largest of any logged step, against the run on one device.
+    `batches_per_device`: sequences of each data-parallel rank in one step. `exposed_communication_ms`: the median of
+    the profiled steps. `communication_mib`: what a rank sends in a step, if that is counted. `speedup`: samples/s
+    relative to the run on one device; `scaling_efficiency`: speedup per device. Errors are measured / predicted - 1.
+    `loss_difference`: the largest difference from the run on one device at any logged step.
     """
 
     strategy: str
@@ -92,7 +92,7 @@ class StrategyRow(Record):
 
 
 class Comparison(Record):
-    """runs/ID/comparison.json: the whole report as one record."""
+    """runs/ID/comparison.json: the whole report in one record."""
 
     run_id: str
     mlflow_run_id: str
@@ -115,7 +115,7 @@ class Comparison(Record):
 
 
 def plan_fields(plan: RunPlan) -> dict[str, Any]:
-    """What the plan makes of the strategy, and expects of it."""
+    """The fields of a row that come from the plan: the layout of the strategy, and its predictions."""
     return {
         "devices": plan.world_size,
         "layout": describe_layout(plan),
@@ -133,12 +133,12 @@ def plan_fields(plan: RunPlan) -> dict[str, Any]:
 
 
 def describe_layout(plan: RunPlan) -> str:
-    """As the plan chose it, which may be more than the strategy's name says."""
+    """The layout that the plan chose, which may say more than the strategy's name."""
     parts = [plan.strategy, " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1)]
     if plan.activation_checkpointing != "none":
         parts.append(f"{plan.activation_checkpointing} recomputation")
     if plan.offload != "none":
-        parts.append(f"{plan.offload} offloaded")
+        parts.append(f"{plan.offload} offload")
     return ", ".join(filter(None, parts))
 
 
@@ -149,9 +149,9 @@ def compare_runs(
     folders: Mapping[str, Path],
     target_loss: float,
 ) -> tuple[tuple[StrategyRow, ...], float | None]:
-    """A row for each strategy, and the target loss: `target_loss`, or if that is 0 the lowest that all have reached.
+    """A row for each strategy, and the target loss: `target_loss`, or if that is 0 the lowest that every run reached.
 
-    `folders`: run folders by name, where there are any. A run that failed has its cause, and no figures.
+    `folders`: the run folders that exist, by strategy. A failed run has a cause and no figures.
     """
     known = {strategy.name: outcomes.get(strategy.name, StrategyOutcome(outcome="not run")) for strategy in strategies}
     metrics = {
@@ -162,7 +162,7 @@ def compare_runs(
     rows = [_row(strategy, known[strategy.name], folders.get(strategy.name), metrics) for strategy in strategies]
     reached = [row.lowest_loss for row in rows if row.outcome == "done" and row.lowest_loss is not None]
     target = target_loss or max(reached, default=None)
-    return tuple(_set_against(row, rows, metrics, target) for row in rows), target
+    return tuple(_compared_with_baseline(row, rows, metrics, target) for row in rows), target
 
 
 def _row(
@@ -187,37 +187,37 @@ def _error(found: float | None, predicted: float | None) -> float | None:
     return found / predicted - 1 if found is not None and predicted else None
 
 
-def _set_against(
+def _compared_with_baseline(
     row: StrategyRow,
     rows: Sequence[StrategyRow],
     metrics: Mapping[str, Rows],
     target: float | None,
 ) -> StrategyRow:
-    one = next((other for other in rows if other.strategy == BASELINE), None)
+    baseline = next((other for other in rows if other.strategy == BASELINE), None)
     update: dict[str, Any] = {}
-    if one is not None and one.outcome == "done" and one.samples_per_s and row.samples_per_s and row.devices:
-        update["speedup"] = row.samples_per_s / one.samples_per_s
+    if baseline and baseline.outcome == "done" and baseline.samples_per_s and row.samples_per_s and row.devices:
+        update["speedup"] = row.samples_per_s / baseline.samples_per_s
         update["scaling_efficiency"] = update["speedup"] / row.devices
     if row.strategy in metrics:
-        if one is not None and one.strategy in metrics and row is not one:
-            update["loss_difference"] = loss_difference(metrics[row.strategy], metrics[one.strategy])
+        if baseline and baseline.strategy in metrics and row is not baseline:
+            update["loss_difference"] = loss_difference(metrics[row.strategy], metrics[baseline.strategy])
         if target is not None and (found := reaches(metrics[row.strategy], target)):
             update["steps_to_target"], update["seconds_to_target"] = found
     return row.model_copy(update=update)
 
 
-# Around the runs
+# Before and after the runs
 
 
 def one_device(inventory: Inventory) -> Inventory:
-    """The first host's first device with its share of the cores: what the other strategies give to each rank."""
+    """The first host with one device and that device's share of the cores, as each rank of other strategies has."""
     host = inventory.hosts[0]
     share = max(1, host.cores // len(host.devices))
     return Inventory(hosts=(host.model_copy(update={"devices": host.devices[:1], "cores": share}),))
 
 
 def outcome_of(error: Exception) -> StrategyOutcome:
-    """An error as the cause of a row: its first line; the run's logs have more."""
+    """The outcome of a run that raised `error`; its cause is the error's first line, the logs have the rest."""
     message = str(error) or type(error).__name__
     return StrategyOutcome(outcome=_kind_of(error), cause=PROGRAM_FAILED.sub("", message.partition("\n")[0]))
 
@@ -230,14 +230,16 @@ def _kind_of(error: Exception) -> OutcomeKind:
     return "refused" if isinstance(error, ValueError) else "error"
 
 
-def check(config: RunConfig) -> None:
+def check_comparable(config: RunConfig) -> None:
     """Raises ValueError for a config that cannot be compared."""
     if config.trainer.given:
-        raise ValueError("a run with `trainer` has no strategies to compare: leave trainer.module and .script out")
+        raise ValueError(
+            "a user's own training program has no strategies to compare: leave trainer.module and trainer.script out"
+        )
 
 
 def describe_machine(inventory: Inventory) -> tuple[str, ...]:
-    """A line for each host."""
+    """One line per host: its devices, memory and versions."""
     return tuple(
         f"{host.name}: {len(host.devices)} x {device.name or device.kind}"
         + (f" ({host.cores} cores in all)" if device.kind == "cpu" else f" ({device.memory_gib:.0f} GiB)")

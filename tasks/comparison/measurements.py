@@ -1,4 +1,4 @@
-"""What a run measured, from the rows of its metrics: medians after warm-up, and when its loss came down to a target."""
+"""What a run measured, from its rows of metrics: medians after warm-up, and when its loss reached a target."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-WINDOW = 5  # rows of metrics that a loss is averaged over before it is held against the target
+WINDOW = 5  # logged losses whose mean is compared with the target
 
 Rows = Sequence[Mapping[str, Any]]
 
 
 def warmup(steps: int) -> int:
-    """Steps that are left out of all figures."""
+    """Number of first steps that no figure counts."""
     return max(1, steps // 10)
 
 
 def measured(rows: Rows, *, after: int) -> Rows:
-    """The rows of metrics whose steps all came after step `after`."""
+    """The rows whose steps all came after step `after`."""
     logged = [row for row in rows if "tokens_per_s" in row]
     return [row for before, row in pairwise(logged) if before["step"] >= after]
 
@@ -39,18 +39,18 @@ def smoothed(rows: Rows) -> list[tuple[int, float, float]]:
 
 
 def reaches(rows: Rows, target: float) -> tuple[int, float] | None:
-    """Step, and seconds of training, at which the loss came down to `target`; None if it never did."""
+    """(step, seconds of training) at which the loss first was at most `target`; None if it never was."""
     return next(((step, seconds) for step, seconds, loss in smoothed(rows) if loss <= target), None)
 
 
 def loss_difference(rows: Rows, others: Rows) -> float | None:
-    """The largest of any step that both logged."""
+    """The largest difference of the losses at any step that both runs logged."""
     ours, theirs = ({row["step"]: row["loss"] for row in each if "loss" in row} for each in (rows, others))
     return max((abs(ours[step] - theirs[step]) for step in ours.keys() & theirs.keys()), default=None)
 
 
 def measure(rows: Rows, *, steps: int) -> dict[str, Any]:
-    """Medians after warm-up; memory of the rank that has most, at the last row."""
+    """Medians after warm-up; the memory is that of the rank that uses most, at the last row."""
     counted = measured(rows, after=warmup(steps))
     split = [row for row in rows if "split/exposed_communication_ms" in row]
     last: Mapping[str, Any] = next((row for row in reversed(rows) if "tokens_per_s" in row), {})

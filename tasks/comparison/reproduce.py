@@ -1,4 +1,4 @@
-"""A run again, from what MLflow remembers of it: its config, its plan, its losses."""
+"""Repeats a run from its config and plan in MLflow, and compares the losses of both runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOLERANCE = 1e-3  # nats; the same machine and versions give 0, others round dif
 
 @dataclass(frozen=True)
 class Original:
-    """A run as MLflow has it."""
+    """The run to repeat, as MLflow has it."""
 
     run_id: str
     mlflow_run_id: str
@@ -34,7 +34,7 @@ class Original:
 
 
 class Agreement(Record):
-    """How a run and its repetition compare, loss by loss."""
+    """How the losses of a run and of its repetition agree."""
 
     original: str
     repeated: str
@@ -46,9 +46,9 @@ class Agreement(Record):
 
 
 def find_original(ref: str) -> Original:
-    """A run by its ID, by MODEL@ALIAS or MODEL/VERSION, or by its MLflow run ID; its folder is not needed.
+    """Finds a run by its ID, by MODEL@ALIAS or MODEL/VERSION, or by its MLflow run ID; its folder may be gone.
 
-    Raises ValueError if MLflow does not have it, or it never came to a plan.
+    Raises ValueError if MLflow does not have the run, or the run has no plan.
     """
     from mlflow.artifacts import download_artifacts
     from mlflow.exceptions import MlflowException
@@ -97,7 +97,7 @@ def _mlflow_run_id(ref: str) -> str:
 
 
 def pinned(original: Original) -> RunConfig:
-    """The original's config with its automatic choices made fixed, so that this machine cannot choose otherwise."""
+    """The original's config with its automatic choices fixed, so that this machine cannot choose otherwise."""
     plan = original.plan
     content = json.loads(original.config.model_dump_json())
     content["parallel"] |= plan.chosen["parallel"]
@@ -106,17 +106,18 @@ def pinned(original: Original) -> RunConfig:
 
 
 def require_same_data(original: Original, shards: TokenShards) -> None:
-    """Raises ValueError if the corpus gives other tokens now: the losses could not agree."""
+    """Raises ValueError if the corpus gives other tokens now, because then the losses cannot agree."""
     if shards.fingerprint != original.plan.shards_fingerprint:
         raise ValueError(
-            f"the corpus {original.config.data.path} is not what it was: its tokens have fingerprint "
-            f"{shards.fingerprint[:12]}, run {original.run_id} had {original.plan.shards_fingerprint[:12]}: "
-            "restore the files (dataset.json of the MLflow run lists their hashes), or name the hub's data.hub_revision"
+            f"the corpus {original.config.data.path} has changed: its tokens have fingerprint "
+            f"{shards.fingerprint[:12]}, those of run {original.run_id} had "
+            f"{original.plan.shards_fingerprint[:12]}: restore the files (dataset.json of the MLflow run lists their "
+            "hashes), or set data.hub_revision"
         )
 
 
 def compare(original: Original, *, run_dir: Path, commit: str) -> Agreement:
-    """Every loss that both logged, by step."""
+    """Compares the losses at every step that both runs logged."""
     repeated = {row["step"]: row["loss"] for row in read_rows(run_dir / "metrics.jsonl") if "loss" in row}
     steps = original.losses.keys() & repeated.keys()
     difference = max((abs(original.losses[step] - repeated[step]) for step in steps), default=float("inf"))

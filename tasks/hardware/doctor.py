@@ -206,7 +206,7 @@ def meaning_lines(inventory: Inventory) -> list[str]:
     lines = [
         f"precision: {facts['precision']}, because {facts['precision_reason']}",
         f"ranks: {ranks}, {per_rank}",
-        f"model size: up to {in_words(facts['max_parameters_per_rank'])} parameters fit a rank in full training "
+        f"model size: up to {abbreviated(facts['max_parameters_per_rank'])} parameters fit a rank in full training "
         f"({BYTES_PER_PARAMETER} bytes each: weights, gradients, AdamW; activations come on top)",
     ]
     for host in inventory.hosts:
@@ -222,5 +222,5 @@ def meaning_lines(inventory: Inventory) -> list[str]:
     return lines
 
 
-def in_words(parameters: int) -> str:
+def abbreviated(parameters: int) -> str:
     return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"

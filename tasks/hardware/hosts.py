@@ -46,12 +46,12 @@ def read_hosts_file(path: Path) -> tuple[HostConfig, ...]:
     try:
         content = yaml.safe_load(path.read_text())
     except FileNotFoundError:
-        raise ValueError(f"launch.hosts_file = {path} is not there: give the path of a YAML list of hosts") from None
+        raise ValueError(f"launch.hosts_file = {path} does not exist: give the path of a YAML list of hosts") from None
     except (OSError, UnicodeError, yaml.YAMLError) as error:
-        raise ValueError(f"launch.hosts_file = {path} cannot be read as YAML: {error}") from None
+        raise ValueError(f"launch.hosts_file = {path} is not valid YAML: {error}") from None
     entries = content.get("hosts") if isinstance(content, dict) else content
     if not isinstance(entries, list) or not entries:
-        raise ValueError(f"{path} holds no list of hosts: write `- name: gpu1` with its fields below, for each host")
+        raise ValueError(f"{path} has no list of hosts: write `- name: gpu1` with its fields below, for each host")
     return tuple(_host(entry, where=f"{path}: host {i}", folder=path.parent) for i, entry in enumerate(entries, 1))
 
 

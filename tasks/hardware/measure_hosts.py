@@ -41,8 +41,8 @@ def measure_hosts(
 ) -> Inventory:
     """The hosts with one device per slot, strongest first; `facts` are check_hosts', `slots` ranks by host's name.
 
-    What is not in home/hardware.json is measured on all hosts at once, in one container each; none is left. Rates
-    measured beside other work are not kept. Raises HostError if a measurement fails, with the end of its output.
+    Hosts that are not in home/hardware.json are measured at once, in one container each. Rates measured beside other
+    work are not saved. Raises HostError if a measurement fails, with the end of its output.
     """
     keys = {host.name: cache_key(host, facts[host.name], slots=slots[host.name]) for host in hosts}
     known = {name: found for name, key in keys.items() if (found := find_cached(home, key))}
@@ -62,7 +62,7 @@ def measure_hosts(
         if (busy := facts[name].busy_percent) <= BUSY_PERCENT:
             keep_cached(home, known[name])
         else:
-            logger.warning("hardware: %s is kept %.0f%% busy by other programs: its rates are not kept", name, busy)
+            logger.warning("hardware: other programs keep %s %.0f%% busy: its rates are not saved", name, busy)
     return Inventory(hosts=strongest_first([as_host(host, facts[host.name], known[host.name]) for host in hosts]))
 
 

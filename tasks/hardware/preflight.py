@@ -175,11 +175,11 @@ def unseen_answers(run_dir: Path, word: str, probes: Mapping[str, Probe]) -> dic
         return not unseen
 
     until(all_seen, timeout_s=SEEN_S, every_s=POLL_S)
-    words = (
+    finding = (
         f"what it wrote in {run_dir} was not seen by the launcher within {SEEN_S:g} s: a copy of the folder will not "
         "do, mount the launcher's own storage there"
     )
-    return dict.fromkeys(unseen, words)
+    return dict.fromkeys(unseen, finding)
 
 
 # What was found
@@ -219,7 +219,7 @@ def raise_findings(
 
 def warn_of_other_sources(image: str, facts: Mapping[str, HostFacts]) -> None:
     ours = sources_sha256(Path(training.__path__[0]))
-    if any(there.sources != ours for there in facts.values()):
+    if any(found.sources != ours for found in facts.values()):
         logger.warning(
             "the image %s was built from other sources of training/ than the ones here: ranks run the image's. "
             "`shardline image build` makes a new one",

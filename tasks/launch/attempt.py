@@ -80,15 +80,15 @@ class Watcher(threading.Thread):
 
     @property
     def ended(self) -> bool:
-        return self.gone or _has_ended(self.state) or self._told() is not None
+        return self.gone or _has_ended(self.state) or self._last_record() is not None
 
     @property
     def failed(self) -> bool:
         """Whether it ended in a way that makes others fail: not done, and not stopped in order."""
         if self.state is not None and _has_ended(self.state):
             return self.state.exit_code not in {DONE, STOPPED}
-        told = self._told()
-        return self.gone or (told is not None and told.ending in {"failed", "killed"})
+        record = self._last_record()
+        return self.gone or (record is not None and record.ending in {"failed", "killed"})
 
     @property
     def silent_s(self) -> float:
@@ -122,7 +122,7 @@ class Watcher(threading.Thread):
         self.state, self.gone = state or self.state, state is None
         self.answered_at = time.monotonic()
 
-    def _told(self) -> NodeEnd | None:
+    def _last_record(self) -> NodeEnd | None:
         """The record that the node wrote at its end, while its daemon is silent."""
         return self._record() if self.is_silent else None
 
@@ -287,8 +287,8 @@ class Attempt:
             )
         lost = set(self.lost())
         ends = {name: watcher.end(lost=name in lost) for name, watcher in self.watchers.items()}
-        told = any(end.told_to_stop for end in ends.values())
-        return classify(ends, asked=told and fresh(self.folder / ASKED).exists())
+        stopped = any(end.told_to_stop for end in ends.values())
+        return classify(ends, asked=stopped and fresh(self.folder / ASKED).exists())
 
     # Ending it
 

@@ -82,9 +82,9 @@ def measure_network(
     if ending.cause != "done" or not fresh(out).exists():
         lines = "\n".join(ending.lines)
         raise RuntimeError(
-            f"the hosts cannot work together: {ending.cause} on {ending.host}: {ending.detail}. Look at the interfaces "
-            f"and firewalls between them (port {config.launch.port} and above); launch.collective_test=false leaves "
-            f"this test out\n{lines}"
+            f"the hosts cannot connect to each other: {ending.cause} on {ending.host}: {ending.detail}. Look at the "
+            f"interfaces and firewalls between them (port {config.launch.port} and above); "
+            f"launch.collective_test=false leaves this test out\n{lines}"
         )
     return CollectiveReport.read(out)
 
@@ -103,7 +103,7 @@ def ready_hosts(
         left = [host for host in hosts if host.name not in error.unreachable]
         if not launch.min_hosts or len(left) < launch.min_hosts or set(error.findings) - error.unreachable:
             raise
-        logger.warning("going on with %d of %d hosts: %s", len(left), len(hosts), error)
+        logger.warning("continuing with %d of %d hosts: %s", len(left), len(hosts), error)
         return left, check_hosts(left, launch, home=home(), run_dir=run_dir)
 
 

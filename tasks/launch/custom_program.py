@@ -52,7 +52,7 @@ def run_here(plan: TrainerPlan, *, run_dir: Path) -> None:
     task_path = folder / "node.json"
     task = _task(plan, folder=folder, run_dir=run_dir)
     task.write(task_path)
-    logger.info("%s on %d ranks; its output goes to %s", plan.program, plan.world_size, log_path)
+    logger.info("starting %s on %d ranks; its output is in %s", plan.program, plan.world_size, log_path)
     with Lease(Path(task.lease), lease_s=task.lease_s), log_path.open("ab") as log:
         # -P: a folder named `training` where the user stands must not take our place. Ranks do not inherit it: a
         # script finds what lies beside it.

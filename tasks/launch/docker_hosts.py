@@ -52,7 +52,13 @@ class AttemptRecord(Record):
             self.write(folder / "attempt.json")
         except OSError as error:
             outcome = self.ending
-            logger.warning("attempt %s is not recorded (%s): %s, %s", folder.name, error, outcome.cause, outcome.detail)
+            logger.warning(
+                "could not record attempt %s (%s), which ended as %s: %s",
+                folder.name,
+                error,
+                outcome.cause,
+                outcome.detail,
+            )
 
 
 def run(module: str, *, plan: AnyPlan, run_dir: Path, ranks: int = 0, on_poll: Callable[[], object]) -> None:
@@ -172,7 +178,7 @@ class Attempts:
                 warnings.look()
                 return steps.look()
             except OSError as error:
-                logger.warning("the run's folder could not be read just now (%s)", error)
+                logger.warning("could not read the run's folder this time (%s)", error)
                 return False
 
         try:

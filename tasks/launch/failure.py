@@ -45,19 +45,19 @@ CURES: Mapping[str, str] = {
 }
 
 
-def cause_of(said: str) -> Cause:
+def cause_of(error: str) -> Cause:
     """The cause that the last line of a failed rank names by itself."""
-    if OUT_OF_MEMORY.search(said):
+    if OUT_OF_MEMORY.search(error):
         return "out of memory"
-    if "NonFiniteLoss" in said:
+    if "NonFiniteLoss" in error:
         return "bad loss"
-    if said.startswith(BAD_CONFIG):
+    if error.startswith(BAD_CONFIG):
         return "bad config"
-    if PEER_IS_GONE.search(said):
+    if PEER_IS_GONE.search(error):
         return "network"
-    if TIMED_OUT.search(said):
+    if TIMED_OUT.search(error):
         return "timeout"
-    return "killed" if SENT_A_SIGNAL.search(said) else "error"
+    return "killed" if SENT_A_SIGNAL.search(error) else "error"
 
 
 @dataclass(frozen=True)
@@ -111,62 +111,62 @@ def classify(hosts: Mapping[str, HostStatus], *, asked: bool = False) -> Attempt
     `asked`: a user wanted the run to stop. Without, a container that was told to is no reason to give the run up:
     a machine or a daemon that shuts down tells all its containers so.
     """
-    return next(_endings(hosts, asked=asked))
+    return next(_outcomes(hosts, asked=asked))
 
 
-def _endings(hosts: Mapping[str, HostStatus], *, asked: bool) -> Iterator[AttemptOutcome]:
+def _outcomes(hosts: Mapping[str, HostStatus], *, asked: bool) -> Iterator[AttemptOutcome]:
     known = {name: host for name, host in hosts.items() if not host.ended_by_us}
     if all(host.done for host in hosts.values()) and len(known) == len(hosts):
         yield AttemptOutcome(cause="done")
     for name, host in hosts.items():  # also one that we ended: its other ranks may have waited for the one killed
         if host.state is not None and host.state.oom_killed:
-            yield _ending("out of memory", name, host, "the kernel killed a rank: the container's memory is used up")
-    yield from _told(known, "out of memory", "bad loss", "bad config")
+            yield _outcome("out of memory", name, host, "the kernel killed a rank: the container's memory is used up")
+    yield from _by_error(known, "out of memory", "bad loss", "bad config")
     for name, host in known.items():
         if host.hangs:
-            yield _ending("lost host", name, host, "its node hangs: no heartbeat, and no steps")
+            yield _outcome("lost host", name, host, "its node hangs: no heartbeat, and no steps")
         elif host.lost:
-            yield _ending("lost host", name, host, "its daemon does not answer any more")
+            yield _outcome("lost host", name, host, "its daemon does not answer any more")
         elif host.end is not None and host.end.asked == "lease stale":
-            yield _ending("lost host", name, host, "it did not see our lease renewed: its storage does not answer")
+            yield _outcome("lost host", name, host, "it did not see our lease renewed: its storage does not answer")
         elif host.unexplained == UNKNOWN:
-            yield _ending("lost host", name, host, "its machine or daemon restarted (exit code 255)")
+            yield _outcome("lost host", name, host, "its machine or daemon restarted (exit code 255)")
     for name, host in known.items():
         if host.told_to_stop:
             yield _told_to_stop(name, host, asked=asked)
     for name, host in known.items():
         if host.end is None and host.gone:
-            yield _ending("killed", name, host, "its container was removed")
+            yield _outcome("killed", name, host, "its container was removed")
         elif host.unexplained == SIGKILLED:
-            yield _ending("killed", name, host, "its container was killed (exit code 137)")
+            yield _outcome("killed", name, host, "its container was killed (exit code 137)")
         elif host.end is not None and any(failure.exit_code == -9 for failure in host.end.failures):
-            yield _ending("killed", name, host, "a rank was killed (SIGKILL)")
+            yield _outcome("killed", name, host, "a rank was killed (SIGKILL)")
     # What one rank failed of shows on all others as a peer that is gone, or did not come in time.
-    yield from _told(known, "error", "killed", "timeout", "network")
+    yield from _by_error(known, "error", "killed", "timeout", "network")
     for name, host in known.items():
         if host.end is not None and host.end.ending in {"stopped", "killed"}:
-            yield _ending("stopped", name, host, f"it was stopped ({host.end.asked})")
+            yield _outcome("stopped", name, host, f"it was stopped ({host.end.asked})")
     for name, host in known.items():
         if not host.done:
             code = host.state.exit_code if host.state is not None else "unknown"
-            yield _ending("error", name, host, f"exit code {code}, and no error in its log")
+            yield _outcome("error", name, host, f"exit code {code}, and no error in its log")
     yield AttemptOutcome(cause="error", detail="all hosts were stopped by us")
 
 
-def _told(hosts: Mapping[str, HostStatus], *causes: Cause) -> Iterator[AttemptOutcome]:
+def _by_error(hosts: Mapping[str, HostStatus], *causes: Cause) -> Iterator[AttemptOutcome]:
     """Outcomes that the ranks' own errors name, in the order of `causes`."""
     for cause in causes:
-        for name, host, said in _causes(hosts):
-            if said and cause_of(said) == cause:
-                yield _ending(cause, name, host, said)
+        for name, host, error in _errors(hosts):
+            if error and cause_of(error) == cause:
+                yield _outcome(cause, name, host, error)
 
 
 def _told_to_stop(name: str, host: HostStatus, *, asked: bool) -> AttemptOutcome:
     if asked:
-        return _ending("stopped", name, host, "it was stopped (SIGTERM)")
+        return _outcome("stopped", name, host, "it was stopped (SIGTERM)")
     if host.state is not None and host.state.running:
-        return _ending("daemon", name, host, "it got SIGTERM while its daemon did not answer: the daemon shuts down")
-    return _ending(
+        return _outcome("daemon", name, host, "it got SIGTERM while its daemon did not answer: the daemon shuts down")
+    return _outcome(
         "killed",
         name,
         host,
@@ -174,20 +174,22 @@ def _told_to_stop(name: str, host: HostStatus, *, asked: bool) -> AttemptOutcome
     )
 
 
-def _causes(hosts: Mapping[str, HostStatus]) -> Iterator[tuple[str, HostStatus, str]]:
+def _errors(hosts: Mapping[str, HostStatus]) -> Iterator[tuple[str, HostStatus, str]]:
     for name, host in hosts.items():
         failures = host.end.failures if host.end is not None and host.end.ending == "failed" else ()
         # torchrun ends the others when one rank fails: that they died of it tells nothing.
         for failure in [failure for failure in failures if failure.exit_code != -SIGTERM] or failures:
             yield name, host, failure.cause
         if not failures and (host.end is None or host.end.ending == "failed"):
-            said = (line for line in reversed(_lines(host)) if TELLING.search(line) and "ChildFailedError" not in line)
-            yield name, host, next(said, "")
+            errors = (
+                line for line in reversed(_lines(host)) if TELLING.search(line) and "ChildFailedError" not in line
+            )
+            yield name, host, next(errors, "")
 
 
 def _lines(host: HostStatus) -> tuple[str, ...]:
     return host.end.last_lines if host.end is not None else host.last_lines
 
 
-def _ending(cause: Cause | Literal["stopped"], name: str, host: HostStatus, detail: str) -> AttemptOutcome:
+def _outcome(cause: Cause | Literal["stopped"], name: str, host: HostStatus, detail: str) -> AttemptOutcome:
     return AttemptOutcome(cause=cause, host=name, detail=detail, lines=_lines(host)[-LAST_LINES:])

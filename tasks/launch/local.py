@@ -81,8 +81,8 @@ def run_program(
         if match := RANK_WARNING.match(line):
             logger.warning("%s: %s", module, match[1])
     if process.returncode:
-        said = _said(process.returncode, lines, memory_was_used_up=kernel_kills() > kills)
-        raise RunFailed(_failure(module, said, lines, log_path) + stacks.where(), cause=cause_of(said), detail=said)
+        error = _error_line(process.returncode, lines, memory_was_used_up=kernel_kills() > kills)
+        raise RunFailed(_failure(module, error, lines, log_path) + stacks.where(), cause=cause_of(error), detail=error)
 
 
 def command_for(module: str, *, plan: RankPlan, run_dir: Path, ranks: int) -> list[str]:
@@ -107,7 +107,7 @@ class Stacks:
         """Warn once; a rank empties its file when a step comes after all."""
         if not self.seen and self._written():
             self.seen = True
-            logger.warning("no step for a while: the ranks' Python stacks are in %s", self.folder)
+            logger.warning("training has made no step for a while: the ranks' Python stacks are in %s", self.folder)
 
     def where(self) -> str:
         written = ", ".join(path.stem for path in self._written())
@@ -211,24 +211,24 @@ def kernel_kills() -> int:
     return int(counted[1]) if counted else 0
 
 
-def _said(code: int, lines: list[str], *, memory_was_used_up: bool) -> str:
+def _error_line(code: int, lines: list[str], *, memory_was_used_up: bool) -> str:
     """The line that tells why: an exception's, or torchrun's of the signal that a rank died of.
 
     Want of memory comes first, wherever it stands, and a lost peer last: the ranks that lost it say so, each.
     """
     causes = [line for line in lines if ("Error:" in line or "NonFiniteLoss:" in line) and not LOG_LINE.match(line)]
     signals = [f"rank {rank} died: {signal}" for rank, signal in DIED.findall("\n".join(lines))]
-    told = [line.strip() for line in causes if "ChildFailedError" not in line]
-    memory = [line for line in told if OUT_OF_MEMORY.search(line)]
-    its_own = [line for line in told if not PEER_IS_GONE.search(line)]
+    errors = [line.strip() for line in causes if "ChildFailedError" not in line]
+    memory = [line for line in errors if OUT_OF_MEMORY.search(line)]
+    its_own = [line for line in errors if not PEER_IS_GONE.search(line)]
     killed = [*(line for line in signals if "Signal 9" in line), *(["Signal 9"] if code == -signal.SIGKILL else [])]
     if memory_was_used_up and killed and not memory:
         return f"MemoryError: the kernel killed a rank, since memory was used up ({killed[0]})"
     return next(
-        iter(memory or its_own or killed or told or signals), f"exit code {code}" if code > 0 else f"Signal {-code}"
+        iter(memory or its_own or killed or errors or signals), f"exit code {code}" if code > 0 else f"Signal {-code}"
     )
 
 
-def _failure(module: str, said: str, lines: list[str], log_path: Path) -> str:
+def _failure(module: str, error: str, lines: list[str], log_path: Path) -> str:
     tail = "\n".join(lines[-LAST_LINES:])
-    return f"{module} failed: {said}\nThe last lines of {log_path}:\n{tail}"
+    return f"{module} failed: {error}\nThe last lines of {log_path}:\n{tail}"

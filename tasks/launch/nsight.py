@@ -21,7 +21,7 @@ def check_here(config: RunConfig) -> None:
 
 def check_image(config: RunConfig, facts: Mapping[str, HostFacts]) -> None:
     """Raises ValueError if config.profile asks for Nsight Systems, and the image of a host has none."""
-    without = [name for name, there in facts.items() if not there.nsys]
+    without = [name for name, found in facts.items() if not found.nsys]
     if config.profile.nsys and without:
         raise ValueError(
             f"profile.nsys=true, but the image {config.launch.image} has no nsys on PATH (looked on "

@@ -59,7 +59,7 @@ def train(plan: RunPlan, *, run_dir: Path, on_row: Callable[[dict[str, float]], 
         raise
     result = TrainResult.read(fresh(result_path))
     if result.stopped_by == "signal":
-        raise RunStopped(f"training was told to stop at step {result.step}: `shardline resume {plan.run_id}` goes on")
+        raise RunStopped(f"training was stopped at step {result.step}: `shardline resume {plan.run_id}` goes on")
     logger.info("training is done%s: step %d of %d, loss %.4f", _ended_by(result), result.step, plan.steps, result.loss)
     return result
 
@@ -71,7 +71,7 @@ def _record(failed: RunFailed, *, run_dir: Path) -> None:
     try:
         failure.write(run_dir / "result.json")
     except OSError as error:  # a full disk may be what it failed of
-        logger.warning("the failure could not be recorded in %s (%s)", run_dir / "result.json", error)
+        logger.warning("could not record the failure in %s (%s)", run_dir / "result.json", error)
 
 
 def _ended_by(result: TrainResult) -> str:

@@ -38,7 +38,7 @@ class Steps:
             try:
                 self.sender.send()
             except Exception as error:
-                logger.warning("MLflow did not take metrics (%s); they are kept in %s", error, self.path)
+                logger.warning("could not send metrics to MLflow (%s); they are kept in %s", error, self.path)
         return grown
 
 
@@ -48,7 +48,7 @@ class Warnings:
     def __init__(self, run_dir: Path, hosts: Iterable[str]) -> None:
         self.paths = {name: run_dir / "logs" / f"{name}.log" for name in hosts}
         self.offsets = {name: _size(path) for name, path in self.paths.items()}
-        self.said: set[str] = set()
+        self.logged: set[str] = set()
         self.due = 0.0
 
     def look(self, *, now: bool = False) -> None:
@@ -57,15 +57,15 @@ class Warnings:
         self.due = time.monotonic() + LOOK_EVERY_S
         for name, path in self.paths.items():
             while new := self._new(name, path):
-                self._say(name, new.decode(errors="replace"))
+                self._log(name, new.decode(errors="replace"))
                 if not now:
                     break
 
-    def _say(self, name: str, text: str) -> None:
+    def _log(self, name: str, text: str) -> None:
         for line in text.splitlines():
             match = RANK_WARNING.match(line)
-            if match and match[1] not in self.said:
-                self.said.add(match[1])
+            if match and match[1] not in self.logged:
+                self.logged.add(match[1])
                 logger.warning("%s: %s", name, match[1])
 
     def _new(self, name: str, path: Path) -> bytes:

@@ -33,7 +33,7 @@ def build_image(
         raise ValueError(f"--build-arg {wrong[0]}: write it as NAME=VALUE")
     for option, path in (("--wheels", wheels), ("--ca", ca)):
         if path and not Path(path).exists():
-            raise ValueError(f"{option} {path} is not there")
+            raise ValueError(f"{option} {path} does not exist")
     found = sorted(Path(wheels).glob("*.whl")) if wheels else []
     if wheels and not found:
         raise ValueError(f"--wheels {wheels} holds no .whl file")

@@ -74,8 +74,8 @@ class OnHost:
 
 def list_running(hosts: Sequence[DockerHost]) -> Listing:
     """Everything that runs on `hosts` and in this SHARDLINE_HOME, and ended containers, by run, attempt and host."""
-    there, silent = ask(hosts)
-    rows = [_row(host, each) for host, found in there.items() for each in found]
+    containers_by_host, silent = ask(hosts)
+    rows = [_row(host, each) for host, found in containers_by_host.items() for each in found]
     rows += _of_this_machine({row.run for row in rows})
     rows.sort(key=lambda row: (row.run, row.attempt, row.host))
     return Listing(running=tuple(rows), silent={name: str(error) for name, error in silent.items()})
@@ -89,14 +89,14 @@ def ask(hosts: Sequence[DockerHost], *, run: str = "") -> tuple[dict[str, list[O
             states = [(found, containers.state(client, found.id)) for found in containers.find(client, run=run)]
         return [OnHost(found=found, state=state) for found, state in states if state is not None]
 
-    there: dict[str, list[OnHost]] = {}
+    answered: dict[str, list[OnHost]] = {}
     silent: dict[str, HostError] = {}
     for name, answer in on_each(hosts, ask_one).items():
         if isinstance(answer, HostError):
             silent[name] = answer
         else:
-            there[name] = answer
-    return there, silent
+            answered[name] = answer
+    return answered, silent
 
 
 def _row(host: str, each: OnHost) -> Running:

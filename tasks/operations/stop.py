@@ -59,8 +59,8 @@ def stop(run_id: str) -> Stopped:
     owner, hosts = owner_process(run_dir), hosts_of_run(run_dir)
     if owner is not None:
         _stop_launcher(owner, run_dir)
-    there, _ = ask(hosts, run=run_id)
-    left = any(there.values()) or ranks_launcher(run_dir) is not None
+    found, _ = ask(hosts, run=run_id)
+    left = any(found.values()) or ranks_launcher(run_dir) is not None
     with _held(run_dir):
         seconds = grace_s(read_plan(run_dir))
         end_earlier_attempt(run_dir, grace_s=seconds)
@@ -110,12 +110,14 @@ def reap(hosts: Sequence[DockerHost], *, dry_run: bool = False) -> Reaped:
 
     Ranks that still work save a checkpoint, all hosts at once. Raises HostError if a daemon answers and refuses.
     """
-    there, silent = ask(hosts)
-    runs = sorted({each.found.run for found in there.values() for each in found})
+    containers_by_host, silent = ask(hosts)
+    runs = sorted({each.found.run for found in containers_by_host.values() for each in found})
     removed: list[str] = []
     kept: dict[str, str] = {}
     for run_id in runs:
-        of_run = {name: [each for each in found if each.found.run == run_id] for name, found in there.items()}
+        of_run = {
+            name: [each for each in found if each.found.run == run_id] for name, found in containers_by_host.items()
+        }
         names = [f"{host}/{each.found.name}" for host, found in of_run.items() for each in found]
         if keeper := _keeper(of_run):
             kept |= dict.fromkeys(names, keeper)

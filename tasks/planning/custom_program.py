@@ -25,7 +25,7 @@ SKIPPED = ("tokenize", "plan", "evaluate", "export", "register", "generate")  # 
 
 
 class TrainerOutcome(Record):
-    """What such a run came to: outcome.json. `skipped`: stages that there was nothing to do for."""
+    """outcome.json: how the run of a user's program ended. `skipped`: the stages that it does not have."""
 
     run_id: str
     mlflow_run_id: str
@@ -38,11 +38,11 @@ class TrainerOutcome(Record):
     open_mlflow: str
 
 
-# What can be seen of it before anything starts
+# Checks before anything starts
 
 
 def check_trainer(config: RunConfig) -> None:
-    """Raises ValueError for a program that is not there, or could not reach MLflow."""
+    """Raises ValueError for a program that does not exist or could not reach MLflow."""
     trainer, launch = config.trainer, config.launch
     if launch.launcher == "local":
         if trainer.script and not Path(trainer.script).is_file():
@@ -54,7 +54,7 @@ def check_trainer(config: RunConfig) -> None:
 
 
 def check_script(script: Path, launch: LaunchConfig) -> None:
-    """For containers. Raises ValueError for what none of them can see; only hosts know what is in the image."""
+    """Raises ValueError for a script that no container can see; only hosts know what is in the image."""
     if not script.is_absolute():
         raise ValueError(
             f"trainer.script = {script} is relative: give its path in the container, below {home()} (the shared "
@@ -89,13 +89,13 @@ def is_loopback(name: str) -> bool:
         return name == "localhost"
 
 
-# Where it runs
+# The ranks
 
 
 def place(
     config: RunConfig, inventory: Inventory, *, run_id: str, mlflow_run_id: str, experiment: tuple[str, str]
 ) -> TrainerPlan:
-    """A rank for each device, or parallel.ranks of them. `experiment`: its ID and name. Leaves trainer.json.
+    """Writes trainer.json: a rank for each device, or parallel.ranks of them. `experiment`: its ID and name.
 
     Raises ValueError for more ranks than there are devices.
     """
@@ -132,13 +132,13 @@ def ranks_by_host(config: RunConfig, inventory: Inventory) -> dict[str, int]:
 
 
 def placed(run_dir: Path) -> AnyPlan:
-    """What the run was last planned as."""
+    """The run's latest plan."""
     path = run_dir / TRAINER_PLAN
     return TrainerPlan.read(path) if path.exists() else RunPlan.read(run_dir / "plan.json")
 
 
 def place_again(plan: TrainerPlan, inventory: Inventory) -> TrainerPlan:
-    """For the hosts there are now; on fewer of them than parallel.ranks needs, on all of their devices."""
+    """The plan for the hosts there are now; if they have fewer devices than parallel.ranks, it uses all of them."""
     devices = sum(len(host.devices) for host in inventory.hosts)
     parallel = plan.config.parallel
     ranks = parallel.ranks if parallel.ranks <= devices else 0

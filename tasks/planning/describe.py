@@ -1,4 +1,4 @@
-"""The plan in words, for the terminal and for Prefect's table."""
+"""Describes a plan for people: in the terminal and in Prefect's table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from training.records.plan import RankedLayout, RunPlan
 
-CHOICES_SHOWN = 4
+LAYOUTS_SHOWN = 4
 
 
 def _describe_layout(layout: RankedLayout) -> str:
@@ -18,12 +18,12 @@ def _describe_layout(layout: RankedLayout) -> str:
     saving += "" if layout.offload == "none" else f", {layout.offload} offloaded"
     speed = layout.why_not if layout.tokens_per_s is None else f"{layout.tokens_per_s:,.0f} tokens/s"
     if layout.exposed_communication_s:
-        speed += f", {1000 * layout.exposed_communication_s:,.1f} ms of talk not hidden"
+        speed += f", {1000 * layout.exposed_communication_s:,.1f} ms of exposed communication"
     return f"{layout.strategy}{sizes}, micro-batch {layout.micro_batch}{saving}: {speed}, {layout.memory_gib:.2f} GiB"
 
 
 def describe_plan(plan: RunPlan) -> list[tuple[str, str]]:
-    """Label and value pairs for the terminal and for Prefect's table."""
+    """The plan as pairs of a label and a value."""
     shape, predicted = plan.shape, plan.predicted
     memory, step_s = sum(predicted.memory_gib.values()), sum(predicted.step_s.values())
     parts = ", ".join(f"{part} {gib:.2f}" for part, gib in predicted.memory_gib.items())
@@ -43,7 +43,7 @@ def describe_plan(plan: RunPlan) -> list[tuple[str, str]]:
         ("compute", f"{predicted.flops_per_token / 1e6:,.1f} MFLOP per token (6N + 12LHQT)"),
         ("speed", f"{predicted.tokens_per_s:,.0f} tokens/s predicted{mfu}, {predicted.train_s / 60:,.1f} min in all"),
         ("step", f"{1000 * step_s:,.1f} ms predicted ({shares})"),
-        *(("choice", _describe_layout(layout)) for layout in plan.ranking[:CHOICES_SHOWN]),
+        *(("layout", _describe_layout(layout)) for layout in plan.ranking[:LAYOUTS_SHOWN]),
         ("checkpoint", f"{predicted.checkpoint_gib:.2f} GiB each, {plan.config.checkpoint.keep_last} kept"),
         *(("because", reason) for reason in plan.reasons),
     ]

@@ -1,4 +1,4 @@
-"""Config, inventory and shards to runs/ID/plan.json."""
+"""Writes a run's plan, plan.json, from its config, the inventory and the shards; and again for other hosts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,8 @@ from training.shards.packing import one_epoch
 
 logger = logging.getLogger(__name__)
 
-KEPT = {
-    "strategy",
-    "tp",
-    "pp",
-    "offload",
-    "group_ranks",
-    "activation_checkpointing",
-}  # of a plan, by one for other hosts
+# Fields of a plan that a plan for other hosts takes over.
+LAYOUT_FIELDS = {"strategy", "tp", "pp", "offload", "group_ranks", "activation_checkpointing"}
 
 
 def plan_run(
@@ -41,7 +35,7 @@ def plan_run(
     shards: TokenShards | None = None,
     shards_dir: Path | None = None,
 ) -> RunPlan:
-    """`make_plan`, with the model's config.json fetched where it is needed. Raises ValueError for what cannot work."""
+    """Calls `make_plan`, with the model's config.json if it needs one. Raises ValueError for what cannot work."""
     if config.trainer.given:
         raise ValueError("a run with `trainer` has no plan: it gets a rank on each device, or parallel.ranks of them")
     return make_plan(
@@ -76,7 +70,7 @@ def write_plan(
     else:
         _check_same_tokens(kept, shards)
         if not changes:
-            logger.info("going on with the plan in %s", run.folder / "plan.json")
+            logger.info("the run continues with its plan, %s", run.folder / "plan.json")
             return kept
         plan = _replanned(kept, config, changes, inventory=inventory, shards=shards, shards_dir=shards_dir)
         kept.write(run.folder / f"plan-{len(list(run.folder.glob('plan-*.json'))) + 1}.json")
@@ -101,10 +95,10 @@ def _replanned(
     shards: TokenShards,
     shards_dir: Path,
 ) -> RunPlan:
-    """On the machines there are now, with the arithmetic it had.
+    """The plan of a resumed run whose config has changed, for the machines there are now, in the same precision.
 
     Changes that are exact to the bit keep ranks, threads and micro-batches too, whatever this inventory would suggest.
-    Others keep the strategy where it still fits, if they are not about who computes what.
+    Other changes keep the strategy if it still fits, unless they change the layout themselves.
     """
     exact, fields = all(change.effect == "exact" for change in changed), {change.field for change in changed}
     pinned = config.model_dump(mode="json")
@@ -117,7 +111,7 @@ def _replanned(
         pinned["parallel"]["precision"] = kept.precision
     if exact:
         plan = planned(pinned | {section: pinned[section] | chosen for section, chosen in kept.chosen.items()})
-    elif any(field.startswith("parallel.") or field.partition(".")[2] in KEPT for field in fields):
+    elif any(field.startswith("parallel.") or field.partition(".")[2] in LAYOUT_FIELDS for field in fields):
         plan = planned(pinned)
     else:
         plan = _as_before(kept, pinned, planned)
@@ -140,12 +134,12 @@ def plan_for_hosts(plan: AnyPlan, inventory: Inventory, *, run_dir: Path, why: s
 
 
 def replan(run_dir: Path, *, inventory: Inventory, why: str) -> RunPlan:
-    """The plan for the hosts there are now: the same batches on other ranks, from the checkpoint that any can load.
+    """The plan for the hosts there are now: the same batches on other ranks, which load the same checkpoint.
 
-    plan.json is kept as it is if it was made for these hosts, in whatever order; else it becomes plan-N.json. A plan
-    that the run had before for these hosts is taken up again, to the thread: then results are the same to the bit.
-    The strategy is kept where it still fits; else the plan chooses anew, as far as the config leaves it to it.
-    Raises ValueError if the run does not fit these hosts.
+    plan.json stays if it was made for these hosts, in any order; otherwise it becomes plan-N.json. A plan that the run
+    had earlier for these hosts is used again, to the thread, so that results are the same to the bit. The strategy is
+    kept if it still fits; otherwise the plan chooses again what the config leaves open. Raises ValueError if the run
+    does not fit on these hosts.
     """
     kept = RunPlan.read(run_dir / "plan.json")
     if sorted(kept.hosts) == sorted(host.name for host in inventory.hosts):
@@ -170,7 +164,7 @@ def replan(run_dir: Path, *, inventory: Inventory, why: str) -> RunPlan:
 
 
 def with_micro_batches(plan: RunPlan, micro_batches: tuple[int, ...], *, inventory: Inventory) -> RunPlan:
-    """The same plan with other micro-batches, and what it predicts of them; none may grow beyond its size again."""
+    """The same plan with smaller micro-batches and their prediction; none may grow back to its former size."""
     alike, pinned = len(set(micro_batches)) == 1, plan.config.model_dump(mode="json")
     for section, chosen in plan.chosen.items():
         pinned[section] |= chosen
@@ -191,7 +185,7 @@ def with_micro_batches(plan: RunPlan, micro_batches: tuple[int, ...], *, invento
 
 
 def _planned_for(kept: RunPlan, inventory: Inventory, *, micro_batch: int) -> RunPlan:
-    """As it was laid out before, as far as that goes on these hosts; `micro_batch` 0: the most that fits."""
+    """The run's plan for other hosts, in its former layout if possible; `micro_batch` 0: the most that fits."""
     left_open, shards_dir = kept.config.model_dump(mode="json"), Path(kept.shards_dir)
     asked = kept.config.parallel.ranks if kept.config.parallel.ranks <= _num_devices(inventory) else 0
     left_open["parallel"] |= {"precision": kept.precision, "ranks": asked}
@@ -210,20 +204,20 @@ def _planned_for(kept: RunPlan, inventory: Inventory, *, micro_batch: int) -> Ru
         )
 
     if kept.config.parallel.strategy == "auto" and kept.strategy == "single" and _num_devices(inventory) > 1:
-        return planned(left_open)  # it was for want of a second device
+        return planned(left_open)  # there was only one device before
     return _as_before(kept, left_open, planned)
 
 
 def _as_before(kept: RunPlan, content: dict[str, Any], planned: Callable[[dict[str, Any]], RunPlan]) -> RunPlan:
-    """With what the run's plan chose of KEPT, where that can be; else chosen anew, which the plan says."""
+    """The plan with the run's own LAYOUT_FIELDS; if it is not possible, one that chooses them anew and says so."""
     pinned = {
-        section: content[section] | {field: value for field, value in chosen.items() if field in KEPT}
+        section: content[section] | {field: value for field, value in chosen.items() if field in LAYOUT_FIELDS}
         for section, chosen in kept.chosen.items()
     }
     try:
         return planned(content | pinned)
     except ValueError as error:
-        plan, why = planned(content), f"chosen anew, since as it was it cannot go on here: {error}"
+        plan, why = planned(content), f"layout: chosen anew, because the former one is not possible here: {error}"
         return plan.model_copy(update={"reasons": (*plan.reasons, why)})
 
 
@@ -232,7 +226,7 @@ def _num_devices(inventory: Inventory) -> int:
 
 
 def _layout(plan: RunPlan) -> dict[str, int]:
-    """Ranks by host."""
+    """The number of ranks by host."""
     return dict(zip(plan.hosts, plan.ranks_per_host, strict=True))
 
 
@@ -249,7 +243,7 @@ def _check_same_tokens(kept: RunPlan, shards: TokenShards) -> None:
 
 
 def _check_same_shape(plan: RunPlan, kept: RunPlan) -> None:
-    """Positions may differ where they are no weights: then the number of parameters is the same."""
+    """Raises ValueError if the model's weights would have other shapes; its context may differ."""
     differing = [
         f"{what} {was} -> {now}"
         for (what, was), now in zip(kept.shape, dict(plan.shape).values(), strict=True)

@@ -1,4 +1,4 @@
-"""The Hugging Face model that a run starts from: its config.json, and whether its words are those of the tokens."""
+"""The Hugging Face model that a run starts from: its config.json, and whether its vocabulary is that of the tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def hf_config(model: ModelConfig) -> dict[str, Any] | None:
-    """config.json of model.path: a local folder, else the hub. None if the config needs none."""
+    """The config.json of model.path, a local folder or a model on the hub; None if the config needs none."""
     if model.architecture != "path" and model.init != "pretrained":
         return None
     path = _file(model.path, "config.json", field="model.path")
@@ -32,7 +32,7 @@ def hf_config(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _check_weights(folder: Path) -> None:
-    """Raises ValueError for a local model whose weights are pickles alone; what a hub has the ranks find out."""
+    """Raises ValueError for a local model that has only pickles as weights; for one on the hub the ranks check it."""
     pickles = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(kind))
     if pickles and not any(folder.glob("*.safetensors")):
         raise ValueError(
@@ -49,11 +49,11 @@ def _check_weights(folder: Path) -> None:
 
 
 def check_tokenizer(config: RunConfig, tokenizer: Path | None = None) -> None:
-    """Raises ValueError unless the corpus's words are those that the pretrained weights know, each by its number.
+    """Raises ValueError unless the corpus is tokenized with the vocabulary of the pretrained weights.
 
-    `tokenizer`: the tokenizer.json of the token shards; None before there are any, when only what cannot become
-    right is refused, so that nobody tokenizes a corpus in vain. Vocabularies decide: the same tokenizer, saved by
-    another version of transformers, has other bytes.
+    `tokenizer`: the tokenizer.json of the token shards; None before there are any, when only settings that cannot give
+    that vocabulary are refused, so that nobody tokenizes a corpus in vain. Vocabularies are compared, not files: the
+    same tokenizer saved by another version of transformers has other bytes.
     """
     if config.model.init != "pretrained":
         return
@@ -61,7 +61,10 @@ def check_tokenizer(config: RunConfig, tokenizer: Path | None = None) -> None:
     theirs = _file(path, "tokenizer.json", field="model.path")
     if theirs is None:
         if tokenizer is not None:
-            logger.warning("model.path = %s has no tokenizer.json: whether it knows these words is not checked", path)
+            logger.warning(
+                "model.path = %s has no tokenizer.json: its vocabulary is not compared with that of the token shards",
+                path,
+            )
         return
     if tokenizer is None and wanted.kind == "pretrained":
         tokenizer = _file(wanted.path, "tokenizer.json", field="data.tokenizer.path")
@@ -87,7 +90,7 @@ def _check_words(ours: Path, theirs: Path, *, path: str, cure: str) -> None:
 
 
 def same_words(one: Path, other: Path) -> bool:
-    """Whether two tokenizer.json number the same words alike, however they were saved."""
+    """Whether two tokenizer.json give the same tokens the same IDs, however they were saved."""
     return sha256_file(one) == sha256_file(other) or _vocabulary(one) == _vocabulary(other)
 
 
@@ -99,7 +102,7 @@ def _vocabulary(file: Path) -> dict[str, int]:
 
 
 def _file(path: str, name: str, *, field: str) -> Path | None:
-    """A file of a local folder or of a model on the hub, fetched; None if there is no such file."""
+    """The path of a file of a local model, or of one downloaded from the hub; None if there is no such file."""
     folder = Path(path)
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None

@@ -1,4 +1,4 @@
-"""What the MLflow registry holds: a reference becomes a version, its files here, and the way back to the run."""
+"""Reads the MLflow registry: resolves a reference to a version, fetches its files, and traces it back to its run."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def replaced_by(client: MlflowClient, name: str, version: int) -> int | None:
 
 
 def lineage(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> dict[str, Any]:
-    """From a registered version back to run, config, code, data, tokenizer and checkpoint; plain JSON values.
+    """Trace a version back to run, config, code, data, tokenizer and checkpoint, as plain JSON values.
 
     Everything comes from the registry, so it works without the run's folder.
     """

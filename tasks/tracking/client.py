@@ -32,7 +32,7 @@ def wait_for_store() -> None:
             connect()
         except RuntimeError as error:
             if not errors:
-                logger.warning("%s. The run waits for it, up to %.0f min", error, PATIENCE_S / 60)
+                logger.warning("%s. The run waits up to %.0f min for it", error, PATIENCE_S / 60)
             errors.append(error)
             return False
         return True

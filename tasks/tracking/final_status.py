@@ -66,8 +66,8 @@ def close(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: RunSta
     try:
         _report(client, folder, mlflow_run_id, ending)
     except Exception as error:
-        told = without_credentials(str(error), uri=tracking_uri())
-        logger.warning("could not report the end of run %s to MLflow (%s): the next start will", folder.name, told)
+        why = without_credentials(str(error), uri=tracking_uri())
+        logger.warning("could not report the end of run %s to MLflow (%s): the next start will", folder.name, why)
 
 
 def _report(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: RunStatus) -> None:

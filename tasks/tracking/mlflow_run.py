@@ -228,9 +228,9 @@ def log_resumptions(run: TrackedRun, config: RunConfig, resumptions: Resumptions
     client = connect()
     client.log_text(run.mlflow_run_id, resumptions.model_dump_json(indent=2), "resume-overrides.json")
     client.log_text(run.mlflow_run_id, config.model_dump_json(indent=2), "config.json")
-    words = [f"after step {each.after_step}: {', '.join(map(str, each.changes))}" for each in resumptions.resumptions]
+    resumed = [f"after step {each.after_step}: {', '.join(map(str, each.changes))}" for each in resumptions.resumptions]
     tags = {
-        OVERRIDES: "; ".join(words)[:4000],
+        OVERRIDES: "; ".join(resumed)[:4000],
         EXACT: str(resumptions.exact).lower(),
         "shardline.config_sha256": sha256_config(config),
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.hosts import DockerHost, HostClient, HostError, connect, in_words, on_all, on_each
+from infra.hosts import DockerHost, HostClient, HostError, connect, host_errors, on_all, on_each
 from tests.support.rig.certificates import make_certificate
 from tests.support.rig.rig import Rig
 
@@ -64,7 +64,7 @@ def test_a_host_out_of_reach_says_so_within_the_timeout(rig: Rig) -> None:
 
 
 def connect_info(client: HostClient) -> None:
-    with in_words(client.host):
+    with host_errors(client.host):
         client.api.info()
 
 

@@ -123,7 +123,7 @@ def test_everything_wrong_on_every_host_is_in_one_error(rig: Rig, run_dir: Path)
     assert "no NVIDIA runtime for the GPUs asked for: install nvidia-container-toolkit" in gpu
     assert "there is no interface eth7. Its addresses:" in interface
     assert f"eth0 {rig.hosts[0].address}" in interface
-    assert port.startswith("port 29411 cannot be had (Address already in use)")
+    assert port.startswith("port 29411 is not available (Address already in use)")
     assert more == []
     assert "a folder to mount is not there" in found["host1"][0]
     assert "/not/there" in found["host1"][0]

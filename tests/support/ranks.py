@@ -53,14 +53,14 @@ class Ranks:
             process.start()
             self.processes.append(process)
 
-    def wait(self) -> list[int]:
-        """Exit codes by rank."""
+    def wait(self, *, end_others: bool = True) -> list[int]:
+        """Exit codes by rank; once a rank failed the others are ended, or left to end by themselves."""
         running = {process.sentinel: process for process in self.processes}
         while running:
             for sentinel in wait(list(running)):
                 process = running.pop(sentinel)  # type: ignore[index]
                 process.join()
-                if process.exitcode:
+                if process.exitcode and end_others:
                     for other in running.values():
                         other.terminate()
         return [process.exitcode or 0 for process in self.processes]

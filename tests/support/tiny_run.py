@@ -133,6 +133,25 @@ def export_by_program(run_dir: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
+def exported_tiny_run(folder: Path, *, architecture: str) -> None:
+    """A tiny run with its export. A Llama's is made by the program, as the flow does it, over one of other weights.
+
+    What the program prints is beside the run, in stdout and stderr.
+    """
+    from training.export import export_run
+
+    tiny_run(folder, architecture=architecture)
+    if architecture != "llama":
+        export_run(folder)
+        return
+    (folder / "export").mkdir()
+    (folder / "export" / "stale.txt").touch()
+    done = export_by_program(folder)
+    assert done.returncode == 0, done.stderr
+    (folder.parent / "stdout").write_text(done.stdout)
+    (folder.parent / "stderr").write_text(done.stderr)
+
+
 def another_run(
     exported: Path,
     folder: Path,

@@ -1,42 +1,33 @@
-"""What the tests of these tasks share: one exported run, and MLflow stores with room for more of them."""
+"""What the tests of tasks share: MLflow stores, with room for exported runs."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.support.made_once import made_once
 from tests.support.mlflow_store import Store
-from tests.support.tiny_run import export_by_program, tiny_run
 
 
 @pytest.fixture(scope="session")
-def exported_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """runs/ID of a tiny Llama, exported by the program, as the flow does it."""
-    run_dir = tiny_run(tmp_path_factory.mktemp("runs") / "run-a")
-    done = export_by_program(run_dir)
-    assert done.returncode == 0, done.stderr
-    return run_dir
-
-
-@pytest.fixture(scope="session")
-def exported_masked_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same of a tiny BERT."""
-    run_dir = tiny_run(tmp_path_factory.mktemp("runs") / "run-b", architecture="bert")
-    done = export_by_program(run_dir)
-    assert done.returncode == 0, done.stderr
-    return run_dir
+def exported_masked_run(exported_runs: Callable[[str], Path]) -> Path:
+    """runs/ID of a tiny BERT."""
+    return exported_runs("bert")
 
 
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow database with its tables: making them takes seconds, so it is done once and copied."""
+    return made_once(tmp_path_factory, "mlflow", make_tables) / "mlflow.db"
+
+
+def make_tables(folder: Path) -> None:
     from mlflow.tracking import MlflowClient
 
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    MlflowClient(f"sqlite:///{path}").search_registered_models()
-    return path
+    MlflowClient(f"sqlite:///{folder}/mlflow.db").search_registered_models()
 
 
 @pytest.fixture

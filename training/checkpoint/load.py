@@ -134,7 +134,7 @@ def weights_for(model: LanguageModel, folder: Path) -> TensorFiles:
 def load_state(folder: Path, *, strategy: Strategy, rank: Rank, mesh: dict[str, int]) -> CheckpointManifest:
     """Restore a checkpoint's optimizer moments, and on the same mesh each rank's generators and own state.
 
-    On another mesh generators start fresh: tp peers must draw alike.
+    On another mesh generators start fresh, because tp peers must draw the same numbers.
     """
     strategy.load_optimizer_state(TensorFiles(folder, "optimizer"))
     manifest = CheckpointManifest.read(folder / CHECKPOINT_MANIFEST)

@@ -54,7 +54,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, abandoned: threa
             if abandoned.is_set():
                 raise Abandoned
             written = 0
-            while written < len(chunk):  # a full disk takes some of it, and raises on the rest
+            while written < len(chunk):  # a full disk accepts a part, then raises on the rest
                 written += file.write(chunk[written:]) or 0
             digest.update(chunk)
             size += len(chunk)

@@ -159,7 +159,7 @@ class Saver:
         self.in_flight = not published
 
     def _gather_rank_files(self, writer: Writer) -> None:
-        """All files are there: tell the first rank what they are. A few kB; once per checkpoint."""
+        """All files are written: send their names and hashes to the first rank. A few kB; once per checkpoint."""
         all_rank_files: list[Any] | None = [None] * self.rank.world_size if self.rank.rank == 0 else None
         dist.gather_object(writer.rank_files, all_rank_files, dst=0)
         writer.publish(all_rank_files or [])

@@ -69,7 +69,7 @@ class Writer:
         self.thread = threading.Thread(target=self._run, name=f"checkpoint-{manifest.step}", daemon=True)
 
     def start(self, files: dict[str, dict[str, Tensor]]) -> None:
-        """Begin to write these tensors, by file name; they must stay as they are until all is published."""
+        """Begin to write these tensors, by file name; they must not change until the checkpoint is published."""
         self.files = files
         self.thread.start()
 
@@ -135,7 +135,7 @@ class Writer:
             try:
                 written = write_tensors(self.path, tensors, abandoned=self.abandoned)
             except BaseException:
-                self.path.unlink(missing_ok=True)  # half a file: on a full disk somebody needs the room
+                self.path.unlink(missing_ok=True)  # half a file takes room on a full disk
                 raise
             self.rank_files[name] = RankFile(written, tuple(tensors), sum(tensor.nbytes for tensor in tensors.values()))
 

@@ -1,4 +1,4 @@
-"""The corpus section of the config: where text comes from, and how it becomes tokens."""
+"""The data section of the config: where text comes from, and how it becomes tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from training.config.section import Section
 
 
 class TokenizerConfig(Section):
+    """How text becomes tokens."""
+
     kind: Literal["bpe", "pretrained", "characters", "bytes"] = Field(
         "bpe",
         description="The kind of tokenizer. bpe: a byte-level BPE is trained on the corpus. pretrained: a tokenizer "
@@ -48,6 +50,8 @@ class TokenizerConfig(Section):
 
 
 class DataConfig(Section):
+    """The corpus: where text comes from, and which part of it is held out."""
+
     path: str = Field(
         "",
         description="The corpus: `stdlib` (the standard library of this Python), a file or a folder (.txt .md .py "

@@ -1,4 +1,4 @@
-"""The evaluation section of the config: validations while training, samples, and what is asked of the trained model."""
+"""The evaluation section of the config: validations during training, text samples and downstream tasks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from training.config.section import Section
 
 
 class EvaluationConfig(Section):
+    """Validation during training, text samples and downstream tasks."""
+
     every_steps: int = Field(250, ge=0, description="Steps between quick validations during training; 0 disables them.")
     quick_sequences: int = Field(
         64, ge=1, le=1_000_000, description="Number of held-out sequences in one quick validation."

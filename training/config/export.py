@@ -1,4 +1,4 @@
-"""The export section of the config: formats, and the bounds that each must keep."""
+"""The export section of the config: formats, and the bounds within which each must match the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from training.config.section import Section
 
 
 class TensorRTConfig(Section):
-    """Shapes and limits of TensorRT's engines."""
+    """Shapes and limits of TensorRT engines."""
 
     usual_batch: int = Field(1, ge=1, le=1024, description="Batch size for which TensorRT engines are tuned.")
     max_batch: int = Field(8, ge=1, le=1024, description="Largest batch size that TensorRT engines accept.")
@@ -39,6 +39,8 @@ class TensorRTConfig(Section):
 
 
 class ExportConfig(Section):
+    """Exported formats, and the bounds within which they must match the trained model."""
+
     precisions: tuple[Literal["fp32", "fp16"], ...] = Field(
         ("fp32",), min_length=1, description="Precisions in which ONNX graphs are exported; fp32 must be among them."
     )

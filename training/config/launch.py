@@ -1,4 +1,4 @@
-"""Where ranks run: in processes of this machine, or in a container on each of several Docker hosts."""
+"""The launch and trainer sections of the config: where ranks run, and which program they run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from training.config.section import Section
 
-# Of NCCL and what it rides on; any other name, such as LD_PRELOAD, would be a way to run code.
+# Settings of NCCL and its transports only: with other names, such as LD_PRELOAD, a config could run code.
 NcclName = Annotated[str, StringConstraints(pattern=r"^(NCCL|TORCH_NCCL|GLOO|UCX|FI)_[A-Z0-9_]+$")]
 Cause = Literal[
     "lost host", "network", "daemon", "killed", "timeout", "error", "out of memory", "bad loss", "bad config"
@@ -16,7 +16,7 @@ Cause = Literal[
 
 
 class HostConfig(Section):
-    """A machine with a Docker daemon. What is empty has an obvious value on a host that is this machine."""
+    """A host with a Docker daemon. The defaults fit this machine."""
 
     name: str = Field(
         "",
@@ -59,6 +59,8 @@ class HostConfig(Section):
 
 
 class LaunchConfig(Section):
+    """Where ranks run, and what happens when a host fails."""
+
     launcher: Literal["local", "docker"] = Field(
         "local",
         description="Where ranks run. local: as processes on this machine. docker: in one container on each host.",
@@ -155,7 +157,7 @@ class LaunchConfig(Section):
 
 
 class TrainerConfig(Section):
-    """A training program of the user's, launched as ours would be; it logs into the same MLflow run."""
+    """A training program of the user's, launched like Shardline's own; it logs into the same MLflow run."""
 
     module: str = Field(
         "",

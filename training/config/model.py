@@ -1,4 +1,4 @@
-"""The model section of the config: its class, its sizes, its first weights."""
+"""The model section of the config: architecture, sizes and initial weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from training.config.section import Section
 
 
 class ModelConfig(Section):
+    """The shape of the model, and where its initial weights come from."""
+
     architecture: Literal["llama", "gpt2", "bert", "path"] = Field(
         "llama", description="Architecture of the model. path: any Hugging Face model whose config.json is at `path`."
     )

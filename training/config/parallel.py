@@ -10,7 +10,7 @@ from training.config.section import Section
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "local-sgd", "zero1", "zero2", "zero3"]
-# What goes with what: the config refuses the rest, and the plan chooses among these.
+# Combinations that work: the config refuses all others, and the plan chooses among these.
 WITH_TP = ("ddp", "fsdp", "hsdp")
 WITH_PP = ("ddp",)
 OFFLOADS: dict[str, tuple[str, ...]] = {
@@ -25,6 +25,8 @@ IN_GROUPS = ("hsdp", "local-sgd")
 
 
 class ParallelConfig(Section):
+    """How training is distributed over devices, and in which precision."""
+
     strategy: Literal["auto", StrategyName] = Field(
         "auto",
         description="How data-parallel ranks share weights, gradients and optimizer state. single: one process. "
@@ -138,7 +140,7 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def check(self) -> ParallelConfig:
-        """What can be combined: pp with ddp, tp with ddp and fsdp, offload with zero1-3 and fsdp."""
+        """Raises ValueError for combinations that do not work: pp needs ddp, tp ddp or fsdp, offload ZeRO or fsdp."""
         anyhow = self.strategy == "auto"
         if self.pp > 1 and not (anyhow or self.strategy in WITH_PP):
             raise ValueError(
@@ -171,7 +173,7 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def check_communication(self) -> ParallelConfig:
-        """Which strategies compress, which have groups."""
+        """Raises ValueError for strategies without the compression or the groups that are asked for."""
         possible = ("none", *COMPRESSIONS.get(self.strategy, ()))
         if self.compression not in possible or (self.compression != "none" and self.pp > 1):
             raise ValueError(

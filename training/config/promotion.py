@@ -1,4 +1,4 @@
-"""Registry, gates and rollout: the sections of the config that say how a trained model comes to be served."""
+"""The registry, gates and rollout sections of the config: how a trained model comes to be served."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from training.config.section import Section
 
 
 class RegistryConfig(Section):
+    """Name and description of the model in the registry."""
+
     model_name: str = Field(
         "",
         pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$",
@@ -30,7 +32,7 @@ class TaskFloor(Section):
 
 
 class GatesConfig(Section):
-    """What a version must hold before it may be champion; recorded with it when it is registered."""
+    """Conditions that a version must meet before it can become champion; they are recorded with the version."""
 
     min_improvement: float = Field(
         0.0,
@@ -55,7 +57,7 @@ class GatesConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How a version that passed its gates takes over, and what takes it back."""
+    """How a version that passed its gates takes over, and what triggers a rollback."""
 
     smoke_requests: int = Field(
         20,

@@ -1,7 +1,7 @@
-"""What a run is: the one typed config that every door (preset, YAML file, UI form) leads to.
+"""RunConfig: the one typed config of a run, whether it comes from a preset, a YAML file or the form in the UI.
 
-Every field has a description, bounds and a literal default, so that a form made from the schema
-explains itself. Combinations that no single field can rule out are refused in each section's `check`, with the cure.
+Every field has a description, bounds and a literal default, so that a form made from the schema explains itself.
+Combinations that do not work are refused in each section's `check`, with the numbers and the cure.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from training.config.train import TrainConfig
 
 
 class CheckpointConfig(Section):
+    """When checkpoints are saved, and which of them are kept."""
+
     every_steps: int = Field(500, ge=1, description="Steps between checkpoints. The last step always has one.")
     keep_last: int = Field(2, ge=1, le=1000, description="Number of newest checkpoints to keep.")
     keep_best: bool = Field(False, description="Also keep the checkpoint with the lowest validation loss.")
@@ -39,6 +41,8 @@ class CheckpointConfig(Section):
 
 
 class ProfileConfig(Section):
+    """Measurements of where a step's time goes."""
+
     steps: tuple[int, ...] = Field((), description="Steps to record with torch's profiler, e.g. [20, 21].")
     split_every_steps: int = Field(
         0,
@@ -50,7 +54,7 @@ class ProfileConfig(Section):
 
 
 class RunConfig(Section):
-    """One run, whole: corpus, model, training, machines, checks and the name it is registered under."""
+    """A whole run: corpus, model, training, hosts, checks and registration."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="Short name of the run.")
     data: DataConfig = Field(DataConfig(), description="The corpus, and how it becomes tokens.")
@@ -92,8 +96,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def check(self) -> RunConfig:
-        """Refuse combinations over sections that cannot work, with the numbers and the cure."""
-        if self.trainer.given:  # what it makes of its ranks is its own
+        """Raises ValueError for combinations of sections that do not work, with the numbers and the cure."""
+        if self.trainer.given:  # the user's program decides what its ranks do
             return self
         train, parallel = self.train, self.parallel
         if self.data.split == "all":
@@ -107,7 +111,7 @@ class RunConfig(Section):
         replicas = parallel.ranks // model_ranks
         if replicas and train.global_batch % replicas:
             raise ValueError(
-                f"train.global_batch = {train.global_batch} cannot be dealt evenly to {replicas} data-parallel ranks "
+                f"train.global_batch = {train.global_batch} cannot be split evenly over {replicas} data-parallel ranks "
                 f"(parallel.ranks = {parallel.ranks}): make train.global_batch a multiple of {replicas}, "
                 "or change parallel.ranks"
             )

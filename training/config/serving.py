@@ -1,4 +1,4 @@
-"""How a trained model is run and served; not part of a run, so not of its config."""
+"""Configs of the commands that run and serve a trained model; they are not part of a run's config."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from training.config.section import Section
 
 
 class InferenceConfig(Section):
-    """On what, and on how many devices, a trained model runs."""
+    """The engine and the devices that run a trained model."""
 
     engine: Literal["auto", "onnx", "torch", "deepspeed"] = Field(
         "auto",

@@ -1,4 +1,4 @@
-"""The train section of the config: how long, with which batches, rates and optimizer, and from which seed."""
+"""The train section of the config: length, batches, learning-rate schedule, optimizer and seed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from training.config.section import Section
 
 
 class TrainConfig(Section):
+    """Length of training, batch size, learning-rate schedule, optimizer and seed."""
+
     steps: int = Field(1000, ge=1, le=100_000_000, description="Maximum number of optimizer steps.")
     max_tokens: int = Field(0, ge=0, description="Stop after this many training tokens; 0 means no such limit.")
     max_epochs: float = Field(
@@ -138,18 +140,18 @@ def learning_rate(step: int, train: TrainConfig, *, steps: int) -> float:
 
 
 def decay_span(train: TrainConfig, *, steps: int) -> tuple[int, int]:
-    """First step of the decay, and the step at which it is over."""
+    """The first step of the decay, and the step at which it ends."""
     end = train.decay_steps or steps
     return (end - cooldown_steps(train, steps=steps) if train.schedule == "wsd" else train.warmup_steps), end
 
 
 def cooldown_steps(train: TrainConfig, *, steps: int) -> int:
-    """Steps of wsd's final decay: as configured, or a tenth of all."""
+    """The number of steps of wsd's final decay: as configured, or a tenth of all."""
     return train.cooldown_steps or max(1, (train.decay_steps or steps) // 10)
 
 
 def check_schedule(train: TrainConfig, *, steps: int) -> None:
-    """Raises ValueError for settings that would not be used, or that `steps` steps cannot hold."""
+    """Raises ValueError for settings of the schedule that would not be used, or do not fit in `steps` steps."""
     if train.schedule == "constant" and train.decay_steps:
         raise ValueError(
             f"train.decay_steps = {train.decay_steps} would not be used, train.schedule=constant never decays: "

@@ -159,6 +159,6 @@ def make_batch(
         numbers = document_rows(stream, spans, context=train.context)
         positions = torch.from_numpy(positions_within(numbers))
         return replace(batch, positions=positions, documents=torch.from_numpy(numbers))
-    if not causal and (train.packing == "padded" or partial):  # who looks ahead must not see the padding there
+    if not causal and (train.packing == "padded" or partial):  # bidirectional attention must not see the padding
         return replace(batch, documents=torch.from_numpy(np.where(padding, PADDING, 0)))
     return batch

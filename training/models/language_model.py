@@ -147,7 +147,7 @@ class LanguageModel(nn.Module):
     def _logits(self, inputs: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
         """fp32 [tokens, vocab] of a class without architecture, which may cap, scale or otherwise bend them.
 
-        Its attention is its own affair too (windows, biases): it is only told what is padding.
+        It makes its own attention mask too (windows, biases): it only gets what is padding.
         """
         assert positions is None, "the plan refuses packing=documents for such classes"
         mask = {} if documents is None else {"attention_mask": (documents != PADDING).long()}
@@ -165,7 +165,7 @@ def _at(rows: Tensor, places: Tensor) -> Tensor:
 
 
 def attention_mask(documents: Tensor, *, causal: bool) -> Tensor:
-    """[batch, context] -> bool [batch, 1, context, context]: True where a row's token may look at a column's."""
+    """[batch, context] -> bool [batch, 1, context, context]: True where a row's token attends to a column's."""
     mask = documents[:, None, :, None] == documents[:, None, None, :]
     return mask.tril() if causal else mask
 

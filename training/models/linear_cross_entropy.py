@@ -35,7 +35,7 @@ def linear_cross_entropy(
     Products are made in `dtype`, the rest in fp32. With a `group` each of its ranks holds the words from `first_word`
     on, and all get the same loss (Shoeybi et al. 2019, section 3).
     """
-    if not torch.is_grad_enabled():  # inside, an autograd function is not told
+    if not torch.is_grad_enabled():  # an autograd function cannot see it
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, dtype, first_word, group)
     return loss

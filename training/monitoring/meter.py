@@ -41,7 +41,7 @@ class Meter:
         self.reader.add(self.rates.step, stats)
 
     def read_steps(self) -> None:
-        """Read the steps that nobody has read. Collective; raises NonFiniteLoss, on all ranks alike."""
+        """Read the steps since the last call. Collective; raises NonFiniteLoss, on all ranks alike."""
         if self.reader.unread:
             self.devices.add(self.reader.read(self.devices.sample()))
 

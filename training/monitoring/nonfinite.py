@@ -1,7 +1,7 @@
 """Steps whose loss or gradient is NaN or infinite: which they were, on which ranks, from which documents.
 
 Nothing here reads a tensor: meter.py does so at log points, for all steps since the last one at once, and
-gives every rank the same numbers. So all of them raise, or go on, alike.
+gives every rank the same numbers. So all ranks raise, or none does.
 """
 
 from __future__ import annotations

@@ -42,9 +42,9 @@ class StepReader:
         self.unread.append((step, stats))
 
     def read(self, sample: Sequence[float]) -> list[list[float]]:
-        """Read the steps that nobody has read; returns all ranks' `sample`, numbers that travel along. Collective.
+        """Read the steps since the last call, in one all-gather with `sample`; returns every rank's sample.
 
-        Raises NonFiniteLoss, on all ranks alike.
+        Collective; raises NonFiniteLoss, on all ranks alike.
         """
         device = self.rank.device
         losses = [stats.loss_sum for _, stats in self.unread]

@@ -29,7 +29,7 @@ MB = 1_000_000  # as MLflow counts
 class SystemMetrics:
     """The thread that samples this machine, in the first rank of each machine; in the others nothing runs.
 
-    Rows beyond the step that a resume goes on from must be gone before `start`.
+    Rows beyond the step that a run resumes from must be dropped before `start`.
     """
 
     def __init__(self, run_dir: Path, *, rates: Rates) -> None:

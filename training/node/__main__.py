@@ -63,7 +63,7 @@ def main(path: Path) -> int:
 
 
 def _run(task: NodeTask, secrets: dict[str, str], *, order: StopOrder, output: Output, log_dir: Path) -> NodeEnd:
-    """Start, wait, stop if told so; nothing of ours is alive afterwards."""
+    """Starts the ranks, waits for them, and stops them if told so; no process of ours is alive afterwards."""
     adopt_orphans()
     process = subprocess.Popen(
         torchrun_command(task, log_dir=log_dir),
@@ -124,7 +124,7 @@ class StopOrder:
         threading.Thread(target=self._watch, daemon=True, name="lease").start()
 
     def cause(self) -> StopCause:
-        """Once given it stays, but for a lease that is withdrawn from ranks that are stopping already."""
+        """Why to stop, or empty. It never changes back; only a withdrawn lease takes the place of other causes."""
         if self._withdrawn:
             return "lease withdrawn"
         if self._signalled:
@@ -134,7 +134,7 @@ class StopOrder:
         return "lease stale" if self._stale else ""
 
     def allows_no_grace(self) -> bool:
-        """Another attempt waits for the end of one whose lease was withdrawn."""
+        """Whether ranks are killed at once: the next attempt waits for the end of one whose lease was withdrawn."""
         return self._withdrawn
 
     def _remember(self, signum: int, frame: FrameType | None) -> None:
@@ -163,9 +163,9 @@ class StopOrder:
 
 
 def _read_secrets(order: StopOrder, *, timeout_s: float) -> dict[str, str]:
-    """A JSON object of environment variables, to stdin's end.
+    """Reads environment variables from stdin: a JSON object, up to its end.
 
-    Raises ValueError, which quotes nothing of it, if it is none, does not come in time, or we are told to stop.
+    Raises ValueError, which quotes nothing of it, if it is not one, does not arrive in time, or we are told to stop.
     """
     deadline, content = time.monotonic() + timeout_s, b""
     while not order.cause():
@@ -190,7 +190,7 @@ def _parsed(content: bytes) -> dict[str, str]:
 
 
 def _without(end: NodeEnd, secrets: dict[str, str]) -> NodeEnd:
-    """The record as a file may hold it: *** for what an error quotes of the secrets."""
+    """The record with *** in place of secrets that errors quote."""
 
     def hidden(text: str) -> str:
         return without_secrets(text, more=[value for name, value in secrets.items() if name != USER])

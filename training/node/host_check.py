@@ -1,8 +1,8 @@
-"""Looks at a host from inside a throw-away container, before a run starts there. Needs nothing but Python itself.
+"""Checks a host from inside a short-lived container before a run starts there. Needs only Python itself.
 
     python -m training.node.host_check '{"host": "gpu1", "folder": "/runs/ID", "token": "…", …}'      see `Asked`
 
-The last line of stdout is one JSON object: `findings`, what is wrong, in words with the cure, and what the host has.
+The last line of stdout is one JSON object: `findings`, which say what is wrong with the cure, and what the host has.
 """
 
 from __future__ import annotations
@@ -73,17 +73,17 @@ def main(asked: Asked) -> None:
 
 
 def own_name(token: str) -> str:
-    """The file that the launcher leaves in the run folder for hosts to see."""
+    """The name of the file that the launcher writes to the run folder for hosts to see."""
     return f".preflight-{token}"
 
 
 def answer_name(token: str, host: str) -> str:
-    """The file that `host` leaves beside it for the launcher to see."""
+    """The name of the file that `host` writes beside it for the launcher to see."""
     return f"{own_name(token)}-{host}"
 
 
 def check_storage(asked: Asked, folder: Path) -> tuple[list[str], bool, bool]:
-    """Findings, whether the launcher's file is there, and whether ours was left for it; elsewhere we leave nothing."""
+    """Findings, whether the launcher's file is visible, and whether ours was written; elsewhere nothing is written."""
     cure = "mount the launcher's shared folder there, or set the host's `home` to where it is mounted"
     try:
         is_there, is_shared = folder.is_dir(), (folder / own_name(asked.token)).exists()
@@ -130,7 +130,7 @@ def _owner_cure(asked: Asked) -> str:
 
 
 def check_network(asked: Asked) -> list[str]:
-    """The address is this host's, on that interface, and the rendezvous port is free."""
+    """Checks that the address is this host's, on that interface, and that the rendezvous port is free."""
     addresses = local_addresses()
     listed = ", ".join(f"{name} {address}" for name, address in addresses) or "none"
     findings = []
@@ -149,21 +149,21 @@ def check_network(asked: Asked) -> list[str]:
 
 
 def check_port(port: int, *, family: socket.AddressFamily = socket.AF_INET) -> list[str]:
-    """On all addresses, as torch's store listens; a port that lingers from an earlier attempt is free."""
+    """Checks the port on all addresses, as torch's store does; one that lingers from an earlier attempt is free."""
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:
             return [
-                f"port {port} cannot be had ({error.strerror}): something listens there (`ss -ltnp` there says what): "
+                f"port {port} is not available ({error.strerror}): something listens there (`ss -ltnp` says what): "
                 "stop it, or set launch.port"
             ]
     return []
 
 
 def local_addresses() -> list[tuple[str, str]]:
-    """(interface, address) of all that are up: IPv4 by ioctl, since `ip` may not be in the image, IPv6 by /proc."""
+    """(interface, address) of all that are up: IPv4 by ioctl, as the image may not have `ip`, IPv6 from /proc."""
     buffer = array.array("B", bytes(40 * 256))
     where, length = buffer.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -183,7 +183,7 @@ def local_addresses() -> list[tuple[str, str]]:
 
 
 def visible_gpus() -> list[str]:
-    """What nvidia-smi lists, with UUIDs, where the image has it; else the device files."""
+    """The GPUs that nvidia-smi lists, with UUIDs, if the image has it; else the device files."""
     if program := shutil.which("nvidia-smi"):
         done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=30)
         return [line.strip() for line in done.stdout.splitlines() if line.startswith("GPU ")]
@@ -191,7 +191,7 @@ def visible_gpus() -> list[str]:
 
 
 def driver() -> str:
-    """Version of NVIDIA's kernel module; empty without."""
+    """The version of NVIDIA's kernel module; empty if there is none."""
     path = Path("/proc/driver/nvidia/version")
     found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", path.read_text()) if path.exists() else None
     return found[1] if found else ""
@@ -219,7 +219,7 @@ def cpu_model() -> str:
 
 
 def busy_percent() -> float:
-    """Of all the host's cores, by whatever runs there: /proc/stat is the host's in a container too."""
+    """How busy all cores of the host are; in a container too, /proc/stat is the host's."""
 
     def ticks() -> tuple[int, int]:
         values = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]

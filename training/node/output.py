@@ -1,4 +1,4 @@
-"""What the ranks of a node print: passed on without ever making them wait, and read for why they failed."""
+"""Passes on what the ranks of a node print, without ever blocking them, and reads in it why they failed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Causes:
             self._look_for_abort(rank, text)
 
     def _look_for_exception(self, rank: int | None, text: str) -> None:
-        """The line after a traceback's indented ones; of a chain of exceptions the last is kept."""
+        """Keeps the line that follows a traceback's indented ones; of a chain of exceptions the last."""
         if text.startswith("Traceback (most recent call last)"):
             self._in_traceback.add(rank)
         elif rank in self._in_traceback and text and not text[0].isspace():
@@ -77,7 +77,7 @@ class Causes:
                 self.exceptions[rank] = text[:LONGEST_CAUSE]
 
     def _look_for_abort(self, rank: int | None, text: str) -> None:
-        """The first is kept: what follows are the same words again."""
+        """Keeps the first message of an abort; those that follow repeat it."""
         if match := WATCHDOG.match(text):
             self.aborts.setdefault(rank, match[1][:LONGEST_CAUSE])
         elif match := UNCAUGHT.match(text):
@@ -85,7 +85,7 @@ class Causes:
             self.aborts.setdefault(int(named[1]) if named else rank, match[1][:LONGEST_CAUSE])
 
     def failures(self, log_dir: Path) -> tuple[RankFailure, ...]:
-        """One for each rank that torchrun reports, in its order, but for those that were ended because one failed."""
+        """The failures that torchrun reports, in its order, without ranks ended because another one failed."""
         written = dict(_error_files(log_dir))
         return tuple(
             RankFailure(rank=rank, exit_code=code, cause=written.get(rank) or self._cause(rank, code))
@@ -94,7 +94,7 @@ class Causes:
         )
 
     def _cause(self, rank: int, code: int) -> str:
-        """As far as the output tells; error files (torch's @record) know better."""
+        """The cause as far as the output shows it; error files (torch's @record) know more."""
         known = self.exceptions.get(rank) or self.aborts.get(rank)
         if code == -signal.SIGABRT:
             known = known or self.aborts.get(None)
@@ -102,7 +102,7 @@ class Causes:
 
 
 def _error_files(log_dir: Path) -> Iterable[tuple[int, str]]:
-    """Rank and message of each error.json that torch's `record` left under torchrun's --log-dir."""
+    """The rank and message of each error.json that torch's `record` wrote under torchrun's --log-dir."""
     for path in sorted(log_dir.rglob("error.json")):
         message = json.loads(path.read_text())["message"]
         extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
@@ -115,7 +115,7 @@ def _describe_exit(exit_code: int) -> str:
 
 
 class Output:
-    """Copies a pipe to our stdout from a thread. A reader that is away loses the oldest lines, and is told so.
+    """Copies a pipe to our stdout in a thread. If nobody reads it, the oldest lines are dropped, and a line says so.
 
     Our own messages go the same way (`say`): a log that blocks must not keep us from stopping the ranks.
     """
@@ -139,11 +139,11 @@ class Output:
         self._pass_on(f"{time.strftime('%Y-%m-%d %H:%M:%S')} node: {text}\n".encode())
 
     def drain(self) -> None:
-        """After the ranks' end: wait until all they printed is read."""
+        """Waits, after the ranks' end, until all that they printed is read."""
         self._read_to_end.wait(FLUSH_S)
 
     def close(self) -> None:
-        """What is left is written, if anybody reads it within FLUSH_S."""
+        """Writes what is left, if somebody reads it within FLUSH_S."""
         if self._source < 0:
             self.start(os.open(os.devnull, os.O_RDONLY))
         self._close_by = time.monotonic() + FLUSH_S
@@ -181,10 +181,10 @@ class Output:
             if len(self._waiting) > MOST_WAITING:
                 at_least = len(self._waiting) - MOST_WAITING // 2
                 cut = self._waiting.find(b"\n", at_least) + 1 or at_least
-                self._waiting[:cut] = b"node: the log was not read for a while, %d bytes of it are lost\n" % cut
+                self._waiting[:cut] = b"node: nobody read the log for a while, %d bytes of it are lost\n" % cut
 
     def _read_lines(self, chunk: bytes) -> None:
-        """Those that have ended, or are too long; all that is left after the last, empty, chunk."""
+        """Reads the lines that are complete or too long; after the last, empty chunk all that is left."""
         self._rest += chunk
         if chunk and len(self._rest) < LONGEST_LINE and not LINE_END.search(chunk):
             return

@@ -48,7 +48,7 @@ def rank_command(task: NodeTask) -> list[str]:
 
 
 def rank_environment(task: NodeTask, secrets: dict[str, str]) -> dict[str, str]:
-    """The container's, the task's and the secrets; ranks also stop if we die (SHARDLINE_LAUNCHER_PID)."""
+    """The environment of the ranks: the container's, the task's and the secrets; ranks stop if we die."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if task.interface else ()
     interface = dict.fromkeys(names, task.interface)
     ours = {"SHARDLINE_LAUNCHER_PID": str(os.getpid())}
@@ -56,15 +56,15 @@ def rank_environment(task: NodeTask, secrets: dict[str, str]) -> dict[str, str]:
 
 
 def adopt_orphans() -> None:
-    """Ranks whose torchrun dies become our children, not init's, so that none is out of our sight."""
+    """Makes ranks whose torchrun dies our children instead of init's, so that they can be found and stopped."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _ranks(task: NodeTask, torchrun: int) -> list[psutil.Process]:
-    """torchrun's children, or ours if it died; what they have started themselves is theirs to stop.
+    """The processes of the ranks: torchrun's children, or ours if torchrun died, but not what they started themselves.
 
-    Under a prefix such as nsys it is the Python below it; a forked loader has its rank's command line too, so that
-    only the topmost is meant.
+    Under a prefix such as nsys a rank is the Python process below it. A forked data loader has its rank's command line
+    too, so only the topmost process counts.
     """
     family = psutil.Process().children(recursive=True)
     if not task.prefix:
@@ -86,10 +86,10 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def stop_ranks(task: NodeTask, process: subprocess.Popen[bytes], *, at_once: Callable[[], bool]) -> bool:
-    """SIGTERM and time for a last checkpoint; ranks that hang say where (SIGUSR1). True if all left by themselves.
+    """Sends SIGTERM and waits for a last checkpoint; returns whether all ranks ended by themselves.
 
-    They are told directly: torchrun would kill them 30 s after it was told. There is no more grace when
-    `at_once` says so.
+    The signal goes to the ranks, because torchrun would kill them 30 s after its own. Ranks that do not end in time
+    print their stacks (SIGUSR1). `at_once` ends the wait early.
     """
     ranks = _ranks(task, process.pid)
     for rank in ranks:
@@ -116,9 +116,9 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def kill_siblings(process: subprocess.Popen[bytes], told: Iterable[int]) -> None:
-    """Ranks that torchrun told to leave because another one failed; torchrun then reports that one and ends.
+    """Kills ranks that torchrun has told to end because another one failed, so that it reports that one at once.
 
-    By itself it waits 30 s for them, in which other hosts' ranks have failed of it and theirs would be the cause.
+    Otherwise it waits 30 s for them, in which other hosts' ranks fail as a consequence and look like the cause.
     """
     for pid in told:
         with suppress(psutil.NoSuchProcess):
@@ -129,7 +129,10 @@ def kill_siblings(process: subprocess.Popen[bytes], told: Iterable[int]) -> None
 
 
 def end_torchrun(process: subprocess.Popen[bytes], *, patience_s: float) -> int:
-    """Without ranks it need not wait for other hosts; the ranks of one that is killed become ours. Its exit code."""
+    """Ends torchrun and returns its exit code; the ranks of a killed one become our children.
+
+    `patience_s`: time for it to end by itself. Without ranks it need not wait for other hosts.
+    """
     if process.poll() is None and patience_s:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -139,7 +142,7 @@ def end_torchrun(process: subprocess.Popen[bytes], *, patience_s: float) -> int:
 
 
 def kill_family() -> None:
-    """Whatever descends from us: what ranks left behind would hold devices, ports and the output's pipe."""
+    """Kills all descendants: what ranks left behind would hold devices, ports and the pipe of their output."""
     family = psutil.Process().children(recursive=True)
     for member in family:
         with suppress(psutil.NoSuchProcess):

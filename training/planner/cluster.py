@@ -1,4 +1,4 @@
-"""What the prices of a step need to know of an inventory: the slowest device, the links, and who shares them.
+"""What predictions need to know of an inventory: the slowest device, the links, and who shares them.
 
 Times of collectives are those of rings: bytes over bus bandwidth as nccl-tests define it, and a latency (Thakur et al.
 2005; nccl-tests, doc/PERFORMANCE.md). What was not measured is assumed, and the plan says so.
@@ -14,8 +14,8 @@ from typing import Literal
 
 from training.records.inventory import Device, Host, Inventory
 
-# Per kind of device, where an inventory does not say: TFLOP/s, GB/s of memory, of an all-reduce in the host and between
-# hosts, and us of a small one. Modest ones: a run that is faster than its plan does less harm than one that is slower.
+# Rates assumed where an inventory has none, by kind of device: TFLOP/s; GB/s of memory and of an all-reduce in the host
+# and between hosts; us of a small one. They are low: a run that beats its plan does less harm than one that does not.
 ASSUMED = {
     "cpu": {"matmul": 0.1, "memory": 10.0, "inside": 1.0, "network": 0.1, "inside_us": 100.0, "network_us": 500.0},
     "cuda": {"matmul": 50.0, "memory": 900.0, "inside": 20.0, "network": 10.0, "inside_us": 20.0, "network_us": 60.0},
@@ -23,12 +23,12 @@ ASSUMED = {
 CPU_ATTENTION = 0.34  # of the rate of fp32 products, in any precision: 80 of 235 GFLOP/s a core, heads of 32 to 128
 CPU_SCALING = 0.9  # of n times a core's rate that n threads of one process reach (2 threads: 1.8, docs/planning.md)
 PCIE_GB_PER_S = 20.0  # host memory to a GPU and back, pinned, over 16 lanes of PCIe 4
-HOST_ADAM_GB_PER_S = 20.0  # that an optimizer on the host moves
+HOST_ADAM_GB_PER_S = 20.0  # bytes that an optimizer on the host moves
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Of a group of ranks: bus bandwidth that each of its collectives gets, and the latency of a small one."""
+    """The link of a group of ranks: the bus bandwidth that its collectives get, and the latency of a small one."""
 
     gb_per_s: float
     latency_us: float
@@ -39,7 +39,7 @@ class Ring:
         return 2 * (ranks - 1) / ranks * num_bytes / self.gb_per_s / 1e9 + calls * self.latency_us / 1e6
 
     def gather_s(self, num_bytes: float, ranks: int, *, calls: float = 1) -> float:
-        """An all-gather of `num_bytes` in all, or a reduce-scatter: half an all-reduce."""
+        """Seconds of an all-gather or reduce-scatter of `num_bytes` in all: half of an all-reduce."""
         return self.all_reduce_s(num_bytes, ranks, calls=calls) / 2
 
     def send_s(self, num_bytes: float) -> float:
@@ -48,7 +48,10 @@ class Ring:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Rates are one rank's, of the slowest device; links are the slowest host's. `assumed`: what was not measured."""
+    """The devices and links of a run. Rates are of one rank on the slowest device, links are the slowest host's.
+
+    `inside`: the link between the ranks of a host; `network`: between hosts. `assumed`: what was not measured.
+    """
 
     kind: Literal["cpu", "cuda"]
     ranks_per_host: tuple[int, ...]
@@ -59,7 +62,7 @@ class Cluster:
     network: Ring
     assumed: tuple[str, ...] = ()
     is_measured: bool = True  # the rate of matrix products
-    attention_tflops: float = 0.0  # of fused attention; 0: a share of the rate of products (recipe.py)
+    attention_tflops: float = 0.0  # of fused attention; 0: a share of the rate of products (cost_model.py)
 
     @property
     def num_hosts(self) -> int:
@@ -70,23 +73,22 @@ class Cluster:
         return max(self.ranks_per_host)
 
     def link(self, ranks: int, *, stride: int = 1) -> Ring:
-        """Of a group of `ranks` ranks, each `stride` from the next.
+        """The link of a group of `ranks` ranks, each `stride` from the next.
 
-        Where it reaches over hosts, the groups that talk at the same time share their network: `stride` of them on a
-        full host, each with its part of the host's bus bandwidth.
+        If the group reaches over hosts, `stride` such groups on each full host share its network at the same time.
         """
-        here = self.most_on_a_host
-        if ranks * stride <= here or self.num_hosts == 1:
+        per_host = self.most_on_a_host
+        if ranks * stride <= per_host or self.num_hosts == 1:
             return self.inside
-        sharing = min(stride, here)
-        gb_per_s = self.network.gb_per_s / sharing
-        if here > 1 and stride < here:
+        num_sharing = min(stride, per_host)
+        gb_per_s = self.network.gb_per_s / num_sharing
+        if per_host > 1 and stride < per_host:
             gb_per_s = min(gb_per_s, self.inside.gb_per_s)
         return Ring(gb_per_s, self.network.latency_us)
 
 
 def matmul_tflops(device: Device, precision: str) -> float:
-    """As measured; fp32 products run as tf32 where a GPU has it (training/runtime/process.py). 0: not measured."""
+    """The measured rate of matrix products, 0 if not measured; in fp32 a GPU that has tf32 uses it."""
     measured = device.matmul_tflops
     if precision == "fp8" and "fp8" not in measured:  # a CPU, which is slower still
         precision = "bf16"
@@ -94,8 +96,10 @@ def matmul_tflops(device: Device, precision: str) -> float:
 
 
 def cluster_of(inventory: Inventory, ranks_per_host: Sequence[int], *, precision: str) -> Cluster:
-    """As the ranks will find them. CPU ranks share their host's cores: what was measured with one on each "device"
-    is spread over as many as there will be."""
+    """The cluster that ranks will find: so many on each of the first hosts.
+
+    CPU ranks share their host's cores, so what was measured with one rank per "device" is spread over all of them.
+    """
     kind, hosts = inventory.device_kind, inventory.hosts[: len(ranks_per_host)]
     guess, assumed = ASSUMED[kind], []
 
@@ -140,16 +144,16 @@ def cluster_of(inventory: Inventory, ranks_per_host: Sequence[int], *, precision
 
 
 def _shares(host: Host, ranks: int) -> float:
-    """Measured "devices" that a rank gets."""
+    """How many of the measured "devices" of a host each of its ranks gets."""
     return len(host.devices) / ranks
 
 
 def _rate(rates: Sequence[float], kind: str) -> float:
-    """CPU ranks of one host share its cores: that one of them measured faster than the next is chance."""
+    """The rate of a host's ranks: the slowest GPU's; of CPU ranks, which share cores and differ by chance, the mean."""
     return min(rates) if kind == "cuda" or not min(rates) else fmean(rates)
 
 
 def _links(hosts: Sequence[Host], field: str) -> list[float]:
-    """Of the hosts that measured it; the slowest: most GB/s are least, but the latency is the longest."""
+    """The values of a link field that hosts measured; of latencies only the longest, which is the slowest."""
     found = [float(getattr(host, field)) for host in hosts if getattr(host, field)]
     return [max(found)] if found and field.endswith("_us") else found

@@ -1,4 +1,4 @@
-"""Which ranks talk to which, how often and in how many bytes, as arithmetic: groups, compression, collectives."""
+"""What data-parallel ranks send: their groups, gradient compression, and the bytes of collectives."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ KEEPS_RESIDUALS = ("topk", "powersgd")
 
 
 def all_reduce_bytes(num_bytes: int, ranks: int) -> int:
-    """What each rank sends to sum `num_bytes` over so many ranks: the least there is, and what a ring of them sends
+    """Bytes that each rank sends to sum `num_bytes` over `ranks` ranks: the minimum, which a ring reaches
     (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations")."""
     return 2 * num_bytes * (ranks - 1) // ranks
 
 
 def gather_bytes(num_bytes: int, ranks: int) -> int:
-    """What each rank sends, itself or by passing it on, so that all have the `num_bytes` that each of them brings."""
+    """Bytes that each rank sends or passes on until all ranks have the `num_bytes` of each of them."""
     return num_bytes * (ranks - 1)
 
 
 def choose_groups(
     parallel: ParallelConfig, strategy: StrategyName, *, dp: int, tp: int, ranks_per_host: Sequence[int]
 ) -> tuple[int, str]:
-    """Data-parallel ranks in a group, and why; 0 for strategies without groups.
+    """The number of data-parallel ranks in a group, and why; 0 for strategies without groups.
 
-    Raises ValueError, with the numbers and the cure, where ranks cannot be dealt to equal groups.
+    Raises ValueError, with the numbers and the cure, if the ranks do not make equal groups.
     """
     if strategy not in IN_GROUPS:
         return 0, ""
@@ -40,16 +40,16 @@ def choose_groups(
             )
     if dp % ranks:
         raise ValueError(
-            f"{dp} data-parallel ranks cannot be dealt to groups of parallel.group_ranks = {ranks}: set it to a "
+            f"{dp} data-parallel ranks cannot be split into groups of parallel.group_ranks = {ranks}: set it to a "
             f"divisor of {dp}"
         )
     if dp == ranks:
-        why += "; a single group has nobody to agree with"
+        why += "; a single group has no other to synchronize with"
     return ranks, f"{dp // ranks} groups of {ranks} data-parallel ranks: {why}"
 
 
 def check_communication(config: RunConfig, *, dp: int, precision: str) -> None:
-    """Raises ValueError for what cannot work on so many data-parallel ranks, or sends more than it saves."""
+    """Raises ValueError for settings that do not work on `dp` data-parallel ranks, or send more than they save."""
     parallel, skips = config.parallel, precision == "fp16" or config.train.on_nonfinite == "skip"
     why = ""
     if parallel.strategy == "local-sgd":
@@ -71,7 +71,7 @@ def check_communication(config: RunConfig, *, dp: int, precision: str) -> None:
 
 
 def kept_bytes(config: RunConfig, parameters: float, *, group_ranks: int) -> float:
-    """What a rank with so many of the model's parameters holds besides weights, gradients and AdamW's moments.
+    """Bytes that a rank with `parameters` of the model holds besides weights, gradients and AdamW's moments.
 
     topk, powersgd: the residual. local-sgd: its part of the agreed weights and of the outer momentum, and while it
     validates between outer steps the groups' mean.
@@ -82,7 +82,7 @@ def kept_bytes(config: RunConfig, parameters: float, *, group_ranks: int) -> flo
 
 
 def own_bytes(config: RunConfig, parameters: float, *, group_ranks: int) -> float:
-    """What a checkpoint keeps of each rank alone: the residual; its part of what its group alone has."""
+    """Bytes that a checkpoint stores for each rank alone: its residual, and its part of what its group alone has."""
     if config.parallel.strategy == "local-sgd":
         return 20 / group_ranks * parameters
     return 4 * parameters if config.parallel.compression in KEEPS_RESIDUALS else 0

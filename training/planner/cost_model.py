@@ -1,14 +1,14 @@
-"""How a training program works, as far as memory and time follow from it: ours, and parameters for those of others.
+"""Cost models: which bytes a training program keeps, how often it moves them, and what it does at the same time.
 
-The functions of memory.py and step_time.py know formulas; a Recipe says which bytes a program keeps, how often it
-moves them, and what it can do at the same time. benchmarks/planner_vs_published.py prices Megatron's and torchtitan's
-published runs by the same functions with recipes of their own.
+The functions of memory.py and step_time.py know the formulas; a CostModel has the numbers that differ from program to
+program. Ours is here; benchmarks/planner_vs_published.py prices the published runs of Megatron and torchtitan by the
+same functions with cost models of their own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from training.config.parallel import StrategyName
 from training.planner.job import KNOWN_ARCHITECTURES, Job
@@ -96,44 +96,74 @@ DEEPSPEED_GIB = 0.21  # resident besides
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Bytes are per parameter where nothing else is said; `kept` without recomputation."""
+class Program:
+    """What both memory and time follow from: what a layer keeps, and the bytes of each number that ranks exchange."""
 
-    kept: Kept
-    weight_bytes: float = 4.0
-    gradient_bytes: float = 4.0
-    optimizer_bytes: float = 8.0
-    cast_bytes: float = 0.0  # copies of the weights for matrix products, made in each forward pass
-    copy_bytes: float = 0.0  # an optimizer's own copy of what it updates
+    kept: Kept  # without recomputation
+    weight_bytes: float = 4.0  # per parameter
+    gather_bytes: float = 4.0  # per weight, where weights are gathered
+    reduce_bytes: float = 4.0  # per gradient that data-parallel ranks sum
     boundary_bytes: float = 4.0  # per number that goes from layer to layer
     products_kept: float = 1.0  # share of the matrix products that selective recomputation keeps
     recomputes_scores_only: bool = False  # selective recomputation drops attention's scores, nothing else
     sequence_parallel: bool = False
-    frees_before_gradients: bool = False  # a step's gradients grow while its activations go
-    chunked_logits: bool = True
+    chunked_logits: bool = True  # the loss makes its gradient chunk by chunk, in the forward pass
+
+
+@dataclass(frozen=True)
+class MemoryCosts:
+    """What memory alone follows from; bytes are per parameter unless stated otherwise."""
+
+    gradient_bytes: float = 4.0
+    optimizer_bytes: float = 8.0
+    cast_bytes: float = 0.0  # copies of the weights for matrix products, made in each forward pass
+    copy_bytes: float = 0.0  # an optimizer's own copy of what it updates
+    frees_before_gradients: bool = False  # a step's gradients grow while its activations are freed
     logit_bytes: float = 10.0  # per logit that exists at one time
-    bucket_bytes: float = 0.0  # buffers that gradients travel in
-    process_gib: float = 0.0
-    fragmentation: float = 0.0  # share of what comes and goes
-    # Time
+    bucket_bytes: float = 0.0  # all buffers that gradients travel in
+    process_gib: float = 0.0  # what a process holds before it trains
+    fragmentation: float = 0.0  # share of what is allocated and freed in each step
+
+
+@dataclass(frozen=True)
+class TimeCosts:
+    """What time alone follows from."""
+
     sustained: float = 1.0  # share of the measured matmul rate that a long step keeps up: clocks fall
     passes: float = 2.8  # bytes that a forward pass moves per byte it keeps
-    score_passes: float = 2.6  # and per byte of scores
+    score_passes: float = 2.6  # bytes that it moves per byte of attention scores
     attention_share: float = 0.5  # of the matmul rate that fused attention reaches
     skips_masked: bool = True  # attention computes only what a causal mask leaves
     ops: float = 70.0  # operations of a layer's forward pass, launched one by one
-    op_us: float = 0.0  # of host time each; a GPU waits only where it is faster than that
+    op_us: float = 0.0  # host time to launch an operation; a GPU waits only where it is faster than that
     hides_ops: bool = True  # launching goes on while the device computes
-    gather_bytes: float = 4.0  # per weight, where weights are gathered
-    reduce_bytes: float = 4.0  # per gradient
-    across_bytes: float = 4.0  # per gradient and step, between groups
+    across_bytes: float = 4.0  # per gradient and step, sent between groups
     hides: float = 0.8  # share of computing that communication can go on beside
     contention: float = 0.5  # seconds that computing loses per second of communication beside it
     scatters_boundary: bool = False  # tp ranks send a tp-th each from stage to stage (Narayanan et al. 2021, 4.1)
     update_bytes: float = 40.0  # moved per parameter by clipping and AdamW
 
 
-def our_recipe(
+@dataclass(frozen=True)
+class CostModel:
+    """How a training program works, as far as its memory and time follow from it."""
+
+    program: Program
+    memory: MemoryCosts
+    time: TimeCosts
+
+    def replaced(self, **changes: Any) -> CostModel:
+        """The same model with other values of some fields; each field belongs to one of the three parts."""
+
+        def part(now: Any) -> Any:
+            return replace(now, **{name: changes.pop(name) for name in list(changes) if hasattr(now, name)})
+
+        replaced = CostModel(part(self.program), part(self.memory), part(self.time))
+        assert not changes, f"no part has {', '.join(changes)}"
+        return replaced
+
+
+def our_cost_model(
     job: Job,
     strategy: StrategyName,
     *,
@@ -143,8 +173,8 @@ def our_recipe(
     bucket_bytes: float = 0.0,
     reduce_bytes: float = 4.0,
     across_bytes: float = 4.0,
-) -> Recipe:
-    """Of our own training program (training/strategies/) under `strategy`."""
+) -> CostModel:
+    """The cost model of our own training program (training/strategies/) under `strategy`."""
     carried = "fp32" if job.precision == "fp32" else "16 bits" if _is_16_bit(strategy, job) else "autocast"
     architecture = job.shape.architecture if job.shape.architecture in KNOWN_ARCHITECTURES else "llama"
     kept = OUR_KEPT[architecture, carried]
@@ -156,29 +186,35 @@ def our_recipe(
     low = job.precision != "fp32"
     sharing = SHARING[strategy]
     described = job.shape.architecture in KNOWN_ARCHITECTURES
-    return Recipe(
-        kept=replace(kept, mlp=kept.mlp * 0.8) if compiled else kept,
-        gradient_bytes=8.0 if copies_gradients else 4.0,
-        bucket_bytes=bucket_bytes if strategy != "single" else 0.0,
-        reduce_bytes=reduce_bytes,
-        across_bytes=across_bytes,
-        cast_bytes=2.0 if low else 0.0,
-        copy_bytes=4.0 if strategy in {"zero1", "zero2"} else 0.0,
-        boundary_bytes=2.0 if carried == "16 bits" else 4.0,
-        frees_before_gradients=strategy == "single",
-        chunked_logits=described,
-        logit_bytes=8 + job.width_bytes if described else 12 + 2 * job.width_bytes,
-        process_gib=TORCH_GIB[kind] + (DEEPSPEED_GIB if kind == "cpu" and strategy.startswith("zero") else 0.0),
-        fragmentation=0.05 if kind == "cuda" else 0.0,
-        sustained=SUSTAINED[kind] * (FP8_SUSTAINED if job.precision == "fp8" else 1.0),
-        attention_share=0.5 / (FP8_GAIN if job.precision == "fp8" else 1.0),
-        passes=PASSES[kind, compiled],
-        ops=(20.0 if compiled else 70.0) + sharing.ops,
-        op_us=8.0 if kind == "cuda" else 12.0,
-        hides_ops=kind == "cuda",
-        skips_masked=kind == "cuda",
-        gather_bytes=2.0 if carried == "16 bits" else 4.0,
-        hides=0.8 if kind == "cuda" and sharing.hides else 0.0,
+    return CostModel(
+        Program(
+            kept=replace(kept, mlp=kept.mlp * 0.8) if compiled else kept,
+            reduce_bytes=reduce_bytes,
+            boundary_bytes=2.0 if carried == "16 bits" else 4.0,
+            chunked_logits=described,
+            gather_bytes=2.0 if carried == "16 bits" else 4.0,
+        ),
+        MemoryCosts(
+            gradient_bytes=8.0 if copies_gradients else 4.0,
+            bucket_bytes=bucket_bytes if strategy != "single" else 0.0,
+            cast_bytes=2.0 if low else 0.0,
+            copy_bytes=4.0 if strategy in {"zero1", "zero2"} else 0.0,
+            frees_before_gradients=strategy == "single",
+            logit_bytes=8 + job.width_bytes if described else 12 + 2 * job.width_bytes,
+            process_gib=TORCH_GIB[kind] + (DEEPSPEED_GIB if kind == "cpu" and strategy.startswith("zero") else 0.0),
+            fragmentation=0.05 if kind == "cuda" else 0.0,
+        ),
+        TimeCosts(
+            across_bytes=across_bytes,
+            sustained=SUSTAINED[kind] * (FP8_SUSTAINED if job.precision == "fp8" else 1.0),
+            attention_share=0.5 / (FP8_GAIN if job.precision == "fp8" else 1.0),
+            passes=PASSES[kind, compiled],
+            ops=(20.0 if compiled else 70.0) + sharing.ops,
+            op_us=8.0 if kind == "cuda" else 12.0,
+            hides_ops=kind == "cuda",
+            skips_masked=kind == "cuda",
+            hides=0.8 if kind == "cuda" and sharing.hides else 0.0,
+        ),
     )
 
 

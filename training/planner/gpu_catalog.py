@@ -1,7 +1,7 @@
 """Known GPUs: datasheet peaks, and the share of them that large matrix products were measured to reach.
 
 Peaks are dense (without the factor 2 of structured sparsity) and accumulate in fp32, as torch does. Two uses: a
-measured device is compared with its like, and one that is not there gets stand-in rates (hypothetical_hosts.py).
+measured device is compared with its like, and a hypothetical one gets its rates from here (hypothetical_hosts.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from training.records.inventory import Device, Inventory
 
-SLOW = 0.9  # of its like: below, a device is reported as slow
+SLOW = 0.9  # a device below this share of the rate of others of its kind is reported as slow
 COPY_SHARE = 0.88  # of the memory bandwidth: a copy of 1727 of 1935 GB/s (github.com/mli/transformers-benchmarks #4)
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
@@ -148,7 +148,7 @@ def find_gpu(name: str) -> KnownGpu | None:
 
 
 def nearest_names(name: str) -> list[str]:
-    """Names that have all the words of `name`, else those spelt most like it."""
+    """The known names that contain all words of `name`, else those spelled most like it."""
     having = [known for known in known_gpus() if _words(name) and _words(name) <= _words(known)]
     spelt = {known.lower(): known for known in known_gpus()}
     return having or [spelt[near] for near in difflib.get_close_matches(name.lower(), spelt, n=3, cutoff=0.3)]
@@ -164,10 +164,10 @@ def _words(name: str) -> frozenset[str]:
 
 
 def slow_devices(inventory: Inventory) -> dict[tuple[str, int], str]:
-    """(host, local rank) -> why its GPU is slow: more than 10% below its like, in words with the numbers.
+    """(host, local rank) -> a sentence that says why its GPU is slow: more than 10% below others of its kind.
 
-    Its like: the fastest of its name in the inventory, which had the same program and driver; and where that is no
-    better, what others measured on such a GPU.
+    Each is compared with the fastest of its name in the inventory, measured by the same program and driver, and with
+    what others measured on such a GPU.
     """
     gpus = [
         (host.name, i, device)
@@ -189,7 +189,7 @@ def slow_devices(inventory: Inventory) -> dict[tuple[str, int], str]:
 
 
 def _against(device: Device, alike: list[Device]) -> Iterator[tuple[float, str]]:
-    """Share of the fastest one's rate, and words that leave the percentage open."""
+    """Shares of the fastest one's rates, and sentences that leave the percentage open."""
     for what, rate in _rates(device).items():
         best = max(_rates(other).get(what, 0.0) for other in alike)
         if best:

@@ -1,4 +1,4 @@
-"""Inventories of machines that are not there: `16x8xH100-80GB-SXM,400Gb` is 16 hosts of 8 such GPUs each.
+"""Inventories of hypothetical hosts: `16x8xH100-80GB-SXM,400Gb` is 16 hosts of 8 such GPUs each.
 
 HOSTSxGPUSxNAME[,NETWORK], several groups of unlike hosts joined by `+`. NETWORK is what one host has in all, in one
 direction, shared by its GPUs: `400Gb`, or `8x400Gb` where it has eight adapters. A number alone could mean either; we
@@ -26,14 +26,14 @@ START_US, NVLINK_HOP_US, PCIE_HOP_US, NETWORK_HOP_US = 6.8, 0.6, 1.0, 5.0
 CORES_PER_GPU = 12
 HOST_MEMORY = 2.0  # of the GPUs' together, as DGX systems have: 2 TB for 8 x 80 GB and 8 x 141 GB
 DISK_GIB = 100_000.0  # a file system of its size: not what such a plan is about
-HYPOTHETICAL = "stand-in"  # among a host's versions
+HYPOTHETICAL = "hypothetical"  # key in a host's versions
 EXAMPLE = "16x8xH100-80GB-SXM,400Gb, or 1x8xA100-80GB-SXM,200Gb+1x4xRTX-3090"
 GROUP = re.compile(r"(\d+)x(\d+)x([^,+]+)(?:,\s*(.+))?")
 NETWORK = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)\s*([MGT])(?:b|bit|bps|bit/s|b/s)", re.IGNORECASE)
 
 
 def hypothetical_inventory(text: str) -> Inventory:
-    """Raises ValueError, with the nearest names known, for what cannot be read."""
+    """The inventory that `text` describes. Raises ValueError, with the nearest known names, if it cannot be read."""
     groups = [_group(part.strip()) for part in text.split("+")]
     num_hosts = sum(number for number, _, _, _ in groups)
     given = [gb_per_s for _, _, _, gb_per_s in groups if gb_per_s]
@@ -43,33 +43,33 @@ def hypothetical_inventory(text: str) -> Inventory:
     for number, num_gpus, gpu, gb_per_s in groups:
         slowest = gb_per_s or min(given, default=0.0)  # a group that says nothing is no faster than the others
         for _ in range(number):
-            host = _host(f"stand-in-{len(hosts)}", gpu, num_gpus)
+            host = _host(f"hypothetical-{len(hosts)}", gpu, num_gpus)
             network = {"network_gb_per_s": slowest, "network_latency_us": _network_latency_us(host, num_hosts)}
             hosts.append(host.model_copy(update=network if num_hosts > 1 else {}))
     return Inventory(hosts=tuple(hosts))
 
 
 def assumptions(inventory: Inventory) -> list[str]:
-    """What is taken for granted of hosts that are not there, for the plan's reasons."""
+    """Sentences for the plan's reasons on what it assumes of hypothetical hosts; none for real hosts."""
     hosts = [host for host in inventory.hosts if HYPOTHETICAL in host.versions]
     if not hosts:
         return []
     gpus = sorted({host.versions[HYPOTHETICAL] for host in hosts})
     found = [
-        f"stand-in hosts, nothing was measured: rates of matrix products as others measured them ({'; '.join(gpus)}), "
-        "links as NCCL reaches of the datasheet's"
+        f"hypothetical hosts: nothing was measured. Rates of matrix products are those that others measured "
+        f"({'; '.join(gpus)}), links the share of the datasheet's that NCCL usually reaches"
     ]
     if len(inventory.hosts) > 1:
         rates = sorted({f"{host.network_gb_per_s / NETWORK_SHARE * 8:.0f}" for host in hosts}, key=float)
         found.append(
-            f"network: {' and '.join(rates)} Gbit/s a host, shared by its GPUs (8x400Gb would be eight adapters of "
+            f"network: {' and '.join(rates)} Gbit/s per host, shared by its GPUs (8x400Gb would be eight adapters of "
             "400 Gbit/s)"
         )
     return found
 
 
 def _group(text: str) -> tuple[int, int, KnownGpu, float]:
-    """Hosts, GPUs on each, which, and the network's GB/s (0: not given)."""
+    """Parses one group: the number of hosts, of GPUs on each, the GPU, and the network's GB/s (0: not given)."""
     match = GROUP.fullmatch(text)
     if match is None:
         raise ValueError(f"--hosts: {text!r} is not HOSTSxGPUSxNAME,NETWORK: write it as in {EXAMPLE}")
@@ -87,7 +87,7 @@ def _group(text: str) -> tuple[int, int, KnownGpu, float]:
 
 
 def _network_gb_per_s(text: str) -> float:
-    """What collectives reach of it, in GB/s, one direction."""
+    """The GB/s in one direction that collectives reach on the network that `text` names."""
     match = NETWORK.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"--hosts: {text!r} is no network: write what a host has, such as 400Gb, 8x400Gb or 100Mb")
@@ -128,6 +128,6 @@ def _hop_us(by_nvlink: bool) -> float:
 
 
 def _network_latency_us(host: Host, num_hosts: int) -> float:
-    """A tree: along each host's GPUs, then up and down through log2 of the hosts."""
+    """Latency of a tree: along each host's GPUs, then up and down through log2 of the hosts."""
     along_host = max(0.0, host.allreduce_latency_us - START_US)
     return START_US + along_host + 2 * math.log2(num_hosts) * NETWORK_HOP_US if num_hosts > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Whether a model can be divided over ranks for inference as the config asks."""
+"""Checks that a model can be divided over devices for inference as the config asks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from training.planner.model_shape import shape_of_hf
 
 
 def check_inference(folder: Path, inference: InferenceConfig, *, device_kind: str = "cpu") -> None:
-    """Raises ValueError, with the numbers, for a model that cannot be shared as asked for."""
+    """Raises ValueError, with the numbers and the cure, if the model cannot be divided as the config asks."""
     degree = inference.degree
     if inference.engine == "deepspeed":
         _check_deepspeed(folder, inference, device_kind=device_kind)
     if inference.parallel == "none" and degree > 1:
         raise ValueError(
             f"inference.degree = {degree}, but inference.parallel = none: set inference.parallel to data (copies), "
-            "tensor (split matrices) or pipeline (dealt layers), or leave the degree out"
+            "tensor (split matrices) or pipeline (distributed layers), or leave the degree out"
         )
     if inference.parallel not in {"tensor", "pipeline"}:
         return
@@ -42,7 +42,7 @@ def check_inference(folder: Path, inference: InferenceConfig, *, device_kind: st
 
 
 def _check_deepspeed(folder: Path, inference: InferenceConfig, *, device_kind: str) -> None:
-    """What it has for CPUs is automatic tensor parallelism, which leaves out classes that have kernels (0.19.8)."""
+    """On CPUs DeepSpeed has automatic tensor parallelism only, without the classes that have CUDA kernels (0.19.8)."""
     if inference.parallel not in {"none", "tensor"}:
         raise ValueError(
             f"inference.parallel = {inference.parallel}: DeepSpeed-Inference splits matrices (tensor) or runs on one "

@@ -1,4 +1,4 @@
-"""What one step trains, and one way to lay it out over devices: what the planner prices."""
+"""What the planner prices: a job, which is what one step trains, and a layout, one way to run it on devices."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from training.records.plan import ModelShape
 
 Offload = Literal["none", "optimizer", "parameters"]
 Recompute = Literal["none", "selective", "full"]
-KNOWN_ARCHITECTURES = ("llama", "gpt2", "bert")  # architectures with an entry in training/models/architectures.py
-CHUNK_TOKENS = 2048  # logits are made for so many tokens at a time (training/models/linear_cross_entropy.py)
+KNOWN_ARCHITECTURES = ("llama", "gpt2", "bert")  # those with an entry in training/models/architectures.py
+CHUNK_TOKENS = 2048  # the loss makes logits for this many tokens at a time
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Job:
 
     @property
     def width_bytes(self) -> int:
-        """Of a number that matrix products take."""
+        """Bytes of each number in a matrix product's operands."""
         return 4 if self.precision == "fp32" else 2
 
     @property
@@ -35,7 +35,7 @@ class Job:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the MLP has three matrices, as Llama's; two, as GPT-2's and BERT's."""
+        """Whether the MLP has three matrices, as Llama's has, rather than two, as those of GPT-2 and BERT have."""
         return self.shape.architecture not in {"gpt2", "bert"}
 
     @property
@@ -45,7 +45,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to run a job. `accumulation`: micro-batches of `micro_batch` sequences that each replica makes a step."""
+    """One way to run a job. Each replica makes `accumulation` micro-batches of `micro_batch` sequences in a step."""
 
     strategy: StrategyName
     tp: int

@@ -1,13 +1,14 @@
-"""What one rank holds at the peak of a step, by part: arithmetic of a job, a choice and a recipe (recipe.py).
+"""What one rank holds at the peak of a step, by part: arithmetic of a job, a layout and a cost model (cost_model.py).
 
 Weights, gradients and optimizer by ZeRO's stages (Rajbhandari et al. 2020, section 5); activations by Korthikanti et
 al. 2022 (arXiv:2205.05198): section 4 for tensor and sequence parallelism, eq. 5 for pipelines, section 5 for
-recomputation; attention scores only where a recipe stores them. Peaks of parts that never come together are not added.
+recomputation. Attention scores count only where the cost model stores them. Peaks of parts that never coincide are not
+added.
 """
 
 from __future__ import annotations
 
-from training.planner.cost_model import SHARING, Recipe
+from training.planner.cost_model import SHARING, CostModel
 from training.planner.job import CHUNK_TOKENS, Job, Layout
 from training.records.plan import ModelShape
 
@@ -15,10 +16,10 @@ GIB = 2**30
 LAYERS_GATHERED = 2  # the one that computes, and the next
 
 
-def memory_gib(job: Job, layout: Layout, recipe: Recipe, *, num_shards: int) -> dict[str, float]:
-    """GiB by part, of the rank that holds most. `num_shards`: ranks over which a sharded state is spread."""
+def memory_gib(job: Job, layout: Layout, model: CostModel, *, num_shards: int) -> dict[str, float]:
+    """Memory by part, in GiB, of the rank that holds most. `num_shards`: ranks over which a sharded state is spread."""
     stages = {0, layout.pp - 1}
-    ranks = [_bytes_of_stage(job, layout, recipe, stage=stage, num_shards=num_shards) for stage in sorted(stages)]
+    ranks = [_bytes_of_stage(job, layout, model, stage=stage, num_shards=num_shards) for stage in sorted(stages)]
     largest = max(ranks, key=lambda parts: sum(parts.values()))
     return {part: num_bytes / GIB for part, num_bytes in largest.items() if num_bytes}
 
@@ -28,67 +29,72 @@ def layer_parameters(job: Job) -> float:
 
 
 def _outside_layers(shape: ModelShape) -> int:
-    """Embeddings and output layer: all but some norms."""
+    """Parameters of the embeddings and the output layer: all but some norms."""
     words = shape.vocab_size * shape.width * (1 if shape.tied else 2)
     return words + (shape.context * shape.width if shape.architecture in {"gpt2", "bert"} else 0)
 
 
 def stage_layers(job: Job, layout: Layout) -> int:
-    """Of the rank with most of them; numpy.array_split gives the first stages one more."""
+    """Layers of the rank that has most; numpy.array_split gives the first stages one more."""
     stages = layout.pp * layout.stages_per_rank
     return -(-job.shape.layers // stages) * layout.stages_per_rank
 
 
 def stage_parameters(job: Job, layout: Layout, *, stage: int) -> float:
-    """Of one rank before data parallelism shards them. A tied embedding lies on the first stage and on the last."""
+    """Parameters of one rank before data parallelism shards them. A tied embedding lies on the first and last stage."""
     outside = _outside_layers(job.shape) if layout.pp == 1 else job.shape.vocab_size * job.shape.width
     ends = outside if stage in (0, layout.pp - 1) else 0
     return (stage_layers(job, layout) * layer_parameters(job) + ends) / layout.tp
 
 
-def _bytes_of_stage(job: Job, layout: Layout, recipe: Recipe, *, stage: int, num_shards: int) -> dict[str, float]:
+def _bytes_of_stage(job: Job, layout: Layout, model: CostModel, *, stage: int, num_shards: int) -> dict[str, float]:
     sharing, n = SHARING[layout.strategy], num_shards
     parameters = stage_parameters(job, layout, stage=stage)
     on_host, states_on_host = layout.offload == "parameters", layout.offload != "none"
-    activations = _activations(job, layout, recipe, stage=stage)
+    activations = _activations(job, layout, model, stage=stage)
     passing = {
         "activations": activations,
-        "layer being recomputed": _recomputed(job, layout, recipe),
-        "logits": _logits(job, layout, recipe) if stage == layout.pp - 1 else 0.0,
-        "gathered sequence": _gathered_sequence(job, layout, recipe),
+        "layer being recomputed": _recomputed(job, layout, model),
+        "logits": _logits(job, layout, model) if stage == layout.pp - 1 else 0.0,
+        "gathered sequence": _gathered_sequence(job, layout, model),
     }
-    gradients = recipe.gradient_bytes * parameters / (n if sharing.stage >= 2 else 1)
+    gradients = model.memory.gradient_bytes * parameters / (n if sharing.stage >= 2 else 1)
     if on_host:
         gradients = 0.0
-    elif recipe.frees_before_gradients and layout.accumulation == 1:
+    elif model.memory.frees_before_gradients and layout.accumulation == 1:
         gradients = max(0.0, gradients - sum(passing.values()))
-    working = _working_weights(job, layout, recipe, parameters=parameters)
+    working = _working_weights(job, layout, model, parameters=parameters)
     parts = {
-        "weights": 0.0 if on_host else recipe.weight_bytes * parameters / (n if sharing.stage >= 3 else 1),
+        "weights": 0.0 if on_host else model.program.weight_bytes * parameters / (n if sharing.stage >= 3 else 1),
         "gradients": gradients,
-        "optimizer": 0.0 if states_on_host else recipe.optimizer_bytes * parameters / (n if sharing.stage >= 1 else 1),
-        "optimizer's copy of the weights": recipe.copy_bytes * parameters / n,
-        "buckets": recipe.bucket_bytes if layout.dp > 1 else 0.0,
+        "optimizer": 0.0
+        if states_on_host
+        else model.memory.optimizer_bytes * parameters / (n if sharing.stage >= 1 else 1),
+        "optimizer's copy of the weights": model.memory.copy_bytes * parameters / n,
+        "buckets": model.memory.bucket_bytes if layout.dp > 1 else 0.0,
         "gathered or cast weights": working,
         **passing,
     }
-    parts["fragmentation"] = recipe.fragmentation * (working + sum(passing.values()))
-    parts["process"] = recipe.process_gib * GIB
+    parts["fragmentation"] = model.memory.fragmentation * (working + sum(passing.values()))
+    parts["process"] = model.memory.process_gib * GIB
     return parts
 
 
-def _working_weights(job: Job, layout: Layout, recipe: Recipe, *, parameters: float) -> float:
-    """Stage 3: the gathered layers, what lies outside of them (kept from forward to backward), and whole gradients: of
-    the output layer, and of the layer whose are on their way to the shards. Else copies for matrix products."""
+def _working_weights(job: Job, layout: Layout, model: CostModel, *, parameters: float) -> float:
+    """Bytes of the weights that computing needs beside the stored ones.
+
+    Stage 3: the gathered layers, what lies outside of them (kept from forward to backward), and whole gradients, of the
+    output layer and of the layer whose gradients are on their way to the shards. Else copies for matrix products.
+    """
     if SHARING[layout.strategy].stage < 3:
-        return recipe.cast_bytes * parameters
+        return model.memory.cast_bytes * parameters
     layer, outside = layer_parameters(job) / layout.tp, _outside_layers(job.shape) / layout.tp
-    casts = recipe.cast_bytes if recipe.gather_bytes == 4 else 0.0
+    casts = model.memory.cast_bytes if model.program.gather_bytes == 4 else 0.0
     if layout.pp > 1:  # torchtitan: gathered, and gradients whole, until the last micro-batch; ours has no such pair
-        return parameters * (recipe.gather_bytes + recipe.reduce_bytes)
+        return parameters * (model.program.gather_bytes + model.program.reduce_bytes)
     words = job.shape.vocab_size * job.shape.width / layout.tp
-    travelling = layer * (recipe.gather_bytes + recipe.reduce_bytes) + words * recipe.gather_bytes
-    return (LAYERS_GATHERED * layer + outside) * (recipe.gather_bytes + casts) + travelling
+    travelling = layer * (model.program.gather_bytes + model.program.reduce_bytes) + words * model.program.gather_bytes
+    return (LAYERS_GATHERED * layer + outside) * (model.program.gather_bytes + casts) + travelling
 
 
 def _tokens(job: Job, layout: Layout) -> int:
@@ -102,49 +108,49 @@ def in_flight(layout: Layout, *, stage: int = 0) -> float:
     return held * (1 + more)
 
 
-def _activations(job: Job, layout: Layout, recipe: Recipe, *, stage: int) -> float:
-    """Of all layers and micro-batches in flight, and of the few tensors around the output layer."""
+def _activations(job: Job, layout: Layout, model: CostModel, *, stage: int) -> float:
+    """Bytes of activations: all layers and micro-batches in flight, and some tensors around the output layer."""
     tokens, shape = _tokens(job, layout), job.shape
-    shared = layout.tp if recipe.sequence_parallel else 1
-    ends = 3 * recipe.boundary_bytes * shape.width * tokens / shared if stage == layout.pp - 1 else 0.0
-    return in_flight(layout, stage=stage) * stage_layers(job, layout) * kept_bytes(job, layout, recipe) * tokens + ends
+    shared = layout.tp if model.program.sequence_parallel else 1
+    ends = 3 * model.program.boundary_bytes * shape.width * tokens / shared if stage == layout.pp - 1 else 0.0
+    return in_flight(layout, stage=stage) * stage_layers(job, layout) * kept_bytes(job, layout, model) * tokens + ends
 
 
-def kept_bytes(job: Job, layout: Layout, recipe: Recipe) -> float:
-    """Per token and layer, from forward to backward."""
+def kept_bytes(job: Job, layout: Layout, model: CostModel) -> float:
+    """Bytes that a layer keeps per token from its forward to its backward pass."""
     shape, tp = job.shape, layout.tp
-    boundary = recipe.boundary_bytes * shape.width / (tp if recipe.sequence_parallel else 1)
-    everything = recipe.kept.bytes_per_token(job, tp, sequence_parallel=recipe.sequence_parallel)
+    boundary = model.program.boundary_bytes * shape.width / (tp if model.program.sequence_parallel else 1)
+    everything = model.program.kept.bytes_per_token(job, tp, sequence_parallel=model.program.sequence_parallel)
     if layout.recompute == "none":
         return everything
     if layout.recompute == "full":
         return boundary
-    if recipe.recomputes_scores_only:
-        return everything - recipe.kept.scores * shape.heads * job.context / tp
+    if model.program.recomputes_scores_only:
+        return everything - model.program.kept.scores * shape.heads * job.context / tp
     shared = (shape.width + 2 * job.kv_width + (2 if job.is_gated else 1) * shape.mlp_width) / tp
-    summed = 2 * shape.width / (tp if recipe.sequence_parallel else 1)  # what tp ranks sum, all of them have whole
-    selected = job.width_bytes * (recipe.products_kept * (shared + summed) + shape.width / tp)
+    summed = 2 * shape.width / (tp if model.program.sequence_parallel else 1)  # tp ranks have the sums whole
+    selected = job.width_bytes * (model.program.products_kept * (shared + summed) + shape.width / tp)
     return boundary + selected + 4 * shape.heads / tp
 
 
-def _recomputed(job: Job, layout: Layout, recipe: Recipe) -> float:
-    """One layer's activations, whole again in its backward pass."""
+def _recomputed(job: Job, layout: Layout, model: CostModel) -> float:
+    """Bytes of one layer's activations that its backward pass recomputes."""
     if layout.recompute == "none":
         return 0.0
-    whole = recipe.kept.bytes_per_token(job, layout.tp, sequence_parallel=recipe.sequence_parallel)
-    return _tokens(job, layout) * max(0.0, whole - kept_bytes(job, layout, recipe))
+    whole = model.program.kept.bytes_per_token(job, layout.tp, sequence_parallel=model.program.sequence_parallel)
+    return _tokens(job, layout) * max(0.0, whole - kept_bytes(job, layout, model))
 
 
-def _gathered_sequence(job: Job, layout: Layout, recipe: Recipe) -> float:
-    """Sequence parallelism: what a layer's matrices take and give is whole, and so are the gradients of both."""
-    if not recipe.sequence_parallel or layout.tp == 1:
+def _gathered_sequence(job: Job, layout: Layout, model: CostModel) -> float:
+    """Bytes of a layer's inputs and outputs, and their gradients, which sequence parallelism gathers whole."""
+    if not model.program.sequence_parallel or layout.tp == 1:
         return 0.0
-    return 4 * recipe.boundary_bytes * job.shape.width * _tokens(job, layout)
+    return 4 * model.program.boundary_bytes * job.shape.width * _tokens(job, layout)
 
 
-def _logits(job: Job, layout: Layout, recipe: Recipe) -> float:
-    """Whole; or a chunk with its gradient, and the output layer's fp32 gradient (models/linear_cross_entropy.py)."""
+def _logits(job: Job, layout: Layout, model: CostModel) -> float:
+    """Bytes of all logits; or of a chunk with its gradient, and the output layer's fp32 gradient."""
     words, tokens = job.shape.vocab_size / layout.tp, _tokens(job, layout)
-    if not recipe.chunked_logits:
-        return words * tokens * recipe.logit_bytes
-    return words * (min(tokens, CHUNK_TOKENS) * recipe.logit_bytes + 4 * job.shape.width)
+    if not model.program.chunked_logits:
+        return words * tokens * model.memory.logit_bytes
+    return words * (min(tokens, CHUNK_TOKENS) * model.memory.logit_bytes + 4 * job.shape.width)

@@ -1,4 +1,4 @@
-"""The model as numbers: its shape from a config, its parameter count, its FLOPs per token."""
+"""The model in numbers: its shape from a config, its parameter count and its FLOPs per token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MASKED_TYPES = {"bert", "roberta", "distilbert", "electra", "albert", "deberta-v
 
 
 def model_shape(config: RunConfig, *, vocab_size: int, hf_config: Mapping[str, Any] | None = None) -> ModelShape:
-    """Layers, widths and the parameter count, from our config or from a Hugging Face config.json."""
+    """The shape with its parameter count, from our config or from a Hugging Face config.json."""
     model = config.model
     if model.architecture == "path" or model.init == "pretrained":
         if hf_config is None:
@@ -43,7 +43,7 @@ def model_shape(config: RunConfig, *, vocab_size: int, hf_config: Mapping[str, A
 
 
 def _check_kind(model: ModelConfig, model_type: str) -> None:
-    """model.architecture decides the objective, so it must be the kind that model.path holds."""
+    """Raises ValueError unless model.architecture, which decides the objective, is the kind that model.path holds."""
     fitting = {"bert"} if model_type in MASKED_TYPES else {"path", model_type}
     if model.architecture not in fitting:
         cure = "bert" if model_type in MASKED_TYPES else "path"
@@ -63,7 +63,7 @@ def _check_dropout(model: ModelConfig, hf: Mapping[str, Any]) -> None:
 
 
 def dropout_fields(hf: Mapping[str, Any]) -> list[str]:
-    """Fields of a transformers config that set the dropout of a language model's units, not of other heads."""
+    """The fields of a transformers config that set a language model's dropout, without those of other heads."""
     return [
         name
         for name, value in hf.items()
@@ -72,7 +72,7 @@ def dropout_fields(hf: Mapping[str, Any]) -> list[str]:
 
 
 def default_mlp_width(model: ModelConfig) -> int:
-    """4 x width; for llama's gated MLP 8/3 x width, rounded up to 64, which has as many parameters."""
+    """4 x width; for llama's gated MLP 8/3 x width, rounded up to a multiple of 64, which has as many parameters."""
     return -(-model.width * 8 // 3 // 64) * 64 if model.architecture == "llama" else 4 * model.width
 
 

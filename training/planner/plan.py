@@ -1,7 +1,7 @@
-"""From a config, the shards' counts and an inventory to a RunPlan: arithmetic that can be read, nothing else.
+"""Makes a RunPlan from a config, the counts of token shards and an inventory: readable arithmetic, nothing else.
 
-No torch, no files, no clock: the same inputs give the same plan on any machine. What cannot work is
-refused here, on the head node, with the numbers and the cure; what was chosen is said in `reasons`.
+No torch, no files, no clock: the same inputs give the same plan on any machine. What cannot work is refused here, on
+the head node, with the numbers and the cure. `reasons` says what was chosen and why.
 """
 
 from __future__ import annotations
@@ -93,14 +93,16 @@ def _predicted(chosen: ChosenLayout, split: BatchSplit, *, num_steps: int) -> Pr
 
 
 def _assumptions(config: RunConfig, shards: TokenShards | None, inventory: Inventory, *, steps: int) -> list[str]:
-    """What is taken for granted, or will surprise."""
+    """Sentences on what the plan assumes, and on what may surprise."""
     reasons, tokenizer, train = [], config.data.tokenizer, config.train
     if shards is None and tokenizer.kind != "bpe" and not tokenizer.vocab_size:
         reasons.append(f"vocabulary {ASSUMED_VOCAB[tokenizer.kind]:,}: assumed, the corpus is not tokenized yet")
     if train.warmup_steps >= steps:
-        reasons.append(f"learning rate: the {steps} steps end within the {train.warmup_steps} of warm-up")
+        reasons.append(
+            f"learning rate: training ends after {steps} steps, within the {train.warmup_steps} steps of warm-up"
+        )
     if wants_trial(config, inventory.device_kind):
-        reasons.append("micro-batch: as predicted; a trial of some steps confirms it before training")
+        reasons.append("micro-batch: predicted to fit; a trial of a few steps confirms it before training")
     slow = (f"{host}: {why}" for (host, _), why in slow_devices(inventory).items())
     return [*reasons, *assumptions(inventory), *slow]
 
@@ -122,15 +124,15 @@ def _check_shards(config: RunConfig, shards: TokenShards | None) -> None:
 def _check_packing(config: RunConfig, shape: ModelShape) -> None:
     if config.train.packing == "documents" and shape.architecture not in KNOWN_ARCHITECTURES:
         raise ValueError(
-            f"train.packing=documents needs attention that we can mask, of {', '.join(KNOWN_ARCHITECTURES)}; a "
-            f"{shape.architecture} model has its own: set train.packing=padded, or stream"
+            f"train.packing=documents needs a model whose attention can be masked ({', '.join(KNOWN_ARCHITECTURES)}); "
+            f"a {shape.architecture} model has its own: set train.packing=padded, or stream"
         )
 
 
 def length(config: RunConfig, epoch: Epoch | None) -> tuple[int, int, str]:
-    """Steps, and sequences in all of them, under every limit that can be counted beforehand; and which limit it is.
+    """The number of steps, the sequences in all of them, and which of the limits known beforehand sets it.
 
-    Whole batches, but where max_epochs ends: the last is smaller there, so that each pass takes every sequence once.
+    Batches are whole, except the last one under max_epochs, so that each pass takes every sequence once.
     """
     train, sequence_tokens = config.train, float(config.train.context)
     if epoch is not None:
@@ -147,9 +149,10 @@ def length(config: RunConfig, epoch: Epoch | None) -> tuple[int, int, str]:
 
 
 def _check_disk(config: RunConfig, checkpoint_gib: float, steps: int, host: Host) -> None:
-    """One checkpoint more than kept (the new one is whole before the old one goes); a checkpoint is 3 x the weights.
+    """Raises ValueError if checkpoints and exports do not fit on the disk.
 
-    The export (Hugging Face and ONNX) and its registered copy are 2 x the weights each.
+    There is one checkpoint more than kept, because the new one is whole before the old one goes. A checkpoint has 3 x
+    the bytes of the weights; the export (Hugging Face and ONNX) and its registered copy have 2 x each.
     """
     saving = config.checkpoint
     kept = saving.keep_last + saving.keep_best + (steps // saving.keep_every_steps if saving.keep_every_steps else 0)

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from training.config.run import RunConfig
 from training.planner.cluster import Cluster
 from training.planner.communication import kept_bytes, own_bytes
-from training.planner.cost_model import SHARING, Recipe, our_recipe
+from training.planner.cost_model import SHARING, CostModel, our_cost_model
 from training.planner.job import Job, Layout
 from training.planner.memory import GIB, memory_gib, stage_parameters
 from training.planner.model_shape import flops_per_token
 from training.planner.step_time import exposed_s, step_s
 from training.records.plan import ModelShape, Prediction
 
-MEMORY_SHARE = 0.9  # of a device; the rest is left to other programs, and to what the arithmetic leaves out
+MEMORY_SHARE = 0.9  # of a device is usable; the rest is for other programs and for what predictions leave out
 TRACKING, TRACKING_GIB = "MLflow's client", 0.25  # in the rank that logs: 0.86 GiB with it, 0.60 without
 MIN_ROWS = 64  # PowerSGD and others: a matrix of fewer columns is not worth its factors
 
@@ -32,7 +32,7 @@ class PricedLayout:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """The way of running it, whatever its micro-batch."""
+        """The layout without its micro-batch."""
         layout = self.layout
         return (layout.strategy, layout.tp, layout.pp, layout.recompute, layout.offload)
 
@@ -63,9 +63,9 @@ def job_of(config: RunConfig, shape: ModelShape, precision: str) -> Job:
     )
 
 
-def recipe_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> Recipe:
+def cost_model_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> CostModel:
     parallel = config.parallel
-    return our_recipe(
+    return our_cost_model(
         job,
         layout.strategy,
         kind=cluster.kind,
@@ -78,14 +78,14 @@ def recipe_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> 
 
 
 def _across_bytes(config: RunConfig, layout: Layout) -> float:
-    """Per gradient and step: local-sgd's groups talk once in so many steps (training/strategies/local_sgd.py)."""
+    """Bytes per gradient and step between groups; local-sgd's synchronize only in outer steps."""
     if layout.strategy != "local-sgd":
         return 4.0
     return (2.0 if config.parallel.compression == "bf16" else 4.0) / config.parallel.outer_every_steps
 
 
 def _reduce_bytes(config: RunConfig, layout: Layout, width: int) -> float:
-    """Per gradient, as an all-reduce of so many bytes would take (training/strategies: DDP's hooks)."""
+    """Bytes per gradient of an all-reduce that takes as long as DDP's compressed one (training/strategies)."""
     parallel = config.parallel
     if layout.strategy != "ddp":
         return 4.0
@@ -99,7 +99,7 @@ def _reduce_bytes(config: RunConfig, layout: Layout, width: int) -> float:
 
 
 def num_shards(config: RunConfig, layout: Layout, cluster: Cluster) -> int:
-    """Ranks that share, or sum up, among each other at every step: all replicas, or those of a group."""
+    """The number of ranks that shard state or sum gradients at every step: all replicas, or those of a group."""
     asked = config.parallel.group_ranks
     if not SHARING[layout.strategy].in_groups or (cluster.num_hosts == 1 and not asked):
         return layout.dp
@@ -110,9 +110,9 @@ def num_shards(config: RunConfig, layout: Layout, cluster: Cluster) -> int:
 
 
 def memory_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> dict[str, float]:
-    """GiB by part, at the peak of a step of ours."""
-    recipe, shards = recipe_of(config, job, layout, cluster), num_shards(config, layout, cluster)
-    parts = memory_gib(job, layout, recipe, num_shards=shards)
+    """Memory of a rank by part, in GiB, at the peak of a step."""
+    model, shards = cost_model_of(config, job, layout, cluster), num_shards(config, layout, cluster)
+    parts = memory_gib(job, layout, model, num_shards=shards)
     parameters = stage_parameters(job, layout, stage=0)
     kept, own = (each(config, parameters, group_ranks=shards) for each in (kept_bytes, own_bytes))
     if kept:
@@ -131,9 +131,9 @@ def price(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> Pric
 
 
 def seconds_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> dict[str, float]:
-    """Of a step by part."""
-    recipe, shards = recipe_of(config, job, layout, cluster), num_shards(config, layout, cluster)
-    return step_s(job, layout, recipe, cluster, num_shards=shards)
+    """Predicted seconds of one step, by part."""
+    model, shards = cost_model_of(config, job, layout, cluster), num_shards(config, layout, cluster)
+    return step_s(job, layout, model, cluster, num_shards=shards)
 
 
 def predict(
@@ -147,7 +147,7 @@ def predict(
     seconds: Mapping[str, float],
     peak_tflops: float,
 ) -> Prediction:
-    """`seconds` of a step by part, on the replica that is the last to be done; `peak_tflops`: the ranks' mean."""
+    """The plan's prediction. `seconds`: of a step by part, on the slowest replica. `peak_tflops`: the ranks' mean."""
     shape = job.shape
     largest = replace(layout, micro_batch=largest_micro_batch)
     whole = sum(seconds.values())

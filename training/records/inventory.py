@@ -1,4 +1,4 @@
-"""What the machines are and were measured to do: hosts, their devices, the links between them."""
+"""The inventory: hosts, their devices and the links between them, with measured rates."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Device(Record):
 
 
 class Link(Record):
-    """Between two of a host's GPUs, by local rank. `kind` in nvidia-smi's words (NV12, PIX, PXB, PHB, NODE, SYS).
+    """The link between two of a host's GPUs, by local rank; `kind` as nvidia-smi calls it (NV12, PIX, PXB, PHB, …).
 
-    `gb_per_s` is measured, of a copy, one direction; without `peer_access` it goes through the host's memory.
+    `gb_per_s` is the measured rate of a copy in one direction; without `peer_access` it passes through host memory.
     """
 
     ranks: tuple[int, int]
@@ -33,7 +33,7 @@ class Link(Record):
 
 
 class Measured(Record):
-    """What training/measure.py found on one host: devices by local rank, and an all-reduce between them."""
+    """What training/measure.py measures on one host: its devices by local rank, and an all-reduce between them."""
 
     devices: tuple[Device, ...]
     allreduce_gb_per_s: float
@@ -43,10 +43,11 @@ class Measured(Record):
 
 
 class Host(Record):
-    """`cores` and `memory_gib` are what a container's limits leave; `shared_memory_gib` is the size of /dev/shm.
+    """A host and its devices. `cores` and `memory_gib` are within a container's limits.
 
-    Bus bandwidths of a large all-reduce, and times of a small one: between the ranks here, and between all ranks of all
-    hosts over the network; 0: not measured. A host's network counts as a whole, in one direction, for all its ranks.
+    `…_gb_per_s` is the bus bandwidth of a large all-reduce and `…_latency_us` the time of a small one, between this
+    host's ranks (allreduce) or between the ranks of all hosts (network); 0: not measured. A host's network rate is
+    that of all its ranks together, in one direction. `shared_memory_gib` is the size of /dev/shm.
     """
 
     name: str
@@ -65,9 +66,11 @@ class Host(Record):
 
 
 class Inventory(Record):
+    """The hosts of a run, in the order of their ranks."""
+
     hosts: tuple[Host, ...]
 
     @property
     def device_kind(self) -> Literal["cpu", "cuda"]:
-        """cuda only if every host has a GPU: a rank without one would set the pace for all."""
+        """cuda if every device is a GPU; a single CPU rank would set the pace for all."""
         return "cuda" if all(device.kind == "cuda" for host in self.hosts for device in host.devices) else "cpu"

@@ -13,10 +13,11 @@ StopCause = Literal["", "signal", "lease stale", "lease withdrawn"]
 
 
 class NodeTask(Record):
-    """Paths are the container's own. `lease` is one attempt's, so that an old attempt cannot live on a newer lease.
+    """What a host runs in one attempt. Paths are the container's own.
 
-    The launcher changes the lease file (its time, or its content) well within `lease_s`; removing it withdraws the
-    lease, and then ranks are killed at once. Empty `lease` or `heartbeat`: none. Heartbeat: best on tmpfs.
+    `lease` belongs to one attempt, so that old ranks cannot live on a newer lease. The launcher renews the lease file
+    (its time, or its content) well within `lease_s`; if it removes the file, the ranks are killed at once. An empty
+    `lease` or `heartbeat` means none; the heartbeat file is best on tmpfs.
     """
 
     module: str = ""
@@ -40,7 +41,7 @@ class NodeTask(Record):
 
 
 class RankFailure(Record):
-    """`exit_code` below 0 is a signal's number. `cause` is the exception's line, as far as anything told it."""
+    """Why a rank failed. A negative `exit_code` is a signal's number; `cause` is the exception's line, if known."""
 
     rank: int
     exit_code: int
@@ -63,7 +64,7 @@ class NodeEnd(Record):
 
 
 class Bandwidth(Record):
-    """By nccl-tests' definitions: algbw is bytes over time, busbw is algbw * 2(n-1)/n, both in 1e9 bytes/s."""
+    """An all-reduce, as nccl-tests defines it: algbw is bytes over time, busbw is algbw * 2(n-1)/n, in 1e9 bytes/s."""
 
     num_bytes: int
     seconds: float
@@ -72,7 +73,7 @@ class Bandwidth(Record):
 
 
 class PairBandwidth(Record):
-    """Two hosts that send to each other at once, one rank each; `gb_s` is each direction's."""
+    """Two hosts that send to each other at the same time, one rank each; `gb_s` is the rate of each direction."""
 
     hosts: tuple[str, str]
     gb_s: float
@@ -92,6 +93,7 @@ class CollectiveReport(Record):
 
 
 def describe_collectives(report: CollectiveReport) -> str:
+    """The best bandwidth and the slowest pair of hosts, as one line."""
     best = max(report.all_reduce, key=lambda rate: rate.busbw_gb_s)
     text = (
         f"all-reduce of {best.num_bytes / 2**20:g} MiB over {report.num_ranks} ranks on {len(report.hosts)} hosts: "

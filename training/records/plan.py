@@ -20,7 +20,7 @@ NOT_ALLOCATED = ("process", "fragmentation")  # parts of a GPU's memory that tor
 
 
 class ModelShape(Record):
-    """The numbers that memory and speed follow from."""
+    """The sizes of a model, from which its memory and speed follow."""
 
     architecture: str
     layers: int
@@ -35,9 +35,11 @@ class ModelShape(Record):
 
 
 class Prediction(Record):
-    """Per rank; what the plan expects, to be compared with what the run measures.
+    """What the plan predicts, to be compared with what the run measures.
 
-    `memory_gib` and `step_s` by part, which add up. `mfu`: share of the measured matmul rate (None: not measured).
+    `memory_gib`: memory of one rank, by component. `step_s`: seconds of one step, by component; each of them adds up.
+    `exposed_communication_s` is already included in `step_s`. `mfu`: fraction of the measured rate of matrix products
+    (None: not measured).
     """
 
     memory_gib: dict[str, float]
@@ -55,13 +57,13 @@ class Prediction(Record):
         return 1000 * sum(self.step_s.values())
 
     def peak_gib(self, device_kind: str) -> float:
-        """What TrainResult.peak_memory_gib measures: on a CPU all that is resident, on a GPU what torch allocates."""
+        """Predicts TrainResult.peak_memory_gib: on a CPU all resident memory, on a GPU what torch allocates."""
         unseen = NOT_ALLOCATED if device_kind == "cuda" else ()
         return sum(gib for part, gib in self.memory_gib.items() if part not in unseen)
 
 
 class RankedLayout(Record):
-    """One way to run the job, priced; `why_not`: why it cannot be had. Times are None where it does not fit."""
+    """One way to run the job with its predictions. If it does not fit, `why_not` says so and times are None."""
 
     strategy: StrategyName
     tp: int
@@ -91,7 +93,7 @@ class Command(TypedDict):
 class RankPlan(Record):
     """What ranks that train or evaluate a model read: its text, its shape, and how they share both.
 
-    `config` is what was asked for, the rest what was chosen: where they say the same thing, ranks go by the latter.
+    `config` is what was asked for and the rest what was chosen; ranks follow the latter.
     `mesh`: sizes of the axes pp, dp and tp, outermost first; ranks that share a layer's matrices are neighbours.
     `micro_batches`: sequences per forward pass, by data-parallel replica; all make `accumulation` of them a step.
     `rebalance` lets the micro-batches change while training goes on.
@@ -129,7 +131,7 @@ class RankPlan(Record):
 
     @property
     def micro_batch(self) -> int:
-        """The largest one."""
+        """The largest of the replicas' micro-batches."""
         return max(self.micro_batches)
 
     def command(self, module: str, *, run_dir: Path) -> Command:
@@ -147,10 +149,10 @@ class RankPlan(Record):
 class RunPlan(RankPlan):
     """runs/ID/plan.json: everything that a rank needs to train, written once by the head node.
 
-    `hosts`: their names, in the order of ranks; empty in plans that name none.
+    `hosts`: their names in the order of ranks; empty in plans made before they were recorded.
     `largest_micro_batches`: how far rebalancing may raise each micro-batch.
-    `ranking`: the choices there were, the one taken first; at the end some that do not fit.
-    `sequences`: in all steps together; fewer than steps x global batch where max_epochs ends within the last batch.
+    `ranking`: the possible layouts, the chosen one first; at the end some that do not fit.
+    `sequences`: in all steps; fewer than steps x global batch if max_epochs ends within the last batch.
     """
 
     hosts: tuple[str, ...] = ()
@@ -164,7 +166,7 @@ class RunPlan(RankPlan):
 
     @property
     def chosen(self) -> dict[str, dict[str, Any]]:
-        """Fields of the config by section that pin, on the same machines, what this plan chose."""
+        """Config fields by section that make the planner choose the same again on the same machines."""
         parallel = {
             "strategy": self.strategy,
             "tp": self.mesh["tp"],
@@ -184,7 +186,7 @@ class RunPlan(RankPlan):
 
     @property
     def is_unequal(self) -> bool:
-        """Whether replicas have shares of different sizes."""
+        """Whether replicas have micro-batches of different sizes."""
         return len(set(self.micro_batches)) > 1
 
     @property

@@ -1,4 +1,4 @@
-"""A record: a small frozen file of JSON, written whole or not at all."""
+"""Records: what a stage leaves for the next one, a small JSON file that is written whole or not at all."""
 
 from __future__ import annotations
 

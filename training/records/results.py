@@ -8,12 +8,14 @@ from training.records.record import Record
 
 
 class Sample(Record):
+    """A text that the model generated."""
+
     prompt: str
     text: str
 
 
 class Figures(Record):
-    """Of held-out text: `loss` in nats per token; a masked model has no bits per byte."""
+    """Measurements on held-out text. `loss` is in nats per token; a masked model has no bits per byte."""
 
     loss: float
     perplexity: float
@@ -24,13 +26,13 @@ class Figures(Record):
 
 
 class SourceFigures(Figures):
-    """Figures of the held-out documents of one source."""
+    """Measurements on the held-out documents of one source."""
 
     source: str
 
 
 class TaskScore(Record):
-    """One figure of a downstream task."""
+    """One metric of a downstream task."""
 
     task: str
     metric: str
@@ -41,7 +43,7 @@ class TaskScore(Record):
 
 
 class EvalReport(Figures):
-    """Exact figures over the whole held-out split: every token is predicted once."""
+    """eval.json: measurements over the whole held-out split, in which every token is predicted once."""
 
     step: int
     checkpoint_sha256: str
@@ -69,7 +71,7 @@ class GraphParity(Record):
 
     @property
     def perplexity_difference(self) -> float:
-        """As a share of torch's."""
+        """The difference as a fraction of torch's perplexity."""
         return abs(self.perplexity / self.torch_perplexity - 1)
 
     @property
@@ -82,7 +84,7 @@ class GraphParity(Record):
 
 
 class ParityReport(Record):
-    """The copies of a model against the checkpoint in torch; `reload`: the saved Hugging Face folder."""
+    """How closely exported copies match the checkpoint in torch; `reload_…`: the saved Hugging Face folder."""
 
     reload_logit_difference: float
     reload_logit_difference_bound: float
@@ -112,7 +114,7 @@ class ParityReport(Record):
 
 
 class LatencyFigure(Record):
-    """Median of `rounds` runs: of texts of `length` tokens (forward), or of one more token behind as many (decode)."""
+    """Median time of `rounds` runs: of texts of `length` tokens (forward), or of one token after as many (decode)."""
 
     engine: str
     graph: Literal["forward", "decode"]
@@ -125,7 +127,7 @@ class LatencyFigure(Record):
 
 
 class LatencyReport(Record):
-    """export/latency.json. No part of ExportedModel: two exports of one checkpoint are equal, their times are not."""
+    """export/latency.json, apart from ExportedModel: two exports of one checkpoint are equal, their times differ."""
 
     device: str
     figures: tuple[LatencyFigure, ...]
@@ -134,7 +136,7 @@ class LatencyReport(Record):
 
 
 class EngineRecord(Record):
-    """A TensorRT engine: it runs where this version of TensorRT is, on this kind of GPU."""
+    """A TensorRT engine; it runs only with this version of TensorRT and on this kind of GPU."""
 
     file: str
     tensorrt: str
@@ -166,6 +168,8 @@ class ExportedModel(Record):
 
 
 class RegisteredModel(Record):
+    """A version in the registry, with what the gates decided about it."""
+
     name: str
     version: int
     alias: Literal["champion", "challenger", ""]  # "": superseded by a later version

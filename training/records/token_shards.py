@@ -8,13 +8,15 @@ from training.records.record import Record
 
 
 class SourceFile(Record):
+    """A file of the corpus."""
+
     name: str
     num_bytes: int
     sha256: str
 
 
 class Stretch(Record):
-    """Tokens in a row that were read from one file: the manifest's `sources[source]`."""
+    """Consecutive tokens that were read from one file: the manifest's `sources[source]`."""
 
     source: int
     tokens: int
@@ -24,7 +26,7 @@ class Stretch(Record):
 class Shard(Record):
     """One token file of one split; `name` is relative to the shard folder, without suffix.
 
-    `stretches`: of a validation shard, in order. None: not recorded (train, and folders made before they were).
+    `stretches`: the sources of a validation shard, in order; None for train shards and in older folders.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Stage 6, the end of training: result.json, of a success or of a failure."""
+"""Stage 6, the end of training: result.json, which says how training ended, or why it failed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ class TrainFailure(Record):
 
 
 def train_failure(path: Path) -> TrainFailure | None:
-    """What a result.json says of a failure; None if training came to its end."""
+    """The failure that a result.json records; None if training ended without one."""
     content = json.loads(path.read_bytes())
     return TrainFailure.model_validate(content) if "detail" in content else None
 
 
 class TrainResult(Record):
-    """How training ended. Rates are of the last attempt, over all ranks, without first step, validation, checkpoints.
+    """How training ended. Rates are those of the last attempt over all ranks, without its first step, validations and
+    checkpoints.
 
     `mfu`: share of the ranks' measured matmul rate (None: not measured). `peak_memory_gib`: of one rank, allocated on
     a GPU, resident on a CPU; `memory`: peaks and averages of all that training/monitoring/device_stats.py reads.

@@ -1,4 +1,4 @@
-"""Trials of a micro-batch: whether a run has them, what they leave, and what to try after one that did not fit."""
+"""Trials of a micro-batch: short launches before training that show whether it fits in memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ TRIALS, MEASURED = "trial.json", "trial-measured.json"  # in the run folder
 
 
 class TrialMeasured(Record):
-    """What the ranks of a trial that fits leave: seconds of a step, and the most memory that each rank took."""
+    """Measurements of a trial that fits: the seconds of a step, and the peak memory of each rank."""
 
     step_s: float
     peak_gib: tuple[float, ...]
 
 
 class Trial(Record):
-    """One launch. `detail`: of one that ran out of memory, where and what was said there; it measured nothing."""
+    """One launch. If it ran out of memory, `detail` says where and with which error, and `measured` is None."""
 
     micro_batches: tuple[int, ...]
     accumulation: int
@@ -39,7 +39,7 @@ class Trial(Record):
 
 
 class Trials(Record):
-    """runs/ID/trial.json: all launches for one layout, in their order; the last one fits."""
+    """runs/ID/trial.json: all launches for one layout in order, of which the last one fits."""
 
     strategy: str
     mesh: dict[str, int]
@@ -47,13 +47,13 @@ class Trials(Record):
     trials: tuple[Trial, ...]
 
     def confirm(self, plan: RunPlan) -> bool:
-        """Whether it was this plan that was found to fit."""
+        """Whether these trials found that this plan fits."""
         same = (self.strategy, self.mesh, self.ranks_per_host) == (plan.strategy, plan.mesh, plan.ranks_per_host)
         return same and self.trials[-1].micro_batches == plan.micro_batches
 
     @property
     def lowered(self) -> bool:
-        """Whether the plan had asked for more than fits."""
+        """Whether the plan's first micro-batch did not fit."""
         return len(self.trials) > 1
 
 
@@ -62,4 +62,5 @@ def read_trials(run_dir: Path) -> Trials | None:
 
 
 def describe_micro_batches(micro_batches: tuple[int, ...]) -> str:
+    """`8`, or `9 + 7` if replicas have different ones."""
     return str(micro_batches[0]) if len(set(micro_batches)) == 1 else " + ".join(map(str, micro_batches))

@@ -51,7 +51,7 @@ def prefer_onednn() -> bool:
             return _into(product(a, b, bias), out)
         return usual["addmm.out"].call_boxed(keys, bias, a, b, beta=beta, alpha=alpha, out=out)
 
-    with warnings.catch_warnings(action="ignore"):  # torch tells that these have kernels, as is meant here
+    with warnings.catch_warnings(action="ignore"):  # torch warns that these have kernels already
         for name, kernel in zip(PRODUCTS, (mm, mm_out, addmm, addmm_out), strict=True):
             _LIBRARY.impl(name, kernel, "CPU", allow_override=True)
     return True
@@ -61,7 +61,7 @@ _LIBRARY = torch.library.Library("aten", "IMPL")  # what is registered lives as 
 
 
 def _into(result: Tensor, out: Tensor) -> Tensor:
-    """`out` as the result, without a copy where nobody else looks at its memory, as in compiled graphs.
+    """`out` as the result, without a copy where nothing else uses its memory, as in compiled graphs.
 
     oneDNN's product has no `out`; the copies would be a tenth of a small model's step.
     """

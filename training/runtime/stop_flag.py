@@ -21,9 +21,9 @@ STOP_REASONS: tuple[StopReason, ...] = get_args(StopReason)  # of several reason
 class StopFlag:
     """Stops all ranks after the same step: on a signal to any of them, after `seconds_left`, or when one asks.
 
-    The death of the launcher, whose pid comes in SHARDLINE_LAUNCHER_PID, counts as a signal: ranks that nobody
-    watches would hold their devices until the last step. The flag travels in a small CPU all-reduce that is
-    started at one step and read at the next, so that it never makes the device wait.
+    The death of the launcher, whose pid comes in SHARDLINE_LAUNCHER_PID, counts as a signal: ranks without a
+    launcher would hold their devices until the last step. A small CPU all-reduce carries the flag: started at one
+    step and read at the next, so that the device never waits.
     """
 
     def __init__(self, *, seconds_left: float = float("inf")) -> None:

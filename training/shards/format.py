@@ -41,7 +41,7 @@ def token_dtype(vocab_size: int) -> Dtype:
 def write_shard(
     folder: Path, *, split: Split, index: int, tokens: np.ndarray, ends: Iterable[int], text_bytes: int
 ) -> Shard:
-    """Write `tokens` (1-d, uint16 or uint32) and the document `ends` (in tokens, rising); no file is ever half there.
+    """Writes `tokens` (1-d, uint16 or uint32) and the document `ends` (in tokens, rising), each file atomically.
 
     The record's sha256 is over both files: `cat 00007.bin 00007.docs.npy | sha256sum`.
     """
@@ -65,12 +65,12 @@ def write_shard(
 
 
 def write_marker(folder: Path, index: int, shards: tuple[Shard, ...]) -> None:
-    """Say that the stretch of text `index` is done; only after all of its shards are written."""
+    """Records that the stretch of text `index` is done; called after all of its shards are written."""
     write_atomically(_marker(folder, index), _MARKER.dump_json(shards, indent=2) + b"\n")
 
 
 def finished_shards(folder: Path, index: int) -> tuple[Shard, ...] | None:
-    """The shards of the stretch `index` if an earlier run finished it and they are still what it wrote, else None."""
+    """The shards of the stretch `index` if an earlier run finished them and they are unchanged, else None."""
     marker = _marker(folder, index)
     if not marker.exists():
         return None
@@ -82,15 +82,15 @@ def finished_shards(folder: Path, index: int) -> tuple[Shard, ...] | None:
 
 
 def read_manifest(folder: Path) -> TokenShards:
-    """The manifest of a shard folder, its files there and as long as it says.
+    """The manifest of a shard folder whose files exist and have the right sizes.
 
     Raises ValueError, with the cure, if the folder was never finished, or a file is missing or has another size.
     """
     path = folder / MANIFEST
     if not path.exists():
         raise ValueError(
-            f"{folder} has no {MANIFEST}: its corpus has not been (wholly) tokenized; "
-            "run `shardline pretrain` with this corpus first, it goes on where it stopped"
+            f"{folder} has no {MANIFEST}: its corpus has not been tokenized, or not wholly; "
+            "run `shardline pretrain` with this corpus first, which continues where it stopped"
         )
     try:
         manifest = TokenShards.read(path)
@@ -104,7 +104,7 @@ def read_manifest(folder: Path) -> TokenShards:
 
 
 def verify_hashes(folder: Path) -> TokenShards:
-    """Read every shard and the tokenizer, and compare their sha256 with the manifest's.
+    """Reads every shard and the tokenizer and compares their sha256 with the manifest's.
 
     Raises ValueError naming the first that differs.
     """
@@ -116,10 +116,10 @@ def verify_hashes(folder: Path) -> TokenShards:
 
 
 def discard_damaged(folder: Path) -> list[str]:
-    """Delete what is not what the manifest says, for the next writer to make again; returns what was wrong.
+    """Deletes what differs from the manifest, so that the next writer makes it again; returns what was wrong.
 
-    A shard goes with its stretch's marker. All markers go where neither a manifest nor a tokenizer says what made the
-    tokens.
+    A shard is deleted with its stretch's marker. All markers are deleted if there is neither a manifest nor a tokenizer
+    that says how the tokens were made.
     """
     path = folder / MANIFEST
     try:
@@ -145,7 +145,7 @@ def discard_damaged(folder: Path) -> list[str]:
 
 
 def discard_other_tokens(folder: Path, *, tokenizer_sha256: str) -> None:
-    """Forget what was finished with another tokenizer, if the one of a mended folder did not come out the same."""
+    """Deletes the markers of stretches that were tokenized by another tokenizer than this one."""
     path = folder / MANIFEST
     if path.exists() and TokenShards.read(path).tokenizer_sha256 != tokenizer_sha256:
         _forget_stretches(folder)
@@ -161,7 +161,7 @@ def _marker(folder: Path, index: int) -> Path:
 
 
 def _check_size(folder: Path, shard: Shard, dtype: Dtype) -> None:
-    """Sizes only, so that opening a terabyte costs two `stat` per shard; the hashes are for `verify_hashes`."""
+    """Checks sizes only, so that opening a terabyte costs two `stat` per shard; `verify_hashes` checks the rest."""
     tokens, ends = _files(folder, shard)
     expected = shard.tokens * _on_disk(dtype).itemsize
     size = tokens.stat().st_size if tokens.exists() else 0

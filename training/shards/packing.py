@@ -85,7 +85,7 @@ class Epoch(NamedTuple):
 
 
 def one_epoch(folder: Path, *, packing: Packing, context: int) -> Epoch:
-    """Counted from a shard folder; reads its lists of documents for packing padded only.
+    """Counts one epoch of a shard folder; only packing=padded reads its lists of documents.
 
     Raises ValueError for a folder that is not whole.
     """

@@ -1,4 +1,4 @@
-"""Which source each held-out token was read from: a file, a folder of files, or a hub data set.
+"""Which source each held-out token was read from: a file, a folder of files, or a dataset of the hub.
 
 The manifest names the files and, for validation shards, how many tokens in a row came from each. Up to MAX_SOURCES
 files are told apart; of more, the top folders are (below the folder that all share), and beyond the largest
@@ -23,7 +23,10 @@ TOP = "(top)"  # files that lie beside the top folders
 
 @dataclass(frozen=True)
 class HeldOutSources:
-    """`names` and `text_bytes` by source; `ends` and `numbers`: where each stretch of the split ends, whose it is."""
+    """The sources of the validation split, by number.
+
+    `names` and `text_bytes` are by source; `ends` and `numbers` say where each stretch ends and which source it has.
+    """
 
     names: tuple[str, ...]
     text_bytes: tuple[int, ...]
@@ -31,12 +34,12 @@ class HeldOutSources:
     numbers: np.ndarray
 
     def of(self, positions: np.ndarray) -> np.ndarray:
-        """Source numbers of tokens of the validation split, by their places in it; int64 of any shape."""
+        """The source numbers of tokens at `positions` in the validation split; int64 of any shape."""
         return self.numbers[np.searchsorted(self.ends, positions, side="right")]
 
 
 def held_out_sources(manifest: TokenShards) -> HeldOutSources | None:
-    """None where a shard folder was made before it recorded them."""
+    """The sources of the validation split; None if the shard folder is older than their record."""
     shards = [shard for shard in manifest.shards if shard.split == "validation"]
     if not manifest.sources or any(shard.stretches is None for shard in shards):
         return None
@@ -58,7 +61,7 @@ def held_out_sources(manifest: TokenShards) -> HeldOutSources | None:
 
 
 def source_names(files: Sequence[str]) -> list[str]:
-    """What each file counts as."""
+    """The source that each file belongs to."""
     if len(files) <= MAX_SOURCES:
         return list(files)
     shared = os.path.commonpath([os.path.dirname(name) for name in files])

@@ -28,7 +28,7 @@ KEPT = {
 def recompute_in_backward(model: LanguageModel, kind: str) -> None:
     """Keep less for backward. full: each layer's input only (Chen et al. 2016); selective: also what KEPT lists.
 
-    Dropout gives the same mask again: the generators are set back. Names of parameters stay as they are.
+    Dropout gives the same mask again: the generators are reset. Names of parameters stay as they are.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
@@ -44,7 +44,7 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 def compile_layers(model: LanguageModel, *, one_shape: bool) -> None:
     """Compile layer by layer, then what follows: equal layers share one graph, so start-up does not grow with depth.
 
-    `fullgraph`: a graph break is an error, not a slow-down nobody sees. Only `forward`, so that hooks (FSDP2 gathers
+    `fullgraph`: a graph break is an error, not a hidden slow-down. Only `forward`, so that hooks (FSDP2 gathers
     weights in them) stay outside. Where micro-batches change (not `one_shape`), the first change compiles once more,
     for any number of sequences.
     """

@@ -114,8 +114,8 @@ class TopK(Compression):
 
         def sum_up(_: Future[Any]) -> Tensor:
             buffer.zero_()
-            for theirs in gathered:  # in the order of ranks: the same sums everywhere
-                buffer.index_add_(0, theirs[0], theirs[1].view(torch.float32))
+            for rank_places, rank_values in gathered:  # in the order of ranks: the same sums everywhere
+                buffer.index_add_(0, rank_places, rank_values.view(torch.float32))
             return buffer.div_(self.ranks)
 
         return work.get_future().then(sum_up)

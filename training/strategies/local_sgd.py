@@ -1,7 +1,7 @@
 """Groups of ranks that train by themselves and average their weights seldom, for links far slower than the arithmetic.
 
 DiLoCo (Douillard et al. 2023, arXiv:2311.08105, algorithm 1): inside a group gradients are averaged at every step, as
-in ddp, and AdamW makes the inner steps; after every H of them the mean over groups of what each has moved by is the
+in ddp, and AdamW makes the inner steps; after every H of them the mean over groups of their weights' changes is the
 gradient of an outer step, SGD with Nesterov momentum, whose result all groups continue from. AdamW's moments stay each
 group's own. With an outer learning rate of 1 and no momentum this is local SGD: plain averages of weights (Stich 2019).
 
@@ -61,7 +61,7 @@ class LocalSgd(Ddp):
         if self.updates % self.outer_every:
             return stats
         with phase("outer_step"), torch.no_grad():
-            sent = self._outer_step() + self._broadcast([list(theirs.values()) for theirs in self.owned_by_rank])
+            sent = self._outer_step() + self._broadcast([list(owned.values()) for owned in self.owned_by_rank])
         return replace(stats, sent_bytes=stats.sent_bytes + sent)
 
     def _outer_step(self) -> int:
@@ -69,14 +69,14 @@ class LocalSgd(Ddp):
         if not self.owned:  # nor does its peer in any other group own any
             return 0
         weights, momenta = list(self.outer_weights.values()), list(self.outer_momenta.values())
-        moved = torch._foreach_sub(weights, list(self.owned.values()))
-        flat = torch.cat([tensor.flatten() for tensor in moved]).to(self.sent_dtype)
+        changes = torch._foreach_sub(weights, list(self.owned.values()))
+        flat = torch.cat([tensor.flatten() for tensor in changes]).to(self.sent_dtype)
         dist.all_reduce(flat, group=self.across)
-        unpack(flat.float() / self.across.size(), moved)
+        unpack(flat.float() / self.across.size(), changes)
         torch._foreach_mul_(momenta, self.momentum)
-        torch._foreach_add_(momenta, moved)
-        torch._foreach_add_(moved, momenta, alpha=self.momentum)  # Nesterov's look ahead, as torch.optim.SGD makes it
-        torch._foreach_add_(weights, moved, alpha=-self.outer_rate)
+        torch._foreach_add_(momenta, changes)
+        torch._foreach_add_(changes, momenta, alpha=self.momentum)  # Nesterov's look ahead, as torch.optim.SGD makes it
+        torch._foreach_add_(weights, changes, alpha=-self.outer_rate)
         torch._foreach_copy_(list(self.owned.values()), weights)
         return all_reduce_bytes(flat.nbytes, self.across.size())
 
@@ -130,11 +130,9 @@ class LocalSgd(Ddp):
     @torch.no_grad()
     def load_rank_state(self, state: Mapping[str, Tensor]) -> None:
         super().load_rank_state(state)
-        self._broadcast([list(theirs.values()) for theirs in self.owned_by_rank])
+        self._broadcast([list(owned.values()) for owned in self.owned_by_rank])
         for moment in MOMENTS:
-            self._broadcast(
-                [[self.optimizer.state[p][moment] for p in theirs.values()] for theirs in self.owned_by_rank]
-            )
+            self._broadcast([[self.optimizer.state[p][moment] for p in owned.values()] for owned in self.owned_by_rank])
 
 
 def _deal_out(parameters: Mapping[str, nn.Parameter], ranks: int) -> list[dict[str, nn.Parameter]]:

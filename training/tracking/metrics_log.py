@@ -1,9 +1,9 @@
-"""Metrics: a row of runs/ID/metrics.jsonl first, MLflow from a background thread.
+"""The log of metrics: rows are appended to runs/ID/metrics.jsonl, and a background thread sends them to MLflow.
 
-The loop only appends a line. The thread sends whatever lies beyond a place that it keeps beside the file,
-so an MLflow outage or a kill costs nothing: the next start, or the flow at the end, sends the rest. A row that
-was sent just before a kill may be sent twice; MLflow drops identical ones. What each machine was at, in
-system/MACHINE.jsonl, goes the same way, and samples of text, in samples.jsonl, as one table that is sent whole.
+The training loop only appends a line. The thread sends all rows after an offset that it keeps beside the file, so an
+MLflow outage or a kill loses nothing: the next start, or the flow at the end, sends the rest. A row that was sent just
+before a kill may be sent twice; MLflow drops identical ones. System metrics, in system/MACHINE.jsonl, are sent in the
+same way, and text samples, in samples.jsonl, as one table.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ STALL = "log_stall_ms"
 
 
 class MetricsLog(RowLog):
-    """The metrics rank's log, and the thread that sends the run's rows and samples; nothing here raises into the loop.
+    """The metrics rank's log, with the thread that sends the run's rows and samples; it never raises into the loop.
 
-    The first row of a step has the longest that a row since the one before it kept the loop.
+    The first row of each step has, as `log_stall_ms`, the longest that a write since the last step delayed the loop.
     """
 
     def __init__(self, run_dir: Path, *, tracking_uri: str, mlflow_run_id: str) -> None:
@@ -49,7 +49,7 @@ class MetricsLog(RowLog):
         self.stall_ms = max(self.stall_ms, 1000 * (time.perf_counter() - began))
 
     def close(self, *, timeout_s: float = 10.0) -> None:
-        """Give the sender a moment as well; what is left is sent by the flow."""
+        """Waits up to `timeout_s` for the sender; the flow sends what is left."""
         super().close()
         self.closing.set()
         if self.sender is not None:
@@ -63,4 +63,4 @@ class MetricsLog(RowLog):
                 sender.send()
             except Exception as error:
                 why = without_credentials(str(error), uri=sender.tracking_uri)
-                logger.warning("MLflow did not take metrics (%s); they are kept in %s", why, self.path)
+                logger.warning("MLflow did not accept metrics (%s); they are kept in %s and sent again", why, self.path)

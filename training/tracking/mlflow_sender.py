@@ -1,4 +1,4 @@
-"""Rows of metrics to MLflow, each once: from an offset kept beside the file."""
+"""Sends rows of metrics to MLflow, each of them once, from an offset that is kept beside the file."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ OF_THE_MODEL = {"loss", "val_loss", "grad_norm", "learning_rate"}
 
 
 class Sender:
-    """Sends what a run's folder has and MLflow has not. `send` raises what MLflow raises."""
+    """Sends the rows and samples of a run's folder that MLflow does not have yet."""
 
     def __init__(self, run_dir: Path, *, tracking_uri: str, mlflow_run_id: str) -> None:
         self.run_dir, self.tracking_uri, self.mlflow_run_id = run_dir, tracking_uri, mlflow_run_id
         self.samples_bytes = 0  # of the table as it was sent last
 
     def send(self) -> None:
+        """Sends all that is new. Raises what MLflow raises."""
         to = {"tracking_uri": self.tracking_uri, "mlflow_run_id": self.mlflow_run_id}
         for path in row_files(self.run_dir):
             send_rows(path, **to)
@@ -33,14 +34,14 @@ class Sender:
 
 
 class Sent(Record):
-    """metrics.sent.json: how far the file was sent, and which metrics of rows to come MLflow has already."""
+    """metrics.sent.json: how far the file was sent, and which metrics of later rows MLflow already has."""
 
     offset: int = 0
     known: tuple[tuple[int, str, float | None], ...] = ()  # step, key, and for what a model is like its value
 
 
 def send_rows(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> int:
-    """Send the rows beyond what was sent; returns how many. Raises what MLflow raises, having kept its place."""
+    """Sends the rows after the offset and returns how many. Raises what MLflow raises, after saving its offset."""
     from mlflow import MlflowClient
     from mlflow.entities import Metric
 
@@ -59,7 +60,9 @@ def send_rows(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> int:
         for first in range(0, len(metrics), METRICS_PER_REQUEST):
             client.log_batch(mlflow_run_id, metrics=metrics[first : first + METRICS_PER_REQUEST])
         last_step = json.loads(chunk[-1])["step"]
-        known = {each for each in known if each[0] >= last_step}  # rows come in order: the others have come by
+        known = {
+            each for each in known if each[0] >= last_step
+        }  # rows come in order, so earlier ones are no longer needed
         sent = Sent(offset=sent.offset + sum(map(len, chunk)), known=tuple(known))
         count += len(chunk)
         sent.write(_sent_path(path))
@@ -67,8 +70,9 @@ def send_rows(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> int:
 
 
 def send_samples(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> None:
-    """The run's table of samples, whole, as MLflow's `log_table` leaves one: that would add rows to those it has, and
-    a resume would double them. Raises what MLflow raises.
+    """Sends all samples as one table, in the format of MLflow's `log_table`.
+
+    `log_table` itself would append, so that a resume would double the rows. Raises what MLflow raises.
     """
     from mlflow import MlflowClient
 
@@ -85,7 +89,7 @@ def send_samples(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> None:
 
 
 def _identity(step: int, key: str, value: float) -> tuple[int, str, float | None]:
-    """A resumed run comes by the same steps again: other rates are no news, another loss is another model."""
+    """What makes a metric new: a resumed run repeats steps; another rate is not new, another loss is a new model's."""
     return step, key, value if key in OF_THE_MODEL else None
 
 
@@ -98,7 +102,7 @@ def read_sent(path: Path) -> Sent:
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Drop rows beyond `step`, which a resumed run writes again; those that MLflow has are not sent a second time."""
+    """Drops rows after `step`, which a resumed run writes again; those that MLflow has are not sent a second time."""
     if not path.exists():
         return
     content, sent = path.read_bytes(), read_sent(path)

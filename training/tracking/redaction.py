@@ -1,4 +1,4 @@
-"""What may be printed of a URI, and of errors that quote it."""
+"""Removes secrets from URIs, errors and logs before they are shown."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterable
 from urllib.parse import unquote
 
-# Environment variables that ranks may need, and nothing may print or keep; but a user's name, as that is a word of
-# other texts too.
+# Environment variables that ranks may need and that nothing may print or store. USER is only partly secret: a user's
+# name may be a word of any text, so texts are not searched for it.
 USER = "MLFLOW_TRACKING_USERNAME"
 SECRETS = (
     USER,
@@ -19,7 +19,7 @@ SECRETS = (
     "HF_TOKEN",
     "WANDB_API_KEY",
 )
-OURS_ALONE = ("PREFECT_API_AUTH_STRING", "PREFECT_API_KEY")  # ranks ask Prefect for nothing, so they do not get these
+OURS_ALONE = ("PREFECT_API_AUTH_STRING", "PREFECT_API_KEY")  # ranks never call Prefect, so they do not get these
 
 
 def shown(uri: str) -> str:

@@ -1,4 +1,4 @@
-"""Rows of metrics in files: appended whole, read back whole."""
+"""Files of metric rows, one JSON object per line: rows are appended and read whole."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SAMPLES = "samples.jsonl"
 
 
 class RowLog:
-    """A file of rows. `write` costs an append and never raises.
+    """A file of rows. `write` appends one row and never raises.
 
-    Rows that a full disk does not take wait for the next one: a checkpoint that is being written may fill it for a
-    moment, and if it stays full that checkpoint's error ends the run, with more to say.
+    If the disk is full, rows wait in memory until the next write: a checkpoint that is being written may fill the disk
+    for a moment. If it stays full, that checkpoint's error ends the run and says more.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,17 +28,17 @@ class RowLog:
         self.waiting = b""
 
     def write(self, step: int, **values: float) -> None:
-        """Append one row; values are plain numbers, MLflow keys."""
+        """Appends one row; the names of values are MLflow's metric keys."""
         row = {"step": step, "time_ms": int(time.time() * 1000), **values}
         waited, self.waiting = bool(self.waiting), self.waiting + json.dumps(row).encode() + b"\n"
         try:
             self._append()
         except OSError as error:
             if not waited:
-                logger.warning("metrics wait for room in %s (%s)", self.path, error)
+                logger.warning("metrics are kept in memory until %s can be written (%s)", self.path, error)
 
     def _append(self) -> None:
-        """All rows that wait, or none: half a row would spoil the next."""
+        """Writes all waiting rows, or none: half a row would spoil the next one."""
         size = os.fstat(self.file.fileno()).st_size
         try:
             rest = memoryview(self.waiting)
@@ -50,26 +50,26 @@ class RowLog:
         self.waiting = b""
 
     def close(self) -> None:
-        """Write what waits. Raises OSError if the disk does not take the last rows."""
+        """Writes the waiting rows. Raises OSError if the disk does not take them."""
         if self.waiting:
             self._append()
         self.file.close()
 
 
 def row_files(run_dir: Path) -> list[Path]:
-    """The run's metrics, and each machine's."""
+    """The files of the run's metrics and of each machine's system metrics."""
     return [path for path in (run_dir / METRICS, *sorted((run_dir / SYSTEM).glob("*.jsonl"))) if path.exists()]
 
 
 def whole_lines(file: BinaryIO, offset: int) -> list[bytes]:
-    """Those behind `offset` that have been written to their end; the writer may be at the next one."""
+    """The lines after `offset` that are complete; the writer may be writing the next one."""
     file.seek(offset)
-    content = file.read()  # at once: line by line, half a line would be taken for one when its other half comes
+    content = file.read()  # in one read: line by line, the halves of a line being written would count as two
     return content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All whole rows of a metrics file; a line that a kill cut off is left out."""
+    """All complete rows of a file; a line that a kill cut off is left out."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]

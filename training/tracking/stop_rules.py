@@ -1,6 +1,6 @@
-"""What ends a run before its last step: hours, and validations that stopped getting better.
+"""Rules that end a run before its last step: a limit of hours, and early stopping.
 
-Both follow from the rows of metrics.jsonl, so that a resumed run counts on where it was.
+Both are computed from the rows of metrics.jsonl, so that a resumed run continues to count where it was.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ Rows = Iterable[Mapping[str, Any]]
 
 
 def elapsed_s(rows: Rows) -> float:
-    """Seconds of training up to the last row that says so; over all attempts, pauses in between left out."""
+    """Seconds of training up to the last row that has them, over all attempts, without the time between attempts."""
     return max((row["elapsed_s"] for row in rows if "elapsed_s" in row), default=0.0)
 
 
 def validations(rows: Rows, *, every_steps: int) -> list[float]:
-    """Losses of the validations at intervals, in order; one at the end of training counts if it was due anyway."""
+    """Losses of the regular validations, in order; the one at the end of training counts if it was due anyway."""
     return [row["val_loss"] for row in rows if "val_loss" in row and every_steps and row["step"] % every_steps == 0]
 
 
 def since_best(losses: Sequence[float]) -> int:
-    """How many validations came after the best one."""
+    """The number of validations after the best one."""
     return len(losses) - 1 - losses.index(min(losses)) if losses else 0
 
 
 class StopRules:
-    """What one attempt counts beside its steps. It goes on from `rows`, those of earlier attempts.
+    """Hours and validations of one attempt, continued from the `rows` of earlier attempts.
 
-    Only the rank that writes the rows decides about hours (`decides`): by another's clock the last row might come too
-    early, and a resume would find hours left.
+    Only the rank that writes the rows decides about hours (`decides`): by another rank's clock the last row might come
+    too early, and a resume would find time left.
     """
 
     def __init__(self, plan: RunPlan, rows: Rows, *, decides: bool = True) -> None:
@@ -58,17 +58,17 @@ class StopRules:
 
     @property
     def no_longer_improves(self) -> StoppedBy | None:
-        """Early stop, if evaluation.early_stop_validations validations came and went without a new best."""
+        """Early stop, if evaluation.early_stop_validations validations in a row had no new best loss."""
         return "early stop" if 0 < self.patience <= since_best(self.losses) else None
 
     @property
     def reached(self) -> StoppedBy | None:
-        """What had ended the run already when this attempt began."""
+        """The rule that had already ended the run when this attempt began."""
         return self.no_longer_improves or ("hours" if self.hours_are_over else None)
 
 
 def is_finished(plan: RunPlan, result: TrainResult, rows: Rows) -> bool:
-    """Whether training has come to an end under this plan, which may be a later one than `result` was made under."""
+    """Whether training has ended under this plan, which may be newer than the one that `result` was made under."""
     rows = list(rows)
     hours_are_over = 0 < plan.config.train.max_hours * 3600 <= elapsed_s(rows)
     return (

@@ -1,8 +1,7 @@
-"""Shares of the batch that follow what a run's devices are measured to do, between two steps and on all ranks alike.
+"""Changes the micro-batches between two steps, so that each replica's share of the batch follows its measured speed.
 
-A rank's own time is a step without the communication that nothing hid: waiting for slower ranks is part of that. It
-comes from the steps that the profiler times anyway, so ordinary steps pay nothing. The global batch and its order
-stay.
+A rank's own time is a step's time less its exposed communication, which includes waiting for slower ranks. It comes
+from the steps that the profiler times anyway, so other steps pay nothing. The global batch and its order stay.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from training.tracking.rows import read_rows
 logger = logging.getLogger(__name__)
 
 FILLED = 0.9  # of a GPU's memory at most, as in the plan
-TIMED_STEPS = 3  # that one decision looks at: their median, since one of them may have met something else
+TIMED_STEPS = 3  # per decision, which takes their median: another program may have slowed one of them
 
 
 @dataclass(frozen=True)
@@ -40,15 +39,15 @@ class Rebalance:
     step: int
     before: tuple[int, ...]
     after: tuple[int, ...]
-    own_s: list[float]  # seconds of a step that each replica took for itself
+    own_s: list[float]  # seconds of a step by replica, without exposed communication
     expected_gain: float
 
     @property
     def why(self) -> str:
         own_ms = _listed([f"{1000 * own:.0f}" for own in self.own_s])
         return (
-            f"replicas took {own_ms} ms of a step for themselves; evenly, a step would take "
-            f"{100 / self.expected_gain:.0f} % of its time, this goes half way"
+            f"replicas took {own_ms} ms of a step without waiting for others; shares by these speeds would cut a step "
+            f"to {100 / self.expected_gain:.0f} % of its time, and this change goes half way"
         )
 
 
@@ -138,7 +137,7 @@ def sizes_in_force(plan: RunPlan, resumed: CheckpointManifest | None) -> tuple[i
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Drop what a resumed run may decide anew."""
+    """Drop the changes after `step`, which a resumed run decides again."""
     if path.exists():
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= step))
 

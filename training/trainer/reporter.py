@@ -22,7 +22,7 @@ ORDINARY = nullcontext()  # made once: the loop asks at every step
 
 
 def earlier_rows(state: TrainingState) -> list[dict[str, Any]]:
-    """The metrics rank's rows up to the step that the run goes on from; later ones are dropped from their files."""
+    """The metrics rank's rows up to the step that the run resumes from; later ones are dropped from their files."""
     if not state.rank.is_metrics_rank:
         return []
     for path in row_files(state.run_dir):
@@ -31,9 +31,9 @@ def earlier_rows(state: TrainingState) -> list[dict[str, Any]]:
 
 
 class Reporter:
-    """Everything that is reported of a run; all ranks call it alike, and one of them writes.
+    """Reports a run's progress; every method is called on all ranks, and the metrics rank writes.
 
-    Inside the context each machine's system metrics are sampled; leaving it without an error sends what is left.
+    Inside the context system metrics are sampled on each machine; leaving it without an error sends the last rows.
     """
 
     def __init__(self, state: TrainingState, *, rows: list[dict[str, Any]]) -> None:

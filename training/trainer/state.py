@@ -42,7 +42,7 @@ class TrainingState:
 
     @property
     def start(self) -> int:
-        """The step that training goes on after."""
+        """The last step of the checkpoint that was resumed; training continues with the next one."""
         return self.resumed.step if self.resumed is not None else 0
 
     @property

@@ -15,7 +15,7 @@ from training.tracking.stop_rules import StopRules
 
 
 class Stopper:
-    """All ranks decide alike, and call every method alike; the metrics rank's `rows` of earlier attempts count."""
+    """One decision for all ranks, which all call every method. `rows`: of earlier attempts, from the metrics rank."""
 
     def __init__(self, plan: RunPlan, *, rank: Rank, start: int, rows: Sequence[Mapping[str, Any]]) -> None:
         self.rules = StopRules(plan, rows, decides=rank.is_metrics_rank)

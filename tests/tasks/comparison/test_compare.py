@@ -135,10 +135,10 @@ LOST = "training.train failed: [rank1]: training.monitoring.nonfinite.NonFiniteL
     ],
 )
 def test_errors_have_a_kind_and_one_line(error: Exception, outcome: str, cause: str) -> None:
-    outcome = outcome_of(error)
-    assert outcome.outcome == outcome
-    assert outcome.cause.startswith(cause)
-    assert "\n" not in outcome.cause
+    found = outcome_of(error)
+    assert found.outcome == outcome
+    assert found.cause.startswith(cause)
+    assert "\n" not in found.cause
 
 
 def test_the_baseline_gets_one_device_with_its_share_of_the_cores() -> None:

@@ -28,7 +28,7 @@ def test_words_put_together_with_plus_become_settings() -> None:
     assert (zero3.parallel.offload, zero3.train.micro_batch) == ("parameters", 4)
 
 
-def test_a_strategy_in_words_has_nothing_of_the_configs_own_strategy() -> None:
+def test_a_strategy_written_in_terms_ignores_the_configs_own_strategy() -> None:
     config = chosen("ddp", parallel__strategy="zero3", parallel__offload="parameters")["ddp"]
     assert (config.parallel.strategy, config.parallel.offload) == ("ddp", "auto")
     config = chosen("zero2", parallel__pp=2, parallel__pp_stages_per_rank=2)["zero2"]
@@ -55,15 +55,15 @@ def test_the_run_on_one_device_comes_first_and_once() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("magic", "'magic' .* is no strategy: put together auto, single, ddp"),
-        ("ddp+tpx", "'tpx' .* is no strategy"),
+        ("magic", "'magic' .* is not a strategy: combine auto, single, ddp"),
+        ("ddp+tpx", "'tpx' .* is not a strategy"),
         ("ddp+fsdp", "'ddp\\+fsdp' sets parallel.strategy twice: ddp and fsdp"),
         ("ddp,ddp", "ddp comes more than once"),
         ("fsdp+tp2,fsdp-tp2=parallel.tp=2", "fsdp-tp2 comes more than once"),
-        ("mine=train.seed=2", "changes train.seed, which is the same for all"),
+        ("mine=train.seed=2", "changes train.seed, which all compared strategies share"),
         ("mine=data.path=other", "changes data.path"),
-        ("mine=fast", "'fast' is no override"),
-        ("a b", "its name is of letters"),
+        ("mine=fast", "'fast' is not an override"),
+        ("a b", "its name may have up to 40 letters"),
         ("single", "there is nothing to compare"),
         ("", "there is nothing to compare"),
     ],

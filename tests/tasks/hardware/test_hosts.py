@@ -76,10 +76,10 @@ def test_the_tls_file_that_is_missing_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "is not there: give the path"),
-        ("- {name: a", "cannot be read as YAML"),
-        ("", "holds no list of hosts"),
-        ("hosts: {a: {}}", "holds no list of hosts"),
+        (None, "does not exist: give the path"),
+        ("- {name: a", "is not valid YAML"),
+        ("", "has no list of hosts"),
+        ("hosts: {a: {}}", "has no list of hosts"),
         ("- {name: a, adress: 10.0.0.1}", "host 1: adress: Extra inputs are not permitted. Its fields: name, docker"),
         ("- {name: a}\n- 'ssh://b'", "host 2: entry: "),
         ("- {name: a, docker: 'http://b'}", "host 1: docker: String should match"),

@@ -20,7 +20,7 @@ from tasks.workspace.paths import tracking_uri
 from tests.support.configs import inventory, tiny_config
 from training.config.run import RunConfig
 from training.planner.plan import make_plan
-from training.planner.trial import smaller, wants_trial
+from training.planner.trial import smaller_micro_batches, wants_trial
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
 from training.records.token_shards import TokenShards
@@ -55,7 +55,7 @@ def test_the_next_smaller_micro_batches_divide_the_batch_as_before(
     machines = inventory(*hosts)
     plan = make_plan(tiny_config(**settings), machines)
     tried = []
-    while (less := smaller(plan)) is not None:
+    while (less := smaller_micro_batches(plan)) is not None:
         tried.append(less)
         batch = plan.config.train.global_batch
         assert batch % sum(less) == 0
@@ -73,7 +73,7 @@ def test_gpus_have_trials_where_the_plan_chose_and_cpus_where_asked() -> None:
     assert wants_trial(tiny_config(train__micro_batch_trial="always"), "cpu")
     assert not wants_trial(tiny_config(train__micro_batch=0, train__micro_batch_trial="never"), "cuda")
     reasons = make_plan(chosen, inventory(1, kind="cuda")).reasons
-    assert "micro-batch: as predicted; a trial of some steps confirms it before training" in reasons
+    assert "micro-batch: predicted to fit; a trial of a few steps confirms it before training" in reasons
 
 
 def test_a_plan_is_confirmed_once_for_its_layout() -> None:

@@ -110,6 +110,17 @@ def test_the_documents_of_a_share_are_those_its_targets_come_from(packing: str, 
         assert documents_in(plan, step=1, dp_rank=rank) == sorted(expected)
 
 
+def test_documents_are_those_of_the_micro_batches_as_they_are_now(shards: Path) -> None:
+    plan = plan_of(shards, ranks=2, train__packing="padded", train__global_batch=12, train__micro_batch=3)
+    micro_batches = MicroBatches.of(plan)
+    loader = Loader(plan, dp_rank=0, device=CPU, micro_batches=micro_batches)
+    planned = documents_in(plan, step=0, dp_rank=0)
+    micro_batches.sizes = (1, 5)
+    now = documents_in(plan, step=0, dp_rank=0, micro_batches=micro_batches)
+    assert set(now) < set(planned)
+    assert len(loader.share(0).batches[0].inputs) == 1
+
+
 def test_a_thread_prepares_the_same_shares(shards: Path) -> None:
     plan = one_pass(shards, train__packing="documents")
     inline, ahead = (Loader(plan, dp_rank=0, device=CPU, ahead=n) for n in (0, 2))

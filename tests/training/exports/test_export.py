@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
-from tests.support.tiny_run import END, VOCAB, export_by_program, tiny_run
+from tests.support.tiny_run import END, VOCAB, tiny_run
 from training.checkpoint.load import CheckpointManifest
 from training.checkpoint.safetensors_files import WrittenFile
 from training.config.run import RunConfig
@@ -30,10 +31,8 @@ AUTO_CLASS = {"llama": AutoModelForCausalLM, "gpt2": AutoModelForCausalLM, "bert
 
 
 @pytest.fixture(scope="module", params=AUTO_CLASS)
-def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tiny_run(tmp_path_factory.mktemp("runs") / request.param, architecture=request.param)
-    export_run(run_dir)
-    return run_dir
+def exported(request: pytest.FixtureRequest, exported_runs: Callable[[str], Path]) -> Path:
+    return exported_runs(request.param)
 
 
 def onnx_logits(export: Path, ids: np.ndarray) -> np.ndarray:
@@ -123,14 +122,10 @@ def test_a_second_export_of_the_same_checkpoint_is_skipped_and_says_so(
     assert "kept" in caplog.text
 
 
-def test_the_program_exports_quietly_and_replaces_the_export_of_another_checkpoint(tmp_path: Path) -> None:
-    run_dir = tiny_run(tmp_path / "run")
-    (run_dir / "export").mkdir()
-    (run_dir / "export" / "stale.txt").touch()
-    done = export_by_program(run_dir)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == ""
-    *before, last = done.stderr.splitlines()
+def test_the_program_exports_quietly_and_replaces_the_export_of_another_checkpoint(exported_run: Path) -> None:
+    run_dir = exported_run
+    assert (run_dir.parent / "stdout").read_text() == ""
+    *before, last = (run_dir.parent / "stderr").read_text().splitlines()
     assert "exported step 8" in last
     # the one thing that is left out, why, and what helps
     assert ["left out tensorrt" in line and "python -m training.build_engine" in line for line in before] == (

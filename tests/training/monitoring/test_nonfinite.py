@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tasks.planning.plan import plan_run
 from tests.support.configs import inventory, tiny_config
-from tests.support.ranks import rank_env, torchrun
-from tests.support.repository import REPO
+from tests.support.ranks import Ranks
 from tests.support.tiny_shards import VOCAB
 from training.data.loader import Loader
 from training.monitoring.nonfinite import SKIPPED_IN_A_ROW, FiniteCheck, StepOutcome
@@ -82,11 +80,11 @@ def plan_with(broken_model: Path, tiny_shards: Path, tmp_path_factory: pytest.Te
 
 def test_stop_names_step_rank_and_documents_and_keeps_the_checkpoint_before(plan_with: Callable[..., Path]) -> None:
     plan_path = plan_with("stop")
-    done = subprocess.run(torchrun(plan_path), cwd=REPO, env=rank_env(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    errors = {line.partition("NonFiniteLoss: ")[2] for line in done.stderr.splitlines() if "NonFiniteLoss: " in line}
-    assert len(errors) == 1, "all ranks say the same"
-    assert done.stderr.count("NonFiniteLoss: ") == 2, "every rank ends by itself"
+    ranks = Ranks(plan_path)
+    assert ranks.wait(end_others=False) == [1, 1], "every rank ends by itself"
+    errors = [line.partition("NonFiniteLoss: ")[2] for line in ranks.log().splitlines() if "NonFiniteLoss: " in line]
+    assert len(errors) == 2
+    assert len(set(errors)) == 1, "all ranks say the same"
     error = errors.pop()
     assert error.startswith(f"step {BAD_STEP} (loss nan on rank {BAD_RANK},")
     named = error.partition("documents ")[2].partition(" of the")[0].split(", ")
@@ -98,12 +96,12 @@ def test_stop_names_step_rank_and_documents_and_keeps_the_checkpoint_before(plan
 
 def test_skip_leaves_the_step_out_counts_it_and_trains_on(plan_with: Callable[..., Path]) -> None:
     plan_path = plan_with("skip", train__on_nonfinite="skip", checkpoint__every_steps=100)
-    done = subprocess.run(torchrun(plan_path), cwd=REPO, env=rank_env(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    ranks = Ranks(plan_path)
+    ranks.finish()
     result = TrainResult.read(plan_path.parent / "result.json")
     assert (result.step, result.skipped_steps) == (8, 1)
     assert math.isfinite(result.loss)
-    warnings = [line for line in done.stderr.splitlines() if "WARNING left out step" in line]
+    warnings = [line for line in ranks.log().splitlines() if "WARNING left out step" in line]
     assert len(warnings) == 1, "one rank warns"
     assert f"left out step {BAD_STEP} (loss nan on rank {BAD_RANK}," in warnings[0]
 
@@ -121,9 +119,9 @@ def test_a_diverging_run_stops_under_other_strategies_too(strategy: str, make_ru
         train__clip_norm=0.0,
         train__warmup_steps=0,
     )
-    done = subprocess.run(torchrun(plan_path), cwd=REPO, env=rank_env(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert "NonFiniteLoss: " in done.stderr
+    ranks = Ranks(plan_path)
+    assert any(ranks.wait())
+    assert "NonFiniteLoss: " in ranks.log()
 
 
 def outcomes(plan: RunPlan, *, count: int, **changes: object) -> list[StepOutcome]:

@@ -42,7 +42,7 @@ def test_a_port_is_taken_while_somebody_listens_on_any_address(tmp_path: Path) -
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         (finding,) = look(tmp_path, port=port)["findings"]
-    assert finding.startswith(f"port {port} cannot be had (Address already in use)")
+    assert finding.startswith(f"port {port} is not available (Address already in use)")
 
 
 def test_address_and_interface_belong_together(tmp_path: Path) -> None:

@@ -161,5 +161,5 @@ def test_a_plan_for_other_machines_does_not_measure_this_one(
     command._plan(command._parse(["plan", "llama-1b", "--hosts", "2x8xA100-80GB-SXM,200Gb", "--json"]))
     plan = json.loads(capsys.readouterr().out)
     assert (plan["ranks_per_host"], plan["device_kind"], plan["precision"]) == ([8, 8], "cuda", "bf16")
-    assert any("stand-in hosts, nothing was measured" in reason for reason in plan["reasons"])
+    assert any("hypothetical hosts: nothing was measured" in reason for reason in plan["reasons"])
     assert not (tmp_path / "hardware.json").exists()

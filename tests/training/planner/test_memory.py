@@ -14,7 +14,7 @@ from tests.support.configs import inventory, tiny_config
 from training.models.architectures import layers_of
 from training.models.language_model import build_model
 from training.planner.cluster import Cluster, Ring, cluster_of
-from training.planner.cost_model import our_recipe
+from training.planner.cost_model import our_cost_model
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.job import Job, Layout
 from training.planner.memory import kept_bytes, memory_gib, stage_parameters
@@ -39,8 +39,8 @@ ONE = Layout("ddp", tp=1, pp=1, dp=1, micro_batch=1, accumulation=64)
 def test_activations_of_gpt3_by_korthikanti(
     tp: int, sequence_parallel: bool, recompute: Any, coefficient: float
 ) -> None:
-    recipe = replace(MEGATRON, sequence_parallel=sequence_parallel)
-    kept = kept_bytes(GPT3, replace(ONE, tp=tp, recompute=recompute), recipe)
+    model = MEGATRON.replaced(sequence_parallel=sequence_parallel)
+    kept = kept_bytes(GPT3, replace(ONE, tp=tp, recompute=recompute), model)
     assert kept == pytest.approx(coefficient * 12288, rel=1e-3)
 
 
@@ -86,7 +86,7 @@ def test_what_our_layers_keep_is_what_torch_saves(architecture: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(ids, ids)
     job = Job(shape=plan.shape, context=64, global_batch=4, precision="fp32")
-    expected = kept_bytes(job, ONE, our_recipe(job, "single", kind="cpu")) * ids.numel()
+    expected = kept_bytes(job, ONE, our_cost_model(job, "single", kind="cpu")) * ids.numel()
     assert sum(saved.values()) == pytest.approx(expected, rel=0.03)
 
 
@@ -94,13 +94,13 @@ def test_a_pipeline_holds_as_many_micro_batches_as_stages_and_pays_a_bubble() ->
     found = cluster_of(hypothetical_inventory("8x8xA100-80GB-SXM,8x200Gb"), [8] * 8, precision="bf16")
     layout = replace(ONE, tp=8, pp=8, recompute="selective")
     flat = replace(layout, pp=1)
-    recipe = replace(MEGATRON, logit_bytes=0)
-    staged, whole = (memory_gib(GPT3, each, recipe, num_shards=1)["activations"] for each in (layout, flat))
+    model = MEGATRON.replaced(logit_bytes=0)
+    staged, whole = (memory_gib(GPT3, each, model, num_shards=1)["activations"] for each in (layout, flat))
     assert staged == pytest.approx(whole, rel=0.02)
-    seconds = step_s(GPT3, layout, recipe, found, num_shards=1)
+    seconds = step_s(GPT3, layout, model, found, num_shards=1)
     working = sum(seconds.values()) - seconds["pipeline bubble"] - seconds["pp exposed"] - seconds["optimizer"]
     assert seconds["pipeline bubble"] / working == pytest.approx(7 / 64, rel=0.01)
-    interleaved = step_s(GPT3, replace(layout, stages_per_rank=3), recipe, found, num_shards=1)
+    interleaved = step_s(GPT3, replace(layout, stages_per_rank=3), model, found, num_shards=1)
     assert interleaved["pipeline bubble"] == pytest.approx(seconds["pipeline bubble"] / 3, rel=0.01)
 
 

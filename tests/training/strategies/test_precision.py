@@ -14,7 +14,7 @@ from tests.support.ranks import losses, run_ranks
 from training.strategies.optim import LossScale
 from training.tracking.rows import read_rows
 
-COMMON = {"model__dropout": 0.0, "train__steps": 20}
+COMMON = {"model__dropout": 0.0, "train__steps": 8}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_low_precision_learns_as_fp32_does(
 
 
 def test_the_loss_scale_is_logged_and_goes_on_where_it_was(make_run: Callable[..., Path]) -> None:
-    plan_path = run(make_run, "single", "fp16", train__steps=8)
+    plan_path = run(make_run, "single", "fp16")
     scales = {row["step"]: row["loss_scale"] for row in read_rows(plan_path.parent / "metrics.jsonl") if "loss" in row}
     assert set(scales) == set(range(1, 9))
     expected = losses(plan_path)

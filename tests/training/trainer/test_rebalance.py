@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.ranks import Ranks, run_ranks
 from tests.training.strategies.test_strategies import assert_equal_training
 from training.checkpoint.load import CheckpointManifest
+from training.data.batch import MicroBatches
 from training.records.plan import RunPlan
+from training.runtime.process import Rank
 from training.tracking.rows import read_rows
-from training.trainer.rebalance import sizes_in_force, with_room
+from training.trainer.rebalance import Rebalancer, sizes_in_force, with_room
 
 STEPS = 30
 COMMON: dict[str, Any] = {
@@ -110,6 +113,35 @@ def test_a_rank_that_is_slower_than_planned_gets_less_and_a_resumed_run_keeps_th
     alone = make_run(f"alone {strategy} {len(settings)}", **COMMON, parallel__strategy="single", train__micro_batch=64)
     run_ranks(alone)
     assert_equal_training(alone, plan_path)
+
+
+def test_the_median_of_three_timed_steps_decides(make_run: Callable[..., Path]) -> None:
+    """The first step under new micro-batches compiles and allocates: it is no measure."""
+    settings = {"parallel__strategy": "ddp", "parallel__rebalance": "on", "train__micro_batch": 32}
+    plan_path = make_run("decides", ranks=2, **COMMON, **settings)
+    plan, run_dir = RunPlan.read(plan_path), plan_path.parent
+    micro_batches = MicroBatches.of(plan)
+    rebalancer = Rebalancer(
+        plan, micro_batches=micro_batches, rank=Rank(0, 2, torch.device("cpu")), start=4, run_dir=run_dir
+    )
+    waits = [{"step": 100.0, "exposed_communication": 60.0}, {"step": 100.0, "exposed_communication": 0.0}]
+    slower = [{"step": 900.0, "exposed_communication": 0.0}] * 2  # another program ran beside both
+    even = [{"step": 100.0, "exposed_communication": 0.0}] * 2
+    assert rebalancer.decide(5, waits) is None, "the first step of this start"
+    assert rebalancer.decide(6, waits) is rebalancer.decide(8, slower) is None
+    change = rebalancer.decide(10, waits)
+    assert change is not None
+    assert (change.before, change.own_s) == ((32, 32), pytest.approx([0.04, 0.1]))
+    assert sum(change.after) == 64
+    assert 32 < change.after[0] <= plan.largest_micro_batches[0]
+    rebalancer.record(change)
+    assert [(row["step"], row["after"]) for row in rebalances(plan_path)] == [(10, list(change.after))]
+    micro_batches.sizes = change.after
+    decisions = [rebalancer.decide(step, even) for step in (11, 12, 14)]
+    assert decisions == [None] * 3, "two measures: step 11 is none"
+    again = Rebalancer(plan, micro_batches=micro_batches, rank=rebalancer.rank, start=8, run_dir=run_dir)
+    assert rebalances(plan_path) == [], "a start before the change forgets it"
+    assert again.decide(9, waits) is None
 
 
 def test_a_checkpoints_micro_batches_are_used_only_where_they_fit(make_run: Callable[..., Path]) -> None:

@@ -1,0 +1,26 @@
+"""What a session of tests makes once, whichever of its processes asks first (pytest-xdist has several)."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that `make` has filled; nobody may write there afterwards."""
+    session = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # each worker's folder lies in the session's
+        session = session.parent
+    folder = session / "once" / name
+    folder.parent.mkdir(exist_ok=True)
+    with (folder.parent / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (done := folder.parent / f"{name}.done").exists():
+            folder.mkdir()
+            make(folder)
+            done.touch()
+    return folder
