@@ -82,3 +82,9 @@ def test_the_picture_has_every_package() -> None:
     """`make map` draws it again."""
     drawn = set(re.findall(r'class="name">(\w+)', PICTURE.read_text()))
     assert drawn == {package.split(".")[1] for package in rows()} | {"infra"}
+
+
+def test_the_tree_of_the_readme_has_every_package() -> None:
+    tree = (REPO / "README.md").read_text().partition("## The tree")[2]
+    folders = {package.split(".")[1] for package in rows() if (REPO / package.replace(".", "/")).is_dir()}
+    assert {name for name in folders if f" {name}/" not in tree} == set()

@@ -171,10 +171,6 @@ def test_the_table_names_every_package() -> None:
     assert set(rows()) == named
 
 
-def test_every_module_is_in_a_package_that_an_installation_takes_along() -> None:
-    assert [str(path) for path in modules(REPO).values() if not (path.parent / "__init__.py").exists()] == []
-
-
 def test_no_files_and_no_packages_import_each_other_in_a_circle() -> None:
     files = file_graph(REPO)
     assert circle(files) == []

@@ -16,7 +16,7 @@ from tasks.runs.errors import RunFailed
 from tasks.tracking import mlflow_run
 from tasks.tracking.mlflow_run import TrackedRun
 from tasks.workspace.paths import fresh
-from training.planner.trial import smaller, wants_trial
+from training.planner.trial import smaller_micro_batches, wants_trial
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
 from training.records.trial import MEASURED, TRIALS, Trial, TrialMeasured, Trials, read_trials
@@ -49,7 +49,7 @@ def confirmed(plan: RunPlan, *, run: TrackedRun, inventory: Inventory) -> RunPla
 
 
 def _smaller(plan: RunPlan, trial: Trial) -> tuple[int, ...]:
-    less = smaller(plan)
+    less = smaller_micro_batches(plan)
     if less is None:
         raise RunFailed(
             f"{trial}; there is no smaller one: spread the model over the ranks (parallel.strategy=fsdp or zero3, or "

@@ -111,7 +111,7 @@ class RunConfig(Section):
         replicas = parallel.ranks // model_ranks
         if replicas and train.global_batch % replicas:
             raise ValueError(
-                f"train.global_batch = {train.global_batch} cannot be dealt evenly to {replicas} data-parallel ranks "
+                f"train.global_batch = {train.global_batch} cannot be split evenly over {replicas} data-parallel ranks "
                 f"(parallel.ranks = {parallel.ranks}): make train.global_batch a multiple of {replicas}, "
                 "or change parallel.ranks"
             )

@@ -27,7 +27,7 @@ class Architecture:
     finish: Callable[[Any, Tensor], Tensor]  # model, hidden of the last layer -> what the output layer takes
     column: tuple[str, ...]  # linear layers split by outputs
     row: tuple[str, ...]  # linear layers split by inputs, their results summed
-    fused: str = ""  # the one of `column` that makes q, k and v in one
+    fused: str | None = None  # the one of `column` that makes q, k and v in one
 
 
 ARCHITECTURES = {

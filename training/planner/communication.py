@@ -40,7 +40,7 @@ def choose_groups(
             )
     if dp % ranks:
         raise ValueError(
-            f"{dp} data-parallel ranks cannot be dealt to groups of parallel.group_ranks = {ranks}: set it to a "
+            f"{dp} data-parallel ranks cannot be split into groups of parallel.group_ranks = {ranks}: set it to a "
             f"divisor of {dp}"
         )
     if dp == ranks:

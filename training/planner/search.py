@@ -78,7 +78,7 @@ def rank_layouts(config: RunConfig, shape: ModelShape, inventory: Inventory, *, 
 
 
 def _best_first(fitting: list[PricedLayout]) -> tuple[PricedLayout, ...]:
-    """By predicted time, except that the best comes first.
+    """Orders layouts by predicted time, except that the best comes first.
 
     The best is of the simplest kind among those within AS_FAST of the fastest, and of that kind's layouts within
     AS_FAST_OF_A_KIND of its fastest it has the micro-batch that needs the least memory.
@@ -215,7 +215,7 @@ def _savings(config: RunConfig, strategy: StrategyName) -> Iterator[tuple[Recomp
 
 
 def ranks_per_host(config: RunConfig, inventory: Inventory, mesh: Mesh) -> tuple[int, ...]:
-    """As many ranks as there are devices and the global batch can be divided over, first hosts first."""
+    """The ranks on each host, first hosts first: as many as have a device and an equal part of the global batch."""
     left, per_host = _num_ranks(config, inventory, mesh), list[int]()
     for host in inventory.hosts:
         per_host.append(min(len(host.devices), left - sum(per_host)))

@@ -48,8 +48,7 @@ def split_by_speed(num_sequences: int, *, speeds: Sequence[float], max_micro_bat
     if not len(speeds) <= num_sequences <= sum(max_micro_batches):
         raise ValueError(
             f"{num_sequences} sequences cannot be split over {len(speeds)} replicas that hold 1 to "
-            f"{list(max_micro_batches)}: "
-            "change train.global_batch or train.micro_batch"
+            f"{list(max_micro_batches)}: change train.global_batch or train.micro_batch"
         )
 
     def done_by(time: float) -> list[int]:
@@ -61,13 +60,13 @@ def split_by_speed(num_sequences: int, *, speeds: Sequence[float], max_micro_bat
     for _ in range(64):
         middle = (low + high) / 2
         low, high = (middle, high) if sum(done_by(middle)) <= num_sequences else (low, middle)
-    dealt = done_by(low)
-    open_to_more = [i for i, limit in enumerate(max_micro_batches) if dealt[i] < limit]
-    open_to_more.sort(key=lambda i: (dealt[i] + 1) / speeds[i])
-    for i in open_to_more[: num_sequences - sum(dealt)]:  # those that tie
-        dealt[i] += 1
-    assert sum(dealt) == num_sequences
-    return tuple(dealt)
+    sizes = done_by(low)
+    open_to_more = [i for i, limit in enumerate(max_micro_batches) if sizes[i] < limit]
+    open_to_more.sort(key=lambda i: (sizes[i] + 1) / speeds[i])
+    for i in open_to_more[: num_sequences - sum(sizes)]:  # ties
+        sizes[i] += 1
+    assert sum(sizes) == num_sequences
+    return tuple(sizes)
 
 
 def choose_shares(
@@ -82,10 +81,8 @@ def choose_shares(
 
     `possible` says whether a step may have so many micro-batches: a pipeline needs at least its stages.
     """
-    speeds, max_micro_batches = (
-        [replica.speed for replica in replicas],
-        [replica.max_micro_batch for replica in replicas],
-    )
+    speeds = [replica.speed for replica in replicas]
+    max_micro_batches = [replica.max_micro_batch for replica in replicas]
     tried = []
     for accumulation in _accumulations(replicas, global_batch, possible):
         shares = Shares(

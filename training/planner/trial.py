@@ -14,7 +14,7 @@ def wants_trial(config: RunConfig, device_kind: str) -> bool:
     return device_kind == "cuda" and not config.train.micro_batch and isinstance(config.parallel.shares, str)
 
 
-def smaller(plan: RunPlan) -> tuple[int, ...] | None:
+def smaller_micro_batches(plan: RunPlan) -> tuple[int, ...] | None:
     """The next smaller micro-batches, in the proportions of the plan's; None if there are none.
 
     Their number in a step divides the global batch evenly, and fills the stages of a pipeline.
@@ -25,7 +25,7 @@ def smaller(plan: RunPlan) -> tuple[int, ...] | None:
             continue
         if not plan.is_unequal:
             return (batch // accumulation // plan.dp,) * plan.dp
-        dealt = split_by_speed(batch // accumulation, speeds=plan.micro_batches, max_micro_batches=plan.micro_batches)
-        if max(dealt) < plan.micro_batch:
-            return dealt
+        smaller = split_by_speed(batch // accumulation, speeds=plan.micro_batches, max_micro_batches=plan.micro_batches)
+        if max(smaller) < plan.micro_batch:
+            return smaller
     return None

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
+
+Activity = Literal["communicates", "computes", "waits"]
 
 _NOTHING = nullcontext()
 _mark_phase: Callable[[str], AbstractContextManager[None]] | None = None  # set while a step is recorded
@@ -93,30 +95,31 @@ class Recording:
 
 
 def exposed_ms(events: Iterable[Any], device: torch.device) -> float:
-    """How long the profiled step communicated without computing beside it.
+    """Milliseconds in which the profiled step communicated without computing beside it.
 
     On a GPU by its kernels. On a CPU gloo's threads communicate while the others compute; a collective inside a
     compiled region shows by what waits for it.
     """
-    spans = ((event.start_ns(), event.end_ns(), _activity(event, device)) for event in events)
-    return uncovered(span for span in spans if span[2]) / 1e6
+    activities = ((event, _activity(event, device)) for event in events)
+    spans = ((event.start_ns(), event.end_ns(), activity) for event, activity in activities if activity is not None)
+    return uncovered(spans) / 1e6
 
 
-def _activity(event: Any, device: torch.device) -> str:
+def _activity(event: Any, device: torch.device) -> Activity | None:
     name = event.name()
     if device.type == "cuda":
         if event.device_type() != DeviceType.CUDA or event.is_user_annotation():
-            return ""
+            return None
         return "communicates" if "nccl" in name.lower() else "computes"
     if name.startswith("gloo:"):
         return "communicates"
     if name.endswith("wait_tensor"):
         return "waits"
-    return "computes" if name.startswith(("aten::", "## Call CompiledFxGraph")) else ""
+    return "computes" if name.startswith(("aten::", "## Call CompiledFxGraph")) else None
 
 
-def uncovered(spans: Iterable[tuple[int, int, str]]) -> int:
-    """(start, end, activity) -> time in which something communicates and nothing computes, or what does so waits."""
+def uncovered(spans: Iterable[tuple[int, int, Activity]]) -> int:
+    """(start, end, activity) -> time in which something communicates, and nothing computes or the computation waits."""
     changes = [(at, change, activity) for start, end, activity in spans for at, change in ((start, 1), (end, -1))]
     open_spans = {"communicates": 0, "computes": 0, "waits": 0}
     total = since = 0

@@ -20,7 +20,7 @@ from tasks.workspace.paths import tracking_uri
 from tests.support.configs import inventory, tiny_config
 from training.config.run import RunConfig
 from training.planner.plan import make_plan
-from training.planner.trial import smaller, wants_trial
+from training.planner.trial import smaller_micro_batches, wants_trial
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
 from training.records.token_shards import TokenShards
@@ -55,7 +55,7 @@ def test_the_next_smaller_micro_batches_divide_the_batch_as_before(
     machines = inventory(*hosts)
     plan = make_plan(tiny_config(**settings), machines)
     tried = []
-    while (less := smaller(plan)) is not None:
+    while (less := smaller_micro_batches(plan)) is not None:
         tried.append(less)
         batch = plan.config.train.global_batch
         assert batch % sum(less) == 0

@@ -32,7 +32,7 @@ CASES = {
         False,
         "cannot be compared with 2.5000 of champion m/3: other data (dataset bbbbbbbbbbbb, champion's aaaaaaaaaaaa). "
         "Measure both on one text: `shardline evaluate m@champion --data TEXT` and "
-        "`shardline evaluate m/4 --data TEXT`, then promote again; or, "
+        "`shardline evaluate m/4 --data TEXT`, then promote again; "
         "or skip the gates: shardline promote m --version 4 --force",
     ),
     "other tokens": (

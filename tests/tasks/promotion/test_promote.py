@@ -217,7 +217,7 @@ def test_approval_by_a_tag_is_waited_for_and_names_who_gave_it(client: MlflowCli
 def test_overrides_name_what_there_is() -> None:
     changed = overridden(Terms(), {"gates.max_p95_ms": 50, "rollout.watch_minutes": 1})
     assert (changed.gates.max_p95_ms, changed.rollout.watch_minutes) == (50, 1)
-    with pytest.raises(ValueError, match=r"train\.steps is nothing that a promotion can change: gates\."):
+    with pytest.raises(ValueError, match=r"train\.steps cannot be changed by a promotion; these can: gates\."):
         overridden(Terms(), {"train.steps": 3})
     with pytest.raises(ValueError, match=r"watch_minutes = -1: Input should be greater"):
         overridden(Terms(), {"rollout.watch_minutes": -1})

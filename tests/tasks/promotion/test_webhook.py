@@ -63,9 +63,9 @@ def test_what_is_not_from_our_mlflow_or_not_from_now_is_refused(
     dated["headers"][TIMESTAMP] = str(int(time.time()) + 1)
     del bare["headers"][SIGNATURE]
     for wrong, why in (
-        (forged, "the signature does not fit"),
-        (changed, "the signature does not fit"),
-        (dated, "the signature does not fit"),
+        (forged, "the signature is wrong"),
+        (changed, "the signature is wrong"),
+        (dated, "the signature is wrong"),
         (bare, "are needed"),
         (delivery(at=time.time() - 400), "s ago, at most 300 s are accepted: is it a replay?"),
         (delivery(at=time.time() + 400), "is it a replay?"),
@@ -81,7 +81,7 @@ def test_a_secret_that_is_none_is_refused_with_the_cure(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         read_secret(tmp_path / "none")
     (tmp_path / "short").write_text("abc\n")
-    with pytest.raises(ValueError, match="holds 3 characters, at least 16 make a secret: `openssl rand -hex 32"):
+    with pytest.raises(ValueError, match="has 3 characters, at least 16 are needed: `openssl rand -hex 32"):
         read_secret(tmp_path / "short")
     (tmp_path / "long").write_text(SECRET + "\n")
     assert read_secret(tmp_path / "long") == SECRET

@@ -136,7 +136,7 @@ def test_a_users_own_program_has_a_page(run: TrackedRun) -> None:
         if record.name not in {"run.json", "history.json", "stages.json"}:
             record.unlink()
     config = RunConfig.model_validate({"name": "mine", "trainer": {"script": "my.py", "args": ["--steps", "9"]}})
-    run = run.model_copy(update={"config": config})
+    run = run.model_copy(update={"begun_with": config})
     machine = inventory(2, kind="cuda")
     place(config, machine, run_id=run.run_id, mlflow_run_id=run.mlflow_run_id, experiment=("1", "mine"))
     TrainerOutcome(

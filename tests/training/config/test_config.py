@@ -23,7 +23,7 @@ COMBINATIONS = [
     ({"train__micro_batch": 9}, "train.micro_batch = 9 exceeds train.global_batch = 8"),
     ({"train__learning_rate": 1e-6}, "train.min_learning_rate"),
     ({"evaluation__every_steps": 0, "evaluation__early_stop_validations": 3}, "= 3 needs validations while training"),
-    ({"parallel__ranks": 3}, "train.global_batch = 8 cannot be dealt evenly to 3 data-parallel ranks"),
+    ({"parallel__ranks": 3}, "train.global_batch = 8 cannot be split evenly over 3 data-parallel ranks"),
     ({"parallel__ranks": 3, "parallel__tp": 2}, r"parallel.ranks = 3 is not divisible by tp\*pp = 2"),
     ({"parallel__strategy": "single", "parallel__ranks": 2}, "single runs on 1 rank"),
     ({"parallel__strategy": "single", "parallel__tp": 2}, "runs with parallel.strategy=ddp or fsdp, not single"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -118,3 +121,19 @@ def test_a_replica_is_as_fast_as_its_slowest_device() -> None:
 def test_shares_that_cannot_be_are_refused(shares: tuple[int, ...], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         make_plan(tiny_config(train__global_batch=24, parallel__shares=shares), unlike(0.2, 0.1))
+
+
+def test_the_prediction_does_not_depend_on_the_process() -> None:
+    """Of replicas that finish together the first one's seconds are predicted, whatever strings hash to."""
+    code = (
+        "from training.config.run import RunConfig\n"
+        "from training.planner.hypothetical_hosts import hypothetical_inventory\n"
+        "from training.planner.plan import make_plan\n"
+        "config = RunConfig.model_validate({'parallel': {'strategy': 'ddp', 'ranks': 2, 'shares': (3, 1)},\n"
+        "    'train': {'global_batch': 8}})\n"
+        "print(make_plan(config, hypothetical_inventory('1x8xA100-80GB-SXM')).predicted.step_s)"
+    )
+    environments = [os.environ | {"PYTHONHASHSEED": str(seed)} for seed in range(3)]
+    runs = [subprocess.run([sys.executable, "-c", code], env=env, capture_output=True) for env in environments]
+    assert runs[0].stdout
+    assert len({run.stdout for run in runs}) == 1

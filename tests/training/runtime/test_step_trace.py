@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.runtime.step_trace import phase, recorded, uncovered
+from training.runtime.step_trace import Activity, phase, recorded, uncovered
 
 CPU = torch.device("cpu")
 
@@ -59,6 +59,6 @@ def test_outside_a_recorded_step_a_phase_does_nothing() -> None:
     ],
 )
 def test_only_communication_that_nothing_computes_beside_is_exposed(
-    spans: list[tuple[int, int, str]], expected: int
+    spans: list[tuple[int, int, Activity]], expected: int
 ) -> None:
     assert uncovered(spans) == expected

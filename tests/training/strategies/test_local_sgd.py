@@ -173,7 +173,7 @@ def test_a_resume_with_other_groups_starts_from_the_mean_and_logs_it(make_run: C
     ("hosts", "overrides", "message"),
     [
         ((2, 1), {"train__global_batch": 6}, "hosts of 2, 1 ranks and tp = 1 make no equal groups: set parallel.group"),
-        ((2, 2), {"parallel__group_ranks": 3}, "4 data-parallel ranks cannot be dealt to groups of .* = 3"),
+        ((2, 2), {"parallel__group_ranks": 3}, "4 data-parallel ranks cannot be split into groups of .* = 3"),
         ((2, 2), {"parallel__precision": "fp16"}, "local-sgd lets each group see its own gradient only"),
         ((2, 2), {"parallel__compression": "topk"}, "it can have none, bf16"),
         ((2, 2), {"parallel__strategy": "fsdp", "parallel__group_ranks": 2}, "group_ranks = 2 would not be used"),
