@@ -100,7 +100,7 @@ def _check(record: EngineRecord) -> None:
 def engine_latency(
     model: Any, sessions: dict[tuple[Graph, str], EngineSession], bounds: ExportConfig, *, context: int
 ) -> tuple[LatencyFigure, ...]:
-    """TensorRT against torch on the same GPU, in turns."""
+    """Latency of TensorRT and of torch on the same GPU, measured in turns."""
     engines = {("torch", "fp32"): torch_engine(model.cuda())}
     for precision in {precision for _, precision in sessions}:
         of_one = {kind: session for (kind, found), session in sessions.items() if found == precision}

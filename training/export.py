@@ -1,8 +1,8 @@
-"""A checkpoint becomes runs/ID/export/: Hugging Face folder, ONNX graphs, model card, and proof that they agree.
+"""Exports a checkpoint to runs/ID/export/: Hugging Face folder, ONNX graphs, model card, and a report of their parity.
 
     python -m training.export runs/ID/plan.json
 
-The folder appears only if all copies give the checkpoint's logits on held-out text within the plan's bounds.
+The folder appears only if all of them give the checkpoint's logits on held-out text within the plan's bounds.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def export_run(run_dir: Path) -> ExportedModel:
-    """Write `run_dir`/export/ from the checkpoint that result.json names; keep one that is there already.
+    """Writes `run_dir`/export/ from the checkpoint that result.json names; keeps an export of the same checkpoint.
 
     Raises ValueError when parity is out of bounds (the figures are in parity.json; there is no export/ then).
     """
@@ -59,7 +59,7 @@ def export_run(run_dir: Path) -> ExportedModel:
     if (target / "export.json").is_file():
         existing = ExportedModel.read(target / "export.json")
         if existing.checkpoint_sha256 == result.checkpoint_sha256:
-            logger.info("%s holds this checkpoint already (step %d): kept", target, existing.step)
+            logger.info("kept %s: it was exported from this checkpoint (step %d)", target, existing.step)
             return existing
     for folder in (target, part):
         if folder.exists():
@@ -125,7 +125,7 @@ def _write_export(plan: RunPlan, result: TrainResult, *, run_dir: Path, folder: 
 
 
 def _with_engines(exported: ExportedModel, folder: Path, *, plan: RunPlan) -> ExportedModel:
-    """Engines are of this GPU, so they are no part of the export's files; it is good without them too."""
+    """Builds engines for this GPU. They are not among the export's files, and it is complete without them."""
     try:
         build_engines(folder, plan=plan)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Text from an exported model by ONNX Runtime: no torch, and nothing of ours, so that this one file runs anywhere.
+"""Text from an exported model with ONNX Runtime: imports no torch and no other file of Shardline, so it runs anywhere.
 
 It travels inside each registered model version, and `shardline generate`, the server and the pyfunc all use it.
 """
@@ -25,7 +25,7 @@ INCOMPLETE = "\ufffd"
 
 @dataclass(frozen=True)
 class Sampling:
-    """How text is drawn, and when it ends. Raises ValueError for numbers out of bounds."""
+    """Sampling parameters, and when a text ends. Raises ValueError for numbers out of bounds."""
 
     new_tokens: int = 64  # at most
     temperature: float = 0.8  # 0: always the likeliest token
@@ -70,7 +70,7 @@ class TextStream(Iterator[str]):
             raise
 
     def read(self) -> str:
-        """All of it at once."""
+        """The whole text at once."""
         if self._sampling.stop:
             return "".join(self)
         new_ids = list(self._counted())
@@ -78,7 +78,7 @@ class TextStream(Iterator[str]):
         return self._decode([*self._anchor, *new_ids])[len(self._decode(self._anchor)) :]
 
     def close(self) -> None:
-        """No further token is made. For any thread: a token that is being made when it is called is not shown."""
+        """Cancels the text, from any thread; a token that is being computed is not shown."""
         self._closed = True
         with contextlib.suppress(ValueError, AttributeError):  # a generator that is at work now; a plain iterator
             self._ids.close()  # type: ignore[attr-defined]
@@ -94,7 +94,7 @@ class TextStream(Iterator[str]):
             yield token
 
     def _pieces(self) -> Iterator[str]:
-        """Text as far as it is settled: bytes that may be the start of a character wait for the rest."""
+        """Text that later tokens cannot change: bytes that may be the start of a character wait for the rest."""
         window = self._anchor
         shown = len(self._decode(window))
         for token in self._counted():
@@ -111,7 +111,7 @@ class TextStream(Iterator[str]):
             yield rest
 
     def _until_stop(self, pieces: Iterator[str]) -> Iterator[str]:
-        """Text that may be the beginning of a stop text waits until that is known."""
+        """Holds back text that may be the beginning of a stop text until that is known."""
         held = ""
         for piece in pieces:
             held += piece
@@ -147,7 +147,7 @@ def decode_graph_name(precision: str) -> str:
 
 
 class DecodeGraph:
-    """decode.onnx of an export: some more tokens behind a cache of keys and values."""
+    """decode.onnx of an export: reads some more tokens behind a cache of keys and values."""
 
     def __init__(self, folder: Path, *, precision: str, threads: int) -> None:
         path = folder / decode_graph_name(precision)
@@ -203,16 +203,16 @@ class TextGenerator:
         return self.stream(prompt, **sampling).read()
 
     def stream(self, prompt: str, **sampling: Any) -> TextStream:
-        """Like `generate`, in pieces as they come; it raises at the call, not later."""
-        how = Sampling(**sampling)
+        """Like `generate`, in pieces as they come. Raises ValueError at the call, not later."""
+        params = Sampling(**sampling)
         prompt_ids = self.encode(prompt)
-        return TextStream(self.tokenizer, prompt_ids, self._new_ids(prompt_ids, how), how)
+        return TextStream(self.tokenizer, prompt_ids, self._new_ids(prompt_ids, params), params)
 
     def wait_ready(self, timeout_s: float) -> bool:
         return self.ready
 
     def close(self) -> None:
-        """Nothing to end: sessions go with their last reference."""
+        """Does nothing: sessions are freed with their last reference."""
 
     def encode(self, prompt: str) -> list[int]:
         """At least one token: behind the end token, which followed every document in training, a new one starts."""
@@ -241,7 +241,7 @@ class TextGenerator:
 
 
 def shortened(ids: list[int], context: int) -> list[int]:
-    """What the model goes on from when its context is full; a window that moves by one is computed anew each time."""
+    """The last half of a full context: the model goes on from there, as each shift by one would recompute all of it."""
     return ids[-max(1, context // 2) :]
 
 
@@ -294,7 +294,7 @@ def choose_token(logits: np.ndarray, sampling: Sampling, *, random: np.random.Ge
 
 
 def _nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
-    """Zero but for the fewest largest weights whose sum reaches `top_p` of all (Holtzman et al. 2019, section 3.1)."""
+    """Sets all but the fewest largest weights whose sum reaches `top_p` of all to 0 (Holtzman et al. 2019, 3.1)."""
     order = np.argsort(-weights, kind="stable")
     before = np.cumsum(weights[order]) - weights[order]
     kept = order[before < top_p * weights.sum()]

@@ -1,4 +1,4 @@
-"""A file of prompts becomes a file of completions, row by row in the same order; goes on where it was interrupted."""
+"""Completes a file of prompts, row by row in the same order; an interrupted call is continued by the next one."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from training.records.record import Record, write_atomically
 
 logger = logging.getLogger(__name__)
 
-RESTART_S = 600.0  # that ranks which died are waited for
+RESTART_S = 600.0  # seconds to wait for ranks that are restarted
 SAMPLING = {field.name for field in fields(Sampling)}
 
 
 class GeneratedFile(Record):
-    """OUT.record.json: what OUT was made of; a second call with the same `key` has nothing to do.
+    """OUT.record.json: what OUT was made from; a second call with the same `key` does nothing.
 
     `tokens` and `seconds` are of the last call, which may have made only some of the rows.
     """
@@ -50,8 +50,8 @@ def generate_file(
     model: str,
     show: Callable[[int, int, float], None] = lambda done, total, tokens_per_s: None,
 ) -> GeneratedFile:
-    """Each line of `prompts` is {"prompt": …} with any fields of Sampling and any others, which go along; a row that
-    cannot be done has an `error` in place of `completion`.
+    """Each line of `prompts` is {"prompt": …} with any fields of Sampling and any others, which go along; a row
+    that fails has an `error` in place of `completion`.
 
     Finished rows are kept in OUT.part until all are there; OUT appears at once. Raises ValueError for files that
     cannot be used, EngineDied where the engine died twice.
@@ -60,14 +60,14 @@ def generate_file(
     key = hashlib.sha256(json.dumps([content, model, sampling], sort_keys=True).encode()).hexdigest()
     record_path, lines = out.with_name(f"{out.name}.record.json"), content.splitlines()
     if out.exists() and record_path.exists() and (kept := GeneratedFile.read(record_path)).key == key:
-        logger.info("%s is there already, made by %s of the same prompts: kept", out, model)
+        logger.info("kept %s: it was made by %s from the same prompts", out, model)
         return kept.model_copy(update={"made": 0, "tokens": 0, "seconds": 0.0})
-    part = Part(out.with_name(f"{out.name}.part"), key=key)
-    left = [number for number in range(len(lines)) if number not in part.rows]
-    if part.rows:
-        logger.info("%d of %d rows are done already: going on with the others", len(part.rows), len(lines))
-    tokens, seconds = _make_rows(open_engine, lines, left, sampling, part=part, show=show) if left else (0, 0.0)
-    rows = [part.rows[number] for number in range(len(lines))]
+    partial = PartialFile(out.with_name(f"{out.name}.part"), key=key)
+    left = [number for number in range(len(lines)) if number not in partial.rows]
+    if partial.rows:
+        logger.info("%d of %d rows are finished: continuing with the others", len(partial.rows), len(lines))
+    tokens, seconds = _make_rows(open_engine, lines, left, sampling, partial=partial, show=show) if left else (0, 0.0)
+    rows = [partial.rows[number] for number in range(len(lines))]
     record = GeneratedFile(
         key=key,
         model=model,
@@ -79,7 +79,7 @@ def generate_file(
     )
     write_atomically(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     record.write(record_path)
-    part.path.unlink(missing_ok=True)
+    partial.path.unlink(missing_ok=True)
     return record
 
 
@@ -89,21 +89,21 @@ def _make_rows(
     left: list[int],
     sampling: dict[str, Any],
     *,
-    part: Part,
+    partial: PartialFile,
     show: Callable[[int, int, float], None],
 ) -> tuple[int, float]:
-    """Tokens, and seconds without those that the engine took to start."""
+    """Returns the number of new tokens, and the seconds without the engine's start."""
     engine, tokens = open_engine(), 0
-    began = time.monotonic()
+    started = time.monotonic()
     try:
         for number, row in _rows(engine, lines, left, sampling):
-            part.add(number, row)
+            partial.add(number, row)
             tokens += row.get("tokens", 0)
-            show(len(part.rows), len(lines), tokens / (time.monotonic() - began))
-        return tokens, time.monotonic() - began
+            show(len(partial.rows), len(lines), tokens / (time.monotonic() - started))
+        return tokens, time.monotonic() - started
     finally:
         engine.close()
-        part.close()
+        partial.close()
 
 
 def _read(prompts: Path, out: Path) -> str:
@@ -117,8 +117,8 @@ def _read(prompts: Path, out: Path) -> str:
         raise ValueError(f"--prompts {prompts} cannot be read: {error}") from None
 
 
-class Part:
-    """Rows as they are done, in any order, in a file that outlives us; begun anew where it is of something else."""
+class PartialFile:
+    """OUT.part: the finished rows, in any order; emptied if it is from other prompts, settings or another model."""
 
     def __init__(self, path: Path, *, key: str) -> None:
         self.path, self.rows = path, dict[int, dict[str, Any]]()
@@ -133,7 +133,7 @@ class Part:
                 self.rows[entry["row"]] = entry["result"]
         else:
             if whole:
-                logger.warning("%s is of other prompts, settings or another model: beginning anew", path)
+                logger.warning("%s is from other prompts, settings or another model: starting again", path)
             whole = [json.dumps({"key": key}).encode() + b"\n"]
         write_atomically(path, b"".join(whole))
         self.file = path.open("a")
@@ -150,17 +150,17 @@ class Part:
 def _rows(
     engine: Engine, lines: list[str], left: list[int], sampling: dict[str, Any]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """As they are done. The longest are begun first, so that none of them is left alone at the end."""
-    asked = {number: _parsed(lines[number]) for number in left}
+    """Yields rows as they are finished. The longest start first, so that none of them runs alone at the end."""
+    rows = {number: _parsed(lines[number]) for number in left}
 
     def length(number: int) -> tuple[int, int]:
-        row = asked[number]
+        row = rows[number]
         return row.get("new_tokens", sampling.get("new_tokens", 0)) if "error" not in row else 0, len(lines[number])
 
     pool = ThreadPoolExecutor(max(1, min(engine.concurrent, len(left))), thread_name_prefix="rows")
     try:
         futures = {
-            pool.submit(_completed, engine, asked[number], sampling): number
+            pool.submit(_completed, engine, rows[number], sampling): number
             for number in sorted(left, key=length, reverse=True)
         }
         for future in as_completed(futures):
@@ -183,17 +183,19 @@ def _parsed(line: str) -> dict[str, Any]:
     return row
 
 
-def _completed(engine: Engine, row: dict[str, Any], sampling: dict[str, Any], *, again: bool = True) -> dict[str, Any]:
+def _completed(
+    engine: Engine, row: dict[str, Any], sampling: dict[str, Any], *, may_retry: bool = True
+) -> dict[str, Any]:
     if "error" in row:
         return row
-    how = {**sampling, **{name: value for name, value in row.items() if name in SAMPLING}}
+    params = {**sampling, **{name: value for name, value in row.items() if name in SAMPLING}}
     try:
-        stream = engine.stream(row["prompt"], **how)
+        stream = engine.stream(row["prompt"], **params)
         completion = "".join(stream)
-    except EngineDied:  # no fault of the row's
-        if not again or not engine.wait_ready(RESTART_S):
+    except EngineDied:  # the row is not at fault
+        if not may_retry or not engine.wait_ready(RESTART_S):
             raise
-        return _completed(engine, row, sampling, again=False)
+        return _completed(engine, row, sampling, may_retry=False)
     except (ValueError, TypeError) as error:
         return {**row, "error": str(error)}
     return {

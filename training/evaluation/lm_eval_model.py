@@ -1,4 +1,4 @@
-"""Downstream tasks: lm-evaluation-harness asks, the model as its ranks share it answers.
+"""Downstream tasks: lm-evaluation-harness sends requests, and the model answers them on the ranks that share it.
 
 Where each rank holds the whole model, the ranks share a task's documents; where they hold parts of it, all of them
 answer each request together. Scores are the same either way.
@@ -30,24 +30,24 @@ from training.inference.generate_uncached import continuations
 from training.inference.sampling import SamplingParams
 from training.records.results import TaskScore
 
-RESAMPLED = 1000  # times, for the standard error of what is no mean
-Request = tuple[Any, list[int], list[int]]  # text, and tokens of context and continuation
+BOOTSTRAP_SAMPLES = 1000  # for the standard error of metrics that are no mean
+ScoreRequest = tuple[Any, list[int], list[int]]  # text, and tokens of context and continuation
 
 
 def task_scores(opened: Opened) -> tuple[TaskScore, ...]:
-    """Of the config's tasks and groups, on the first rank; nothing elsewhere. Collective."""
-    wanted = opened.plan.config.evaluation
+    """Scores of the config's tasks and groups on the first rank, () on the others. Collective."""
+    settings = opened.plan.config.evaluation
     # One rank after the other makes the data sets' caches, which ranks of one host share.
     loaded: dict[str, Any] = {}
     for turn in range(opened.rank.world_size):
         if turn == opened.rank.rank:
-            loaded = load_tasks(wanted)
+            loaded = load_tasks(settings)
         dist.barrier()
     found = evaluate(
-        lm=Answers(opened),
+        lm=RanksModel(opened),
         task_dict=loaded,
-        limit=wanted.task_limit or None,
-        bootstrap_iters=RESAMPLED,
+        limit=settings.task_limit or None,
+        bootstrap_iters=BOOTSTRAP_SAMPLES,
         log_samples=False,
     )
     return () if found is None or opened.rank.rank > 0 else tuple(_scores(found))
@@ -77,7 +77,7 @@ def _samples(found: Any, task: str) -> int:
     return int(counted[task]["effective"]) if task in counted else sum(_samples(found, name) for name in members)
 
 
-class Answers(TemplateLM):
+class RanksModel(TemplateLM):
     """What the harness may ask of a model."""
 
     def __init__(self, opened: Opened) -> None:
@@ -112,7 +112,7 @@ class Answers(TemplateLM):
         ids: list[int] = self.tokenizer.encode(string, add_special_tokens=False).ids
         return ids
 
-    def _loglikelihood_tokens(self, requests: Sequence[Request], **kwargs: Any) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: Sequence[ScoreRequest], **kwargs: Any) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether greedy decoding would give it."""
         order = sorted(range(len(requests)), key=lambda n: len(requests[n][1]) + len(requests[n][2]))
         answers: dict[int, tuple[float, bool]] = {}
@@ -123,7 +123,7 @@ class Answers(TemplateLM):
 
     @torch.no_grad()
     def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Of what is longer than the context, the last tokens."""
+        """Log-likelihood and greediness of each continuation; of longer texts the model sees the last tokens."""
         rows = [[*context, *continuation][-self.max_length - 1 :] for context, continuation in pairs]
         inputs = torch.full((len(rows), max(map(len, rows)) - 1), self.plan.end_id)
         targets = torch.full_like(inputs, IGNORED)
@@ -142,8 +142,8 @@ class Answers(TemplateLM):
         return list(zip((-losses.sum(1)).tolist(), greedy.tolist(), strict=True))
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, cut into windows of the context that do not overlap."""
-        windows: list[Request] = []
+        """Log-likelihood of whole texts, cut into windows of the context that do not overlap."""
+        windows: list[ScoreRequest] = []
         owners = []
         for number, (text,) in enumerate(request.args for request in requests):
             tokens = self.tok_encode(text)
@@ -156,7 +156,7 @@ class Answers(TemplateLM):
         return sums
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Requests of the same settings together, some rows at a time."""
+        """Answers requests with the same settings together, some rows at a time."""
         asked = [(json.dumps(request.args[1], sort_keys=True), n) for n, request in enumerate(requests)]
         texts: dict[int, str] = {}
         for settings, group in groupby(sorted(asked), key=lambda each: each[0]):

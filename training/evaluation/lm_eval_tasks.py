@@ -2,7 +2,7 @@
 
     python -m training.evaluation.lm_eval_tasks EVALUATION_JSON
 
-loads them before training, in a process of its own, and ends with 2 and one line for what cannot be had.
+loads them in a process of its own before training, and exits with 2 and one line for one that cannot be loaded.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def main(content: str) -> int:
 
 
 def load_tasks(wanted: EvaluationConfig) -> dict[str, Any]:
-    """As `lm_eval.evaluator.evaluate` takes them. Without evaluation.tasks, all that the files define.
+    """The tasks in the form of `lm_eval.evaluator.evaluate`. Without evaluation.tasks, all that the files define.
 
-    A file's relative `data_files` are beside it. Raises ValueError for an unknown task, or data that cannot be had.
+    A file's relative `data_files` lie beside it. Raises ValueError for an unknown task or data that cannot be loaded.
     """
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
     found = _in_files(wanted.task_files)
@@ -63,12 +63,12 @@ def load_tasks(wanted: EvaluationConfig) -> dict[str, Any]:
 
 
 def _in_files(files: tuple[str, ...]) -> dict[str, tuple[Any, Path]]:
-    """Name -> who loads it, and the folder of its data, for every task that the files define."""
+    """Name -> the manager that loads it and the folder of its data, for every task that the files define."""
     found: dict[str, tuple[Any, Path]] = {}
     for given in files:
         path = Path(given).expanduser().resolve()
         if not path.exists():
-            raise ValueError(f"evaluation.task_files: {given} is not there (looked for {path}): mend the path")
+            raise ValueError(f"evaluation.task_files: {given} does not exist (looked for {path}): correct the path")
         manager = TaskManager(include_path=path if path.is_dir() else path.parent, include_defaults=False)
         own = {
             name: (manager, entry.yaml_path.parent if entry.yaml_path else path)
@@ -85,7 +85,7 @@ def _in_files(files: tuple[str, ...]) -> dict[str, tuple[Any, Path]]:
 
 
 def _of_the_harness() -> dict[str, tuple[Any, Path]]:
-    """Its thousands of files are read for this, in 4 s."""
+    """All tasks of the harness. Reads its thousands of files, in 4 s."""
     manager = TaskManager()
     return {name: (manager, Path.cwd()) for name in manager.all_tasks}
 
@@ -97,7 +97,7 @@ def _unknown(name: str, known: list[str]) -> str:
 
 
 def _set_examples(task: Any, few_shot: int) -> None:
-    """As many as asked for, unless the task's file forbids them by saying 0; as the harness's own command does it."""
+    """Sets the number of examples, unless the task's file forbids them with 0; as the harness's own command does."""
     own = task.get_config("num_fewshot")
     if own is None:
         task.set_config(key="num_fewshot", value=max(few_shot, 0))

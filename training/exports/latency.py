@@ -1,4 +1,4 @@
-"""How long a model's copies take: ONNX Runtime against torch on this machine, in turns, so that all see the same load.
+"""Latency of a model's exports: ONNX Runtime against torch on this machine, in turns, so that all see the same load.
 
 A forward run gives logits of whole texts; a decode step gives those of one more token behind a cache.
 """
@@ -24,7 +24,7 @@ from training.exports.parity import graphs_in
 from training.records.plan import RunPlan
 from training.records.results import LatencyFigure, LatencyReport
 
-ROUNDS = range(3, 31)  # as few and as many as a shape gets, by what is left of its time
+ROUNDS = range(3, 31)  # the fewest and the most runs of a shape, by the time that is left for it
 
 Graph = Literal["forward", "decode"]
 Call = Callable[[], object]
@@ -33,7 +33,7 @@ Engine = Callable[[Graph, int, int], Call | None]
 
 
 def measure_latency(model: Any, folder: Path, *, plan: RunPlan) -> LatencyReport:
-    """Medians by engine, graph, precision, batch and length; takes about export.latency_seconds."""
+    """Measures medians by engine, graph, precision, batch and length, in about export.latency_seconds."""
     bounds, started = plan.config.export, time.perf_counter()
     engines: dict[tuple[str, str], Engine] = {("torch", "fp32"): torch_engine(model)}
     why = why_no_compile(bounds)
@@ -58,6 +58,7 @@ def measure_latency(model: Any, folder: Path, *, plan: RunPlan) -> LatencyReport
 def in_turns(
     engines: dict[tuple[str, str], Engine], graph: Graph, batch: int, length: int, *, seconds: float
 ) -> Iterator[LatencyFigure]:
+    """Runs all engines in turns on one shape; yields the median of each."""
     calls = {key: call for key, engine in engines.items() if (call := engine(graph, batch, length))}
     deadline = time.perf_counter() + seconds
     for call in calls.values():
@@ -67,30 +68,30 @@ def in_turns(
         if turn >= ROUNDS.start and time.perf_counter() > deadline:
             break
         for key, call in calls.items():
-            began = time.perf_counter()
+            started = time.perf_counter()
             call()
-            times[key].append(time.perf_counter() - began)
-    for (engine, precision), taken in times.items():
-        median = statistics.median(taken)
+            times[key].append(time.perf_counter() - started)
+    for (engine, precision), seconds_each in times.items():
+        median = statistics.median(seconds_each)
         yield LatencyFigure(
             engine=engine,
             graph=graph,
             precision="fp16" if precision == "fp16" else "fp32",
             batch=batch,
             length=length,
-            rounds=len(taken),
+            rounds=len(seconds_each),
             median_ms=1e3 * median,
             tokens_per_s=batch * (length if graph == "forward" else 1) / median,
         )
 
 
 def onnx_engine(folder: Path, precision: str) -> Engine:
-    kinds = {kind for kind, there in graphs_in(folder) if there == precision}
+    kinds = {kind for kind, found in graphs_in(folder) if found == precision}
     return session_engine({kind: open_session(folder / graph_file(kind, precision)) for kind in kinds})
 
 
 def session_engine(sessions: Mapping[Graph, Any]) -> Engine:
-    """Sessions of ONNX Runtime, or what is run like them."""
+    """An engine of ONNX Runtime's sessions, or of sessions that are called like them."""
 
     def engine(graph: Graph, batch: int, length: int) -> Call | None:
         if graph not in sessions:
@@ -144,7 +145,7 @@ def torch_engine(model: Any, *, compiled: bool = False) -> Engine:
 
 
 def why_no_compile(bounds: ExportConfig) -> str:
-    """'' where torch.compile takes part."""
+    """The reason why torch.compile is not measured, "" if it is."""
     if not bounds.latency_compile:
         return "it compiles for up to a minute: export.latency_compile=true measures it too"
     compiler = os.environ.get("CXX") or "g++"

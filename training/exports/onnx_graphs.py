@@ -55,7 +55,7 @@ def _first_line(error: Exception) -> str:
 
 
 class Forward(torch.nn.Module):
-    """One tensor in, one out, and no cache."""
+    """A model as one tensor in, one out, without a cache."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Forward(torch.nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         if not self.causal:
             return self.model(input_ids=input_ids).logits.float()
-        # Said in full for every row: left to themselves the classes broadcast one row of positions over the batch,
+        # Given in full for every row: by default the classes broadcast one row of positions over the batch,
         # which ONNX's RotaryEmbedding does not allow, and look for texts packed into one row.
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         mask = torch.ones_like(input_ids)
@@ -75,7 +75,7 @@ class Forward(torch.nn.Module):
 
 
 class Decode(torch.nn.Module):
-    """Some more tokens behind a cache, which comes and goes as keys and values of every layer."""
+    """A model that reads some more tokens behind a cache; the cache is an input and an output, layer by layer."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def _trace(module: torch.nn.Module, arguments: tuple[Any, ...], dynamic_shapes: 
 
 @contextlib.contextmanager
 def _grouped_queries() -> Iterator[None]:
-    """Let Attention have fewer heads of keys than of queries: no copies of the cache, 15% of a step of 16 rows."""
+    """Lets Attention have fewer key than query heads: no copy of the cache, which saves 15% of a step of 16 rows."""
     name = "TRANSFORMERS_SDPA_FORCE_GQA"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -219,7 +219,7 @@ class WeightsFile:
         self.file.close()
 
     def put(self, tensor: Any) -> Any:
-        """A tensor of ONNX that is read from the file; small ones are given back as they are."""
+        """Writes a tensor to the file and returns its reference; small tensors are returned as they are."""
         import onnx_ir
 
         if tensor.nbytes < SMALL_TENSOR_BYTES:

@@ -1,4 +1,4 @@
-"""ONNX Runtime runs an export's graphs on this machine's CPU: whole texts, or a prompt and then token by token."""
+"""Runs an export's graphs with ONNX Runtime on the CPU: whole texts, or a prompt and then token by token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAST = "past_key_values."
 
 
 def open_session(path: Path, *, threads: int = 0) -> Any:
-    """`threads`: of one operator; 0: one per core."""
+    """Opens a graph. `threads`: threads of one operator; 0: one per core."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -35,7 +35,7 @@ class Decoding:
         self.past = empty_past(session, rows=rows)
 
     def logits(self, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
-        """fp32 [rows, length, vocab] behind all tokens so far; `mask`: 0 where `ids` only fill a row up."""
+        """fp32 [rows, length, vocab] behind all tokens so far; `mask`: 0 where `ids` are padding."""
         self.mask = np.concatenate([self.mask, np.ones_like(ids) if mask is None else mask], axis=1)
         positions = np.maximum(self.mask.cumsum(1) - 1, 0)[:, -ids.shape[1] :]
         feed = {"input_ids": ids, "attention_mask": self.mask, "position_ids": positions, **self.past}

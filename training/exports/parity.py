@@ -1,4 +1,4 @@
-"""Do the copies in an export folder give the checkpoint's logits on held-out text? Figures, bounds, the verdict."""
+"""Parity: whether the files of an export give the checkpoint's logits on held-out text, within the bounds of config."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ Logits = Callable[[list[np.ndarray]], list[np.ndarray]]
 
 @dataclass
 class Tally:
-    """Differences of a copy's logits from the model's, over texts."""
+    """Sums up how an export's logits differ from the model's, over texts."""
 
     masked: bool
     largest: list[float] = field(default_factory=list)
     agreeing: int = 0
     positions: int = 0
     predicted: int = 0
-    loss: float = 0.0  # nats, summed; of the copy
-    true_loss: float = 0.0
+    loss: float = 0.0  # of the export, in nats, summed
+    true_loss: float = 0.0  # of the model
 
     def add(self, text: np.ndarray, candidate: np.ndarray, truth: np.ndarray) -> None:
         self.largest.append(float(np.abs(candidate - truth).max()))
@@ -79,16 +79,16 @@ def _loss(logits: np.ndarray, targets: np.ndarray) -> float:
 
 
 def check_parity(model: Any, reloaded: Any, folder: Path, *, plan: RunPlan) -> ParityReport:
-    """Every graph in `folder`, and the model as `folder` gives it back, against `model`."""
+    """Compares every graph in `folder`, and the model that was reloaded from it, with `model`."""
     masked, bounds = plan.config.objective == "masked", plan.config.export
     graphs = graphs_in(folder)
     candidates = {key: session_logits(open_session(folder / graph_file(*key)), key[0]) for key in graphs}
-    expected, again = torch_logits(model), torch_logits(reloaded)
+    expected, reloaded_logits = torch_logits(model), torch_logits(reloaded)
     tallies = {key: Tally(masked) for key in graphs}
     reload = Tally(masked)
     for texts in held_out_texts(plan):
         truth = expected(texts)
-        for tally, logits in ((reload, again), *((tallies[key], candidates[key]) for key in graphs)):
+        for tally, logits in ((reload, reloaded_logits), *((tallies[key], candidates[key]) for key in graphs)):
             for text, candidate, true in zip(texts, logits(texts), truth, strict=True):
                 tally.add(text, candidate, true)
     return ParityReport(
@@ -108,7 +108,7 @@ def graphs_in(folder: Path) -> list[tuple[Literal["forward", "decode"], str]]:
 
 
 def held_out_texts(plan: RunPlan) -> list[list[np.ndarray]]:
-    """int64 texts, those of a list taken together: windows spread over the held-out tokens, then shorter ones."""
+    """int64 texts, in lists that are run as one batch: windows spread over the held-out tokens, then shorter ones."""
     stream = TokenStream(Path(plan.shards_dir), "validation")
     length = plan.config.train.context  # the plan made sure that there are more tokens than this
     starts = np.linspace(0, len(stream) - length, plan.config.export.parity_sequences).astype(np.int64)
@@ -136,7 +136,7 @@ def session_logits(session: Any, kind: str) -> Logits:
 
 
 def _by_length(logits: Callable[[np.ndarray], np.ndarray], texts: list[np.ndarray]) -> list[np.ndarray]:
-    """Texts of one length together, others one by one: a forward graph knows no padding."""
+    """Runs texts of one length together, others one by one: a forward graph has no padding."""
     if len({len(text) for text in texts}) == 1:
         return list(logits(np.stack(texts)))
     return [logits(text[None])[0] for text in texts]

@@ -1,4 +1,4 @@
-"""TensorRT engines from ONNX graphs, on the GPU that will serve them: build, run, and say why where it cannot be.
+"""TensorRT engines: built from ONNX graphs on the GPU that will serve them, and run.
 
 An engine runs on the kind of GPU and the version of TensorRT that built it, so both are in its record. Networks are
 strongly typed (TensorRT 11 has no other): the precision is the ONNX graph's.
@@ -24,8 +24,8 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Range:
-    """Smallest, usual and largest shape of an input: what a profile is made of."""
+class ShapeRange:
+    """Smallest, usual and largest shape of an input, for TensorRT's optimization profile."""
 
     low: Shape
     usual: Shape
@@ -33,7 +33,7 @@ class Range:
 
 
 def why_no_tensorrt() -> str:
-    """'' where engines can be built and run here."""
+    """The reason why engines cannot be built and run on this machine, "" if they can."""
     if not torch.cuda.is_available():
         return f"TensorRT needs a CUDA GPU, and torch finds none here: {CURE}"
     try:
@@ -43,7 +43,7 @@ def why_no_tensorrt() -> str:
     return ""
 
 
-def profile(inputs: dict[str, list[Any]], config: TensorRTConfig, *, context: int) -> dict[str, Range]:
+def profile(inputs: dict[str, list[Any]], config: TensorRTConfig, *, context: int) -> dict[str, ShapeRange]:
     """Shapes by input of a forward or decode graph, from its sizes: numbers, or names like `past + length`.
 
     A decode graph gets prompts (nothing before them) and single tokens (up to the whole context before them).
@@ -59,11 +59,11 @@ def profile(inputs: dict[str, list[Any]], config: TensorRTConfig, *, context: in
     def shape(dims: Iterable[Any], at: dict[str, int]) -> Shape:
         return tuple(dim if isinstance(dim, int) else at[dim] for dim in dims)
 
-    return {name: Range(*(shape(dims, at) for at in sizes)) for name, dims in inputs.items()}
+    return {name: ShapeRange(*(shape(dims, at) for at in sizes)) for name, dims in inputs.items()}
 
 
-def build_engine(graph: Path, shapes: dict[str, Range], config: TensorRTConfig, *, timing_cache: Path) -> bytes:
-    """The serialized engine. Raises ValueError with TensorRT's own words where the graph cannot be built."""
+def build_engine(graph: Path, shapes: dict[str, ShapeRange], config: TensorRTConfig, *, timing_cache: Path) -> bytes:
+    """The serialized engine. Raises ValueError with TensorRT's own message where the graph cannot be built."""
     import tensorrt as trt
 
     logger = trt.Logger(trt.Logger.WARNING)
@@ -119,10 +119,11 @@ class EngineSession:
         self.outputs = [name for name in names if name not in self.inputs]
         self.types = {name: torch_type(trt.nptype(self.engine.get_tensor_dtype(name))) for name in names}
 
-    def get_inputs(self) -> list[Slot]:
+    def get_inputs(self) -> list[EngineInput]:
         onnx_types = {torch.int64: "tensor(int64)", torch.float32: "tensor(float)", torch.float16: "tensor(float16)"}
         return [
-            Slot(name, list(self.engine.get_tensor_shape(name)), onnx_types[self.types[name]]) for name in self.inputs
+            EngineInput(name, list(self.engine.get_tensor_shape(name)), onnx_types[self.types[name]])
+            for name in self.inputs
         ]
 
     def run(self, names: list[str] | None, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
@@ -131,7 +132,7 @@ class EngineSession:
         return [found[name].cpu().numpy() for name in (names or self.outputs)]
 
     def run_on_gpu(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Tensors on the GPU in and out; waits until they are there."""
+        """Runs the engine on tensors on the GPU; returns when its outputs are complete."""
         for name, tensor in given.items():
             if not self.context.set_input_shape(name, tuple(tensor.shape)):
                 raise ValueError(f"{name} {tuple(tensor.shape)} is out of the engine's profile")
@@ -150,21 +151,21 @@ class EngineSession:
 
 
 @dataclass(frozen=True)
-class Slot:
+class EngineInput:
     name: str
     shape: list[int]
     type: str
 
 
-NOTHING: list[torch.Tensor] = []  # one byte on the GPU: TensorRT wants an address for an empty cache too
+EMPTY: list[torch.Tensor] = []  # one byte on the GPU: TensorRT needs an address for an empty cache too
 
 
 def _address(tensor: torch.Tensor) -> int:
     if tensor.numel():
         return tensor.data_ptr()
-    if not NOTHING:
-        NOTHING.append(torch.empty(1, dtype=torch.uint8, device="cuda"))
-    return NOTHING[0].data_ptr()
+    if not EMPTY:
+        EMPTY.append(torch.empty(1, dtype=torch.uint8, device="cuda"))
+    return EMPTY[0].data_ptr()
 
 
 def torch_type(numpy_type: Any) -> torch.dtype:

@@ -18,7 +18,7 @@ from tests.support.tiny_run import tiny_run
 from training.build_engine import build_engines, main
 from training.config.export import TensorRTConfig
 from training.export import export_run
-from training.exports.tensorrt import Range, profile, why_no_tensorrt
+from training.exports.tensorrt import ShapeRange, profile, why_no_tensorrt
 from training.records.plan import RunPlan
 
 DECODE = {
@@ -32,16 +32,16 @@ CONFIG = TensorRTConfig(usual_batch=2, max_batch=16, usual_length=100)
 
 def test_a_forward_engine_takes_any_text_up_to_the_context() -> None:
     assert profile({"input_ids": ["batch", "length"]}, CONFIG, context=256) == {
-        "input_ids": Range((1, 1), (2, 100), (16, 256))
+        "input_ids": ShapeRange((1, 1), (2, 100), (16, 256))
     }
 
 
 def test_a_decode_engine_takes_prompts_behind_nothing_and_is_tuned_for_one_token() -> None:
     shapes = profile(DECODE, CONFIG, context=256)
-    assert shapes["input_ids"] == Range((1, 1), (2, 1), (16, 256))
-    assert shapes["past_key_values.0.key"] == Range((1, 2, 0, 8), (2, 2, 100, 8), (16, 2, 256, 8))
+    assert shapes["input_ids"] == ShapeRange((1, 1), (2, 1), (16, 256))
+    assert shapes["past_key_values.0.key"] == ShapeRange((1, 2, 0, 8), (2, 2, 100, 8), (16, 2, 256, 8))
     # as long as cache and new tokens together, at each of the three
-    assert shapes["attention_mask"] == Range((1, 1), (2, 101), (16, 512))
+    assert shapes["attention_mask"] == ShapeRange((1, 1), (2, 101), (16, 512))
 
 
 @pytest.mark.parametrize("context", [1, 2, 64])

@@ -14,7 +14,7 @@ from tests.support.tiny_shards import VOCAB
 from tests.training.strategies.test_strategies import COMMON, assert_equal_training
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-STEPS = 12  # so many until it has learned something
+STEPS = 20  # so many until it has learned something
 CONFIG = COMMON | {"model__architecture": "path", "train__steps": STEPS}
 NEOX = SIZES | {"vocab_size": VOCAB, "max_position_embeddings": 64, "tie_word_embeddings": False}
 
