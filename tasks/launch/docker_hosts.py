@@ -115,22 +115,23 @@ class Attempts:
             if outcome.cause == "stopped":
                 raise RunStopped(f"{failure}: `shardline resume {self.plan.run_id}` goes on")
             if outcome.cause not in self.launch.retried:
-                raise self._failed(failure, "another attempt would end the same way", outcome)
+                raise self._failed(failure, "another attempt would end the same way", outcome, cause=outcome.cause)
             if failures >= self.launch.attempts:
-                raise self._failed(failure, f"{failures} attempts without a new checkpoint (launch.attempts)", outcome)
+                why = f"{failures} attempts without a new checkpoint (launch.attempts)"
+                raise self._failed(failure, why, outcome, cause=outcome.cause)
             pause_s = min(self.launch.backoff_s * 2 ** (failures - 1), LONGEST_BACKOFF_S)
             logger.warning("%s: attempt %d of %d in %.1f s", failure, failures + 1, self.launch.attempts, pause_s)
             time.sleep(pause_s)
 
-    def _failed(self, failure: str, why: str, outcome: AttemptOutcome) -> RunFailed:
-        cure = f". Cure: {CURES[outcome.cause]}" if outcome.cause in CURES else ""
+    def _failed(self, failure: str, why: str, outcome: AttemptOutcome, *, cause: Cause) -> RunFailed:
+        cure = f". Cure: {CURES[cause]}" if cause in CURES else ""
         message = (
             f"{failure}; {why}{cure}. `shardline resume {self.plan.run_id}` goes on from the last whole checkpoint"
         )
         if outcome.lines:
             log, lines = self.run_dir / "logs" / f"{outcome.host}.log", "\n".join(outcome.lines)
             message += f"\nThe last lines of {log}:\n{lines}"
-        return RunFailed(message, cause=outcome.cause, detail=f"{outcome.host}: {outcome.detail}")
+        return RunFailed(message, cause=cause, detail=f"{outcome.host}: {outcome.detail}")
 
     def _attempt(self, hosts: Sequence[DockerHost]) -> AttemptRecord:
         """Make one attempt, and record it in a folder of its own."""

@@ -44,7 +44,7 @@ def test_equal_files_make_an_equal_context_so_that_docker_finds_its_layers_again
 
 
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"lacks pyproject.toml.*build the image from a checkout"):
+    with pytest.raises(ValueError, match=r"has no pyproject.toml.*build the image from a checkout"):
         names(root=tmp_path)
 
 

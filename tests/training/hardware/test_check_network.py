@@ -64,7 +64,7 @@ def test_every_two_hosts_are_a_pair_once_the_slowest_first(report: CollectiveRep
 BROKEN = """
 import sys, torch.distributed as dist
 from pathlib import Path
-from training import collective
+from training.hardware import check_network
 add = dist.all_reduce
 def all_reduce(tensor, *arguments, **named):
     work = add(tensor, *arguments, **named)
@@ -72,7 +72,7 @@ def all_reduce(tensor, *arguments, **named):
         tensor[1000] += 1
     return work
 dist.all_reduce = all_reduce
-collective.main(Path(sys.argv[1]))
+check_network.main(Path(sys.argv[1]))
 """
 
 

@@ -158,7 +158,7 @@ def test_a_plan_for_other_machines_does_not_measure_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path))
-    command._plan(command._parse(["plan", "llama-1b", "--hosts", "2x8xA100-80GB-SXM,200Gb", "--json"]))
+    assert command.main(["plan", "llama-1b", "--hosts", "2x8xA100-80GB-SXM,200Gb", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["ranks_per_host"], plan["device_kind"], plan["precision"]) == ([8, 8], "cuda", "bf16")
     assert any("hypothetical hosts: nothing was measured" in reason for reason in plan["reasons"])
