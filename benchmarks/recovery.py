@@ -94,7 +94,7 @@ class FailureTimer:
             self.steps += 1
             if row["step"] <= self.undisturbed_steps:
                 self.made[int(row["step"])] = made
-            elif self.steps > STEPS_BETWEEN:
+            elif self.waiting and self.steps > STEPS_BETWEEN:  # rows still come while the run stops
                 self._inject()
         elif not self.current.restarts or self._is_of_next_attempt(made):
             self.seconds[self.current.name] = made - self.since

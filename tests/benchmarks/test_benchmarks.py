@@ -30,7 +30,7 @@ def needs_docker_hosts(name: str) -> bool:
 
 def marked(name: str) -> object:
     marks = [pytest.mark.rig] if needs_docker_hosts(name) else []
-    return pytest.param(name, marks=marks if name in IN_SECONDS else [*marks, pytest.mark.slow])
+    return pytest.param(name, marks=marks if name in IN_SECONDS else [*marks, pytest.mark.long])
 
 
 def promised(name: str) -> set[str]:

@@ -11,7 +11,7 @@ from tests.support.observed_run import MIDDLE, ObservedRun, kill, until
 from tests.support.user_folder import UserFolder
 from training.tracking.rows import read_rows
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 LONG_STEPS = 2000
 LONG = (f"train.steps={LONG_STEPS}", "train.log_every_steps=5", "checkpoint.every_steps=500")

@@ -9,7 +9,7 @@ import pytest
 from tests.support.local_servers import LocalServers
 from tests.support.observed_run import MIDDLE, STEPS, ObservedRun, kill, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ import pytest
 from tests.support.repository import REPO
 from tests.support.stack_processes import Stack, free_folder
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 END_STATES = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 WORDS = ["the", "sea", "sky", "a", "ship", "sails", "under", "stars", "and", "winds", "carry", "songs"]
