@@ -26,6 +26,8 @@ def main(plan_path: Path) -> None:
     with hang_watchdog(plan, run_dir) as watchdog, process_group(plan) as rank:
         state = restore(plan, rank=rank, run_dir=run_dir)
         rows = earlier_rows(state)
+        # Collective: no rank opens a file of rows, as the reporter does, before the first one has dropped old ones.
+        stopper = Stopper(plan, rank=rank, start=state.start, rows=rows)
         with (
             Reporter(state, rows=rows) as reporter,
             Saver(
@@ -37,7 +39,6 @@ def main(plan_path: Path) -> None:
                 micro_batches=state.micro_batches,
             ) as saver,
         ):
-            stopper = Stopper(plan, rank=rank, start=state.start, rows=rows)
             stopped_by = fit(state, reporter=reporter, saver=saver, stopper=stopper, watchdog=watchdog)
         finish(state, reporter.meter, stopped_by=stopped_by)
 
