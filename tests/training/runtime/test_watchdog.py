@@ -49,7 +49,7 @@ def test_a_blocked_rank_and_the_one_that_waits_for_it_leave_their_stacks(make_ru
     assert "Timed out" in str(failure.value)
     assert f"the ranks' Python stacks are in {run_dir / 'stacks'}" in (run_dir / "logs" / "train.log").read_text()
     assert "forget_after" in (run_dir / "stacks" / "rank-0.txt").read_text(), "blocked on its metrics"
-    assert "_agreed" in (run_dir / "stacks" / "rank-1.txt").read_text(), "waiting for what rank 0 reads there"
+    assert "stopper.py" in (run_dir / "stacks" / "rank-1.txt").read_text(), "waiting for what rank 0 reads there"
 
 
 @pytest.fixture
