@@ -48,7 +48,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Job:
-    """What to run, with which rights. The environment shows in `docker inspect`: secrets are start()'s `secret`."""
+    """A container's program and rights. `docker inspect` shows its environment: secrets go by start()'s `secret`."""
 
     image: str
     command: tuple[str, ...]

@@ -48,7 +48,7 @@ def champion_to_measure(plan: RunPlan, shards: TokenShards, *, tracking_uri: str
 
 
 def measure(ref: str, plan: RunPlan) -> EvalReport:
-    """Of a registered version on the held-out text of `plan`'s run, noted on the version, where the gates find it."""
+    """Evaluates a registered version on the held-out text of `plan`'s run, and tags the version with its loss."""
     subject, nothing_more = find_subject(ref), EvaluationConfig(prompts=())
     report = evaluate(
         subject, data=DataConfig(), evaluation=nothing_more, inference=InferenceConfig(), held_out_of=plan
