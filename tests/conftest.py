@@ -13,6 +13,8 @@ from tests.support.made_once import made_once
 from tests.support.tiny_run import exported_tiny_run
 from tests.support.tiny_shards import plan_tiny_run, write_tiny_shards
 
+SLOW_TIMEOUT_S = 900  # fixtures included: a module's set-up may be a whole pretrain
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """A shell that starts us in the background makes us, and all we start, deaf to the SIGINT that tests send."""
@@ -20,10 +22,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test marked `long` is `slow` as well, so that it needs one mark only."""
+    """A test marked `long` is `slow` as well, so that it needs one mark only; a slow test may take minutes."""
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
 
 
 @pytest.fixture(scope="session")

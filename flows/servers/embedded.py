@@ -13,12 +13,12 @@ import importlib.util
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from tasks.workspace.paths import home, up_url
 from tasks.workspace.processes import end_process, free_port
+from tasks.workspace.wait import until
 
 READY_WITHIN_S = 120  # a first start migrates a database: 10 s and more
 POLL_S = 0.05
@@ -110,18 +110,17 @@ def _environment() -> dict[str, str]:
 def _wait(server: subprocess.Popen[bytes], port: int, log_path: Path) -> None:
     import httpx  # only here, so that it loads while the server starts
 
-    deadline, url = time.monotonic() + READY_WITHIN_S, f"http://127.0.0.1:{port}/api/health"
+    url = f"http://127.0.0.1:{port}/api/health"
     # One client: each new one loads certificates. trust_env: a proxy in the environment does not reach this machine.
     with httpx.Client(timeout=5, trust_env=False) as client:
 
-        def answers() -> bool:
+        def answers_or_ended() -> bool:
             try:
                 return client.get(url).status_code == 200
             except httpx.TransportError:
-                return False
+                return server.poll() is not None
 
-        while not answers():
-            if server.poll() is not None or time.monotonic() > deadline:
-                tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-10:])
-                raise RuntimeError(f"the embedded Prefect server did not start (exit code {server.poll()}):\n{tail}")
-            time.sleep(POLL_S)
+        ready = until(answers_or_ended, timeout_s=READY_WITHIN_S, every_s=POLL_S)
+    if not ready or server.poll() is not None:
+        tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-10:])
+        raise RuntimeError(f"the embedded Prefect server did not start (exit code {server.poll()}):\n{tail}")

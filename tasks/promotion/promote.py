@@ -7,7 +7,6 @@ so that another run finds there how far an interrupted one came.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from tasks.promotion.servers import baseline, following
 from tasks.promotion.smoke_test import smoke_test
 from tasks.registry.models import aliases_of, find_version
 from tasks.registry.tags import APPROVED, CHALLENGER, CHAMPION, VERDICT
+from tasks.workspace.wait import until
 from training.config.promotion import GatesConfig, RolloutConfig
 from training.records.results import RegisteredModel
 
@@ -155,13 +155,13 @@ def approved_by_tag(client: MlflowClient, case: Case) -> Check:
     """Wait until somebody sets the version's tag to their name."""
     name, number, timeout_s = case.model, case.version, case.terms.gates.approval_timeout_s
     logger.info("%s/%d waits for its tag %s, up to %g s", name, number, APPROVED, timeout_s)
-    deadline = time.monotonic() + timeout_s
-    while True:
-        if approver := client.get_model_version(name, str(number)).tags.get(APPROVED, "").strip():
-            return Check("approval", True, f"approved by {approver} (tag {APPROVED})")
-        if time.monotonic() > deadline:
-            return Check("approval", False, f"nobody set the tag {APPROVED} within {timeout_s:g} s")
-        time.sleep(min(POLL_S, timeout_s / 2))
+
+    def approver() -> str:
+        return client.get_model_version(name, str(number)).tags.get(APPROVED, "").strip()
+
+    if who := until(approver, timeout_s=timeout_s, every_s=POLL_S):
+        return Check("approval", True, f"approved by {who} (tag {APPROVED})")
+    return Check("approval", False, f"nobody set the tag {APPROVED} within {timeout_s:g} s")
 
 
 def refuse(client: MlflowClient, request: Request, case: Case) -> RegisteredModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,9 +19,9 @@ LONG = (f"train.steps={LONG_STEPS}", "train.log_every_steps=5", "checkpoint.ever
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServers]:
+def whole(tmp_path_factory: pytest.TempPathFactory, measured_hardware: Path) -> Iterator[LocalServers]:
     """With an MLflow that is named as a server elsewhere would be."""
-    started = LocalServers(UserFolder(tmp_path_factory.mktemp("user")), names_mlflow=True)
+    started = LocalServers(UserFolder(tmp_path_factory.mktemp("user"), hardware=measured_hardware), names_mlflow=True)
     try:
         started.start()
         yield started

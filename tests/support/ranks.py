@@ -10,23 +10,17 @@ import importlib
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+from tasks.workspace.processes import free_port
 from training.records.plan import RunPlan
 from training.tracking.rows import read_rows
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["tests.support.rank_imports"])
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _run_rank(program: str, plan_path: Path, environment: dict[str, str], log_path: Path) -> None:

@@ -24,8 +24,8 @@ import httpx
 import psutil
 import pytest
 
+from tasks.workspace.processes import free_port
 from tests.support.compose import COMPOSE, read_compose, read_secrets, read_settings
-from tests.support.ranks import free_port
 from tests.support.repository import REPO
 
 READY_WITHIN_S = 120

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -32,10 +33,16 @@ CONFIG = {
 
 
 class UserFolder:
-    """A user's folder: a corpus, a config, a SHARDLINE_HOME of its own."""
+    """A user's folder: a corpus, a config, a SHARDLINE_HOME of its own.
 
-    def __init__(self, folder: Path) -> None:
+    `hardware`: a hardware.json to begin with; without one the first run measures this machine.
+    """
+
+    def __init__(self, folder: Path, *, hardware: Path | None = None) -> None:
         self.folder, self.home = folder, folder / "runs"
+        if hardware is not None:
+            self.home.mkdir()
+            shutil.copy(hardware, self.home / "hardware.json")
         self.corpus = folder / "texts"
         self.corpus.mkdir()
         words = ["the", "sea", "sky", "a", "ship", "sails", "under", "stars", "and", "winds", "carry", "songs"]

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 from packaging.requirements import Requirement
 
-from tests.support.ranks import free_port
+from tasks.workspace.processes import free_port
 from tests.support.rig.certificates import make_certificate
 
 SUITES = {(3, 11): "bookworm", (3, 13): "trixie"}  # Debian's, by its Python: torch's binaries fit one version only
