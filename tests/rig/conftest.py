@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from infra.hosts import HostClient, connect
+from tasks.workspace.processes import free_port
 from tests.support.local_servers import wait_for
-from tests.support.ranks import free_port
 from tests.support.rig.image_builds import LONG_S, build_head, make_base
 from tests.support.rig.image_tier import write_base
 from tests.support.rig.rig import Rig, why_no_rig

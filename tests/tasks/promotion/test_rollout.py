@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
+from tasks.workspace.processes import free_port
 from tests.support.local_servers import wait_for
 from tests.support.mlflow_store import Store
 from tests.support.promotion_servers import PromotionServers, ServedModel, wait_until
-from tests.support.ranks import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 QUICK = ("rollout.smoke_requests=2", "rollout.min_requests=3", "rollout.watch_minutes=0.03")

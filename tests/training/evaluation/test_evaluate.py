@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,8 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
-from tests.support.ranks import rank_env, run_ranks
-from tests.support.repository import REPO
+from tests.support.ranks import Ranks, run_ranks
 from tests.support.tiny_run import tiny_run
 from tests.support.tiny_shards import END
 from training.data.held_out import held_out
@@ -32,10 +29,7 @@ def trained(make_run: Callable[..., Path]) -> Path:
 
 
 def evaluate(plan_path: Path, *, ranks: int) -> EvalReport:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *launcher, "-m", "training.evaluate", str(plan_path)]
-    done = subprocess.run(command, cwd=REPO, env=rank_env(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    Ranks(plan_path, program="training.evaluate", ranks=ranks).finish()
     return EvalReport.read(plan_path.parent / "eval.json")
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import free_port, rank_env
+from tasks.workspace.processes import free_port
+from tests.support.ranks import rank_env
 from tests.support.repository import REPO
 from training.records.node import CollectiveReport
 

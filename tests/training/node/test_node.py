@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.ranks import free_port
+from tasks.workspace.processes import free_port
 from tests.support.repository import REPO
 from training.records.node import NodeEnd, NodeTask
 
