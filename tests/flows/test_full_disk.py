@@ -50,9 +50,9 @@ def test_a_full_disk_is_named_with_its_room_and_a_resume_goes_on_once_there_is_s
     observed = ObservedRun(
         servers, folder, servers.mlflow.get_run(_mlflow_run_id(folder)).data.tags["prefect.flow_run_id"]
     )
-    assert observed.says()[:2] == ("FAILED", "FAILED")
-    told = observed.mlflow.data.tags["shardline.ended_by"]
-    for message in (err, observed.message(), told):
+    assert observed.statuses()[:2] == ("FAILED", "FAILED")
+    ended_by = observed.mlflow.data.tags["shardline.ended_by"]
+    for message in (err, observed.message(), ended_by):
         assert "No space left on device" in message
         assert str(folder / "checkpoints") in message
         assert "0.00 GiB are free there" in message
@@ -61,7 +61,7 @@ def test_a_full_disk_is_named_with_its_room_and_a_resume_goes_on_once_there_is_s
     ballast.unlink()
     small.run("resume", folder.name, **addresses)
     observed.flow_run_id = observed.mlflow.data.tags["prefect.flow_run_id"]
-    assert observed.says() == ("COMPLETED", "FINISHED", "done")
+    assert observed.statuses() == ("COMPLETED", "FINISHED", "done")
     assert sorted(observed.losses) == list(range(1, max(observed.losses) + 1))
     observed.check_the_rest()
 

@@ -49,13 +49,13 @@ def test_without_mlflow_nothing_is_begun_and_the_message_says_so(servers: LocalS
 
 def test_both_away_in_the_middle_cost_nothing(servers: LocalServers) -> None:
     observed = ObservedRun.submitted(servers, *LONG)
-    observed.reach(MIDDLE)
+    observed.wait_for_step(MIDDLE)
     servers.kill("mlflow")
     servers.kill("prefect")
-    observed.reach(LONG_STEPS // 2)
+    observed.wait_for_step(LONG_STEPS // 2)
     servers.start()
     servers.wait(observed.flow_run_id)
-    assert observed.says() == ("COMPLETED", "FINISHED", "done")
+    assert observed.statuses() == ("COMPLETED", "FINISHED", "done")
     (progress,) = servers.prefect(
         "/artifacts/latest/filter",
         {"artifacts": {"flow_run_id": {"any_": [observed.flow_run_id]}, "key": {"any_": ["training"]}}},
@@ -76,12 +76,15 @@ def test_an_end_that_could_not_be_said_is_told_when_they_are_back_though_the_pro
     until(lambda: (observed.folder / "outcome.json").exists(), what="the last stage")
     flow = observed.flow()
     flow.suspend()
-    assert observed.says()[1] == "RUNNING"
+    assert observed.statuses()[1] == "RUNNING"
     servers.kill("mlflow")
     servers.kill("prefect")
     flow.resume()
     until(lambda: (observed.folder / "ending.json").exists(), what="how it ended, on disk")
     kill(flow)  # it would go on trying to tell Prefect for minutes
     servers.start()
-    until(lambda: observed.says() == ("COMPLETED", "FINISHED", "done"), what="the truth, though its worker saw a kill")
+    until(
+        lambda: observed.statuses() == ("COMPLETED", "FINISHED", "done"),
+        what="the true status, though its worker saw a kill",
+    )
     observed.check_the_rest()

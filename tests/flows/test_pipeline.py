@@ -87,13 +87,13 @@ def test_prefect_and_mlflow_runs_link_to_each_other(first: dict[str, Any], user_
         rows = db.execute(
             "select key, data, description from artifact where flow_run_id = ?", (flow_run_id,)
         ).fetchall()
-    artifacts, told = {key: data for key, data, _ in rows}, {key: description for key, _, description in rows}
+    artifacts, descriptions = {key: data for key, data, _ in rows}, {key: description for key, _, description in rows}
     assert name == first["run_id"]
     assert run.info.run_id in artifacts["mlflow-run"]
     assert {"plan", "evaluation", "gate", "outcome", "training"} <= artifacts.keys()
     assert "The run finished without an interruption" in artifacts["report"]
     last = losses(user_folder.home / first["run_id"] / "plan.json")[60]
-    assert f"step 60/60  loss {last:.3f}" in told["training"]
+    assert f"step 60/60  loss {last:.3f}" in descriptions["training"]
 
 
 def test_lineage_walks_from_the_version_to_the_bytes_of_the_checkpoint(

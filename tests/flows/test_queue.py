@@ -72,8 +72,8 @@ def shows(servers: LocalServers, flow_run_id: str, name: str, words: str = "") -
 def set_state(servers: LocalServers, flow_run_id: str, type: str, name: str, *, force: bool = True) -> None:
     """As the buttons of Prefect's pages do."""
     state = {"type": type, "name": name, "message": "from the UI"}
-    told = servers.prefect(f"/flow_runs/{flow_run_id}/set_state", {"state": state, "force": force})
-    assert told["status"] == "ACCEPT", told
+    reply = servers.prefect(f"/flow_runs/{flow_run_id}/set_state", {"state": state, "force": force})
+    assert reply["status"] == "ACCEPT", reply
 
 
 def retry(servers: LocalServers, flow_run_id: str, *, force: bool = True) -> None:
@@ -139,10 +139,10 @@ def test_a_whole_tree_killed_holds_up_nobody_and_retry_goes_on_from_its_checkpoi
     page = (folder / "report.html").read_text()
     assert "The run did not finish: its process was killed" in page
     assert "report.html" in {artifact.path for artifact in servers.mlflow.list_artifacts(mlflow_run_id(folder))}
-    told = servers.prefect(
+    artifacts = servers.prefect(
         "/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [first]}, "key": {"any_": ["report"]}}}
     )
-    assert "its process was killed" in told[0]["data"]
+    assert "its process was killed" in artifacts[0]["data"]
     servers.wait(second, "RUNNING")
     retry(servers, first)
     assert servers.wait(servers.submit("reconcile"), timeout_s=WITHIN_S)["state_type"] == "COMPLETED"
@@ -223,10 +223,10 @@ def test_a_run_from_a_terminal_waits_for_the_devices_of_the_workers(servers: Loc
         assert time.monotonic() < deadline
         time.sleep(0.2)
     assert waiting[0]["name"].startswith(f"Wait: run {folder.name} (pid ")
-    _, told = terminal.communicate(timeout=WITHIN_S)
-    assert terminal.returncode == 0, told
-    assert f"waits for GPUs: run {folder.name} (pid " in told
-    assert f"`shardline stop {folder.name}` ends it" in told
+    _, stderr = terminal.communicate(timeout=WITHIN_S)
+    assert terminal.returncode == 0, stderr
+    assert f"waits for GPUs: run {folder.name} (pid " in stderr
+    assert f"`shardline stop {folder.name}` ends it" in stderr
     (second,) = folders_of(servers, waiting[0]["flow_run_id"])
     assert completed(servers, first) == folder
     assert history(folder)[-1].at <= modified(second / "plan.json"), "it had no plan before the first had ended"

@@ -17,7 +17,7 @@ def undisturbed(servers: LocalServers) -> dict[int, float]:
     """Losses of such a run that nothing happens to."""
     observed = ObservedRun.submitted(servers)
     assert servers.wait(observed.flow_run_id)["state_type"] == "COMPLETED"
-    assert observed.says() == ("COMPLETED", "FINISHED", "done")
+    assert observed.statuses() == ("COMPLETED", "FINISHED", "done")
     observed.check_the_rest()
     return observed.losses
 
@@ -27,7 +27,7 @@ def resumed(observed: ObservedRun, undisturbed: dict[int, float]) -> None:
     outcome = json.loads(observed.servers.user_folder.run("resume", observed.folder.name, "--json")[0])
     assert outcome["mlflow_run_id"] == observed.mlflow_run_id
     observed.flow_run_id = observed.mlflow.data.tags["prefect.flow_run_id"]
-    assert observed.says() == ("COMPLETED", "FINISHED", "done")
+    assert observed.statuses() == ("COMPLETED", "FINISHED", "done")
     assert observed.losses == undisturbed
     assert max(undisturbed) == STEPS
     observed.check_the_rest()
@@ -44,13 +44,13 @@ def test_a_killed_rank_fails_the_run_and_is_named_with_the_signal(
     servers: LocalServers, undisturbed: dict[int, float]
 ) -> None:
     observed = ObservedRun.submitted(servers)
-    observed.reach(MIDDLE)
+    observed.wait_for_step(MIDDLE)
     victim = observed.ranks()[1]
     kill(victim)
     assert servers.wait(observed.flow_run_id)["state_type"] == "FAILED"
-    assert observed.says() == ("FAILED", "FAILED", "killed")
-    told = observed.mlflow.data.tags["shardline.ended_by"]
-    for message in (observed.message(), told):
+    assert observed.statuses() == ("FAILED", "FAILED", "killed")
+    ended_by = observed.mlflow.data.tags["shardline.ended_by"]
+    for message in (observed.message(), ended_by):
         assert f"rank 1 died: Signal 9 (SIGKILL) received by PID {victim.pid}" in message
     observed.check_the_rest()
     resumed(observed, undisturbed)
@@ -60,13 +60,13 @@ def test_after_a_kill_of_the_flow_its_ranks_leave_and_both_are_told(
     servers: LocalServers, undisturbed: dict[int, float]
 ) -> None:
     observed = ObservedRun.submitted(servers)
-    observed.reach(MIDDLE)
+    observed.wait_for_step(MIDDLE)
     kill(observed.flow())
     until(lambda: not observed.processes(), what="the end of its ranks", within_s=30)
     run = servers.wait(observed.flow_run_id)
     assert run["state_type"] == "CRASHED"
     reconciled(servers)
-    assert observed.says() == ("CRASHED", "KILLED", "killed")
+    assert observed.statuses() == ("CRASHED", "KILLED", "killed")
     observed.check_the_rest()
     resumed(observed, undisturbed)
 
@@ -75,7 +75,7 @@ def test_a_run_goes_on_without_its_worker_and_a_mended_one_takes_the_next(
     servers: LocalServers, undisturbed: dict[int, float]
 ) -> None:
     observed = ObservedRun.submitted(servers)
-    observed.reach(MIDDLE)
+    observed.wait_for_step(MIDDLE)
     queued = servers.submit("promote", model="no-such-model")
     worker = servers.process("worker")
     assert worker is not None
@@ -83,7 +83,7 @@ def test_a_run_goes_on_without_its_worker_and_a_mended_one_takes_the_next(
     servers.start()
     assert servers.wait(queued)["state_type"] == "FAILED"
     servers.wait(observed.flow_run_id)
-    assert observed.says() == ("COMPLETED", "FINISHED", "done")
+    assert observed.statuses() == ("COMPLETED", "FINISHED", "done")
     assert observed.losses == undisturbed
     observed.check_the_rest()
 
@@ -92,7 +92,7 @@ def test_after_a_power_cut_all_is_told_once_it_is_up_again_and_goes_on(
     servers: LocalServers, undisturbed: dict[int, float]
 ) -> None:
     observed = ObservedRun.submitted(servers)
-    observed.reach(MIDDLE)
+    observed.wait_for_step(MIDDLE)
     queued = servers.submit(
         "quickstart", servers.config("train.steps=4", "parallel.strategy=single", "data.path=/nowhere")
     )
@@ -100,7 +100,7 @@ def test_after_a_power_cut_all_is_told_once_it_is_up_again_and_goes_on(
     kill(*services, *(child for it in services for child in it.children(recursive=True)), *observed.processes())
     servers.start()
     servers.wait(observed.flow_run_id)
-    assert observed.says() == ("CRASHED", "KILLED", "killed")
+    assert observed.statuses() == ("CRASHED", "KILLED", "killed")
     assert "its process was killed; reported later, by another process" in observed.message()
     assert servers.wait(queued)["state_type"] == "FAILED", "its turn came"
     observed.check_the_rest()

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.local_servers import LocalServers, asked, lasting_ports
+from tests.support.local_servers import LocalServers, lasting_ports, request_json
 from tests.support.ranks import losses
 from tests.support.user_folder import UserFolder
 
@@ -61,8 +61,8 @@ def test_servers_and_worker_serve_every_command_are_mended_and_go(servers: Local
     (folder,) = user_folder.run_dirs()
     run = user_folder.mlflow_run(folder)
     assert servers.wait(run.data.tags["prefect.flow_run_id"], timeout_s=1)["state_type"] == "COMPLETED"
-    asked_of_it = asked(f"{found['mlflow']}/api/2.0/mlflow/runs/get?run_id={run.info.run_id}")
-    assert asked_of_it["run"]["info"]["status"] == "FINISHED"
+    mlflow_run = request_json(f"{found['mlflow']}/api/2.0/mlflow/runs/get?run_id={run.info.run_id}")
+    assert mlflow_run["run"]["info"]["status"] == "FINISHED"
 
     worker, killed = servers.process("worker"), servers.process("mlflow")
     servers.kill("mlflow")

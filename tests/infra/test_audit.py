@@ -14,7 +14,7 @@ SKIPPED = {"name": "c", "skip_reason": "Dependency not found on PyPI and could n
 
 
 @pytest.mark.parametrize(
-    ("answer", "code", "said"),
+    ("answer", "code", "printed"),
     [
         ([SKIPPED], None, "dependencies NOT audited: pip-audit cannot reach its data (Dependency not found"),
         ("Max retries exceeded", None, "dependencies NOT audited: pip-audit cannot reach its data (Max retries"),
@@ -23,7 +23,7 @@ SKIPPED = {"name": "c", "skip_reason": "Dependency not found on PyPI and could n
     ],
 )
 def test_what_was_found_and_what_was_not_looked_at(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: Any, code: int | None, said: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: Any, code: int | None, printed: str
 ) -> None:
     monkeypatch.setattr(audit, "_audited", lambda requirements: answer)
     try:
@@ -31,4 +31,4 @@ def test_what_was_found_and_what_was_not_looked_at(
     except SystemExit as end:
         ended = end.code
     assert ended == code
-    assert said in capsys.readouterr().out
+    assert printed in capsys.readouterr().out

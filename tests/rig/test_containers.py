@@ -61,7 +61,7 @@ def output(client: HostClient, container: str) -> str:
     return str(client.api.logs(container).decode())
 
 
-def says(client: HostClient, container: str, text: str) -> None:
+def wait_for_output(client: HostClient, container: str, text: str) -> None:
     """Wait until its log holds the text."""
     until(lambda: text in output(client, container))
 
@@ -151,7 +151,7 @@ def test_all_hosts_stop_at_once_and_in_order(rig: Rig) -> None:
     clients = {name: client_of(host) for name, host in hosts.items()}
     started = {name: containers.start(client, job(rig, STOPPED)) for name, client in clients.items()}
     for name, client in clients.items():
-        says(client, started[name], "ready")
+        wait_for_output(client, started[name], "ready")
     begin = time.monotonic()
     dockers = [host.docker_host() for host in rig.hosts]
     on_all(dockers, lambda host: containers.stop(clients[host.name], started[host.name], grace_s=20))
@@ -165,7 +165,7 @@ def test_a_job_that_does_not_stop_is_killed_after_its_grace(rig: Rig) -> None:
     client = client_of(rig.hosts[0])
     code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
     container = containers.start(client, job(rig, code))
-    says(client, container, "ready")
+    wait_for_output(client, container, "ready")
     containers.stop(client, container, grace_s=1)
     assert ended(client, container).exit_code == 137
 

@@ -37,9 +37,9 @@ def output(client: HostClient, *command: str, **options: Any) -> str:
     try:
         api.start(made)
         code = api.wait(made, timeout=120)["StatusCode"]
-        said = api.logs(made).decode()
-        assert code == 0, f"{command} ended with {code}:\n{said}"
-        return str(said)
+        printed = api.logs(made).decode()
+        assert code == 0, f"{command} ended with {code}:\n{printed}"
+        return str(printed)
     finally:
         api.remove_container(made, force=True)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from infra import containers
 from infra.logs import LogFollower
-from tests.rig.test_containers import client_of, job, says, until
+from tests.rig.test_containers import client_of, job, until, wait_for_output
 from tests.support.rig.rig import Rig
 
 COUNT = """
@@ -63,7 +63,7 @@ def test_a_second_launcher_goes_on_where_a_killed_one_stood(rig: Rig, tmp_path: 
     until(lambda: "line 20\n" in path.read_text())
     first.close()  # its position is up to a second old, as after a kill
     written = path.read_text()
-    says(client, container, "line 60\n")
+    wait_for_output(client, container, "line 60\n")
     assert path.read_text() == written
     second = LogFollower(host.docker_host(), container, path)
     second.join(30)
@@ -78,7 +78,7 @@ def test_a_full_disk_neither_ends_the_follower_nor_tears_a_line(rig: Rig) -> Non
     ballast.write_bytes(bytes(2**20 - 2 * 4096 - 4096))
     container = containers.start(client_of(host), job(rig, COUNT.format(n=3000, every_s=0.002)))
     follower = LogFollower(host.docker_host(), container, path)
-    says(client_of(host), container, "line 1500\n")
+    wait_for_output(client_of(host), container, "line 1500\n")
     ballast.unlink()
     follower.join(30)
     assert missing_or_doubled(path.read_text(), 3000) == []

@@ -103,7 +103,7 @@ def test_ranks_that_were_told_to_stop_by_nobody_of_ours_go_on(
 ) -> None:
     """SIGTERM past their node: they save and leave in order, and nobody asked for that."""
     expected = undisturbed()
-    run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "told")
+    run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "stopped")
     train(run_dir, on_row=at_step(12, lambda: signal_processes(slow_rig, 1, signal.SIGTERM, of="training.train")))
     assert causes(run_dir) == ["killed", "done"]
     assert attempts_of(run_dir)[1]["from_step"] >= 12, "the checkpoint that they left"

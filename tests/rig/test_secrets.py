@@ -92,8 +92,8 @@ def of_containers(rig: Rig) -> Iterator[tuple[str, bytes]]:
         for container in rig.containers(host):
             client = rig.daemons[host.index].client()
             with suppress(APIError), closing(client):  # it is away meanwhile
-                told = client.api.inspect_container(container.id)
-                yield f"inspect {host.name} {container.name} {container.status}", json.dumps(told).encode()
+                settings = client.api.inspect_container(container.id)
+                yield f"inspect {host.name} {container.name} {container.status}", json.dumps(settings).encode()
                 yield f"log {host.name} {container.name}", client.api.logs(container.id)
             for file in (rig.folder / host.name / "containers" / container.id).glob("*.json"):
                 with suppress(OSError):

@@ -65,8 +65,8 @@ def test_the_image_serves_the_champion_and_stops_in_order(
             assert time.monotonic() < deadline, api.logs(made).decode()
             time.sleep(0.5)
         with httpx.Client(base_url=f"http://{rig.hosts[0].address}:8000", timeout=30, trust_env=False) as client:
-            asked = {"model": "tiny", "prompt": "def add(", "max_tokens": 16, "temperature": 0}
-            (choice,) = client.post("/v1/completions", json=asked).raise_for_status().json()["choices"]
+            body = {"model": "tiny", "prompt": "def add(", "max_tokens": 16, "temperature": 0}
+            (choice,) = client.post("/v1/completions", json=body).raise_for_status().json()["choices"]
             assert choice["text"] == TextGenerator(champion).generate("def add(", new_tokens=16, temperature=0)
         assert api.inspect_container(made)["Config"]["User"] == "10001:10001"
         assert size_gb < 1.0, "no torch, no Prefect"

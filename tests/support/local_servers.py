@@ -1,4 +1,4 @@
-"""A real `shardline up`, on free ports, on top of a user's folder; asked and told as by the user's browser."""
+"""A real `shardline up`, on free ports, on top of a user's folder; used as by the user's browser."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class LocalServers:
 
     def prefect(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """GET, or POST where there is a body, below /api; its JSON."""
-        return asked(f"{self.url('prefect')}/api{path}", body)
+        return request_json(f"{self.url('prefect')}/api{path}", body)
 
     def config(self, *overrides: str) -> dict[str, Any]:
         """The user's config, with `section.field=value` in YAML."""
@@ -123,7 +123,7 @@ def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
     raise AssertionError(f"{url} did not answer within {READY_WITHIN_S} s")
 
 
-def asked(url: str, body: dict[str, Any] | None = None) -> Any:
+def request_json(url: str, body: dict[str, Any] | None = None) -> Any:
     """GET, or POST if there is a body; the answer's JSON. Raises httpx.HTTPError for no answer or an error status."""
     method = "GET" if body is None else "POST"
     reply = httpx.request(method, url, json=body, timeout=20, trust_env=False, follow_redirects=True)

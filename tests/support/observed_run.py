@@ -63,14 +63,14 @@ class ObservedRun:
     def losses(self) -> dict[int, float]:
         return losses(self.folder / "plan.json")
 
-    def reach(self, step: int) -> None:
+    def wait_for_step(self, step: int) -> None:
         until(lambda: max(self._logged(), default=0) >= step, what=f"step {step} of {self.folder.name}")
 
     def _logged(self) -> dict[int, float]:
         return self.losses if (self.folder / "metrics.jsonl").exists() else {}
 
     def ranks(self) -> list[psutil.Process]:
-        """In the order of their ranks."""
+        """The processes of the ranks, in their order."""
         found = [(process.environ()["RANK"], process) for process in self.processes() if _is_rank(process)]
         return [process for _, process in sorted(found, key=lambda each: each[0])]
 
@@ -98,13 +98,13 @@ class ObservedRun:
     def mlflow(self) -> Any:
         return self.servers.mlflow.get_run(self.mlflow_run_id)
 
-    def says(self) -> tuple[str, str, str]:
-        """Prefect's state, MLflow's status, and the cause there."""
+    def statuses(self) -> tuple[str, str, str]:
+        """Prefect's state of the flow run, MLflow's status of the run, and the cause that MLflow has."""
         state = self.servers.prefect(f"/flow_runs/{self.flow_run_id}")["state_type"]
         return state, self.mlflow.info.status, self.mlflow.data.tags.get("shardline.cause", "")
 
     def message(self) -> str:
-        """Prefect's."""
+        """The message of the flow run's state in Prefect."""
         return str(self.servers.prefect(f"/flow_runs/{self.flow_run_id}")["state"]["message"])
 
     def check_the_rest(self) -> None:

@@ -60,9 +60,9 @@ class ComposeStack:
         done = subprocess.run(
             ["docker", "compose", *words], cwd=self.folder, env=self.environment, capture_output=True, text=True
         )
-        said = done.stdout + done.stderr
-        assert done.returncode == expect, f"{words} ended with {done.returncode}:\n{said}\n{self.logs()}"
-        return said
+        output = done.stdout + done.stderr
+        assert done.returncode == expect, f"{words} ended with {done.returncode}:\n{output}\n{self.logs()}"
+        return output
 
     def logs(self) -> str:
         command = ["docker", "compose", "logs", "--no-color", "--tail", "30"]

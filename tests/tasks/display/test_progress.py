@@ -19,7 +19,7 @@ from tasks.display.progress import ProgressArtifact, step_progress
 @pytest.fixture
 def silent_server() -> Iterator[tuple[str, Queue[bytes]]]:
     """It takes requests and never answers; the first words of each."""
-    asked: Queue[bytes] = Queue()
+    requests: Queue[bytes] = Queue()
     taken: list[socket.socket] = []
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
 
@@ -30,10 +30,10 @@ def silent_server() -> Iterator[tuple[str, Queue[bytes]]]:
                 except OSError:
                     return
                 taken.append(connection)
-                asked.put(connection.recv(200))
+                requests.put(connection.recv(200))
 
         threading.Thread(target=take, daemon=True).start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/api", asked
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/api", requests
     for connection in taken:
         connection.close()
 
@@ -44,12 +44,12 @@ def test_a_server_that_does_not_answer_holds_nobody_up(
     import prefect  # noqa: F401  (a flow run has it loaded)
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    url, asked = silent_server
+    url, requests = silent_server
     monkeypatch.setattr(progress, "_in_a_prefect_run", lambda: True)
     monkeypatch.setattr(progress, "LAST_UPDATE_S", 0.1)
     with temporary_settings({PREFECT_API_URL: url}):
         with step_progress("training", total=50) as show:
-            asked.get(timeout=20)  # from here on the thread waits for an answer
+            requests.get(timeout=20)  # from here on the thread waits for an answer
             began = time.perf_counter()
             for step in range(1, 51):
                 show({"step": step, "loss": 2.0, "tokens_per_s": 100.0, "eta_s": 60.0})

@@ -52,8 +52,8 @@ def homed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def evaluated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     """What the command prints, on stdout alone."""
     assert main(["evaluate", *arguments, "--json"]) == 0
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return told
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return printed
 
 
 @pytest.fixture(scope="module")
@@ -120,16 +120,16 @@ def test_a_registered_versions_evaluation_is_an_mlflow_run_tied_to_its_model(
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store.uri)
     trained = register_model(store.finished_run("a", loss=5.5), tracking_uri=store.uri)
-    told = evaluated(capsys, f"{trained.name}/{trained.version}")
+    printed = evaluated(capsys, f"{trained.name}/{trained.version}")
     client = MlflowClient(store.uri)
-    run = client.get_run(told["mlflow_run_id"])
+    run = client.get_run(printed["mlflow_run_id"])
     version = client.get_model_version(trained.name, str(trained.version))
     assert run.info.status == "FINISHED"
-    assert run.data.metrics["eval/loss"] == told["loss"]
+    assert run.data.metrics["eval/loss"] == printed["loss"]
     assert run.data.tags["mlflow.parentRunId"] == version.tags["shardline.mlflow_run_id"]
     assert run.inputs.model_inputs[0].model_id == version.tags["shardline.model_id"]
     model = client.get_logged_model(version.tags["shardline.model_id"])
-    assert told["loss"] in [metric.value for metric in model.metrics if metric.key == "eval/loss"]
+    assert printed["loss"] in [metric.value for metric in model.metrics if metric.key == "eval/loss"]
 
 
 def test_what_cannot_be_evaluated_is_said_with_the_cure(

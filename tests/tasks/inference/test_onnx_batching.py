@@ -36,11 +36,11 @@ def test_texts_made_together_are_those_made_alone(exported_run: Path, chunk_toke
     expected = [alone.generate(prompt, **sampling) for prompt, sampling in several]
     with ThreadPoolExecutor(len(several)) as pool:
 
-        def whole(asked: tuple[str, dict[str, Any]]) -> str:
-            return generator.generate(asked[0], **asked[1])
+        def whole(request: tuple[str, dict[str, Any]]) -> str:
+            return generator.generate(request[0], **request[1])
 
-        def pieces(asked: tuple[str, dict[str, Any]]) -> str:
-            return "".join(generator.stream(asked[0], **asked[1]))
+        def pieces(request: tuple[str, dict[str, Any]]) -> str:
+            return "".join(generator.stream(request[0], **request[1]))
 
         assert list(pool.map(whole, several)) == expected
         assert list(pool.map(pieces, several)) == expected

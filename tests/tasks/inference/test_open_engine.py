@@ -23,8 +23,8 @@ def chosen(
     *, has_decode_graph: bool = True, gpus: int = 0, has_torch: bool = True, **inference: Any
 ) -> tuple[str, str]:
     visible = [Gpu(name="H100", uuid=str(number), driver="580") for number in range(gpus)]
-    asked = InferenceConfig(**inference)
-    return choose_engine(asked, has_decode_graph=has_decode_graph, gpus=visible, has_torch=has_torch)
+    config = InferenceConfig(**inference)
+    return choose_engine(config, has_decode_graph=has_decode_graph, gpus=visible, has_torch=has_torch)
 
 
 def test_the_engine_follows_from_what_is_asked_for_and_from_the_gpus() -> None:

@@ -105,8 +105,8 @@ def short_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
     return lambda gib: monkeypatch.setenv("RANK_1_GIB", str(gib))
 
 
-def asked(**overrides: Any) -> tuple[RunConfig, Inventory]:
-    """A run of 2 CPU ranks at a micro-batch that fits in 12 GiB a rank; and machines that claim to have them."""
+def two_rank_run(**overrides: Any) -> tuple[RunConfig, Inventory]:
+    """Config of a run on 2 CPU ranks, at a micro-batch that fits in 12 GiB a rank; and an inventory that has them."""
     settings = {
         "model__layers": 6,
         "train__context": 256,
@@ -128,7 +128,7 @@ def test_a_micro_batch_too_large_for_one_rank_is_lowered_for_all_and_nobody_hang
     tiny_shards: Path, short_of_memory: Callable[[float], None]
 ) -> None:
     short_of_memory(1.6)
-    config, machines = asked()
+    config, machines = two_rank_run()
     with tracked(config, run_id="trial", tags={}) as run:
         plan = planning.write_plan(
             config,
@@ -164,7 +164,7 @@ def test_where_nothing_fits_the_run_fails_with_the_cure(
     tiny_shards: Path, short_of_memory: Callable[[float], None]
 ) -> None:
     short_of_memory(0.8)
-    config, machines = asked(train__global_batch=2, train__micro_batch=1, model__width=512, model__layers=8)
+    config, machines = two_rank_run(train__global_batch=2, train__micro_batch=1, model__width=512, model__layers=8)
 
     def run_it() -> None:
         with tracked(config, run_id="nothing", tags={}) as run:

@@ -42,7 +42,7 @@ with open(f"{sys.argv[1]}/rank-{os.environ['RANK']}.json", "w") as file:
 WAITS = """
 import signal, sys, time
 def leave(number, frame):
-    open(sys.argv[1] + "/told", "a").close()
+    open(sys.argv[1] + "/stopped", "a").close()
     sys.exit(0)
 signal.signal(signal.SIGTERM, leave)
 open(sys.argv[1] + "/ready", "a").close()
@@ -137,11 +137,11 @@ def test_ranks_have_torchruns_environment_and_the_run_in_mlflow(shardline_home: 
     plan, run_dir = plan_for(shardline_home, TELLS, ranks=2), shardline_home / "run"
     assert plan.command("", run_dir=run_dir)["args"] == (str(run_dir),)
     run_trainer(plan, run_dir=run_dir)
-    told = [json.loads((run_dir / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    assert [(each["RANK"], each["WORLD_SIZE"]) for each in told] == [("0", "2"), ("1", "2")]
-    assert told[0]["MLFLOW_RUN_ID"] == "abc"
-    assert told[0]["MLFLOW_TRACKING_URI"] == "http://10.0.0.9:5000"
-    assert (told[0]["MLFLOW_EXPERIMENT_ID"], told[0]["MLFLOW_EXPERIMENT_NAME"]) == ("7", "others")
+    environments = [json.loads((run_dir / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert [(each["RANK"], each["WORLD_SIZE"]) for each in environments] == [("0", "2"), ("1", "2")]
+    assert environments[0]["MLFLOW_RUN_ID"] == "abc"
+    assert environments[0]["MLFLOW_TRACKING_URI"] == "http://10.0.0.9:5000"
+    assert (environments[0]["MLFLOW_EXPERIMENT_ID"], environments[0]["MLFLOW_EXPERIMENT_NAME"]) == ("7", "others")
     (run_dir / "rank-0.json").unlink()
     run_trainer(plan, run_dir=run_dir)
     assert not (run_dir / "rank-0.json").exists(), "it had come to its end, and is not started again"
@@ -184,6 +184,6 @@ def test_no_rank_outlives_its_launcher(shardline_home: Path, number: signal.Sign
     )
     until(run_dir / "ready")
     process.send_signal(number)
-    until(run_dir / "told")
+    until(run_dir / "stopped")
     assert process.wait() != 0
     until(run_dir / "attempts" / "1" / "node.end.json")

@@ -12,7 +12,7 @@ from tasks.launch.rank_logs import LOOK_BYTES, Warnings
 WARNING = "2026-11-20 19:00:00,000 WARNING {}"
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "tasks.launch.rank_logs"]
 
 
@@ -36,7 +36,7 @@ def test_a_warning_is_said_once_and_when_its_line_has_ended(log: Path, caplog: p
     warnings.look(now=True)
     append(log, "line\n" + WARNING.format("the loss spikes") + "\n")
     warnings.look(now=True)
-    assert said(caplog) == ["a: the loss spikes", "a: half a line"]
+    assert warnings_in(caplog) == ["a: the loss spikes", "a: half a line"]
 
 
 def test_a_line_that_never_ends_is_read_once(log: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -50,4 +50,4 @@ def test_a_line_that_never_ends_is_read_once(log: Path, caplog: pytest.LogCaptur
     assert offsets == [LOOK_BYTES, 2 * LOOK_BYTES, 3 * LOOK_BYTES, 3 * LOOK_BYTES]
     append(log, "\n" + WARNING.format("after it") + "\n")
     warnings.look(now=True)
-    assert said(caplog) == ["a: after it"]
+    assert warnings_in(caplog) == ["a: after it"]

@@ -53,11 +53,11 @@ def test_fewer_hosts_make_the_same_batches(tmp_path: Path, tiny_shards: Path) ->
     assert replan(tmp_path, inventory=inventory(2, 1), why="host1 came back") == before
 
 
-@pytest.mark.parametrize(("asked", "at_most"), [(1, 1), (4, 4), (0, 12)])
+@pytest.mark.parametrize(("micro_batch", "at_most"), [(1, 1), (4, 4), (0, 12)])
 def test_a_micro_batch_never_grows_beyond_what_was_asked_for(
-    tmp_path: Path, tiny_shards: Path, asked: int, at_most: int
+    tmp_path: Path, tiny_shards: Path, micro_batch: int, at_most: int
 ) -> None:
-    planned(tmp_path, tiny_shards, micro_batch=asked)
+    planned(tmp_path, tiny_shards, micro_batch=micro_batch)
     now = replan(tmp_path, inventory=first_host(), why="host1 is away")
     assert now.micro_batch <= at_most
     assert now.micro_batch * now.accumulation * now.dp == now.config.train.global_batch

@@ -58,15 +58,15 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_verdicts(case: str) -> None:
-    challenger, champion, min_improvement, passed, said = CASES[case]
+    challenger, champion, min_improvement, passed, sentence = CASES[case]
     verdict = gate(challenger, champion, gates=GatesConfig(min_improvement=min_improvement))
     assert verdict.passed is passed
-    assert said in verdict.text
+    assert sentence in verdict.text
     assert verdict.text.startswith("passed: " if passed else "not passed: ")
 
 
 @pytest.mark.parametrize(
-    ("challenger", "passed", "said"),
+    ("challenger", "passed", "sentence"),
     [
         (version(4, 2.0, arc__acc=0.5), True, "arc/acc 0.5000, at least 0.5"),
         (version(4, 2.0, arc__acc=0.4), False, "arc/acc 0.4000, needed: at least 0.5"),
@@ -74,13 +74,13 @@ def test_verdicts(case: str) -> None:
         (version(4, 2.0), False, "(evaluated: no task; evaluation.tasks asks for more)"),
     ],
 )
-def test_required_tasks(challenger: Candidate, passed: bool, said: str) -> None:
+def test_required_tasks(challenger: Candidate, passed: bool, sentence: str) -> None:
     gates = GatesConfig(tasks=(TaskFloor(task="arc", metric="acc", at_least=0.5),))
     verdict = gate(challenger, CHAMPION, gates=gates)
     assert [(check.gate, check.passed) for check in verdict.checks] == [
         ("parity", True), ("loss", True), ("tasks", passed)
     ]  # fmt: skip
-    assert said in verdict.text
+    assert sentence in verdict.text
 
 
 def test_the_latency_budget_is_held_against_the_smoke_test() -> None:

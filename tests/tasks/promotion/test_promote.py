@@ -101,24 +101,24 @@ def test_the_lock_of_a_killed_holder_is_removed(client: MlflowClient) -> None:
 
 def test_a_rollback_takes_the_lock_from_a_promotion_that_watches(client: MlflowClient) -> None:
     promoted(client, 2, replaces=1)
-    holding, told, deadline = threading.Event(), "", time.monotonic() + 20
+    holding, lock_lost, deadline = threading.Event(), "", time.monotonic() + 20
 
     def watches() -> None:
-        nonlocal told
+        nonlocal lock_lost
         with promotion_lock(client, "tiny", what="promotes tiny/2") as lock:
             holding.set()
             try:
                 while time.monotonic() < deadline:
                     lock.check()
             except LockLost as lost:
-                told = str(lost)
+                lock_lost = str(lost)
 
     thread = threading.Thread(target=watches)
     thread.start()
     holding.wait(20)
     move = roll_back("tiny", why="it swears", tracking_uri=client.tracking_uri)
     thread.join(20)
-    assert "rolls tiny back (it swears)" in told
+    assert "rolls tiny back (it swears)" in lock_lost
     assert (move.version, move.replaces, move.why, move.outcome) == (1, 2, "it swears", "version 1 is champion")
     assert champion(client) == 1
 
@@ -136,8 +136,8 @@ def test_rollbacks_go_back_along_what_each_version_replaced(client: MlflowClient
         roll_back("tiny", to=3, why="again", tracking_uri=uri)
     with pytest.raises(ValueError, match="no tiny/9"):
         roll_back("tiny", to=9, why="again", tracking_uri=uri)
-    told = [(move.replaces, move.version, move.why) for move in history(client, "tiny")]
-    assert told == [(1, 3, "try it"), (2, 1, "bad"), (4, 2, "bad")]
+    moves = [(move.replaces, move.version, move.why) for move in history(client, "tiny")]
+    assert moves == [(1, 3, "try it"), (2, 1, "bad"), (4, 2, "bad")]
     verdict = client.get_model_version("tiny", "4").tags[f"{TAG}verdict"]
     assert verdict.startswith("rolled back to version 2 by ")
 

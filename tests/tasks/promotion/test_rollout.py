@@ -175,26 +175,26 @@ def test_a_person_approves_in_prefect(servers: PromotionServers) -> None:
 def test_the_challenger_alias_promotes_by_webhook_and_by_polling_and_once(servers: PromotionServers) -> None:
     secret, port = servers.folder / "secret", free_port()
     secret.write_text("0123456789abcdef0123456789abcdef\n")
-    with servers.serving("told") as served:
+    with servers.serving("by-alias") as served:
         client = servers.client
-        client.delete_registered_model_alias("told", "challenger")
+        client.delete_registered_model_alias("by-alias", "challenger")
         url = f"http://127.0.0.1:{port}/mlflow"
         receive = ("--port", str(port), "--secret-file", str(secret), "--register-webhook", url, "--poll", "3600")
-        watching = servers.start("watch", "told", *receive)
+        watching = servers.start("watch", "by-alias", *receive)
         assert watching.stdout
         assert [watching.stdout.readline() for _ in range(2)][1] == f"webhooks: {url}\n"
         wait_for(f"http://127.0.0.1:{port}/health", watching)  # type: ignore[arg-type]
-        client.set_registered_model_alias("told", "challenger", "2")  # as MLflow's page does
+        client.set_registered_model_alias("by-alias", "challenger", "2")  # as MLflow's page does
         wait_until(lambda: served.champion == 2, "promoted by the webhook")
         wait_until(lambda: served.moves[0].stage == "watching", "watched")
-        servers.run("rollback", "told", "--why", "a test")
+        servers.run("rollback", "by-alias", "--why", "a test")
         assert served.moves[1].who == "watch: it is challenger"
         watching.send_signal(signal.SIGTERM)
         assert watching.wait(30) in {0, 130}
 
-        polling = servers.start("watch", "told", "--poll", "0.5")
-        client.set_registered_model_alias("told", "challenger", "2")  # judged already: not again
-        made = servers.register("told", "three", loss=2.0, checkpoint="e")
+        polling = servers.start("watch", "by-alias", "--poll", "0.5")
+        client.set_registered_model_alias("by-alias", "challenger", "2")  # judged already: not again
+        made = servers.register("by-alias", "three", loss=2.0, checkpoint="e")
         assert made.version == 3
         wait_until(lambda: served.champion == 3, "promoted by polling")
         assert [move.version for move in served.moves] == [3, 1, 2, 1]

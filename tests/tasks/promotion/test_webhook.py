@@ -1,4 +1,4 @@
-"""MLflow's webhooks, as MLflow itself signs them: from it, recent, and each heeded once."""
+"""MLflow's webhooks, as MLflow itself signs them: only signed and recent deliveries count, each once."""
 
 from __future__ import annotations
 
@@ -31,32 +31,34 @@ def delivery(*, alias: str = "challenger", at: float | None = None, name: str = 
 
 
 @pytest.fixture
-def heeded() -> list[tuple[str, int]]:
+def challengers() -> list[tuple[str, int]]:
     return []
 
 
 @pytest.fixture
-def receiver(heeded: list[tuple[str, int]]) -> TestClient:
-    return TestClient(build_receiver(secret=SECRET, on_challenger=lambda name, version: heeded.append((name, version))))
+def receiver(challengers: list[tuple[str, int]]) -> TestClient:
+    return TestClient(
+        build_receiver(secret=SECRET, on_challenger=lambda name, version: challengers.append((name, version)))
+    )
 
 
-def test_a_challenger_is_heeded_once_however_often_it_is_delivered(
-    receiver: TestClient, heeded: list[tuple[str, int]]
+def test_a_challenger_is_reported_once_however_often_it_is_delivered(
+    receiver: TestClient, challengers: list[tuple[str, int]]
 ) -> None:
     for _ in range(3):
         assert receiver.post("/mlflow", **delivery()).status_code == 200
-    assert heeded == [("tiny", 4)]
+    assert challengers == [("tiny", 4)]
     assert receiver.post("/mlflow", **delivery(name="two")).status_code == 200
-    assert len(heeded) == 2
+    assert len(challengers) == 2
 
 
-def test_other_events_are_taken_and_not_heeded(receiver: TestClient, heeded: list[tuple[str, int]]) -> None:
+def test_other_events_are_accepted_and_ignored(receiver: TestClient, challengers: list[tuple[str, int]]) -> None:
     assert receiver.post("/mlflow", **delivery(alias="champion")).status_code == 200
-    assert heeded == []
+    assert challengers == []
 
 
 def test_what_is_not_from_our_mlflow_or_not_from_now_is_refused(
-    receiver: TestClient, heeded: list[tuple[str, int]]
+    receiver: TestClient, challengers: list[tuple[str, int]]
 ) -> None:
     forged, changed, dated, bare = delivery(secret="x" * 16), delivery(), delivery(), delivery()
     changed["content"] = changed["content"].replace('"4"', '"5"')
@@ -74,7 +76,7 @@ def test_what_is_not_from_our_mlflow_or_not_from_now_is_refused(
         assert reply.status_code == 401
         assert why in reply.json()["detail"]
     assert receiver.post("/mlflow", content=b" " * 100_001).status_code == 413
-    assert heeded == []
+    assert challengers == []
 
 
 def test_a_secret_that_is_none_is_refused_with_the_cure(tmp_path: Path) -> None:

@@ -103,11 +103,11 @@ def test_a_uri_is_shown_without_credentials(uri: str, printed: str) -> None:
 
 def test_a_password_in_the_uri_reaches_the_server_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """MLflow's errors quote the URI, and a flow's end up in Prefect's database, with their tracebacks."""
-    asked: list[str] = []
+    authorizations: list[str] = []
 
     class Refuse(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append(self.headers.get("authorization", ""))
+            authorizations.append(self.headers.get("authorization", ""))
             self.close_connection = True  # and no answer
 
         def log_message(self, format: str, *args: object) -> None: ...
@@ -124,4 +124,4 @@ def test_a_password_in_the_uri_reaches_the_server_and_no_error(monkeypatch: pyte
         server.shutdown()
     assert f"127.0.0.1:{server.server_port}" in str(failure.value)
     assert "pa%40ss" not in str(failure.value)
-    assert asked == [f"Basic {base64.b64encode(b'ada:pa@ss:word').decode()}"]
+    assert authorizations == [f"Basic {base64.b64encode(b'ada:pa@ss:word').decode()}"]

@@ -165,8 +165,14 @@ def test_mlflows_pages_tell_what_a_version_scored_and_on_what_terms(store: Store
     assert (model.name, model.alias, model.verdict) == ("verse", "challenger", "")  # somebody must approve
     client = MlflowClient(store.uri)
     version = client.get_model_version("verse", "1")
-    for told in ("3.0000 over 399 tokens", "CC0-1.0", "**verse**", "| a/b.txt | 2.5000 |", "| rhymes | acc | 0.7500 |"):
-        assert told in version.description
+    for sentence in (
+        "3.0000 over 399 tokens",
+        "CC0-1.0",
+        "**verse**",
+        "| a/b.txt | 2.5000 |",
+        "| rhymes | acc | 0.7500 |",
+    ):
+        assert sentence in version.description
     assert (version.tags["shardline.licence"], version.tags["shardline.notes"]) == ("CC0-1.0", "Writes **verse**.")
     assert terms_of(version, tracking_uri=store.uri).gates == gates
     logged = client.get_logged_model(version.tags["shardline.model_id"])

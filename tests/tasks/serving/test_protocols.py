@@ -60,8 +60,8 @@ def openai_client(address: str, generator: TextGenerator) -> None:
 
     stop = expected[0][3:5]
     for streamed in (False, True):
-        asked = {"model": "tiny", "prompt": "def ", "stop": stop, "stream": streamed, "echo": True, **sampling}
-        answer = client.completions.create(**asked)
+        request = {"model": "tiny", "prompt": "def ", "stop": stop, "stream": streamed, "echo": True, **sampling}
+        answer = client.completions.create(**request)
         parts = list(answer) if streamed else [answer]
         assert "".join(part.choices[0].text for part in parts) == "def " + expected[0][: expected[0].index(stop)]
         assert parts[-1].choices[0].finish_reason == "stop"

@@ -47,9 +47,9 @@ def test_constant_stays_at_the_peak() -> None:
 def test_wsd_is_stable_until_the_last_tenth_or_as_many_steps_as_asked() -> None:
     assert rates(schedule="wsd").index(PEAK) == WARMUP
     assert [step for step, rate in enumerate(rates(schedule="wsd")) if rate == PEAK][-1] == 90
-    asked = rates(schedule="wsd", cooldown_steps=40)
-    assert asked[60] == PEAK
-    assert asked[80] == pytest.approx((PEAK + FLOOR) / 2), "a line"
+    configured = rates(schedule="wsd", cooldown_steps=40)
+    assert configured[60] == PEAK
+    assert configured[80] == pytest.approx((PEAK + FLOOR) / 2), "a line"
 
 
 def test_a_cosine_is_nearly_flat_at_both_ends_and_a_line_is_not() -> None:

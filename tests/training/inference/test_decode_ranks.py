@@ -124,9 +124,9 @@ def greedy(folder: Path, ids: list[int], new_tokens: int) -> list[int]:
 
 
 def same_as_the_plain_model(client: Client, folder: Path) -> None:
-    asked = [request(i, ids, n) for i, (ids, n) in enumerate(zip(PROMPTS, NEW_TOKENS, strict=True))]
+    requests = [request(i, ids, n) for i, (ids, n) in enumerate(zip(PROMPTS, NEW_TOKENS, strict=True))]
     expected = {i: greedy(folder, ids, n) for i, (ids, n) in enumerate(zip(PROMPTS, NEW_TOKENS, strict=True))}
-    assert client.ask(asked) == expected
+    assert client.ask(requests) == expected
 
 
 def test_ranks_that_split_the_matrices_give_the_text_of_the_plain_model(folder: Path, start: Start) -> None:

@@ -14,9 +14,9 @@ from training.node.host_check import local_addresses, sources_sha256
 
 
 def look(folder: Path, **more: Any) -> dict[str, Any]:
-    asked = {"host": "a", "home": "/mnt/s", "folder": str(folder), "token": "t", "address": "127.0.0.1"}
-    asked |= {"interface": "lo", "port": 0, "shm_gib": 0.001, "disk_gib": 0.001, **more}
-    command = [sys.executable, "-m", "training.node.host_check", json.dumps(asked)]
+    request = {"host": "a", "home": "/mnt/s", "folder": str(folder), "token": "t", "address": "127.0.0.1"}
+    request |= {"interface": "lo", "port": 0, "shm_gib": 0.001, "disk_gib": 0.001, **more}
+    command = [sys.executable, "-m", "training.node.host_check", json.dumps(request)]
     return dict(json.loads(subprocess.run(command, capture_output=True, check=True).stdout))
 
 

@@ -33,11 +33,11 @@ pathlib.Path(f"rank-{os.environ['RANK']}.json").write_text(json.dumps(seen))
 WAIT = """
 import os, pathlib, signal, subprocess, sys, time
 me = pathlib.Path(f"rank-{os.environ['RANK']}")
-told = []
-signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+signals = []
+signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
 child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 me.with_suffix(".pids").write_text(f"{os.getpid()} {child.pid}")
-while not told or sys.argv[1] == "deaf":
+while not signals or sys.argv[1] == "deaf":
     time.sleep(0.05)
 child.kill()
 time.sleep(0.5)
@@ -168,11 +168,11 @@ def test_ranks_that_do_not_listen_are_killed_after_the_grace_with_all_they_start
 ) -> None:
     node = start(WAIT, num_ranks=2, args=("deaf",), grace_s=0.5)
     node.wait_for("rank-0.pids", "rank-1.pids")
-    told = time.monotonic()
+    stopped_at = time.monotonic()
     node.process.send_signal(signal.SIGINT)
     code, end, output = node.finish()
     assert (code, end.ending, end.asked) == (137, "killed", "signal"), output
-    assert time.monotonic() - told < 15, "torchrun alone would have given them 30 s"
+    assert time.monotonic() - stopped_at < 15, "torchrun alone would have given them 30 s"
     assert len(pids(tmp_path)) == 4
     assert not any(map(psutil.pid_exists, pids(tmp_path)))
 

@@ -32,7 +32,7 @@ def hosts(*devices: tuple[Device, ...]) -> Inventory:
 
 
 @pytest.mark.parametrize(
-    ("said", "known"),
+    ("driver_name", "known"),
     [
         ("NVIDIA A100-SXM4-80GB", "A100-80GB-SXM"),
         ("NVIDIA A100 80GB PCIe", "A100-80GB-PCIe"),
@@ -48,8 +48,8 @@ def hosts(*devices: tuple[Device, ...]) -> Inventory:
         ("NVIDIA L40S", "L40S"),
     ],
 )
-def test_drivers_names_lead_to_the_table(said: str, known: str) -> None:
-    found = find_gpu(said)
+def test_drivers_names_lead_to_the_table(driver_name: str, known: str) -> None:
+    found = find_gpu(driver_name)
     assert found is not None
     assert found.name == known
 

@@ -69,7 +69,7 @@ def test_a_smaller_memory_bounds_its_share() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("overrides", "expected"),
     [
         ({"parallel__shares": "equal"}, ((12, 12), 1, False)),
         ({"parallel__shares": "equal", "parallel__rebalance": "on"}, ((12, 12), 1, True)),
@@ -78,8 +78,8 @@ def test_a_smaller_memory_bounds_its_share() -> None:
         ({"train__micro_batch": 6}, ((8, 4), 2, True)),  # 6 on average
     ],
 )
-def test_shares_can_be_pinned(asked: dict[str, Any], expected: tuple[tuple[int, ...], int, bool]) -> None:
-    config = tiny_config(**{"train__global_batch": 24, "train__micro_batch": 0, **asked})
+def test_shares_can_be_pinned(overrides: dict[str, Any], expected: tuple[tuple[int, ...], int, bool]) -> None:
+    config = tiny_config(**{"train__global_batch": 24, "train__micro_batch": 0, **overrides})
     plan = make_plan(config, unlike(0.2, 0.1))
     assert (plan.micro_batches, plan.accumulation, plan.rebalance) == expected
     pinned = config.model_dump()

@@ -95,8 +95,8 @@ def test_the_simplest_of_those_that_cannot_be_told_apart_is_taken() -> None:
 )
 def test_every_choice_can_be_pinned(pinned: dict[str, Any]) -> None:
     plan = planned(LLAMA_1B, "2x8xA100-80GB-SXM,8x200Gb", **pinned)
-    asked = {"strategy": plan.strategy, "offload": plan.offload, "tp": plan.mesh["tp"], "pp": plan.mesh["pp"]}
-    assert pinned.items() <= asked.items()
+    chosen = {"strategy": plan.strategy, "offload": plan.offload, "tp": plan.mesh["tp"], "pp": plan.mesh["pp"]}
+    assert pinned.items() <= chosen.items()
     assert {layout.strategy for layout in plan.ranking} == {plan.strategy} or "strategy" not in pinned
 
 

@@ -126,11 +126,15 @@ def test_a_resume_on_another_mesh_drops_the_residuals_and_logs_it(
 def test_ddps_settings_leave_compression_as_it_is(
     trained: Callable[[str], Path], make_run: Callable[..., Path]
 ) -> None:
-    told = {"parallel__bucket_mib": 1, "parallel__gradient_as_bucket_view": False, "parallel__static_graph": True}
+    ddp_settings = {
+        "parallel__bucket_mib": 1,
+        "parallel__gradient_as_bucket_view": False,
+        "parallel__static_graph": True,
+    }
     settings = {"train__steps": STEPS, "train__clip_norm": 0.5, "train__micro_batch": 4}
-    plan_path = make_run("told", ranks=2, parallel__strategy="ddp", **settings, **told, **KINDS["topk"])
+    plan_path = make_run("ddp-settings", ranks=2, parallel__strategy="ddp", **settings, **ddp_settings, **KINDS["topk"])
     run_ranks(plan_path)
-    reference = make_run("untold", ranks=2, parallel__strategy="ddp", **settings, **KINDS["topk"])
+    reference = make_run("default-settings", ranks=2, parallel__strategy="ddp", **settings, **KINDS["topk"])
     run_ranks(reference)
     assert_equal_training(reference, plan_path)
 

@@ -149,5 +149,5 @@ def test_sizes_that_fp8_cannot_multiply_are_refused(overrides: dict[str, Any], w
 
 
 def test_a_plan_on_cpus_says_that_fp8_is_emulated(make_run: Callable[..., Path]) -> None:
-    plan = RunPlan.read(make_run("said", parallel__precision="fp8", **SMALL))
+    plan = RunPlan.read(make_run("fp8-reasons", parallel__precision="fp8", **SMALL))
     assert any("CPUs emulate it, slower than bf16" in reason for reason in plan.reasons)

@@ -256,12 +256,12 @@ def test_unequal_shares_make_the_update_of_one_process(
 
 
 def test_ddp_settings_change_no_result(alone: Callable[..., Path], make_run: Callable[..., Path]) -> None:
-    told = {
+    ddp_settings = {
         "parallel__bucket_mib": 1,
         "parallel__gradient_as_bucket_view": False,
         "parallel__static_graph": True,
         "train__deterministic": True,
     }
-    plan_path = make_run("told", ranks=2, **COMMON, train__micro_batch=4, **told)
+    plan_path = make_run("ddp-settings", ranks=2, **COMMON, train__micro_batch=4, **ddp_settings)
     run_ranks(plan_path)
     assert_equal_training(alone("llama"), plan_path)

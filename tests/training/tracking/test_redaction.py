@@ -15,9 +15,9 @@ def test_secrets_and_a_uris_password_are_hidden_wherever_they_stand(monkeypatch:
     assert without_secrets("hf_abcdef hf_abc pass! pass%21 https://me:pass%21@mlflow.example/api") == (
         "*** *** *** *** https://***@mlflow.example/api"
     )
-    said = "postgresql://ann:t0p@db/x failed: wrong password 't0p' for bob's key k"
+    error = "postgresql://ann:t0p@db/x failed: wrong password 't0p' for bob's key k"
     uri = "postgresql://ann:t0p@db/x"
-    assert without_secrets(said, more=[uri, ""]) == "*** failed: wrong password '***' for bob's key k"
+    assert without_secrets(error, more=[uri, ""]) == "*** failed: wrong password '***' for bob's key k"
 
 
 def test_a_uri_without_credentials_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
