@@ -255,7 +255,7 @@ class Attempt:
                 break
             time.sleep(POLL_S)
         on_poll()
-        return self._ending()
+        return self._outcome()
 
     def _all_ended(self) -> bool:
         return all(watcher.ended for watcher in self.watchers.values())
@@ -277,9 +277,11 @@ class Attempt:
 
     def _settle(self) -> None:
         """Wait for the failure that came first: what is seen now may have failed because another host failed."""
-        until(lambda: self._all_ended() or self._ending().cause in FIRST_CAUSES, timeout_s=SETTLE_S, every_s=POLL_S / 2)
+        until(
+            lambda: self._all_ended() or self._outcome().cause in FIRST_CAUSES, timeout_s=SETTLE_S, every_s=POLL_S / 2
+        )
 
-    def _ending(self) -> AttemptOutcome:
+    def _outcome(self) -> AttemptOutcome:
         self.taken = not self.lease.path.exists()
         if self.taken:
             return AttemptOutcome(
@@ -288,7 +290,7 @@ class Attempt:
         lost = set(self.lost())
         ends = {name: watcher.end(lost=name in lost) for name, watcher in self.watchers.items()}
         stopped = any(end.told_to_stop for end in ends.values())
-        return classify(ends, asked=stopped and fresh(self.folder / ASKED).exists())
+        return classify(ends, stop_requested=stopped and fresh(self.folder / ASKED).exists())
 
     # Ending it
 

@@ -78,11 +78,11 @@ def measure_network(
     )
     ordered = [by_name[host.name] for host in inventory.hosts]
     with Attempt(program, ordered, config.launch, home=home(), folder=folder) as attempt:
-        ending = attempt.wait(lambda: False)
-    if ending.cause != "done" or not fresh(out).exists():
-        lines = "\n".join(ending.lines)
+        outcome = attempt.wait(lambda: False)
+    if outcome.cause != "done" or not fresh(out).exists():
+        lines = "\n".join(outcome.lines)
         raise RuntimeError(
-            f"the hosts cannot connect to each other: {ending.cause} on {ending.host}: {ending.detail}. Look at the "
+            f"the hosts cannot connect to each other: {outcome.cause} on {outcome.host}: {outcome.detail}. Look at the "
             f"interfaces and firewalls between them (port {config.launch.port} and above); "
             f"launch.collective_test=false leaves this test out\n{lines}"
         )

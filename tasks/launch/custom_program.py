@@ -66,7 +66,7 @@ def run_here(plan: TrainerPlan, *, run_dir: Path) -> None:
         )
         RanksLauncher(launcher=process_key(node.pid)).write(run_dir / "gang.json")
         _wait(node, plan)
-    ending = _ending(Path(task.end), plan, log_path=log_path)
+    outcome = _outcome(Path(task.end), plan, log_path=log_path)
     AttemptRecord(
         number=int(folder.name),
         program=plan.program,
@@ -74,9 +74,9 @@ def run_here(plan: TrainerPlan, *, run_dir: Path) -> None:
         from_step=0,
         began_at=began_at,
         ended_at=now(),
-        ending=ending,
+        ending=outcome,
     ).write(folder / "attempt.json")
-    _raise(ending, plan, log_path=log_path)
+    _raise(outcome, plan, log_path=log_path)
 
 
 def _task(plan: TrainerPlan, *, folder: Path, run_dir: Path) -> NodeTask:
@@ -112,21 +112,21 @@ def _wait(node: subprocess.Popen[bytes], plan: TrainerPlan) -> None:
         raise RunStopped(f"interrupted: `shardline resume {plan.run_id}` starts {plan.program} again") from None
 
 
-def _ending(path: Path, plan: TrainerPlan, *, log_path: Path) -> AttemptOutcome:
+def _outcome(path: Path, plan: TrainerPlan, *, log_path: Path) -> AttemptOutcome:
     """The outcome by the node's record, or by its output: on a full disk it cannot write a record."""
     end = NodeEnd.read(path) if path.exists() else None
     lines = log_path.read_text(errors="replace").splitlines()[-LAST_LINES:]
     host = HostStatus(state=None, end=end, last_lines=tuple(map(without_secrets, lines)))
-    return classify({plan.hosts[0]: host}, asked=True)  # whoever sends signals here is the user
+    return classify({plan.hosts[0]: host}, stop_requested=True)  # whoever sends signals here is the user
 
 
-def _raise(ending: AttemptOutcome, plan: TrainerPlan, *, log_path: Path) -> None:
+def _raise(outcome: AttemptOutcome, plan: TrainerPlan, *, log_path: Path) -> None:
     again = f"`shardline resume {plan.run_id}` starts it again"
-    if ending.cause == "stopped":
-        raise RunStopped(f"{plan.program}: {ending.detail}; {again}")
-    if ending.cause != "done":
-        lines = "\n".join(ending.lines)
+    if outcome.cause == "stopped":
+        raise RunStopped(f"{plan.program}: {outcome.detail}; {again}")
+    if outcome.cause != "done":
+        lines = "\n".join(outcome.lines)
         raise RunFailed(
-            f"{plan.program}: {ending.cause} ({ending.detail}); {again}\nThe last lines of {log_path}:\n{lines}",
-            cause=ending.cause,
+            f"{plan.program}: {outcome.cause} ({outcome.detail}); {again}\nThe last lines of {log_path}:\n{lines}",
+            cause=outcome.cause,
         )

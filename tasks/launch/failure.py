@@ -105,16 +105,16 @@ class AttemptOutcome(Record):
     lines: tuple[str, ...] = ()
 
 
-def classify(hosts: Mapping[str, HostStatus], *, asked: bool = False) -> AttemptOutcome:
+def classify(hosts: Mapping[str, HostStatus], *, stop_requested: bool = False) -> AttemptOutcome:
     """The first cause in this order that any host shows: what kills one host's ranks shows as lost peers on others.
 
-    `asked`: a user wanted the run to stop. Without, a container that was told to is no reason to give the run up:
+    `stop_requested`: a user asked for the run to stop. Otherwise a container that got SIGTERM does not end the run:
     a machine or a daemon that shuts down tells all its containers so.
     """
-    return next(_outcomes(hosts, asked=asked))
+    return next(_outcomes(hosts, stop_requested=stop_requested))
 
 
-def _outcomes(hosts: Mapping[str, HostStatus], *, asked: bool) -> Iterator[AttemptOutcome]:
+def _outcomes(hosts: Mapping[str, HostStatus], *, stop_requested: bool) -> Iterator[AttemptOutcome]:
     known = {name: host for name, host in hosts.items() if not host.ended_by_us}
     if all(host.done for host in hosts.values()) and len(known) == len(hosts):
         yield AttemptOutcome(cause="done")
@@ -133,7 +133,7 @@ def _outcomes(hosts: Mapping[str, HostStatus], *, asked: bool) -> Iterator[Attem
             yield _outcome("lost host", name, host, "its machine or daemon restarted (exit code 255)")
     for name, host in known.items():
         if host.told_to_stop:
-            yield _told_to_stop(name, host, asked=asked)
+            yield _told_to_stop(name, host, stop_requested=stop_requested)
     for name, host in known.items():
         if host.end is None and host.gone:
             yield _outcome("killed", name, host, "its container was removed")
@@ -161,8 +161,8 @@ def _by_error(hosts: Mapping[str, HostStatus], *causes: Cause) -> Iterator[Attem
                 yield _outcome(cause, name, host, error)
 
 
-def _told_to_stop(name: str, host: HostStatus, *, asked: bool) -> AttemptOutcome:
-    if asked:
+def _told_to_stop(name: str, host: HostStatus, *, stop_requested: bool) -> AttemptOutcome:
+    if stop_requested:
         return _outcome("stopped", name, host, "it was stopped (SIGTERM)")
     if host.state is not None and host.state.running:
         return _outcome("daemon", name, host, "it got SIGTERM while its daemon did not answer: the daemon shuts down")

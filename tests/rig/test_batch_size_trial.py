@@ -46,6 +46,6 @@ def test_a_host_that_runs_out_of_memory_lowers_the_micro_batch_of_all(
     assert first.detail.startswith("host1: the kernel killed a rank")
     assert (plan.micro_batches, second.micro_batches) == ((32, 32), (32, 32))
     assert RunPlan.read(run_dir / "plan.json") == plan
-    endings = [(attempt["program"], attempt["ending"]["cause"]) for attempt in attempts_of(run_dir)]
-    assert endings == [("training.trainer.trial", "out of memory"), ("training.trainer.trial", "done")]
+    outcomes = [(attempt["program"], attempt["ending"]["cause"]) for attempt in attempts_of(run_dir)]
+    assert outcomes == [("training.trainer.trial", "out of memory"), ("training.trainer.trial", "done")]
     assert_nothing_is_left(rig)

@@ -30,9 +30,9 @@ def attempt(tmp_path: Path) -> Attempt:
 
 def test_a_container_that_somebody_else_told_to_stop_is_started_again(attempt: Attempt) -> None:
     """Its machine goes down, or its daemon is restarted."""
-    ending = attempt.wait(lambda: False)
-    assert (ending.cause, ending.host) == ("killed", "a")
-    assert ending.cause in attempt.launch.retried
+    outcome = attempt.wait(lambda: False)
+    assert (outcome.cause, outcome.host) == ("killed", "a")
+    assert outcome.cause in attempt.launch.retried
 
 
 def test_a_run_that_was_stopped_from_elsewhere_stays_stopped(attempt: Attempt) -> None:

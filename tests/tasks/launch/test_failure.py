@@ -87,14 +87,14 @@ DONE, NETWORK, KILLED = ended("done"), failed(PEER), HostStatus(state=state(137)
     ],
 )
 def test_what_began_it_is_the_cause(first: HostStatus, second: HostStatus, cause: str, host: str) -> None:
-    ending = classify({"a": first, "b": second})
-    assert (ending.cause, ending.host) == (cause, host)
+    outcome = classify({"a": first, "b": second})
+    assert (outcome.cause, outcome.host) == (cause, host)
 
 
 def test_what_a_user_asked_to_stop_is_stopped() -> None:
-    told = ended("stopped", asked="signal", exit_code=130)
-    for other in (DONE, NETWORK, KILLED, told):
-        assert classify({"a": other, "b": told}, asked=True).cause == "stopped"
+    stopped = ended("stopped", asked="signal", exit_code=130)
+    for other in (DONE, NETWORK, KILLED, stopped):
+        assert classify({"a": other, "b": stopped}, stop_requested=True).cause == "stopped"
 
 
 STORE = (
@@ -108,7 +108,7 @@ HUNG = "Terminating the process after attempting to dump debug info, due to Proc
 
 
 @pytest.mark.parametrize(
-    ("said", "cause"),
+    ("error", "cause"),
     [
         (f"{WATCHDOG} before timing out.", "timeout"),
         (f"[PG ID 0 PG GUID 0(default_pg) Rank 0] {WATCHDOG} before timing out.", "timeout"),
@@ -126,15 +126,15 @@ HUNG = "Terminating the process after attempting to dump debug info, due to Proc
         ("CUDA error: an illegal memory access was encountered", "error"),
     ],
 )
-def test_a_peer_or_a_network_that_fails_is_worth_another_attempt(said: str, cause: str) -> None:
-    assert classify({"a": failed(said, exit_code=-6), "b": DONE}).cause == cause
+def test_a_peer_or_a_network_that_fails_is_worth_another_attempt(error: str, cause: str) -> None:
+    assert classify({"a": failed(error, exit_code=-6), "b": DONE}).cause == cause
     assert (cause in LaunchConfig().retried) == (cause in {"timeout", "network"})
-    full_disk = (f"2026-11-20 19:00:00 node: rank 0 failed: {said}", "2026-11-20 19:00:01 node: bye")
+    full_disk = (f"2026-11-20 19:00:00 node: rank 0 failed: {error}", "2026-11-20 19:00:01 node: bye")
     assert classify({"a": HostStatus(state=state(1), end=None, last_lines=full_disk)}).cause == cause
 
 
 @pytest.mark.parametrize(
-    ("said", "cause"),
+    ("error", "cause"),
     [
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "out of memory"),
         ("training.monitoring.nonfinite.NonFiniteLoss: step 12: loss nan on rank 3", "bad loss"),
@@ -144,8 +144,8 @@ def test_a_peer_or_a_network_that_fails_is_worth_another_attempt(said: str, caus
         ("exit code 3", "error"),
     ],
 )
-def test_a_rank_of_this_machine_is_told_by_its_last_words(said: str, cause: str) -> None:
-    assert cause_of(said) == cause
+def test_a_rank_of_this_machine_is_told_by_its_last_words(error: str, cause: str) -> None:
+    assert cause_of(error) == cause
 
 
 def test_ranks_that_torchrun_ended_for_another_tell_nothing() -> None:
