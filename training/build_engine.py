@@ -113,7 +113,7 @@ def engine_latency(
 
 
 def onnx_inputs(graph: Path) -> dict[str, list[Any]]:
-    return {slot.name: slot.shape for slot in open_session(graph).get_inputs()}
+    return {tensor.name: tensor.shape for tensor in open_session(graph).get_inputs()}
 
 
 def random_texts(vocab_size: int, *, context: int) -> list[list[np.ndarray]]:

@@ -160,10 +160,10 @@ class DecodeGraph:
         # Threads that spin while they wait take 39 instead of 20 ms a token as soon as others use the cores too.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        slots = [given for given in self.session.get_inputs() if given.name.startswith("past_key_values.")]
-        self.names = [slot.name for slot in slots]
-        dtype = np.float16 if slots[0].type == "tensor(float16)" else np.float32
-        self._empty = [np.zeros((1, slot.shape[1], 0, slot.shape[3]), dtype=dtype) for slot in slots]
+        past = [tensor for tensor in self.session.get_inputs() if tensor.name.startswith("past_key_values.")]
+        self.names = [tensor.name for tensor in past]
+        dtype = np.float16 if past[0].type == "tensor(float16)" else np.float32
+        self._empty = [np.zeros((1, tensor.shape[1], 0, tensor.shape[3]), dtype=dtype) for tensor in past]
 
     def empty(self, rows: int) -> list[np.ndarray]:
         """The cache of `rows` texts before their first token."""

@@ -94,11 +94,11 @@ def onnx_tensors(path: Path) -> tuple[list[TensorSpec], list[TensorSpec]]:
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
-    def slots(found: Sequence[Any]) -> list[TensorSpec]:
-        sizes = [tuple(size if isinstance(size, int) else -1 for size in slot.shape[1:]) for slot in found]
-        return [TensorSpec(slot.name, TYPES[slot.type], dims) for slot, dims in zip(found, sizes, strict=True)]
+    def specs(found: Sequence[Any]) -> list[TensorSpec]:
+        sizes = [tuple(size if isinstance(size, int) else -1 for size in tensor.shape[1:]) for tensor in found]
+        return [TensorSpec(tensor.name, TYPES[tensor.type], dims) for tensor, dims in zip(found, sizes, strict=True)]
 
-    return slots(session.get_inputs()), slots(session.get_outputs())
+    return specs(session.get_inputs()), specs(session.get_outputs())
 
 
 def model_config(
@@ -109,8 +109,8 @@ def model_config(
         "name": name,
         "backend": backend,
         "max_batch_size": config.max_batch_size,
-        "input": [_tensor(slot) for slot in inputs],
-        "output": [_tensor(slot) for slot in outputs],
+        "input": [_tensor(tensor) for tensor in inputs],
+        "output": [_tensor(tensor) for tensor in outputs],
         "dynamic_batching": {"max_queue_delay_microseconds": config.max_queue_delay_us},
         "instance_group": [_instances(backend, config)],
         "version_policy": {"latest": {"num_versions": config.keep_versions}},
@@ -121,8 +121,8 @@ def model_config(
     return settings
 
 
-def _tensor(slot: TensorSpec) -> dict[str, Any]:
-    return {"name": slot.name, "data_type": EnumValue(slot.type), "dims": list(slot.dims)}
+def _tensor(tensor: TensorSpec) -> dict[str, Any]:
+    return {"name": tensor.name, "data_type": EnumValue(tensor.type), "dims": list(tensor.dims)}
 
 
 def _instances(backend: str, config: TritonConfig) -> dict[str, Any]:
@@ -135,16 +135,19 @@ def _instances(backend: str, config: TritonConfig) -> dict[str, Any]:
 def _warm_up(inputs: Sequence[TensorSpec], batch: int) -> dict[str, Any]:
     """A batch of zeros: each size that varies is 8 tokens; a mask covers the cache and the new tokens."""
 
-    def sizes(slot: TensorSpec) -> list[int]:
-        tokens = 2 * WARM_UP_TOKENS if slot.name == "attention_mask" else WARM_UP_TOKENS
-        return [tokens if size < 0 else size for size in slot.dims]
+    def sizes(tensor: TensorSpec) -> list[int]:
+        tokens = 2 * WARM_UP_TOKENS if tensor.name == "attention_mask" else WARM_UP_TOKENS
+        return [tokens if size < 0 else size for size in tensor.dims]
 
     return {
         "name": f"batch-{batch}",
         "batch_size": batch,
         "inputs": [
-            {"key": slot.name, "value": {"data_type": EnumValue(slot.type), "dims": sizes(slot), "zero_data": True}}
-            for slot in inputs
+            {
+                "key": tensor.name,
+                "value": {"data_type": EnumValue(tensor.type), "dims": sizes(tensor), "zero_data": True},
+            }
+            for tensor in inputs
         ],
     }
 

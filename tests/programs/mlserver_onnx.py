@@ -17,6 +17,6 @@ class OnnxGraph(MLModel):
         feed = {given.name: NumpyCodec.decode_input(given) for given in payload.inputs}
         names = [output.name for output in payload.outputs or []] or None
         found = self.session.run(names, feed)
-        asked = names or [slot.name for slot in self.session.get_outputs()]
-        outputs = [NumpyCodec.encode_output(name, array) for name, array in zip(asked, found, strict=True)]
+        output_names = names or [output.name for output in self.session.get_outputs()]
+        outputs = [NumpyCodec.encode_output(name, array) for name, array in zip(output_names, found, strict=True)]
         return InferenceResponse(model_name=self.name, outputs=outputs)

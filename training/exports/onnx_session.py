@@ -47,9 +47,9 @@ class Decoding:
 def empty_past(session: Any, *, rows: int, length: int = 0) -> dict[str, np.ndarray]:
     """Zeros in the shapes and precision of the graph's cache."""
     return {
-        slot.name: np.zeros((rows, slot.shape[1], length, slot.shape[3]), dtype=NUMPY_TYPES[slot.type])
-        for slot in session.get_inputs()
-        if slot.name.startswith(PAST)
+        tensor.name: np.zeros((rows, tensor.shape[1], length, tensor.shape[3]), dtype=NUMPY_TYPES[tensor.type])
+        for tensor in session.get_inputs()
+        if tensor.name.startswith(PAST)
     }
 
 

@@ -52,13 +52,13 @@ def test_the_configs_are_messages_of_tritons_schema(exported_run: Path, tmp_path
     assert (forward.name, forward.backend, forward.max_batch_size) == ("tiny", "onnxruntime", 16)
     assert forward.dynamic_batching.max_queue_delay_microseconds == 200
     assert forward.version_policy.latest.num_versions == 2
-    assert [(slot.name, slot.data_type, list(slot.dims)) for slot in forward.input] == [
+    assert [(tensor.name, tensor.data_type, list(tensor.dims)) for tensor in forward.input] == [
         ("input_ids", proto.TYPE_INT64, [-1])
     ]
-    assert [(slot.name, slot.data_type, list(slot.dims)) for slot in forward.output] == [
+    assert [(tensor.name, tensor.data_type, list(tensor.dims)) for tensor in forward.output] == [
         ("logits", proto.TYPE_FP32, [-1, 258])
     ]
-    cache = {slot.name: list(slot.dims) for slot in decode.input if slot.name.startswith("past")}
+    cache = {tensor.name: list(tensor.dims) for tensor in decode.input if tensor.name.startswith("past")}
     assert cache == {f"past_key_values.{i}.{part}": [2, -1, 8] for i in (0, 1) for part in ("key", "value")}
     assert [sample.batch_size for sample in decode.model_warmup] == [1, 16]
 

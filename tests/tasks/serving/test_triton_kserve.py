@@ -134,8 +134,8 @@ def test_the_same_request_fits_what_triton_is_told_of_the_model(model: str, repo
 
     proto = schema()
     config = text_format.Parse((repository / model / "config.pbtxt").read_text(), proto.ModelConfig())
-    told = {slot.name: slot for slot in config.input}
-    assert told.keys() == FEEDS[model].keys()
+    inputs = {tensor.name: tensor for tensor in config.input}
+    assert inputs.keys() == FEEDS[model].keys()
     for name, array in FEEDS[model].items():
         assert len(array) <= config.max_batch_size
-        assert all(size in (-1, given) for size, given in zip(told[name].dims, array.shape[1:], strict=True))
+        assert all(size in (-1, given) for size, given in zip(inputs[name].dims, array.shape[1:], strict=True))

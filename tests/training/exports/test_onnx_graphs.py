@@ -89,7 +89,7 @@ def test_both_graphs_are_valid_and_their_weights_are_on_disk_once(llama: tuple[A
 def test_the_graphs_name_their_sizes_as_people_do(llama: tuple[Any, Path]) -> None:
     _, folder = llama
     session = open_session(folder / "decode.onnx")
-    shapes = {slot.name: slot.shape for slot in (*session.get_inputs(), *session.get_outputs())}
+    shapes = {tensor.name: tensor.shape for tensor in (*session.get_inputs(), *session.get_outputs())}
     assert shapes["input_ids"] == ["batch", "length"]
     assert shapes["attention_mask"] == ["batch", "past + length"]
     assert shapes["past_key_values.1.value"] == ["batch", 2, "past", 8]
