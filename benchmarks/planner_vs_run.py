@@ -94,7 +94,7 @@ def compare(
     }
 
 
-def in_words(row: dict[str, Any]) -> str:
+def describe_row(row: dict[str, Any]) -> str:
     step = f"{row['step_ms']:6.0f} ms, predicted {row['predicted_step_ms']:6.0f} ({row['step_error']:+.0%})"
     memory = f"{row['gib']:.2f} GiB, predicted {row['predicted_gib']:.2f} ({row['memory_error']:+.0%})"
     return f"{row['strategy']:6} {row['precision']} {row['ranks']} x {row['threads']} threads: {step}; {memory}"
@@ -117,7 +117,7 @@ def main() -> None:
                     how = {"strategy": strategy, "precision": precision, "steps": 20 if args.quick else 60}
                     row = compare(folder, inventory, **how, wait=wait)
                     table.append(row)
-                    print(in_words(row), flush=True)
+                    print(describe_row(row), flush=True)
     errors = {f"median_{what}": median(abs(row[what]) for row in table) for what in ("step_error", "memory_error")}
     print(json.dumps({**errors, "rows": table}))
 

@@ -62,7 +62,7 @@ def _validated(config: type[C], content: dict[str, Any], overrides: Sequence[str
     try:
         return config.model_validate(content)
     except ValidationError as error:
-        raise ValueError("\n".join(_in_words(problem) for problem in error.errors())) from None
+        raise ValueError("\n".join(_describe_problem(problem) for problem in error.errors())) from None
 
 
 def _read(preset: str) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def field_rows(part: type[BaseModel] = RunConfig, prefix: str = "") -> list[tupl
     return rows
 
 
-def _in_words(problem: Any) -> str:
+def _describe_problem(problem: Any) -> str:
     place = ".".join(str(part) for part in problem["loc"])
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "value_error":  # of a section's `check`: it names the fields itself
