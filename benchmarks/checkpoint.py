@@ -57,7 +57,7 @@ class Timing:
 
 
 def make_run(folder: Path) -> RunPlan:
-    """Random tokens, and the plan of one process that trains on them: 128 tokens a step, so that steps are short."""
+    """Write random tokens; return the plan of one process that trains on them, 128 a step, so that steps are short."""
     shards = folder / "shards"
     rng = np.random.default_rng(0)
     written = []
@@ -101,7 +101,7 @@ def _this_machine() -> Inventory:
 
 
 class Bench:
-    """The training that is stopped for checkpoints, and each way to make one: returns how to tell that it is there."""
+    """The training that checkpoints interrupt. `begin` starts one and returns a function: whether it is complete."""
 
     def __init__(self, state: TrainingState, folder: Path, *, stack: ExitStack) -> None:
         self.state, self.folder, self.number = state, folder, 0
@@ -157,7 +157,7 @@ class Bench:
 
 
 def measure(bench: Bench, way: str) -> Timing:
-    """One checkpoint, and as many steps as it takes until it is there, against the steps just before it."""
+    """Time a checkpoint, and the steps made until it is complete, against the steps just before it."""
     step_s = statistics.median(bench.step() for _ in range(STEPS_BEFORE))
     began = time.perf_counter()
     is_done = bench.begin(way)

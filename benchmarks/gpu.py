@@ -69,7 +69,7 @@ def contestant(
     parallel: dict[str, str],
     program: str = "training.train",
 ) -> Contestant:
-    """Raises ValueError if it does not fit."""
+    """Write the plan of a contestant's run and return the contestant. Raises ValueError if the model does not fit."""
     write_plan(
         run_dir,
         size=size,
@@ -83,7 +83,7 @@ def contestant(
 
 
 def take_turns(contestants: Sequence[Contestant], *, turns: int) -> list[Contestant]:
-    """Those that ran; one that runs out of memory, say, is reported and left out."""
+    """Run the contestants in turns; return those that ran. One that fails, for example by memory, is reported."""
     running = list(contestants)
     for _ in range(turns):
         for each in tuple(running):
@@ -108,7 +108,7 @@ def figures(each: Contestant, measured: Measured) -> dict[str, Any]:
 
 
 def report(title: str, contestants: Sequence[Contestant], measured: Measured, *, turns: int) -> dict[str, Any]:
-    """Let them run and print the table; the figures by contestant, with the first one's ratio to each."""
+    """Run the contestants and print a table; return the figures of each, with the first one's ratio to it."""
     print(f"\n{title}", flush=True)
     running = take_turns(contestants, turns=turns)
     if contestants[0] not in running:

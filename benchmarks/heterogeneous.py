@@ -49,7 +49,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """`step_s`: median; `train_s`: of all steps after the warm-up, split ones too; `micro_batches`: in the end."""
+    """Figures of a run. `step_s`: median; `train_s`: all steps after the warm-up; `micro_batches`: the last."""
 
     step_s: float
     train_s: float
@@ -75,7 +75,7 @@ def settings(rig: Rig, *, steps: int) -> dict[str, Any]:
 
 
 def measured(home: Path, common: dict[str, Any]) -> Inventory:
-    """The hosts as a flow would measure them: in containers, with the run's quotas."""
+    """Measure the hosts as a flow does: in containers with the run's CPU quotas."""
     run_dir = home / "measured"
     run_dir.mkdir()
     return prepare_hosts(tiny_config(**common), run_dir=run_dir)
@@ -95,7 +95,7 @@ def run_one(run_dir: Path) -> Outcome:
 
 
 def unlike_speeds(rig: Rig, home: Path, shards: Path, *, steps: int, rounds: int) -> dict[str, Any]:
-    """What shares gain: one run after the other, of each kind in turns, so that a slow minute meets all of them."""
+    """Measure what unequal shares gain; runs of each kind take turns, so that a slow minute hits all of them."""
     common = settings(rig, steps=steps)
     machines = measured(home, common)
     outcomes: dict[str, list[Outcome]] = {way: [] for way in WAYS}

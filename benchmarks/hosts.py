@@ -16,7 +16,7 @@ from tests.support.rig.rig import Rig, why_no_rig
 
 @contextmanager
 def docker_hosts() -> Iterator[Rig]:
-    """Gone afterwards. Ends the program with exit code 2, and the reason, where there can be none."""
+    """Start the hosts, and remove them after the block. Without root or Docker, exit with code 2 and the reason."""
     if reason := why_no_rig():
         print(f"there can be no Docker hosts to measure on: {reason}", file=sys.stderr)
         sys.exit(2)
@@ -31,7 +31,7 @@ def docker_hosts() -> Iterator[Rig]:
 
 @contextmanager
 def home_and_tokens(rig: Rig, *, vocab_size: int) -> Iterator[tuple[Path, Path]]:
-    """SHARDLINE_HOME as all hosts see it, without a tracking server, and a folder of token shards."""
+    """Make a SHARDLINE_HOME that all hosts see, without a tracking server, and a folder of token shards; yield both."""
     home = rig.make_home()
     os.environ |= {"SHARDLINE_HOME": str(home), "MLFLOW_TRACKING_URI": ""}
     with tempfile.TemporaryDirectory() as folder:

@@ -47,7 +47,7 @@ Texts = list[list[int]]
 
 
 def prompts(number: int) -> Texts:
-    """Of 16 to 128 tokens."""
+    """Return random prompts of 16 to 128 tokens."""
     generator = torch.Generator().manual_seed(0)
     lengths = [16 + 112 * i // max(1, number - 1) for i in range(number)]
     return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
@@ -58,10 +58,10 @@ def by_hf(folder: Path, *, new_tokens: int) -> Callable[[Texts], Texts]:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False).eval()
     model.generation_config.eos_token_id = None
 
-    def complete(asked: Texts) -> Texts:
-        longest = max(map(len, asked))
-        padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in asked])
-        mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in asked])
+    def complete(prompt_ids: Texts) -> Texts:
+        longest = max(map(len, prompt_ids))
+        padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompt_ids])
+        mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompt_ids])
         made = model.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=new_tokens, pad_token_id=0)
         texts: Texts = made[:, longest:].tolist()
         return texts
@@ -72,10 +72,10 @@ def by_hf(folder: Path, *, new_tokens: int) -> Callable[[Texts], Texts]:
 def by_engine(ranks: TorchRanks, *, new_tokens: int) -> Callable[[Texts], Texts]:
     greedy: dict[str, Any] = {"temperature": 0, "top_k": 0, "top_p": 1, "seed": 0, "stop_id": None}
 
-    def complete(asked: Texts) -> Texts:
+    def complete(prompt_ids: Texts) -> Texts:
         queues = [
             ranks.submit(DecodeRequest(number=number, ids=tuple(ids), new_tokens=new_tokens, **greedy))
-            for number, ids in enumerate(asked)
+            for number, ids in enumerate(prompt_ids)
         ]
         return [[token for token in iter(queue.get, None) if isinstance(token, int)] for queue in queues]
 
@@ -100,14 +100,14 @@ def start(layout: str, folder: Path) -> TorchRanks:
     return TorchRanks(plan, on_death=died)
 
 
-def race(contestants: dict[str, Callable[[Texts], Texts]], asked: Texts, *, turns: int) -> dict[str, list[float]]:
-    """Tokens/s of each turn. Raises RuntimeError where a text is not `generate`'s."""
-    expected = contestants[HF](asked)
+def race(contestants: dict[str, Callable[[Texts], Texts]], prompt_ids: Texts, *, turns: int) -> dict[str, list[float]]:
+    """Return each contestant's tokens/s by turn. Raises RuntimeError if a text differs from that of `generate`."""
+    expected = contestants[HF](prompt_ids)
     speeds: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(turns + 1):
         for name, complete in contestants.items():
             began = time.perf_counter()
-            texts = complete(asked)
+            texts = complete(prompt_ids)
             seconds = time.perf_counter() - began
             if texts != expected:
                 raise RuntimeError(f"{name} does not give the text of {HF}")

@@ -1,4 +1,4 @@
-"""A flow that does of a training what Prefect and MLflow see: a run in both, rows of metrics, progress; no model.
+"""A flow that looks like training to Prefect and MLflow: a run in both, rows of metrics, progress; but no model.
 
 `benchmarks.operations` deploys it, and has ten of them at once.
 """

@@ -38,7 +38,7 @@ Write = Callable[[int, dict[str, float]], object]
 
 
 def write_rows(write: Write, *, rows: int, rows_per_s: float, at_tenth: Callable[[], object]) -> dict[str, Any]:
-    """`write(step, values)` so often, at that pace or as fast as it goes."""
+    """Call `write(step, values)` for each row at that pace, or as fast as it returns; return the time of each call."""
     stalls, raised, numbers = np.zeros(rows), 0, random.Random(5)
     due = time.perf_counter()
     for index in range(rows):
@@ -89,7 +89,7 @@ def by_mlflow(folder: Path, run: str, *, synchronous: bool, **pace: Any) -> dict
 
 
 def measured(write: Write, look: Callable[[], object], started: Path, **pace: Any) -> dict[str, Any]:
-    """With the memory of this process after each tenth; after the first one `started` is there."""
+    """Write the rows, and record the memory of this process after each tenth; the first tenth creates `started`."""
     memory, process = list[float](), psutil.Process()
 
     def at_tenth() -> None:

@@ -24,7 +24,11 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -33,10 +37,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.logging_flow import NAME, STALLS
-from benchmarks.metric_writers import TENTHS, WAYS
-from benchmarks.operated import Servers
-from benchmarks.operations_log import OURS, Written, long_log, outage, plot, ratio, side_by_side
+from benchmarks.metric_writers import STARTED, TENTHS, WAYS
+from benchmarks.servers import POLL_S, REPO, Servers
+from training.tracking.mlflow_sender import send_rows
+from training.tracking.rows import METRICS
 
+OURS = WAYS[0]
 TRIVIAL = (
     *("name=trivial", "data.tokenizer={kind: bytes}", "model={layers: 1, width: 32, heads: 2}"),
     "train={steps: 2, context: 32, global_batch: 4, warmup_steps: 1, log_every_steps: 1}",
@@ -49,7 +55,7 @@ TRIVIAL_METRICS = ("loss", "grad_norm", "learning_rate", "tokens", "tokens_per_s
 
 @dataclass(frozen=True)
 class Size:
-    """`away_s` 0: no outage."""
+    """How much is run and logged. `away_s`: seconds that MLflow is down; 0: no outage."""
 
     runs: int
     flows: int
@@ -67,7 +73,7 @@ QUICK = Size(runs=1, flows=4, flow_rows=100, rows=4000, rows_per_s=400, rounds=1
 
 @dataclass(frozen=True)
 class Queued:
-    """`parts`: seconds of a run that went to what; medians over runs."""
+    """Figures of the queued runs. `parts`: seconds of a run by part, medians over the runs."""
 
     runs_lost: int
     rows_lost: int
@@ -77,7 +83,7 @@ class Queued:
 
 
 def queued_runs(servers: Servers, *, runs: int) -> Queued:
-    """Submitted at once to a queue that takes one at a time."""
+    """Submit all runs at once to a queue that runs one at a time, and wait for them."""
     config = servers.config(f"data.path={servers.user_folder.corpus}", *TRIVIAL)
     flow_runs = [servers.submit("Pretrain/quickstart", config) for _ in range(runs)]
     ended = servers.ended(flow_runs, timeout_s=120 * runs)
@@ -125,7 +131,7 @@ class AtOnce:
 
 
 def flows_at_once(servers: Servers, *, flows: int, rows: int) -> AtOnce:
-    """Real flows by the worker, from a queue without a limit, that log 20 rows a second each."""
+    """Have the worker run all flows at once; each logs 20 rows a second."""
     servers.deploy("Log rows", name=NAME, entrypoint="benchmarks.logging_flow.log_rows")
     flow_runs = [servers.submit(NAME, rows=rows, rows_per_s=20) for _ in range(flows)]
     ended = servers.ended(flow_runs, timeout_s=rows / 20 + 300)
@@ -142,6 +148,122 @@ def flows_at_once(servers: Servers, *, flows: int, rows: int) -> AtOnce:
         stall_p99_ms=float(np.percentile(np.concatenate(stalls), 99)),
         seconds=max(finished) - min(begun),
     )
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a way of logging cost, and what MLflow has of it. Memory and unsent rows: after each tenth of the log."""
+
+    stalls_ms: np.ndarray
+    rows_lost: int
+    rows_doubled: int
+    memory_mib: Sequence[float]
+    drained_s: float
+    backlog_rows: Sequence[int] = ()
+
+    def stall_ms(self, percent: float) -> float:
+        return float(np.percentile(self.stalls_ms, percent))
+
+    @property
+    def memory_growth_mib(self) -> float:
+        return self.memory_mib[-1] - self.memory_mib[0]
+
+    def stall_growth(self, percent: float) -> float:
+        """Return the last tenth's percentile of the stalls, divided by the first tenth's."""
+        tenths = np.array_split(self.stalls_ms, TENTHS)
+        return float(np.percentile(tenths[-1], percent) / np.percentile(tenths[0], percent))
+
+
+class Writing:
+    """Processes that write rows at the same time, one for each way, each to an MLflow run of its own."""
+
+    def __init__(self, servers: Servers, folder: Path, ways: Iterable[str], *, rows: int, rows_per_s: float) -> None:
+        self.servers, self.folder, self.rows = servers, folder, rows
+        folder.mkdir(parents=True)
+        client = servers.mlflow
+        experiment = client.get_experiment_by_name("rows")
+        number = experiment.experiment_id if experiment else client.create_experiment("rows")
+        self.runs = {way: client.create_run(number).info.run_id for way in ways}
+        self.processes = {}
+        for way, run in self.runs.items():
+            pace = ["--run", run, "--rows", str(rows), "--rows-per-s", str(rows_per_s)]
+            command = [sys.executable, "-m", "benchmarks.metric_writers", way, str(folder), *pace]
+            with (folder / f"{way}.log").open("wb") as log:
+                self.processes[way] = subprocess.Popen(
+                    command, env=servers.environment, cwd=REPO, stdout=log, stderr=log
+                )
+
+    def wait_until_started(self) -> None:
+        """Wait until each process has written a tenth of its rows, or one has ended before that."""
+        while not all((self.folder / f"{way}.{STARTED}").exists() for way in self.runs):
+            if any(process.poll() is not None for process in self.processes.values()):
+                return
+            time.sleep(POLL_S)
+
+    def written(self) -> dict[str, Written]:
+        """Wait for all processes; return what each way cost."""
+        try:
+            return {way: self._written(way) for way in self.runs}
+        finally:
+            for process in self.processes.values():
+                process.kill()
+
+    def _written(self, way: str) -> Written:
+        if self.processes[way].wait():
+            raise RuntimeError(f"{way}: {(self.folder / f'{way}.log').read_text()[-2000:]}")
+        measured = json.loads((self.folder / f"{way}.json").read_text())
+        measured.pop("raised")  # what is lost is counted where it is missing
+        if way == OURS:  # as the flow does, once the ranks have ended
+            began = time.monotonic()
+            send_rows(self.folder / METRICS, tracking_uri=self.servers.url("mlflow"), mlflow_run_id=self.runs[way])
+            measured["drained_s"] += time.monotonic() - began
+        lost, doubled = self.servers.rows(self.runs[way], written=self.rows)
+        stalls = np.load(self.folder / f"{way}.npy")
+        return Written(stalls_ms=stalls, rows_lost=lost, rows_doubled=doubled, **measured)
+
+
+def long_log(servers: Servers, folder: Path, *, rows: int, rows_per_s: float) -> tuple[Written, float]:
+    """Write a long log by Shardline; return its figures, and by how many MiB MLflow's processes grew."""
+
+    def memory_mib() -> float:
+        server = servers.process("mlflow")
+        assert server is not None
+        return sum(each.memory_info().rss for each in [server, *server.children(recursive=True)]) / 2**20
+
+    before = memory_mib()
+    written = Writing(servers, folder, [OURS], rows=rows, rows_per_s=rows_per_s).written()[OURS]
+    return written, memory_mib() - before
+
+
+def side_by_side(servers: Servers, folder: Path, *, rounds: int, rows: int) -> list[dict[str, Written]]:
+    """In each round write rows in all ways, one after the other, at 50 rows a second."""
+    return [
+        {
+            way: Writing(servers, folder / str(turn) / way, [way], rows=rows, rows_per_s=50).written()[way]
+            for way in WAYS
+        }
+        for turn in range(rounds)
+    ]
+
+
+def outage(servers: Servers, folder: Path, *, away_s: float) -> tuple[dict[str, Written], float]:
+    """Write rows in all ways at once, 20 a second, while MLflow is killed and started again.
+
+    Returns the figures by way, and the seconds from the kill until `shardline up` was done, its deployments included.
+    """
+    writing = Writing(servers, folder, WAYS, rows=round(20 * (10 + away_s)), rows_per_s=20)
+    writing.wait_until_started()
+    began = time.monotonic()
+    servers.kill("mlflow")
+    time.sleep(away_s)
+    servers.start()
+    gone_s = time.monotonic() - began
+    return writing.written(), gone_s
+
+
+def ratio(rounds: Sequence[dict[str, Written]], way: str, percent: float) -> float:
+    """How many times longer a write by `way` stalls the loop than one by Shardline; the median over rounds."""
+    return statistics.median(each[way].stall_ms(percent) / each[OURS].stall_ms(percent) for each in rounds)
 
 
 def show_runs(queued: Queued, at_once: AtOnce, *, size: Size) -> None:
@@ -182,6 +304,29 @@ def show_ways(rounds: list[dict[str, Written]], struck: dict[str, Written], *, a
                 f"{f'{each.rows_lost}/{len(each.stalls_ms)}':>12}{each.stall_ms(99):12.2f}{each.stall_ms(100):16.1f}"
             )
         print(cells)
+
+
+def plot(path: Path, long: Written, rounds: Sequence[dict[str, Written]], struck: dict[str, Written]) -> None:
+    """Plot the stalls over the rows: the long log by tenths, the three ways undisturbed, and through the outage."""
+    import matplotlib.pyplot as plt
+
+    figure, panes = plt.subplots(1, 3, figsize=(12, 3.6), sharey=True)
+    tenths = np.array_split(long.stalls_ms, TENTHS)
+    at = np.arange(1, TENTHS + 1) * len(long.stalls_ms) / TENTHS
+    for percent, style in ((50, "-o"), (99, "--o"), (100, ":o")):
+        name = "longest" if percent == 100 else f"p{percent}"
+        panes[0].plot(at, [np.percentile(each, percent) for each in tenths], style, color="C0", label=name)
+    panes[0].legend(frameon=False)
+    for pane, written in ((panes[1], rounds[-1]), (panes[2], struck)):
+        for way, each in written.items():
+            pane.plot(np.arange(1, len(each.stalls_ms) + 1), each.stalls_ms, ".", markersize=2, label=way)
+    for pane, title in zip(panes, ("Shardline, a long log", "undisturbed", "MLflow killed, and back"), strict=True):
+        pane.set(title=title, xlabel="row", yscale="log")
+        pane.axhline(5, color="grey", linewidth=0.8)
+    panes[0].set_ylabel("the loop stands still, ms")
+    panes[1].legend(frameon=False, markerscale=6)
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
 
 
 def main() -> None:

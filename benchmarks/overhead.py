@@ -29,7 +29,7 @@ PARTS = ("Prefect and MLflow", "tokenize", "hardware", "ranks to first step")
 
 
 def measure(home: Path) -> dict[str, float]:
-    """One run, stopped after its first step: seconds by part."""
+    """Start a run, stop it after its first step, and return its seconds by part."""
     env = {key: value for key, value in os.environ.items() if key not in {"MLFLOW_TRACKING_URI", "PREFECT_API_URL"}}
     began = time.time()
     process = subprocess.Popen(

@@ -132,7 +132,7 @@ class Predicted:
 
 
 def predict(row: Row) -> Predicted:
-    """Rate in the row's unit, and GiB, with their parts."""
+    """Predict the row's rate, in its unit, and its memory in GiB, both with their parts."""
     shape = shape_of(row.model, models()[row.model], row.context)
     job = Job(shape=shape, context=row.context, global_batch=row.global_batch, precision="bf16")
     layout = Layout(

@@ -1,4 +1,4 @@
-"""Published measurements of training runs, each with its source: what planner_vs_published.py compares with.
+"""Published measurements of training runs, each with its source: what planner_vs_published.py is compared with.
 
 Read from the sources below; nothing here was measured by us. `rate`: TFLOP/s a GPU as the source counts them, tokens/s
 a GPU, or seconds a step; `GiB`: the largest peak of any GPU.

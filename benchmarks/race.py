@@ -1,4 +1,4 @@
-"""Contestants side by side: each its own process, and in turns only one of them is running.
+"""Runs training programs in turns: each contestant is a process of its own, and only one of them runs at a time.
 
 A turn lets a contestant go on where it was stopped (SIGSTOP), so that many short turns cost no start-up, and whatever
 else the machine does falls on all alike.
@@ -69,7 +69,7 @@ class Contestant:
             )
 
     def read(self) -> None:
-        """Take in the rows that were written since."""
+        """Read the rows that were written since the last call."""
         if not self.metrics.exists() or self.metrics.stat().st_size == self.offset:
             return
         with self.metrics.open("rb") as file:
@@ -80,7 +80,7 @@ class Contestant:
                     self.rows.append(json.loads(line))
 
     def go(self, num_rows: int) -> list[float]:
-        """Run until `num_rows` more rows were measured from end to end, and stop there. Returns their tokens/s."""
+        """Run until `num_rows` whole rows more were measured, then stop the process; return their tokens/s."""
         began, fresh = time.time(), list[dict[str, Any]]()
         self.signal(signal.SIGCONT)
         while len(fresh) < num_rows:
@@ -94,7 +94,7 @@ class Contestant:
         return [row["tokens_per_s"] for row in fresh[:num_rows]]
 
     def _began(self, row: dict[str, Any]) -> float:
-        """When the first of the row's steps did."""
+        """Return the time at which the first of the row's steps began."""
         tokens = self.plan.config.train.log_every_steps * self.plan.batch_tokens
         return float(row["time_ms"] / 1000 - tokens / row["tokens_per_s"])
 
@@ -102,7 +102,7 @@ class Contestant:
         return "\n".join((self.run_dir / "log").read_text(errors="replace").splitlines()[-15:])
 
     def signal(self, number: int) -> None:
-        """To the process and all that it started."""
+        """Send a signal to the process and all that it started."""
         if self.process is not None and self.process.poll() is None:
             root = psutil.Process(self.process.pid)
             for process in [root, *root.children(recursive=True)]:
@@ -117,7 +117,7 @@ class Contestant:
 
 
 def race(contestants: Sequence[Contestant], *, turns: int, rows: int, warmup_rows: int) -> None:
-    """Add `turns` of so many rows to each, after warm-up; all stay in memory, stopped, until the last turn is over."""
+    """Give each contestant `turns` turns of `rows` rows, after a warm-up; stopped ones stay in memory until the end."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # else the contestants would stay, stopped
     try:
         for _ in range(turns):
@@ -132,13 +132,13 @@ def race(contestants: Sequence[Contestant], *, turns: int, rows: int, warmup_row
 
 
 def ratio(ours: Contestant, theirs: Contestant) -> float:
-    """Median over the turns of ours to theirs in the same round."""
+    """Return the median, over the rounds, of our tokens/s divided by theirs."""
     pairs = zip(ours.turns, theirs.turns, strict=True)
     return statistics.median(statistics.median(a) / statistics.median(b) for a, b in pairs)
 
 
 def loss_difference(ours: Contestant, theirs: Contestant, *, steps: int) -> tuple[float, int]:
-    """Largest |difference| at the same step up to `steps`, and how many such steps both have logged."""
+    """Return the largest |difference| of the losses at one step up to `steps`, and how many steps both have logged."""
     curves = [{row["step"]: row["loss"] for row in contestant.rows if "loss" in row} for contestant in (ours, theirs)]
     common = [step for step in curves[0].keys() & curves[1].keys() if step <= steps]
     return max(abs(curves[0][step] - curves[1][step]) for step in common), len(common)

@@ -41,7 +41,7 @@ VOCAB = 256
 
 @dataclass(frozen=True)
 class Scenario:
-    """`restarts`: the next step is one of the next attempt."""
+    """A failure to inject. `restarts`: it ends the attempt, so the next step counts only in the next attempt."""
 
     name: str
     inject: Callable[[], object]
@@ -50,7 +50,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long things last; `cycles` of EVERY steps are timed for the checkpoints' share."""
+    """How long failures last. `cycles`: how many cycles of EVERY steps are timed for the checkpoints' share."""
 
     partition_s: float
     lost_after_s: float
@@ -73,9 +73,9 @@ class AllMeasured(Exception):
 
 
 class FailureTimer:
-    """For train(on_row=…): injects one failure after the other, and times each to the first step after it.
+    """Injects one failure after the other, and times each up to the first step after it; `look` is train's `on_row`.
 
-    `undisturbed_steps`: before the first failure; `made` says when each of these was made.
+    `undisturbed_steps`: steps before the first failure; `made`: the time at which each of these was made.
     """
 
     def __init__(self, run_dir: Path, scenarios: Sequence[Scenario], *, undisturbed_steps: int) -> None:
@@ -171,8 +171,10 @@ def measure(rig: Rig, home: Path, shards: Path, name: str, *, patience: Patience
 
 
 def checkpoint_share(made: dict[int, float]) -> tuple[float, float]:
-    """Share, and an undisturbed step's seconds: all steps of a cycle against those of its second half, when the
-    checkpoint has long been published. Each is the median over the cycles; the first one warms up.
+    """Return the share of checkpoints in a step, and the seconds of an undisturbed step.
+
+    The share compares all steps of a cycle with those of its second half, when the checkpoint has long been published.
+    Steps are medians over the cycles; the first cycle warms up.
     """
     took = {step: made[step] - made[step - 1] for step in range(EVERY + 1, max(made) + 1)}
     cycle = [statistics.median(took[step] for step in took if (step - 1) % EVERY == place) for place in range(EVERY)]

@@ -46,7 +46,7 @@ OTHERS = ("transformers serve", "mlflow models serve", "pipeline + FastAPI")
 
 @dataclass
 class Server:
-    """`body`: of a request for so many tokens after a prompt."""
+    """A server to measure. `body(prompt, new_tokens)`: the JSON of a request."""
 
     name: str
     command: list[str]
@@ -100,7 +100,7 @@ def contestants(folder: Path) -> list[Server]:
 
 @contextmanager
 def running(server: Server, folder: Path) -> Iterator[None]:
-    """Started and listening; its output goes to FOLDER/NAME.log."""
+    """Run the server inside the block; its output goes to FOLDER/NAME.log."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         server.port = free.getsockname()[1]
     command = [part.replace("PORT", str(server.port)) if part == "PORT" else part for part in server.command]
@@ -124,7 +124,7 @@ def running(server: Server, folder: Path) -> Iterator[None]:
 
 
 def wait_for(server: Server, folder: Path, *, new_tokens: int) -> None:
-    """Until it has answered a whole request."""
+    """Wait until the server has answered a whole request. Raises RuntimeError if it does not in START_S."""
     deadline, why = time.monotonic() + START_S, ""
     while time.monotonic() < deadline and server.process and server.process.poll() is None:
         try:
@@ -139,7 +139,7 @@ def wait_for(server: Server, folder: Path, *, new_tokens: int) -> None:
 
 
 def load(server: Server, clients: int, *, new_tokens: int, window_s: float) -> tuple[float, list[float]]:
-    """Tokens per second and the seconds of each request. Each client asks on end until the window is over."""
+    """Return tokens per second, and the seconds of each request; clients send one after the other for `window_s`."""
     barrier, over = threading.Barrier(clients + 1), 0.0
 
     def client(number: int) -> list[tuple[float, float]]:
@@ -153,17 +153,17 @@ def load(server: Server, clients: int, *, new_tokens: int, window_s: float) -> t
         return done
 
     with ThreadPoolExecutor(clients) as pool:
-        asking = [pool.submit(client, number) for number in range(clients)]
+        requesting = [pool.submit(client, number) for number in range(clients)]
         began = time.perf_counter()
         over = began + window_s
         barrier.wait()
-        done = [request for one in asking for request in one.result()]
+        done = [request for one in requesting for request in one.result()]
     seconds = max(ended for _, ended in done) - began
     return len(done) * new_tokens / seconds, [ended - start for start, ended in done]
 
 
 def rollout(server: Server, folder: Path, *, moves: int) -> tuple[int, int]:
-    """(requests, failed ones) of 4 clients while the alias moves back and forth; each version answers in between."""
+    """Move the alias back and forth under 4 clients, and wait for each switch; return (requests, failed requests)."""
     from mlflow.tracking import MlflowClient
 
     client, over = MlflowClient(registry_uri(folder), registry_uri(folder)), threading.Event()
@@ -172,15 +172,15 @@ def rollout(server: Server, folder: Path, *, moves: int) -> tuple[int, int]:
         return int(http.get("/health").json()["version"])
 
     def hammer(_: int) -> tuple[int, int]:
-        asked = failed = 0
+        num_requests = failed = 0
         with server.client() as http:
             while not over.is_set():
-                asked += 1
+                num_requests += 1
                 try:
                     server.ask(http, PROMPT, 16)
                 except (httpx.HTTPError, RuntimeError):
                     failed += 1
-        return asked, failed
+        return num_requests, failed
 
     with server.client() as http, ThreadPoolExecutor(4) as pool:
         hammering = [pool.submit(hammer, number) for number in range(4)]
@@ -194,7 +194,7 @@ def rollout(server: Server, folder: Path, *, moves: int) -> tuple[int, int]:
                 time.sleep(0.02)
         over.set()
         counts = [one.result() for one in hammering]
-    return sum(asked for asked, _ in counts), sum(failed for _, failed in counts)
+    return sum(num_requests for num_requests, _ in counts), sum(failed for _, failed in counts)
 
 
 def measure(folder: Path, *, quick: bool) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def measure(folder: Path, *, quick: bool) -> dict[str, Any]:
                     speed, seconds = load(server, clients, new_tokens=new_tokens, window_s=window_s)
                     speeds[server.name][clients].append(speed)
                     latencies[server.name][clients] += seconds
-        asked, failed = rollout(servers[0], folder, moves=2 if quick else 10)
+        num_requests, failed = rollout(servers[0], folder, moves=2 if quick else 10)
 
     def ratio(clients: int) -> float:
         rows = zip(*(speeds[name][clients] for name in (OURS, *OTHERS)), strict=True)
@@ -230,7 +230,7 @@ def measure(folder: Path, *, quick: bool) -> dict[str, Any]:
             for percent in (50, 95, 99)
         },
         "failed_requests_in_rollout": failed,
-        "requests_in_rollout": asked,
+        "requests_in_rollout": num_requests,
         "new_tokens": new_tokens,
         "repetitions": repetitions,
         "cores": len(os.sched_getaffinity(0)),
@@ -238,7 +238,7 @@ def measure(folder: Path, *, quick: bool) -> dict[str, Any]:
 
 
 def quantile(values: list[float], percent: int) -> float:
-    """The smallest that so many percent of the values do not exceed."""
+    """Return the smallest value that `percent` percent of the values do not exceed."""
     return sorted(values)[max(0, -(-len(values) * percent // 100) - 1)]
 
 

@@ -18,7 +18,7 @@ NAME = "served"
 
 
 def write_models(folder: Path) -> None:
-    """FOLDER/registry.db with two versions of one export, FOLDER/transformers and FOLDER/pyfunc for MLflow."""
+    """Write FOLDER/registry.db with two versions of one export; FOLDER/transformers and FOLDER/pyfunc for MLflow."""
     logging.getLogger("mlflow").setLevel(logging.ERROR)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
@@ -61,7 +61,7 @@ def _write_export(folder: Path) -> tuple[Any, Any]:
 
 
 def _tokenizer(folder: Path) -> Any:
-    """Byte-level BPE, trained on the top of Python's standard library."""
+    """Train a byte-level BPE on the modules at the top of Python's standard library."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -106,7 +106,7 @@ def _write_mlflow(folder: Path, export: Path, model: Any, tokenizer: Any) -> Non
 
 
 def _register(folder: Path, version: Path) -> None:
-    """Two versions of one folder: a roll-out then costs what it costs, and texts stay comparable."""
+    """Register one folder as two versions, so that texts stay comparable while the alias moves between them."""
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(registry_uri(folder), registry_uri(folder))

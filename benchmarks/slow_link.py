@@ -50,7 +50,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Size:
-    """`cycle`: steps between two of local-sgd's outer steps."""
+    """How much is run. `cycle`: steps between two of local-sgd's outer steps."""
 
     cycle: int
     cycles: int
@@ -113,13 +113,13 @@ def run_one(rig: Rig, run_dir: Path, size: Size) -> Outcome:
 
 
 def counted_bytes(rig: Rig) -> int:
-    """That the second host has sent."""
+    """Return the bytes that the second host has sent, as its kernel counted them."""
     (link,) = json.loads(ip("-n", rig.network.namespaces[1], "-s", "-j", "link", "show", INTERFACE))
     return int(link["stats64"]["tx"]["bytes"])
 
 
 def slow_link(rig: Rig, home: Path, shards: Path, *, quick: bool) -> dict[str, Any]:
-    """What compression gains: one run after the other, of each kind in turns, so that a slow minute meets all."""
+    """Measure what compression gains; runs of each kind take turns, so that a slow minute hits all of them."""
     size = QUICK if quick else FULL
     common = settings(rig, size)
     outcomes: dict[str, list[Outcome]] = {way: [] for way in size.ways}

@@ -47,7 +47,7 @@ COMPARED_STEPS = 100
 
 
 def compare(size: Size, folder: Path, *, measured: Measured, args: argparse.Namespace) -> list[Contestant]:
-    """Shardline first, then the baselines, after their turns."""
+    """Run Shardline and the baselines in turns; return them, Shardline first."""
     write_corpus(folder / "tokens", vocab_size=size.vocab_size, text=args.text)
     contestants = [Contestant("Shardline", folder / "shardline")]
     if not args.quick:
@@ -70,7 +70,7 @@ def compare(size: Size, folder: Path, *, measured: Measured, args: argparse.Name
 
 
 def scale(name: str, folder: Path, *, measured: Measured, args: argparse.Namespace) -> float:
-    """Tokens/s on 2 ranks of 1 thread to 1 rank of 1 thread; both make the same steps on the same batches."""
+    """Tokens/s of 2 ranks divided by those of 1 rank, 1 thread each, in the same steps on the same batches."""
     write_corpus(folder / "tokens", vocab_size=SCALED.vocab_size, text=args.text)
     contestants = [Contestant("2 ranks", folder / "two"), Contestant("1 rank", folder / "one")]
     layouts = [STRATEGIES[name] | {"ranks": 2}, {"strategy": "single"}]
@@ -89,7 +89,7 @@ def scale(name: str, folder: Path, *, measured: Measured, args: argparse.Namespa
 
 
 def matmul_scaling(folder: Path, *, precision: str) -> float:
-    """Matrix products of 2 processes at once to those of one alone: what the machine leaves 2 ranks, whoever trains."""
+    """Matrix products of 2 processes at once over those of one alone: the most that any trainer can gain by 2 ranks."""
     alone, one, other = (
         device.matmul_tflops[precision]
         for ranks in (1, 2)
@@ -101,7 +101,7 @@ def matmul_scaling(folder: Path, *, precision: str) -> float:
 
 
 def report(size: Size, contestants: list[Contestant], *, tflops: float) -> dict[str, Any]:
-    """Print the table; the figures by contestant. `tflops`: the measured matmul rate."""
+    """Print the table and return the figures by contestant. `tflops`: the measured matmul rate."""
     ours, plan = contestants[0], contestants[0].plan
     print(f"\n{size.name}: {plan.shape.parameters:,} parameters, {size.batch} x {size.context} tokens a step")
     print(f"{plan.precision} on {plan.threads_per_rank} threads; matrix products at {1000 * tflops:.0f} GFLOP/s")
@@ -125,7 +125,7 @@ def report(size: Size, contestants: list[Contestant], *, tflops: float) -> dict[
 
 
 def plot(path: Path, races: dict[str, list[Contestant]]) -> None:
-    """Loss by step, one panel a size, all contestants over each other."""
+    """Plot the losses by step: one panel for each size, with all contestants."""
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, len(races), figsize=(6 * len(races), 4), squeeze=False)

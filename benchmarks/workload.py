@@ -38,7 +38,7 @@ class Size:
 
 
 def write_corpus(folder: Path, *, vocab_size: int, text: Path | None = None) -> TokenShards:
-    """Token shards of a text file, or of this Python's standard library: one shard for each split.
+    """Write token shards of a text file, or of this Python's standard library: one shard for each split.
 
     Its `vocab_size` - 1 commonest characters are a token each, all others share one; a vocabulary of thousands takes
     stretches of four characters, hashed.
@@ -87,7 +87,7 @@ def _standard_library() -> str:
 
 
 def _hashed(pieces: np.ndarray) -> np.ndarray:
-    """[n, 4] -> [n]: a polynomial over a prime below 2^31."""
+    """Hash rows [n, 4] -> [n], by a polynomial over a prime below 2^31."""
     total = np.zeros(len(pieces), np.int64)
     for column in pieces.T.astype(np.int64):
         total = (total * 1_000_003 + column) % 2_147_483_629
@@ -95,7 +95,7 @@ def _hashed(pieces: np.ndarray) -> np.ndarray:
 
 
 def measure(folder: Path, *, threads: int, ranks: int = 1) -> Measured:
-    """What training/measure.py finds for each of `ranks` processes at once: on a GPU, else on so many threads."""
+    """Run training/measure.py in `ranks` processes, on a GPU each or on `threads` threads; return its record."""
     out = folder / "measured.json"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     subprocess.run([sys.executable, *torchrun, "-m", "training.measure", str(out), str(threads)], check=True)
@@ -118,7 +118,7 @@ def write_plan(
     compiled: bool,
     parallel: dict[str, Any],
 ) -> RunPlan:
-    """RUN_DIR/plan.json. The learning rate is constant, as every contestant can do that the same.
+    """Write RUN_DIR/plan.json. The learning rate is constant, because every contestant can do that in the same way.
 
     `compiled`: with torch.compile, unless it is zero3, which cannot have it.
 

@@ -21,7 +21,7 @@ from training.shards.format import read_manifest
 
 @dataclass(frozen=True)
 class Job:
-    """`starts`, int64 [steps, batch]: where in `tokens` each sequence begins, in Shardline's order."""
+    """The plan of a baseline's run, and its data. `starts`: int64 [steps, batch], where in `tokens` sequences begin."""
 
     plan: RunPlan
     run_dir: Path
@@ -41,7 +41,7 @@ def read_job(run_dir: Path) -> Job:
 
 
 def huggingface_model(plan: RunPlan) -> Any:
-    """The same class as Shardline trains, with the same weights, ready to train."""
+    """Return the model: the class that Shardline trains, with the same weights, in train mode."""
     model: Any = build_model(plan).hf
     if plan.activation_checkpointing == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -71,7 +71,7 @@ class Rows:
         self.since = time.perf_counter()
 
     def write(self, step: int, loss: float) -> None:
-        """After step `step` (counted from 1)."""
+        """Write a row with the loss of step `step` (counted from 1) and the rate since the last row."""
         now = time.perf_counter()
         tokens_per_s = (step - self.step) * self.job.plan.batch_tokens / (now - self.since)
         row = {"step": step, "time_ms": int(time.time() * 1000), "loss": loss, "tokens_per_s": tokens_per_s}

@@ -18,7 +18,7 @@ from benchmarks.baselines.job import Job, Rows, huggingface_model, read_job
 
 
 def get_batch(job: Job, step: int) -> tuple[Tensor, Tensor]:
-    """int64 [batch, context] twice: inputs and next tokens."""
+    """Return inputs and next tokens of the step, int64 [batch, context] each."""
     context, tokens = job.plan.config.train.context, job.tokens
     x = torch.stack([torch.from_numpy(tokens[i : i + context].astype(np.int64)) for i in job.starts[step]])
     y = torch.stack([torch.from_numpy(tokens[i + 1 : i + 1 + context].astype(np.int64)) for i in job.starts[step]])

@@ -17,7 +17,7 @@ from benchmarks.baselines.job import Job, Rows, Sequences, huggingface_model, re
 
 
 class Log(TrainerCallback):
-    """Trainer logs the mean loss since its last log; the loss curves are compared step by step."""
+    """Logs the loss of single steps, to be compared step by step: Trainer itself logs the mean since its last log."""
 
     def __init__(self, job: Job) -> None:
         self.rows, self.latest = Rows(job), Tensor()

@@ -1,4 +1,4 @@
-"""What benchmarks/operations.py asks of a `shardline up` of its own: flows put into the queue, rows that MLflow has."""
+"""The servers of `shardline up` that benchmarks/operations.py measures: submits flows, counts what MLflow recorded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BUSY_TRIES = 10
 
 
 class Servers(LocalServers):
-    """Local servers inside a `with`, in a folder that is empty before."""
+    """Local servers that run inside a `with` block, in a folder that is empty before."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(UserFolder(folder))
@@ -41,7 +41,7 @@ class Servers(LocalServers):
         self.stop()
 
     def prefect(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Asked again, as Prefect's own client does, where its database is busy."""
+        """Send the request again while Prefect's database is busy (503), as Prefect's own client does."""
         for _ in range(BUSY_TRIES):
             try:
                 return super().prefect(path, body)
@@ -52,7 +52,7 @@ class Servers(LocalServers):
         return super().prefect(path, body)
 
     def deploy(self, flow: str, *, name: str, entrypoint: str) -> None:
-        """Into the queue that takes as many as there are."""
+        """Deploy a flow into a queue without a limit of flows at once."""
         here = {"prefect.deployments.steps.set_working_directory": {"directory": str(REPO)}}
         flow_id = self.prefect("/flows/", {"name": flow})["id"]
         pool = {"work_pool_name": POOL, "work_queue_name": "default"}
@@ -60,7 +60,7 @@ class Servers(LocalServers):
         self.prefect("/deployments/", known | pool)
 
     def ended(self, flow_runs: list[str], *, timeout_s: float) -> list[dict[str, Any]]:
-        """The flow runs, in the order of their starts, once all have ended; those that have not by then as they are."""
+        """Wait until all flow runs have ended, or the time is over; return them in the order of their starts."""
         deadline = time.monotonic() + timeout_s
         wanted = {"flow_runs": {"id": {"any_": flow_runs}}, "sort": "START_TIME_ASC"}
         while True:
@@ -70,22 +70,22 @@ class Servers(LocalServers):
             time.sleep(POLL_S)
 
     def mlflow_runs(self, experiment: str) -> dict[str, tuple[str, str]]:
-        """Flow run -> (MLflow run, its status)."""
-        asked = (
+        """Return flow run -> (MLflow run, its status), from MLflow's database."""
+        query = (
             "select value, run_uuid, status from runs join tags using (run_uuid) "
             "join experiments using (experiment_id) where key = 'prefect.flow_run_id' and experiments.name = ?"
         )
         with closing(self._database()) as database:
-            return {flow_run: (run, status) for flow_run, run, status in database.execute(asked, (experiment,))}
+            return {flow_run: (run, status) for flow_run, run, status in database.execute(query, (experiment,))}
 
     def rows(self, mlflow_run: str, *, written: int, keys: tuple[str, ...] = METRICS) -> tuple[int, int]:
-        """(rows lost, rows doubled) of steps 1 to `written`, by MLflow's own database."""
-        asked = (
+        """Count (rows lost, rows doubled) of steps 1 to `written` in MLflow's database."""
+        query = (
             "select count(*), count(distinct key) from metrics where run_uuid = ? and step between 1 and ? "
             f"and key in ({','.join('?' * len(keys))}) group by step"
         )
         with closing(self._database()) as database:
-            by_step = database.execute(asked, (mlflow_run, written, *keys)).fetchall()
+            by_step = database.execute(query, (mlflow_run, written, *keys)).fetchall()
         whole = sum(different == len(keys) for _, different in by_step)
         return written - whole, sum(count > different for count, different in by_step)
 
