@@ -31,17 +31,17 @@ PASSWORDS = (
     "serve_tokens",
 )
 PREFECT_USER, SERVING_USER = "shardline", "serving"
-NOBODY_ELSE = 10001  # runs the stack of root, as containers of ours do anyway
+NOBODY_ELSE = 10001  # the user of the containers if root makes the stack; our images use the same one
 REQUEST_S = 30
-MOST_CPUS = 4  # for the worker, unless .env says otherwise
+MOST_CPUS = 4  # the worker gets at most so many, unless .env sets WORKER_CPUS
 
 
 def init(folder: Path, *, docker: bool = False, pool: str = "") -> list[str]:
     """Make folders, secrets of random content (mode 0600) and .env, for `docker compose` to be called in `folder`.
 
-    What is there already stays: secrets, and settings in .env. Returns the secrets that were made. `pool`: process
-    or docker; empty leaves it as it is.
-    Raises ValueError for a path that .env could not hold, or without a checkout's infra/.
+    Secrets and settings that exist already stay as they are. Returns the secrets that were made. `pool`: process
+    or docker; if it is empty the pool of .env stays.
+    Raises ValueError for a path that .env cannot hold, or if there is no infra/ of a checkout.
     """
     folder = folder.absolute()
     if not re.fullmatch(r"[A-Za-z0-9._/-]+", str(folder)):
@@ -61,7 +61,7 @@ def init(folder: Path, *, docker: bool = False, pool: str = "") -> list[str]:
     made = [name for name in (*PASSWORDS, "prefect_auth", "hf_token") if _make_secret(folder / "secrets" / name)]
     compose = [INFRA / "compose.yaml", *([INFRA / "compose.docker.yaml"] if docker else [])]
     settings = {"SHARDLINE_UID": str(uid), "SHARDLINE_GID": str(gid), "SHARDLINE_MODEL": "quickstart@champion"}
-    settings |= {"WORKER_CPUS": str(min(MOST_CPUS, os.cpu_count() or 1))}  # Docker refuses more than there are
+    settings |= {"WORKER_CPUS": str(min(MOST_CPUS, os.cpu_count() or 1))}  # Docker refuses more than the machine has
     settings |= {"DOCKER_SOCKET": str(daemon), "DOCKER_GID": str(daemon.stat().st_gid)} if docker else {}
     always = {"COMPOSE_FILE": ":".join(map(str, compose)), "SHARDLINE_STACK": str(folder), "SHARDLINE_POOL": pool}
     content = settings | known | always
@@ -91,7 +91,7 @@ def _read_settings(path: Path) -> dict[str, str]:
 def work() -> None:
     """Create MLflow's serving user, deploy prefect.yaml, and run the pool's worker until SIGTERM or Ctrl-C.
 
-    Its own processes are stopped with a checkpoint then; runs in containers of their own go on.
+    Then the processes that it started stop with a checkpoint; runs in containers of their own go on.
     """
     password = os.environ.pop("MLFLOW_SERVING_PASSWORD", "")
     if password:
@@ -103,7 +103,8 @@ def work() -> None:
     if kind == "docker":
         remove_old_containers()
     options = ["--pool", POOL, "--type", kind, "--name", worker_name(), "--with-healthcheck"]
-    # In a session of its own, so that the stop comes to us first: it would leave its runs, to be killed with us.
+    # The worker has a process session of its own, so that a stop signal reaches us first: it would leave its runs,
+    # and they would be killed with the container.
     worker = subprocess.Popen([sys.executable, "-m", "prefect", "worker", "start", *options], start_new_session=True)
     try:
         sys.exit(worker.wait())
@@ -119,7 +120,7 @@ def _running_runs() -> list[str]:
 
 
 def _check_pool(kind: str) -> None:
-    """Raises ValueError if the server has the pool in another kind: Prefect would leave it so, without a word."""
+    """Raises ValueError if the pool exists with another type, which Prefect would keep without a warning."""
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
 

@@ -25,7 +25,8 @@ PYFUNC_MODEL = Path(__file__).with_name("pyfunc_model.py")
 GENERATOR = Path(__file__).parents[1] / "inference" / "onnx_generator.py"
 RECORDS = ("plan.json", "result.json", "eval.json")
 METRICS_PER_REQUEST = 1000
-# What a loaded version needs to run. Written out: left to itself MLflow finds out in a subprocess, in 10 s and more.
+# Packages that a loaded version needs to run. They are listed because MLflow would find them out in a subprocess,
+# which takes 10 s or more.
 REQUIREMENTS = ("mlflow", "numpy", "onnxruntime", "pandas", "tokenizers")
 
 
@@ -38,7 +39,7 @@ def logged_model(
     run_dir: Path,
     shards_dir: Path,
 ) -> LoggedModel:
-    """The MLflow model of `run_dir`/export/, READY; one that an interrupted call began is finished, not repeated."""
+    """Return the MLflow model of `run_dir`/export/, in status READY; a model that an earlier call began is finished."""
     checkpoint_sha256 = tags[f"{TAG}checkpoint_sha256"]
     begun = client.search_logged_models(
         [run.info.experiment_id],
@@ -64,7 +65,7 @@ def logged_model(
 
 
 def _save_pyfunc(folder: Path, *, model: LoggedModel, run_dir: Path, shards_dir: Path) -> None:
-    """MLmodel, signature, example, code and artifacts/{export,records,generator}, self-contained."""
+    """Write a self-contained MLflow model: MLmodel, signature, example, code, artifacts/{export,records,generator}."""
     import mlflow
     import pandas as pd
 
@@ -73,7 +74,8 @@ def _save_pyfunc(folder: Path, *, model: LoggedModel, run_dir: Path, shards_dir:
     for name in RECORDS:
         shutil.copy(run_dir / name, records / name)
     shutil.copy(shards_dir / "manifest.json", records / "manifest.json")
-    # MLflow copies what it is given, and weights may be many GB: it gets the record, the other files are linked.
+    # MLflow copies every artifact that it gets, and weights may be many GB. So it gets the record only, and the other
+    # files are linked into its folder afterwards.
     export, stub = run_dir / "export", folder.with_name("export")
     stub.mkdir()
     shutil.copy(export / "export.json", stub)
@@ -91,7 +93,7 @@ def _save_pyfunc(folder: Path, *, model: LoggedModel, run_dir: Path, shards_dir:
         pip_requirements=[f"{name}=={importlib.metadata.version(name)}" for name in REQUIREMENTS],
         mlflow_model=saved,
     )
-    assert saved.model_size_bytes is not None, "MLflow wrote the size of what it was given"
+    assert saved.model_size_bytes is not None, "MLflow did not record the size of the artifacts"
     for path in export.iterdir():
         if path.name != "export.json":
             link_or_copy(path, folder / "artifacts" / "export" / path.name)
@@ -100,7 +102,7 @@ def _save_pyfunc(folder: Path, *, model: LoggedModel, run_dir: Path, shards_dir:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """A second name for the same bytes; a copy where the file system has no hard links, or `target` is on another."""
+    """Make a hard link; copy where the file system has none, or `target` is on another file system."""
     try:
         target.hardlink_to(source)
     except OSError:
@@ -134,12 +136,12 @@ def _link(
     figures: Mapping[str, float],
     shards_dir: Path,
 ) -> None:
-    """Model as the run's output, data set as its input, and the figures tied to both."""
+    """Log the model as the run's output, the data set as its input, and the figures with links to both."""
     from mlflow.entities import DatasetInput, LoggedModelOutput, Metric
 
     step = int(tags[f"{TAG}step"])
     outputs = {output.model_id for output in run.outputs.model_outputs} if run.outputs else set()
-    if model.model_id not in outputs:  # logging it twice is an error
+    if model.model_id not in outputs:  # MLflow refuses to log a model twice
         client.log_outputs(run.info.run_id, [LoggedModelOutput(model.model_id, step=step)])
     known = [given.dataset for given in run.inputs.dataset_inputs] if run.inputs else []
     dataset = known[0] if known else _dataset(tags[f"{TAG}dataset_fingerprint"], shards_dir=shards_dir)
@@ -152,7 +154,7 @@ def _link(
 
 
 def _dataset(fingerprint: str, *, shards_dir: Path) -> Dataset:
-    """MLflow's digests end at 36 characters; the whole fingerprint is in the version's tags."""
+    """Return MLflow's entity of the data set. Its digest is the fingerprint's first 36 characters, MLflow's limit."""
     from mlflow.entities import Dataset
 
     return Dataset(
