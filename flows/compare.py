@@ -176,7 +176,7 @@ def report(
     outcomes: Mapping[str, StrategyOutcome],
     request: CompareRequest,
 ) -> Comparison:
-    """comparison.json, .csv, .png, .html and .yaml in the parent's folder and in MLflow; a table in Prefect."""
+    """Write comparison.json, .csv, .png, .html and .yaml to the parent's folder and MLflow, and a table to Prefect."""
     parent, folder = children.parent, children.parent.folder
     folders = {
         strategy.name: children.folder(strategy) for strategy in strategies if children.folder(strategy).is_dir()

@@ -37,22 +37,22 @@ def load_config(preset: str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def with_overrides(content: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
-    """`content`, which is changed, as a validated config. Raises as `load_config` does."""
+    """Apply overrides to `content`, in place, and validate it. Raises as `load_config` does."""
     return _validated(RunConfig, content, overrides)
 
 
 def serve_config(overrides: Sequence[str]) -> ServeConfig:
-    """`inference.field=value` and `serving.field=value` over the defaults. Raises as `load_config` does."""
+    """Apply `inference.field=value` and `serving.field=value` to the defaults. Raises as `load_config` does."""
     return _validated(ServeConfig, {}, overrides)
 
 
 def evaluate_config(content: dict[str, Any], overrides: Sequence[str]) -> EvaluateConfig:
-    """`inference.…`, `evaluation.…` and `data.…` over `content`, which is changed. Raises as `load_config` does."""
+    """Apply `inference.…`, `evaluation.…` and `data.…` to `content`, in place. Raises as `load_config` does."""
     return _validated(EvaluateConfig, content, overrides)
 
 
 def triton_config(overrides: Sequence[str]) -> TritonConfig:
-    """`field=value` over the defaults. Raises as `load_config` does."""
+    """Apply `field=value` to the defaults. Raises as `load_config` does."""
     return _validated(TritonConfig, {}, overrides)
 
 
@@ -105,7 +105,7 @@ def parse_override(override: str, config: type[BaseModel] = RunConfig) -> tuple[
 
 
 def _as_the_field_wants(key: str, value: str, config: type[BaseModel]) -> Any:
-    """YAML, but text stays text where a field takes nothing else: `name=2024` is a name."""
+    """Parse a value as YAML, unless its field takes only text: `name=2024` is a name."""
     part: Any = config
     for section in key.split("."):
         found = part.model_fields.get(section) if hasattr(part, "model_fields") else None

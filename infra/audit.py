@@ -46,7 +46,7 @@ def _known(packages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _audited(requirements: list[str]) -> list[dict[str, Any]] | str:
-    """pip-audit's answer for each, or why it has none."""
+    """Return pip-audit's answer for each requirement; or the reason why it has none."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n".join(requirements) + "\n")
         file.flush()

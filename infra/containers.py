@@ -88,7 +88,7 @@ class State:
 
     @property
     def hangs(self) -> bool:
-        """Its heartbeat is too old."""
+        """Whether the container's heartbeat is too old."""
         return self.running and self.health == "unhealthy"
 
 
@@ -151,7 +151,7 @@ def start(client: HostClient, job: Job, *, secret: bytes = b"") -> str:
 
 @contextmanager
 def _patient(client: HostClient) -> Iterator[None]:
-    """NVIDIA's hook takes 10-20 s for 8 GPUs without persistence mode, and an automount takes its time too."""
+    """Raise the client's timeout: without persistence mode NVIDIA's hook takes 10-20 s for 8 GPUs."""
     before = client.api.timeout
     client.api.timeout = max(before, START_S)
     try:
@@ -271,13 +271,13 @@ def stop(client: HostClient, container: str, *, grace_s: float) -> None:
 
 
 def terminate(client: HostClient, container: str) -> None:
-    """SIGTERM, and no wait for what comes of it."""
+    """Send SIGTERM, and do not wait."""
     with host_errors(client.host), _unless_gone():
         client.api.kill(container, signal="SIGTERM")
 
 
 def kill(client: HostClient, container: str) -> None:
-    """SIGKILL, now."""
+    """Send SIGKILL."""
     with host_errors(client.host), _unless_gone():
         client.api.kill(container)
 

@@ -128,14 +128,14 @@ def pull(client: HostClient, image: str, *, on_line: OnLine = print) -> Identity
 
 
 def identity(client: HostClient, image: str) -> Identity:
-    """Raises HostError if the host has not got it."""
+    """Return the image's id and digests. Raises HostError if the host does not have the image."""
     with host_errors(client.host):
         found = client.api.inspect_image(image)
     return Identity(id=str(found["Id"]), digests=tuple(found["RepoDigests"] or ()))
 
 
 def _follow(host: DockerHost, stream: Iterable[dict[str, Any]], *, what: str, on_line: OnLine) -> list[dict[str, Any]]:
-    """Its rows; lines go to `on_line`, and of a layer's progress only what changes. Raises HostError on an error."""
+    """Read a stream of Docker; lines and changes of a layer's status go to `on_line`. Raises HostError on an error."""
     rows, lines, states = [], [""], dict[str, str]()
     for row in stream:
         rows.append(row)

@@ -43,7 +43,7 @@ def install_dependencies() -> None:
 
 
 def without_torch(requirements: list[str], *, torch: str) -> list[str]:
-    """The rest, as the base image has torch. Raises SystemExit, with the cure, if that is too old for Shardline."""
+    """Return the requirements but torch, which the base image has. Exits, with the cure, if that is too old."""
     wanted = next(word for word in requirements if _name(word) == "torch")
     if _release(torch) < _release(wanted):
         sys.exit(f"the base image has torch {torch}, Shardline needs {wanted}: take a newer BASE_IMAGE")
@@ -65,7 +65,7 @@ def _pip(*words: str) -> None:
 
 
 def _installed_torch() -> str:
-    """Its version; empty if the base has none."""
+    """Return the version of torch in the base image; empty if it has none."""
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:

@@ -106,7 +106,7 @@ def check_clock(client: HostClient) -> tuple[str, ...]:
 
 
 def clock_findings(time_on_host: str, *, before: float, after: float) -> tuple[str, ...]:
-    """`there`: the host's clock in RFC 3339, read at some moment between `before` and `after` of ours (Unix seconds).
+    """Compare the host's clock, in RFC 3339, with ours: it was read between `before` and `after` (Unix seconds).
 
     With clocks further apart the age of a lease or a heartbeat means nothing, and logs of hosts do not line up.
     """
@@ -182,7 +182,7 @@ def start_what_is_granted(client: HostClient, job: Job) -> tuple[str, Job, tuple
 
 
 def _extra_words(words: str, job: Job) -> str:
-    """The first line of an error that infra/hosts.py has no sentence for."""
+    """Return the first line of an error that infra/hosts.py has no sentence for."""
     if "nvidia-container-cli" in words or "unknown device" in words:
         asked = ", ".join(job.gpu_ids) or ("all" if job.gpus < 0 else job.gpus)
         return f"it has not the GPUs asked for ({asked}): see `nvidia-smi -L` there (Docker said: {words.strip()})"

@@ -114,7 +114,7 @@ def _device(plan: DecodePlan) -> torch.device:
 
 
 def _precision(plan: DecodePlan, device: torch.device) -> tuple[str, str]:
-    """The plan's, or the best that the device computes fast; and why."""
+    """Return the plan's precision, or the best that the device computes fast; and why."""
     if plan.precision != "auto":
         return plan.precision, "inference.precision"
     if device.type == "cpu":
@@ -125,7 +125,7 @@ def _precision(plan: DecodePlan, device: torch.device) -> tuple[str, str]:
 
 
 def _load(plan: DecodePlan, *, dtype: torch.dtype, device: torch.device) -> SingleRank:
-    """This rank's share of the model, and its place among the others."""
+    """Load this rank's share of the model; return the rank that runs it."""
     folder = Path(plan.folder)
     if plan.deepspeed:
         return _load_with_deepspeed(plan, dtype=dtype, device=device)

@@ -15,7 +15,7 @@ ROWS_AT_A_TIME = 16  # of a file of prompts, by ONNX Runtime; torch's ranks have
 
 
 def add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """`command` adds a command, as in flows/cli/command.py."""
+    """Add these commands. `command` adds one to the parser, as in flows/cli/command.py."""
     _add_evaluate_command(command)
     lineage = command("lineage", _lineage, "from a model version back to run, code, data and checkpoint", "MODEL@ALIAS")
     lineage.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -127,7 +127,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _generate_file(options: argparse.Namespace, opened: Any, model: Any, sampling: dict[str, Any]) -> int:
-    """1 if a row could not be completed; it says why in the file."""
+    """Complete a file of prompts. The exit code is 1 if a row has an error, which its row in the output gives."""
     from tasks.display.progress import row_progress
     from tasks.inference.prompts_file import generate_file
 

@@ -15,7 +15,7 @@ COLUMNS = ("run", "attempt", "host", "ranks", "status", "health", "since", "step
 
 
 def add_operation_commands(command: Callable[..., argparse.ArgumentParser], commands: Any) -> None:
-    """`command` adds a command, `commands` are the parser's subparsers, as in flows/cli/command.py."""
+    """Add these commands. `command` adds one to the parser; `commands`: its subparsers, as in flows/cli/command.py."""
     ps = command("ps", _ps, "list what runs: containers on all hosts, and runs of this machine")
     stop = command("stop", _stop, "stop a run on all its hosts, with a checkpoint", "RUN")
     reap = command("reap", _reap, "remove containers whose launcher is gone")

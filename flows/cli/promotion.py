@@ -12,7 +12,7 @@ DONE, FAILED = 0, 1
 
 
 def add_promotion_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """`command`: adds a subcommand, as flows/cli/command.py defines it."""
+    """Add these commands. `command` adds one to the parser, as in flows/cli/command.py."""
     promote = command("promote", _promote, "make a model version champion if it passes its gates", "MODEL")
     promote.add_argument("--version", type=int, help="default: the challenger; judged again if it was judged")
     promote.add_argument("--force", action="store_true", help="skip the gates")

@@ -14,7 +14,7 @@ DONE, FAILED = 0, 1
 
 
 def add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """`command` adds a command, as in flows/cli/command.py."""
+    """Add these commands. `command` adds one to the parser, as in flows/cli/command.py."""
     pretrain = command("pretrain", _pretrain, "run the whole pipeline: text in, served model out")
     plan = command("plan", _plan, "show what a run would do, here or on other machines (--hosts), without doing it")
     for added in (pretrain, plan):

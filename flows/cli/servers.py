@@ -11,7 +11,7 @@ from flows.cli.tables import print_pairs
 
 
 def add_server_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """`command`: as flows/cli/command.py makes one."""
+    """Add these commands. `command` adds one to the parser, as in flows/cli/command.py."""
     up = command("up", _up, "start Prefect, MLflow and a worker on this machine; again: start what is missing")
     up.add_argument("--prefect-port", type=int, default=4200)
     up.add_argument("--mlflow-port", type=int, default=5000)

@@ -27,7 +27,7 @@ def show_table(rows: Sequence[Mapping[str, Any]], *, key: str, description: str)
 
 
 def show_markdown(text: str, *, key: str, description: str, flow_run_id: str = "") -> None:
-    """`flow_run_id`: the flow run whose page shows it; default this one."""
+    """Show Markdown on the page of a flow run, by default of this one."""
     create = partial(_create_for, flow_run_id) if flow_run_id else create_markdown_artifact
     _create_or_warn(create, text, key=key, description=description)
 

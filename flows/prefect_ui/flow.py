@@ -67,7 +67,7 @@ def prepare_process(flow: Any, flow_run: Any, state: Any) -> None:
 
 
 def _mute(console: Console) -> None:
-    """Our output goes through the worker: once that is killed, rich would end this process at its next line of log."""
+    """Discard all output from now on: if the worker that reads it was killed, rich would end this process."""
     console.quiet = True
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):

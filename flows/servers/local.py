@@ -166,7 +166,7 @@ def _answers(url: str, path: str) -> bool:
 
 @cache
 def _client() -> httpx.Client:
-    """One client, because each new one loads certificates; a proxy in the environment does not reach this machine."""
+    """Return the HTTP client, made once, because each new one loads certificates. It uses no proxy."""
     return httpx.Client(timeout=5, trust_env=False)
 
 

@@ -70,7 +70,7 @@ def mark_crashed_flow_runs() -> None:
 
 
 def has_crashed(run: FlowRun) -> bool:
-    """Whether its process was one of this machine and is gone.
+    """Whether the flow run's process was on this machine and is gone.
 
     A state younger than SETTLED_S does not count: a retry keeps the label of the old process until it runs.
     """

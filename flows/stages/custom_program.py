@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def train_by_program(config: RunConfig, run: TrackedRun) -> TrainerOutcome:
-    """Hardware, ranks, the program; what it made of it is in MLflow and where it wrote it. Raises as run_trainer."""
+    """Check hardware, place ranks, run the program; its results are where it wrote them. Raises as run_trainer."""
     check_trainer(config)
     inventory = stages.hardware(config, run)
     name = mlflow_run_client.connect().get_experiment(run.experiment_id).name

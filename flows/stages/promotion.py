@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_request(model: str, *, version: int | None, force: bool, overrides: Sequence[str], by: str) -> Request:
-    """Raises ValueError for a wrong override, or for a model that the registry does not have."""
+    """Read and check a request. Raises ValueError for a wrong override, or for a model that is not registered."""
     run_id = str(flow_run.id or "")
     request = Request(
         model=model,

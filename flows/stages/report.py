@@ -66,7 +66,7 @@ def _link_to_prefect(data: RunData) -> list[str]:
 
 
 def _show(data: RunData, *, drawn: bool, flow_run_id: str) -> None:
-    """Prefect shows no HTML: the words and the curves, and where the page is."""
+    """Show the report's sentences and curves in Prefect, which shows no HTML, and a link to the page."""
     run, page = data.run, mlflow_page(data.run, tab=f"/artifacts/{PAGE}")
     where = f"[The whole report]({page}), in MLflow" if page else f"The whole report: `{run.folder / PAGE}`"
     parts = [escape_markdown(" ".join(summary(data))), where]

@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 def stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A Prefect task by that name. No result cache: each stage has its record, and checks that it is still true."""
+    """Make a Prefect task of that name, without a result cache: each stage has its record, and checks it."""
     return task(name=name, task_run_name=name, cache_policy=NO_CACHE, persist_result=False)
 
 

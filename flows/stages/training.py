@@ -239,14 +239,14 @@ def measure_champion(plan: RunPlan, run: TrackedRun, shards: TokenShards) -> Non
 
 @stage("Register, and judge what needs no server and no person")
 def register(run: TrackedRun) -> RegisteredModel:
-    """A version without a verdict is left to a promotion, for which a server or a person is needed."""
+    """Register the model; a version whose gates need a server or a person gets its verdict in a promotion."""
     wait_for_store()
     with timed(run, "register"):
         return register_model(run.folder, tracking_uri=tracking_uri())
 
 
 def show_verdict(model: RegisteredModel) -> RegisteredModel:
-    """`model`, whose verdict says what it waits for if it was not judged yet."""
+    """Show the model's verdict in Prefect; return the model, whose verdict names what it waits for if it has none."""
     text = model.verdict or f"waits for approval: `{command('shardline')} promote {model.name}`"
     verdict = f"**{model.name} version {model.version}**, alias `{model.alias or 'none'}`: {escape_markdown(text)}"
     show_markdown(verdict, key="gate", description="The gates' verdict")

@@ -85,7 +85,7 @@ def load_pretrained(config: TokenizerConfig) -> PreTrainedTokenizerFast | None:
 
 
 def special_tokens(pretrained: PreTrainedTokenizerFast | None, *, masked: bool) -> Specials:
-    """Raises ValueError if a pretrained tokenizer lacks one that is needed."""
+    """Return the special tokens. Raises ValueError if a pretrained tokenizer lacks one that is needed."""
     if pretrained is None:
         return Specials(END, MASK if masked else None)
     path = pretrained.name_or_path

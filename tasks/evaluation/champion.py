@@ -1,4 +1,4 @@
-"""The champion measured on a run's own held-out text, so that the loss gate can compare over different data."""
+"""Measures the champion on a run's held-out text, so that the loss gate can compare versions of different data."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 def champion_to_measure(plan: RunPlan, shards: TokenShards, *, tracking_uri: str) -> str:
-    """NAME/VERSION of a champion of other data whose loss on this run's text is not known yet; else empty.
+    """Return NAME/VERSION of the champion if it was trained on other data and not measured on this run's; else empty.
 
-    Losses per token compare only between equal tokenizers.
+    A champion with another tokenizer is not measured: losses per token compare only between equal tokenizers.
     """
     client, name = registry_client(tracking_uri), plan.config.model_name
     champion = _champion(client, name)
@@ -48,7 +48,7 @@ def champion_to_measure(plan: RunPlan, shards: TokenShards, *, tracking_uri: str
 
 
 def measure(ref: str, plan: RunPlan) -> EvalReport:
-    """Evaluates a registered version on the held-out text of `plan`'s run, and tags the version with its loss."""
+    """Evaluate a registered version on the held-out text of `plan`'s run, and tag the version with its loss."""
     subject, nothing_more = find_subject(ref), EvaluationConfig(prompts=())
     report = evaluate(
         subject, data=DataConfig(), evaluation=nothing_more, inference=InferenceConfig(), held_out_of=plan

@@ -137,7 +137,7 @@ def check_unlike(hosts: Iterable[HostConfig], what: str, of: Callable[[HostConfi
 
 
 def check_host(host: HostConfig, *, alone: bool) -> None:
-    """Raises ValueError for what no daemon needs to be asked about."""
+    """Raises ValueError for mistakes in a host's entry that show without asking its daemon."""
     check_tls(host)
     check_place(host, alone=alone)
     if host.home and not host.home.startswith("/"):
@@ -164,7 +164,7 @@ def check_tls(host: HostConfig) -> None:
 
 
 def check_place(host: HostConfig, *, alone: bool) -> None:
-    """Ranks meet at an IP address: a host's own name is 127.0.1.1 to itself on Debian, and may be unknown to others."""
+    """Raises ValueError unless ranks can meet there: at an IP address, as a Debian host finds itself at 127.0.1.1."""
     try:
         address = ipaddress.ip_address(host.address)
     except ValueError:

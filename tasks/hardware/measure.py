@@ -112,7 +112,7 @@ def check_hardware(*, home: Path, ranks: int = 0, measure_again: bool = False) -
 
 
 def with_host_facts(device: Device, memory_share_gib: float) -> Device:
-    """torch knows a GPU's name and memory; a CPU's model and a container's memory limit it does not."""
+    """Return a CPU device with its model and its share of memory, which torch does not know; a GPU is unchanged."""
     if device.kind == "cuda":
         return device
     return device.model_copy(update={"name": cpu_model(), "memory_gib": memory_share_gib})

@@ -107,7 +107,7 @@ def cache_key(host: DockerHost, facts: HostFacts, *, slots: int) -> dict[str, st
 
 
 def usable_cores(host: DockerHost, facts: HostFacts) -> int:
-    """Whole cores: with `cpus` 1.5, two threads would spend a quarter of the time throttled."""
+    """Return the number of whole cores: with `cpus` 1.5, two threads would be throttled a quarter of the time."""
     return max(1, min(facts.cores, math.floor(host.cpus + 1e-6))) if host.cpus else facts.cores
 
 
@@ -116,7 +116,7 @@ def as_host(host: DockerHost, facts: HostFacts, cached: CachedMeasurement) -> Ho
     versions = measured.versions | {"image": facts.image_id} | ({"driver": facts.driver} if facts.driver else {})
 
     def with_facts(device: Device) -> Device:
-        """A CPU's model, and its rank's share of the container's memory, are not torch's to know."""
+        """Add a CPU's model and its rank's share of the container's memory, which torch does not know."""
         share_gib = memory_gib / len(measured.devices)
         return device.model_copy(update={"name": facts.cpu_model or device.name, "memory_gib": share_gib})
 

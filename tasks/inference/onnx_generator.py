@@ -215,7 +215,7 @@ class TextGenerator:
         """Does nothing: sessions are freed with their last reference."""
 
     def encode(self, prompt: str) -> list[int]:
-        """At least one token: behind the end token, which followed every document in training, a new one starts."""
+        """Return the prompt's token IDs; for an empty prompt the end token, behind which a new document starts."""
         return encode_prompt(self.tokenizer, prompt) or [self.end_id]
 
     def _new_ids(self, prompt_ids: list[int], sampling: Sampling) -> Iterator[int]:

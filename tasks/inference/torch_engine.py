@@ -91,7 +91,7 @@ class TorchEngine:
         return TorchRanks(self.plan, on_death=self._restart)
 
     def _restart(self) -> None:
-        """Once: what killed the ranks twice will kill them a third time."""
+        """Restart the ranks, but only once: what killed them twice would kill them a third time."""
         restarts = not self.restarted and not self.closed
         if restarts:
             self.restarted, self.why_not = True, "the torch engine's ranks have ended and are being started again"

@@ -130,7 +130,7 @@ class Watcher(threading.Thread):
         return NodeEnd.read(self.end_path) if self.end_path.exists() else None
 
     def end(self, *, lost: bool) -> HostStatus:
-        """`lost`: the attempt gave this host up: what it does is not known, whatever was known last."""
+        """Return how the host ended. `lost`: the attempt gave it up, and what it does is not known any more."""
         end = self._record()
         return HostStatus(
             state=self.state,

@@ -54,7 +54,7 @@ def prepare_hosts(config: RunConfig, *, run_dir: Path) -> Inventory:
 
 
 def stop_earlier_containers(hosts: Sequence[DockerHost], *, run_dir: Path) -> None:
-    """Ranks that outlived their launcher save a checkpoint first."""
+    """Stop the run's earlier containers; ranks that outlived their launcher save a checkpoint first."""
     sweep(hosts, run_dir.name, run_dir, grace_s=grace_s(read_plan(run_dir)))
 
 

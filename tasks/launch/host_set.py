@@ -82,7 +82,7 @@ class _Candidates:
         self._check([host for host in self.measured if host.name not in {*self.plan.hosts, *self.absent}])
 
     def wait(self) -> None:
-        """Until no host is worth waiting for; then until ranks on absent hosts have seen that their lease is gone."""
+        """Wait for hosts that are worth it; then until ranks on absent ones have seen that their lease is gone."""
         longest_s = max(self.launch.wait_s, self.launch.lost_after_s)
         while waited_for := self.needed() or self.perhaps_back():
             if time.monotonic() > self.began_at + longest_s:

@@ -140,7 +140,7 @@ def _keeper(of_run: dict[str, list[OnHost]]) -> str:
 
 
 def _reap_run(hosts: Sequence[DockerHost], run_id: str) -> bool:
-    """False if a launcher took the run up since we looked."""
+    """Remove the run's containers; return False if a launcher has taken the run up meanwhile."""
     run_dir = run_folder(run_id)
     try:
         with owned(run_dir) if run_dir.is_dir() else nullcontext():

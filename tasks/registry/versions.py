@@ -38,7 +38,7 @@ class FinishedRun:
 
 
 def read_finished_run(run_dir: Path) -> FinishedRun:
-    """Raises ValueError if a stage is missing, or was done for another checkpoint than result.json names."""
+    """Read the run's records. Raises ValueError if one is missing, or is of another checkpoint than result.json's."""
     needed = ("plan.json", "result.json", "eval.json", "export/export.json")
     missing = [name for name in needed if not (run_dir / name).is_file()]
     if missing:
@@ -149,7 +149,7 @@ def figures_of(run: FinishedRun) -> dict[str, float]:
 
 
 def described(run: FinishedRun) -> str:
-    """Markdown, as MLflow's page of the version renders it."""
+    """Describe the version in Markdown, which its page in MLflow renders."""
     plan, report, parity = run.plan, run.evaluation, run.export.parity
     registry = plan.config.registry
     bits = "" if report.bits_per_byte is None else f", {report.bits_per_byte:.4f} bits per byte"
@@ -179,5 +179,5 @@ def described(run: FinishedRun) -> str:
 
 
 def _plain(name: str) -> str:
-    """MLflow's metric names take letters, digits, _ - . and spaces."""
+    """Replace what a metric's name may not have in MLflow: only letters, digits, _ - . and spaces are allowed."""
     return re.sub(r"[^\w\-. ]", "_", name)

@@ -120,7 +120,7 @@ def _settings(data: RunData) -> dict[str, Any]:
 
 
 def _preset_changes(data: RunData, config: dict[str, Any]) -> str | None:
-    """None if no preset has the run's name."""
+    """Return how the config differs from the preset of the run's name; None if there is no such preset."""
     if data.preset is None:
         return None
     preset = RunConfig.model_validate(data.preset).model_dump(mode="json")

@@ -16,7 +16,7 @@ def read_plan(run_dir: Path) -> RunPlan | None:
 
 
 def latest_config(run_dir: Path, *, begun_with: RunConfig) -> RunConfig:
-    """That of the plan, which a resume may have replaced; before there is one, what the run began with."""
+    """Return the plan's config, which a resume may have replaced; without a plan, the one that the run began with."""
     plan = read_plan(run_dir)
     return plan.config if plan else begun_with
 

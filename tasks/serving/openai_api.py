@@ -62,7 +62,7 @@ class CompletionRequest(BaseModel):
     logit_bias: dict[str, float] | None = None
 
     def sampling(self, choice: int) -> dict[str, Any]:
-        """The choices of one prompt get consecutive seeds."""
+        """Return the engine's arguments for one choice; the choices of a prompt get consecutive seeds."""
         seed = secrets.randbits(32) if self.seed is None else self.seed % 2**64
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return {

@@ -71,7 +71,7 @@ class TrackedRun(Record):
 
 
 def read_run(run_id: str) -> TrackedRun:
-    """Raises ValueError if there is no such run."""
+    """Read run.json of a run. Raises ValueError if there is no such run."""
     path = run_folder(run_id) / "run.json"
     if not path.exists():
         raise ValueError(f"there is no run {run_id!r} in {home()}: `ls {home()}` lists the runs")

@@ -72,7 +72,7 @@ def _best(manifests: dict[Path, CheckpointManifest]) -> set[Path]:
 
 
 def _referenced_by_result(run_dir: Path) -> set[Path]:
-    """What evaluation and export will read next; the record may be of an earlier start of this run."""
+    """Return the checkpoint that result.json names: evaluation and export read it, also one of an earlier start."""
     path = run_dir / "result.json"
     return {run_dir / json.loads(path.read_bytes())["checkpoint"]} if path.exists() else set()
 

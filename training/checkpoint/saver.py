@@ -99,7 +99,7 @@ class Saver:
         return time.perf_counter() - began
 
     def _wait_for(self, writer: Writer, step: int) -> None:
-        """The buffers are free again when the checkpoint before is published."""
+        """Wait until the checkpoint before is published, because only then its buffers are free again."""
         began, waiting = time.perf_counter(), self.in_flight
         self.finish()
         if waiting and self.rank.rank == 0:
@@ -159,7 +159,7 @@ class Saver:
         self.in_flight = not published
 
     def _gather_rank_files(self, writer: Writer) -> None:
-        """All files are written: send their names and hashes to the first rank. A few kB; once per checkpoint."""
+        """Send the names and hashes of this rank's files, now written, to the first rank: a few kB per checkpoint."""
         all_rank_files: list[Any] | None = [None] * self.rank.world_size if self.rank.rank == 0 else None
         dist.gather_object(writer.rank_files, all_rank_files, dst=0)
         writer.publish(all_rank_files or [])

@@ -52,7 +52,7 @@ class Staging:
         self._buffers[kind] = filled
 
     def _keeps(self, name: str, tensor: Tensor, *, kind: str, loads: list[int]) -> bool:
-        """The rank with the fewest bytes so far takes it; the same on all ranks of the stage. Updates `loads`."""
+        """Whether this rank keeps the tensor: the one with the fewest bytes does. Updates `loads`, on all alike."""
         if kind == "optimizer" and not name.endswith(MOMENT_SUFFIXES):
             return self.rank.rank == 0  # a number such as `step`, which every stage yields
         owner = loads.index(min(loads))
@@ -60,7 +60,7 @@ class Staging:
         return owner == self.rank.rank % self.stage_ranks
 
     def _buffer_like(self, tensor: Tensor) -> Tensor:
-        """Page-locked for a GPU's tensor, so that it is copied at the bus's full rate."""
+        """Return a host buffer for the tensor; page-locked for a GPU's, so that it is copied at the bus's full rate."""
         if len(self._block) < tensor.nbytes:
             size, pinned = max(BLOCK_BYTES, tensor.nbytes), self.rank.device.type == "cuda"
             self._block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)

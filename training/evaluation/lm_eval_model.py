@@ -54,7 +54,7 @@ def task_scores(opened: Opened) -> tuple[TaskScore, ...]:
 
 
 def _scores(found: Any) -> Iterator[TaskScore]:
-    """The harness names figures METRIC,FILTER; most tasks have no filter."""
+    """Yield the harness's figures, which it names METRIC,FILTER; most tasks have no filter."""
     for task, figures in {**found["results"], **found.get("groups", {})}.items():
         for key, value in figures.items():
             metric, _, chosen = key.partition(",")
@@ -72,13 +72,13 @@ def _scores(found: Any) -> Iterator[TaskScore]:
 
 
 def _samples(found: Any, task: str) -> int:
-    """Of a group: all its tasks'."""
+    """Return the number of a task's samples; of a group, that of all its tasks."""
     counted, members = found["n-samples"], found.get("group_subtasks", {}).get(task, [])
     return int(counted[task]["effective"]) if task in counted else sum(_samples(found, name) for name in members)
 
 
 class RanksModel(TemplateLM):
-    """What the harness may ask of a model."""
+    """The model as the harness calls it, on the ranks that share it."""
 
     def __init__(self, opened: Opened) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ class Meter:
             self.devices.add(self.reader.read(self.devices.sample()))
 
     def row(self) -> dict[str, float]:
-        """Everything since the last row. Collective; raises NonFiniteLoss, on all ranks alike."""
+        """Return a row of all figures since the last one. Collective; raises NonFiniteLoss, on all ranks alike."""
         self.read_steps()
         return {"tokens": self.rates.tokens} | self.rates.row() | self.devices.row() | self.reader.row()
 

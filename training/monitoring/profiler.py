@@ -38,11 +38,11 @@ class Profiler:
             emit_nvtx()
 
     def is_due(self, step: int) -> bool:
-        """Asked at every step."""
+        """Whether the step is timed or traced; called at every step."""
         return (step % self.period == 0 and step != self.first_step) or step in self.traced
 
     def is_timed(self, step: int) -> bool:
-        """The first step compiles and allocates: it is no measure."""
+        """Whether the step is timed; the first one never is, because it compiles and allocates."""
         return step % self.period == 0 and step != self.first_step
 
     @contextmanager

@@ -20,7 +20,7 @@ from training.strategies import StepStats
 
 
 class StepReader:
-    """`loss` is that of the newest step that was read and whose update was made; `rows` are of earlier attempts."""
+    """Reads steps' results from the device. `loss`: of the newest step with an update; `rows`: of earlier attempts."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class StepReader:
         )
 
     def row(self) -> dict[str, float]:
-        """The newest step since the last row; no loss, if none of their updates was made."""
+        """Return a row of the newest step since the last row; without a loss, if no update was made meanwhile."""
         row: dict[str, float] = {}
         if self.latest is not None:
             row |= {"loss": self.latest.loss, "grad_norm": self.latest.grad_norm}

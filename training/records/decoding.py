@@ -1,4 +1,4 @@
-"""What the ranks that generate text are told, and the messages between them and their owner.
+"""The plan of the ranks that generate text, and the messages between them and their owner.
 
 tasks/inference/torch_ranks.py writes the plan and the requests; training/generate.py reads them and answers.
 """

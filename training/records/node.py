@@ -49,7 +49,7 @@ class RankFailure(Record):
 
 
 class NodeEnd(Record):
-    """`exit_code` is torchrun's, which is 1 after a stop in order too; `ending` is what counts.
+    """How a node's program ended: `ending`. `exit_code` is torchrun's, which is 1 after a stop in order too.
 
     done: the ranks came to their end. stopped: told to stop, and they left within the grace. killed: told, and they
     did not. failed: none of these; `failures` says which ranks, `last_lines` what was printed last.

@@ -139,7 +139,7 @@ class RankPlan(Record):
         return {"module": module, "script": "", "args": (str(run_dir / "plan.json"),)}
 
     def environment(self) -> dict[str, str]:
-        """The plan file holds all that a rank needs."""
+        """Return the variables that ranks need: none, because the plan file holds everything."""
         return {}
 
     def working_dir(self, run_dir: Path) -> str:

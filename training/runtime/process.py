@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Rank:
-    """Set by torchrun through the environment; the plan says what to expect."""
+    """This rank's place in the world, as torchrun sets it in the environment; the plan says what to expect."""
 
     rank: int
     world_size: int
@@ -30,7 +30,7 @@ class Rank:
 
     @property
     def is_metrics_rank(self) -> bool:
-        """The one that writes metrics and results; losses are summed over all ranks, so any would do."""
+        """Whether this rank writes metrics and results; losses are summed over all ranks, so any rank could."""
         return self.rank == 0
 
 

@@ -51,7 +51,7 @@ def shard_matrices(model: LanguageModel, mesh: DeviceMesh) -> None:
 
 
 def _shard_bias(hf: nn.Module, whole: nn.Parameter, piece: nn.Parameter) -> None:
-    """BERT knows its output bias under two names."""
+    """Shard the output layer's bias, under both names that BERT has for it."""
     for module in hf.modules():
         if getattr(module, "bias", None) is whole:
             module.bias = piece

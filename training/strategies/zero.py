@@ -180,7 +180,7 @@ class Zero:
         return {}
 
     def load_rank_state(self, state: Mapping[str, Tensor]) -> None:
-        """There is none."""
+        """Do nothing: a rank has no state of its own."""
 
     def _set_moment(self, parameter: nn.Parameter, moment: str, value: Tensor) -> None:
         from deepspeed.utils import (

@@ -68,12 +68,12 @@ class Reporter:
             self.metrics.close()
 
     def write(self, step: int, **values: float) -> None:
-        """One row of metrics."""
+        """Write a row of metrics, on the metrics rank."""
         if self.metrics is not None:
             self.metrics.write(step, **values)
 
     def step(self, step: int) -> AbstractContextManager[None]:
-        """Put around every step: those that are due are timed or traced. Collective."""
+        """Return the context for a step, which is timed or traced if it is due. Collective."""
         return self._recorded(step) if self.profiler.is_due(step) else ORDINARY
 
     @contextmanager
@@ -92,5 +92,5 @@ class Reporter:
                         self.rebalancer.record(change)
 
     def write_samples(self, step: int) -> None:
-        """Text that the model writes now, in eval mode. Collective."""
+        """Write samples of text that the model generates now, in eval mode. Collective."""
         self.samples.add(step, self.strategy, device=self.rank.device)
