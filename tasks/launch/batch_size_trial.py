@@ -13,6 +13,7 @@ from pathlib import Path
 from tasks.launch import programs
 from tasks.planning import plan as planning
 from tasks.runs.errors import RunFailed
+from tasks.runs.folder import read_plan
 from tasks.tracking import mlflow_run
 from tasks.tracking.mlflow_run import TrackedRun
 from tasks.workspace.paths import fresh
@@ -35,10 +36,11 @@ def confirmed(plan: RunPlan, *, run: TrackedRun, inventory: Inventory) -> RunPla
         return plan
     trials: list[Trial] = []
     while not trials or trials[-1].measured is None:
-        trials.append(_try(plan, run_dir=run.folder))
-        logger.info("%s", trials[-1])
-        if trials[-1].measured is None:
-            plan = planning.with_micro_batches(plan, _smaller(plan, trials[-1]), inventory=inventory)
+        plan, trial = _try(plan, run_dir=run.folder)
+        trials.append(trial)
+        logger.info("%s", trial)
+        if trial.measured is None:
+            plan = planning.with_micro_batches(plan, _smaller(plan, trial), inventory=_hosts_of(plan, inventory))
             plan.write(run.folder / "plan.json")
     plan = plan.model_copy(update={"reasons": (*plan.reasons, *map(str, trials))})
     plan.write(run.folder / "plan.json")
@@ -46,6 +48,11 @@ def confirmed(plan: RunPlan, *, run: TrackedRun, inventory: Inventory) -> RunPla
     record.write(run.folder / TRIALS)
     _log(record, plan, run)
     return plan
+
+
+def _hosts_of(plan: RunPlan, inventory: Inventory) -> Inventory:
+    """The inventory without hosts that a launch has lost."""
+    return Inventory(hosts=tuple(host for host in inventory.hosts if host.name in plan.hosts) or inventory.hosts)
 
 
 def _smaller(plan: RunPlan, trial: Trial) -> tuple[int, ...]:
@@ -74,8 +81,11 @@ def _log(record: Trials, plan: RunPlan, run: TrackedRun) -> None:
     mlflow_run.log_figures(run, figures, step=0)
 
 
-def _try(plan: RunPlan, *, run_dir: Path) -> Trial:
-    """Launch the trial once. Raises what it failed with, unless that was memory."""
+def _try(plan: RunPlan, *, run_dir: Path) -> tuple[RunPlan, Trial]:
+    """Launch the trial once. Raises what it failed with, unless that was memory.
+
+    Returns the plan that was tried last as well: a launch that loses a host replaces plan.json by one for the others.
+    """
     path, began = run_dir / MEASURED, time.perf_counter()
     path.unlink(missing_ok=True)
     try:
@@ -85,7 +95,8 @@ def _try(plan: RunPlan, *, run_dir: Path) -> Trial:
         if failure.cause != "out of memory":
             raise
         measured, detail = None, failure.detail
-    return Trial(
+    plan = read_plan(run_dir) or plan
+    return plan, Trial(
         micro_batches=plan.micro_batches,
         accumulation=plan.accumulation,
         detail=detail,

@@ -24,7 +24,7 @@ from training.planner.trial import smaller_micro_batches, wants_trial
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
 from training.records.token_shards import TokenShards
-from training.records.trial import Trial, TrialMeasured, Trials, read_trials
+from training.records.trial import MEASURED, Trial, TrialMeasured, Trials, read_trials
 
 # A rank's memory as a machine that is short of it has it: allocations beyond the limit fail. Resident memory of these
 # ranks is 2.1 GiB at micro-batch 64, 1.4 at 32, of which 1.0 are torch's and transformers' own.
@@ -89,6 +89,41 @@ def test_a_plan_is_confirmed_once_for_its_layout() -> None:
     assert not record.confirm(plan.model_copy(update={"micro_batches": (4, 4)}))
     assert not record.confirm(plan.model_copy(update={"strategy": "fsdp"}))
     assert "micro-batch 2 fits, 3 steps and a validation took 1.25 GiB on rank 1" in str(fits)
+
+
+@pytest.mark.parametrize("fits_at_once", [True, False])
+def test_a_host_lost_in_a_trial_leaves_the_plan_of_the_others(
+    fits_at_once: bool, tiny_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launch replaces plan.json; the trial's record and the plan that trains are of the hosts that are left."""
+    monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = tiny_config(train__micro_batch=0, train__micro_batch_trial="always", parallel__strategy="ddp")
+    machines = inventory(1, 1)
+    left = Inventory(hosts=machines.hosts[1:])
+    launches = []
+
+    def launch(module: str, *, plan: RunPlan, run_dir: Path) -> None:
+        launches.append(module)
+        tried = planning.replan(run_dir, inventory=left, why="the first host was lost")
+        if len(launches) == 1 and not fits_at_once:
+            raise RunFailed("no memory", cause="out of memory", detail="rank 0")
+        TrialMeasured(step_s=0.1, peak_gib=(1.0,) * tried.world_size).write(run_dir / MEASURED)
+
+    monkeypatch.setattr(batch_size_trial.programs, "run_program", launch)
+    with tracked(config, run_id="lost", tags={}) as run:
+        shards = TokenShards.read(tiny_shards / "manifest.json")
+        plan = planning.write_plan(config, run=run, inventory=machines, shards=shards, shards_dir=tiny_shards)
+        assert plan.hosts == tuple(host.name for host in machines.hosts)
+        plan = batch_size_trial.confirmed(plan, run=run, inventory=machines)
+        record = read_trials(run.folder) or pytest.fail("no record")
+    assert plan.hosts == (left.hosts[0].name,)
+    assert RunPlan.read(run.folder / "plan.json") == plan
+    assert record.confirm(plan)
+    sizes = [trial.micro_batches for trial in record.trials]
+    assert [len(size) for size in sizes] == [1] * len(launches)
+    assert len(launches) == (1 if fits_at_once else 2)
+    assert fits_at_once or sizes[1] < sizes[0]
 
 
 # Real ranks
