@@ -12,6 +12,7 @@ from tasks.evaluation.report import log_to_mlflow
 from tasks.planning.pretrained import same_words
 from tasks.registry.models import aliases_of
 from tasks.registry.tags import CHAMPION, LOSS_ON, TAG
+from tasks.runs.errors import RunStopped
 from tasks.tracking.client import registry_client
 from training.config.data import DataConfig
 from training.config.evaluation import EvaluationConfig
@@ -50,9 +51,12 @@ def champion_to_measure(plan: RunPlan, shards: TokenShards, *, tracking_uri: str
 def measure(ref: str, plan: RunPlan) -> EvalReport:
     """Evaluate a registered version on the held-out text of `plan`'s run, and tag the version with its loss."""
     subject, nothing_more = find_subject(ref), EvaluationConfig(prompts=())
-    report = evaluate(
-        subject, data=DataConfig(), evaluation=nothing_more, inference=InferenceConfig(), held_out_of=plan
-    )
+    try:
+        report = evaluate(
+            subject, data=DataConfig(), evaluation=nothing_more, inference=InferenceConfig(), held_out_of=plan
+        )
+    except RunStopped:
+        raise RunStopped(f"interrupted: `shardline resume {plan.run_id}` measures the champion again") from None
     log_to_mlflow(report, subject, text=f"held-out text of {plan.run_id}")
     logger.info("champion %s: loss %.4f on this run's %s held-out tokens", ref, report.loss, f"{report.tokens:,}")
     return report

@@ -73,7 +73,9 @@ def run_program(
         raise
     except BaseException:  # Ctrl-C, or the SIGTERM that Prefect turns into an exception
         _stop(process, grace_s=grace_s(plan))
-        raise RunStopped(f"interrupted: `shardline resume {plan.run_id}` goes on from the last checkpoint") from None
+        again = f"`shardline resume {plan.run_id}` goes on from the last checkpoint"
+        again = again if isinstance(plan, RunPlan) else "nothing was kept: evaluate again"
+        raise RunStopped(f"interrupted: {again}") from None
     with log_path.open("rb") as log:
         log.seek(earlier)
         lines = log.read().decode(errors="replace").splitlines()
