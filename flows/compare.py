@@ -33,6 +33,7 @@ from tasks.comparison.picture import draw_comparison
 from tasks.comparison.report import headline, table, write_csv, write_page
 from tasks.comparison.strategies import ComparedStrategy, read_strategies
 from tasks.runs.errors import RunStopped
+from tasks.runs.resume import changes
 from tasks.tracking import mlflow_run
 from tasks.tracking.mlflow_run import TrackedRun, tracked
 from tasks.workspace.paths import command, run_folder, tracking_uri
@@ -163,8 +164,11 @@ def train_child(children: Children, strategy: ComparedStrategy) -> StrategyOutco
     tags = {"mlflow.parentRunId": parent.mlflow_run_id, "shardline.strategy": strategy.name}
     run_id = children.run_id(strategy)
     with reported(run_id), tracked(config, run_id=run_id, tags=links.prefect_tags() | tags) as run:
+        changed = changes(run.folder, config, begun_with=run.begun_with)  # by a resume of the child alone
         inventory = children.inventory(config, run)
-        plan = stages.write_plan(config, inventory, run, shards=children.shards, shards_dir=children.shards_dir)
+        plan = stages.write_plan(
+            config, inventory, run, shards=children.shards, shards_dir=children.shards_dir, changes=changed
+        )
         stages.train(plan, run)
         return StrategyOutcome(outcome="done", run_id=run.run_id, mlflow_run_id=run.mlflow_run_id)
 

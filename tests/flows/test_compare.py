@@ -22,8 +22,9 @@ STRATEGIES = f"ddp,zero2,zero2+tp2,boom={RECKLESS},train.warmup_steps=0"
 
 
 @pytest.fixture(scope="module")
-def user_folder(tmp_path_factory: pytest.TempPathFactory, measured_hardware: Path) -> UserFolder:
-    return UserFolder(tmp_path_factory.mktemp("user"), hardware=measured_hardware)
+def user_folder(tmp_path_factory: pytest.TempPathFactory) -> UserFolder:
+    """Without a hardware.json: the first run measures."""
+    return UserFolder(tmp_path_factory.mktemp("user"))
 
 
 def children(user_folder: UserFolder, parent: Path) -> dict[str, Any]:
