@@ -21,7 +21,8 @@ from training.records.record import Record
 from training.tracking.rows import read_rows
 
 REQUEST = "compare.json"
-PROGRAM_FAILED = re.compile(r"^training\.\w+ failed: (\[rank\d+\]: )?(\w+\.)*(?=\w+:)")  # what precedes a rank's error
+# What precedes a rank's error in the cause of a failure.
+PROGRAM_FAILED = re.compile(r"^training\.[\w.]+ failed: (\[rank\d+\]: )?(\w+\.)*(?=\w+:)")
 
 OutcomeKind = Literal["done", "refused", "stopped", "not run"] | Cause
 

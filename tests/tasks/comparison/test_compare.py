@@ -121,7 +121,8 @@ def test_a_failure_is_a_row_with_its_cause_and_no_figures(folders: dict[str, Pat
     assert (rows["fsdp"].cause, rows["fsdp"].devices, rows["fsdp"].samples_per_s) == ("boom", 2, None)
 
 
-LOST = "training.train failed: [rank1]: training.monitoring.nonfinite.NonFiniteLoss: step 8\nThe last lines of …"
+LOST_IN_TRIAL = "training.trainer.trial failed: [rank1]: torch.OutOfMemoryError: of 80 GiB\nThe last lines of …"
+LOST = "training.train failed: [rank1]: training.runtime.errors.NonFiniteLoss: step 8\nThe last lines of …"
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,7 @@ LOST = "training.train failed: [rank1]: training.monitoring.nonfinite.NonFiniteL
     [
         (ValueError("tp does not fit\nat all"), "refused", "tp does not fit"),
         (RunFailed(LOST, cause="bad loss"), "bad loss", "NonFiniteLoss: step 8"),
+        (RunFailed(LOST_IN_TRIAL, cause="out of memory"), "out of memory", "OutOfMemoryError: of 80 GiB"),
         (RunFailed("the container's memory is used up", cause="out of memory"), "out of memory", "the container's"),
         (RuntimeError("MLflow did not answer"), "error", "MLflow did not answer"),
         (RunStopped("interrupted"), "stopped", "interrupted"),

@@ -137,7 +137,7 @@ def test_a_peer_or_a_network_that_fails_is_worth_another_attempt(error: str, cau
     ("error", "cause"),
     [
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "out of memory"),
-        ("training.monitoring.nonfinite.NonFiniteLoss: step 12: loss nan on rank 3", "bad loss"),
+        ("training.runtime.errors.NonFiniteLoss: step 12: loss nan on rank 3", "bad loss"),
         ("ValueError: the model's lm_head.weight is [256, 32]", "bad config"),
         ("  traceback : Signal 9 (SIGKILL) received by PID 4711", "killed"),
         ("  traceback : Signal 11 (SIGSEGV) received by PID 4711", "error"),
