@@ -116,7 +116,7 @@ def _wait(server: subprocess.Popen[bytes], port: int, log_path: Path) -> None:
 
         def answers_or_ended() -> bool:
             try:
-                return client.get(url).status_code == 200
+                return client.get(url).status_code == 200 or server.poll() is not None
             except httpx.TransportError:
                 return server.poll() is not None
 

@@ -143,9 +143,13 @@ def _reconcile_now() -> None:
 
 def _worker_is_online() -> bool:
     from prefect.client.orchestration import get_client
+    from prefect.exceptions import PrefectException
 
-    with get_client(sync_client=True) as client:
-        workers = client.read_workers_for_work_pool(POOL)
+    try:
+        with get_client(sync_client=True) as client:
+            workers = client.read_workers_for_work_pool(POOL)
+    except (httpx.HTTPError, PrefectException):  # asked again until READY_WITHIN_S
+        return False
     return any(worker.name == worker_name() and worker.status == "ONLINE" for worker in workers)
 
 

@@ -143,7 +143,7 @@ def make_user(name: str, password: str) -> None:
     users = f"{os.environ['MLFLOW_TRACKING_URI']}/api/2.0/mlflow/users"
     with httpx.Client(auth=auth, timeout=REQUEST_S) as client:
         reply = client.post(f"{users}/create", json=body)
-        if reply.is_client_error and reply.json().get("error_code") == "RESOURCE_ALREADY_EXISTS":
+        if reply.is_client_error and "RESOURCE_ALREADY_EXISTS" in reply.text:  # 401 and 403 come as plain text
             reply = client.patch(f"{users}/update-password", json=body)
-    if reply.is_error:
+    if not reply.is_success:
         raise RuntimeError(f"MLflow refused to create its user {name} ({reply.status_code}): {reply.text[:500]}")
