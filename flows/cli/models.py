@@ -144,14 +144,15 @@ def _generate_file(options: argparse.Namespace, opened: Any, model: Any, samplin
 
 
 def _serve(options: argparse.Namespace) -> None:
+    from tasks.workspace.processes import stop_with_parent
+
+    if options.stop_with_parent:  # before the imports below, which take seconds: the parent may be killed meanwhile
+        stop_with_parent()
     from flows.presets import serve_config
     from tasks.serving.server import serve
     from tasks.workspace.paths import home, tracking_uri
-    from tasks.workspace.processes import stop_with_parent
 
     config = serve_config(options.overrides)
-    if options.stop_with_parent:
-        stop_with_parent()
     serve(
         options.model,
         host=options.host,
