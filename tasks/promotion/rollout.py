@@ -74,7 +74,8 @@ def switch(client: MlflowClient, lock: PromotionLock, move: Move) -> Watch:
             logger.warning("no baseline from %s: its counters start at zero", server.url)
     lock.check()
     # A rollback keeps what the version replaced when it was promoted, so that a second rollback goes one further back.
-    if move.kind == "promotion" or REPLACES not in client.get_model_version(name, str(number)).tags:
+    recorded = REPLACES in client.get_model_version(name, str(number)).tags
+    if move.replaces != number and (move.kind == "promotion" or not recorded):
         record_replaced(client, name, number, replaces=move.replaces)
     set_champion(client, name, number)
     if move.kind == "promotion":
