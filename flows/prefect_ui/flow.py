@@ -13,6 +13,7 @@ from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.exceptions import CancelledRun
 from prefect.states import Cancelled
+from prefect.utilities.hashing import file_hash
 from rich.console import Console
 
 from tasks.runs.errors import RunStopped
@@ -41,6 +42,7 @@ def shardline_flow(name: str, *, run_name: str) -> Callable[[Callable[P, R]], Ca
         made = StoppableFlow(
             cancelled_if_stopped,
             name=name,
+            version=file_hash(str(inspect.getsourcefile(function))),  # Prefect would take this file's
             flow_run_name=run_name,
             on_running=[prepare_process],
             validate_parameters=True,

@@ -23,6 +23,12 @@ def test_a_form_of_the_config_becomes_the_config(flow: Flow[..., object]) -> Non
     assert flow.validate_parameters(parameters)["config"] == RunConfig(name="verses")
 
 
+def test_a_flows_version_changes_with_its_own_file() -> None:
+    """People see in Prefect by it which of two runs had other code."""
+    flows = [flow for flow in (pretrain, pretrain_nightly, compare, promote) if isinstance(flow, Flow)]
+    assert len({flow.version for flow in flows}) == 4
+
+
 def test_wrong_parameters_are_refused() -> None:
     assert isinstance(promote, Flow)
     assert promote.validate_parameters({"model": "verses", "version": "3"})["version"] == 3
