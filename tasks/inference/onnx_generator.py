@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,10 +37,10 @@ class Sampling:
     stop: tuple[str, ...] = ()  # before the first of these texts
 
     def __post_init__(self) -> None:
-        if min(self.new_tokens, self.top_k, self.seed) < 0 or not self.temperature >= 0:  # so that NaN is refused too
+        if min(self.new_tokens, self.top_k, self.seed) < 0 or not 0 <= self.temperature < math.inf:  # nor may it be NaN
             raise ValueError(
                 f"new_tokens = {self.new_tokens}, temperature = {self.temperature:g}, top_k = {self.top_k}, "
-                f"seed = {self.seed}: none may be below 0"
+                f"seed = {self.seed}: none may be below 0 or infinite"
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p = {self.top_p:g}: give a probability above 0 and at most 1")

@@ -130,6 +130,12 @@ class TorchRanks:
 
     def _read(self, channel: int) -> None:
         """Distributes what the ranks of a channel send, until it is closed."""
+        try:
+            self._distribute(channel)
+        finally:
+            self._report_death()
+
+    def _distribute(self, channel: int) -> None:
         with suppress(OSError), self.channels[channel].makefile("rb") as lines:
             for line in lines:
                 match read_from_ranks(line):
@@ -146,7 +152,6 @@ class TorchRanks:
                                 tokens.put(token)
                         for request in ended:
                             self._end_text(channel, request, None)
-        self._report_death()
 
     def _end_text(self, channel: int, request: int, error: Exception | None) -> None:
         with self.lock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from training.records.decoding import FromRanks, ToRanks, read_to_ranks, to_line
@@ -43,9 +44,8 @@ class Channel:
 
     def _read(self) -> None:
         try:
-            with self.socket.makefile("rb") as lines:
+            with suppress(OSError), self.socket.makefile("rb") as lines:
                 for line in lines:
                     self._inbox.put(read_to_ranks(line))
-        except OSError:
-            pass
-        self._inbox.put(None)
+        finally:  # also where the owner was killed within a line, which is no message then
+            self._inbox.put(None)

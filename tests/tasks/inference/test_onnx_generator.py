@@ -119,6 +119,12 @@ def test_sampling_follows_the_distribution_of_the_likeliest() -> None:
     assert counts[3] / 4000 == pytest.approx(4 / 7, abs=0.03)
 
 
+@pytest.mark.parametrize("temperature", [-0.1, float("nan"), float("inf")])
+def test_a_temperature_that_is_no_number_of_its_own_is_refused(temperature: float) -> None:
+    with pytest.raises(ValueError, match=r"temperature = .*: none may be below 0 or infinite"):
+        Sampling(temperature=temperature)
+
+
 def test_text_ends_before_a_stop_text_and_none_of_it_is_shown(exported_run: Path) -> None:
     script = [*b"one two twelve", 256]
 
