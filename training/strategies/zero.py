@@ -78,7 +78,11 @@ def _shard_before_it_moves(model: LanguageModel, plan: RankPlan) -> None:
 
 
 class _InForward(nn.Module):
-    """Runs the model, or any method of it, inside a `forward`: only there DeepSpeed's stage 3 gathers weights."""
+    """Runs a method of the model inside a `forward`: only there DeepSpeed's stage 3 gathers weights.
+
+    Stage 3 prefetches weights in the order of the modules that were called last time: the model itself is not among
+    them, so that training and sampling call the same ones.
+    """
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__()
@@ -114,7 +118,7 @@ class Zero:
         losses = []
         for batch in share.batches:
             with phase("forward"):
-                loss = self.engine(self.model, batch.inputs, batch.targets, batch.positions, batch.documents)
+                loss = self.engine(self.model.forward, batch.inputs, batch.targets, batch.positions, batch.documents)
             with phase("backward"):
                 self.engine.backward(loss * (self.dp / share.num_targets), scale_wrt_gas=False)
             with phase("optimizer"):
@@ -132,7 +136,7 @@ class Zero:
         )
 
     def loss(self, batch: Batch) -> Tensor:
-        loss: Tensor = self.engine(self.model, batch.inputs, batch.targets, batch.positions, batch.documents)
+        loss: Tensor = self.engine(self.model.forward, batch.inputs, batch.targets, batch.positions, batch.documents)
         return loss
 
     def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
