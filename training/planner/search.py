@@ -61,9 +61,10 @@ def rank_layouts(config: RunConfig, shape: ModelShape, inventory: Inventory, *, 
     refusals = {mesh: _refusal(config, shape, inventory, mesh) for mesh in meshes}
     cluster = functools.cache(lambda ranks_per_host: cluster_of(inventory, ranks_per_host, precision=precision))
     priced = [
-        price(config, job, layout, cluster(ranks_per_host(config, inventory, mesh)))
+        price(config, job, layout, mesh_cluster)
         for mesh in meshes
         if refusals[mesh] is None
+        for mesh_cluster in [cluster(ranks_per_host(config, inventory, mesh))]
         for layout in _layouts(config, inventory, mesh)
     ]
     fitting = [each for each in priced if each.fits]

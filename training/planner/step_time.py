@@ -112,7 +112,7 @@ def _selective_recompute(job: Job, model: CostModel, layer: Pass) -> Pass:
     kept = model.program.kept
     scores = kept.scores * job.shape.heads * job.context
     share = scores / max(1.0, kept.bytes_per_token(job, 1, sequence_parallel=False))
-    return Pass(0, layer.attention, share * layer.memory, layer.ops)
+    return Pass(0, layer.attention, share * layer.memory, layer.ops / 4)
 
 
 def _makes_gradient(model: CostModel) -> bool:
