@@ -18,6 +18,7 @@ import pytest
 from tasks.workspace.processes import local_process
 from tests.support.ranks import losses, run_ranks
 from tests.support.user_folder import DEADLINE_S, UserFolder, wait_for_step
+from training.records.plan import RunPlan
 from training.records.record import sha256_file
 from training.records.train_result import TrainResult, train_failure
 
@@ -156,6 +157,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], di
         if not plan_path.exists():
             shutil.copy(run_dir / "plan.json", plan_path)
             run_ranks(plan_path)
+        one, other = (RunPlan.read(path) for path in (plan_path, run_dir / "plan.json"))
+        own = {"run_id": other.run_id, "mlflow_run_id": other.mlflow_run_id}
+        assert one.model_copy(update=own) == other, "nothing of the plan hangs on how a run was stopped"
+        assert not list(run_dir.glob("plan-*.json")), "nor did a resume replace it"
         return losses(plan_path)
 
     return train

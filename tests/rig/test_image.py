@@ -15,7 +15,7 @@ import pytest
 
 from infra import containers, images
 from infra.containers import ATTEMPT, RUN, Bind, Job
-from infra.hosts import HostClient, HostError, connect, on_all
+from infra.hosts import DockerHost, HostClient, HostError, connect, on_all
 from tests.support.rig.image_tier import proxy, registry, write_base
 from tests.support.rig.rig import Rig
 from training.records.node import NodeEnd, NodeTask
@@ -145,7 +145,7 @@ def test_the_image_goes_through_a_registry_onto_two_hosts_and_trains(
     assert TrainResult.read(run_dir / "result.json").step == STEPS
 
 
-def pulled(host: containers.DockerHost, image: str) -> images.Identity:
+def pulled(host: DockerHost, image: str) -> images.Identity:
     with closing(connect(host, timeout_s=LONG_S)) as client:
         return images.pull(client, image)
 

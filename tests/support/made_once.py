@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callabl
     with (folder.parent / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (done := folder.parent / f"{name}.done").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a try that failed
             folder.mkdir()
             make(folder)
             done.touch()

@@ -35,8 +35,7 @@ class CheckpointConfig(Section):
         3,
         ge=1,
         le=1000,
-        description="Number of checkpoints in a row that may fail to be written, each after retries, before the run "
-        "fails.",
+        description="Number of attempts to write a checkpoint, after which the run fails.",
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from pydantic import ValidationError
+
 from training.config.parallel import StrategyName
 from training.records.plan import RankPlan, RunPlan
 from training.records.train_result import TrainResult
@@ -65,4 +67,7 @@ def read_evaluation_plan(path: Path) -> EvaluationPlan:
     result = path.with_name("result.json")
     if result.exists():
         return EvaluationPlan.of_run(RunPlan.read(path), TrainResult.read(result))
-    return EvaluationPlan.read(path)
+    try:
+        return EvaluationPlan.read(path)
+    except ValidationError:
+        raise ValueError(f"{path} is no evaluation's plan, nor a trained run's: there is no {result}") from None

@@ -66,6 +66,7 @@ def test_two_ranks_measure_themselves_and_the_link_between_them(tmp_path: Path) 
     for device in measured.devices:
         assert device.kind == "cpu"
         assert device.matmul_tflops.keys() == {"fp32", "bf16"}
+        # bf16 is emulated here, and two ranks share the cores with other tests: 0.0003 was seen
         assert all(0.00005 < rate < 10 for rate in device.matmul_tflops.values())
         assert 0.3 < device.memory_gb_per_s < 1000
 
