@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.made_once import made_once
+from tests.support.measured_hardware import measure
 from tests.support.tiny_run import exported_tiny_run
 from tests.support.tiny_shards import plan_tiny_run, write_tiny_shards
 
@@ -47,6 +48,12 @@ def make_run(tiny_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
         return plan_tiny_run(folder / name, shards_dir=tiny_shards, ranks=ranks, **overrides)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def measured_hardware(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hardware.json of this machine with two CPU ranks."""
+    return made_once(tmp_path_factory, "hardware", measure) / "hardware.json"
 
 
 @pytest.fixture(scope="session")

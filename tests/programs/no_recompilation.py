@@ -1,7 +1,11 @@
-"""A training program that compiles, and after its warm-up fails on anything that would compile again."""
+"""A training program that compiles, and after its warm-up fails on anything that would compile again.
+
+It writes its losses, of training and validation in turns, to losses.json.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -24,15 +28,20 @@ def main(plan_path: Path) -> None:
         dp = mesh["dp"]
         loader = Loader(plan, dp_rank=dp.get_local_rank(), device=rank.device)
 
+        losses: list[float] = []
+
         def step_and_validate(step: int) -> None:
             model.train()
-            strategy.step(loader.share(step), learning_rate=1e-3)
+            stats = strategy.step(loader.share(step), learning_rate=1e-3)
+            losses.append(stats.loss_sum.item() / stats.num_targets)
             model.eval()
             with torch.no_grad():
                 for batch in held_out(plan, rank=dp.get_local_rank(), world_size=dp.size(), device=rank.device):
-                    strategy.loss(batch)
+                    losses.append(strategy.loss(batch).item())
 
         step_and_validate(0)
         torch.compiler.set_stance("fail_on_recompile")
         for step in range(1, plan.steps):
             step_and_validate(step)
+        if dp.get_local_rank() == 0:
+            plan_path.with_name("losses.json").write_text(json.dumps(losses))

@@ -232,7 +232,7 @@ if __name__ == "__main__":
 
 
 def test_a_killed_run_is_taken_up_and_gives_the_same_bytes(tmp_path: Path) -> None:
-    source = write_json_lines(tmp_path / "a.jsonl", [f"{i} " + "some text, not short. " * 400 for i in range(700)])
+    source = write_json_lines(tmp_path / "a.jsonl", [f"{i} " + "some text, not short. " * 400 for i in range(350)])
     program = tmp_path / "blocked.py"
     program.write_text(textwrap.dedent(BLOCKED))
     config = {"path": str(source), "shard_mib": 1, "processes": 2, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
@@ -256,4 +256,4 @@ def test_a_killed_run_is_taken_up_and_gives_the_same_bytes(tmp_path: Path) -> No
     assert shards == expected
     assert contents(resumed) == contents(undisturbed)
     assert {path: path.stat().st_mtime_ns for path in finished_before} == finished_before
-    assert len(shards.shards) >= 12
+    assert len(shards.shards) >= 6

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.tiny_run import VOCAB
 from training.exports.onnx_graphs import save_graphs
 from training.exports.onnx_session import Decoding, decoded_logits, forward_logits, open_session
 from training.exports.parity import torch_logits
@@ -34,10 +35,12 @@ def causal_model(architecture: str, **settings: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    model, folder = causal_model("llama"), tmp_path_factory.mktemp("llama")
-    assert save_graphs(model, folder, causal=True) == {}
-    return model, folder
+def llama(exported_run: Path) -> tuple[Any, Path]:
+    """A model with fewer key than query heads, and the folder of its graphs."""
+    model = AutoModelForCausalLM.from_pretrained(exported_run / "export").eval()
+    assert model.config.num_key_value_heads < model.config.num_attention_heads
+    assert model.config.tie_word_embeddings
+    return model, exported_run / "export"
 
 
 def texts_of(*lengths: int) -> list[np.ndarray]:
@@ -94,7 +97,7 @@ def test_the_graphs_name_their_sizes_as_people_do(llama: tuple[Any, Path]) -> No
     assert shapes["attention_mask"] == ["batch", "past + length"]
     assert shapes["past_key_values.1.value"] == ["batch", 2, "past", 8]
     assert shapes["present.1.value"] == ["batch", 2, "past + length", 8]
-    assert shapes["logits"] == ["batch", "length", 97]
+    assert shapes["logits"] == ["batch", "length", VOCAB]
 
 
 @pytest.mark.slow

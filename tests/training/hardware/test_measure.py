@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tasks.hardware.machine import driver_gpus
+from tasks.hardware.measure import HardwareCache
 from training.measure import DTYPES, product
 from training.records.inventory import Measured
 
@@ -57,8 +58,9 @@ def test_one_rank_agrees_with_an_independent_timing(tmp_path: Path) -> None:
 
 
 @on_cpu
-def test_two_ranks_measure_themselves_and_the_link_between_them(tmp_path: Path) -> None:
-    measured = measure(tmp_path / "two.json", ranks=2, threads=1)
+def test_two_ranks_measure_themselves_and_the_link_between_them(measured_hardware: Path) -> None:
+    (entry,) = HardwareCache.read(measured_hardware).entries
+    measured = entry.measured
     assert len(measured.devices) == 2
     assert 0.01 < measured.allreduce_gb_per_s < 200
     assert 1 < measured.allreduce_latency_us < 1e6
