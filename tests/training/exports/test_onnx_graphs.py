@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,17 @@ def causal_model(architecture: str, **settings: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def llama(exported_run: Path) -> tuple[Any, Path]:
-    """A model with fewer key than query heads, and the folder of its graphs."""
-    model = AutoModelForCausalLM.from_pretrained(exported_run / "export").eval()
+def llama(exported_run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A model with fewer key than query heads, and the folder of its graphs.
+
+    A copy: files that other tests have registered have several links, which onnx.checker takes for an attack.
+    """
+    folder = tmp_path_factory.mktemp("llama") / "export"
+    shutil.copytree(exported_run / "export", folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
     assert model.config.num_key_value_heads < model.config.num_attention_heads
     assert model.config.tie_word_embeddings
-    return model, exported_run / "export"
+    return model, folder
 
 
 def texts_of(*lengths: int) -> list[np.ndarray]:
