@@ -41,8 +41,12 @@ def add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _pretrain(options: argparse.Namespace) -> int:
     from flows.presets import load_config
+    from tasks.data.sources import check_path
 
-    return _run_pretrain(load_config(options.preset, options.overrides), run_id="", as_json=options.json)
+    config = load_config(options.preset, options.overrides)
+    if not config.trainer.given:
+        check_path(config.data)  # at once, before any server is started
+    return _run_pretrain(config, run_id="", as_json=options.json)
 
 
 def _resume(options: argparse.Namespace) -> int:

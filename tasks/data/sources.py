@@ -85,22 +85,28 @@ class Source:
 
 def find_sources(data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
     """The sources of `data.path`, sorted by name. Raises ValueError if there are none or one cannot be read."""
-    if not data.path:
-        raise ValueError(
-            "data.path is empty: set data.path=FILE_OR_FOLDER, data.path=stdlib or data.path=hub:OWNER/NAME"
-        )
+    check_path(data)
     if data.path.startswith("hub:"):
         return [_hub_source(data)]
     if data.path == "stdlib":
         return _hashed(_stdlib_files(skipped), skipped)
     path = Path(data.path).expanduser()
+    return _hashed(_folder_files(path, skipped) if path.is_dir() else [(path.name, path)], skipped)
+
+
+def check_path(data: DataConfig) -> None:
+    """Raises ValueError if `data.path` is empty, or there is no such file or folder."""
+    if not data.path:
+        raise ValueError(
+            "data.path is empty: set data.path=FILE_OR_FOLDER, data.path=stdlib or data.path=hub:OWNER/NAME"
+        )
+    if data.path.startswith("hub:") or data.path == "stdlib":
+        return
+    path = Path(data.path).expanduser()
     if not path.exists():
         raise ValueError(f"data.path={data.path} does not exist (looked for {path.absolute()}): mend the path")
-    if path.is_dir():
-        return _hashed(_folder_files(path, skipped), skipped)
-    if not path.is_file():
+    if not path.is_dir() and not path.is_file():
         raise ValueError(f"data.path={data.path} is neither a file nor a folder: give one of them")
-    return _hashed([(path.name, path)], skipped)
 
 
 def _hashed(files: list[tuple[str, Path]], skipped: SkippedDocuments) -> list[Source]:

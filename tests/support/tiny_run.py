@@ -59,14 +59,14 @@ def byte_shards(folder: Path, *, text: str = TEXT, fingerprint: str = "a" * 64) 
     return folder
 
 
-def tiny_run(folder: Path, *, architecture: str = "llama", **export: Any) -> Path:
+def tiny_run(folder: Path, *, architecture: str = "llama", layers: int = 2, **export: Any) -> Path:
     """runs/ID after training and evaluation, before export; random weights from seed 0."""
     shards = byte_shards(folder.parent / f"shards-{folder.name}")
     config = RunConfig.model_validate(
         {
             "name": "tiny",
             "data": {"path": "stdlib", "tokenizer": {"kind": "bytes"}},
-            "model": {"architecture": architecture, "layers": 2, "width": 32, "heads": 4, "kv_heads": 2},
+            "model": {"architecture": architecture, "layers": layers, "width": 32, "heads": 4, "kv_heads": 2},
             "train": {"steps": 8, "context": 32, "global_batch": 8, "seed": 0, "warmup_steps": 2},
             "parallel": {"strategy": "single", "precision": "fp32"},
             "export": {"latency_seconds": 0, **export},
@@ -136,11 +136,11 @@ def export_by_program(run_dir: Path) -> subprocess.CompletedProcess[str]:
 def exported_tiny_run(folder: Path, *, architecture: str) -> None:
     """A tiny run with its export. A Llama's is made by the program, as the flow does it, over one of other weights.
 
-    What the program prints is beside the run, in stdout and stderr.
+    What the program prints is beside the run, in stdout and stderr. The others have one layer: tracing takes long.
     """
     from training.export import export_run
 
-    tiny_run(folder, architecture=architecture)
+    tiny_run(folder, architecture=architecture, layers=2 if architecture == "llama" else 1)
     if architecture != "llama":
         export_run(folder)
         return

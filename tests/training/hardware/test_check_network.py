@@ -9,21 +9,29 @@ from pathlib import Path
 import pytest
 
 from tasks.workspace.processes import free_port
-from tests.support.ranks import rank_env
+from tests.support.ranks import Ranks, rank_env
 from tests.support.repository import REPO
 from training.records.node import CollectiveReport
 
 NODES = (2, 1, 1)  # ranks of each
 
 
-def run_nodes(out: Path, *, program: tuple[str, ...], nodes: tuple[int, ...] = NODES) -> list[tuple[int, str]]:
-    """Exit code and output of each node."""
+def run_nodes(out: Path) -> list[tuple[int, str]]:
+    """Exit code and output of each of NODES."""
     port = free_port()
     processes = []
-    for rank, ranks in enumerate(nodes):
-        options = ["--nnodes", len(nodes), "--node-rank", rank, "--nproc-per-node", ranks]
+    for rank, ranks in enumerate(NODES):
+        options = ["--nnodes", len(NODES), "--node-rank", rank, "--nproc-per-node", ranks]
         options += ["--master-addr", "127.0.0.1", "--master-port", port, "--local-addr", "127.0.0.1"]
-        command = [sys.executable, "-m", "torch.distributed.run", *map(str, options), *program, str(out)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *map(str, options),
+            "-m",
+            "training.hardware.check_network",
+            str(out),
+        ]
         env = rank_env() | {"SHARDLINE_HOST": f"host{rank}"}
         processes.append(
             subprocess.Popen(command, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -35,7 +43,7 @@ def run_nodes(out: Path, *, program: tuple[str, ...], nodes: tuple[int, ...] = N
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> CollectiveReport:
     out = tmp_path_factory.mktemp("collective") / "report.json"
-    for code, output in run_nodes(out, program=("-m", "training.hardware.check_network")):
+    for code, output in run_nodes(out):
         assert code == 0, output
     return CollectiveReport.read(out)
 
@@ -62,26 +70,10 @@ def test_every_two_hosts_are_a_pair_once_the_slowest_first(report: CollectiveRep
     assert all(pair.gb_s > 0 and 0 < pair.latency_s < 1 for pair in report.pairs)
 
 
-BROKEN = """
-import sys, torch.distributed as dist
-from pathlib import Path
-from training.hardware import check_network
-add = dist.all_reduce
-def all_reduce(tensor, *arguments, **named):
-    work = add(tensor, *arguments, **named)
-    if dist.get_rank() == 1 and tensor.numel() == 2**18:
-        tensor[1000] += 1
-    return work
-dist.all_reduce = all_reduce
-check_network.main(Path(sys.argv[1]))
-"""
-
-
 def test_one_wrong_addend_is_found_and_its_rank_named(tmp_path: Path) -> None:
     """A rank whose memory lost a bit, planted."""
-    (tmp_path / "broken.py").write_text(BROKEN)
     out = tmp_path / "report.json"
-    (code, output), *_ = run_nodes(out, program=(str(tmp_path / "broken.py"),), nodes=(2,))
-    assert code == 1
-    assert "all-reduce gave wrong sums on ranks [1]" in output
+    ranks = Ranks(out, program="tests.programs.wrong_sum", ranks=2)
+    assert 1 in ranks.wait(end_others=False)
+    assert "all-reduce gave wrong sums on ranks [1]" in ranks.log()
     assert CollectiveReport.read(out).wrong_ranks == (1,)
