@@ -141,6 +141,7 @@ def flows_at_once(servers: Servers, *, flows: int, rows: int) -> AtOnce:
     counted = [servers.rows(run, written=rows) for run in whole]
     stalls = [json.loads(path.read_text()) for path in servers.home.glob(f"{NAME}-*/{STALLS}")]
     begun, finished = [_time(run["start_time"]) for run in ended], [_time(run["end_time"]) for run in ended]
+    assert whole, f"none of {flows} flow runs ended within {rows / 20 + 300:.0f} s"
     return AtOnce(
         runs_lost=flows - len(whole),
         rows_lost=sum(lost for lost, _ in counted),

@@ -15,6 +15,7 @@ import httpx
 
 from benchmarks.metric_writers import METRICS
 from flows.servers.deploy import POOL
+from tasks.workspace.wait import until
 from tests.support.local_servers import FINAL, LocalServers
 from tests.support.user_folder import UserFolder
 
@@ -60,14 +61,14 @@ class Servers(LocalServers):
         self.prefect("/deployments/", known | pool)
 
     def ended(self, flow_runs: list[str], *, timeout_s: float) -> list[dict[str, Any]]:
-        """Wait until all flow runs have ended, or the time is over; return them in the order of their starts."""
-        deadline = time.monotonic() + timeout_s
+        """Wait until all flow runs have ended, or the time is over; return the ended ones, the first started first."""
         wanted = {"flow_runs": {"id": {"any_": flow_runs}}, "sort": "START_TIME_ASC"}
-        while True:
-            runs: list[dict[str, Any]] = self.prefect("/flow_runs/filter", wanted)
-            if all(run["state_type"] in FINAL for run in runs) or time.monotonic() > deadline:
-                return runs
-            time.sleep(POLL_S)
+
+        def ended() -> list[dict[str, Any]]:
+            return [run for run in self.prefect("/flow_runs/filter", wanted) if run["state_type"] in FINAL]
+
+        until(lambda: len(ended()) == len(flow_runs), timeout_s=timeout_s, every_s=POLL_S)
+        return ended()
 
     def mlflow_runs(self, experiment: str) -> dict[str, tuple[str, str]]:
         """Return flow run -> (MLflow run, its status), from MLflow's database."""
