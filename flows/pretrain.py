@@ -13,7 +13,7 @@ from flows.stages.crashed_runs import reconcile_statuses
 from flows.stages.custom_program import train_by_program
 from flows.stages.report import report, reported
 from flows.stages.stage import timed
-from tasks.planning.custom_program import TrainerOutcome
+from tasks.planning.custom_program import CustomProgramOutcome
 from tasks.reports.outcome import Outcome
 from tasks.tracking.mlflow_run import tracked
 from training.config.run import RunConfig
@@ -23,7 +23,7 @@ from training.records.plan import RunPlan
 @shardline_flow("Pretrain", run_name="{config.name}")
 def pretrain(
     config: RunConfig, dry_run: bool = False, run_id: str = "", force: bool = False
-) -> Outcome | TrainerOutcome | RunPlan:
+) -> Outcome | CustomProgramOutcome | RunPlan:
     """Train, evaluate, export, register and promote a language model.
 
     config: what to train, on what, how. dry_run: plan only. run_id: resume this run; force: however `config` changed.

@@ -148,7 +148,7 @@ def finish(client: HostClient, container: str, *, timeout_s: float) -> Output:
         while code is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
             now = state(client, container)
-            if now is None:  # swept by another launcher
+            if now is None:  # another launcher has removed it
                 name = client.host.name
                 raise HostError(f"{name}: somebody removed our container while it ran: try again", hosts=(name,))
             code = None if now.running or now.status == "created" else now.exit_code

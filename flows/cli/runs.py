@@ -66,7 +66,7 @@ def _run_pretrain(config: Any, *, run_id: str, force: bool = False, as_json: boo
 
     wait = start_servers()
     from flows.pretrain import pretrain
-    from tasks.planning.custom_program import TrainerOutcome
+    from tasks.planning.custom_program import CustomProgramOutcome
     from tasks.reports.outcome import Outcome, outcome_rows
 
     wait()
@@ -74,10 +74,10 @@ def _run_pretrain(config: Any, *, run_id: str, force: bool = False, as_json: boo
     if as_json:
         print(outcome.model_dump_json())
         return DONE
-    if isinstance(outcome, TrainerOutcome):
-        from flows.stages.custom_program import trainer_rows
+    if isinstance(outcome, CustomProgramOutcome):
+        from flows.stages.custom_program import custom_program_rows
 
-        print_pairs(f"run {outcome.run_id} is done", trainer_rows(outcome))
+        print_pairs(f"run {outcome.run_id} is done", custom_program_rows(outcome))
         return DONE
     assert isinstance(outcome, Outcome), "a plan only of a dry run"
     if outcome.generated:

@@ -8,24 +8,24 @@ from flows.prefect_ui.artifacts import show_pairs
 from flows.prefect_ui.links import open_mlflow
 from flows.stages import training as stages
 from flows.stages.stage import stage, stage_seconds, timed
-from tasks.launch.custom_program import run_trainer
+from tasks.launch.custom_program import run_custom_program
 from tasks.launch.docker_hosts import attempts_of
-from tasks.planning.custom_program import SKIPPED, TrainerOutcome, check_trainer, place
-from tasks.tracking import client as mlflow_run_client
+from tasks.planning.custom_program import SKIPPED, CustomProgramOutcome, check_custom_program, plan_custom_program
+from tasks.tracking import client as mlflow_client
 from tasks.tracking import mlflow_run
 from tasks.tracking.mlflow_run import TrackedRun
 from training.config.run import RunConfig
-from training.records.plan import TrainerPlan
+from training.records.plan import CustomProgramPlan
 
 logger = logging.getLogger(__name__)
 
 
-def train_by_program(config: RunConfig, run: TrackedRun) -> TrainerOutcome:
-    """Check hardware, place ranks, run the program; its results are where it wrote them. Raises as run_trainer."""
-    check_trainer(config)
+def train_by_program(config: RunConfig, run: TrackedRun) -> CustomProgramOutcome:
+    """Check hardware, plan ranks, run the program; its results are where it wrote them. Raises as it does."""
+    check_custom_program(config)
     inventory = stages.hardware(config, run)
-    name = mlflow_run_client.connect().get_experiment(run.experiment_id).name
-    plan = place(
+    name = mlflow_client.connect().get_experiment(run.experiment_id).name
+    plan = plan_custom_program(
         config,
         inventory,
         run_id=run.run_id,
@@ -36,15 +36,15 @@ def train_by_program(config: RunConfig, run: TrackedRun) -> TrainerOutcome:
 
 
 @stage("Train")
-def train(plan: TrainerPlan, run: TrackedRun) -> TrainerOutcome:
+def train(plan: CustomProgramPlan, run: TrackedRun) -> CustomProgramOutcome:
     with timed(run, "train"):
         try:
-            run_trainer(plan, run_dir=run.folder)
+            run_custom_program(plan, run_dir=run.folder)
         finally:
             stages.log_attempts(run)
-    mlflow_run_client.wait_for_store()
-    logger.info("skipped, as they belong to Shardline's own training: %s", ", ".join(SKIPPED))
-    outcome = TrainerOutcome(
+    mlflow_client.wait_for_store()
+    logger.info("skipped, as stages of Shardline's own training: %s", ", ".join(SKIPPED))
+    outcome = CustomProgramOutcome(
         run_id=run.run_id,
         mlflow_run_id=run.mlflow_run_id,
         program=plan.program,
@@ -57,15 +57,15 @@ def train(plan: TrainerPlan, run: TrackedRun) -> TrainerOutcome:
     )
     outcome.write(run.folder / "outcome.json")
     mlflow_run.log_files(run, run.folder / "outcome.json")
-    client = mlflow_run_client.connect()
+    client = mlflow_client.connect()
     client.update_run(run.mlflow_run_id, name=run.run_id)  # programs may have given it a name of theirs
     client.set_tag(run.mlflow_run_id, "shardline.trainer", plan.program)
     client.set_tag(run.mlflow_run_id, "shardline.skipped", ", ".join(SKIPPED))
-    show_pairs(trainer_rows(outcome), key="outcome", description="What the run came to")
+    show_pairs(custom_program_rows(outcome), key="outcome", description="What the run came to")
     return outcome
 
 
-def trainer_rows(outcome: TrainerOutcome) -> list[tuple[str, str]]:
+def custom_program_rows(outcome: CustomProgramOutcome) -> list[tuple[str, str]]:
     return [
         ("run", outcome.run_id),
         ("program", " ".join((outcome.program, *outcome.args))),

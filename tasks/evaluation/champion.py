@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tasks.evaluation.evaluate import evaluate, find_subject
 from tasks.evaluation.report import log_to_mlflow
-from tasks.planning.pretrained import same_words
+from tasks.planning.pretrained import same_vocabulary
 from tasks.registry.models import aliases_of
 from tasks.registry.tags import CHAMPION, LOSS_ON, TAG
 from tasks.runs.errors import RunStopped
@@ -39,7 +39,7 @@ def champion_to_measure(plan: RunPlan, shards: TokenShards, *, tracking_uri: str
         return ""
     ref = f"{name}/{champion.version}"
     theirs = find_subject(ref).tokenizer / "tokenizer.json"
-    if not same_words(Path(plan.shards_dir) / "tokenizer" / "tokenizer.json", theirs):
+    if not same_vocabulary(Path(plan.shards_dir) / "tokenizer" / "tokenizer.json", theirs):
         logger.info("the champion %s has another tokenizer: their losses per token cannot be compared", ref)
         return ""
     if importlib.util.find_spec("torch") is None:

@@ -344,7 +344,7 @@ def new_folder(attempts: Path) -> Path:
     return folder
 
 
-def sweep(
+def remove_containers(
     hosts: Sequence[DockerHost], run_id: str, run_dir: Path, *, grace_s: float = 0.0, timeout_s: float = ANSWER_S
 ) -> dict[str, HostError]:
     """Fencing: remove all containers of the run from every host; with `grace_s`, ranks save a checkpoint first.
@@ -361,7 +361,7 @@ def sweep(
                 for container in running:
                     containers.stop(client, container.id, grace_s=grace_s)
 
-    def sweep_on(host: DockerHost) -> int:
+    def remove_on(host: DockerHost) -> int:
         with closing(connect(host, timeout_s=timeout_s)) as client:
             found = containers.find(client, run=run_id)
             for container in found:
@@ -374,8 +374,8 @@ def sweep(
                 lease.with_name(ASKED).touch()
         on_each(hosts, stop_on)
     withdraw_leases(run_dir)  # before the containers: their launcher, if it lives, is to know why
-    swept = on_each(hosts, sweep_on)
-    for name, found in swept.items():
+    removed = on_each(hosts, remove_on)
+    for name, found in removed.items():
         if not isinstance(found, HostError) and found:
             logger.warning("%s: removed %d containers of an earlier attempt at %s", name, found, run_id)
-    return {name: result for name, result in swept.items() if isinstance(result, HostError)}
+    return {name: result for name, result in removed.items() if isinstance(result, HostError)}

@@ -11,7 +11,7 @@ from tasks.hardware.hosts import docker_hosts, read_hosts, slots
 from tasks.hardware.measure_hosts import measure_hosts, with_network
 from tasks.hardware.preflight import HostFacts, HostsNotReady, check_hosts
 from tasks.launch import nsight
-from tasks.launch.attempt import Attempt, Program, new_folder, sweep
+from tasks.launch.attempt import Attempt, Program, new_folder, remove_containers
 from tasks.launch.local import grace_s
 from tasks.launch.rank_environment import give_to_ranks
 from tasks.runs.folder import read_plan
@@ -55,7 +55,7 @@ def prepare_hosts(config: RunConfig, *, run_dir: Path) -> Inventory:
 
 def stop_earlier_containers(hosts: Sequence[DockerHost], *, run_dir: Path) -> None:
     """Stop the run's earlier containers; ranks that outlived their launcher save a checkpoint first."""
-    sweep(hosts, run_dir.name, run_dir, grace_s=grace_s(read_plan(run_dir)))
+    remove_containers(hosts, run_dir.name, run_dir, grace_s=grace_s(read_plan(run_dir)))
 
 
 def measure_network(

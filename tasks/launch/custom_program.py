@@ -20,13 +20,13 @@ from tasks.runs.owner import RanksLauncher
 from tasks.workspace.paths import tracking_uri
 from tasks.workspace.processes import free_port, process_key
 from training.records.node import NodeEnd, NodeTask
-from training.records.plan import TrainerPlan
+from training.records.plan import CustomProgramPlan
 from training.tracking.redaction import without_secrets
 
 logger = logging.getLogger(__name__)
 
 
-def run_trainer(plan: TrainerPlan, *, run_dir: Path) -> None:
+def run_custom_program(plan: CustomProgramPlan, *, run_dir: Path) -> None:
     """Start the program, and again where that can help. A program that is done is not started again.
 
     Raises RunFailed with the cause and the log's last lines, RunStopped if it, or we, were told to stop.
@@ -44,7 +44,7 @@ def is_done(run_dir: Path) -> bool:
     return bool(attempts) and attempts[-1]["ending"]["cause"] == "done"
 
 
-def run_here(plan: TrainerPlan, *, run_dir: Path) -> None:
+def run_here(plan: CustomProgramPlan, *, run_dir: Path) -> None:
     """Run the program once, under the node program that containers run: it ends the ranks if we are killed."""
     end_earlier_attempt(run_dir, grace_s=grace_s(plan))
     folder, began_at, log_path = new_folder(run_dir / "attempts"), now(), run_dir / "logs" / "trainer.log"
@@ -79,7 +79,7 @@ def run_here(plan: TrainerPlan, *, run_dir: Path) -> None:
     _raise(outcome, plan, log_path=log_path)
 
 
-def _task(plan: TrainerPlan, *, folder: Path, run_dir: Path) -> NodeTask:
+def _task(plan: CustomProgramPlan, *, folder: Path, run_dir: Path) -> NodeTask:
     environment = {"GOMP_SPINCOUNT": "1000"} | dict(os.environ)  # why: tasks/launch/local.py
     return NodeTask(
         **plan.command("", run_dir=run_dir),
@@ -99,7 +99,7 @@ def _task(plan: TrainerPlan, *, folder: Path, run_dir: Path) -> NodeTask:
     )
 
 
-def _wait(node: subprocess.Popen[bytes], plan: TrainerPlan) -> None:
+def _wait(node: subprocess.Popen[bytes], plan: CustomProgramPlan) -> None:
     try:
         while node.poll() is None:
             time.sleep(POLL_S)
@@ -112,7 +112,7 @@ def _wait(node: subprocess.Popen[bytes], plan: TrainerPlan) -> None:
         raise RunStopped(f"interrupted: `shardline resume {plan.run_id}` starts {plan.program} again") from None
 
 
-def _outcome(path: Path, plan: TrainerPlan, *, log_path: Path) -> AttemptOutcome:
+def _outcome(path: Path, plan: CustomProgramPlan, *, log_path: Path) -> AttemptOutcome:
     """The outcome by the node's record, or by its output: on a full disk it cannot write a record."""
     end = NodeEnd.read(path) if path.exists() else None
     lines = log_path.read_text(errors="replace").splitlines()[-LAST_LINES:]
@@ -120,7 +120,7 @@ def _outcome(path: Path, plan: TrainerPlan, *, log_path: Path) -> AttemptOutcome
     return classify({plan.hosts[0]: host}, stop_requested=True)  # whoever sends signals here is the user
 
 
-def _raise(outcome: AttemptOutcome, plan: TrainerPlan, *, log_path: Path) -> None:
+def _raise(outcome: AttemptOutcome, plan: CustomProgramPlan, *, log_path: Path) -> None:
     again = f"`shardline resume {plan.run_id}` starts it again"
     if outcome.cause == "stopped":
         raise RunStopped(f"{plan.program}: {outcome.detail}; {again}")

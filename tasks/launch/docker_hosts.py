@@ -1,7 +1,7 @@
 """Runs a program on Docker hosts, and restarts it after failures until it is done or another attempt cannot help.
 
 All ranks are restarted together, from the newest whole checkpoint. Before each attempt nothing of an earlier one may be
-alive on any host that answers (fencing); one that does not answer takes no part until it has been swept.
+alive on any host that answers (fencing); one that does not answer takes no part until its containers are removed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from infra.hosts import DockerHost, HostError
 from tasks.launch import nsight
-from tasks.launch.attempt import Attempt, Program, new_folder, sweep
+from tasks.launch.attempt import Attempt, Program, new_folder, remove_containers
 from tasks.launch.check_hosts import hosts_of
 from tasks.launch.failure import CURES, AttemptOutcome
 from tasks.launch.host_set import choose_hosts
@@ -75,13 +75,13 @@ def run(module: str, *, plan: AnyPlan, run_dir: Path, ranks: int = 0, on_poll: C
     except BaseException:  # Ctrl-C, or the SIGTERM that Prefect turns into an exception
         raise RunStopped(f"interrupted: `shardline resume {plan.run_id}` goes on from the last checkpoint") from None
     finally:
-        attempts.sweep_rest()
+        attempts.remove_remaining()
 
 
 class Attempts:
     """The attempts at one program. `plan` is the one in force: an attempt on other hosts gets a plan for those.
 
-    `unswept`: names of hosts where containers of this run may be left.
+    `hosts_with_leftovers`: names of hosts where containers of this run may be left.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class Attempts:
     ) -> None:
         self.module, self.plan, self.run_dir, self.one_host, self.on_poll = module, plan, run_dir, one_host, on_poll
         self.launch = plan.config.launch
-        self.unswept: set[str] = set()
+        self.hosts_with_leftovers: set[str] = set()
 
     def run_until_done(self) -> None:
         """Raises RunStopped, or RunFailed once another attempt would not help. A new checkpoint resets the count."""
         failures, reached, lost = 0, -1, frozenset[str]()
         while True:
             host_set = choose_hosts(self.plan, run_dir=self.run_dir, one_host=self.one_host, lost=lost)
-            self.plan, self.unswept = host_set.plan, set(host_set.absent)
+            self.plan, self.hosts_with_leftovers = host_set.plan, set(host_set.absent)
             step = last_checkpoint_step(self.run_dir)
             failures, reached = (0, step) if step > reached else (failures, reached)
             attempt = self._attempt(host_set.hosts)
@@ -151,9 +151,9 @@ class Attempts:
             if outcome.cause == "done" and self.module == "training.train" and _stopped_early(self.run_dir):
                 outcome = AttemptOutcome(cause="killed", detail="its ranks were told to stop (SIGTERM), and not by us")
         finally:
-            self.unswept |= set(attempt.left)
+            self.hosts_with_leftovers |= set(attempt.left)
             if attempt.taken:  # what is there now may be the other launcher's
-                self.unswept.clear()
+                self.hosts_with_leftovers.clear()
             record = AttemptRecord(
                 number=int(folder.name),
                 program=self.module,
@@ -197,12 +197,13 @@ class Attempts:
         finally:
             warnings.look(now=True)
 
-    def sweep_rest(self) -> None:
+    def remove_remaining(self) -> None:
         """Remove containers that could not be removed before: their hosts may be back by now."""
-        if not self.unswept:
+        if not self.hosts_with_leftovers:
             return
-        hosts, run_id = [host for host in hosts_of(self.launch) if host.name in self.unswept], self.run_dir.name
-        for name, error in sweep(hosts, run_id, self.run_dir).items():
+        run_id = self.run_dir.name
+        hosts = [host for host in hosts_of(self.launch) if host.name in self.hosts_with_leftovers]
+        for name, error in remove_containers(hosts, run_id, self.run_dir).items():
             cure = "`shardline reap` removes them when the host is back"
             logger.warning("containers of %s may be left on %s: %s (%s)", run_id, name, cure, error)
 

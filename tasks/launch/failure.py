@@ -35,8 +35,10 @@ FIRST_CAUSES = {"out of memory", "bad loss", "lost host", "killed"}  # no other 
 CURES: Mapping[str, str] = {
     "out of memory": "lower train.micro_batch or train.context, spread the state over the ranks "
     "(parallel.strategy=zero2, zero3), or raise the host's memory_gib",
-    "lost host": "see that it is on, and that `docker -H URL info` answers; launch.min_hosts goes on without it",
-    "network": "look at the network between the hosts, and at their `address` and `interface`",
+    "lost host": "check that the host is on and that `docker -H URL info` answers from here; launch.min_hosts lets "
+    "the run continue without it",
+    "network": "check the routes and the firewall between the hosts, and each host's `address` and `interface` "
+    "(`ip -brief address`)",
     "daemon": "see what Docker's log says there (journalctl -u docker)",
     "killed": "something sent SIGKILL or SIGTERM: `dmesg` there tells whether the machine had run out of memory, "
     "`journalctl -u docker` whether it or its daemon was shut down",
@@ -128,7 +130,12 @@ def _outcomes(hosts: Mapping[str, HostStatus], *, stop_requested: bool) -> Itera
         elif host.lost:
             yield _outcome("lost host", name, host, "its daemon does not answer any more")
         elif host.end is not None and host.end.asked == "lease stale":
-            yield _outcome("lost host", name, host, "it did not see our lease renewed: its storage does not answer")
+            yield _outcome(
+                "lost host",
+                name,
+                host,
+                "its ranks no longer saw the lease renewed: its storage does not answer",
+            )
         elif host.unexplained == UNKNOWN:
             yield _outcome("lost host", name, host, "its machine or daemon restarted (exit code 255)")
     for name, host in known.items():

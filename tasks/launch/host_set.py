@@ -10,7 +10,7 @@ from pathlib import Path
 
 from infra.hosts import DockerHost, HostError
 from tasks.hardware.preflight import HostsNotReady, check_hosts
-from tasks.launch.attempt import sweep
+from tasks.launch.attempt import remove_containers
 from tasks.launch.check_hosts import hosts_of
 from tasks.launch.failure import CURES
 from tasks.launch.lease import FENCE_S
@@ -40,9 +40,10 @@ class HostSet:
 def choose_hosts(plan: AnyPlan, *, run_dir: Path, one_host: bool = False, lost: Collection[str] = ()) -> HostSet:
     """Fence all hosts, wait for those that are needed, and plan for those that are ready.
 
-    A host that was away is swept before it is checked, since it may have come back without its storage. A host of the
-    plan that is not needed is waited for too, for launch.lost_after_s: a daemon's restart takes no longer. Not so the
-    `lost` hosts, which were silent for that long already. `one_host`: any single host of the plan is enough.
+    Containers on a host that was away are removed before it is checked, since it may have come back without its
+    storage. A host of the plan that is not needed is waited for too, for launch.lost_after_s: a daemon's restart takes
+    no longer. Not so the `lost` hosts, which were silent for that long already. `one_host`: any single host of the
+    plan is enough.
     Raises RunFailed if too few hosts are ready within launch.wait_s, or if the run does not fit those that are.
     """
     inventory = Inventory.read(run_dir / "inventory.json")
@@ -78,19 +79,22 @@ class _Candidates:
 
     def fence(self) -> None:
         """Remove what is left of earlier attempts from every host; check those that the plan does not know."""
-        self.absent = sweep(self.all, self.plan.run_id, self.run_dir)
+        self.absent = remove_containers(self.all, self.plan.run_id, self.run_dir)
         self._check([host for host in self.measured if host.name not in {*self.plan.hosts, *self.absent}])
 
     def wait(self) -> None:
         """Wait for hosts that are worth it; then until ranks on absent ones have seen that their lease is gone."""
-        longest_s = max(self.launch.wait_s, self.launch.lost_after_s)
+        longest_s, told = max(self.launch.wait_s, self.launch.lost_after_s), list[str]()
         while waited_for := self.needed() or self.perhaps_back():
             if time.monotonic() > self.began_at + longest_s:
-                raise RunFailed(self._too_few(waited_for), cause="lost host")
-            logger.warning("waiting for %s", ", ".join(waited_for))
+                raise RunFailed(self._too_few(waited_for, waited_s=longest_s), cause="lost host")
+            if waited_for != told:
+                reasons = "; ".join(str(self.absent[name]) for name in waited_for)
+                logger.warning("waiting up to %.0f s for %s: %s", longest_s, ", ".join(waited_for), reasons)
+                told = waited_for
             time.sleep(ASK_AGAIN_S)
             asked = [host for host in self.measured if host.name in self.absent]
-            still_absent = sweep(asked, self.plan.run_id, self.run_dir)
+            still_absent = remove_containers(asked, self.plan.run_id, self.run_dir)
             for host in asked:
                 del self.absent[host.name]
             self.absent |= still_absent
@@ -124,10 +128,10 @@ class _Candidates:
                 why, unreachable = f"{name}: {'; '.join(findings)}", name in error.unreachable
                 self.absent[name] = HostError(why, hosts=(name,), unreachable=unreachable)
 
-    def _too_few(self, waited_for: Sequence[str]) -> str:
+    def _too_few(self, waited_for: Sequence[str], *, waited_s: float) -> str:
         needed = self.launch.min_hosts or len(self.plan.hosts)
         return (
-            f"after {self.launch.wait_s:.0f} s of waiting {', '.join(waited_for)} of {len(self.measured)} hosts cannot "
+            f"after {waited_s:.0f} s of waiting {', '.join(waited_for)} of {len(self.measured)} hosts cannot "
             f"take part, {needed} are needed: {'; '.join(str(self.absent[name]) for name in waited_for)}. "
             f"{CURES['lost host'].capitalize()}, launch.wait_s is how long they are waited for; "
             f"`shardline resume {self.plan.run_id}` goes on from the last checkpoint"

@@ -12,7 +12,7 @@ from typing import Literal
 import psutil
 
 from infra.hosts import DockerHost
-from tasks.launch.attempt import sweep
+from tasks.launch.attempt import remove_containers
 from tasks.launch.local import end_earlier_attempt, grace_s
 from tasks.operations.ps import OnHost, ask, hosts_of_run, launcher_of, run_folders
 from tasks.runs.folder import read_plan, steps_done
@@ -64,7 +64,7 @@ def stop(run_id: str) -> Stopped:
     with _held(run_dir):
         seconds = grace_s(read_plan(run_dir))
         end_earlier_attempt(run_dir, grace_s=seconds)
-        silent = sweep(hosts, run_id, run_dir, grace_s=seconds)
+        silent = remove_containers(hosts, run_id, run_dir, grace_s=seconds)
     return Stopped(
         run=run_id,
         by="launcher" if owner is not None else "stop" if left else "",
@@ -144,7 +144,7 @@ def _reap_run(hosts: Sequence[DockerHost], run_id: str) -> bool:
     run_dir = run_folder(run_id)
     try:
         with owned(run_dir) if run_dir.is_dir() else nullcontext():
-            sweep(hosts, run_id, run_dir, grace_s=grace_s(read_plan(run_dir)))
+            remove_containers(hosts, run_id, run_dir, grace_s=grace_s(read_plan(run_dir)))
     except AlreadyOwned:
         return False
     return True

@@ -1,4 +1,4 @@
-"""A training program of the user's in place of ours: whether it can be started, and on which ranks.
+"""A training program of the user's in plan_custom_program of ours: whether it can be started, and on which ranks.
 
 It gets torchrun's environment and the run in MLflow, nothing else of ours: no plan, no shards, no checkpoint to load.
 """
@@ -15,7 +15,7 @@ from tasks.workspace.paths import home, run_folder, tracking_uri
 from training.config.launch import LaunchConfig
 from training.config.run import RunConfig
 from training.records.inventory import Inventory
-from training.records.plan import TRAINER_PLAN, AnyPlan, RunPlan, TrainerPlan
+from training.records.plan import TRAINER_PLAN, AnyPlan, CustomProgramPlan, RunPlan
 from training.records.record import Record
 from training.tracking.redaction import shown
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 SKIPPED = ("tokenize", "plan", "evaluate", "export", "register", "generate")  # data and checkpoints of ours
 
 
-class TrainerOutcome(Record):
+class CustomProgramOutcome(Record):
     """outcome.json: how the run of a user's program ended. `skipped`: the stages that it does not have."""
 
     run_id: str
@@ -41,7 +41,7 @@ class TrainerOutcome(Record):
 # Checks before anything starts
 
 
-def check_trainer(config: RunConfig) -> None:
+def check_custom_program(config: RunConfig) -> None:
     """Raises ValueError for a program that does not exist or could not reach MLflow."""
     trainer, launch = config.trainer, config.launch
     if launch.launcher == "local":
@@ -92,16 +92,16 @@ def is_loopback(name: str) -> bool:
 # The ranks
 
 
-def place(
+def plan_custom_program(
     config: RunConfig, inventory: Inventory, *, run_id: str, mlflow_run_id: str, experiment: tuple[str, str]
-) -> TrainerPlan:
+) -> CustomProgramPlan:
     """Writes trainer.json: a rank for each device, or parallel.ranks of them. `experiment`: its ID and name.
 
     Raises ValueError for more ranks than there are devices.
     """
     layout = ranks_by_host(config, inventory)
     cores = {host.name: host.cores for host in inventory.hosts}
-    plan = TrainerPlan(
+    plan = CustomProgramPlan(
         run_id=run_id,
         config=config,
         hosts=tuple(layout),
@@ -131,13 +131,13 @@ def ranks_by_host(config: RunConfig, inventory: Inventory) -> dict[str, int]:
     return {name: number for name, number in layout.items() if number}
 
 
-def placed(run_dir: Path) -> AnyPlan:
+def read_any_plan(run_dir: Path) -> AnyPlan:
     """The run's latest plan."""
     path = run_dir / TRAINER_PLAN
-    return TrainerPlan.read(path) if path.exists() else RunPlan.read(run_dir / "plan.json")
+    return CustomProgramPlan.read(path) if path.exists() else RunPlan.read(run_dir / "plan.json")
 
 
-def place_again(plan: TrainerPlan, inventory: Inventory) -> TrainerPlan:
+def replan_custom_program(plan: CustomProgramPlan, inventory: Inventory) -> CustomProgramPlan:
     """The plan for the hosts there are now; if they have fewer devices than parallel.ranks, it uses all of them."""
     devices = sum(len(host.devices) for host in inventory.hosts)
     parallel = plan.config.parallel
@@ -147,7 +147,9 @@ def place_again(plan: TrainerPlan, inventory: Inventory) -> TrainerPlan:
     layout = ranks_by_host(config, inventory)
     if layout == dict(zip(plan.hosts, plan.ranks_per_host, strict=True)):
         return plan
-    again = place(config, inventory, run_id=plan.run_id, mlflow_run_id=plan.mlflow_run_id, experiment=experiment)
+    again = plan_custom_program(
+        config, inventory, run_id=plan.run_id, mlflow_run_id=plan.mlflow_run_id, experiment=experiment
+    )
     again = again.model_copy(update={"config": plan.config})
     again.write(run_folder(plan.run_id) / TRAINER_PLAN)
     return again

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tasks.planning.custom_program import place_again
+from tasks.planning.custom_program import replan_custom_program
 from tasks.planning.pretrained import hf_config
 from tasks.runs.folder import read_plan
 from tasks.runs.resume import Change, remember
@@ -15,7 +15,7 @@ from tasks.tracking.mlflow_run import TrackedRun
 from training.config.run import RunConfig
 from training.planner.plan import make_plan
 from training.records.inventory import Inventory
-from training.records.plan import AnyPlan, RunPlan, TrainerPlan
+from training.records.plan import AnyPlan, CustomProgramPlan, RunPlan
 from training.records.token_shards import TokenShards
 from training.records.trial import read_trials
 from training.shards.format import MANIFEST
@@ -128,8 +128,8 @@ def _replanned(
 
 def plan_for_hosts(plan: AnyPlan, inventory: Inventory, *, run_dir: Path, why: str) -> AnyPlan:
     """The plan of the same run for the hosts there are now. Raises ValueError if it cannot run on them."""
-    if isinstance(plan, TrainerPlan):
-        return place_again(plan, inventory)
+    if isinstance(plan, CustomProgramPlan):
+        return replan_custom_program(plan, inventory)
     return replan(run_dir, inventory=inventory, why=why)
 
 

@@ -70,26 +70,26 @@ def check_tokenizer(config: RunConfig, tokenizer: Path | None = None) -> None:
         tokenizer = _file(wanted.path, "tokenizer.json", field="data.tokenizer.path")
     cure = f"use the model's own: data.tokenizer.kind=pretrained data.tokenizer.path={path}"
     if tokenizer is not None:
-        _check_words(tokenizer, theirs, path=path, cure=cure)
+        _check_vocabulary(tokenizer, theirs, path=path, cure=cure)
     elif wanted.kind == "bpe" and wanted.bpe_size < (size := len(_vocabulary(theirs))):
         raise ValueError(
-            f"model.path = {path} was trained with a tokenizer of {size:,} words, which no BPE of {wanted.bpe_size:,} "
+            f"model.path = {path} was trained with a tokenizer of {size:,} tokens, which no BPE of {wanted.bpe_size:,} "
             f"can be: {cure}"
         )
 
 
-def _check_words(ours: Path, theirs: Path, *, path: str, cure: str) -> None:
-    our_words, their_words = _vocabulary(ours), _vocabulary(theirs)
-    if our_words != their_words:
-        number, word = min((number, word) for word, number in our_words.items() ^ their_words.items())
+def _check_vocabulary(ours: Path, theirs: Path, *, path: str, cure: str) -> None:
+    our_vocabulary, their_vocabulary = _vocabulary(ours), _vocabulary(theirs)
+    if our_vocabulary != their_vocabulary:
+        number, word = min((number, word) for word, number in our_vocabulary.items() ^ their_vocabulary.items())
         raise ValueError(
-            f"the corpus's tokenizer has {len(our_words):,} words (sha256 {sha256_file(ours)[:12]}), the one that "
-            f"model.path = {path} was trained with {len(their_words):,} (sha256 {sha256_file(theirs)[:12]}); they "
-            f"differ from token {number}, {word!r}, on: {cure}"
+            f"the corpus's tokenizer has {len(our_vocabulary):,} tokens (sha256 {sha256_file(ours)[:12]}), the one "
+            f"that model.path = {path} was trained with {len(their_vocabulary):,} (sha256 {sha256_file(theirs)[:12]}); "
+            f"they differ from token {number}, {word!r}, on: {cure}"
         )
 
 
-def same_words(one: Path, other: Path) -> bool:
+def same_vocabulary(one: Path, other: Path) -> bool:
     """Whether two tokenizer.json give the same tokens the same IDs, however they were saved."""
     return sha256_file(one) == sha256_file(other) or _vocabulary(one) == _vocabulary(other)
 

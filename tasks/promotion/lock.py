@@ -113,7 +113,8 @@ class PromotionLock:
             )
         for tag in others:
             if tag.state == "holding" or self._goes_first(tag):
-                raise LockLost(f"{tag.who} takes over the lock on {self.name}: {tag.what}")
+                cure = "run the command again when it is done"
+                raise LockLost(f"{tag.who} takes over the lock on {self.name}: {tag.what}; {cure}")
 
     def acquire(self) -> None:
         """Waits for the lock, however long its holder needs."""

@@ -17,7 +17,7 @@ from tasks.promotion.gates import Check, Verdict, check_latency
 from tasks.promotion.journal import Move, begin_move
 from tasks.promotion.judge import Terms, judge_records, note_checks, note_verdict, registered_model, terms_of
 from tasks.promotion.lock import PromotionLock
-from tasks.promotion.servers import baseline, following
+from tasks.promotion.servers import baseline, servers_of_champion
 from tasks.promotion.smoke_test import smoke_test
 from tasks.registry.models import aliases_of, find_version
 from tasks.registry.tags import APPROVED, CHALLENGER, CHAMPION, VERDICT
@@ -187,7 +187,7 @@ def begin(client: MlflowClient, lock: PromotionLock, request: Request, case: Cas
         case = replace(case, champion=champion, checks=checks)
         if not case.passed:
             return refuse(client, request, case)
-    baseline(following(case.model, urls=case.terms.rollout.servers), version=case.version)  # all must answer
+    baseline(servers_of_champion(case.model, urls=case.terms.rollout.servers), version=case.version)  # all must answer
     note_checks(client, version, case.checks)
     lock.check()
     return begin_move(

@@ -18,7 +18,7 @@ from tasks.promotion.judge import (
 )
 from tasks.promotion.lock import PromotionLock, promotion_lock
 from tasks.promotion.rollout import carry_out
-from tasks.promotion.servers import following
+from tasks.promotion.servers import servers_of_champion
 from tasks.registry.models import aliases_of
 from tasks.registry.tags import CHALLENGER, CHAMPION, VERDICT
 from tasks.registry.versions import create_version, existing_version, read_finished_run
@@ -95,5 +95,5 @@ def _needs_promotion(name: str, terms: Terms) -> str:
         return "somebody must approve it"
     if terms.gates.max_p95_ms:
         return "its latency must be measured in a fresh server"
-    urls = [server.url for server in following(name, urls=terms.rollout.servers)]
+    urls = [server.url for server in servers_of_champion(name, urls=terms.rollout.servers)]
     return f"{', '.join(urls)} serves the champion" if urls else ""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from tasks.promotion.journal import Move, begin_move, end_move, history, note_stage, read_move, unfinished
 from tasks.promotion.judge import note_verdict
 from tasks.promotion.lock import LockLost, PromotionLock, promotion_lock
-from tasks.promotion.servers import Counts, OutOfBounds, Watch, baseline, following, wait_for_switch
+from tasks.promotion.servers import Counts, RolloutFailed, Watch, baseline, servers_of_champion, wait_for_switch
 from tasks.registry.models import aliases_of, find_version, replaced_by
 from tasks.registry.tags import CHALLENGER, CHAMPION, REPLACES
 from tasks.tracking.client import registry_client
@@ -47,15 +47,15 @@ def carry_out(client: MlflowClient, lock: PromotionLock, move: Move, *, show: Ca
     """Take a move from the stage that it is in to its end: made and watched, or taken back."""
     try:
         if move.stage == "taking back":
-            raise OutOfBounds("its promotion was interrupted while it was taken back")
+            raise RolloutFailed("its process ended during the automatic rollback")
         watch = switch(client, lock, move)
         if move.kind == "promotion":
             watch_servers(client, lock, move, watch, show=show)
         else:
             end_move(client, move, outcome=f"version {move.version} is champion", well=True)
-    except OutOfBounds as reason:
+    except RolloutFailed as reason:
         if move.kind == "promotion":
-            take_back(client, lock, move, str(reason))
+            undo_promotion(client, lock, move, str(reason))
         else:
             end_move(client, move, outcome=f"version {move.version} is champion, but {reason}", well=False)
     except Superseded as reason:
@@ -64,10 +64,10 @@ def carry_out(client: MlflowClient, lock: PromotionLock, move: Move, *, show: Ca
 
 
 def switch(client: MlflowClient, lock: PromotionLock, move: Move) -> Watch:
-    """Move the alias and wait for the servers. Raises OutOfBounds if a server does not serve the version in time."""
+    """Move the alias and wait for the servers. Raises RolloutFailed if a server does not serve the version in time."""
     name, number = move.model, move.version
     before: dict[str, Counts] = {}
-    for server in following(name, urls=move.rollout.servers):
+    for server in servers_of_champion(name, urls=move.rollout.servers):
         try:
             before |= baseline([server], version=number)
         except ValueError:
@@ -88,9 +88,9 @@ def switch(client: MlflowClient, lock: PromotionLock, move: Move) -> Watch:
 def watch_servers(
     client: MlflowClient, lock: PromotionLock, move: Move, watch: Watch, *, show: Callable[[str], None]
 ) -> None:
-    """Watch for rollout.watch_minutes. Raises OutOfBounds as Watch does, Superseded if somebody moved the alias."""
+    """Watch for rollout.watch_minutes. Raises RolloutFailed as Watch does, Superseded if somebody moved the alias."""
     seconds = 60 * move.rollout.watch_minutes
-    servers = following(move.model, urls=move.rollout.servers)
+    servers = servers_of_champion(move.model, urls=move.rollout.servers)
     if not servers or not seconds:
         reason = "no server follows it" if not servers else "rollout.watch_minutes = 0"
         end_move(client, move, outcome=f"promoted; not watched: {reason}", well=True)
@@ -101,7 +101,7 @@ def watch_servers(
     while time.monotonic() < start + seconds:
         check()
         known = {server.url for server in servers}
-        servers += [server for server in following(move.model) if server.url not in known]
+        servers += [server for server in servers_of_champion(move.model) if server.url not in known]
         counts, step = watch.sample(servers), step + 1
         show(str(counts))
         _log_counts(client, move, counts, step=step)
@@ -159,7 +159,7 @@ def _log_counts(client: MlflowClient, move: Move, counts: Counts, *, step: int) 
         logger.debug("MLflow did not take the counts of the watch (%s)", error)
 
 
-def take_back(client: MlflowClient, lock: PromotionLock, move: Move, why: str) -> None:
+def undo_promotion(client: MlflowClient, lock: PromotionLock, move: Move, why: str) -> None:
     """Make the version before champion again, on the servers too. Waits for MLflow, because they follow its alias."""
     name, number, before = move.model, move.version, move.replaces
     if before is None:
@@ -167,7 +167,7 @@ def take_back(client: MlflowClient, lock: PromotionLock, move: Move, why: str) -
         logger.warning("%s/%d is %s", name, number, text)
         _retry(lambda: end_move(client, move, outcome=text, well=False))
         return
-    logger.warning("%s/%d is taken back, to version %d: %s", name, number, before, why)
+    logger.warning("rolling %s back from version %d to version %d: %s", name, number, before, why)
     text = f"rolled back to version {before}: {why}"
     _retry(lambda: note_stage(client, move, "taking back"))
     _retry(lock.check)
@@ -175,7 +175,7 @@ def take_back(client: MlflowClient, lock: PromotionLock, move: Move, why: str) -
     _retry(lambda: note_verdict(client, name, number, text, by=move.who))
     try:
         wait_for_switch(name, version=before, rollout=move.rollout, check=lambda: None)
-    except OutOfBounds as failure:
+    except RolloutFailed as failure:
         logger.warning("%s", failure)
         text += f"; {failure}"
     _retry(lambda: end_move(client, move, outcome=text, well=False))

@@ -27,7 +27,7 @@ POLL_S = 0.2
 SILENT_S = 30.0  # a server that does not answer for so long, while it is watched, counts as failed
 
 
-class OutOfBounds(Exception):
+class RolloutFailed(Exception):
     """The new version must not stay champion; the message says why."""
 
 
@@ -75,7 +75,7 @@ class Server:
         return reply.raise_for_status()
 
 
-def following(name: str, *, urls: Sequence[str] = ()) -> list[Server]:
+def servers_of_champion(name: str, *, urls: Sequence[str] = ()) -> list[Server]:
     """The servers of this machine that serve NAME's champion, and those of `urls`."""
     found = [server for server in _local_servers(name) if not server.crashed]
     known = {server.url.rstrip("/") for server in found}
@@ -97,19 +97,19 @@ def _local_servers(name: str) -> list[Server]:
 def wait_for_switch(name: str, *, version: int, rollout: RolloutConfig, check: Callable[[], None]) -> None:
     """Wait until every server that follows the champion serves `version`; `check` is called at each poll.
 
-    Raises OutOfBounds if one crashed, or does not serve the version in time.
+    Raises RolloutFailed if one crashed, or does not serve the version in time.
     """
     deadline = time.monotonic() + rollout.switch_timeout_s
-    servers = following(name, urls=rollout.servers)
+    servers = servers_of_champion(name, urls=rollout.servers)
     if servers:
         logger.info("waiting for %s to serve %s/%d", ", ".join(server.url for server in servers), name, version)
     while waiting := [server for server in servers if not server.ended and server.version() != version]:
         for server in waiting:
             if server.crashed:
-                raise OutOfBounds(f"the server at {server.url} died while it loaded version {version}")
+                raise RolloutFailed(f"the server at {server.url} died while it loaded version {version}")
         if time.monotonic() > deadline:
             versions = ", ".join(f"{server.url} ({server.version() or 'no answer'})" for server in waiting)
-            raise OutOfBounds(
+            raise RolloutFailed(
                 f"not all servers served version {version} within {rollout.switch_timeout_s:g} s: {versions}"
             )
         check()
@@ -206,10 +206,10 @@ class Watch:
     answered_at: dict[str, float] = field(default_factory=dict)
 
     def sample(self, servers: Sequence[Server]) -> Counts:
-        """Counts since the switch. Raises OutOfBounds if a server crashed or fell silent, or as `judge` does."""
+        """Counts since the switch. Raises RolloutFailed if a server crashed or fell silent, or as `judge` does."""
         for server in servers:
             if server.crashed:
-                raise OutOfBounds(f"the server at {server.url} died while it served version {self.version}")
+                raise RolloutFailed(f"the server at {server.url} died while it served version {self.version}")
             self._read(server)
         counts = sum((self.latest[url].since(self.before.get(url, Counts())) for url in self.latest), start=Counts())
         self.judge(counts)
@@ -223,17 +223,18 @@ class Watch:
             self.answered_at[server.url] = now
         except httpx.HTTPError as error:
             if not server.ended and now > since + SILENT_S:
-                raise OutOfBounds(f"the server at {server.url} has not answered for {SILENT_S:g} s ({error})") from None
+                silence = f"the server at {server.url} has not answered for {SILENT_S:g} s ({error})"
+                raise RolloutFailed(silence) from None
 
     def judge(self, counts: Counts) -> None:
-        """Raises OutOfBounds if the error rate or the latency of enough requests is out of the rollout's bounds."""
+        """Raises RolloutFailed if the error rate or the latency of enough requests is out of the rollout's bounds."""
         if counts.requests < self.rollout.min_requests:
             return
         since = f"of {counts.requests:.0f} requests since the switch"
         if counts.error_rate > self.rollout.max_error_rate:
-            raise OutOfBounds(
+            raise RolloutFailed(
                 f"{counts.failed:.0f} {since} failed: {counts.error_rate:.1%}, "
                 f"at most {self.rollout.max_error_rate:.1%}"
             )
         if self.rollout.max_p95_ms and counts.p95_ms > self.rollout.max_p95_ms:
-            raise OutOfBounds(f"p95 {counts.p95_ms:.0f} ms {since}, at most {self.rollout.max_p95_ms:g} ms")
+            raise RolloutFailed(f"p95 {counts.p95_ms:.0f} ms {since}, at most {self.rollout.max_p95_ms:g} ms")

@@ -53,7 +53,7 @@ def smoke_test(
             ready_s = time.monotonic() - start
             served = client.get("/health").raise_for_status().json()["version"]
             if served != version:
-                raise SmokeFailed(f"it serves version {served}")
+                raise SmokeFailed(f"the fresh server serves version {served}, not {version}")
             texts = []
             for number in range(requests + 1):
                 sent_at = time.perf_counter()

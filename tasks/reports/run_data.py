@@ -16,7 +16,7 @@ from tasks.runs.history import Event, history
 from tasks.runs.resume import Resumptions, read_resumptions
 from tasks.tracking.mlflow_run import TrackedRun
 from training.config.run import RunConfig
-from training.records.plan import TRAINER_PLAN, RunPlan, TrainerPlan
+from training.records.plan import TRAINER_PLAN, CustomProgramPlan, RunPlan
 from training.records.results import EvalReport, LatencyReport, RegisteredModel
 from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult, train_failure
@@ -42,7 +42,7 @@ class RunData:
     evaluation: EvalReport | None
     latency: LatencyReport | None
     model: RegisteredModel | None
-    program: TrainerPlan | None
+    program: CustomProgramPlan | None
     events: Sequence[Event]
     resumptions: Resumptions
     attempts: Sequence[dict[str, Any]]
@@ -103,7 +103,7 @@ def read_run_data(
         evaluation=EvalReport.read(folder / "eval.json") if (folder / "eval.json").exists() else None,
         latency=LatencyReport.read(latency) if latency.exists() else None,
         model=None if run.begun_with.trainer.given else _registered(folder / "outcome.json"),
-        program=TrainerPlan.read(program) if program.exists() else None,
+        program=CustomProgramPlan.read(program) if program.exists() else None,
         events=history(folder),
         resumptions=read_resumptions(folder),
         attempts=attempts_of(folder),

@@ -152,7 +152,10 @@ def accepted(run_dir: Path, config: RunConfig, *, begun_with: RunConfig, force: 
     found = changes(run_dir, config, begun_with=begun_with)
     breaking = [str(change) for change in found if change.effect == "breaks"]
     if breaking and not force:
-        raise ValueError("with --force the run goes on with other settings than it began with:\n" + "\n".join(breaking))
+        refusal = (
+            "not resumed: by these changes the results differ from a run that never stopped; undo them, or add --force:"
+        )
+        raise ValueError("\n".join([refusal, *breaking]))
     return found
 
 

@@ -67,7 +67,8 @@ def close(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: RunSta
         _report(client, folder, mlflow_run_id, ending)
     except Exception as error:
         why = without_credentials(str(error), uri=tracking_uri())
-        logger.warning("could not report the end of run %s to MLflow (%s): the next start will", folder.name, why)
+        said = "could not report the end of run %s to MLflow (%s): the next run or `shardline reconcile` will"
+        logger.warning(said, folder.name, why)
 
 
 def _report(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: RunStatus) -> None:

@@ -8,7 +8,7 @@ import sys
 from types import FrameType
 
 from tasks.launch import programs
-from tasks.launch.attempt import sweep
+from tasks.launch.attempt import remove_containers
 from tasks.launch.check_hosts import hosts_of
 from tasks.launch.local import grace_s
 from tasks.runs.errors import RunStopped
@@ -25,7 +25,7 @@ def main(run_id: str) -> int:
     try:
         with tracked(plan.config, run_id=run_id, tags={}) as run:
             plan.model_copy(update={"mlflow_run_id": run.mlflow_run_id}).write(folder / "plan.json")
-            sweep(hosts_of(plan.config.launch), run_id, folder, grace_s=grace_s(plan))  # as prepare_hosts does
+            remove_containers(hosts_of(plan.config.launch), run_id, folder, grace_s=grace_s(plan))
             programs.train(RunPlan.read(folder / "plan.json"), run_dir=folder, on_row=lambda row: None)
     except RunStopped as stop:
         print(stop)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.launch.attempt import sweep
+from tasks.launch.attempt import remove_containers
 from tasks.launch.check_hosts import hosts_of
 from tasks.launch.docker_hosts import attempts_of
 from tasks.runs.errors import RunFailed
@@ -164,5 +164,5 @@ def test_a_daemon_that_is_away_when_training_ends_is_not_waited_for(
     assert curve(run_dir) == expected
     assert "may be left on host1: `shardline reap` removes them when the host is back" in caplog.text
     slow_rig.start_daemon(host)
-    assert sweep(hosts_of(launch_of(run_dir)), run_dir.name, run_dir) == {}
+    assert remove_containers(hosts_of(launch_of(run_dir)), run_dir.name, run_dir) == {}
     assert_nothing_is_left(slow_rig)

@@ -42,7 +42,7 @@ class DecodingSequence:
         if not ids or not all(0 <= token < vocab_size for token in ids):
             raise ValueError(
                 f"the prompt has token IDs from {min(ids, default=None)} to {max(ids, default=None)}, the model has "
-                f"{vocab_size} words: folder and tokenizer do not belong together"
+                f"{vocab_size} tokens: take the tokenizer of the model's own folder"
             )
         return cls(
             number=request.number,

@@ -42,7 +42,7 @@ class LanguageModel(nn.Module):
         self.stages: dict[int, list[nn.Module]] = {}  # set by strategies/pipeline.py: own layers by stage
         # Set by strategies/tensor.py, where ranks share matrices and the vocabulary:
         self.cuts: dict[str, Cut] = {}  # by parameter name
-        self.first_word = 0
+        self.first_token_id = 0
         self.tp_group: dist.ProcessGroup | None = None
 
     def forward(
@@ -127,7 +127,7 @@ class LanguageModel(nn.Module):
         if self.tp_group is None:
             return own
         logits = own.new_zeros(len(own), self.num_words)
-        logits[:, self.first_word : self.first_word + own.shape[1]] = own
+        logits[:, self.first_token_id : self.first_token_id + own.shape[1]] = own
         dist.all_reduce(logits, group=self.tp_group)
         return logits
 
@@ -140,7 +140,7 @@ class LanguageModel(nn.Module):
             bias,
             targets.flatten(),
             dtype=self.dtype,
-            first_word=self.first_word,
+            first_token_id=self.first_token_id,
             group=self.tp_group,
         )
 

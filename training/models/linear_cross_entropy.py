@@ -27,17 +27,17 @@ def linear_cross_entropy(
     targets: Tensor,
     *,
     dtype: torch.dtype = torch.float32,
-    first_word: int = 0,
+    first_token_id: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """hidden [tokens, width], weight [vocab, width], targets int64 [tokens] -> fp32 [], summed over targets.
 
-    Products are made in `dtype`, the rest in fp32. With a `group` each of its ranks holds the words from `first_word`
-    on, and all get the same loss (Shoeybi et al. 2019, section 3).
+    Products are made in `dtype`, the rest in fp32. With a `group` each of its ranks holds the rows of the tokens
+    from `first_token_id` on, and all get the same loss (Shoeybi et al. 2019, section 3).
     """
     if not torch.is_grad_enabled():  # an autograd function cannot see it
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, dtype, first_word, group)
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, dtype, first_token_id, group)
     return loss
 
 
@@ -50,7 +50,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         dtype: torch.dtype,
-        first_word: int,
+        first_token_id: int,
         group: dist.ProcessGroup | None,
     ) -> Tensor:
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -62,7 +62,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(hidden), CHUNK_TOKENS):
             chunk = slice(start, start + CHUNK_TOKENS)
             rows = hidden[chunk].to(dtype)
-            chunk_loss, grad = _cross_entropy(_logits(rows, cast, bias), targets[chunk], first_word, group)
+            chunk_loss, grad = _cross_entropy(_logits(rows, cast, bias), targets[chunk], first_token_id, group)
             loss = loss + chunk_loss
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
@@ -95,11 +95,11 @@ def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _cross_entropy(
-    logits: Tensor, targets: Tensor, first_word: int, group: dist.ProcessGroup | None
+    logits: Tensor, targets: Tensor, first_token_id: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """fp32 [tokens, words] -> summed loss [], and its gradient, written over the logits."""
     predicted = targets != IGNORED
-    exponentials, words, here, picked, total = _softmax_parts(logits, targets, first_word, group)
+    exponentials, words, here, picked, total = _softmax_parts(logits, targets, first_token_id, group)
     loss = torch.where(predicted, total.log() - picked, 0.0).sum()
     grad = exponentials.mul_((predicted / total).unsqueeze(-1))
     grad.scatter_add_(-1, words.unsqueeze(-1), -here.to(grad.dtype).unsqueeze(-1))
@@ -107,7 +107,7 @@ def _cross_entropy(
 
 
 def _softmax_parts(
-    logits: Tensor, targets: Tensor, first_word: int, group: dist.ProcessGroup | None
+    logits: Tensor, targets: Tensor, first_token_id: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """A softmax over all words, whatever share of them this rank holds.
 
@@ -118,7 +118,7 @@ def _softmax_parts(
     if group is not None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     logits = logits.sub_(largest.unsqueeze(-1))
-    words = targets - first_word
+    words = targets - first_token_id
     here = (words >= 0) & (words < logits.shape[-1]) & (targets != IGNORED)
     words = torch.where(here, words, 0)
     picked = torch.where(here, logits.gather(-1, words.unsqueeze(-1)).squeeze(-1), 0.0)
@@ -139,7 +139,7 @@ def linear_scores(
     targets: Tensor,
     *,
     dtype: torch.dtype = torch.float32,
-    first_word: int = 0,
+    first_token_id: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Each token's loss, fp32 [tokens], and whether the target is the likeliest word, bool [tokens]."""
@@ -147,16 +147,16 @@ def linear_scores(
     for start in range(0, len(hidden), CHUNK_TOKENS):
         chunk = slice(start, start + CHUNK_TOKENS)
         logits = _logits(hidden[chunk].to(dtype), cast, bias)
-        likeliest = _likeliest(logits, first_word, group)
+        likeliest = _likeliest(logits, first_token_id, group)
         right.append((likeliest == targets[chunk]) & (targets[chunk] != IGNORED))
-        losses.append(_cross_entropy_by_token(logits, targets[chunk], first_word, group))
+        losses.append(_cross_entropy_by_token(logits, targets[chunk], first_token_id, group))
     return torch.cat(losses), torch.cat(right)
 
 
-def _likeliest(logits: Tensor, first_word: int, group: dist.ProcessGroup | None) -> Tensor:
+def _likeliest(logits: Tensor, first_token_id: int, group: dist.ProcessGroup | None) -> Tensor:
     """int64 [tokens]: of equally likely words the first, as torch.argmax has it."""
     largest, words = logits.max(-1)
-    words = words + first_word
+    words = words + first_token_id
     if group is None:
         return words
     overall = largest.clone()
@@ -167,9 +167,9 @@ def _likeliest(logits: Tensor, first_word: int, group: dist.ProcessGroup | None)
 
 
 def _cross_entropy_by_token(
-    logits: Tensor, targets: Tensor, first_word: int, group: dist.ProcessGroup | None
+    logits: Tensor, targets: Tensor, first_token_id: int, group: dist.ProcessGroup | None
 ) -> Tensor:
     if group is None:
         return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
-    *_, picked, total = _softmax_parts(logits, targets, first_word, group)
+    *_, picked, total = _softmax_parts(logits, targets, first_token_id, group)
     return torch.where(targets != IGNORED, total.log() - picked, 0.0)

@@ -32,7 +32,7 @@ class StepOutcome:
     grad_norm: float
     loss_scale: float
     skipped: bool
-    lost_ranks: tuple[int, ...]  # those whose own loss is not finite
+    nonfinite_ranks: tuple[int, ...]  # those whose own loss is not finite
 
     @property
     def finite(self) -> bool:
@@ -55,7 +55,7 @@ class FiniteCheck:
             self.in_a_row = self.in_a_row + 1 if outcome.skipped else 0
             if outcome.finite:
                 continue
-            adapts = outcome.skipped and self.plan.precision == "fp16" and not outcome.lost_ranks
+            adapts = outcome.skipped and self.plan.precision == "fp16" and not outcome.nonfinite_ranks
             if not adapts and not (outcome.skipped and self.plan.config.train.on_nonfinite == "skip"):
                 raise NonFiniteLoss(
                     f"{self._describe(outcome)}: {CURE}, or leave such steps out with train.on_nonfinite=skip; "
@@ -71,9 +71,9 @@ class FiniteCheck:
 
     def _describe(self, outcome: StepOutcome) -> str:
         """Step, loss, gradient norm, ranks and their documents; those of all ranks, if none of them is to blame."""
-        plan, step, at_fault = self.plan, outcome.step, outcome.lost_ranks or range(self.plan.world_size)
-        ranks = "ranks" if len(outcome.lost_ranks) > 1 else "rank"
-        where = f" on {ranks} {_listed(outcome.lost_ranks, RANKS_NAMED)}" if outcome.lost_ranks else ""
+        plan, step, at_fault = self.plan, outcome.step, outcome.nonfinite_ranks or range(self.plan.world_size)
+        ranks = "ranks" if len(outcome.nonfinite_ranks) > 1 else "rank"
+        where = f" on {ranks} {_listed(outcome.nonfinite_ranks, RANKS_NAMED)}" if outcome.nonfinite_ranks else ""
         dp_ranks = sorted({rank // plan.mesh["tp"] % plan.dp for rank in at_fault})[:RANKS_NAMED]
         documents = {
             number

@@ -72,7 +72,7 @@ class StepReader:
             grad_norm=sum(rank[len(self.unread) + place] for rank in ranks) / len(ranks),  # local-sgd's groups differ
             loss_scale=stats.loss_scale,
             skipped=stats.skipped,
-            lost_ranks=tuple(rank for rank, loss in enumerate(losses) if not math.isfinite(loss)),
+            nonfinite_ranks=tuple(rank for rank, loss in enumerate(losses) if not math.isfinite(loss)),
         )
 
     def row(self) -> dict[str, float]:

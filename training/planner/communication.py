@@ -70,7 +70,7 @@ def check_communication(config: RunConfig, *, dp: int, precision: str) -> None:
         )
 
 
-def kept_bytes(config: RunConfig, parameters: float, *, group_ranks: int) -> float:
+def communication_state_bytes(config: RunConfig, parameters: float, *, group_ranks: int) -> float:
     """Bytes that a rank with `parameters` of the model holds besides weights, gradients and AdamW's moments.
 
     topk, powersgd: the residual. local-sgd: its part of the agreed weights and of the outer momentum, and while it
@@ -81,7 +81,7 @@ def kept_bytes(config: RunConfig, parameters: float, *, group_ranks: int) -> flo
     return 4 * parameters if config.parallel.compression in KEEPS_RESIDUALS else 0
 
 
-def own_bytes(config: RunConfig, parameters: float, *, group_ranks: int) -> float:
+def rank_checkpoint_bytes(config: RunConfig, parameters: float, *, group_ranks: int) -> float:
     """Bytes that a checkpoint stores for each rank alone: its residual, and its part of what its group alone has."""
     if config.parallel.strategy == "local-sgd":
         return 20 / group_ranks * parameters

@@ -30,8 +30,8 @@ def layer_parameters(job: Job) -> float:
 
 def _outside_layers(shape: ModelShape) -> int:
     """Parameters of the embeddings and the output layer: all but some norms."""
-    words = shape.vocab_size * shape.width * (1 if shape.tied else 2)
-    return words + (shape.context * shape.width if shape.architecture in {"gpt2", "bert"} else 0)
+    embeddings = shape.vocab_size * shape.width * (1 if shape.tied else 2)
+    return embeddings + (shape.context * shape.width if shape.architecture in {"gpt2", "bert"} else 0)
 
 
 def stage_layers(job: Job, layout: Layout) -> int:
@@ -92,8 +92,10 @@ def _working_weights(job: Job, layout: Layout, model: CostModel, *, parameters: 
     casts = model.memory.cast_bytes if model.program.gather_bytes == 4 else 0.0
     if layout.pp > 1:  # torchtitan: gathered, and gradients whole, until the last micro-batch; ours has no such pair
         return parameters * (model.program.gather_bytes + model.program.reduce_bytes)
-    words = job.shape.vocab_size * job.shape.width / layout.tp
-    travelling = layer * (model.program.gather_bytes + model.program.reduce_bytes) + words * model.program.gather_bytes
+    embedding = job.shape.vocab_size * job.shape.width / layout.tp
+    travelling = (
+        layer * (model.program.gather_bytes + model.program.reduce_bytes) + embedding * model.program.gather_bytes
+    )
     return (LAYERS_GATHERED * layer + outside) * (model.program.gather_bytes + casts) + travelling
 
 
@@ -113,10 +115,11 @@ def _activations(job: Job, layout: Layout, model: CostModel, *, stage: int) -> f
     tokens, shape = _tokens(job, layout), job.shape
     shared = layout.tp if model.program.sequence_parallel else 1
     ends = 3 * model.program.boundary_bytes * shape.width * tokens / shared if stage == layout.pp - 1 else 0.0
-    return in_flight(layout, stage=stage) * stage_layers(job, layout) * kept_bytes(job, layout, model) * tokens + ends
+    layers = in_flight(layout, stage=stage) * stage_layers(job, layout)
+    return layers * activation_bytes_per_token(job, layout, model) * tokens + ends
 
 
-def kept_bytes(job: Job, layout: Layout, model: CostModel) -> float:
+def activation_bytes_per_token(job: Job, layout: Layout, model: CostModel) -> float:
     """Bytes that a layer keeps per token from its forward to its backward pass."""
     shape, tp = job.shape, layout.tp
     boundary = model.program.boundary_bytes * shape.width / (tp if model.program.sequence_parallel else 1)
@@ -138,7 +141,7 @@ def _recomputed(job: Job, layout: Layout, model: CostModel) -> float:
     if layout.recompute == "none":
         return 0.0
     whole = model.program.kept.bytes_per_token(job, layout.tp, sequence_parallel=model.program.sequence_parallel)
-    return _tokens(job, layout) * max(0.0, whole - kept_bytes(job, layout, model))
+    return _tokens(job, layout) * max(0.0, whole - activation_bytes_per_token(job, layout, model))
 
 
 def _gathered_sequence(job: Job, layout: Layout, model: CostModel) -> float:
@@ -150,7 +153,7 @@ def _gathered_sequence(job: Job, layout: Layout, model: CostModel) -> float:
 
 def _logits(job: Job, layout: Layout, model: CostModel) -> float:
     """Bytes of all logits; or of a chunk with its gradient, and the output layer's fp32 gradient."""
-    words, tokens = job.shape.vocab_size / layout.tp, _tokens(job, layout)
+    vocab_rows, tokens = job.shape.vocab_size / layout.tp, _tokens(job, layout)
     if not model.program.chunked_logits:
-        return words * tokens * model.memory.logit_bytes
-    return words * (min(tokens, CHUNK_TOKENS) * model.memory.logit_bytes + 4 * job.shape.width)
+        return vocab_rows * tokens * model.memory.logit_bytes
+    return vocab_rows * (min(tokens, CHUNK_TOKENS) * model.memory.logit_bytes + 4 * job.shape.width)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from training.config.run import RunConfig
 from training.planner.cluster import Cluster
-from training.planner.communication import kept_bytes, own_bytes
+from training.planner.communication import communication_state_bytes, rank_checkpoint_bytes
 from training.planner.cost_model import SHARING, CostModel, our_cost_model
 from training.planner.job import Job, Layout
 from training.planner.memory import GIB, memory_gib, stage_parameters
@@ -114,9 +114,11 @@ def memory_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> 
     model, shards = cost_model_of(config, job, layout, cluster), num_shards(config, layout, cluster)
     parts = memory_gib(job, layout, model, num_shards=shards)
     parameters = stage_parameters(job, layout, stage=0)
-    kept, own = (each(config, parameters, group_ranks=shards) for each in (kept_bytes, own_bytes))
-    if kept:
-        parts["kept from step to step"] = kept / GIB
+    state, own = (
+        each(config, parameters, group_ranks=shards) for each in (communication_state_bytes, rank_checkpoint_bytes)
+    )
+    if state:
+        parts["kept from step to step"] = state / GIB
     if cluster.kind == "cpu":
         parts[TRACKING] = TRACKING_GIB
     if cluster.kind == "cpu" and config.checkpoint.asynchronous:  # on a GPU host they are not the device's
@@ -154,7 +156,7 @@ def predict(
     tokens_per_s = config.train.global_batch * config.train.context / whole
     peak = peak_tflops if cluster.is_measured else 0.0
     flops = flops_per_token(shape)
-    own = own_bytes(config, shape.parameters, group_ranks=num_shards(config, layout, cluster))
+    own = rank_checkpoint_bytes(config, shape.parameters, group_ranks=num_shards(config, layout, cluster))
     return Prediction(
         memory_gib=memory_of(config, job, largest, cluster),
         step_s=dict(seconds),

@@ -1,7 +1,7 @@
 """Stage 3, the plan: which ranks run which program, and what the arithmetic predicts of it.
 
 RunPlan is Shardline's own training, planned by training/planner; RankPlan is the part of it that an evaluation has too
-(training/records/evaluation_plan.py); TrainerPlan is a training program of the user's.
+(training/records/evaluation_plan.py); CustomProgramPlan is a training program of the user's.
 Launching needs the same of both: where their ranks are, the command that each of them runs, and its environment.
 """
 
@@ -195,7 +195,7 @@ class RunPlan(RankPlan):
         return self.config.train.global_batch * self.config.train.context
 
 
-class TrainerPlan(Record):
+class CustomProgramPlan(Record):
     """runs/ID/trainer.json: on which ranks the user's program runs, and where it logs. Made anew at each start."""
 
     run_id: str
@@ -235,4 +235,4 @@ class TrainerPlan(Record):
         return str(run_dir)
 
 
-AnyPlan = RunPlan | TrainerPlan
+AnyPlan = RunPlan | CustomProgramPlan

@@ -42,12 +42,12 @@ def shard_matrices(model: LanguageModel, mesh: DeviceMesh) -> None:
             layer.attn.split_size //= mesh.size()  # by which it cuts the fused q, k, v
     output, embedding = hf.get_submodule(architecture.output), hf.get_submodule(architecture.embedding)
     words = torch.arange(len(output.weight)).tensor_split(mesh.size())[mesh.get_local_rank()]
-    model.first_word, model.tp_group = int(words[0]), group
+    model.first_token_id, model.tp_group = int(words[0]), group
     output.weight = cut(output.weight, Cut(0))
     if output.bias is not None:
         _shard_bias(hf, output.bias, cut(output.bias, Cut(0)))
     weight = output.weight if model.tied else cut(embedding.weight, Cut(0))
-    hf.set_submodule(architecture.embedding, _ShardedEmbedding(weight, model.first_word, group))
+    hf.set_submodule(architecture.embedding, _ShardedEmbedding(weight, model.first_token_id, group))
 
 
 def _shard_bias(hf: nn.Module, whole: nn.Parameter, piece: nn.Parameter) -> None:
@@ -80,14 +80,14 @@ class _ShardedLinear(nn.Module):
 
 
 class _ShardedEmbedding(nn.Module):
-    """Rows from `first_word` on; words of other ranks give zeros, and the sum over ranks gives each its row."""
+    """Rows from `first_token_id` on; words of other ranks give zeros, and the sum over ranks gives each its row."""
 
-    def __init__(self, weight: nn.Parameter, first_word: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, weight: nn.Parameter, first_token_id: int, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.weight, self.first_word, self.group = weight, first_word, group
+        self.weight, self.first_token_id, self.group = weight, first_token_id, group
 
     def forward(self, inputs: Tensor) -> Tensor:
-        words = inputs - self.first_word
+        words = inputs - self.first_token_id
         here = (words >= 0) & (words < len(self.weight))
         rows = F.embedding(torch.where(here, words, 0), self.weight)
         return sum_over_group(torch.where(here.unsqueeze(-1), rows, 0.0), self.group)

@@ -8,7 +8,7 @@ import pytest
 
 from infra.containers import State
 from infra.hosts import DockerHost
-from tasks.launch.attempt import Attempt, Program, Watcher, sweep
+from tasks.launch.attempt import Attempt, Program, Watcher, remove_containers
 from training.config.launch import LaunchConfig
 from training.records.node import NodeEnd
 
@@ -37,7 +37,7 @@ def test_a_container_that_somebody_else_told_to_stop_is_started_again(attempt: A
 
 def test_a_run_that_was_stopped_from_elsewhere_stays_stopped(attempt: Attempt) -> None:
     lease = attempt.lease.path
-    sweep([], "run", attempt.folder.parents[1], grace_s=1.0)
+    remove_containers([], "run", attempt.folder.parents[1], grace_s=1.0)
     assert not lease.exists()
     assert attempt.wait(lambda: False).cause == "stopped", "its lease was withdrawn"
     lease.write_text("0\n")  # as a launcher sees it that is a little earlier
@@ -45,6 +45,6 @@ def test_a_run_that_was_stopped_from_elsewhere_stays_stopped(attempt: Attempt) -
 
 
 def test_a_sweep_without_grace_is_no_order_to_stop(attempt: Attempt) -> None:
-    sweep([], "run", attempt.folder.parents[1])
+    remove_containers([], "run", attempt.folder.parents[1])
     attempt.lease.path.write_text("0\n")
     assert attempt.wait(lambda: False).cause == "killed"

@@ -13,19 +13,19 @@ from typing import Any
 
 import pytest
 
-from tasks.launch.custom_program import is_done, run_trainer
+from tasks.launch.custom_program import is_done, run_custom_program
 from tasks.launch.docker_hosts import attempts_of
 from tasks.planning.custom_program import (
-    check_trainer,
-    place,
-    place_again,
-    placed,
+    check_custom_program,
+    plan_custom_program,
     ranks_by_host,
+    read_any_plan,
+    replan_custom_program,
 )
 from tasks.runs.errors import RunFailed
 from tests.support.configs import inventory
 from training.config.run import RunConfig
-from training.records.plan import TrainerPlan
+from training.records.plan import CustomProgramPlan
 
 DOCKER = {"launcher": "docker", "image": "sha256:" + "0" * 64}
 FAR = [
@@ -51,9 +51,9 @@ time.sleep(600)
 LAUNCHER = """
 import sys
 from pathlib import Path
-from tasks.planning.custom_program import placed
-from tasks.launch.custom_program import run_trainer
-run_trainer(placed(Path(sys.argv[1])), run_dir=Path(sys.argv[1]))
+from tasks.planning.custom_program import read_any_plan
+from tasks.launch.custom_program import run_custom_program
+run_custom_program(read_any_plan(Path(sys.argv[1])), run_dir=Path(sys.argv[1]))
 """
 
 
@@ -68,12 +68,12 @@ def config(trainer: dict[str, Any], **sections: Any) -> RunConfig:
     return RunConfig.model_validate({"name": "others", "trainer": trainer, **sections})
 
 
-def plan_for(home: Path, text: str, *, ranks: int = 1, **launch: Any) -> TrainerPlan:
+def plan_for(home: Path, text: str, *, ranks: int = 1, **launch: Any) -> CustomProgramPlan:
     script = home / "program.py"
     script.write_text(text)
     (home / "run").mkdir()
     wanted = config({"script": str(script), "args": ["{run_dir}"]}, launch=launch)
-    return place(wanted, inventory(ranks), run_id="run", mlflow_run_id="abc", experiment=("7", "others"))
+    return plan_custom_program(wanted, inventory(ranks), run_id="run", mlflow_run_id="abc", experiment=("7", "others"))
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,13 @@ def test_what_cannot_start_or_log_is_refused(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     named = {key: value.replace("{home}", str(shardline_home)) for key, value in trainer.items()}
     with pytest.raises(ValueError, match=words):
-        check_trainer(config(named, launch=launch))
+        check_custom_program(config(named, launch=launch))
 
 
 def test_what_only_the_hosts_can_know_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_trainer(config({"script": "/opt/megatron/pretrain_gpt.py"}, launch={**DOCKER, "hosts": FAR}))
+    check_custom_program(config({"script": "/opt/megatron/pretrain_gpt.py"}, launch={**DOCKER, "hosts": FAR}))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
-    check_trainer(config({"module": "m"}, launch=DOCKER))  # this machine's own daemon, on this machine's network
+    check_custom_program(config({"module": "m"}, launch=DOCKER))  # this machine's own daemon, on this machine's network
 
 
 @pytest.mark.parametrize(
@@ -126,31 +126,31 @@ def test_more_ranks_than_devices_are_refused() -> None:
 
 def test_it_goes_on_with_the_hosts_that_are_left(shardline_home: Path) -> None:
     wanted = config({"module": "m"}, parallel={"ranks": 3})
-    plan = place(wanted, inventory(2, 1), run_id="run", mlflow_run_id="abc", experiment=("7", "others"))
-    fewer = place_again(plan, inventory(2))
+    plan = plan_custom_program(wanted, inventory(2, 1), run_id="run", mlflow_run_id="abc", experiment=("7", "others"))
+    fewer = replan_custom_program(plan, inventory(2))
     assert (fewer.hosts, fewer.ranks_per_host) == (("host0",), (2,))
-    again = place_again(fewer, inventory(2, 1))
-    assert again == plan == placed(shardline_home / "run")
+    again = replan_custom_program(fewer, inventory(2, 1))
+    assert again == plan == read_any_plan(shardline_home / "run")
 
 
 def test_ranks_have_torchruns_environment_and_the_run_in_mlflow(shardline_home: Path) -> None:
     plan, run_dir = plan_for(shardline_home, TELLS, ranks=2), shardline_home / "run"
     assert plan.command("", run_dir=run_dir)["args"] == (str(run_dir),)
-    run_trainer(plan, run_dir=run_dir)
+    run_custom_program(plan, run_dir=run_dir)
     environments = [json.loads((run_dir / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert [(each["RANK"], each["WORLD_SIZE"]) for each in environments] == [("0", "2"), ("1", "2")]
     assert environments[0]["MLFLOW_RUN_ID"] == "abc"
     assert environments[0]["MLFLOW_TRACKING_URI"] == "http://10.0.0.9:5000"
     assert (environments[0]["MLFLOW_EXPERIMENT_ID"], environments[0]["MLFLOW_EXPERIMENT_NAME"]) == ("7", "others")
     (run_dir / "rank-0.json").unlink()
-    run_trainer(plan, run_dir=run_dir)
+    run_custom_program(plan, run_dir=run_dir)
     assert not (run_dir / "rank-0.json").exists(), "it had come to its end, and is not started again"
 
 
 def test_a_failure_is_told_with_its_cause(shardline_home: Path) -> None:
     plan, run_dir = plan_for(shardline_home, "raise KeyError('verses')\n"), shardline_home / "run"
     with pytest.raises(RunFailed, match="KeyError: 'verses'") as failure:
-        run_trainer(plan, run_dir=run_dir)
+        run_custom_program(plan, run_dir=run_dir)
     assert "`shardline resume run` starts it again" in str(failure.value)
     assert [attempt["ending"]["cause"] for attempt in attempts_of(run_dir)] == ["error"]
     assert not is_done(run_dir)
@@ -162,7 +162,7 @@ def test_no_file_of_the_run_holds_a_password(shardline_home: Path, monkeypatch: 
     text = "import os\nprint(os.environ['HF_TOKEN'], flush=True)\nraise KeyError(os.environ['MLFLOW_TRACKING_URI'])\n"
     plan, run_dir = plan_for(shardline_home, text), shardline_home / "run"
     with pytest.raises(RunFailed, match=r"KeyError: 'http://\*\*\*@10\.0\.0\.9:5000'"):
-        run_trainer(plan, run_dir=run_dir)
+        run_custom_program(plan, run_dir=run_dir)
     written = "".join(path.read_text() for path in run_dir.rglob("*.json"))
     assert "s3cr3t" not in written
     assert "hf_verses" not in written

@@ -18,7 +18,7 @@ from tasks.promotion.judge import Terms, judge_records
 from tasks.promotion.lock import PREFIX, LockLost, LockTag, promotion_lock
 from tasks.promotion.promote import Case, Request, approved_by_tag, begin, overridden, refuse
 from tasks.promotion.rollout import finish_interrupted, record_replaced, roll_back, set_champion
-from tasks.promotion.servers import Counts, OutOfBounds, Watch, read_counts
+from tasks.promotion.servers import Counts, RolloutFailed, Watch, read_counts
 from tasks.registry.models import aliases_of, replaced_by
 from tasks.registry.tags import TAG, note_evaluation
 from tasks.serving.metrics import ServerMetrics
@@ -239,9 +239,9 @@ def test_error_rate_and_p95_are_read_of_the_version_that_is_watched() -> None:
     assert 100 < since.p95_ms < 250  # within its bucket
     assert since.since(Counts(requests=1000)) == since  # a server that began anew
     watch = Watch("tiny", 4, RolloutConfig(min_requests=3), before={})
-    with pytest.raises(OutOfBounds, match=r"1 of 3 requests since the switch failed: 33\.3%, at most 1\.0%"):
+    with pytest.raises(RolloutFailed, match=r"1 of 3 requests since the switch failed: 33\.3%, at most 1\.0%"):
         watch.judge(since)
     slow = Watch("tiny", 4, RolloutConfig(min_requests=3, max_error_rate=1, max_p95_ms=90), before={})
-    with pytest.raises(OutOfBounds, match=r"p95 \d+ ms of 3 requests since the switch, at most 90 ms"):
+    with pytest.raises(RolloutFailed, match=r"p95 \d+ ms of 3 requests since the switch, at most 90 ms"):
         slow.judge(since)
     Watch("tiny", 4, RolloutConfig(min_requests=4, max_p95_ms=1), before={}).judge(since)  # too few to say

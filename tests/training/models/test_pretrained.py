@@ -158,7 +158,7 @@ def test_a_hopeless_config_is_refused_before_the_corpus_is_tokenized(tmp_path: P
     content = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
     content["model"]["vocab"] |= {f"word {number}": 300 + number for number in range(100)}
     (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"a tokenizer of 358 words, which no BPE of 300 can be: use the model's own"):
+    with pytest.raises(ValueError, match=r"a tokenizer of 358 tokens, which no BPE of 300 can be: use the model's own"):
         check_tokenizer(pretrained(tmp_path / "model", kind="bpe", vocab_size=300))
 
 

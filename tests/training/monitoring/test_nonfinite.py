@@ -125,7 +125,7 @@ def test_a_diverging_run_stops_under_other_strategies_too(strategy: str, make_ru
 
 
 def outcomes(plan: RunPlan, *, count: int, **changes: object) -> list[StepOutcome]:
-    one = {"loss": 2.0, "grad_norm": math.inf, "loss_scale": 8.0, "skipped": True, "lost_ranks": ()} | changes
+    one = {"loss": 2.0, "grad_norm": math.inf, "loss_scale": 8.0, "skipped": True, "nonfinite_ranks": ()} | changes
     return [StepOutcome(step=step, **one) for step in range(1, count + 1)]  # type: ignore[arg-type]
 
 
@@ -152,4 +152,4 @@ def test_too_many_skipped_in_a_row_stop_the_run(fp16_plan: RunPlan) -> None:
 
 def test_a_lost_loss_in_fp16_is_not_taken_for_adapting(fp16_plan: RunPlan) -> None:
     with pytest.raises(NonFiniteLoss, match=r"step 1 .loss inf on rank 1"):
-        FiniteCheck(fp16_plan, warns=True).check(outcomes(fp16_plan, count=1, loss=math.inf, lost_ranks=(1,)))
+        FiniteCheck(fp16_plan, warns=True).check(outcomes(fp16_plan, count=1, loss=math.inf, nonfinite_ranks=(1,)))

@@ -17,7 +17,7 @@ from training.planner.cluster import Cluster, Ring, cluster_of
 from training.planner.cost_model import our_cost_model
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.job import Job, Layout
-from training.planner.memory import kept_bytes, memory_gib, stage_parameters
+from training.planner.memory import activation_bytes_per_token, memory_gib, stage_parameters
 from training.planner.plan import make_plan
 from training.planner.step_time import step_s
 
@@ -40,7 +40,7 @@ def test_activations_of_gpt3_by_korthikanti(
     tp: int, sequence_parallel: bool, recompute: Any, coefficient: float
 ) -> None:
     model = MEGATRON.replaced(sequence_parallel=sequence_parallel)
-    kept = kept_bytes(GPT3, replace(ONE, tp=tp, recompute=recompute), model)
+    kept = activation_bytes_per_token(GPT3, replace(ONE, tp=tp, recompute=recompute), model)
     assert kept == pytest.approx(coefficient * 12288, rel=1e-3)
 
 
@@ -86,7 +86,7 @@ def test_what_our_layers_keep_is_what_torch_saves(architecture: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(ids, ids)
     job = Job(shape=plan.shape, context=64, global_batch=4, precision="fp32")
-    expected = kept_bytes(job, ONE, our_cost_model(job, "single", kind="cpu")) * ids.numel()
+    expected = activation_bytes_per_token(job, ONE, our_cost_model(job, "single", kind="cpu")) * ids.numel()
     assert sum(saved.values()) == pytest.approx(expected, rel=0.03)
 
 
