@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 POLL_S = 0.02
-DEADLINE_S, STOP_S = 300, 60
+DEADLINE_S, STOP_S = 300, 180
 PARTS = ("Prefect and MLflow", "tokenize", "hardware", "ranks to first step")
 
 

@@ -90,7 +90,7 @@ class _Candidates:
                 raise RunFailed(self._too_few(waited_for, waited_s=longest_s), cause="lost host")
             if waited_for != told:
                 reasons = "; ".join(str(self.absent[name]) for name in waited_for)
-                logger.warning("waiting up to %.0f s for %s: %s", longest_s, ", ".join(waited_for), reasons)
+                logger.warning("waiting for %s, up to %.0f s: %s", ", ".join(waited_for), longest_s, reasons)
                 told = waited_for
             time.sleep(ASK_AGAIN_S)
             asked = [host for host in self.measured if host.name in self.absent]

@@ -192,7 +192,7 @@ def test_a_stop_saves_a_checkpoint_says_killed_and_resume_goes_on_to_the_bit(
     outcome = json.loads(user_folder.run("resume", run_dir.name, "--json")[0])
     assert outcome["mlflow_run_id"] == stopped.info.run_id, "a resume goes on with the same MLflow run"
     assert user_folder.mlflow_run(run_dir).info.status == "FINISHED"
-    assert "It was stopped after step" in (run_dir / "report.html").read_text()
+    assert "The run was stopped after step" in (run_dir / "report.html").read_text()
     assert losses(run_dir / "plan.json") == undisturbed(run_dir)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tasks.display.numbers import format_count
-from tasks.planning.custom_program import CustomProgramOutcome, place
+from tasks.planning.custom_program import CustomProgramOutcome, plan_custom_program
 from tasks.reports.export_latency import draw_latency
 from tasks.reports.outcome import Outcome
 from tasks.reports.pictures import thinned
@@ -138,7 +138,7 @@ def test_a_users_own_program_has_a_page(run: TrackedRun) -> None:
     config = RunConfig.model_validate({"name": "mine", "trainer": {"script": "my.py", "args": ["--steps", "9"]}})
     run = run.model_copy(update={"begun_with": config})
     machine = inventory(2, kind="cuda")
-    place(config, machine, run_id=run.run_id, mlflow_run_id=run.mlflow_run_id, experiment=("1", "mine"))
+    plan_custom_program(config, machine, run_id=run.run_id, mlflow_run_id=run.mlflow_run_id, experiment=("1", "mine"))
     CustomProgramOutcome(
         run_id=run.run_id, mlflow_run_id=run.mlflow_run_id, program="my.py", args=(), hosts={"host0": 2}, attempts=1,
         skipped=("plan",), stage_s={}, open_mlflow="",

@@ -135,7 +135,9 @@ def pretrained(folder: Path, **tokenizer: Any) -> Any:
 def test_a_tokenizer_with_other_words_is_refused_with_both_hashes(tmp_path: Path) -> None:
     byte_tokenizer(tmp_path / "model")
     ours = other_tokenizer(tmp_path / "shards")
-    with pytest.raises(ValueError, match=r"258 words \(sha256 \w+\), .*258 \(sha256 \w+\); .* token 97.* 'a'") as error:
+    with pytest.raises(
+        ValueError, match=r"258 tokens \(sha256 \w+\), .*258 \(sha256 \w+\); .* token 97.* 'a'"
+    ) as error:
         check_tokenizer(pretrained(tmp_path / "model"), ours)
     assert f"data.tokenizer.kind=pretrained data.tokenizer.path={tmp_path / 'model'}" in str(error.value)
 
