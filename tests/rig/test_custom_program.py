@@ -14,7 +14,7 @@ import yaml
 from mlflow import MlflowClient
 
 from tasks.launch.custom_program import run_custom_program
-from tasks.planning.custom_program import place
+from tasks.planning.custom_program import plan_custom_program
 from tests.support.configs import inventory
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import assert_nothing_is_left, causes, docker_config
@@ -119,7 +119,7 @@ def test_a_script_whose_rank_is_killed_is_started_again(rig: Rig, shardline_home
     machines.write(run_dir / "inventory.json")
     launch = {key.removeprefix("launch__"): value for key, value in docker_config(rig, 1, 1).items()}
     config = RunConfig.model_validate({"launch": launch, "trainer": {"script": str(script), "args": ["{run_dir}"]}})
-    plan = place(config, machines, run_id="fragile", mlflow_run_id="", experiment=("0", "Default"))
+    plan = plan_custom_program(config, machines, run_id="fragile", mlflow_run_id="", experiment=("0", "Default"))
     run_custom_program(plan, run_dir=run_dir)
     assert causes(run_dir) == ["killed", "done"]
     assert sorted(path.name for path in run_dir.glob("done-*")) == ["done-0", "done-1"]
