@@ -1,10 +1,10 @@
-"""What the collective test finds of the network goes into the inventory."""
+"""What the collective test finds of the network goes into the inventory; the strongest host comes first."""
 
 from __future__ import annotations
 
 import pytest
 
-from tasks.hardware.measure_hosts import with_network
+from tasks.hardware.measure_hosts import strongest_first, with_network
 from tests.support.configs import inventory
 from training.records.node import Bandwidth, CollectiveReport, PairBandwidth
 
@@ -34,3 +34,15 @@ def test_the_slowest_host_has_the_bus_bandwidth_and_faster_ones_more() -> None:
 
 def test_hosts_that_took_no_part_keep_what_they_have() -> None:
     assert with_network(inventory(1), report()).hosts[0].network_gb_per_s == 0.0
+
+
+def test_the_strongest_host_comes_first_alike_ones_stay_and_gpus_go_before_cores() -> None:
+    one, three, two = inventory(1, 3, 2).hosts
+    noisy = two.devices[0].model_copy(update={"matmul_tflops": {"fp32": 0.081, "bf16": 0.092}})
+    alike = two.model_copy(update={"name": "alike", "devices": (noisy, noisy)})
+    assert [host.name for host in strongest_first([one, three, two])] == ["host1", "host2", "host0"]
+    assert [host.name for host in strongest_first([two, alike])] == ["host2", "alike"], "within 25%"
+    assert [host.name for host in strongest_first([alike, two])] == ["alike", "host2"]
+    slow = three.devices[0].model_copy(update={"kind": "cuda", "matmul_tflops": {"fp32": 0.001}})
+    gpus = one.model_copy(update={"name": "gpus", "devices": (slow,)})
+    assert [host.name for host in strongest_first([three, gpus])] == ["gpus", "host1"]
