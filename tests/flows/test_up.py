@@ -74,7 +74,8 @@ def test_servers_and_worker_serve_every_command_are_mended_and_go(servers: Local
     ours += [child for process in ours for child in process.children(recursive=True)]
     assert "worker, mlflow, prefect" in user_folder.run("down")[0]
     assert len(ours) >= 3
-    assert psutil.wait_procs(ours, timeout=1)[1] == []
+    left = psutil.wait_procs(ours, timeout=1)[1]
+    assert [one for one in left if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
     assert user_folder.mlflow.search_experiments(filter_string="name = 'verses'"), (
         "what was made is there without servers"
     )
