@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.race import Contestant, race, ratio
-from benchmarks.workload import Size, inventory, measure, write_corpus, write_plan
+from benchmarks.support.race import Contestant, race, ratio
+from benchmarks.support.workload import Size, inventory, measure, write_corpus, write_plan
 from training.planner.model_shape import flops_per_token
 from training.records.inventory import Measured
 

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hosts import docker_hosts, home_and_tokens
 from benchmarks.slow_link import show as show_link
 from benchmarks.slow_link import slow_link
+from benchmarks.support.hosts import docker_hosts, home_and_tokens
 from tasks.launch.check_hosts import prepare_hosts
 from tests.support.configs import tiny_config
 from tests.support.rig.rig import Rig

@@ -7,7 +7,7 @@ SHARDLINE_HOME:
 
 - 50 runs of a trivial config (1 layer, 2 steps; evaluated, exported, registered like any other) are submitted at once
   as from the form. The queue takes one at a time; `seconds_per_run` is the time for all over their number.
-- 10 flows at once write metrics to the one MLflow (benchmarks/logging_flow.py).
+- 10 flows at once write metrics to the one MLflow (benchmarks/support/logging_flow.py).
 - 100,000 rows of metrics, as a run of 2 hours with 14 rows a second has them, faster: stalls of the loop, memory and
   unsent rows by tenths of the log.
 - The same rows by `mlflow.log_metrics`, synchronous and not: processes of their own, which take turns; ratios are
@@ -36,9 +36,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.logging_flow import NAME, STALLS
-from benchmarks.metric_writers import STARTED, TENTHS, WAYS
-from benchmarks.servers import POLL_S, REPO, Servers
+from benchmarks.support.logging_flow import NAME, STALLS
+from benchmarks.support.metric_writers import STARTED, TENTHS, WAYS
+from benchmarks.support.servers import POLL_S, REPO, Servers
 from training.tracking.mlflow_sender import send_rows
 from training.tracking.rows import METRICS
 
@@ -55,7 +55,7 @@ TRIVIAL_METRICS = ("loss", "grad_norm", "learning_rate", "tokens", "tokens_per_s
 
 @dataclass(frozen=True)
 class Size:
-    """How much is run and logged. `away_s`: seconds that MLflow is down; 0: no outage."""
+    """The number of runs and rows. `away_s`: seconds that MLflow is down; 0: no outage."""
 
     runs: int
     flows: int
@@ -132,7 +132,7 @@ class AtOnce:
 
 def flows_at_once(servers: Servers, *, flows: int, rows: int) -> AtOnce:
     """Have the worker run all flows at once; each logs 20 rows a second."""
-    servers.deploy("Log rows", name=NAME, entrypoint="benchmarks.logging_flow.log_rows")
+    servers.deploy("Log rows", name=NAME, entrypoint="benchmarks.support.logging_flow.log_rows")
     flow_runs = [servers.submit(NAME, rows=rows, rows_per_s=20) for _ in range(flows)]
     ended = servers.ended(flow_runs, timeout_s=rows / 20 + 300)
     known = servers.mlflow_runs(NAME)
@@ -153,7 +153,10 @@ def flows_at_once(servers: Servers, *, flows: int, rows: int) -> AtOnce:
 
 @dataclass(frozen=True)
 class Written:
-    """What a way of logging cost, and what MLflow has of it. Memory and unsent rows: after each tenth of the log."""
+    """The cost of one way of logging, and the rows that MLflow has of it.
+
+    Memory and unsent rows are taken after each tenth of the log.
+    """
 
     stalls_ms: np.ndarray
     rows_lost: int
@@ -188,7 +191,7 @@ class Writing:
         self.processes = {}
         for way, run in self.runs.items():
             pace = ["--run", run, "--rows", str(rows), "--rows-per-s", str(rows_per_s)]
-            command = [sys.executable, "-m", "benchmarks.metric_writers", way, str(folder), *pace]
+            command = [sys.executable, "-m", "benchmarks.support.metric_writers", way, str(folder), *pace]
             with (folder / f"{way}.log").open("wb") as log:
                 self.processes[way] = subprocess.Popen(
                     command, env=servers.environment, cwd=REPO, stdout=log, stderr=log
@@ -237,7 +240,7 @@ def long_log(servers: Servers, folder: Path, *, rows: int, rows_per_s: float) ->
 
 
 def side_by_side(servers: Servers, folder: Path, *, rounds: int, rows: int) -> list[dict[str, Written]]:
-    """In each round write rows in all ways, one after the other, at 50 rows a second."""
+    """Write rows in all ways, one after the other, at 50 rows a second, in each round."""
     return [
         {
             way: Writing(servers, folder / str(turn) / way, [way], rows=rows, rows_per_s=50).written()[way]
@@ -263,7 +266,7 @@ def outage(servers: Servers, folder: Path, *, away_s: float) -> tuple[dict[str, 
 
 
 def ratio(rounds: Sequence[dict[str, Written]], way: str, percent: float) -> float:
-    """How many times longer a write by `way` stalls the loop than one by Shardline; the median over rounds."""
+    """Return how many times longer a write by `way` stalls the loop than one by Shardline: the median over rounds."""
     return statistics.median(each[way].stall_ms(percent) / each[OURS].stall_ms(percent) for each in rounds)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from benchmarks.published import SOURCES, Model, Row, models, rows
+from benchmarks.support.published import SOURCES, Model, Row, models, rows
 from training.planner.cluster import Cluster, cluster_of
 from training.planner.cost_model import CostModel, Kept, MemoryCosts, Program, TimeCosts
 from training.planner.hypothetical_hosts import hypothetical_inventory

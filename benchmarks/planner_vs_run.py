@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.workload import Size, measure, write_corpus, write_plan
+from benchmarks.support.workload import Size, measure, write_corpus, write_plan
 from training.measure import visible_cores
 from training.planner.pricing import TRACKING
 from training.records.inventory import Host, Inventory

@@ -27,7 +27,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hosts import docker_hosts, home_and_tokens
+from benchmarks.support.hosts import docker_hosts, home_and_tokens
 from tasks.launch.docker_hosts import attempts_of
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import kill_containers, make_docker_run, train
@@ -50,7 +50,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long failures last. `cycles`: how many cycles of EVERY steps are timed for the checkpoints' share."""
+    """The durations of the failures. `cycles`: how many cycles of EVERY steps are timed for the checkpoints' share."""
 
     partition_s: float
     lost_after_s: float

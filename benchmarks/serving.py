@@ -35,7 +35,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.serving_models import NAME, registry_uri
+from benchmarks.support.serving_models import NAME, registry_uri
 
 CLIENTS = (1, 4, 16)
 START_S = 240
@@ -277,7 +277,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         # In a process of its own, whose torch and MLflow are gone when servers are measured.
-        making = [sys.executable, "-m", "benchmarks.serving_models", scratch]
+        making = [sys.executable, "-m", "benchmarks.support.serving_models", scratch]
         if (made := subprocess.run(making, capture_output=True, text=True)).returncode:
             sys.exit(made.stderr)
         result = measure(Path(scratch), quick=args.quick)

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hosts import docker_hosts, home_and_tokens
+from benchmarks.support.hosts import docker_hosts, home_and_tokens
 from tests.support.rig.network import INTERFACE, ip
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import docker_config, make_docker_run, train
@@ -50,7 +50,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Size:
-    """How much is run. `cycle`: steps between two of local-sgd's outer steps."""
+    """The number of steps to run. `cycle`: steps between two of local-sgd's outer steps."""
 
     cycle: int
     cycles: int

@@ -3,9 +3,9 @@
     python -m benchmarks.training [--quick] [--plot losses.png]
 
 All train the same Hugging Face class from the same weights on the same batches, in fp32 on as many threads, each in
-its own process, in turns (benchmarks/race.py). Shardline is `python -m training.train` with train.compile=true; its
-rate, like theirs, is what it writes to metrics.jsonl. Then Shardline on 2 ranks of 1 thread against 1 rank of 1
-thread, for every strategy, on the same global batch.
+its own process, in turns (benchmarks/support/race.py). Shardline is `python -m training.train` with
+train.compile=true; its rate, like theirs, is what it writes to metrics.jsonl. Then Shardline on 2 ranks of 1 thread
+against 1 rank of 1 thread, for every strategy, on the same global batch.
 
 FLOPs per token: 6 N + 12 L H Q T (training/planner/model_shape.py). Matmul rates are what training/measure.py finds.
 The last line is one JSON object: `ratio_vs_plain_loop`, `ratio_vs_hf_trainer`, `ratio_vs_accelerate` by model size,
@@ -20,8 +20,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.race import Contestant, loss_difference, race, ratio
-from benchmarks.workload import Size, inventory, measure, write_corpus, write_plan
+from benchmarks.support.race import Contestant, loss_difference, race, ratio
+from benchmarks.support.workload import Size, inventory, measure, write_corpus, write_plan
 from training.measure import visible_cores
 from training.planner.model_shape import flops_per_token
 from training.records.inventory import Measured

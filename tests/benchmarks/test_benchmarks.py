@@ -25,7 +25,7 @@ def benchmarks() -> list[str]:
 
 
 def needs_docker_hosts(name: str) -> bool:
-    return "benchmarks.hosts" in (REPO / "benchmarks" / f"{name}.py").read_text()
+    return "benchmarks.support.hosts" in (REPO / "benchmarks" / f"{name}.py").read_text()
 
 
 def marked(name: str) -> object:

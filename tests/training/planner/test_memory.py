@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.planner_vs_published import MEGATRON, compared, shape_of, summary
-from benchmarks.published import models, rows
+from benchmarks.support.published import models, rows
 from tests.support.configs import inventory, tiny_config
 from training.models.architectures import layers_of
 from training.models.language_model import build_model

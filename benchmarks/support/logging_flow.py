@@ -9,7 +9,7 @@ import json
 
 from prefect import flow
 
-from benchmarks.metric_writers import write_rows
+from benchmarks.support.metric_writers import write_rows
 from flows.prefect_ui.links import link, prefect_tags
 from flows.stages.training import new_run_id
 from tasks.display.progress import step_progress

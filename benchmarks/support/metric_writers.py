@@ -1,6 +1,6 @@
 """One training's worth of metric rows, written one way: what each write costs the loop that makes it, and memory.
 
-    python -m benchmarks.metric_writers WAY FOLDER --run MLFLOW_RUN --rows 1000 --rows-per-s 50
+    python -m benchmarks.support.metric_writers WAY FOLDER --run MLFLOW_RUN --rows 1000 --rows-per-s 50
 
 WAY: `shardline` (training/tracking/metrics_log.py; what it has not sent at the end is left to the flow), `mlflow`
 (`mlflow.log_metrics`, the default) or `mlflow-async` (the same with `synchronous=False`, flushed at the end). The store

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.workload import write_corpus
+from benchmarks.support.workload import write_corpus
 from tests.support.rig.rig import Rig, why_no_rig
 
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import httpx
 
-from benchmarks.metric_writers import METRICS
+from benchmarks.support.metric_writers import METRICS
 from flows.servers.deploy import POOL
 from tasks.workspace.wait import until
 from tests.support.local_servers import FINAL, LocalServers
 from tests.support.user_folder import UserFolder
 
-REPO = Path(__file__).parents[1]
+REPO = Path(__file__).parents[2]
 UNSET = ("MLFLOW_TRACKING_URI", "PREFECT_API_URL", "PREFECT_HOME")
 POLL_S = 0.1
 BUSY_TRIES = 10
