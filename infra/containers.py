@@ -72,7 +72,7 @@ class Job:
 
 @dataclass(frozen=True)
 class State:
-    """How a container is. `exit_code` counts once `running` is false; 137 says SIGKILL, `oom_killed` says whose."""
+    """A container's state. `exit_code` counts once `running` is false; 137 says SIGKILL, `oom_killed` says whose."""
 
     status: str  # created, running, paused, restarting, removing, exited, dead
     exit_code: int

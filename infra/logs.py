@@ -30,7 +30,7 @@ HEADER = struct.Struct(">BxxxL")  # which stream, and how many bytes follow (Doc
 
 @dataclass(frozen=True)
 class Position:
-    """How far a log was written: so many messages (`seen`) since the whole second `since`, as Docker orders them.
+    """A place in a log: so many messages (`seen`) since the whole second `since`, as Docker orders them.
 
     Not the last message's time: standard output's and standard error's come in an order that is not quite that of
     their times. For the same reason `since` stays a second behind `second`, the newest.

@@ -126,7 +126,7 @@ def clock_findings(time_on_host: str, *, before: float, after: float) -> tuple[s
 
 @dataclass(frozen=True)
 class Output:
-    """How a container ended and what it wrote; `code` None: it did not end in time."""
+    """The exit code and the output of a container; `code` None: it did not end in time."""
 
     code: int | None
     stdout: str
@@ -203,7 +203,7 @@ def without(words: str, job: Job) -> Job | None:
 
 
 def silence(job: Job, output: Output, *, timeout_s: float) -> str:
-    """Why a container left no report."""
+    """Say why a container left no report."""
     if output.code is None:
         return f"no answer from a container in {timeout_s:g} s: does its shared folder hang? See `df` there"
     last = (output.stderr or output.stdout).strip()[-LAST_CHARACTERS:] or "and said nothing"

@@ -36,7 +36,7 @@ class CompareRequest(Record):
 
 
 class StrategyOutcome(Record):
-    """How the run of a strategy ended; `cause` is one line."""
+    """The end of a strategy's run; `cause` is one line."""
 
     outcome: OutcomeKind
     cause: str = ""

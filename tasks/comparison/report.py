@@ -113,7 +113,7 @@ def _outcome(row: StrategyRow) -> str:
 
 
 def headline(comparison: Comparison) -> str:
-    """Which strategy is fastest, whether their losses agree, and which did not finish: a sentence each."""
+    """Say which strategy is fastest, whether their losses agree, and which did not finish: a sentence each."""
     done, failed = comparison.succeeded, [row for row in comparison.rows if row.outcome != "done"]
     sentences = []
     if best := max((row for row in done if row.tokens_per_s), key=lambda row: row.tokens_per_s or 0.0, default=None):

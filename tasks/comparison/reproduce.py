@@ -34,7 +34,7 @@ class Original:
 
 
 class Agreement(Record):
-    """How the losses of a run and of its repetition agree."""
+    """The differences between the losses of a run and of its repetition."""
 
     original: str
     repeated: str

@@ -16,7 +16,10 @@ ENOUGH_DOCUMENTS = 20
 
 @dataclass(frozen=True)
 class SplitRule:
-    """How a corpus is split. `border`: for tail, how many of its characters are train. `why` goes into the manifest."""
+    """The rule by which a corpus is split, as its manifest records it.
+
+    `border`: for tail, how many characters of the corpus are train. `why`: the reason for the rule.
+    """
 
     kind: Literal["documents", "tail"]
     validation_fraction: float

@@ -176,7 +176,7 @@ def _plan(
     evaluation: EvaluationConfig,
     inference: InferenceConfig,
 ) -> EvaluationPlan:
-    """How the ranks that `inference` asks for evaluate the subject on these tokens."""
+    """Plan the evaluation of the subject on these tokens, by the ranks that `inference` asks for."""
     device_kind, degree = device_kind_of(inference.degree), inference.degree
     if subject.plan is not None:
         model = TrainedModel.of_run(subject.plan)
@@ -224,7 +224,7 @@ def _config(config: RunConfig, evaluation: EvaluationConfig) -> RunConfig:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """What an evaluation takes over from the model's training."""
+    """The settings and data that an evaluation takes over from the model's training."""
 
     config: RunConfig
     shape: ModelShape

@@ -28,7 +28,7 @@ def doctor_record(inventory: Inventory) -> dict[str, Any]:
 
 
 def meaning(inventory: Inventory) -> dict[str, Any]:
-    """What the inventory says about a run; sizes in parameters, times in seconds."""
+    """Describe what the inventory means for a run; sizes in parameters, times in seconds."""
     precision, reason = choose_precision(inventory)
     devices = all_devices(inventory)
     return {

@@ -32,7 +32,7 @@ POLL_S = 0.05
 
 
 class HostFacts(Record):
-    """What a host's container found there. `image_id` is the same on all hosts, or of one digest."""
+    """The facts that a container found out on a host. `image_id` is the same on all hosts, or of one digest."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 

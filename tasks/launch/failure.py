@@ -99,7 +99,7 @@ class HostStatus:
 
 
 class AttemptOutcome(Record):
-    """How an attempt ended. `host`: where the failure began; `detail`: one line; `lines`: the end of the log there."""
+    """The end of an attempt. `host`: where the failure began; `detail`: one line; `lines`: the end of the log there."""
 
     cause: Cause | Literal["done", "stopped"]
     host: str = ""

@@ -75,7 +75,7 @@ def _record(failed: RunFailed, *, run_dir: Path) -> None:
 
 
 def _ended_by(result: TrainResult) -> str:
-    """Which limit, and how to go past it."""
+    """Name the limit that ended training, and the setting to raise."""
     fields = {"hours": "train.max_hours", "early stop": "evaluation.early_stop_validations"}
     field = fields.get(result.stopped_by)
     return f" by {field} (`shardline resume RUN {field}=…` trains on)" if field else ""

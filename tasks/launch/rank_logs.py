@@ -21,7 +21,7 @@ LONGEST_LINE = 65_536  # bytes; a progress bar may never end its line
 
 
 class Steps:
-    """Whether steps were made, by what the metrics rank wrote; and those rows to a store that ranks cannot reach."""
+    """Follows the metrics rank's rows: tells whether steps were made, sends rows that ranks cannot send themselves."""
 
     def __init__(self, run_dir: Path, *, mlflow_run_id: str, sends: bool) -> None:
         self.path = run_dir / METRICS

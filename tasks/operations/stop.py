@@ -134,7 +134,7 @@ def reap(hosts: Sequence[DockerHost], *, dry_run: bool = False) -> Reaped:
 
 
 def _keeper(of_run: dict[str, list[OnHost]]) -> str:
-    """Who looks after any of a run's containers, in words; empty if nobody does."""
+    """Describe the launcher of a run's containers; empty if none lives."""
     launchers = (launcher_of(each) for found in of_run.values() for each in found)
     return next((words for looked_after, words in launchers if looked_after), "")
 

@@ -89,7 +89,7 @@ def check_loss(challenger: Candidate, champion: Candidate | None, *, min_improve
 
 
 def _other_data(challenger: Candidate, champion: Candidate) -> str:
-    """Why the two losses cannot be compared, and what to do about it; empty if they are of the same tokens."""
+    """Say why the two losses cannot be compared, and what to do about it; empty if they are of the same tokens."""
     if challenger.dataset != champion.dataset:
         why = f"other data (dataset {challenger.dataset[:12]}, champion's {champion.dataset[:12]})"
     elif challenger.tokens and champion.tokens and challenger.tokens != champion.tokens:

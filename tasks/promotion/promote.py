@@ -36,7 +36,10 @@ POLL_S = 2.0  # between two reads of the approval tag
 
 @dataclass(frozen=True)
 class Request:
-    """What `who` asks for. `version` None: the challenger. `overrides`: gates.x or rollout.x -> value."""
+    """A user's request to promote a model.
+
+    `who`: the user. `version` None: the challenger. `overrides`: gates.x or rollout.x -> value.
+    """
 
     model: str
     who: str

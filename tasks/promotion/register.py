@@ -90,7 +90,7 @@ def _judge(client: MlflowClient, lock: PromotionLock, version: ModelVersion, *, 
 
 
 def _needs_promotion(name: str, terms: Terms) -> str:
-    """Why registration may not move the alias itself; empty if it may."""
+    """Say why registration may not move the alias itself; empty if it may."""
     if terms.gates.approval != "none":
         return "somebody must approve it"
     if terms.gates.max_p95_ms:

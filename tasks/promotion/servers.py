@@ -121,14 +121,14 @@ def wait_for_switch(name: str, *, version: int, rollout: RolloutConfig, check: C
 
 @dataclass(frozen=True)
 class Counts:
-    """What servers have answered from one version. `buckets`: upper bound in seconds -> requests up to it."""
+    """Requests that servers have answered from one version. `buckets`: upper bound in seconds -> requests up to it."""
 
     requests: float = 0
     failed: float = 0
     buckets: Mapping[float, float] = field(default_factory=dict)
 
     def since(self, before: Counts) -> Counts:
-        """What was added since `before`. Counters that fell belong to a server that was restarted."""
+        """Subtract the counts of `before`. Counters that fell belong to a server that was restarted."""
         if before.requests > self.requests:
             return self
         buckets = {bound: count - before.buckets.get(bound, 0) for bound, count in self.buckets.items()}

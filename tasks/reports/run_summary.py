@@ -10,7 +10,7 @@ from tasks.reports.run_data import INTERRUPTIONS, RunData
 
 
 def summary(data: RunData) -> list[str]:
-    """What was trained, how good and how fast it is, where it is registered and how the run ended."""
+    """Describe the model, its loss, its speed, its place in the registry and the end of the run, in sentences."""
     return [_describe_training(data), *_quality(data), *_speed(data), *_registration(data), *_end(data)]
 
 

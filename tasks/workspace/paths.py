@@ -67,7 +67,7 @@ def embedded_artifacts(*, always: bool = False) -> str | None:
 
 
 def command(name: str) -> str:
-    """How to call a command of this environment from here: by name if it is on PATH, else by path."""
+    """Return how a command of this environment is called from here: by name if it is on PATH, else by path."""
     ours = Path(sys.executable).parent / name
     if (found := shutil.which(name)) and Path(found) == ours:
         return name

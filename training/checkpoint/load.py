@@ -36,7 +36,7 @@ CHECKPOINT_MANIFEST = "manifest.json"
 
 
 class CheckpointManifest(Record):
-    """What a checkpoint holds.
+    """The record of a checkpoint: its step, its layout, and the hash of each file.
 
     `val_loss`: of the newest validation at this step or before, nats per token; None: there was none yet.
     `micro_batches`: by replica, as they were at this step.
@@ -89,7 +89,7 @@ def check_model(folder: Path) -> None:
 
 
 def damage(folder: Path, *, hashes: bool = True, only: tuple[str, ...] = ("",)) -> str | None:
-    """What is wrong with a checkpoint, or None if it is whole; without `hashes` only sizes are compared.
+    """Describe the damage of a checkpoint, None if it is whole; without `hashes` only sizes are compared.
 
     `only`: files whose names begin so.
     """

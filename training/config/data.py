@@ -10,7 +10,7 @@ from training.config.section import Section
 
 
 class TokenizerConfig(Section):
-    """How text becomes tokens."""
+    """The tokenizer that turns text into tokens."""
 
     kind: Literal["bpe", "pretrained", "characters", "bytes"] = Field(
         "bpe",
@@ -68,7 +68,7 @@ class DataConfig(Section):
     streaming: bool = Field(
         False, description="Read a Hugging Face dataset as a stream instead of downloading it whole."
     )
-    tokenizer: TokenizerConfig = Field(TokenizerConfig(), description="How text becomes tokens.")
+    tokenizer: TokenizerConfig = Field(TokenizerConfig(), description="The tokenizer that turns text into tokens.")
     split: Literal["auto", "documents", "tail", "all"] = Field(
         "auto",
         description="How the held-out validation text is chosen. documents: whole documents, by a hash of their "

@@ -59,7 +59,7 @@ class HostConfig(Section):
 
 
 class LaunchConfig(Section):
-    """Where ranks run, and what happens when a host fails."""
+    """The hosts that ranks run on, and the reaction to a host that fails."""
 
     launcher: Literal["local", "docker"] = Field(
         "local",

@@ -25,7 +25,7 @@ IN_GROUPS = ("hsdp", "local-sgd")
 
 
 class ParallelConfig(Section):
-    """How training is distributed over devices, and in which precision."""
+    """The distribution of training over devices, and its precision."""
 
     strategy: Literal["auto", StrategyName] = Field(
         "auto",

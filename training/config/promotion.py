@@ -57,7 +57,7 @@ class GatesConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How a version that passed its gates takes over, and what triggers a rollback."""
+    """The switch to a version that passed its gates, and the bounds that trigger a rollback."""
 
     smoke_requests: int = Field(
         20,

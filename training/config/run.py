@@ -22,7 +22,7 @@ from training.config.train import TrainConfig
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are saved, and which of them are kept."""
+    """The schedule of checkpoints, and which of them are kept."""
 
     every_steps: int = Field(500, ge=1, description="Steps between checkpoints. The last step always has one.")
     keep_last: int = Field(2, ge=1, le=1000, description="Number of newest checkpoints to keep.")
@@ -65,7 +65,7 @@ class RunConfig(Section):
         ParallelConfig(), description="How training is distributed over devices, and its precision."
     )
     checkpoint: CheckpointConfig = Field(
-        CheckpointConfig(), description="When checkpoints are saved, and which of them are kept."
+        CheckpointConfig(), description="The schedule of checkpoints, and which of them are kept."
     )
     evaluation: EvaluationConfig = Field(
         EvaluationConfig(), description="Validation, text samples and downstream tasks."

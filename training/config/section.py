@@ -30,12 +30,12 @@ SPELLINGS = {
 
 
 def _section_title(section: type) -> str:
-    """What the form calls a section: `Data`, not `DataConfig`."""
+    """Return the form's title of a section: `Data`, not `DataConfig`."""
     return section.__name__.removesuffix("Config")
 
 
 def _field_title(name: str, _: FieldInfo | ComputedFieldInfo) -> str:
-    """What the form calls a field: `max_p95_ms` is `Max p95 (ms)`."""
+    """Return the form's title of a field: `max_p95_ms` is `Max p95 (ms)`."""
     *words, last = name.split("_")
     unit = f" ({UNITS[last]})" if words and last in UNITS else ""
     spelt = [SPELLINGS.get(word, word) for word in (words if unit else [*words, last])]

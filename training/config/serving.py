@@ -62,7 +62,10 @@ class ServingConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """What `shardline evaluate` takes as section.field=value; `data.path` empty: the run's own held-out text."""
+    """The settings of `shardline evaluate`, given as section.field=value.
+
+    An empty `data.path` means the run's own held-out text.
+    """
 
     inference: InferenceConfig = Field(InferenceConfig(), description="Engine and devices that run the model.")
     evaluation: EvaluationConfig = Field(
@@ -75,14 +78,14 @@ class EvaluateConfig(Section):
 
 
 class ServeConfig(Section):
-    """What `shardline serve` and `shardline generate` take as section.field=value."""
+    """The settings of `shardline serve` and `shardline generate`, given as section.field=value."""
 
     inference: InferenceConfig = Field(InferenceConfig(), description="Engine and devices that run the model.")
     serving: ServingConfig = Field(ServingConfig(), description="Limits of the server.")
 
 
 class TritonConfig(Section):
-    """What `shardline triton` takes as field=value."""
+    """The settings of `shardline triton`, given as field=value."""
 
     max_batch_size: int = Field(
         8, ge=1, le=1024, description="Maximum number of requests that Triton combines into one batch."

@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a token is drawn. Temperature 0: always the likeliest; top_k 0: from all."""
+    """The parameters by which a token is drawn. Temperature 0: always the likeliest; top_k 0: from all."""
 
     temperature: float
     top_k: int

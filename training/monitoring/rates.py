@@ -17,7 +17,7 @@ RATES = ("samples_per_s", "tokens_per_s", "step_ms", "mfu")
 
 @dataclass
 class Throughput:
-    """What all ranks together trained in so many seconds."""
+    """The tokens and samples that all ranks together trained in so many seconds."""
 
     steps: int = 0
     sequences: int = 0

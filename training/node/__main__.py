@@ -124,7 +124,7 @@ class StopOrder:
         threading.Thread(target=self._watch, daemon=True, name="lease").start()
 
     def cause(self) -> StopCause:
-        """Why to stop, or empty. It never changes back; only a withdrawn lease takes the place of other causes."""
+        """The reason to stop, or empty. Once set it stays; only a withdrawn lease takes the place of other causes."""
         if self._withdrawn:
             return "lease withdrawn"
         if self._signalled:

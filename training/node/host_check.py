@@ -219,7 +219,7 @@ def cpu_model() -> str:
 
 
 def busy_percent() -> float:
-    """How busy all cores of the host are; in a container too, /proc/stat is the host's."""
+    """The share of time that all cores of the host are busy; in a container too, /proc/stat is the host's."""
 
     def ticks() -> tuple[int, int]:
         values = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]

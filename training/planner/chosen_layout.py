@@ -156,7 +156,7 @@ def _why_rest(config: RunConfig, ranking: Ranking) -> list[str]:
 
 
 def _without(ranking: Ranking, field: str) -> str:
-    """Why the layout does not do without `field`, which is recompute or offload."""
+    """Say why the layout does not do without `field`, which is recompute or offload."""
     plain = [each for each in ranking.fitting if getattr(each.layout, field) == "none"]
     if plain:
         slower = min(each.step_s for each in plain) / ranking.fitting[0].step_s - 1

@@ -144,7 +144,7 @@ def cluster_of(inventory: Inventory, ranks_per_host: Sequence[int], *, precision
 
 
 def _shares(host: Host, ranks: int) -> float:
-    """How many of the measured "devices" of a host each of its ranks gets."""
+    """Return how many of the measured "devices" of a host each of its ranks gets."""
     return len(host.devices) / ranks
 
 

@@ -16,7 +16,7 @@ from training.planner.job import KNOWN_ARCHITECTURES, Job
 
 @dataclass(frozen=True)
 class Sharing:
-    """How data-parallel ranks share weights, gradients and optimizer state.
+    """The states that data-parallel ranks share: weights, gradients, optimizer state.
 
     `stage`: ZeRO's (Rajbhandari et al. 2020, section 5): 1 shards the optimizer's state, 2 also gradients, 3 also
     weights. `gathers`: of the whole weights in one micro-batch. `reduces_each`: gradients travel after each
@@ -97,7 +97,10 @@ DEEPSPEED_GIB = 0.21  # resident besides
 
 @dataclass(frozen=True)
 class Program:
-    """What both memory and time follow from: what a layer keeps, and the bytes of each number that ranks exchange."""
+    """The constants of both memory and time.
+
+    They are the activations of a layer, and the bytes of each number that ranks exchange.
+    """
 
     kept: Kept  # without recomputation
     weight_bytes: float = 4.0  # per parameter
@@ -112,7 +115,7 @@ class Program:
 
 @dataclass(frozen=True)
 class MemoryCosts:
-    """What memory alone follows from; bytes are per parameter unless stated otherwise."""
+    """The constants of memory alone; bytes are per parameter unless stated otherwise."""
 
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 8.0
@@ -127,7 +130,7 @@ class MemoryCosts:
 
 @dataclass(frozen=True)
 class TimeCosts:
-    """What time alone follows from."""
+    """The constants of time alone."""
 
     sustained: float = 1.0  # share of the measured matmul rate that a long step keeps up: clocks fall
     passes: float = 2.8  # bytes that a forward pass moves per byte it keeps
@@ -146,7 +149,7 @@ class TimeCosts:
 
 @dataclass(frozen=True)
 class CostModel:
-    """How a training program works, as far as its memory and time follow from it."""
+    """The constants from which the memory and time of a training program follow."""
 
     program: Program
     memory: MemoryCosts

@@ -102,7 +102,7 @@ class KnownGpu:
 
     @property
     def attainable_tflops(self) -> dict[str, float]:
-        """What torch.mm of a large square reaches, by precision."""
+        """Return the rate that torch.mm of a large square reaches, by precision."""
         return {precision: peak * self.shares[precision] for precision, peak in self.peak_tflops.items()}
 
 

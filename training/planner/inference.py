@@ -42,7 +42,7 @@ def check_inference(folder: Path, inference: InferenceConfig, *, device_kind: st
 
 
 def _check_deepspeed(folder: Path, inference: InferenceConfig, *, device_kind: str) -> None:
-    """On CPUs DeepSpeed has automatic tensor parallelism only, without the classes that have CUDA kernels (0.19.8)."""
+    """Refuse what DeepSpeed-Inference (0.19.8) cannot do: on CPUs that is all but automatic tensor parallelism."""
     if inference.parallel not in {"none", "tensor"}:
         raise ValueError(
             f"inference.parallel = {inference.parallel}: DeepSpeed-Inference splits matrices (tensor) or runs on one "

@@ -16,7 +16,7 @@ CHUNK_TOKENS = 2048  # the loss makes logits for this many tokens at a time
 
 @dataclass(frozen=True)
 class Job:
-    """What one optimizer step trains."""
+    """The model and the batch of one optimizer step."""
 
     shape: ModelShape
     context: int

@@ -50,7 +50,7 @@ def choose_precision(inventory: Inventory) -> tuple[Precision, str]:
 
 
 def _check_fp8(inventory: Inventory) -> str:
-    """Why fp8 is used. Raises ValueError for a device that does not support it."""
+    """Say why fp8 is used. Raises ValueError for a device that does not support it."""
     if inventory.device_kind == "cpu":
         return "asked for by parallel.precision; CPUs emulate it, slower than bf16"
     weakest, which = _weakest(inventory, capability)
@@ -63,7 +63,7 @@ def _check_fp8(inventory: Inventory) -> str:
 
 
 def fp8_refusal(shape: ModelShape, *, tp: int) -> str | None:
-    """Why the model's matrix products cannot be computed in fp8 by torch._scaled_mm; None if they can."""
+    """Say why the model's matrix products cannot be computed in fp8 by torch._scaled_mm; None if they can."""
     if shape.architecture not in KNOWN_ARCHITECTURES:
         return (
             f"parallel.precision=fp8 is there for {', '.join(KNOWN_ARCHITECTURES)} models, not for "

@@ -43,7 +43,7 @@ class Ranking:
 
 @dataclass(frozen=True)
 class Mesh:
-    """What decides where the ranks of a layout are."""
+    """The part of a layout that decides on which hosts its ranks are."""
 
     strategy: StrategyName
     tp: int
@@ -246,7 +246,7 @@ def _count_devices(inventory: Inventory) -> str:
 
 
 def why_ranks(config: RunConfig, inventory: Inventory, mesh: Mesh) -> str:
-    """Why the plan has as many ranks as it has, for its reasons."""
+    """Say why the plan has as many ranks as it has."""
     if mesh.strategy == "single":
         return "strategy single is one process"
     if config.parallel.ranks:

@@ -105,7 +105,10 @@ def _passes(job: Job, layout: Layout, model: CostModel, cluster: Cluster) -> tup
 
 
 def _selective_recompute(job: Job, model: CostModel, layer: Pass) -> Pass:
-    """What the backward pass of one layer recomputes: attention's scores, or all but the products that are kept."""
+    """Return the work that the backward pass of one layer recomputes.
+
+    That is attention's scores, or all but the products that are kept.
+    """
     if not model.program.recomputes_scores_only:
         dropped = 1 - model.program.products_kept
         return Pass(dropped * layer.products, 0, layer.memory, SELECTIVE_OPS * layer.ops)

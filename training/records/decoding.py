@@ -74,7 +74,7 @@ class RequestRefused(Record):
 
 
 class NewTokens(Record):
-    """What one step gave: (request, token) pairs, and the requests that it ended."""
+    """The result of one step: (request, token) pairs, and the requests that it ended."""
 
     kind: Literal["tokens"] = "tokens"
     tokens: tuple[tuple[int, int], ...] = ()

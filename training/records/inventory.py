@@ -33,7 +33,7 @@ class Link(Record):
 
 
 class Measured(Record):
-    """What training/measure.py measures on one host: its devices by local rank, and an all-reduce between them."""
+    """What training/measure.py measures on one host: its devices' rates by local rank, an all-reduce between them."""
 
     devices: tuple[Device, ...]
     allreduce_gb_per_s: float

@@ -13,7 +13,7 @@ StopCause = Literal["", "signal", "lease stale", "lease withdrawn"]
 
 
 class NodeTask(Record):
-    """What a host runs in one attempt. Paths are the container's own.
+    """The task of a host in one attempt: the program, and its place among the others. Paths are the container's own.
 
     `lease` belongs to one attempt, so that old ranks cannot live on a newer lease. The launcher renews the lease file
     (its time, or its content) well within `lease_s`; if it removes the file, the ranks are killed at once. An empty
@@ -41,7 +41,7 @@ class NodeTask(Record):
 
 
 class RankFailure(Record):
-    """Why a rank failed. A negative `exit_code` is a signal's number; `cause` is the exception's line, if known."""
+    """The failure of a rank. A negative `exit_code` is a signal's number; `cause` is the exception's line, if known."""
 
     rank: int
     exit_code: int
@@ -49,7 +49,7 @@ class RankFailure(Record):
 
 
 class NodeEnd(Record):
-    """How a node's program ended: `ending`. `exit_code` is torchrun's, which is 1 after a stop in order too.
+    """The end of a node's program: `ending`. `exit_code` is torchrun's, which is 1 after a stop in order too.
 
     done: the ranks came to their end. stopped: told to stop, and they left within the grace. killed: told, and they
     did not. failed: none of these; `failures` says which ranks, `last_lines` what was printed last.
@@ -81,7 +81,7 @@ class PairBandwidth(Record):
 
 
 class CollectiveReport(Record):
-    """What check_network.py found: `hosts` in the order of their ranks, `pairs` from the slowest to the fastest."""
+    """The report of check_network.py: `hosts` in the order of their ranks, `pairs` from the slowest to the fastest."""
 
     backend: str
     hosts: tuple[str, ...]

@@ -35,7 +35,7 @@ class ModelShape(Record):
 
 
 class Prediction(Record):
-    """What the plan predicts, to be compared with what the run measures.
+    """The plan's predictions, to be compared with what the run measures.
 
     `memory_gib`: memory of one rank, by component. `step_s`: seconds of one step, by component; each of them adds up.
     `exposed_communication_s` is already included in `step_s`. `mfu`: fraction of the measured rate of matrix products
@@ -83,7 +83,7 @@ class RankedLayout(Record):
 
 
 class Command(TypedDict):
-    """What every rank runs: a Python module, or else a script, with these arguments."""
+    """The command of every rank: a Python module, or else a script, with these arguments."""
 
     module: str
     script: str
@@ -91,7 +91,7 @@ class Command(TypedDict):
 
 
 class RankPlan(Record):
-    """What ranks that train or evaluate a model read: its text, its shape, and how they share both.
+    """A plan's part that ranks read, to train or to evaluate: the model's text, its shape, and how they share both.
 
     `config` is what was asked for and the rest what was chosen; ranks follow the latter.
     `mesh`: sizes of the axes pp, dp and tp, outermost first; ranks that share a layer's matrices are neighbours.

@@ -84,7 +84,7 @@ class GraphParity(Record):
 
 
 class ParityReport(Record):
-    """How closely exported copies match the checkpoint in torch; `reload_…`: the saved Hugging Face folder."""
+    """Differences between exported copies and the checkpoint in torch; `reload_…`: the saved Hugging Face folder."""
 
     reload_logit_difference: float
     reload_logit_difference_bound: float

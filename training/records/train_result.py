@@ -28,7 +28,7 @@ def train_failure(path: Path) -> TrainFailure | None:
 
 
 class TrainResult(Record):
-    """How training ended. Rates are those of the last attempt over all ranks, without its first step, validations and
+    """The end of training. Rates are those of the last attempt over all ranks, without its first step, validations and
     checkpoints.
 
     `mfu`: share of the ranks' measured matmul rate (None: not measured). `peak_memory_gib`: of one rank, allocated on

@@ -44,7 +44,7 @@ class StopFlag:
         self._asked.add(reason)
 
     def agreed(self) -> StopReason | None:
-        """Why to stop, if any rank wanted to before the previous call; the same on all ranks."""
+        """The reason to stop, if any rank wanted to before the previous call; the same on all ranks."""
         reason: StopReason | None = None
         if self._work is not None:
             self._work.wait()

@@ -1,4 +1,4 @@
-"""How a tensor is cut over ranks: each rank's piece, and the whole again. Checkpoints hold only whole tensors."""
+"""Tensors cut over ranks: each rank's piece, and the whole again. Checkpoints hold only whole tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor is cut over ranks: along `dim`, unevenly where the number of ranks does not divide it.
+    """A tensor's cut over ranks: along `dim`, unevenly where the number of ranks does not divide it.
 
     `dim` consists of `blocks` equal parts, each cut by itself (GPT-2 keeps q, k and v in one matrix).
     """

@@ -175,7 +175,7 @@ def _check_size(folder: Path, shard: Shard, dtype: Dtype) -> None:
 
 
 def _damage(folder: Path, shard: Shard) -> str:
-    """What is wrong with the shard's files, or nothing."""
+    """Describe the damage of the shard's files; empty if there is none."""
     digest = hashlib.sha256()
     for path in _files(folder, shard):
         if not path.exists():
@@ -191,7 +191,7 @@ def _damage(folder: Path, shard: Shard) -> str:
 
 
 def _tokenizer_damage(folder: Path, manifest: TokenShards) -> str:
-    """What is wrong with the tokenizer, or nothing."""
+    """Describe the damage of the tokenizer; empty if there is none."""
     path = folder / "tokenizer" / "tokenizer.json"
     if not path.exists():
         return f"{path} is missing"

@@ -64,7 +64,7 @@ class TokenStream:
         return ids.cumsum()
 
     def document_bounds(self) -> np.ndarray:
-        """Where each document begins, and where the last one ends: int64 (documents + 1,), 8 bytes each in memory.
+        """Positions where each document begins, and where the last one ends: int64 (documents + 1,), 8 bytes each.
 
         Tokens after the last listed end are a document too.
         """

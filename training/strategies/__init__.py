@@ -27,7 +27,7 @@ __all__ = ["STRATEGIES", "StepStats", "Strategy", "parallelize"]
 
 
 class Strategy(Protocol):
-    """What training and evaluation need of a strategy; every method is called on all ranks alike."""
+    """The methods that training and evaluation need of a strategy; every method is called on all ranks alike."""
 
     module: nn.Module
 
@@ -65,7 +65,7 @@ class Strategy(Protocol):
         """Load what `optimizer_state` of any strategy yielded."""
 
     def rank_state(self) -> dict[str, Tensor]:
-        """What only this rank holds and a bit-exact resume needs besides: the tensors themselves, by name."""
+        """Tensors by name (no copies) that only this rank holds and that a bit-exact resume needs besides."""
 
     def load_rank_state(self, state: Mapping[str, Tensor]) -> None:
         """Load this rank's `rank_state`, on the same mesh; called after `load_optimizer_state`."""

@@ -74,7 +74,7 @@ class Compression:
         return sent
 
     def state(self) -> dict[str, Tensor]:
-        """What only this rank holds: the tensors themselves, by name."""
+        """Tensors that only this rank holds: the tensors themselves, by name."""
         return {}
 
 

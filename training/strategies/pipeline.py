@@ -238,7 +238,7 @@ def _concatenated(batches: list[Batch]) -> Batch:
 
 
 def _arguments(batch: Batch) -> dict[str, Tensor]:
-    """What every stage needs besides the hidden states."""
+    """The inputs of every stage besides the hidden states."""
     given = {"positions": batch.positions, "documents": batch.documents}
     return {name: value for name, value in given.items() if value is not None}
 

@@ -31,7 +31,7 @@ class Stopper:
         return self.rules.elapsed_s
 
     def at_start(self) -> StoppedBy | None:
-        """What ended the run before this attempt's first step."""
+        """The reason that ended the run before this attempt's first step, or None."""
         return "steps" if self.is_done else self.rules.reached
 
     def after_step(self, step: int) -> StoppedBy | None:
