@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.local_servers import LocalServers
-from tests.support.observed_run import MIDDLE, ObservedRun, kill, until
+from tests.support.observed_run import MIDDLE, WITHIN_S, ObservedRun, kill
 from tests.support.user_folder import UserFolder
+from tests.support.waiting import until
 from training.tracking.rows import read_rows
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
@@ -73,18 +74,19 @@ def test_an_end_that_could_not_be_said_is_told_when_they_are_back_though_the_pro
     servers: LocalServers,
 ) -> None:
     observed = ObservedRun.submitted(servers)
-    until(lambda: (observed.folder / "outcome.json").exists(), what="the last stage")
+    until(lambda: (observed.folder / "outcome.json").exists(), "the last stage", within_s=WITHIN_S)
     flow = observed.flow()
     flow.suspend()
     assert observed.statuses()[1] == "RUNNING"
     servers.kill("mlflow")
     servers.kill("prefect")
     flow.resume()
-    until(lambda: (observed.folder / "ending.json").exists(), what="how it ended, on disk")
+    until(lambda: (observed.folder / "ending.json").exists(), "how it ended, on disk", within_s=WITHIN_S)
     kill(flow)  # it would go on trying to tell Prefect for minutes
     servers.start()
     until(
         lambda: observed.statuses() == ("COMPLETED", "FINISHED", "done"),
-        what="the true status, though its worker saw a kill",
+        "the true status, though its worker saw a kill",
+        within_s=WITHIN_S,
     )
     observed.check_the_rest()

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from tests.support.local_servers import LocalServers
-from tests.support.observed_run import MIDDLE, STEPS, ObservedRun, kill, until
+from tests.support.observed_run import MIDDLE, STEPS, ObservedRun, kill
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -62,7 +63,7 @@ def test_after_a_kill_of_the_flow_its_ranks_leave_and_both_are_told(
     observed = ObservedRun.submitted(servers)
     observed.wait_for_step(MIDDLE)
     kill(observed.flow())
-    until(lambda: not observed.processes(), what="the end of its ranks", within_s=30)
+    until(lambda: not observed.processes(), "the end of its ranks", within_s=30)
     run = servers.wait(observed.flow_run_id)
     assert run["state_type"] == "CRASHED"
     reconciled(servers)

@@ -6,7 +6,6 @@ import hashlib
 import json
 import resource
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +15,7 @@ from infra import containers
 from infra.containers import ATTEMPT, RUN, Bind, Heartbeat, Job, State
 from infra.hosts import HostClient, HostError, connect, on_all
 from tests.support.rig.rig import Rig, RigHost
-
-UNTIL_S = 30.0
+from tests.support.waiting import until
 
 
 def job(rig: Rig, code: str, **over: object) -> Job:
@@ -37,13 +35,6 @@ def client_of(host: RigHost) -> HostClient:
     return connect(host.docker_host())
 
 
-def until(wanted: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + UNTIL_S
-    while not wanted():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def ended(client: HostClient, container: str) -> State:
     """Wait for its end."""
 
@@ -51,7 +42,7 @@ def ended(client: HostClient, container: str) -> State:
         now = containers.state(client, container)
         return now is not None and not now.running
 
-    until(over)
+    until(over, "its end")
     final = containers.state(client, container)
     assert final is not None
     return final
@@ -63,7 +54,7 @@ def output(client: HostClient, container: str) -> str:
 
 def wait_for_output(client: HostClient, container: str, text: str) -> None:
     """Wait until its log holds the text."""
-    until(lambda: text in output(client, container))
+    until(lambda: text in output(client, container), f"{text!r} in its output")
 
 
 RIGHTS = """
@@ -246,5 +237,5 @@ def test_a_heartbeat_that_stops_makes_it_unhealthy(rig: Rig) -> None:
         assert state.running
         return state.health
 
-    until(lambda: health() == "healthy")
-    until(lambda: health() == "unhealthy")
+    until(lambda: health() == "healthy", "a healthy container")
+    until(lambda: health() == "unhealthy", "an unhealthy container")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +16,8 @@ from tasks.tracking.mlflow_run import read_run
 from tasks.workspace.paths import tracking_uri
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import assert_nothing_is_left, curve, make_docker_run, train
+from tests.support.waiting import until
 
-UNTIL_S = 90.0
 LEASE_S = 5.0
 STEPS = 45
 
@@ -54,14 +53,6 @@ def launcher(run_dir: Path) -> subprocess.Popen[str]:
     )
 
 
-def until(wanted: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
-    deadline = time.monotonic() + UNTIL_S
-    while not wanted():
-        assert process is None or process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def reaches(run_dir: Path, step: int) -> Callable[[], bool]:
     return lambda: (run_dir / "metrics.jsonl").exists() and step in curve(run_dir)
 
@@ -84,10 +75,13 @@ def test_a_killed_launcher_leaves_no_rank_behind_and_its_run_goes_on(
 ) -> None:
     run_dir = make("killed")
     process = launcher(run_dir)
-    until(reaches(run_dir, 8), process)
+    until(reaches(run_dir, 8), "step 8", process=process)
     process.kill()
     process.wait()
-    until(lambda: not any(c.status == "running" for host in rig.hosts for c in rig.containers(host)))
+    until(
+        lambda: not any(c.status == "running" for host in rig.hosts for c in rig.containers(host)),
+        "the end of all containers",
+    )
     stopped_at = max(curve(run_dir))
     assert 8 <= stopped_at < STEPS, "they ended in the middle"
     assert (run_dir / "checkpoints" / f"{stopped_at:08d}" / "manifest.json").exists(), "having saved what they had"
@@ -104,7 +98,7 @@ def test_a_resume_takes_over_an_attempt_that_still_lives(
 ) -> None:
     run_dir = make("taken")
     process = launcher(run_dir)
-    until(reaches(run_dir, 8), process)
+    until(reaches(run_dir, 8), "step 8", process=process)
     process.kill()
     process.wait()
     finish(run_dir)
@@ -121,7 +115,7 @@ def test_a_cancel_stops_all_hosts_with_a_checkpoint(
 ) -> None:
     run_dir = make(f"cancelled-{number.name}")
     process = launcher(run_dir)
-    until(reaches(run_dir, 8), process)
+    until(reaches(run_dir, 8), "step 8", process=process)
     process.send_signal(number)
     output = process.communicate()[0]
     assert process.returncode == 130, output

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from infra import containers
 from infra.logs import LogFollower
-from tests.rig.test_containers import client_of, job, until, wait_for_output
+from tests.rig.test_containers import client_of, job, wait_for_output
 from tests.support.rig.rig import Rig
+from tests.support.waiting import until
 
 COUNT = """
 import sys, time
@@ -31,10 +32,10 @@ def test_a_log_is_whole_after_a_cut_of_the_network(rig: Rig, tmp_path: Path) -> 
     client = client_of(host)
     container = containers.start(client, job(rig, COUNT.format(n=200, every_s=0.05)))
     follower = LogFollower(host.docker_host(), container, path)
-    until(lambda: "line 20\n" in path.read_text())
+    until(lambda: "line 20\n" in path.read_text(), "line 20 in the log")
     rig.partition(host)
     rig_client = rig.daemons[0].client()
-    until(lambda: b"line 100\n" in rig_client.api.logs(container))
+    until(lambda: b"line 100\n" in rig_client.api.logs(container), "line 100 at the daemon")
     assert "line 100\n" not in path.read_text()
     rig.heal(host)
     follower.join(60)
@@ -47,7 +48,7 @@ def test_a_log_is_whole_after_its_daemon_was_killed(rig: Rig, tmp_path: Path) ->
     host, path = rig.hosts[1], tmp_path / "host1.log"
     container = containers.start(client_of(host), job(rig, COUNT.format(n=60, every_s=0.05)))
     follower = LogFollower(host.docker_host(), container, path)
-    until(lambda: "line 10\n" in path.read_text())
+    until(lambda: "line 10\n" in path.read_text(), "line 10 in the log")
     rig.kill_daemon(host)
     rig.start_daemon(host)
     follower.join(30)
@@ -60,7 +61,7 @@ def test_a_second_launcher_goes_on_where_a_killed_one_stood(rig: Rig, tmp_path: 
     client = client_of(host)
     container = containers.start(client, job(rig, COUNT.format(n=100, every_s=0.03)))
     first = LogFollower(host.docker_host(), container, path)
-    until(lambda: "line 20\n" in path.read_text())
+    until(lambda: "line 20\n" in path.read_text(), "line 20 in the log")
     first.close()  # its position is up to a second old, as after a kill
     written = path.read_text()
     wait_for_output(client, container, "line 60\n")

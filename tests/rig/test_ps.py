@@ -24,9 +24,10 @@ from tasks.hardware.hosts import docker_hosts, read_hosts
 from tasks.hardware.preflight import container_spec
 from tasks.operations.gpu_queue import gpu_holder
 from tasks.workspace.processes import process_key
-from tests.rig.test_launcher import launcher, mlflow_status, reaches, until
+from tests.rig.test_launcher import launcher, mlflow_status, reaches
 from tests.support.rig.rig import Rig, RigHost
 from tests.support.rig.runs import assert_nothing_is_left, curve, make_docker_run
+from tests.support.waiting import until
 from training.config.launch import LaunchConfig
 
 Shardline = Callable[..., dict[str, Any]]
@@ -56,7 +57,7 @@ def make_long_run(rig: Rig, home: Path, shards: Path, name: str) -> Path:
 def test_a_run_that_is_looked_after(rig: Rig, shardline_home: Path, tiny_shards: Path, shardline: Shardline) -> None:
     run_dir = make_long_run(rig, shardline_home, tiny_shards, "kept")
     process = launcher(run_dir)
-    until(reaches(run_dir, 3), process)
+    until(reaches(run_dir, 3), "step 3", process=process)
 
     rows = shardline("ps")["running"]
     assert [(row["run"], row["attempt"], row["host"], row["ranks"]) for row in rows] == [
@@ -85,7 +86,7 @@ def test_a_run_that_is_looked_after(rig: Rig, shardline_home: Path, tiny_shards:
 def test_a_run_without_its_launcher(rig: Rig, shardline_home: Path, tiny_shards: Path, shardline: Shardline) -> None:
     run_dir = make_long_run(rig, shardline_home, tiny_shards, "lost")
     process = launcher(run_dir)
-    until(reaches(run_dir, 3), process)
+    until(reaches(run_dir, 3), "step 3", process=process)
     process.kill()
     process.wait()
 
@@ -113,7 +114,7 @@ def test_a_run_of_this_machine(
     monkeypatch.setenv("SHARDLINE_HOME", str(run_dir.parent))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
     process = launcher(run_dir)
-    until(reaches(run_dir, 3), process)
+    until(reaches(run_dir, 3), "step 3", process=process)
     (row,) = shardline("ps")["running"]
     assert (row["run"], row["host"], row["ranks"], row["status"]) == ("here", socket.gethostname(), 2, "running")
     assert shardline("stop", "here")["by"] == "launcher"
@@ -133,7 +134,7 @@ def start(rig: Rig, host: RigHost, name: str, command: str, **labels: str) -> No
     )
     with closing(connect(host.docker_host())) as client:
         container = containers.start(client, job)
-        until(lambda: command != "true" or not containers.state(client, container).running)  # type: ignore[union-attr]
+        until(lambda: command != "true" or not containers.state(client, container).running, "its end")  # type: ignore[union-attr]
 
 
 def test_only_what_nobody_looks_after_is_reaped(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from tasks.runs.owner import owner_record
 from tasks.workspace.processes import local_process
 from tests.support.local_servers import LocalServers
 from tests.support.ranks import losses
+from tests.support.waiting import until
 from training.records.train_result import TrainResult
 from training.tracking.mlflow_sender import NOT_METRICS, OF_THE_MODEL
 from training.tracking.rows import read_rows
@@ -33,16 +32,6 @@ SETTINGS = (
 )
 MIDDLE = 40  # a step with a checkpoint behind it and most of the run before it
 WITHIN_S = 600.0
-
-
-def until(happened: Callable[[], Any], *, what: str, within_s: float = WITHIN_S) -> Any:
-    """What `happened` returns, once that is true."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        if found := happened():
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"{what}: not within {within_s:.0f} s")
 
 
 @dataclass
@@ -64,7 +53,7 @@ class ObservedRun:
         return losses(self.folder / "plan.json")
 
     def wait_for_step(self, step: int) -> None:
-        until(lambda: max(self._logged(), default=0) >= step, what=f"step {step} of {self.folder.name}")
+        until(lambda: max(self._logged(), default=0) >= step, f"step {step} of {self.folder.name}", within_s=WITHIN_S)
 
     def _logged(self) -> dict[int, float]:
         return self.losses if (self.folder / "metrics.jsonl").exists() else {}
@@ -113,7 +102,7 @@ class ObservedRun:
         experiments = [experiment.experiment_id for experiment in self.servers.mlflow.search_experiments()]
         of_it = self.servers.mlflow.search_runs(experiments, f"tags.`shardline.run_id` = '{self.folder.name}'")
         assert [run.info.run_id for run in of_it] == [self.mlflow_run_id]
-        until(lambda: not self.processes(), what=f"the end of {self.processes()}", within_s=20)
+        until(lambda: not self.processes(), f"the end of {self.processes()}", within_s=20)
         assert not list(self.folder.glob("attempts/*/lease"))
         assert json.loads(self.servers.user_folder.run("ps", "--json")[0])["running"] == []
 
@@ -151,7 +140,11 @@ def _is_rank(process: psutil.Process) -> bool:
 
 def _new_folder(servers: LocalServers, known: list[Path]) -> Path:
     return Path(
-        until(lambda: next(iter(set(servers.user_folder.run_dirs()) - {*known}), None), what="the run's folder")
+        until(
+            lambda: next(iter(set(servers.user_folder.run_dirs()) - {*known}), None),
+            "the run's folder",
+            within_s=WITHIN_S,
+        )
     )
 
 

@@ -7,8 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,24 +22,17 @@ from tasks.promotion.register import register_model
 from tasks.registry.models import aliases_of
 from tests.support.local_servers import wait_for
 from tests.support.mlflow_store import Store
+from tests.support.waiting import until
 from training.config.promotion import RegistryConfig
 from training.records.plan import RunPlan
 from training.records.results import RegisteredModel
 
-DEADLINE_S = 120
 WEBHOOKS = {
     "MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http,https",
     "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true",
     "MLFLOW_WEBHOOK_CACHE_TTL": "1",
     "MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY": "x3Zc2mW2Lk1mJr8yJr0b8m7Gz0d3F1hQe5n6p7q8r9s=",
 }
-
-
-def wait_until(true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < deadline, f"{what}: not within {DEADLINE_S} s"
-        time.sleep(0.02)
 
 
 @dataclass
@@ -159,7 +151,7 @@ class ServedModel:
 
     def is_settled(self, version: int) -> None:
         """One champion, served; nothing under way, nothing left behind."""
-        wait_until(lambda: self.version == version, "the server follows")
+        until(lambda: self.version == version, "the server follows")
         assert self.champion == version
         assert unfinished(self.servers.client, self.model) is None
         assert not [key for key in self.servers.client.get_registered_model(self.model).tags if key.startswith(PREFIX)]

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tasks.planning.custom_program import (
 )
 from tasks.runs.errors import RunFailed
 from tests.support.configs import inventory
+from tests.support.waiting import until
 from training.config.run import RunConfig
 from training.records.plan import CustomProgramPlan
 
@@ -168,13 +168,6 @@ def test_no_file_of_the_run_holds_a_password(shardline_home: Path, monkeypatch: 
     assert "hf_verses" not in written
 
 
-def until(path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_rank_outlives_its_launcher(shardline_home: Path, number: signal.Signals) -> None:
     plan_for(shardline_home, WAITS, lease_s=5.0)
@@ -182,8 +175,8 @@ def test_no_rank_outlives_its_launcher(shardline_home: Path, number: signal.Sign
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(run_dir)], env=dict(os.environ), stderr=subprocess.PIPE, text=True
     )
-    until(run_dir / "ready")
+    until((run_dir / "ready").exists, "the rank is ready")
     process.send_signal(number)
-    until(run_dir / "stopped")
+    until((run_dir / "stopped").exists, "the rank was stopped")
     assert process.wait() != 0
-    until(run_dir / "attempts" / "1" / "node.end.json")
+    until((run_dir / "attempts" / "1" / "node.end.json").exists, "the node's end")

@@ -16,7 +16,8 @@ import pytest
 from tasks.workspace.processes import free_port
 from tests.support.local_servers import wait_for
 from tests.support.mlflow_store import Store
-from tests.support.promotion_servers import PromotionServers, ServedModel, wait_until
+from tests.support.promotion_servers import PromotionServers, ServedModel
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 QUICK = ("rollout.smoke_requests=2", "rollout.min_requests=3", "rollout.watch_minutes=0.03")
@@ -94,7 +95,7 @@ def test_what_a_kill_leaves_is_finished_by_running_it_again(servers: PromotionSe
     model = point.replace(" ", "-")
     with servers.serving(model) as served, served.hammered(1):
         process = servers.start("promote", model, *QUICK, "rollout.watch_minutes=5")
-        wait_until(lambda: POINTS[point](served) or process.poll() is not None, point)
+        until(lambda: POINTS[point](served) or process.poll() is not None, point)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         out = servers.run("promote", model, *QUICK, *(["--version", "2"] if point == "after the smoke test" else []))
@@ -124,7 +125,7 @@ def test_two_promotions_at_once_are_made_one_after_the_other(servers: PromotionS
 def test_a_server_that_dies_of_its_new_version_takes_the_champion_back(servers: PromotionServers) -> None:
     with servers.serving("dies") as served:
         process = servers.start("promote", "dies", *QUICK, "rollout.watch_minutes=5")
-        wait_until(lambda: POINTS["in the watch"](served), "watched")
+        until(lambda: POINTS["in the watch"](served), "watched")
         os.kill(served.process.pid, signal.SIGKILL)
         assert process.wait(60) == 1
         assert served.champion == 1
@@ -138,7 +139,7 @@ def test_an_mlflow_that_is_away_in_the_watch_is_waited_for(
     with servers.serving("away") as served:
         bounds = ("rollout.max_p95_ms=0.001", "rollout.watch_minutes=5")
         process = servers.start("promote", "away", *QUICK, *bounds)
-        wait_until(lambda: POINTS["in the watch"](served), "watched")
+        until(lambda: POINTS["in the watch"](served), "watched")
         servers.stop_mlflow()
         with served.hammered(1):  # it is too slow, and cannot be taken back
             assert process.stderr
@@ -163,7 +164,7 @@ def test_a_person_approves_in_prefect(servers: PromotionServers) -> None:
             paused[:] = [run for run in prefect.read_flow_runs() if run.state and run.state.is_paused()]
             return bool(paused)
 
-        wait_until(is_paused, "the flow run is paused")
+        until(is_paused, "the flow run is paused")
         assert served.version == 1
         prefect.resume_flow_run(paused[0].id, run_input={"name": "grace", "approved": True, "why": "it rhymes"})
         assert process.wait(60) == 0
@@ -185,8 +186,8 @@ def test_the_challenger_alias_promotes_by_webhook_and_by_polling_and_once(server
         assert [watching.stdout.readline() for _ in range(2)][1] == f"webhooks: {url}\n"
         wait_for(f"http://127.0.0.1:{port}/health", watching)  # type: ignore[arg-type]
         client.set_registered_model_alias("by-alias", "challenger", "2")  # as MLflow's page does
-        wait_until(lambda: served.champion == 2, "promoted by the webhook")
-        wait_until(lambda: served.moves[0].stage == "watching", "watched")
+        until(lambda: served.champion == 2, "promoted by the webhook")
+        until(lambda: served.moves[0].stage == "watching", "watched")
         servers.run("rollback", "by-alias", "--why", "a test")
         assert served.moves[1].who == "watch: it is challenger"
         watching.send_signal(signal.SIGTERM)
@@ -196,7 +197,7 @@ def test_the_challenger_alias_promotes_by_webhook_and_by_polling_and_once(server
         client.set_registered_model_alias("by-alias", "challenger", "2")  # judged already: not again
         made = servers.register("by-alias", "three", loss=2.0, checkpoint="e")
         assert made.version == 3
-        wait_until(lambda: served.champion == 3, "promoted by polling")
+        until(lambda: served.champion == 3, "promoted by polling")
         assert [move.version for move in served.moves] == [3, 1, 2, 1]
         polling.kill()
 

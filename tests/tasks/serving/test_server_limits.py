@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -14,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.mlflow_store import Store
 from tests.support.serving import server
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow  # 25 s: a server each
 
@@ -28,22 +28,16 @@ def metric(client: httpx.Client, name: str, **labels: str) -> float:
     return sum(sample.value for sample in samples if sample.name == name and labels.items() <= sample.labels.items())
 
 
-def until(happened: object, *, within_s: float = 20) -> None:
-    deadline = time.monotonic() + within_s
-    while not happened():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "it did not happen"
-
-
 def test_a_client_that_leaves_is_noticed_and_its_text_ended(champion: Store) -> None:
     with server(champion, **LIMITS) as (client, _):
         with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as reply:
             lines = reply.iter_lines()  # kept: the response is closed with it
             assert next(lines).startswith("data: {")
             assert metric(client, "shardline_requests_in_flight") == 1
-        until(lambda: metric(client, "shardline_requests_in_flight") == 0)
+        until(lambda: metric(client, "shardline_requests_in_flight") == 0, "no request in flight", within_s=20)
         with pytest.raises(httpx.ReadTimeout):
             client.post("/v1/completions", json=LONG, timeout=0.3)
-        until(lambda: metric(client, "shardline_requests_in_flight") == 0)
+        until(lambda: metric(client, "shardline_requests_in_flight") == 0, "no request in flight", within_s=20)
         assert metric(client, "shardline_requests_total", code="499") == 2
         assert 0 < metric(client, "shardline_generated_tokens_total") < 1_000_000
 
@@ -66,7 +60,7 @@ def test_the_next_request_waits_and_the_one_after_is_told_to_come_again(champion
             lines = reply.iter_lines()
             next(lines)
             waiting = pool.submit(client.post, "/v1/completions", json=short)
-            until(lambda: metric(client, "shardline_requests_in_flight") == 2)
+            until(lambda: metric(client, "shardline_requests_in_flight") == 2, "two requests in flight", within_s=20)
             refused = client.post("/v1/completions", json=short)
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
             assert "1 requests are running and 1 are waiting" in refused.json()["error"]["message"]

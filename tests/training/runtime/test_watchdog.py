@@ -16,18 +16,12 @@ from tasks.launch.local import run_program
 from tasks.runs.errors import RunStopped
 from tests.support.ranks import losses, rank_env, torchrun
 from tests.support.repository import REPO
+from tests.support.waiting import until
 from training.records.plan import RunPlan
 from training.records.train_result import TrainResult
 
 TIMEOUT_S = 10
 DEADLINE_S = 120
-
-
-def wait_for(happened: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not happened():
-        assert time.monotonic() < deadline, f"{what} did not happen within {DEADLINE_S} s"
-        time.sleep(0.02)
 
 
 def rank_process(launcher: int, rank: int) -> psutil.Process:
@@ -66,7 +60,7 @@ def running(make_run: Callable[..., Path], request: pytest.FixtureRequest) -> tu
     process = subprocess.Popen(
         torchrun(plan_path), cwd=REPO, env=rank_env(), stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    wait_for(lambda: 5 in losses(plan_path), "step 5")
+    until(lambda: 5 in losses(plan_path), "step 5")
     return plan_path, process
 
 
@@ -76,7 +70,7 @@ def test_a_rank_that_paused_and_continued_is_no_hang(running: tuple[Path, subpro
     stacks = plan_path.parent / "stacks"
     stopped = rank_process(process.pid, 1)
     stopped.suspend()
-    wait_for(lambda: (stacks / "rank-0.txt").stat().st_size, "rank 0's stack")
+    until(lambda: (stacks / "rank-0.txt").stat().st_size, "rank 0's stack")
     stopped.resume()
     _, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, errors

@@ -1,0 +1,30 @@
+"""Waiting for something to happen in another process: the tests' one way to do it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from typing import TypeVar
+
+from tasks.workspace import wait
+
+T = TypeVar("T")
+
+
+def until(
+    happened: Callable[[], T],
+    what: str,
+    *,
+    within_s: float = 120,
+    every_s: float = 0.02,
+    process: subprocess.Popen[str] | None = None,
+) -> T:
+    """Return what `happened` returns, once that is true; fail when `process`, which shall bring it about, has ended."""
+
+    def condition() -> T:
+        assert process is None or process.poll() is None, f"{what}: the process ended: {process.communicate()[0]}"
+        return happened()
+
+    result = wait.until(condition, timeout_s=within_s, every_s=every_s)
+    assert result, f"{what}: not within {within_s:g} s"
+    return result
