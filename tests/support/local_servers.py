@@ -16,6 +16,7 @@ from mlflow import MlflowClient
 
 from tasks.workspace.processes import local_process
 from tests.support.user_folder import UserFolder
+from tests.support.waiting import until
 
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 ENDED_WITHIN_S = 240.0
@@ -124,8 +125,17 @@ def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
 
 
 def request_json(url: str, body: dict[str, Any] | None = None) -> Any:
-    """GET, or POST if there is a body; the answer's JSON. Raises httpx.HTTPError for no answer or an error status."""
+    """GET, or POST if there is a body; the answer's JSON. Raises httpx.HTTPError for no answer or an error status.
+
+    Prefect answers 503 while its database is locked; asks again then, as Prefect's own clients do.
+    """
     method = "GET" if body is None else "POST"
-    reply = httpx.request(method, url, json=body, timeout=20, trust_env=False, follow_redirects=True)
+
+    def answer() -> httpx.Response | None:
+        reply = httpx.request(method, url, json=body, timeout=20, trust_env=False, follow_redirects=True)
+        return None if reply.status_code == httpx.codes.SERVICE_UNAVAILABLE else reply
+
+    reply = until(answer, f"an answer of {url}", within_s=60, every_s=0.5)
+    assert reply is not None
     reply.raise_for_status()
     return reply.json() if reply.content else None
