@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import logging
 import math
 import resource
 import time
@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import torch
 
+logger = logging.getLogger(__name__)
+
 GIB = 2**30
 
 
@@ -22,7 +24,7 @@ class DeviceProbe:
     def __init__(self, device: torch.device, *, threads: int) -> None:
         self.device, self.threads = device, threads
         self.process = psutil.Process()
-        self.has_nvml = importlib.util.find_spec("pynvml") is not None
+        self.nvml_error = ""
         self.cpu_s, self.wall_s = time.process_time(), time.perf_counter()
 
     def memory(self) -> dict[str, float]:
@@ -49,14 +51,24 @@ class DeviceProbe:
     def utilisation(self) -> float:
         """Share of the time that the GPU ran a kernel (NVML), or of its threads' time that a CPU rank computed.
 
-        NaN for a GPU without nvidia-ml-py.
+        NaN where NVML does not tell: a MIG slice, a container whose cgroup systemd has reloaded, no nvidia-ml-py.
         """
         if self.device.type == "cuda":
-            return torch.cuda.utilization(self.device) / 100 if self.has_nvml else float("nan")
+            return self._gpu_utilisation()
         cpu_s, wall_s = time.process_time(), time.perf_counter()
         share = (cpu_s - self.cpu_s) / max((wall_s - self.wall_s) * self.threads, 1e-9)
         self.cpu_s, self.wall_s = cpu_s, wall_s
         return share
+
+    def _gpu_utilisation(self) -> float:
+        """Training never ends by it: NVML's errors have no common class with those that torch makes of them."""
+        try:
+            return torch.cuda.utilization(self.device) / 100
+        except Exception as error:
+            if str(error) != self.nvml_error:
+                self.nvml_error = str(error)
+                logger.warning("the utilisation of %s is unknown: NVML says %r", self.device, self.nvml_error)
+            return float("nan")
 
 
 @dataclass
@@ -78,7 +90,7 @@ class RunningStat:
 
 
 class DeviceStats:
-    """Utilisation, averaged over ranks, and memory, of the rank that takes most, over the log points so far."""
+    """Utilisation, averaged over the ranks that know theirs, and memory, of the rank that takes most, by log points."""
 
     def __init__(self, device: torch.device, *, threads: int) -> None:
         self.probe = DeviceProbe(device, threads=threads)
@@ -94,7 +106,11 @@ class DeviceStats:
     def add(self, samples: Sequence[Sequence[float]]) -> None:
         """Take in a log point: every rank's sample."""
         utilisation, *memory = zip(*samples, strict=True)
-        self.utilisation.add(sum(utilisation) / len(samples), peak=max(utilisation))
+        known = [share for share in utilisation if not math.isnan(share)]
+        if known:
+            self.utilisation.add(sum(known) / len(known), peak=max(known))
+        else:
+            self.utilisation.now = math.nan
         now, peak = memory[: len(self.memory)], memory[len(self.memory) :]
         for stat, ranks, ranks_peak in zip(self.memory.values(), now, peak, strict=True):
             stat.add(max(ranks), peak=max(ranks_peak))
@@ -114,9 +130,8 @@ class DeviceStats:
         memory = {f"peak_{name}": stat.peak for name, stat in self.memory.items()}
         memory |= {f"average_{name}": stat.average for name, stat in self.memory.items()}
         held = self.memory.get("allocated_gib") or self.memory.get("resident_gib") or RunningStat()
-        is_known = self.utilisation.count and not math.isnan(self.utilisation.total)
         return {
-            "device_utilisation": self.utilisation.average if is_known else None,
+            "device_utilisation": self.utilisation.average if self.utilisation.count else None,
             "peak_memory_gib": held.peak,
             "memory": memory,
         }

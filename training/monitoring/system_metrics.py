@@ -99,20 +99,22 @@ def _gpus() -> list[object]:
 
     try:
         pynvml.nvmlInit()
+        return [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
     except pynvml.NVMLError:
         return []
-    return [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
 
 
 def _gpu_stats(gpu: object) -> dict[str, float]:
+    """What NVML tells of the GPU now; a MIG slice has no utilisation, and not every GPU reports its power."""
     import pynvml
 
-    memory = pynvml.nvmlDeviceGetMemoryInfo(gpu)
-    row = {
-        "memory_usage_megabytes": memory.used / MB,
-        "memory_usage_percentage": 100 * memory.used / memory.total,
-        "utilization_percentage": float(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
-    }
-    with suppress(pynvml.NVMLError):  # not every GPU reports it
+    row = dict[str, float]()
+    with suppress(pynvml.NVMLError):
+        memory = pynvml.nvmlDeviceGetMemoryInfo(gpu)
+        row["memory_usage_megabytes"] = memory.used / MB
+        row["memory_usage_percentage"] = 100 * memory.used / memory.total
+    with suppress(pynvml.NVMLError):
+        row["utilization_percentage"] = float(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
+    with suppress(pynvml.NVMLError):
         row["power_usage_watts"] = pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000
     return row
