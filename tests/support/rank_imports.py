@@ -11,7 +11,7 @@ from training.strategies.zero import import_deepspeed
 
 __all__ = ["evaluate", "export", "generate", "modeling_bert", "modeling_gpt2", "modeling_llama", "train"]
 
-import_deepspeed()
+import_deepspeed("cpu")
 # DeepSpeed imports these, and torch's compiler with them, when it makes an engine: 1.7 s of a core in each rank
 import_module("deepspeed.module_inject.auto_ep_layer")
 import_module("deepspeed.runtime.superoffload.superoffload_stage3")

@@ -38,7 +38,7 @@ def deepspeed_model(
     for kernels in [*choices, False]:
         name = "kernel injection" if kernels else "automatic tensor parallelism"
         try:
-            hf = _init_inference(folder, dtype=dtype, degree=degree, context=context, kernels=kernels).to(device)
+            hf = _init_inference(folder, dtype=dtype, device=device, degree=degree, context=context, kernels=kernels)
             difference = float((_logits(hf) - expected).abs().max() / expected.abs().max())
         except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
             why = f"{type(error).__name__}: {error}"
@@ -51,20 +51,22 @@ def deepspeed_model(
     raise RuntimeError(f"DeepSpeed-Inference cannot run this model here ({why}): set inference.engine=torch")
 
 
-def _init_inference(folder: Path, *, dtype: torch.dtype, degree: int, context: int, kernels: bool) -> Any:
-    engine = import_deepspeed().init_inference(
+def _init_inference(
+    folder: Path, *, dtype: torch.dtype, device: torch.device, degree: int, context: int, kernels: bool
+) -> Any:
+    engine = import_deepspeed(device.type).init_inference(
         load_whole(folder, dtype=dtype),
         tensor_parallel={"tp_size": degree},
         dtype=dtype,
         replace_with_kernel_inject=kernels,
         max_out_tokens=context,
     )
-    return engine.module
+    return engine.module.to(device)
 
 
 def _has_kernels(hf: Any) -> bool:
-    """Whether one of DeepSpeed's policies replaces the class of these layers."""
-    import_deepspeed()
+    """Whether one of DeepSpeed's policies, which are CUDA kernels, replaces the class of these layers."""
+    import_deepspeed("cuda")
     from deepspeed.module_inject.replace_policy import replace_policies
 
     layer = type(layers_of(hf)[0])

@@ -53,13 +53,16 @@ def deepspeed_config(plan: RankPlan) -> dict[str, Any]:
     }
 
 
-def import_deepspeed() -> Any:
-    """DeepSpeed without its shared-memory op, which compiles at the first start and needs g++ on every host."""
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+def import_deepspeed(device_kind: str) -> Any:
+    """DeepSpeed for devices of a plan's kind; by itself it takes GPUs wherever there are any, for CPU ranks too.
+
+    On CPUs it goes without its shared-memory op, which compiles at the first start and needs g++ on every host.
+    """
+    os.environ["DS_ACCELERATOR"] = device_kind
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     import deepspeed
 
-    if not torch.cuda.is_available():
+    if device_kind == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
@@ -94,7 +97,7 @@ class _InForward(nn.Module):
 
 class Zero:
     def __init__(self, plan: RankPlan, mesh: DeviceMesh, model: LanguageModel) -> None:
-        deepspeed = import_deepspeed()
+        deepspeed = import_deepspeed(plan.device_kind)
         train = plan.config.train
         self.model, self.rank = model, mesh["dp"].get_local_rank()
         self.stage = ZERO_STAGE[plan.strategy]

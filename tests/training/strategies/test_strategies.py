@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import pytest
 
 from tests.support.layouts import EIGHT_RANKS, LAYOUTS
 from tests.support.ranks import losses, run_ranks
+from tests.support.repository import REPO
 from training.checkpoint.safetensors_files import TensorFiles
 from training.records.plan import RunPlan
 from training.strategies import STRATEGIES
@@ -265,3 +269,23 @@ def test_ddp_settings_change_no_result(alone: Callable[..., Path], make_run: Cal
     plan_path = make_run("ddp-settings", ranks=2, **COMMON, train__micro_batch=4, **ddp_settings)
     run_ranks(plan_path)
     assert_equal_training(alone("llama"), plan_path)
+
+
+ON_A_GPU_MACHINE = """
+import sys, torch
+torch.cuda.is_available = lambda: True
+from pathlib import Path
+from training.train import main
+main(Path(sys.argv[1]))
+"""
+
+
+def test_zero_trains_a_cpu_plan_on_a_machine_that_has_a_gpu(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    """DeepSpeed by itself takes the GPU that it sees; the plan's device counts."""
+    plan_path = make_run("zero beside a GPU", ranks=1, **COMMON, parallel__strategy="zero2")
+    assert RunPlan.read(plan_path).device_kind == "cpu"
+    env = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    command = [sys.executable, "-c", ON_A_GPU_MACHINE, str(plan_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=env)
+    assert done.returncode == 0, done.stderr
+    assert max(losses(plan_path)) == STEPS
