@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ from infra.hosts import DockerHost, HostError
 from tasks.launch import nsight
 from tasks.launch.attempt import Attempt, Program, new_folder, remove_containers
 from tasks.launch.check_hosts import hosts_of
-from tasks.launch.failure import CURES, AttemptOutcome
+from tasks.launch.failure import AttemptOutcome, cure_of
 from tasks.launch.host_set import choose_hosts
 from tasks.launch.local import end_earlier_attempt, grace_s
 from tasks.launch.rank_environment import NCCL, give_to_ranks, ranks_reach_mlflow, tracking_for_ranks
@@ -33,6 +34,7 @@ from training.records.train_result import TrainResult
 logger = logging.getLogger(__name__)
 
 LONGEST_BACKOFF_S = 60.0
+FAULTS_OF_BROKEN_GPU = 2
 
 
 class AttemptRecord(Record):
@@ -96,12 +98,16 @@ class Attempts:
         self.module, self.plan, self.run_dir, self.one_host, self.on_poll = module, plan, run_dir, one_host, on_poll
         self.launch = plan.config.launch
         self.hosts_with_leftovers: set[str] = set()
+        self.gpu_faults: Counter[str] = Counter()  # by host and GPU
+        self.left_out: dict[str, HostError] = {}  # hosts that no later attempt uses, each with the reason
 
     def run_until_done(self) -> None:
         """Raises RunStopped, or RunFailed once another attempt would not help. A new checkpoint resets the count."""
         failures, reached, lost = 0, -1, frozenset[str]()
         while True:
-            host_set = choose_hosts(self.plan, run_dir=self.run_dir, one_host=self.one_host, lost=lost)
+            host_set = choose_hosts(
+                self.plan, run_dir=self.run_dir, one_host=self.one_host, lost=lost, left_out=self.left_out
+            )
             self.plan, self.hosts_with_leftovers = host_set.plan, set(host_set.absent)
             step = last_checkpoint_step(self.run_dir)
             failures, reached = (0, step) if step > reached else (failures, reached)
@@ -111,7 +117,8 @@ class Attempts:
                 return
             failures += 1
             lost = frozenset(outcome.host.split(", ")) if outcome.cause == "lost host" else frozenset()
-            failure = f"{self.module} on {', '.join(attempt.hosts)}: {outcome.cause} ({outcome.host}: {outcome.detail})"
+            place = self._place(outcome)
+            failure = f"{self.module} on {', '.join(attempt.hosts)}: {outcome.cause} ({place}: {outcome.detail})"
             if outcome.cause == "stopped":
                 raise RunStopped(f"{failure}: `shardline resume {self.plan.run_id}` goes on")
             if outcome.cause not in self.launch.retried:
@@ -119,19 +126,43 @@ class Attempts:
             if failures >= self.launch.attempts:
                 why = f"{failures} attempts without a new checkpoint (launch.attempts)"
                 raise self._failed(failure, why, outcome, cause=outcome.cause)
+            if outcome.cause == "gpu fault":
+                self._leave_out_if_broken(place, failure, outcome)
             pause_s = min(self.launch.backoff_s * 2 ** (failures - 1), LONGEST_BACKOFF_S)
             logger.warning("%s: attempt %d of %d in %.1f s", failure, failures + 1, self.launch.attempts, pause_s)
             time.sleep(pause_s)
 
+    def _place(self, outcome: AttemptOutcome) -> str:
+        """The host where the failure began, and the GPU with the number or UUID that the host's config has for it."""
+        if outcome.gpu is None:
+            return outcome.host
+        gpu_ids = next(host.gpu_ids for host in hosts_of(self.launch) if host.name == outcome.host)
+        return f"{outcome.host}, GPU {gpu_ids[outcome.gpu] if gpu_ids else outcome.gpu}"
+
+    def _leave_out_if_broken(self, place: str, failure: str, outcome: AttemptOutcome) -> None:
+        """Use the host no more once the same GPU has failed twice. Raises RunFailed if too few hosts are left."""
+        self.gpu_faults[place] += 1
+        if self.gpu_faults[place] < FAULTS_OF_BROKEN_GPU:
+            return
+        why = f"{place} failed {FAULTS_OF_BROKEN_GPU} times"
+        self.left_out[outcome.host] = HostError(f"{outcome.host}: {why}", hosts=(outcome.host,))
+        hosts = {host.name for host in Inventory.read(self.run_dir / "inventory.json").hosts}
+        left = len((set(self.plan.hosts) if self.one_host else hosts) - set(self.left_out))
+        needed = 1 if self.one_host else self.launch.min_hosts or len(self.plan.hosts)
+        if left < needed:
+            why += f", and without {outcome.host} {left} hosts are left of the {needed} that are needed"
+            raise self._failed(failure, why, outcome, cause="gpu fault")
+        logger.warning("%s: the run goes on without %s", why, outcome.host)
+
     def _failed(self, failure: str, why: str, outcome: AttemptOutcome, *, cause: Cause) -> RunFailed:
-        cure = f". Cure: {CURES[cause]}" if cause in CURES else ""
+        cure = f". Cure: {found}" if (found := cure_of(cause, outcome.detail)) else ""
         message = (
             f"{failure}; {why}{cure}. `shardline resume {self.plan.run_id}` goes on from the last whole checkpoint"
         )
         if outcome.lines:
             log, lines = self.run_dir / "logs" / f"{outcome.host}.log", "\n".join(outcome.lines)
             message += f"\nThe last lines of {log}:\n{lines}"
-        return RunFailed(message, cause=cause, detail=f"{outcome.host}: {outcome.detail}")
+        return RunFailed(message, cause=cause, detail=f"{self._place(outcome)}: {outcome.detail}")
 
     def _attempt(self, hosts: Sequence[DockerHost]) -> AttemptRecord:
         """Make one attempt, and record it in a folder of its own."""

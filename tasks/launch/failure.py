@@ -25,13 +25,26 @@ PEER_IS_GONE = re.compile(
     re.IGNORECASE,
 )
 TIMED_OUT = re.compile(r"timed? ?out|collective operation timeout|watchdog (hang|got stuck)", re.IGNORECASE)
-OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|can't allocate memory|MemoryError|std::bad_alloc")
+OUT_OF_MEMORY = re.compile(
+    r"OutOfMemoryError|CUDA out of memory|CUDA (driver )?error: out of memory|Triton Error \[CUDA\]: out of memory|"
+    r"Cuda failure (\d+ )?'out of memory'|STATUS_\w*ALLOC\w*_FAILED|can't allocate memory|Cannot allocate memory|"
+    r"MemoryError|std::bad_alloc"
+)
+SHARED_MEMORY_FULL = re.compile(
+    r"(shared memory segment|failed to extend) /dev/shm/|/dev/shm\b.*No space left|out of shared memory|"
+    r"(shared memory\(shm\) for|write to) file </torch_.*No space left"
+)
+GPU_FAULT = re.compile(
+    r"unspecified launch failure|uncorrectable (ECC|NVLink) error|hardware stack error|GPU is lost|"
+    r"fallen off the bus|\bXid\b"
+)
 SENT_A_SIGNAL = re.compile(r"Signal (9|15)\b")  # as torchrun says it of a rank
 BAD_CONFIG = ("ValueError", "pydantic", "ModuleNotFoundError", "ImportError")
 TELLING = re.compile(r"Error|Watchdog caught|rank \d+ failed: ")  # of a log's last lines
 
 
-FIRST_CAUSES = {"out of memory", "bad loss", "lost host", "killed"}  # no other host's end can be behind them
+# No other host's end can be behind these.
+FIRST_CAUSES = {"out of memory", "gpu fault", "bad loss", "lost host", "killed"}
 CURES: Mapping[str, str] = {
     "out of memory": "lower train.micro_batch or train.context, spread the state over the ranks "
     "(parallel.strategy=zero2, zero3), or raise the host's memory_gib",
@@ -42,6 +55,8 @@ CURES: Mapping[str, str] = {
     "daemon": "see what Docker's log says there (journalctl -u docker)",
     "killed": "something sent SIGKILL or SIGTERM: `dmesg` there tells whether the machine had run out of memory, "
     "`journalctl -u docker` whether it or its daemon was shut down",
+    "gpu fault": "`nvidia-smi -q` and `dmesg | grep Xid` on the host tell more: reset or replace the GPU; "
+    "launch.min_hosts lets the run continue without the host",
     "timeout": "one rank waited for another: stacks/ in the run folder says where each was; parallel.timeout_s is how "
     "long they wait",
 }
@@ -53,13 +68,22 @@ def cause_of(error: str) -> Cause:
         return "out of memory"
     if "NonFiniteLoss" in error:
         return "bad loss"
-    if error.startswith(BAD_CONFIG):
+    if error.startswith(BAD_CONFIG) or SHARED_MEMORY_FULL.search(error):
         return "bad config"
+    if GPU_FAULT.search(error):
+        return "gpu fault"
     if PEER_IS_GONE.search(error):
         return "network"
     if TIMED_OUT.search(error):
         return "timeout"
     return "killed" if SENT_A_SIGNAL.search(error) else "error"
+
+
+def cure_of(cause: Cause, error: str) -> str | None:
+    """What a user can do about it; None if the error itself says all there is."""
+    if SHARED_MEMORY_FULL.search(error):
+        return "/dev/shm of the container is full: raise launch.shm_gib"
+    return CURES.get(cause)
 
 
 @dataclass(frozen=True)
@@ -99,10 +123,14 @@ class HostStatus:
 
 
 class AttemptOutcome(Record):
-    """The end of an attempt. `host`: where the failure began; `detail`: one line; `lines`: the end of the log there."""
+    """The end of an attempt. `host`: where the failure began; `detail`: one line; `lines`: the end of the log there.
+
+    `gpu`: after a GPU's fault, the local rank that used it; None where its node left no record.
+    """
 
     cause: Cause | Literal["done", "stopped"]
     host: str = ""
+    gpu: int | None = None
     detail: str = ""
     lines: tuple[str, ...] = ()
 
@@ -123,7 +151,7 @@ def _outcomes(hosts: Mapping[str, HostStatus], *, stop_requested: bool) -> Itera
     for name, host in hosts.items():  # also one that we ended: its other ranks may have waited for the one killed
         if host.state is not None and host.state.oom_killed:
             yield _outcome("out of memory", name, host, "the kernel killed a rank: the container's memory is used up")
-    yield from _by_error(known, "out of memory", "bad loss", "bad config")
+    yield from _by_error(known, "out of memory", "gpu fault", "bad loss", "bad config")
     for name, host in known.items():
         if host.hangs:
             yield _outcome("lost host", name, host, "its node hangs: no heartbeat, and no steps")
@@ -163,9 +191,10 @@ def _outcomes(hosts: Mapping[str, HostStatus], *, stop_requested: bool) -> Itera
 def _by_error(hosts: Mapping[str, HostStatus], *causes: Cause) -> Iterator[AttemptOutcome]:
     """Outcomes that the ranks' own errors name, in the order of `causes`."""
     for cause in causes:
-        for name, host, error in _errors(hosts):
+        for name, host, local_rank, error in _errors(hosts):
             if error and cause_of(error) == cause:
-                yield _outcome(cause, name, host, error)
+                outcome = _outcome(cause, name, host, error)
+                yield outcome.model_copy(update={"gpu": local_rank}) if cause == "gpu fault" else outcome
 
 
 def _told_to_stop(name: str, host: HostStatus, *, stop_requested: bool) -> AttemptOutcome:
@@ -181,17 +210,18 @@ def _told_to_stop(name: str, host: HostStatus, *, stop_requested: bool) -> Attem
     )
 
 
-def _errors(hosts: Mapping[str, HostStatus]) -> Iterator[tuple[str, HostStatus, str]]:
+def _errors(hosts: Mapping[str, HostStatus]) -> Iterator[tuple[str, HostStatus, int | None, str]]:
+    """Each rank's error, by host and local rank; where a node left no record, one line of its log."""
     for name, host in hosts.items():
         failures = host.end.failures if host.end is not None and host.end.ending == "failed" else ()
         # torchrun ends the others when one rank fails: that they died of it tells nothing.
         for failure in [failure for failure in failures if failure.exit_code != -SIGTERM] or failures:
-            yield name, host, failure.cause
+            yield name, host, failure.local_rank, failure.cause
         if not failures and (host.end is None or host.end.ending == "failed"):
             errors = (
                 line for line in reversed(_lines(host)) if TELLING.search(line) and "ChildFailedError" not in line
             )
-            yield name, host, next(errors, "")
+            yield name, host, None, next(errors, "")
 
 
 def _lines(host: HostStatus) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from infra.hosts import DockerHost, HostError
 from tasks.hardware.preflight import HostsNotReady, check_hosts
@@ -37,22 +38,29 @@ class HostSet:
     absent: Mapping[str, HostError]
 
 
-def choose_hosts(plan: AnyPlan, *, run_dir: Path, one_host: bool = False, lost: Collection[str] = ()) -> HostSet:
+def choose_hosts(
+    plan: AnyPlan,
+    *,
+    run_dir: Path,
+    one_host: bool = False,
+    lost: Collection[str] = (),
+    left_out: Mapping[str, HostError] = MappingProxyType({}),
+) -> HostSet:
     """Fence all hosts, wait for those that are needed, and plan for those that are ready.
 
     Containers on a host that was away are removed before it is checked, since it may have come back without its
     storage. A host of the plan that is not needed is waited for too, for launch.lost_after_s: a daemon's restart takes
-    no longer. Not so the `lost` hosts, which were silent for that long already. `one_host`: any single host of the
-    plan is enough.
+    no longer. Not so the `lost` hosts, which were silent for that long already. Hosts that are `left_out` take no
+    part. `one_host`: any single host of the plan is enough.
     Raises RunFailed if too few hosts are ready within launch.wait_s, or if the run does not fit those that are.
     """
     inventory = Inventory.read(run_dir / "inventory.json")
-    candidates = _Candidates(plan, inventory, run_dir=run_dir, one_host=one_host, lost=lost)
+    candidates = _Candidates(plan, inventory, run_dir=run_dir, one_host=one_host, lost=lost, left_out=left_out)
     candidates.fence()
     candidates.wait()
     ready = {host.name: host for host in candidates.measured if host.name not in candidates.absent}
     if not one_host:
-        plan = _plan_for(ready, plan, inventory, run_dir=run_dir, absent=candidates.absent)
+        plan = _plan_for(ready, plan, inventory, run_dir=run_dir, absent={**candidates.absent, **left_out})
     hosts = tuple(ready[name] for name in plan.hosts if name in ready)
     return HostSet(plan=plan, hosts=hosts, absent=candidates.absent)
 
@@ -68,10 +76,11 @@ class _Candidates:
         run_dir: Path,
         one_host: bool,
         lost: Collection[str],
+        left_out: Collection[str],
     ) -> None:
         self.plan, self.launch, self.run_dir = plan, plan.config.launch, run_dir
         self.one_host, self.lost = one_host, lost
-        measured = {host.name for host in inventory.hosts}
+        measured = {host.name for host in inventory.hosts} - set(left_out)
         self.all = hosts_of(self.launch)
         self.measured = [host for host in self.all if host.name in measured]
         self.absent: dict[str, HostError] = {}

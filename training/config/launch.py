@@ -11,7 +11,16 @@ from training.config.section import Section
 # Settings of NCCL and its transports only: with other names, such as LD_PRELOAD, a config could run code.
 NcclName = Annotated[str, StringConstraints(pattern=r"^(NCCL|TORCH_NCCL|GLOO|UCX|FI)_[A-Z0-9_]+$")]
 Cause = Literal[
-    "lost host", "network", "daemon", "killed", "timeout", "error", "out of memory", "bad loss", "bad config"
+    "lost host",
+    "network",
+    "daemon",
+    "killed",
+    "timeout",
+    "gpu fault",
+    "error",
+    "out of memory",
+    "bad loss",
+    "bad config",
 ]
 
 
@@ -110,7 +119,7 @@ class LaunchConfig(Section):
         "one minute.",
     )
     retried: tuple[Cause, ...] = Field(
-        ("lost host", "network", "daemon", "killed", "timeout"),
+        ("lost host", "network", "daemon", "killed", "timeout", "gpu fault"),
         description="Causes of failure after which training is started again.",
     )
     lost_after_s: float = Field(

@@ -24,7 +24,7 @@ LONGEST_CAUSE = 2_000  # characters
 LONGEST_LINE = 65_536  # bytes; what is longer is read as several lines
 
 OF_RANK = re.compile(r"\[rank(\d+)\]: ?(.*)")  # torch's, before each line of an exception that nobody caught
-REPORTED_RANK = re.compile(r"\s+rank\s+: (\d+) \(local_rank: \d+\)")  # torchrun's report
+REPORTED_RANK = re.compile(r"\s+rank\s+: (\d+) \(local_rank: (\d+)\)")  # torchrun's report
 REPORTED_EXIT = re.compile(r"\s+exitcode\s+: (-?\d+) \(pid: (\d+)\)")
 TOLD_TO_LEAVE = re.compile(r".*Sending process (\d+) closing signal ")  # torchrun, to the siblings of a rank that died
 # NCCL's watchdog ends a rank by abort(), without a Python exception. It says why in its log, and C++ says it once more
@@ -43,9 +43,12 @@ class Causes:
         self.exceptions: dict[int | None, str] = {}  # by rank, None: printed before there was a process group
         self.aborts: dict[int | None, str] = {}  # what C++ ended a rank for; None: it does not say which
         self.exits: dict[int, tuple[int, int]] = {}  # code and pid
+        self.local_ranks: dict[int, int] = {}
         self.told: dict[int, float] = {}  # since when a pid is to leave because a sibling failed
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._in_traceback: set[int | None] = set()
+        self._nccl_errors: dict[int | None, dict[int | None, str]] = {}  # by rank: the one of these that has its error
+        self._before_last_error: set[int | None] = set()
         self._reported = 0
         self._is_redrawn = False
 
@@ -57,6 +60,7 @@ class Causes:
         self.last_lines.append(line)
         if match := REPORTED_RANK.match(line):
             self._reported = int(match[1])
+            self.local_ranks[self._reported] = int(match[2])
         elif match := REPORTED_EXIT.match(line):
             self.exits[self._reported] = int(match[1]), int(match[2])
         elif match := TOLD_TO_LEAVE.match(line):
@@ -66,6 +70,7 @@ class Causes:
             rank, text = (int(named[1]), named[2]) if named else (None, line)
             self._look_for_exception(rank, text)
             self._look_for_abort(rank, text)
+            self._look_for_last_error(rank, text)
 
     def _look_for_exception(self, rank: int | None, text: str) -> None:
         """Keeps the line that follows a traceback's indented ones; of a chain of exceptions the last."""
@@ -74,21 +79,43 @@ class Causes:
         elif rank in self._in_traceback and text and not text[0].isspace():
             self._in_traceback.discard(rank)
             if not any(name in text for name in TORCHRUN_ERRORS):
-                self.exceptions[rank] = text[:LONGEST_CAUSE]
+                self._keep(self.exceptions, rank, text)
 
     def _look_for_abort(self, rank: int | None, text: str) -> None:
         """Keeps the first message of an abort; those that follow repeat it."""
-        if match := WATCHDOG.match(text):
-            self.aborts.setdefault(rank, match[1][:LONGEST_CAUSE])
+        if (match := WATCHDOG.match(text)) and rank not in self.aborts:
+            self._keep(self.aborts, rank, match[1])
         elif match := UNCAUGHT.match(text):
             named = IN_DEFAULT_GROUP.match(match[1])
             self.aborts.setdefault(int(named[1]) if named else rank, match[1][:LONGEST_CAUSE])
+
+    def _keep(self, errors: dict[int | None, str], rank: int | None, text: str) -> None:
+        errors[rank] = text[:LONGEST_CAUSE]
+        if "NCCL error" in text:
+            self._nccl_errors[rank] = errors
+
+    def _look_for_last_error(self, rank: int | None, text: str) -> None:
+        """Adds to an NCCL error what is behind it, which NCCL prints below: Cuda failure 2 'out of memory'.
+
+        The watchdog's lines name the rank in the first one only.
+        """
+        if rank in self._before_last_error and self._nccl_errors:
+            of_rank = rank if rank in self._nccl_errors else list(self._nccl_errors)[-1]
+            self._nccl_errors.pop(of_rank)[of_rank] += f": {text.strip()}"[:LONGEST_CAUSE]
+        self._before_last_error.discard(rank)
+        if text.strip() == "Last error:":
+            self._before_last_error.add(rank)
 
     def failures(self, log_dir: Path) -> tuple[RankFailure, ...]:
         """The failures that torchrun reports, in its order, without ranks ended because another one failed."""
         written = dict(_error_files(log_dir))
         return tuple(
-            RankFailure(rank=rank, exit_code=code, cause=written.get(rank) or self._cause(rank, code))
+            RankFailure(
+                rank=rank,
+                exit_code=code,
+                cause=written.get(rank) or self._cause(rank, code),
+                local_rank=self.local_ranks.get(rank),
+            )
             for rank, (code, pid) in self.exits.items()
             if not (pid in self.told and code in {-signal.SIGTERM, -signal.SIGKILL})
         )

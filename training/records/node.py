@@ -41,11 +41,15 @@ class NodeTask(Record):
 
 
 class RankFailure(Record):
-    """The failure of a rank. A negative `exit_code` is a signal's number; `cause` is the exception's line, if known."""
+    """The failure of a rank. A negative `exit_code` is a signal's number; `cause` is the exception's line, if known.
+
+    `local_rank`: the rank's number on its host, which is that of its GPU there; None in records of earlier versions.
+    """
 
     rank: int
     exit_code: int
     cause: str
+    local_rank: int | None = None
 
 
 class NodeEnd(Record):

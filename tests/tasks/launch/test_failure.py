@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from infra.containers import State
-from tasks.launch.failure import HostStatus, cause_of, classify
+from tasks.launch.failure import HostStatus, cause_of, classify, cure_of
 from training.config.launch import LaunchConfig
 from training.records.node import NodeEnd, RankFailure
 
@@ -123,12 +123,70 @@ HUNG = "Terminating the process after attempting to dump debug info, due to Proc
         ("RuntimeError: Socket closed", "network"),
         ("OSError: [Errno 116] Stale file handle: '/home/runs/a/checkpoints/10'", "network"),
         ("std::bad_alloc", "out of memory"),
+        # The texts of CUDA's errors are cudaGetErrorString's (CUDA runtime API, cudaError).
         ("CUDA error: an illegal memory access was encountered", "error"),
+        ("RuntimeError: CUDA error: device-side assert triggered", "error"),
+        # pytorch/pytorch, c10/cuda/CUDAException.cpp: what the driver refuses outside of torch's own allocator
+        (
+            "torch.AcceleratorError: CUDA error: out of memory\nCUDA kernel errors might be reported later",
+            "out of memory",
+        ),
+        ("RuntimeError: CUDA driver error: out of memory", "out of memory"),
+        # QwenLM/Qwen3#873: cuBLAS has no room for its handle
+        (
+            "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            "out of memory",
+        ),
+        # cuDNN backend API, cudnnStatus_t: the name of ALLOC_FAILED since version 9
+        ("RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", "out of memory"),
+        # triton-lang/triton, third_party/nvidia/backend/driver.c: loading a compiled kernel
+        ("RuntimeError: Triton Error [CUDA]: out of memory", "out of memory"),
+        # NVIDIA/nccl#1410 and pytorch/pytorch#170045 show the form; 2 is cudaErrorMemoryAllocation
+        (
+            "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:275, "
+            "unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.20.5\n"
+            "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
+            "out of memory",
+        ),
+        ("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes", "out of memory"),
+        ("OSError: [Errno 12] Cannot allocate memory", "out of memory"),
+        # pytorch/ci-infra#490, hiyouga/EasyR1#228: /dev/shm is too small
+        (
+            "misc/shmutils.cc:132 NCCL WARN Error while creating shared memory segment /dev/shm/nccl-WU88OE (size "
+            "9637888), error: No space left on device (28)",
+            "bad config",
+        ),
+        (
+            "NCCL error in: NCCLUtils.hpp:77, unhandled system error: Error while creating shared memory segment "
+            "/dev/shm/nccl-UmqSM9 (size 7340384)",
+            "bad config",
+        ),
+        # pytorch/pytorch, aten/src/ATen/MapAllocator.cpp and torch/utils/data/_utils/signal_handling.py
+        ("RuntimeError: unable to write to file </torch_88_1_0>: No space left on device (28)", "bad config"),
+        (
+            "RuntimeError: unable to allocate shared memory(shm) for file </torch_88_1_0>: No space left on device",
+            "bad config",
+        ),
+        # huggingface/accelerate#1192, vllm-project/vllm#5222: a broken GPU
+        ("RuntimeError: CUDA error: uncorrectable ECC error encountered", "gpu fault"),
+        # kohya-ss/sd-scripts#1434: the same, from NCCL's watchdog
+        (
+            "[Rank 1] NCCL watchdog thread terminated with exception: CUDA error: uncorrectable ECC error encountered",
+            "gpu fault",
+        ),
+        ("torch.AcceleratorError: CUDA error: unspecified launch failure", "gpu fault"),
+        (
+            "NCCL error in: ProcessGroupNCCL.cpp:2092, unhandled cuda error, NCCL version 2.21.5: Cuda failure 719 "
+            "'unspecified launch failure'",
+            "gpu fault",
+        ),
+        # NVIDIA's GPU debug guidelines: the driver's line in the kernel log, here of a GPU that fell off the bus
+        ("NVRM: Xid (PCI:0000:3b:00): 79, pid=4711, GPU has fallen off the bus.", "gpu fault"),
     ],
 )
-def test_a_peer_or_a_network_that_fails_is_worth_another_attempt(error: str, cause: str) -> None:
+def test_the_cause_of_a_rank_that_failed_and_whether_another_attempt_follows(error: str, cause: str) -> None:
     assert classify({"a": failed(error, exit_code=-6), "b": DONE}).cause == cause
-    assert (cause in LaunchConfig().retried) == (cause in {"timeout", "network"})
+    assert (cause in LaunchConfig().retried) == (cause in {"timeout", "network", "gpu fault"})
     full_disk = (f"2026-11-20 19:00:00 node: rank 0 failed: {error}", "2026-11-20 19:00:01 node: bye")
     assert classify({"a": HostStatus(state=state(1), end=None, last_lines=full_disk)}).cause == cause
 
@@ -155,3 +213,9 @@ def test_ranks_that_torchrun_ended_for_another_tell_nothing() -> None:
     )
     end = NodeEnd(ending="failed", exit_code=1, asked="", seconds=1.0, failures=failures)
     assert classify({"a": HostStatus(state=state(1), end=end), "b": NETWORK}).cause == "network"
+
+
+def test_a_full_dev_shm_names_the_setting_to_raise() -> None:
+    error = "NCCL WARN Error while creating shared memory segment /dev/shm/nccl-WU88OE (size 9637888)"
+    assert "launch.shm_gib" in str(cure_of(cause_of(error), error))
+    assert cure_of("bad config", "ValueError: the model's lm_head.weight is [256, 32]") is None

@@ -70,6 +70,21 @@ def test_an_abort_by_nccls_watchdog_is_the_cause_of_its_rank() -> None:
     assert cause("terminate called\n  what():  std::bad_alloc", rank=3) == "std::bad_alloc"
 
 
+NCCL_ERROR = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:275, unhandled cuda error"
+
+
+def test_what_is_behind_an_nccl_error_belongs_to_its_cause() -> None:
+    """NCCL prints it some lines below (NVIDIA/nccl#1410); the watchdog names the rank in its first line only."""
+    raised = f"[rank7]: Traceback (most recent call last):\n[rank7]:   File ...\n[rank7]: {NCCL_ERROR}\n"
+    raised += "[rank7]: ncclUnhandledCudaError: Call to CUDA function failed.\n[rank7]: Last error:\n"
+    raised += "[rank7]: Cuda failure 2 'out of memory'\n"
+    assert cause(raised, rank=7) == f"{NCCL_ERROR}: Cuda failure 2 'out of memory'"
+    aborted = "[rank3]:[E ProcessGroupNCCL.cpp:1414] [PG 0 Rank 3] Process group watchdog thread terminated with "
+    aborted += "exception: NCCL error: unhandled cuda error, NCCL version 2.20.5\nncclUnhandledCudaError: Call to CUDA "
+    aborted += "function failed.\nLast error:\nCuda failure 719 'unspecified launch failure'\nException raised from"
+    assert cause(aborted, rank=3).endswith("NCCL version 2.20.5: Cuda failure 719 'unspecified launch failure'")
+
+
 def test_a_python_exception_says_more_than_the_abort_that_follows_it() -> None:
     raised = "\n[rank4]: Traceback (most recent call last):\n[rank4]:   File ...\n[rank4]: OSError: No space left\n"
     assert cause(IN_GROUP + raised, rank=4) == "OSError: No space left"
