@@ -25,6 +25,7 @@ import torch
 
 from benchmarks.support.race import Contestant, race, ratio
 from benchmarks.support.workload import Size, inventory, measure, write_corpus, write_plan
+from training.planner.gpu_catalog import find_gpu
 from training.planner.model_shape import flops_per_token
 from training.records.inventory import Measured
 
@@ -55,8 +56,6 @@ STRATEGIES: dict[str, dict[str, str]] = {
     "zero3": {"strategy": "zero3"},
     "zero3, parameters offloaded": {"strategy": "zero3", "offload": "parameters"},
 }
-# Dense bf16 TFLOP/s of NVIDIA's data sheets, by a part of the device's name.
-PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.4, "H100": 989.4, "A100": 312.0, "L40S": 362.05, "L4": 121.0, "A10": 125.0}
 STEPS = 5_000
 
 
@@ -95,10 +94,16 @@ def take_turns(contestants: Sequence[Contestant], *, turns: int) -> list[Contest
     return running
 
 
+def bf16_peak_tflops(device_name: str) -> float | None:
+    """The datasheet's dense peak, which MFU is a share of; None for a GPU that the planner's catalogue lacks."""
+    gpu = find_gpu(device_name)
+    return gpu.peak_tflops.get("bf16") if gpu is not None else None
+
+
 def figures(each: Contestant, measured: Measured) -> dict[str, Any]:
     device, rate = measured.devices[0], each.tokens_per_s
     tflops = rate * flops_per_token(each.plan.shape) / 1e12
-    sheet = next((peak for part, peak in PEAK_TFLOPS.items() if part in device.name), None)
+    sheet = bf16_peak_tflops(device.name)
     return {
         "tokens_per_s": round(rate),
         "mfu": sheet and round(tflops / sheet, 3),

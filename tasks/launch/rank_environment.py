@@ -17,7 +17,6 @@ from training.tracking.redaction import SECRETS, shown
 # host's `interface` (NCCL_SOCKET_IFNAME), the patience of a collective from parallel.timeout_s.
 NCCL = {
     "NCCL_DEBUG": "WARN",  # why a link could not be made; INFO also prints which rings and links were chosen
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # a lost peer ends the rank, where NCCL itself would wait for ever
     "NCCL_IB_TIMEOUT": "22",  # 17 s a try: an InfiniBand switch that reroutes is no lost host (NCCL's default: 20, 4 s)
 }
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import bf16_peak_tflops
 from tests.support.repository import REPO
 from tests.support.rig.rig import why_no_rig
 
@@ -85,6 +86,20 @@ def test_a_benchmark_ends_with_the_figures_it_promises(name: str) -> None:
     assert table
     assert promised(name)
     assert promised(name) - figures.keys() == set()
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA L40", 181),
+        ("NVIDIA GeForce RTX 3050 Laptop GPU", None),
+    ],
+)
+def test_mfu_on_a_gpu_is_of_that_cards_own_datasheet(device: str, peak: float | None) -> None:
+    assert bf16_peak_tflops(device) == peak
 
 
 def test_a_benchmark_for_gpus_says_that_there_is_none() -> None:
