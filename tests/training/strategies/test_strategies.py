@@ -280,6 +280,7 @@ main(Path(sys.argv[1]))
 """
 
 
+@pytest.mark.slow  # an interpreter of its own that imports DeepSpeed: 15 s
 def test_zero_trains_a_cpu_plan_on_a_machine_that_has_a_gpu(make_run: Callable[..., Path], tmp_path: Path) -> None:
     """DeepSpeed by itself takes the GPU that it sees; the plan's device counts."""
     plan_path = make_run("zero beside a GPU", ranks=1, **COMMON, parallel__strategy="zero2")
