@@ -51,23 +51,21 @@ def main(plan_path: Path) -> None:
     if is_shared:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=TIMEOUT)
-    try:
-        precision, why = _precision(plan, device)
-        ranks = _load(plan, dtype=DTYPES[precision], device=device)
-        if is_shared:
-            dist.barrier()  # all have loaded
-        if is_shared and rank > 0:
-            assert isinstance(ranks, TensorParallelRanks | PipelineRanks)
-            ranks.follow()
-            return
+    precision, why = _precision(plan, device)
+    ranks = _load(plan, dtype=DTYPES[precision], device=device)
+    if is_shared:
+        dist.barrier()  # all have loaded
+    if is_shared and rank > 0:
+        assert isinstance(ranks, TensorParallelRanks | PipelineRanks)
+        ranks.follow()
+    else:
         channel = Channel(plan_path.with_name(CHANNEL))
         channel.send(
             RanksReady(rank=rank, device=str(device), precision=precision, why=why, implementation=ranks.implementation)
         )
         lead(ranks, channel, plan)
-    finally:
-        if is_shared:
-            dist.destroy_process_group()
+    if is_shared:
+        dist.destroy_process_group()  # not by a rank that raised above: its peers still wait for it
 
 
 def lead(ranks: SingleRank, channel: Channel, plan: DecodePlan) -> None:

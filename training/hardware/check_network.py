@@ -38,27 +38,25 @@ def main(out: Path) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     began, device = time.monotonic(), _device()
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
-    try:
-        wrong = _ranks_with_wrong_sums(device)
-        all_reduce = tuple(_all_reduce_rates(device))
-        hosts = _gathered((int(os.environ["GROUP_RANK"]), os.environ.get("SHARDLINE_HOST") or socket.gethostname()))
-        pairs = _pair_rates([name for _, name in hosts], first_ranks=_first_ranks(hosts), device=device)
-        report = CollectiveReport(
-            backend="nccl" if device.type == "cuda" else "gloo",
-            hosts=tuple(dict(hosts).values()),
-            num_ranks=dist.get_world_size(),
-            wrong_ranks=tuple(wrong),
-            all_reduce=all_reduce,
-            pairs=tuple(sorted(pairs, key=lambda pair: pair.gb_s)),
-            seconds=time.monotonic() - began,
-        )
-        if dist.get_rank() == 0:
-            report.write(out)
-            logger.info("%s", describe_collectives(report))
-        if wrong:
-            raise RuntimeError(f"all-reduce gave wrong sums on ranks {wrong}: look at their memory, links and drivers")
-    finally:
-        dist.destroy_process_group()
+    wrong = _ranks_with_wrong_sums(device)
+    all_reduce = tuple(_all_reduce_rates(device))
+    hosts = _gathered((int(os.environ["GROUP_RANK"]), os.environ.get("SHARDLINE_HOST") or socket.gethostname()))
+    pairs = _pair_rates([name for _, name in hosts], first_ranks=_first_ranks(hosts), device=device)
+    report = CollectiveReport(
+        backend="nccl" if device.type == "cuda" else "gloo",
+        hosts=tuple(dict(hosts).values()),
+        num_ranks=dist.get_world_size(),
+        wrong_ranks=tuple(wrong),
+        all_reduce=all_reduce,
+        pairs=tuple(sorted(pairs, key=lambda pair: pair.gb_s)),
+        seconds=time.monotonic() - began,
+    )
+    if dist.get_rank() == 0:
+        report.write(out)
+        logger.info("%s", describe_collectives(report))
+    dist.destroy_process_group()  # not by a rank that raised above: its peers still wait for it
+    if wrong:
+        raise RuntimeError(f"all-reduce gave wrong sums on ranks {wrong}: look at their memory, links and drivers")
 
 
 def _device() -> torch.device:

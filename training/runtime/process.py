@@ -36,9 +36,10 @@ class Rank:
 
 @contextmanager
 def process_group(plan: RankPlan) -> Iterator[Rank]:
-    """Join the process group, seed, and leave in order; a group that is not destroyed can abort at exit.
+    """Join the process group, seed, and leave in order once done.
 
-    Raises ValueError if torchrun's world is not the plan's.
+    A rank that raises leaves at once, with its error: destroying a group of NCCL's waits for all peers, and they wait
+    for this rank; torchrun ends them when this process has. Raises ValueError if torchrun's world is not the plan's.
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -58,7 +59,7 @@ def process_group(plan: RankPlan) -> Iterator[Rank]:
         yield Rank(rank, size, device)
     finally:
         gc.enable()
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 def _device(kind: str) -> torch.device:

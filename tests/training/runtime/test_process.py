@@ -1,0 +1,32 @@
+"""A rank that raises ends with its own error at once, though its peers wait for it in a collective."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.programs.raising_rank import ERROR
+from tests.support.ranks import Ranks
+
+SOON_S = 15.0
+PROGRAM = "tests.programs.raising_rank"
+
+
+@pytest.fixture(params=["training", "the network test"])
+def ranks(request: pytest.FixtureRequest, make_run: Callable[..., Path], tmp_path: Path) -> Ranks:
+    if request.param == "training":
+        plan_path = make_run("raises", ranks=2, train__steps=2, parallel__timeout_s=60)
+        return Ranks(plan_path, program=PROGRAM)
+    return Ranks(tmp_path / "report.json", program=PROGRAM, ranks=2)
+
+
+def test_a_rank_that_raises_does_not_wait_for_peers_that_wait_for_it(ranks: Ranks) -> None:
+    """The error is the last of what it says, and it is over long before a collective's timeout of 60 s."""
+    began = time.monotonic()
+    codes = ranks.wait()
+    assert codes[1] == 1
+    assert f"RuntimeError: {ERROR}" in ranks.log()
+    assert time.monotonic() - began < SOON_S
