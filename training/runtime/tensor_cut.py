@@ -50,10 +50,17 @@ def unsharded(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
-    """A copy of `whole`, which all ranks hold, sharded and placed as `like` is."""
+    """A copy of `whole`, which all ranks hold, sharded and placed as `like` is.
+
+    The pieces of an offloaded parameter lie in the host's memory, though its mesh is one of GPUs: nothing is moved to
+    those, where DTensor.from_local would leave it, and distribute_tensor put all of it.
+    """
     if not isinstance(like, DTensor):
         return whole.to(like.device, copy=True)
-    placed = whole.to(like.device_mesh.device_type)
-    result = distribute_tensor(placed, like.device_mesh, like.placements, src_data_rank=None)
-    local = result.to_local().to(like.to_local().device, copy=True)  # a copy: a shard of one rank is the whole itself
-    return DTensor.from_local(local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+    device, mesh = like.to_local().device, like.device_mesh
+    if mesh.device_type != device.type:
+        mesh = DeviceMesh(device.type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
+    piece = distribute_tensor(whole.to(device), mesh, like.placements, src_data_rank=None).to_local()
+    result = torch.empty_like(like, dtype=whole.dtype)
+    result.to_local().copy_(piece)
+    return result
