@@ -98,9 +98,15 @@ def visible_gpus(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
     """The GPUs that CUDA_VISIBLE_DEVICES = `visible` leaves, by number or start of the UUID; None: all.
 
     Like CUDA, stops at the first entry that names no GPU, so that -1 or nothing hides them all.
+    Raises ValueError for a slice of a GPU (MIG): training would go on on the CPU, as if there were no GPU.
     """
     if visible is None:
         return gpus
+    if "MIG-" in visible:
+        raise ValueError(
+            f"CUDA_VISIBLE_DEVICES = {visible} names a slice of a GPU (MIG), which is not supported: name whole GPUs "
+            "by number or UUID (`nvidia-smi -L`), or hide them all to train on the CPU (CUDA_VISIBLE_DEVICES=)"
+        )
     chosen: list[Gpu] = []
     for entry in (entry.strip() for entry in visible.split(",")):
         named = [gpu for i, gpu in enumerate(gpus) if entry == str(i) or (entry and gpu.uuid.startswith(entry))]

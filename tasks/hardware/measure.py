@@ -45,6 +45,8 @@ SHARED_MEMORY = Path("/dev/shm")
 MEASURE_TIMEOUT_S = 180  # 3-5 s as a rule; importing torch from a cold network disk takes a minute
 DEFAULT_CPU_RANKS = 2
 BUSY_PERCENT = 40.0
+# By CUDA's major version (NVIDIA, CUDA Compatibility: minor version compatibility).
+OLDEST_DRIVER = {"12": 525, "13": 580}
 
 
 class CachedMeasurement(Record):
@@ -65,7 +67,8 @@ def check_hardware(*, home: Path, ranks: int = 0, measure_again: bool = False) -
     """This host as an inventory, one device per rank: GPUs where there are any, else shares of the cores.
 
     `ranks` 0: one per visible GPU, or two on a host without (one if it has one core).
-    Raises ValueError for ranks below 0 or more than GPUs, RuntimeError if the measurement fails.
+    Raises ValueError for ranks below 0 or more than GPUs, and for GPUs that torch cannot use; RuntimeError if the
+    measurement fails.
     """
     if ranks < 0:
         raise ValueError(f"ranks = {ranks}: give 1 or more, or 0 for one per GPU ({DEFAULT_CPU_RANKS} without GPUs)")
@@ -77,16 +80,19 @@ def check_hardware(*, home: Path, ranks: int = 0, measure_again: bool = False) -
             f"ranks = {ranks}, but {len(gpus)} GPUs are visible: lower parallel.ranks or set it to 0, "
             "or hide the GPUs to train on CPU (CUDA_VISIBLE_DEVICES=)"
         )
-    cpu_ranks = ranks or min(DEFAULT_CPU_RANKS, cores)
-    key = cache_key(cores=cores, gpus=gpus, ranks=ranks or len(gpus) or cpu_ranks)
+    ranks = ranks or len(gpus) or min(DEFAULT_CPU_RANKS, cores)
+    key = cache_key(cores=cores, gpus=gpus, ranks=ranks)
     cached = None if measure_again else find_cached(home, key)
     if cached is None:
         busy = is_busy()
         cached = CachedMeasurement(
             key=key,
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            measured=measure_ranks(cores=cores, num_gpus=min(len(gpus), ranks or len(gpus)), cpu_ranks=cpu_ranks),
+            measured=measure_ranks(cores=cores, ranks=ranks),
         )
+        if gpus and (why := why_no_gpu_is_used(cached.measured, driver=gpus[0].driver)):
+            hide = "or hide the GPUs to train on the CPU (CUDA_VISIBLE_DEVICES=)"
+            raise ValueError(f"GPUs are visible ({len(gpus)} x {gpus[0].name}), but {why}, {hide}")
         if not busy:
             keep_cached(home, cached)
     else:
@@ -173,15 +179,31 @@ def same_place(one: dict[str, str], other: dict[str, str]) -> bool:
 # The measurement
 
 
-def measure_ranks(*, cores: int, num_gpus: int, cpu_ranks: int) -> Measured:
-    """One rank per GPU; where torch turns out to see none of them, and on a host without, CPU ranks."""
+def measure_ranks(*, cores: int, ranks: int) -> Measured:
+    """So many ranks, each on the GPU of its number, or on its share of the cores where torch sees no GPU."""
     start = time.perf_counter()
-    ranks = num_gpus or cpu_ranks
     measured = run_measure(ranks, max(1, cores // ranks))
-    if num_gpus and measured.devices[0].kind == "cpu" and ranks != cpu_ranks:
-        measured = run_measure(cpu_ranks, max(1, cores // cpu_ranks))
     log.info("hardware: measured now (ranks: %d) in %.1f s", len(measured.devices), time.perf_counter() - start)
     return measured
+
+
+def why_no_gpu_is_used(measured: Measured, *, driver: str) -> str | None:
+    """Why torch measured CPUs where a driver lists GPUs, and the cure; None if it measured GPUs."""
+    if measured.devices[0].kind == "cuda":
+        return None
+    torch, cuda = measured.versions["torch"], measured.versions.get("cuda", "")
+    if not cuda:
+        return f"torch {torch} is a build without CUDA: install one with CUDA"
+    oldest = OLDEST_DRIVER.get(cuda.partition(".")[0], 0)
+    if int(driver.partition(".")[0]) < oldest:
+        return (
+            f"torch {torch} is built for CUDA {cuda}, which needs driver {oldest} or newer, and the driver is "
+            f"{driver}: update it, install a torch build for an older CUDA"
+        )
+    return (
+        f"torch {torch} (CUDA {cuda}, driver {driver}) sees none of them: let `python -c 'import torch; "
+        "torch.cuda.init()'` say why"
+    )
 
 
 def is_busy() -> bool:

@@ -21,6 +21,7 @@ from tasks.hardware.measure import (
     find_cached,
     keep_cached,
     last_lines,
+    why_no_gpu_is_used,
 )
 from tasks.hardware.preflight import HostFacts, container_spec
 from training.config.launch import LaunchConfig
@@ -57,6 +58,9 @@ def measure_hosts(
     if new:
         logger.info("hardware: measured %s in %.1f s", ", ".join(new), time.perf_counter() - begin)
     for name, measured in new.items():
+        if facts[name].gpus and (why := why_no_gpu_is_used(measured, driver=facts[name].driver)):
+            cpu = "or set gpus=0 to train on its CPU"
+            raise HostError(f"{name}: its container has {len(facts[name].gpus)} GPUs, but {why}, {cpu}", hosts=(name,))
         now = datetime.now(UTC).isoformat(timespec="seconds")
         known[name] = CachedMeasurement(key=keys[name], measured_at=now, measured=measured)
         if (busy := facts[name].busy_percent) <= BUSY_PERCENT:

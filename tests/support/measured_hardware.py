@@ -17,6 +17,6 @@ def measure(folder: Path) -> None:
     measurement = CachedMeasurement(
         key=cache_key(cores=cores, gpus=(), ranks=RANKS),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        measured=measure_ranks(cores=cores, num_gpus=0, cpu_ranks=RANKS),
+        measured=measure_ranks(cores=cores, ranks=RANKS),
     )
     keep_cached(folder, measurement)

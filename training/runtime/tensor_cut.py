@@ -62,5 +62,6 @@ def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
         mesh = DeviceMesh(device.type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
     piece = distribute_tensor(whole.to(device), mesh, like.placements, src_data_rank=None).to_local()
     result = torch.empty_like(like, dtype=whole.dtype)
+    assert isinstance(result, DTensor)
     result.to_local().copy_(piece)
     return result

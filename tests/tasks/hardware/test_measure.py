@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ from tasks.hardware.measure import (
     keep_cached,
     read_cache,
     run_measure,
+    why_no_gpu_is_used,
 )
 from training.records.inventory import Device, Measured
 
@@ -93,6 +95,49 @@ def test_no_limit_leaves_the_machine(tmp_path: Path) -> None:
 def test_cuda_visible_devices_is_read_as_cuda_reads_it(visible: str | None, expected: str) -> None:
     gpus = tuple(Gpu(name="H100", uuid=f"GPU-{c}{c}", driver="580.1") for c in "abc")
     assert visible_gpus(gpus, visible) == tuple(gpus[int(i)] for i in expected)
+
+
+@pytest.mark.parametrize("visible", ["MIG-3f2504e0-4f89-11d3-9a0c-0305e82c3301", "0,MIG-GPU-a/1/0"])
+def test_a_slice_of_a_gpu_is_refused_and_not_taken_for_no_gpu(visible: str) -> None:
+    gpus = (Gpu(name="H100", uuid="GPU-aa", driver="580.1"),)
+    with pytest.raises(ValueError, match=r"MIG.*not supported: name whole GPUs"):
+        visible_gpus(gpus, visible)
+
+
+def measured_on(kind: Literal["cpu", "cuda"], **versions: str) -> Measured:
+    device = Device(kind=kind, name="x", memory_gib=1.0)
+    return Measured(devices=(device,), allreduce_gb_per_s=0.0, versions={"torch": "2.13.0", **versions})
+
+
+@pytest.mark.parametrize(
+    ("measured", "driver", "why"),
+    [
+        (measured_on("cuda", cuda="13.0"), "535.104.05", None),
+        (measured_on("cpu"), "580.65.06", "a build without CUDA: install one with CUDA"),
+        (
+            measured_on("cpu", cuda="13.0"),
+            "535.104.05",
+            "is built for CUDA 13.0, which needs driver 580 or newer, and the driver is 535.104.05: update it",
+        ),
+        (measured_on("cpu", cuda="12.8"), "535.104.05", "sees none of them"),
+    ],
+)
+def test_gpus_that_torch_cannot_use_are_said_with_the_reason(measured: Measured, driver: str, why: str | None) -> None:
+    found = why_no_gpu_is_used(measured, driver=driver)
+    assert (found is None) if why is None else (found is not None and why in found)
+
+
+@pytest.mark.slow  # measures
+@pytest.mark.skipif(bool(driver_gpus()), reason="torch may be able to use this machine's GPUs")
+def test_a_machine_whose_gpus_torch_cannot_use_does_not_train_on_its_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver lists a GPU; torch, measured for real, is this environment's."""
+    monkeypatch.setattr("tasks.hardware.measure.driver_gpus", lambda: (Gpu(name="H100", uuid="GPU-a", driver="535"),))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ValueError, match=r"GPUs are visible \(1 x H100\), but torch .*: install"):
+        check_hardware(home=tmp_path)
+    assert not (tmp_path / "hardware.json").exists()
 
 
 @pytest.mark.gpu
