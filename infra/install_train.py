@@ -51,13 +51,17 @@ def without_torch(requirements: list[str], *, torch: str) -> list[str]:
 
 
 def _pip(*words: str) -> None:
-    """Install, then compile on all cores, as pip uses one; unchecked, as nobody edits what is in an image."""
+    """Install, then compile on all cores, as pip uses one; unchecked, as nobody edits what is in an image.
+
+    Without PIP_CONSTRAINT, which NVIDIA's images set to the versions of what they hold: ours go beside them.
+    """
     python = str(TARGET / "bin" / "python")
     options = ["--no-compile", "--no-cache-dir", "--disable-pip-version-check", "--progress-bar", "off"]
     found = ["--find-links", str(HERE)] if any(HERE.glob("*.whl")) else []
     ca = {"PIP_CERT": str(HERE / "ca.pem")} if (HERE / "ca.pem").exists() else {}
     command = [python, "-m", "pip", "install", *options, *found, *words]
-    if (done := subprocess.run(command, cwd=HERE, env={**os.environ, **ca})).returncode:
+    environment = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"} | ca
+    if (done := subprocess.run(command, cwd=HERE, env=environment)).returncode:
         sys.exit(done.returncode)
     # Some packages hold templates that are no Python; pip does not mind them either.
     compiling = [python, "-m", "compileall", "-qq", "-j", "0", "--invalidation-mode", "unchecked-hash", str(TARGET)]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from infra import images
+from infra import images, install_train
 from infra.hosts import HostClient
 from infra.install_train import without_torch
 
@@ -71,3 +73,25 @@ def test_a_base_images_own_torch_stands_in_for_ours_unless_it_is_too_old() -> No
     assert without_torch(requirements, torch="2.13.0a0+nv26.06") == ["pydantic>=2.10", "transformers>=5.0"]
     with pytest.raises(SystemExit, match=r"the base image has torch 2.9.1\+cu130, Shardline needs torch>=2.11"):
         without_torch(requirements, torch="2.9.1+cu130")
+
+
+def test_what_a_base_image_pins_for_its_own_packages_does_not_bind_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVIDIA's images set PIP_CONSTRAINT; pip would refuse what Shardline needs."""
+    with zipfile.ZipFile(tmp_path / "made_up-2.0-py3-none-any.whl", "w") as wheel:
+        about = "made_up-2.0.dist-info"
+        wheel.writestr("made_up.py", "VERSION = 2\n")
+        wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: made-up\nVersion: 2.0\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    python = tmp_path / "target" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(install_train, "TARGET", tmp_path / "target")
+    (tmp_path / "constraint.txt").write_text("made-up==1.0\n")
+    monkeypatch.setenv("PIP_CONSTRAINT", str(tmp_path / "constraint.txt"))
+    site = tmp_path / "target" / "site"
+    install_train._pip("--no-index", "--find-links", str(tmp_path), "--target", str(site), "made-up")
+    assert (site / "made_up.py").exists()
