@@ -208,7 +208,8 @@ def test_no_secret_is_in_command_lines_files_or_databases(stack: Stack, shown: s
 
 def test_text_from_the_config_is_never_a_command_or_a_page(stack: Stack, shown: set[str]) -> None:
     for folder in (stack.folder, REPO, Path.cwd()):
-        assert list(folder.rglob("canary")) == []
+        planted = [path for path in folder.rglob("canary") if path.is_file()]  # transformers has a folder of that name
+        assert planted == []
     pages = [path for path in stack.folder.rglob("*.html") if "huggingface" not in path.parts]
     assert [path for path in pages if "<script>alert" in path.read_text()] == []
     notes = {path.name for path in stack.folder.glob("*") if path.name not in LAID_OUT}
