@@ -8,16 +8,24 @@ are fsynced, hashed with SHA-256 and published whole; torch.save returns while t
 
 stall: seconds until the next step can begin. slowdown: how much longer the steps meanwhile took than undisturbed ones,
 summed. on disk: seconds from the call until the checkpoint can be loaded. first: stall of the first one, which
-allocates buffers. Medians over the rounds after the first. The last line is one JSON object: `stall_s`, `slowdown_s`,
-`on_disk_s` and `first_stall_s` by way of saving.
+allocates buffers. Medians over the rounds after the first.
+
+received share: the bytes that arrive at a rank of 4 or 8 while a checkpoint is staged, as the kernel counts them on its
+connections, over the bytes that it keeps and writes; the rank with most, by layout.
+
+The last line is one JSON object: `stall_s`, `slowdown_s`, `on_disk_s` and `first_stall_s` by way of saving,
+`received_share` by ranks and layout, `received_share_max`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -45,6 +53,15 @@ from training.trainer.state import TrainingState, restore
 
 VOCAB = 32_000
 STEPS_BEFORE = 3
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp": {"strategy": "fsdp"},
+    "hsdp": {"strategy": "hsdp", "group_ranks": 2},
+    "zero3": {"strategy": "zero3"},
+    "tp": {"tp": 2},
+    "fsdp x tp": {"strategy": "fsdp", "tp": 2},
+    "pp": {"pp": 4},
+    "tp x pp": {"tp": 2, "pp": 2},
+}
 WAYS = ("synchronous", "asynchronous", "torch.save", "dcp async_save")
 
 
@@ -89,6 +106,39 @@ def make_run(folder: Path) -> RunPlan:
         }
     )
     return make_plan(config, _this_machine(), shards=manifest, shards_dir=str(shards))
+
+
+def make_run_on_ranks(folder: Path, *, of: RunPlan, ranks: int, parallel: dict[str, Any]) -> None:
+    """Plan a Llama of 8 narrow layers on so many ranks of this machine's CPUs, on the same tokens."""
+    settings = of.config.model_dump(mode="json") | {"parallel": parallel}
+    settings["model"] |= {"layers": 8, "width": 128}
+    settings["train"] |= {"context": 16, "global_batch": ranks, "micro_batch": 1}
+    host = _this_machine().hosts[0]
+    device = Device(kind="cpu", name="cpu", memory_gib=16 / ranks)
+    inventory = Inventory(hosts=(host.model_copy(update={"cores": ranks, "devices": (device,) * ranks}),))
+    shards = TokenShards.read(Path(of.shards_dir) / "manifest.json")
+    plan = make_plan(RunConfig.model_validate(settings), inventory, shards=shards, shards_dir=of.shards_dir)
+    assert plan.world_size == ranks
+    plan.write(folder / "plan.json")
+
+
+def measure_traffic(folder: Path, *, of: RunPlan, ranks: int) -> dict[str, float]:
+    """By layout: bytes that a rank receives for a checkpoint, over the bytes that it keeps; the rank with most."""
+    for name, parallel in LAYOUTS.items():
+        make_run_on_ranks(folder / name, of=of, ranks=ranks, parallel=parallel)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *launcher, "-m", "benchmarks.support.checkpoint_traffic", str(folder)]
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"ranks failed:\n{done.stdout}")
+    shares = {}
+    for name in LAYOUTS:
+        rows = [json.loads(path.read_bytes()) for path in (folder / name).glob("traffic-*.json")]
+        assert len(rows) == ranks
+        shares[name] = max(row["received_bytes"] / row["kept_bytes"] for row in rows)
+    return shares
 
 
 def _this_machine() -> Inventory:
@@ -170,8 +220,9 @@ def measure(bench: Bench, way: str) -> Timing:
     return Timing(step_s, stall_s, slowdown_s, on_disk_s)
 
 
-def run(folder: Path, *, rounds: int) -> dict[str, Any]:
+def run(folder: Path, *, rounds: int, ranks: tuple[int, ...]) -> dict[str, Any]:
     plan = make_run(folder)
+    shares = {number: measure_traffic(folder / f"{number} ranks", of=plan, ranks=number) for number in ranks}
     timings: dict[str, list[Timing]] = {way: [] for way in WAYS}
     with process_group(plan) as rank, ExitStack() as stack:
         state = restore(plan, rank=rank, run_dir=folder / "run")
@@ -184,6 +235,10 @@ def run(folder: Path, *, rounds: int) -> dict[str, Any]:
         key: {way: round(statistics.median(getattr(t, key) for t in of[1:]), 3) for way, of in timings.items()}
         for key in ("stall_s", "slowdown_s", "on_disk_s")
     }
+    result["received_share"] = {
+        f"{number} ranks": {name: round(share, 3) for name, share in of.items()} for number, of in shares.items()
+    }
+    result["received_share_max"] = round(max(share for of in shares.values() for share in of.values()), 3)
     result["first_stall_s"] = {way: round(of[0].stall_s, 3) for way, of in timings.items()}
     return result | {
         "parameters": plan.shape.parameters,
@@ -197,11 +252,12 @@ def run(folder: Path, *, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="3 rounds instead of 9")
-    rounds = 3 if parser.parse_args().quick else 9
+    parser.add_argument("--quick", action="store_true", help="3 rounds instead of 9, traffic of 4 ranks alone")
+    quick = parser.parse_args().quick
+    rounds, ranks = (3, (4,)) if quick else (9, (4, 8))
     folder = Path(tempfile.mkdtemp(prefix="shardline-checkpoint-"))
     try:
-        result = run(folder, rounds=rounds)
+        result = run(folder, rounds=rounds, ranks=ranks)
     finally:
         shutil.rmtree(folder)
     print(
@@ -212,6 +268,9 @@ def main() -> None:
     for way in WAYS:
         columns = (result[key][way] for key in ("stall_s", "slowdown_s", "on_disk_s", "first_stall_s"))
         print(f"{way:18}" + "".join(f"{seconds:10.2f}" for seconds in columns))
+    print("received by a rank for a checkpoint, over what it keeps of it (at most):")
+    for number, shares in result["received_share"].items():
+        print(f"{number:10}" + ", ".join(f"{name} {share:.3f}" for name, share in shares.items()))
     print(json.dumps(result))
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +46,21 @@ class Abandoned(Exception):
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, abandoned: threading.Event) -> WrittenFile:
     """Contiguous CPU tensors of any shape -> one file, on disk when this returns.
 
-    Both writing and hashing release the interpreter lock, so a thread can do it beside training.
+    Both writing and hashing release the interpreter lock, so threads do them beside training, and beside each other.
     Raises OSError as the disk does, Abandoned soon after the event is set; half a file is left then.
     """
     digest, size = hashlib.sha256(), 0
-    with path.open("wb", buffering=0) as file:
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
+        hashed: Future[None] | None = None
         for chunk in _chunks(tensors):
             if abandoned.is_set():
                 raise Abandoned
+            if hashed is not None:
+                hashed.result()  # of the chunk before
+            hashed = hasher.submit(digest.update, chunk)
             written = 0
             while written < len(chunk):  # a full disk accepts a part, then raises on the rest
                 written += file.write(chunk[written:]) or 0
-            digest.update(chunk)
             size += len(chunk)
         os.fsync(file.fileno())
     return WrittenFile(size_bytes=size, sha256=digest.hexdigest())

@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from training.records.plan import RunPlan
+from training.runtime.mesh import timeout
 from training.runtime.process import Rank
+from training.runtime.tensor_cut import Parts
 from training.strategies import Strategy
-from training.strategies.optim import MOMENTS
 
-MOMENT_SUFFIXES = tuple(f".{moment}" for moment in MOMENTS)
 BLOCK_BYTES = 2**28  # page-locked memory is rounded up to powers of two: 1.4x for a 7B Llama's matrices, one by one
 ALIGNED_BYTES = 64
+ROUND_BYTES = 2**27  # what a rank receives at once, if no single tensor is larger: it takes room on the GPU
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A tensor of a checkpoint, and the rank that writes it."""
+
+    name: str
+    parts: Parts
+    owner: int
 
 
 class Staging:
     """Copies of the tensors that this rank writes: of each whole tensor, one rank of the pipeline stage keeps one.
 
-    So each rank holds, and writes, 12 bytes per parameter / world size, and its own state. All checkpoints use the same
-    buffers.
+    So each rank holds, and writes, 12 bytes per parameter / world size, and its own state; and it receives no more than
+    that, since ranks send their parts of a tensor to that one only. All checkpoints use the same buffers.
     """
 
     def __init__(self, plan: RunPlan, rank: Rank) -> None:
         self.rank = rank
-        self.stage_ranks = rank.world_size // plan.mesh["pp"]  # pp is the outermost axis: they are neighbours
+        pp = plan.mesh["pp"]  # the outermost axis: a stage's ranks are neighbours
+        stages = torch.arange(rank.world_size).reshape(pp, -1).tolist()
+        self.stage: list[int] = stages[rank.rank // len(stages[0])]
+        self.group = None  # the world
+        if pp > 1:  # every rank makes every group, in the same order
+            groups = {stage[0]: dist.new_group(stage, timeout=timeout(plan)) for stage in stages}
+            self.group = groups[self.stage[0]]
         self._buffers: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "rank": {}}
         self._block = torch.empty(0, dtype=torch.uint8)  # what is left of the newest one
 
@@ -35,10 +55,10 @@ class Staging:
 
         Returns when they are made: the next optimizer step overwrites what they were copied from.
         """
-        loads = [0] * self.stage_ranks
-        for kind, tensors in (("model", strategy.weights()), ("optimizer", strategy.optimizer_state())):
-            kept = ((name, t) for name, t in tensors if self._keeps(name, t, kind=kind, loads=loads))
-            self._copy(kind, kept)
+        loads = dict.fromkeys(self.stage, 0)
+        scalars = strategy.optimizer_scalars().items() if self.rank.rank == 0 else ()
+        self._copy("model", self._kept(_dealt_out(strategy.weights(), loads)))
+        self._copy("optimizer", itertools.chain(self._kept(_dealt_out(strategy.moments(), loads)), scalars))
         self._copy("rank", strategy.rank_state().items())
         if self.rank.device.type == "cuda":
             torch.cuda.current_stream(self.rank.device).synchronize()
@@ -51,13 +71,49 @@ class Staging:
             filled[name].copy_(tensor, non_blocking=True)
         self._buffers[kind] = filled
 
-    def _keeps(self, name: str, tensor: Tensor, *, kind: str, loads: list[int]) -> bool:
-        """Whether this rank keeps the tensor: the one with the fewest bytes does. Updates `loads`, on all alike."""
-        if kind == "optimizer" and not name.endswith(MOMENT_SUFFIXES):
-            return self.rank.rank == 0  # a number such as `step`, which every stage yields
-        owner = loads.index(min(loads))
-        loads[owner] += tensor.nbytes
-        return owner == self.rank.rank % self.stage_ranks
+    def _kept(self, tensors: Iterable[Owned]) -> Iterator[tuple[str, Tensor]]:
+        """The whole tensors that this rank owns."""
+        me = self.rank.rank
+        for batch in _rounds(tensors):
+            received = self._exchange(batch)
+            for name, parts in ((owned.name, owned.parts) for owned in batch if owned.owner == me):
+                row = parts.row_of(me)
+                if len(row) == 1:
+                    yield name, parts.own
+                else:
+                    yield (
+                        name,
+                        parts.join([received[name, rank] if rank != me else self._on_device(parts) for rank in row]),
+                    )
+
+    def _exchange(self, batch: list[Owned]) -> dict[tuple[str, int], Tensor]:
+        """Send this rank's parts to their owners: the parts that it received, by tensor and by who sent them."""
+        if all(len(owned.parts.part_shapes) == 1 for owned in batch):
+            return {}
+        me = self.rank.rank
+        sent: dict[int, list[Tensor]] = defaultdict(list)
+        expected: dict[int, list[tuple[str, torch.Size]]] = defaultdict(list)
+        for owned in batch:
+            row = owned.parts.row_of(owned.owner)
+            if owned.owner == me:
+                for rank, shape in zip(row, owned.parts.part_shapes, strict=True):
+                    if rank != me:
+                        expected[rank].append((owned.name, shape))
+            elif me in row:
+                sent[owned.owner].append(self._on_device(owned.parts).flatten())
+        output_sizes = [sum(shape.numel() for _, shape in expected[rank]) for rank in self.stage]
+        input_sizes = [sum(part.numel() for part in sent[rank]) for rank in self.stage]
+        empty = torch.empty(0, device=self.rank.device)
+        flat = torch.cat([empty, *(part for rank in self.stage for part in sent[rank])])
+        output = flat.new_empty(sum(output_sizes))
+        dist.all_to_all_single(output, flat, output_sizes, input_sizes, group=self.group)
+        arrived = [(name, rank, shape) for rank in self.stage for name, shape in expected[rank]]
+        pieces = output.split([shape.numel() for _, _, shape in arrived])
+        return {(name, rank): piece.view(shape) for (name, rank, shape), piece in zip(arrived, pieces, strict=True)}
+
+    def _on_device(self, parts: Parts) -> Tensor:
+        """This rank's part, which may be offloaded to host memory: between GPUs is the faster way."""
+        return parts.own.to(self.rank.device)
 
     def _buffer_like(self, tensor: Tensor) -> Tensor:
         """Return a host buffer for the tensor; page-locked for a GPU's, so that it is copied at the bus's full rate."""
@@ -67,3 +123,26 @@ class Staging:
         taken, end = self._block[: tensor.nbytes], -(-tensor.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
         self._block = self._block[end:]
         return taken.view(tensor.dtype).view(tensor.shape)
+
+
+def _dealt_out(tensors: Iterable[tuple[str, Parts]], loads: dict[int, int]) -> Iterator[Owned]:
+    """Each tensor goes to the rank that has the fewest bytes so far: on all ranks alike. Updates `loads`."""
+    for name, parts in tensors:
+        owner = min(loads, key=loads.__getitem__)
+        loads[owner] += parts.nbytes
+        yield Owned(name, parts, owner)
+
+
+def _rounds(tensors: Iterable[Owned]) -> Iterator[list[Owned]]:
+    """The tensors in batches of which no rank receives more than ROUND_BYTES, unless one tensor alone is larger."""
+    batch: list[Owned] = []
+    loads: dict[int, int] = defaultdict(int)
+    for owned in tensors:
+        if batch and loads[owned.owner] + owned.parts.nbytes > ROUND_BYTES:
+            yield batch
+            batch = []
+            loads.clear()
+        batch.append(owned)
+        loads[owned.owner] += owned.parts.nbytes
+    if batch:
+        yield batch

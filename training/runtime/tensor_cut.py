@@ -1,67 +1,152 @@
-"""Tensors cut over ranks: each rank's piece, and the whole again. Checkpoints hold only whole tensors."""
+"""Tensors cut over ranks: each rank's part, and the whole again. Checkpoints hold only whole tensors."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
 class Cut:
     """A tensor's cut over ranks: along `dim`, unevenly where the number of ranks does not divide it.
 
-    `dim` consists of `blocks` equal parts, each cut by itself (GPT-2 keeps q, k and v in one matrix).
+    `dim` is `length` long and consists of `blocks` equal parts, each cut by itself (GPT-2 keeps q, k and v in one
+    matrix).
     """
 
     dim: int
+    length: int
     blocks: int = 1
 
+    def pieces(self, whole: Tensor, number: int) -> list[Tensor]:
+        """The pieces of that many ranks, copies."""
+        blocks = (block.tensor_split(number, self.dim) for block in whole.chunk(self.blocks, self.dim))
+        return [torch.cat(of_rank, self.dim) for of_rank in zip(*blocks, strict=True)]
+
     def take(self, whole: Tensor, mesh: DeviceMesh) -> Tensor:
-        """This rank's piece, a copy."""
+        """This rank's piece: a view of `whole`, or a copy of it where it consists of several blocks."""
         rank, size = mesh.get_local_rank(), mesh.size()
-        blocks = whole.chunk(self.blocks, self.dim)
-        return torch.cat([block.tensor_split(size, self.dim)[rank] for block in blocks], self.dim)
+        pieces = [block.tensor_split(size, self.dim)[rank] for block in whole.chunk(self.blocks, self.dim)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
-    def join(self, piece: Tensor, mesh: DeviceMesh) -> Tensor:
-        """The whole, from all ranks' pieces. Collective."""
-        group, size = mesh.get_group(), mesh.size()
-        lengths = torch.zeros(size, dtype=torch.int64, device=piece.device)
-        lengths[mesh.get_local_rank()] = piece.shape[self.dim]
-        dist.all_reduce(lengths, group=group)
-        pieces = []
-        for rank, length in enumerate(lengths.tolist()):  # a broadcast each: unlike all_gather it takes uneven pieces
-            shape = list(piece.shape)
-            shape[self.dim] = length
-            own = rank == mesh.get_local_rank()
-            buffer = piece.detach().contiguous() if own else torch.empty(shape, dtype=piece.dtype, device=piece.device)
-            dist.broadcast(buffer, group=group, group_src=rank)
-            pieces.append(buffer.chunk(self.blocks, self.dim))
-        return torch.cat([rank[block] for block in range(self.blocks) for rank in pieces], self.dim)
+    def join(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The whole, of all ranks' pieces."""
+        blocks = zip(*(piece.chunk(self.blocks, self.dim) for piece in pieces), strict=True)
+        return torch.cat(list(itertools.chain.from_iterable(blocks)), self.dim)
 
 
-def unsharded(tensor: Tensor) -> Tensor:
-    """The whole of a DTensor (collective); any other tensor as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+@dataclass(frozen=True)
+class Parts:
+    """A tensor in parts on several ranks: this rank's part, who holds the others, and how they make the whole.
+
+    shape: of the whole. holders: ranks of the world, in the order of the parts; each row of them holds the tensor once,
+    each rank is in one row. part_shapes: in the same order. join: a row's parts -> the whole.
+    """
+
+    own: Tensor
+    shape: torch.Size
+    holders: tuple[tuple[int, ...], ...]
+    part_shapes: tuple[torch.Size, ...]
+    join: Callable[[Sequence[Tensor]], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole."""
+        return math.prod(self.shape) * self.own.itemsize
+
+    def row_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the tensor together with this one."""
+        return next(row for row in self.holders if rank in row)
+
+
+def whole_on_each(tensor: Tensor, ranks: Sequence[int]) -> Parts:
+    """A tensor that each of these ranks holds whole."""
+    return Parts(tensor, tensor.shape, tuple((rank,) for rank in ranks), (tensor.shape,), _only)
+
+
+def flat_parts(own: Tensor, *, shape: torch.Size, ranks: Sequence[int], lengths: Sequence[int]) -> Parts:
+    """A tensor whose numbers, in their order, lie on one rank after the other; what is over at the end is padding."""
+    numel = math.prod(shape)
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts))[:numel].view(shape)
+
+    return Parts(own, shape, (tuple(ranks),), tuple(torch.Size([length]) for length in lengths), join)
+
+
+def parts_of(tensor: Tensor, *, cut: Cut | None, ranks: Tensor) -> Parts:
+    """A parameter's parts, or its moment's: cut over tp ranks, sharded over dp ranks (a DTensor), both or neither.
+
+    ranks: [dp, tp], the ranks that hold it.
+    """
+    shape, own = list(tensor.shape), tensor
+    shards, pieces = 1, 1
+    if isinstance(tensor, DTensor):
+        own, shards = tensor.to_local(), tensor.device_mesh.size(tensor.device_mesh.ndim - 1)
+    grid = ranks.reshape(-1, shards, ranks.shape[1])  # groups of dp ranks, ranks of a group, tp ranks
+    if cut is not None:
+        shape[cut.dim], pieces = cut.length, ranks.shape[1]
+    else:
+        grid = grid.transpose(1, 2)
+    holders = tuple(tuple(row) for row in grid.reshape(-1, shards * pieces).tolist())
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        joined = [torch.cat(list(parts[piece::pieces])) if shards > 1 else parts[piece] for piece in range(pieces)]
+        return joined[0] if cut is None else cut.join(joined)
+
+    whole = torch.Size(shape)
+    return Parts(own, whole, holders, _part_shapes(whole, cut, pieces, shards), join)
+
+
+@functools.cache
+def _part_shapes(shape: torch.Size, cut: Cut | None, pieces: int, shards: int) -> tuple[torch.Size, ...]:
+    whole = torch.empty(shape, device="meta")
+    cut_over_tp = [whole] if cut is None else cut.pieces(whole, pieces)
+    if shards == 1:
+        return tuple(piece.shape for piece in cut_over_tp)
+    rows = [_rows_of_shards(len(piece), shards) for piece in cut_over_tp]
+    return tuple(
+        torch.Size([rows[piece][shard], *cut_over_tp[piece].shape[1:]])
+        for shard in range(shards)
+        for piece in range(pieces)
+    )
+
+
+def _rows_of_shards(rows: int, shards: int) -> list[int]:
+    """As DTensor's Shard(0) deals them out: as many to each as to the first, until there are no more."""
+    most = -(-rows // shards)
+    return [max(0, min(most, rows - shard * most)) for shard in range(shards)]
+
+
+def _only(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0]
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
-    """A copy of `whole`, which all ranks hold, sharded and placed as `like` is.
+    """A copy of `whole`, sharded and placed as `like` is; nothing else of it is read, or moved to a device.
 
-    The pieces of an offloaded parameter lie in the host's memory, though its mesh is one of GPUs: nothing is moved to
-    those, where DTensor.from_local would leave it, and distribute_tensor put all of it.
+    The shards of an offloaded parameter lie in the host's memory, though its mesh is one of GPUs.
     """
     if not isinstance(like, DTensor):
         return whole.to(like.device, copy=True)
-    device, mesh = like.to_local().device, like.device_mesh
-    if mesh.device_type != device.type:
-        mesh = DeviceMesh(device.type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
-    piece = distribute_tensor(whole.to(device), mesh, like.placements, src_data_rank=None).to_local()
     result = torch.empty_like(like, dtype=whole.dtype)
     assert isinstance(result, DTensor)
-    result.to_local().copy_(piece)
+    shard = result.to_local()
+    rows = _rows_of_shards(len(whole), like.device_mesh.size(like.device_mesh.ndim - 1))
+    coordinate = like.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank is in the parameter's mesh"
+    shard.copy_(whole.narrow(0, sum(rows[: coordinate[-1]]), len(shard)))
     return result

@@ -18,6 +18,7 @@ from training.data.batch import Batch, Share
 from training.models.architectures import layers_of
 from training.models.language_model import LanguageModel
 from training.records.plan import RankPlan
+from training.runtime.tensor_cut import Parts
 from training.strategies import ddp, fsdp, local_sgd, pipeline, tensor, torch_strategy, zero
 from training.strategies.activation_checkpointing import compile_layers, recompute_in_backward
 from training.strategies.float8 import use_float8
@@ -49,20 +50,20 @@ class Strategy(Protocol):
         All ranks pass the same inputs, and get the same logits but for rounding. Call in no_grad.
         """
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole fp32 weights by Hugging Face name, tied ones once, one at a time.
+    def weights(self) -> Iterator[tuple[str, Parts]]:
+        """This rank's parts of the fp32 weights, by Hugging Face name, tied ones once. Sends nothing.
 
         All ranks of a pipeline stage get the same names in the same order; stages get different ones.
         """
 
-    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole AdamW moments as NAME.exp_avg and NAME.exp_avg_sq, then numbers [] that all ranks share: `step`, ….
+    def moments(self) -> Iterator[tuple[str, Parts]]:
+        """Likewise of AdamW's moments, as NAME.exp_avg and NAME.exp_avg_sq; frozen parameters have none."""
 
-        Frozen parameters have none.
-        """
+    def optimizer_scalars(self) -> dict[str, Tensor]:
+        """The optimizer's numbers [], the same on all ranks: `step`, …."""
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `optimizer_state` of any strategy yielded."""
+        """Load the whole `moments` and the `optimizer_scalars` that any strategy saved."""
 
     def rank_state(self) -> dict[str, Tensor]:
         """Tensors by name (no copies) that only this rank holds and that a bit-exact resume needs besides."""

@@ -11,7 +11,8 @@ group, and the outer state is divided over the group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ from training.planner.communication import all_reduce_bytes, gather_bytes
 from training.records.plan import RankPlan
 from training.runtime.mesh import ACROSS, INSIDE, group_mesh
 from training.runtime.step_trace import phase
+from training.runtime.tensor_cut import Parts
 from training.strategies.compression import unpack
 from training.strategies.ddp import Ddp
 from training.strategies.optim import MOMENTS
@@ -37,7 +39,7 @@ def build(plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mappi
 
 
 class LocalSgd(Ddp):
-    """`weights`, `optimizer_state` and `loss` are those of the mean over groups: what all of them have learnt by then.
+    """`weights`, `moments` and `loss` are those of the mean over groups: what all of them have learnt by then.
 
     A group's gradient is its part of the global batch's, times the number of groups: their mean is the whole one.
     """
@@ -102,7 +104,7 @@ class LocalSgd(Ddp):
             yield
             return
         if not self.means:
-            self.means = [self.whole(name, p.detach()) for name, p in self.trained.items()]
+            self.means = [self._mean(p.detach().clone()) for p in self.parameters]
         own = [p.data for p in self.parameters]
         _set_data(self.parameters, self.means)
         try:
@@ -110,14 +112,29 @@ class LocalSgd(Ddp):
         finally:
             _set_data(self.parameters, own)
 
-    def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """The mean over groups; a frozen weight is the same in all."""
-        whole = super().whole(name, tensor)
-        if name not in self.trained or self.across.size() == 1:
-            return whole
-        mean = whole.clone()
-        dist.all_reduce(mean, group=self.across)
-        return mean.div_(self.across.size())
+    def _mean(self, tensor: Tensor) -> Tensor:
+        """The mean over groups, in place."""
+        dist.all_reduce(tensor, group=self.across)
+        return tensor.div_(self.across.size())
+
+    def parts(self, name: str, tensor: Tensor) -> Parts:
+        """Each group holds a part: the whole is their mean. A frozen weight is the same in all."""
+        parts, groups = super().parts(name, tensor), self.across.size()
+        if name not in self.trained or groups == 1:
+            return parts
+
+        rows, in_group = len(parts.holders) // groups, len(parts.part_shapes)  # rows of a group, parts in one
+
+        def mean(held: Sequence[Tensor]) -> Tensor:
+            wholes = [parts.join(held[first : first + in_group]) for first in range(0, len(held), in_group)]
+            return functools.reduce(torch.add, wholes).div_(groups)
+
+        return replace(
+            parts,
+            holders=tuple(sum(parts.holders[row::rows], ()) for row in range(rows)),
+            part_shapes=parts.part_shapes * groups,
+            join=mean,
+        )
 
     def rank_state(self) -> dict[str, Tensor]:
         """This rank's part of the group's weights and moments, and of the outer step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -61,10 +61,13 @@ class LossScale:
         elif self.good_steps == self.GROW_AFTER:
             self.value, self.good_steps = self.value * 2, 0
 
-    def state(self) -> Iterator[tuple[str, Tensor]]:
-        if self.dynamic:
-            yield "loss_scale", torch.tensor(self.value)
-            yield "loss_scale_good_steps", torch.tensor(float(self.good_steps))
+    def state(self) -> dict[str, Tensor]:
+        if not self.dynamic:
+            return {}
+        return {
+            "loss_scale": torch.tensor(self.value),
+            "loss_scale_good_steps": torch.tensor(float(self.good_steps)),
+        }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Load the scale; a checkpoint of another precision has none, and the scale starts at its first value."""

@@ -24,6 +24,7 @@ from training.models.language_model import LanguageModel
 from training.records.plan import RankPlan
 from training.runtime.mesh import timeout
 from training.runtime.step_trace import phase
+from training.runtime.tensor_cut import Parts
 from training.strategies.optim import set_learning_rate
 from training.strategies.stats import StepStats
 from training.strategies.torch_strategy import TorchStrategy
@@ -214,17 +215,17 @@ class Pipeline(TorchStrategy):
                 dist.send(hidden, group=self.pp.get_group(), group_dst=(number + 1) % size)
         return hidden if self.has_last else None
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> Iterator[tuple[str, Parts]]:
         return self._saved_here(super().weights())
 
-    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
-        return self._saved_here(super().optimizer_state())
+    def moments(self) -> Iterator[tuple[str, Parts]]:
+        return self._saved_here(super().moments())
 
-    def _saved_here(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _saved_here(self, tensors: Iterator[tuple[str, Parts]]) -> Iterator[tuple[str, Parts]]:
         """All but the last stage's copy of the embedding."""
         assert self.model.architecture is not None
         copy = f"{self.model.architecture.embedding}.weight"
-        return ((name, whole) for name, whole in tensors if not (self.has_tied_copy and name.startswith(copy)))
+        return ((name, parts) for name, parts in tensors if not (self.has_tied_copy and name.startswith(copy)))
 
 
 def _concatenated(batches: list[Batch]) -> Batch:

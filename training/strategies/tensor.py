@@ -28,9 +28,12 @@ def shard_matrices(model: LanguageModel, mesh: DeviceMesh) -> None:
     hf: Any = model.hf
     names = {id(parameter): name for name, parameter in hf.named_parameters()}
 
-    def cut(parameter: nn.Parameter, how: Cut) -> nn.Parameter:
-        model.cuts[names[id(parameter)]] = how
-        return nn.Parameter(how.take(parameter.detach(), mesh), requires_grad=parameter.requires_grad)
+    def cut(parameter: nn.Parameter, dim: int, blocks: int = 1) -> nn.Parameter:
+        how = model.cuts[names[id(parameter)]] = Cut(dim, parameter.shape[dim], blocks)
+        return nn.Parameter(
+            how.take(parameter.detach(), mesh).clone(memory_format=torch.contiguous_format),
+            requires_grad=parameter.requires_grad,
+        )
 
     for layer in layers_of(hf):
         for path in (*architecture.column, *architecture.row):
@@ -43,10 +46,10 @@ def shard_matrices(model: LanguageModel, mesh: DeviceMesh) -> None:
     output, embedding = hf.get_submodule(architecture.output), hf.get_submodule(architecture.embedding)
     words = torch.arange(len(output.weight)).tensor_split(mesh.size())[mesh.get_local_rank()]
     model.first_token_id, model.tp_group = int(words[0]), group
-    output.weight = cut(output.weight, Cut(0))
+    output.weight = cut(output.weight, 0)
     if output.bias is not None:
-        _shard_bias(hf, output.bias, cut(output.bias, Cut(0)))
-    weight = output.weight if model.tied else cut(embedding.weight, Cut(0))
+        _shard_bias(hf, output.bias, cut(output.bias, 0))
+    weight = output.weight if model.tied else cut(embedding.weight, 0)
     hf.set_submodule(architecture.embedding, _ShardedEmbedding(weight, model.first_token_id, group))
 
 
@@ -67,9 +70,9 @@ class _ShardedLinear(nn.Module):
         super().__init__()
         self.column, self.group, self.transposed = column, group, not isinstance(whole, nn.Linear)
         self.linear = F.linear  # or what training/strategies/float8.py puts in its place
-        self.weight: nn.Parameter = cut(whole.weight, Cut(int(column == self.transposed), blocks))
+        self.weight: nn.Parameter = cut(whole.weight, int(column == self.transposed), blocks)
         keeps_bias = whole.bias is None or not column
-        self.bias: nn.Parameter | None = whole.bias if keeps_bias else cut(whole.bias, Cut(0, blocks))
+        self.bias: nn.Parameter | None = whole.bias if keeps_bias else cut(whole.bias, 0, blocks)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self.transposed else self.weight

@@ -15,8 +15,8 @@ from training.data.batch import Batch, Share
 from training.models.language_model import LanguageModel
 from training.records.plan import RankPlan
 from training.runtime.step_trace import phase
-from training.runtime.tensor_cut import sharded_like, unsharded
-from training.strategies.optim import LossScale, build_adamw, set_learning_rate
+from training.runtime.tensor_cut import Parts, own_part, parts_of, sharded_like
+from training.strategies.optim import MOMENTS, LossScale, build_adamw, set_learning_rate
 from training.strategies.stats import StepStats
 
 
@@ -50,6 +50,7 @@ class TorchStrategy:
         self.scale = LossScale(dynamic=plan.precision == "fp16")
         self.norm_groups = (*norm_groups, mesh["tp"].get_group()) if plan.mesh["tp"] > 1 else norm_groups
         self.counts_replicated = mesh["tp"].get_local_rank() == 0  # tp peers hold the same norms and biases
+        self.stage_ranks = mesh.mesh[mesh["pp"].get_local_rank()]  # [dp, tp]
         self.named = self.saved_names()  # once: while FSDP2 holds weights gathered, the model shows those instead
         self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
         self.parameters = list(self.trained.values())
@@ -140,19 +141,18 @@ class TorchStrategy:
     def counted_once(self, loss: Tensor) -> Tensor:
         return loss if self.counts_replicated else torch.zeros_like(loss)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> Iterator[tuple[str, Parts]]:
         for name, parameter in self.named.items():
-            yield name, self.whole(name, parameter.detach())
+            yield name, self.parts(name, parameter.detach())
 
-    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
-        step = torch.zeros(())
+    def moments(self) -> Iterator[tuple[str, Parts]]:
         for name, parameter in self.trained.items():
-            state = self.optimizer.state[parameter]
-            step = state["step"]
-            yield f"{name}.exp_avg", self.whole(name, state["exp_avg"])
-            yield f"{name}.exp_avg_sq", self.whole(name, state["exp_avg_sq"])
-        yield "step", unsharded(step)
-        yield from self.scale.state()
+            for moment in MOMENTS:
+                yield f"{name}.{moment}", self.parts(name, self.optimizer.state[parameter][moment])
+
+    def optimizer_scalars(self) -> dict[str, Tensor]:
+        steps = (own_part(self.optimizer.state[parameter]["step"]) for parameter in self.parameters)
+        return {"step": next(steps, torch.zeros(())), **self.scale.state()}
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -178,11 +178,9 @@ class TorchStrategy:
         for name, tensor in self.rank_state().items():
             tensor.copy_(state[name])
 
-    def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """The whole of a parameter, or of its moment, from this rank's part of it. Collective."""
-        piece = unsharded(tensor)
-        cut = self.model.cuts.get(name)
-        return piece if cut is None else cut.join(piece, self.mesh["tp"])
+    def parts(self, name: str, tensor: Tensor) -> Parts:
+        """Which parts the ranks hold of a parameter, or of its moment."""
+        return parts_of(tensor, cut=self.model.cuts.get(name), ranks=self.stage_ranks)
 
     def own(self, name: str, whole: Tensor, parameter: Tensor) -> Tensor:
         cut = self.model.cuts.get(name)

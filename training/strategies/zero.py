@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,13 +22,15 @@ from training.models.language_model import LanguageModel
 from training.planner.cost_model import ZERO_STAGE
 from training.records.plan import RankPlan
 from training.runtime.step_trace import phase
+from training.runtime.tensor_cut import Parts, flat_parts, whole_on_each
 from training.strategies.optim import MOMENTS, LossScale, build_adamw, set_learning_rate
 from training.strategies.stats import StepStats
 
 
 def build(plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Zero:
-    fill(model.hf, weights)  # DeepSpeed copies them when it takes the model over
-    return Zero(plan, mesh, model)
+    if ZERO_STAGE[plan.strategy] < 3:
+        fill(model.hf, weights)  # DeepSpeed copies them when it takes the model over
+    return Zero(plan, mesh, model, weights)
 
 
 def deepspeed_config(plan: RankPlan) -> dict[str, Any]:
@@ -67,17 +70,27 @@ def import_deepspeed(device_kind: str) -> Any:
     return deepspeed
 
 
-def _shard_before_it_moves(model: LanguageModel, plan: RankPlan) -> None:
+def _shard_before_it_moves(model: LanguageModel, plan: RankPlan, weights: Mapping[str, Tensor], *, rank: int) -> None:
     """Partition the weights one by one; else DeepSpeed moves the whole model to the device (its engine.py).
 
-    After AdamW has its groups: a partitioned parameter no longer shows how many dimensions it has.
+    The model is filled after that: each rank reads what it keeps. After AdamW has its groups: a partitioned parameter
+    no longer shows how many dimensions it has.
     """
     import deepspeed
 
     deepspeed.zero.Init(module=model, config_dict_or_path=deepspeed_config(plan))
+    for name, parameter in model.hf.named_parameters():
+        partition: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
+        own = own_numbers(weights[name], partition.numel(), rank)
+        partition.detach()[: own.numel()].copy_(own)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(plan.device_kind))
+
+
+def own_numbers(whole: Tensor, numel: int, rank: int) -> Tensor:
+    """A rank's partition of stage 3, a view: so many of the tensor's numbers, fewer where they end."""
+    return whole.flatten()[numel * rank : numel * (rank + 1)]
 
 
 class _InForward(nn.Module):
@@ -96,22 +109,24 @@ class _InForward(nn.Module):
 
 
 class Zero:
-    def __init__(self, plan: RankPlan, mesh: DeviceMesh, model: LanguageModel) -> None:
+    def __init__(self, plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
         deepspeed = import_deepspeed(plan.device_kind)
         train = plan.config.train
         self.model, self.rank = model, mesh["dp"].get_local_rank()
         self.stage = ZERO_STAGE[plan.strategy]
         adamw = build_adamw(model, train, fused=True)
         if self.stage == 3:
-            _shard_before_it_moves(model, plan)
+            _shard_before_it_moves(model, plan, weights, rank=self.rank)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=_InForward(model), optimizer=adamw, config=deepspeed_config(plan), dist_init_required=False
         )
         self.module, self.dp = self.engine, mesh["dp"].size()
+        self.ranks = mesh.mesh.flatten().tolist()  # tp and pp are 1
         self.scale = LossScale(dynamic=plan.precision == "fp16")
         self.may_skip = train.on_nonfinite == "skip" or plan.precision == "fp16"
         self.optimizer.check_grad_overflow = self.may_skip  # then its step leaves out what is not finite
         self._create_moments()
+        self.fragment_lengths = self._fragment_lengths() if self.stage < 3 else {}
 
     def step(self, share: Share, *, learning_rate: float) -> StepStats:
         set_learning_rate(self.optimizer.param_groups, learning_rate)
@@ -153,27 +168,48 @@ class Zero:
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self.model.hf.named_parameters() if p.requires_grad)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        from deepspeed.runtime.zero import GatheredParameters
-        from deepspeed.utils import safe_get_full_fp32_param
+    def weights(self) -> Iterator[tuple[str, Parts]]:
+        from deepspeed.utils import safe_get_local_fp32_param
 
         for name, parameter in self.model.hf.named_parameters():
             if self.stage < 3:
-                yield name, parameter.detach()
-            elif parameter.requires_grad:
-                yield name, safe_get_full_fp32_param(parameter)
-            else:  # frozen: the optimizer does not hold it
-                with GatheredParameters(parameter):
-                    yield name, parameter.detach().clone()
+                yield name, whole_on_each(parameter.detach(), self.ranks)
+            else:  # the optimizer does not hold frozen ones
+                held = safe_get_local_fp32_param(parameter) if parameter.requires_grad else parameter.ds_tensor
+                yield name, self._partitions_of(parameter, held.detach())
 
-    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
-        from deepspeed.utils import safe_get_full_optimizer_state
+    def moments(self) -> Iterator[tuple[str, Parts]]:
+        from deepspeed.utils import safe_get_local_optimizer_state
 
         for name, parameter in self.trained():
             for moment in MOMENTS:
-                yield f"{name}.{moment}", safe_get_full_optimizer_state(parameter, moment)
-        yield "step", next(iter(self._states()))["step"]
-        yield from self.scale.state()
+                if self.stage < 3:
+                    parts = self._fragments_of(name, parameter, moment)
+                else:
+                    parts = self._partitions_of(parameter, safe_get_local_optimizer_state(parameter, moment))
+                yield f"{name}.{moment}", parts
+
+    def optimizer_scalars(self) -> dict[str, Tensor]:
+        return {"step": next(iter(self._states()))["step"], **self.scale.state()}
+
+    def _partitions_of(self, parameter: nn.Parameter, held: Tensor) -> Parts:
+        """Stage 3 gives each rank as many numbers of each parameter; the last ones are padding."""
+        lengths = [held.numel()] * self.dp
+        return flat_parts(held, shape=parameter.ds_shape, ranks=self.ranks, lengths=lengths)  # type: ignore[attr-defined]
+
+    def _fragments_of(self, name: str, parameter: nn.Parameter, moment: str) -> Parts:
+        """Stages 1 and 2 cut a flat row of all parameters: a rank holds all of one, some, or nothing."""
+        mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+        held = parameter.new_empty(0) if mapping is None else mapping.get_optim_state_fragment(moment)
+        return flat_parts(held, shape=parameter.shape, ranks=self.ranks, lengths=self.fragment_lengths[name])
+
+    def _fragment_lengths(self) -> dict[str, list[int]]:
+        """How many of each parameter's numbers each rank has in its partition, by parameter name. Collective."""
+        mappings = {name: parameter._hp_mapping for name, parameter in self.trained()}  # type: ignore[attr-defined]
+        own = [0 if mapping is None else mapping.lp_fragment_address.numel for mapping in mappings.values()]
+        gathered: list[list[int]] = [[]] * self.dp
+        dist.all_gather_object(gathered, own)
+        return {name: [of_rank[number] for of_rank in gathered] for number, name in enumerate(mappings)}
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         for name, parameter in self.trained():
@@ -201,9 +237,8 @@ class Zero:
             return
         # DeepSpeed's own setter overruns where the ranks do not divide the parameter: pad as its partitions are.
         numel = safe_get_local_optimizer_state(parameter, moment).numel()
-        flat = value.flatten()
-        flat = nn.functional.pad(flat, (0, max(0, numel * (self.rank + 1) - flat.numel())))
-        safe_set_local_optimizer_state(parameter, flat.narrow(0, numel * self.rank, numel), moment)
+        own = own_numbers(value, numel, self.rank)
+        safe_set_local_optimizer_state(parameter, nn.functional.pad(own, (0, numel - own.numel())), moment)
 
     def _partitions(self) -> list[Tensor]:
         """This rank's flat fp32 parameter partitions, the keys of the inner optimizer's state."""

@@ -22,7 +22,7 @@ from training.runtime.process import Rank
 from training.strategies import Strategy, parallelize
 from training.trainer.rebalance import sizes_in_force
 
-HASHING_TIMEOUT = datetime.timedelta(hours=6)  # while the first rank hashes a checkpoint: 100 GB take minutes
+HASHING_TIMEOUT = datetime.timedelta(hours=6)  # while ranks hash a checkpoint: its one file of 100 GB takes minutes
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,20 @@ def build_state(plan: RunPlan, found: Path | None, *, rank: Rank, run_dir: Path)
 
 
 def _agree_on_checkpoint(run_dir: Path, rank: Rank) -> Path | None:
-    """The first rank finds the checkpoint and verifies its hashes; all ranks use its answer, and so the same step."""
-    found: list[Path | RuntimeError | None] = [None]
+    """The newest whole checkpoint: the first rank lists them, and each hashes a part of the files. Collective."""
+    folders: list[list[Path]] = [[]]
     if rank.rank == 0:
         remove_leftovers(run_dir)
-        try:
-            found = [load.newest_intact(run_dir)]
-        except RuntimeError as error:
-            found = [error]
+        folders = [load.finished_checkpoints(run_dir)]
     patient_group = dist.new_group(timeout=HASHING_TIMEOUT, backend="gloo")
-    dist.broadcast_object_list(found, src=0, group=patient_group)
+    dist.broadcast_object_list(folders, src=0, group=patient_group)
+
+    def damage_of(folder: Path) -> str | None:
+        faults: list[str | None] = [None] * rank.world_size
+        own = load.damage(folder, part=rank.rank, of_parts=rank.world_size)
+        dist.all_gather_object(faults, own, group=patient_group)
+        return next((fault for fault in faults if fault), None)
+
+    found = load.newest_intact(folders[0], damage_of=damage_of, log=rank.rank == 0)
     dist.destroy_process_group(patient_group)
-    if isinstance(found[0], RuntimeError):
-        raise found[0]
-    return found[0]
+    return found

@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.support.ranks import losses, run_ranks
-from training.checkpoint.load import CheckpointManifest, checkpoint_folder, damage, newest_intact, weights_for
+from tests.support.ranks import Ranks, losses, run_ranks
+from training.checkpoint.load import (
+    CheckpointManifest,
+    checkpoint_folder,
+    damage,
+    finished_checkpoints,
+    newest_intact,
+    weights_for,
+)
 from training.checkpoint.safetensors_files import TensorFiles
 from training.models.language_model import build_model
 from training.records.plan import RunPlan
@@ -113,19 +120,34 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
     newest = run_dir / "checkpoints" / "00000008"
     DAMAGES[kind](newest)
     assert damage(newest) is not None
-    found = newest_intact(run_dir)
+    found = newest_intact(finished_checkpoints(run_dir))
     assert found is not None
     assert found.name == "00000006"
     assert f"{newest} is not whole" in caplog.text
+
+
+def test_ranks_share_the_hashing_and_all_pass_over_what_one_of_them_finds(make_run: Callable[..., Path]) -> None:
+    plan_path = make_run("shared", ranks=2, train__steps=4, checkpoint__every_steps=2, parallel__strategy="fsdp")
+    run_ranks(plan_path)
+    newest, expected = checkpoint_folder(plan_path.parent, 4), losses(plan_path)
+    damaged = newest / "model-00002-of-00002.safetensors"
+    damaged.write_bytes((content := damaged.read_bytes())[:-1] + bytes([content[-1] ^ 1]))
+    found = [damage(newest, part=part, of_parts=2) for part in (0, 1)]
+    assert sorted(fault or "" for fault in found) == ["", f"{damaged.name} has another sha256 than its manifest says"]
+    resumed = Ranks(plan_path)
+    resumed.finish()
+    assert resumed.log().count(f"checkpoint {newest} is not whole ({damaged.name}") == 1
+    assert losses(plan_path) == expected
+    assert damage(newest) is None
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_start_at_step_0(run_dir: Path) -> None:
     for folder in (run_dir / "checkpoints").iterdir():
         (folder / "manifest.json").unlink()
     with pytest.raises(RuntimeError, match=r"none of the 2 checkpoints .* is whole: restore one, or delete"):
-        newest_intact(run_dir)
+        newest_intact(finished_checkpoints(run_dir))
     shutil.rmtree(run_dir / "checkpoints")
-    assert newest_intact(run_dir) is None
+    assert newest_intact(finished_checkpoints(run_dir)) is None
 
 
 def test_training_resumes_from_the_checkpoint_before_a_damaged_one_and_ends_the_same(run_dir: Path) -> None:

@@ -81,7 +81,7 @@ def save_first_step(state: TrainingState, *, then: Exception | None = None) -> N
 
 
 def weights(state: TrainingState) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in state.strategy.weights()}
+    return {name: parts.own.clone() for name, parts in state.strategy.weights()}
 
 
 def leftovers(run_dir: Path) -> list[str]:
@@ -228,7 +228,7 @@ def test_a_rank_killed_in_the_middle_of_a_write_leaves_the_checkpoint_before(
     half_written = state.run_dir / "checkpoints" / ".00000006.part" / "model-00001-of-00002.safetensors"
     assert half_written.stat().st_size == FULL_AT_BYTES
     assert finished_checkpoints(state.run_dir) == [before]
-    assert newest_intact(state.run_dir) == before
+    assert newest_intact(finished_checkpoints(state.run_dir)) == before
     run_ranks(plan_path)
     assert min(losses(plan_path)) == 4
     assert leftovers(state.run_dir) == []

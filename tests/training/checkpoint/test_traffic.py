@@ -1,0 +1,29 @@
+"""What ranks send each other for a checkpoint: each tensor to the rank that writes it, not to all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.layouts import FOUR_RANKS, LOCAL_SGD
+from tests.support.ranks import Ranks
+
+MODEL = {"model__width": 256, "model__layers": 4, "model__heads": 4}  # 3.3M parameters: pages are small beside them
+BESIDES = 1.1  # messages' headers, barriers
+
+
+def test_a_rank_receives_no_more_of_a_checkpoint_than_it_writes(make_run: Callable[..., Path]) -> None:
+    """Measured by the kernel, in all layouts of four ranks; where every rank gets every tensor it is 3 to 6 times."""
+    layouts = {
+        **FOUR_RANKS,
+        "local-sgd 4": (4, LOCAL_SGD | {"parallel__strategy": "local-sgd", "parallel__group_ranks": 2}),
+    }
+    for name, (ranks, overrides) in layouts.items():
+        folder = make_run(f"traffic/{name}", ranks=ranks, train__micro_batch=1, **MODEL, **overrides).parents[1]
+    Ranks(folder, program="benchmarks.support.checkpoint_traffic", ranks=4).finish()
+    for name in layouts:
+        rows = [json.loads(path.read_bytes()) for path in (folder / name).glob("traffic-*.json")]
+        assert len(rows) == 4
+        for row in rows:
+            assert row["received_bytes"] <= BESIDES * row["kept_bytes"], name
