@@ -5,11 +5,12 @@ The labels are the only register of what is ours: whatever bears RUN is Shardlin
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from docker.errors import APIError, NotFound
@@ -60,7 +61,8 @@ class Job:
     labels: dict[str, str] = field(default_factory=dict)
     gpus: int = 0  # -1: all
     gpu_ids: tuple[str, ...] = ()
-    devices: tuple[str, ...] = ()  # such as /dev/infiniband
+    devices: tuple[str, ...] = ()  # the host must have them
+    devices_if_there: tuple[str, ...] = ()  # such as /dev/infiniband
     shm_gib: float = 1.0
     memory_gib: float = 0.0  # 0: no limit
     cpus: float = 0.0  # 0: all
@@ -114,9 +116,25 @@ def gpus_granted(gpus: int, gpu_ids: tuple[str, ...]) -> str:
 def start(client: HostClient, job: Job, *, secret: bytes = b"") -> str:
     """Start the job's container and return its id; `secret` comes to its standard input, which is then closed.
 
-    Raises HostError if the host refuses the image, a mount, the GPUs or a limit; then no container is left there.
-    Least privilege as in the CIS Docker Benchmark, sections 5.3 to 5.28.
+    Raises HostError if the host refuses the image, a mount, a device, the GPUs or a limit; then no container is left
+    there. Least privilege as in the CIS Docker Benchmark, sections 5.3 to 5.28.
     """
+    try:
+        return _start(client, job, secret=secret)
+    except HostError as error:
+        there = tuple(device for device in job.devices_if_there if device != missing_device(str(error.__cause__)))
+        if there == job.devices_if_there:
+            raise
+        return start(client, replace(job, devices_if_there=there), secret=secret)
+
+
+def missing_device(words: str) -> str:
+    """The device that a daemon says its host has not got; empty if its words are about something else."""
+    found = re.search(r'adding custom device "([^"]+)": no such file or directory', words)
+    return found[1] if found else ""
+
+
+def _start(client: HostClient, job: Job, *, secret: bytes) -> str:
     container = ""
     try:
         with host_errors(client.host), _patient(client):
@@ -192,7 +210,7 @@ def _rights(job: Job) -> dict[str, Any]:
         "tmpfs": job.tmpfs,
         # `binds` would create a folder that is missing, as root; mounts refuse.
         "mounts": [Mount(bind.target, bind.source, type="bind", read_only=bind.read_only) for bind in job.mounts],
-        "devices": [f"{device}:{device}:rw" for device in job.devices],
+        "devices": [f"{device}:{device}:rw" for device in (*job.devices, *job.devices_if_there)],
         "device_requests": requests,
         "restart_policy": {"Name": "no"},  # the launcher restarts all ranks of an attempt together
     }

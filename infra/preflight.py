@@ -16,7 +16,7 @@ from typing import Any
 
 from docker.errors import APIError, ImageNotFound
 
-from infra.containers import Job, kill, remove, start, state
+from infra.containers import Job, kill, missing_device, remove, start, state
 from infra.hosts import DockerHost, HostClient, HostError, connect, host_errors, on_all
 
 POLL_S = 0.05
@@ -186,6 +186,8 @@ def _extra_words(words: str, job: Job) -> str:
     if "nvidia-container-cli" in words or "unknown device" in words:
         asked = ", ".join(job.gpu_ids) or ("all" if job.gpus < 0 else job.gpus)
         return f"it has not the GPUs asked for ({asked}): see `nvidia-smi -L` there (Docker said: {words.strip()})"
+    if device := missing_device(words):
+        return f"it has no {device}: load the device's driver there, or take it out of launch.devices"
     return ""
 
 
@@ -195,10 +197,13 @@ def without(words: str, job: Job) -> Job | None:
         return replace(job, gpus=0, gpu_ids=()) if job.gpus or job.gpu_ids else None
     if "rlimit" in words:
         return replace(job, memlock=False) if job.memlock else None
+    if device := missing_device(words):
+        rest = tuple(name for name in job.devices if name != device)
+        return replace(job, devices=rest) if len(rest) < len(job.devices) else None
     if "bind source path does not exist: " in words:
         missing = words.partition("bind source path does not exist: ")[2].strip()
-        rest = tuple(bind for bind in job.mounts if bind.source != missing)
-        return replace(job, mounts=rest) if len(rest) < len(job.mounts) else None
+        mounts = tuple(bind for bind in job.mounts if bind.source != missing)
+        return replace(job, mounts=mounts) if len(mounts) < len(job.mounts) else None
     return None
 
 

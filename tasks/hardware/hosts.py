@@ -18,6 +18,7 @@ from infra.containers import Bind
 from infra.hosts import DockerHost
 from training.config.launch import HostConfig, LaunchConfig
 
+SHARED_MEMORY_WITH_GPUS_GIB, SHARED_MEMORY_GIB = 16.0, 1.0
 TLS_FILES = ("ca.pem", "cert.pem", "key.pem")
 
 
@@ -68,6 +69,11 @@ def default_name(host: HostConfig) -> str:
     """The machine in the daemon's URL, or this one: short, and fit for a file's name."""
     machine = urlsplit(host.docker).hostname if not host.docker.startswith("unix:") else socket.gethostname()
     return re.sub(r"[^A-Za-z0-9._-]+", "-", machine or "host").strip("-._")[:64]
+
+
+def shared_memory_gib(host: DockerHost, launch: LaunchConfig) -> float:
+    """The size of a container's /dev/shm: NCCL takes some 10 MiB of it for each pair of GPUs and channel."""
+    return launch.shm_gib or (SHARED_MEMORY_WITH_GPUS_GIB if host.gpus or host.gpu_ids else SHARED_MEMORY_GIB)
 
 
 def docker_hosts(hosts: Sequence[HostConfig], *, home: Path) -> tuple[DockerHost, ...]:

@@ -17,11 +17,12 @@ import training
 from infra.containers import ATTEMPT, GPUS, HOST, LAUNCHER, RUN, Job, gpus_granted
 from infra.hosts import DockerHost
 from infra.preflight import Probe, image_findings, probe_all
-from tasks.hardware.hosts import binds, rank_user
+from tasks.hardware.hosts import binds, rank_user, shared_memory_gib
 from tasks.workspace.processes import process_key
 from tasks.workspace.wait import until
 from training.config.launch import LaunchConfig
 from training.node.host_check import Asked, answer_name, own_name, sources_sha256
+from training.node.infiniband import ADAPTERS, DEVICES
 from training.records.record import Record
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class HostFacts(Record):
     disk_free_gib: float
     shared_memory_gib: float
     gpus: tuple[str, ...]
+    infiniband: tuple[str, ...] = ()  # adapters with a connected port
     driver: str
     cpu_model: str
     busy_percent: float
@@ -110,8 +112,11 @@ def _command(host: DockerHost, launch: LaunchConfig, *, run_dir: Path, token: st
         address=host.address,
         interface=host.interface,
         port=launch.port,
-        shm_gib=launch.shm_gib,
+        shm_gib=shared_memory_gib(host, launch),
         disk_gib=disk_gib,
+        gpus=bool(host.gpus or host.gpu_ids),
+        infiniband=launch.devices != (),
+        adapters=ADAPTERS,
     )
     return ("python", "-m", "training.node.host_check", json.dumps(asdict(asked)))
 
@@ -143,7 +148,9 @@ def container_spec(
         },
         gpus=host.gpus,
         gpu_ids=host.gpu_ids,
-        shm_gib=launch.shm_gib,
+        devices=() if launch.devices == "auto" else launch.devices,
+        devices_if_there=(DEVICES,) if launch.devices == "auto" else (),
+        shm_gib=shared_memory_gib(host, launch),
         memory_gib=host.memory_gib,
         cpus=host.cpus,
         pids=launch.pids,

@@ -13,7 +13,7 @@ from tasks.hardware.preflight import HostFacts, HostsNotReady, check_hosts
 from tasks.launch import nsight
 from tasks.launch.attempt import Attempt, Program, new_folder, remove_containers
 from tasks.launch.local import grace_s
-from tasks.launch.rank_environment import give_to_ranks
+from tasks.launch.rank_environment import NCCL, give_to_ranks
 from tasks.runs.folder import read_plan
 from tasks.workspace.paths import fresh, home
 from training.config.launch import HostConfig, LaunchConfig
@@ -74,6 +74,7 @@ def measure_network(
         ranks={host.name: len(host.devices) for host in inventory.hosts},
         module="training.hardware.check_network",
         args=(str(out),),
+        environment=NCCL,
         grace_s=0.0,
     )
     ordered = [by_name[host.name] for host in inventory.hosts]

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tarfile
@@ -17,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from infra.containers import Job
+from infra.containers import Job, start
 from infra.hosts import HostError, connect
-from infra.preflight import probe
+from infra.preflight import finish, probe
 from tasks.hardware.hosts import docker_hosts, read_hosts
 from tasks.hardware.measure_hosts import measure_hosts, strongest_first
-from tasks.hardware.preflight import HostFacts, HostsNotReady, check_hosts
+from tasks.hardware.preflight import HostFacts, HostsNotReady, check_hosts, container_spec
 from tests.support.rig.rig import Rig, RigHost
 from training.config.launch import LaunchConfig
 
@@ -242,6 +243,57 @@ def test_gpus_that_are_granted_but_not_there(rig: Rig, run_dir: Path, tmp_path: 
     finally:
         rig.kill_daemon(rig.hosts[0])
         rig.start_daemon(rig.hosts[0])
+
+
+@pytest.fixture
+def adapters(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LaunchConfig:
+    """A config whose containers see an InfiniBand adapter: a stand-in for /sys/class/infiniband is mounted there."""
+    port = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    monkeypatch.setattr("tasks.hardware.preflight.ADAPTERS", "/infiniband")
+    mounts = (*rig.mounts, f"{tmp_path / 'infiniband'}:/infiniband")
+    return launch(rig, rig.host_config(0, gpus=1), mounts=mounts)
+
+
+@pytest.fixture
+def device_nodes() -> Iterator[Path]:
+    """/dev/infiniband/uverbs0 on this machine, whose /dev the rig's hosts share; it works as /dev/null does."""
+    folder = Path("/dev/infiniband")
+    if folder.exists():
+        pytest.skip("this machine has InfiniBand of its own")
+    folder.mkdir()
+    os.mknod(folder / "uverbs0", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    (folder / "uverbs0").chmod(0o666)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_adapters_without_device_nodes_are_refused(rig: Rig, run_dir: Path, adapters: LaunchConfig) -> None:
+    found = faults(rig, adapters, run_dir)["host0"]
+    assert any(line.startswith("mlx5_0 is in this host, but a container has no /dev/infiniband") for line in found)
+    over_tcp = adapters.model_copy(update={"devices": ()})
+    assert not any("mlx5_0" in line for line in faults(rig, over_tcp, run_dir)["host0"])
+
+
+def test_device_nodes_reach_the_containers(rig: Rig, run_dir: Path, adapters: LaunchConfig, device_nodes: Path) -> None:
+    assert not any("mlx5_0" in line for line in faults(rig, adapters, run_dir)["host0"])
+    (host,) = docker_hosts(read_hosts(launch(rig, rig.host_config(0))), home=run_dir.parent)
+    for devices in ("auto", (str(device_nodes),)):
+        config = launch(rig, rig.host_config(0), devices=devices)
+        command = ("sh", "-c", "test -c /dev/infiniband/uverbs0")
+        job = container_spec(host, config, home=run_dir.parent, run_id=run_dir.name, what="probe", command=command)
+        with closing(connect(host)) as client:
+            container = start(client, job)
+            passed = client.api.inspect_container(container)["HostConfig"]["Devices"]
+            output = finish(client, container, timeout_s=30)
+        assert [device["PathInContainer"] for device in passed] == [str(device_nodes)]
+        assert output.code == 0
+
+
+def test_a_device_that_a_host_has_not_got(rig: Rig, run_dir: Path) -> None:
+    finding = only(faults(rig, launch(rig, rig.host_config(0), devices=("/dev/none",)), run_dir), "host0")
+    assert finding == "it has no /dev/none: load the device's driver there, or take it out of launch.devices"
 
 
 @pytest.mark.skipif(may_lock_memory(), reason="this kernel lets Docker lift the limit on locked memory")

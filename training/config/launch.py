@@ -10,6 +10,7 @@ from training.config.section import Section
 
 # Settings of NCCL and its transports only: with other names, such as LD_PRELOAD, a config could run code.
 NcclName = Annotated[str, StringConstraints(pattern=r"^(NCCL|TORCH_NCCL|GLOO|UCX|FI)_[A-Z0-9_]+$")]
+DevicePath = Annotated[str, StringConstraints(pattern=r"^/dev/[A-Za-z0-9][A-Za-z0-9._/-]*$")]
 Cause = Literal[
     "lost host",
     "network",
@@ -90,13 +91,20 @@ class LaunchConfig(Section):
         29_400, ge=1024, le=65_535, description="TCP port on the first host at which ranks meet (the rendezvous)."
     )
     shm_gib: float = Field(
-        1.0,
-        gt=0,
-        description="Size of each container's /dev/shm in GiB. NCCL and data loaders share memory through it.",
+        0.0,
+        ge=0,
+        description="Size of each container's /dev/shm in GiB. NCCL and data loaders share memory through it; 0 means "
+        "16 on hosts whose GPUs are used, 1 on others.",
     )
     memlock: bool = Field(
         True,
         description="Lift the limit on locked memory, which InfiniBand needs. Set it to false if the kernel refuses.",
+    )
+    devices: Literal["auto"] | tuple[DevicePath, ...] = Field(
+        "auto",
+        description="Device files or folders of the host that each container gets. auto: /dev/infiniband, where the "
+        "host has it; a host with InfiniBand adapters and without that is refused. An empty list means none, so that "
+        "NCCL uses TCP.",
     )
     pids: int = Field(4096, ge=64, description="Maximum number of processes and threads in a container.")
     nccl: dict[NcclName, str] = Field(

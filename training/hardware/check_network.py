@@ -12,14 +12,16 @@ import logging
 import os
 import socket
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from training.node.infiniband import active_adapters, network_used
 from training.records.node import Bandwidth, CollectiveReport, PairBandwidth, describe_collectives
 
 logger = logging.getLogger(__name__)
@@ -37,8 +39,11 @@ EXACT_BELOW = 1000  # addends; up to 16,000 ranks their sum is an integer that f
 def main(out: Path) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     began, device = time.monotonic(), _device()
+    if device.type == "cuda":
+        nccl_log = _make_nccl_report()
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     wrong = _ranks_with_wrong_sums(device)
+    networks = _gathered((network_used(nccl_log.read_text()), active_adapters())) if device.type == "cuda" else []
     all_reduce = tuple(_all_reduce_rates(device))
     hosts = _gathered((int(os.environ["GROUP_RANK"]), os.environ.get("SHARDLINE_HOST") or socket.gethostname()))
     pairs = _pair_rates([name for _, name in hosts], first_ranks=_first_ranks(hosts), device=device)
@@ -49,6 +54,7 @@ def main(out: Path) -> None:
         wrong_ranks=tuple(wrong),
         all_reduce=all_reduce,
         pairs=tuple(sorted(pairs, key=lambda pair: pair.gb_s)),
+        networks=tuple(networks[rank][0] for rank in _first_ranks(hosts)) if networks else (),
         seconds=time.monotonic() - began,
     )
     if dist.get_rank() == 0:
@@ -57,6 +63,30 @@ def main(out: Path) -> None:
     dist.destroy_process_group()  # not by a rank that raised above: its peers still wait for it
     if wrong:
         raise RuntimeError(f"all-reduce gave wrong sums on ranks {wrong}: look at their memory, links and drivers")
+    if error := sockets_despite_adapters([name for _, name in hosts], networks):
+        raise RuntimeError(error)
+
+
+def _make_nccl_report() -> Path:
+    """Make NCCL say which network it takes; returns the file it writes to. Before the first communicator."""
+    path = Path(tempfile.gettempdir()) / f"nccl-{os.getpid()}.log"
+    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(path)}
+    return path
+
+
+def sockets_despite_adapters(hosts: Sequence[str], networks: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """What is wrong where NCCL took TCP on a host with InfiniBand, with the cure; by rank: host, network, adapters."""
+    if os.environ.get("NCCL_IB_DISABLE") == "1":
+        return ""
+    slow = {host: found[1] for host, found in zip(hosts, networks, strict=False) if found[0] == "Socket" and found[1]}
+    if not slow:
+        return ""
+    listed = ", ".join(f"{host} ({', '.join(adapters)})" for host, adapters in slow.items())
+    return (
+        f"NCCL went over TCP on hosts that have InfiniBand adapters: {listed}. That is 5 to 30 times slower: see that "
+        "launch.devices has /dev/infiniband and that launch.nccl's NCCL_IB_HCA, if it is set, names an adapter that is "
+        "there; NCCL_IB_DISABLE=1 in launch.nccl says that TCP is meant"
+    )
 
 
 def _device() -> torch.device:

@@ -22,6 +22,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from training.node.infiniband import ADAPTERS, active_adapters
+from training.node.infiniband import findings as infiniband_findings
+
 GIB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
 SIOCGIFCONF = 0x8912  # all IPv4 addresses with their interfaces' names, in records of 40 bytes
@@ -42,16 +45,21 @@ class Asked:
     port: int
     shm_gib: float
     disk_gib: float
+    gpus: bool = False
+    infiniband: bool = True  # whether its adapters are to be used
+    adapters: str = ADAPTERS
 
 
 def main(asked: Asked) -> None:
     folder = Path(asked.folder)
     storage, is_shared, wrote = check_storage(asked, folder)
+    adapters = active_adapters(asked.adapters)
     report = {
         "findings": [
             *storage,
             *check_network(asked),
             *check_room(asked, folder, is_shared=is_shared),
+            *(infiniband_findings(adapters) if asked.gpus and asked.infiniband else []),
         ],
         "wrote": wrote,
         "hostname": socket.gethostname(),
@@ -60,6 +68,7 @@ def main(asked: Asked) -> None:
         "disk_free_gib": shutil.disk_usage(folder).free / GIB if is_shared else 0.0,
         "shared_memory_gib": shutil.disk_usage(SHARED_MEMORY).total / GIB,
         "gpus": visible_gpus(),
+        "infiniband": adapters,
         "cpu_model": cpu_model(),
         "busy_percent": busy_percent(),
         "driver": driver(),
@@ -202,9 +211,14 @@ def check_room(asked: Asked, folder: Path, *, is_shared: bool) -> list[str]:
     if is_shared and (free_gib := shutil.disk_usage(folder).free / GIB) < asked.disk_gib:
         findings.append(f"{asked.home} has {free_gib:.2f} GiB free, {asked.disk_gib:g} are needed: free some")
     if asked.shm_gib > memory_gib:
-        findings.append(f"launch.shm_gib = {asked.shm_gib:g}, but {memory_gib:.1f} GiB of memory are free: lower it")
+        findings.append(
+            f"{asked.shm_gib:g} GiB of /dev/shm are wanted, but {memory_gib:.1f} GiB of memory are free: set "
+            "launch.shm_gib to less"
+        )
     if (shm_gib := shutil.disk_usage(SHARED_MEMORY).free / GIB) < 0.9 * asked.shm_gib:
-        findings.append(f"/dev/shm has {shm_gib:.2f} GiB free, launch.shm_gib = {asked.shm_gib:g}: lower it")
+        findings.append(
+            f"/dev/shm has {shm_gib:.2f} GiB free, {asked.shm_gib:g} are wanted: set launch.shm_gib to less"
+        )
     return findings
 
 

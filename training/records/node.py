@@ -85,7 +85,10 @@ class PairBandwidth(Record):
 
 
 class CollectiveReport(Record):
-    """The report of check_network.py: `hosts` in the order of their ranks, `pairs` from the slowest to the fastest."""
+    """The report of check_network.py: `hosts` in the order of their ranks, `pairs` from the slowest to the fastest.
+
+    `networks`: what NCCL used on each host (IB, Socket, a plugin's name), in the same order; empty with gloo.
+    """
 
     backend: str
     hosts: tuple[str, ...]
@@ -93,6 +96,7 @@ class CollectiveReport(Record):
     wrong_ranks: tuple[int, ...]  # whose sums are not exact
     all_reduce: tuple[Bandwidth, ...]
     pairs: tuple[PairBandwidth, ...]
+    networks: tuple[str, ...] = ()
     seconds: float
 
 
@@ -106,4 +110,4 @@ def describe_collectives(report: CollectiveReport) -> str:
     if report.pairs:
         slowest = report.pairs[0]
         text += f"; slowest pair {' - '.join(slowest.hosts)}: {slowest.gb_s:.3g} GB/s, {slowest.latency_s * 1e6:.0f} µs"
-    return text
+    return text + (f"; NCCL's network: {', '.join(sorted(set(report.networks)))}" if report.networks else "")

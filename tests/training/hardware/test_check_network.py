@@ -11,6 +11,7 @@ import pytest
 from tasks.workspace.processes import free_port
 from tests.support.ranks import Ranks, rank_env
 from tests.support.repository import REPO
+from training.hardware.check_network import sockets_despite_adapters
 from training.records.node import CollectiveReport
 
 NODES = (2, 1, 1)  # ranks of each
@@ -77,3 +78,15 @@ def test_one_wrong_addend_is_found_and_its_rank_named(tmp_path: Path) -> None:
     assert 1 in ranks.wait(end_others=False)
     assert "all-reduce gave wrong sums on ranks [1]" in ranks.log()
     assert CollectiveReport.read(out).wrong_ranks == (1,)
+
+
+def test_tcp_between_hosts_that_have_adapters_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By rank, as NCCL reported it: the second host's went over sockets."""
+    monkeypatch.delenv("NCCL_IB_DISABLE", raising=False)
+    used = [("IB", ["mlx5_0"]), ("Socket", ["mlx5_0", "mlx5_1"]), ("Socket", [])]
+    error = sockets_despite_adapters(["a", "b", "c"], used)
+    assert error.startswith("NCCL went over TCP on hosts that have InfiniBand adapters: b (mlx5_0, mlx5_1).")
+    assert "launch.devices" in error
+    assert sockets_despite_adapters(["a", "c"], [used[0], used[2]]) == ""
+    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
+    assert sockets_despite_adapters(["a", "b", "c"], used) == ""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import training
+from training.node import infiniband
 from training.node.host_check import local_addresses, sources_sha256
 
 
@@ -56,3 +60,46 @@ def test_address_and_interface_belong_together(tmp_path: Path) -> None:
 def test_the_sources_are_those_of_the_whole_training_package(tmp_path: Path) -> None:
     """The launcher compares them with its own: tasks/hardware/preflight.py, warn_of_other_sources."""
     assert look(tmp_path)["sources"] == sources_sha256(Path(training.__path__[0]))
+
+
+def adapter(sys_class: Path, name: str, *, state: str = "4: ACTIVE") -> None:
+    port = sys_class / name / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "state").write_text(f"{state}\n")
+
+
+def test_adapters_whose_device_nodes_a_container_lacks_are_refused_where_gpus_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / ".preflight-t").touch()
+    adapter(tmp_path / "sys", "mlx5_0")
+    adapter(tmp_path / "sys", "mlx5_1", state="1: DOWN")
+    seen = {"adapters": str(tmp_path / "sys"), "gpus": True}
+    report = look(tmp_path, **seen)
+    assert report["infiniband"] == ["mlx5_0"]
+    (finding,) = report["findings"]
+    assert finding.startswith("mlx5_0 is in this host, but a container has no /dev/infiniband/uverbs*")
+    assert "modprobe ib_uverbs" in finding
+    for without in ({"gpus": False}, {"infiniband": False}):
+        (tmp_path / ".preflight-t-a").unlink()
+        assert look(tmp_path, **seen | without)["findings"] == []
+
+
+def test_device_nodes_that_ranks_cannot_open_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = tmp_path / "uverbs0"
+    node.touch()
+    assert infiniband.findings(["mlx5_0"], devices=str(tmp_path)) == []
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may open anything
+    (finding,) = infiniband.findings(["mlx5_0"], devices=str(tmp_path))
+    assert f"cannot open {node}: give them mode 0666" in finding
+
+
+@pytest.mark.parametrize(
+    ("line", "network"),
+    [
+        ("gpu1:83:95 [0] NCCL INFO Using network Socket", "Socket"),
+        ("gpu1:83:95 [0] NCCL INFO Using network IB\n", "IB"),
+        ("ip-10-0-0-7:61:83 [2] NCCL INFO Using network Libfabric", "Libfabric"),
+        ("gpu1:83:95 [0] NCCL INFO Bootstrap: Using eth0:10.0.0.1<0>", ""),
+    ],
+)
+def test_nccls_report_names_its_network(line: str, network: str) -> None:
+    assert infiniband.network_used(f"gpu1:83:83 [0] NCCL INFO cudaDriverVersion 12080\n{line}") == network
