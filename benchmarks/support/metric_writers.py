@@ -29,7 +29,17 @@ from training.tracking.mlflow_sender import read_sent
 WAYS = ("shardline", "mlflow", "mlflow-async")
 STARTED = "started"
 METRICS = (
-    *("loss", "grad_norm", "learning_rate", "elapsed_s", "tokens", "samples_per_s", "tokens_per_s", "step_ms", "mfu"),
+    *(
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "elapsed_s",
+        "tokens",
+        "samples_per_s",
+        "tokens_per_s",
+        "step_ms",
+        "matmul_share",
+    ),
     *("device_utilisation", "memory/resident_gib", "memory_peak/resident_gib", "memory_average/resident_gib"),
 )
 TENTHS = 10

@@ -101,6 +101,7 @@ def report(plan: RunPlan, run: TrackedRun, model: RegisteredModel, *, generated:
         tokens_per_s=result.tokens_per_s,
         samples_per_s=result.samples_per_s,
         mfu=result.mfu,
+        matmul_share=result.matmul_share,
         peak_memory_gib=result.peak_memory_gib,
         against_plan=against_plan(plan, result),
         checkpoint=str(run.folder / result.checkpoint),

@@ -179,6 +179,7 @@ def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
         "train/samples_per_s": result.samples_per_s,
         "train/tokens_per_s": result.tokens_per_s,
         "train/mfu": result.mfu,
+        "train/matmul_share": result.matmul_share,
         "train/device_utilisation": result.device_utilisation,
         "train/peak_memory_gib": result.peak_memory_gib,
         **{f"train/{what}": value for what, value in against_plan(plan, result).items()},

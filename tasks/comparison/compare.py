@@ -73,6 +73,7 @@ class StrategyRow(Record):
     speedup: float | None = None
     scaling_efficiency: float | None = None
     mfu: float | None = None
+    matmul_share: float | None = None
     device_utilisation: float | None = None
     exposed_communication_ms: float | None = None
     communication_mib: float | None = None

@@ -55,7 +55,15 @@ def measure(rows: Rows, *, steps: int) -> dict[str, Any]:
     split = [row for row in rows if "split/exposed_communication_ms" in row]
     last: Mapping[str, Any] = next((row for row in reversed(rows) if "tokens_per_s" in row), {})
     held = "allocated_gib" if "memory/allocated_gib" in last else "resident_gib"
-    rates = ("samples_per_s", "tokens_per_s", "step_ms", "mfu", "device_utilisation", "communication_mib")
+    rates = (
+        "samples_per_s",
+        "tokens_per_s",
+        "step_ms",
+        "mfu",
+        "matmul_share",
+        "device_utilisation",
+        "communication_mib",
+    )
     curve = smoothed(rows)
     return {
         **{key: median_of(counted, key) for key in rates},

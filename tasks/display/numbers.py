@@ -22,3 +22,9 @@ def format_count(number: float) -> str:
             value = number / size
             return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
     return f"{number:,.0f}"
+
+
+def describe_utilisation(*, mfu: float | None, matmul_share: float | None) -> str:
+    """What of the devices' rates is used, to follow a speed: empty where neither is known."""
+    shares = ((mfu, "MFU"), (matmul_share, "of the measured matmul rate"))
+    return "".join(f", {share:.1%} {words}" for share, words in shares if share is not None)

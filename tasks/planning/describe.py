@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from tasks.display.numbers import describe_utilisation
 from training.records.plan import RankedLayout, RunPlan
 
 LAYOUTS_SHOWN = 4
@@ -28,7 +29,7 @@ def describe_plan(plan: RunPlan) -> list[tuple[str, str]]:
     memory, step_s = sum(predicted.memory_gib.values()), sum(predicted.step_s.values())
     parts = ", ".join(f"{part} {gib:.2f}" for part, gib in predicted.memory_gib.items())
     shares = ", ".join(f"{part} {seconds / step_s:.0%}" for part, seconds in predicted.step_s.items())
-    mfu = "" if predicted.mfu is None else f", {predicted.mfu:.1%} of the measured matmul rate"
+    used = describe_utilisation(mfu=predicted.mfu, matmul_share=predicted.matmul_share)
     layout = _describe_sizes(plan.ranks_per_host)
     return [
         ("model", f"{shape.architecture}, {shape.layers} layers x {shape.width}, {shape.parameters:,} parameters"),
@@ -41,7 +42,10 @@ def describe_plan(plan: RunPlan) -> list[tuple[str, str]]:
         ("steps", f"{plan.steps:,} steps, {plan.steps * plan.batch_tokens:,} tokens"),
         ("memory per rank", f"{memory:.2f} GiB predicted ({parts})"),
         ("compute", f"{predicted.flops_per_token / 1e6:,.1f} MFLOP per token (6N + 12LHQT)"),
-        ("speed", f"{predicted.tokens_per_s:,.0f} tokens/s predicted{mfu}, {predicted.train_s / 60:,.1f} min in all"),
+        (
+            "speed",
+            f"{predicted.tokens_per_s:,.0f} tokens/s predicted{used}, {predicted.train_s / 60:,.1f} min in all",
+        ),
         ("step", f"{1000 * step_s:,.1f} ms predicted ({shares})"),
         *(("layout", _describe_layout(layout)) for layout in plan.ranking[:LAYOUTS_SHOWN]),
         ("checkpoint", f"{predicted.checkpoint_gib:.2f} GiB each, {plan.config.checkpoint.keep_last} kept"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from tasks.display.numbers import describe_utilisation
 from training.records.plan import RunPlan
 from training.records.record import Record
 from training.records.train_result import TrainResult
@@ -24,6 +25,7 @@ class Outcome(Record):
     tokens_per_s: float
     samples_per_s: float
     mfu: float | None
+    matmul_share: float | None = None
     peak_memory_gib: float
     against_plan: dict[str, float]
     checkpoint: str
@@ -68,12 +70,12 @@ def _describe_against_plan(outcome: Outcome) -> str:
 
 def outcome_rows(outcome: Outcome) -> list[tuple[str, str]]:
     bits = "-" if outcome.bits_per_byte is None else f"{outcome.bits_per_byte:.3f}"
-    mfu = "" if outcome.mfu is None else f", {outcome.mfu:.1%} of the measured matmul rate"
+    shares = describe_utilisation(mfu=outcome.mfu, matmul_share=outcome.matmul_share)
     return [
         ("run", outcome.run_id),
         ("val loss", f"{outcome.val_loss:.4f} nats per token, perplexity {math.exp(min(outcome.val_loss, 700)):,.4g}"),
         ("bits per byte", bits),
-        ("speed", f"{outcome.tokens_per_s:,.0f} tokens/s, {outcome.samples_per_s:,.1f} samples/s{mfu}"),
+        ("speed", f"{outcome.tokens_per_s:,.0f} tokens/s, {outcome.samples_per_s:,.1f} samples/s{shares}"),
         ("peak memory", f"{outcome.peak_memory_gib:.2f} GiB per rank"),
         ("against the plan", _describe_against_plan(outcome)),
         ("checkpoint", outcome.checkpoint),

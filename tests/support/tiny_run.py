@@ -83,7 +83,7 @@ def tiny_run(folder: Path, *, architecture: str = "llama", layers: int = 2, **ex
         samples_per_s=31.25,
         tokens_per_s=1000.0,
         step_ms=256.0,
-        mfu=0.3,
+        matmul_share=0.3,
         device_utilisation=0.9,
         peak_memory_gib=0.1,
         memory={},

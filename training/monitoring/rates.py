@@ -12,7 +12,7 @@ import torch
 
 from training.records.plan import RunPlan
 
-RATES = ("samples_per_s", "tokens_per_s", "step_ms", "mfu")
+RATES = ("samples_per_s", "tokens_per_s", "step_ms", "matmul_share", "mfu")
 
 
 @dataclass
@@ -33,16 +33,21 @@ class Throughput:
         )
 
     def rates(self, plan: RunPlan) -> dict[str, float]:
-        """mfu: share of the ranks' measured matmul rate that the model's own FLOPs come to (PaLM, appendix B)."""
+        """mfu: share of the datasheets' peak that the model's own FLOPs come to (PaLM, appendix B).
+
+        matmul_share: the same of the ranks' measured matmul rate. Each is left out where its divisor is not known.
+        """
         if not self.steps:
             return {}
-        tokens_per_s, peak = self.tokens / self.seconds, plan.predicted.peak_tflops * 1e12 * plan.world_size
+        predicted, tokens_per_s = plan.predicted, self.tokens / self.seconds
         rates = {
             "samples_per_s": self.sequences / self.seconds,
             "tokens_per_s": tokens_per_s,
             "step_ms": 1000 * self.seconds / self.steps,
         }
-        return rates | ({"mfu": tokens_per_s * plan.predicted.flops_per_token / peak} if peak else {})
+        tflops_per_rank = tokens_per_s * predicted.flops_per_token / plan.world_size / 1e12
+        peaks = {"matmul_share": predicted.peak_tflops, "mfu": predicted.datasheet_tflops}
+        return rates | {name: tflops_per_rank / peak for name, peak in peaks.items() if peak}
 
 
 class Rates:
@@ -107,7 +112,7 @@ class Rates:
 
     def overall(self) -> dict[str, Any]:
         """A TrainResult's rates: without the first step, which compiles, if there are others."""
-        unknown = {"samples_per_s": 0.0, "tokens_per_s": 0.0, "step_ms": 0.0, "mfu": None}
+        unknown = {"samples_per_s": 0.0, "tokens_per_s": 0.0, "step_ms": 0.0, "matmul_share": None, "mfu": None}
         return unknown | (self.after_first_row.rates(self.plan) or self.latest) | {"train_s": self.train_s}
 
     @contextmanager

@@ -211,7 +211,7 @@ def _ranked(ranking: Ranking, each: PricedLayout) -> RankedLayout:
         usable_gib=each.usable_gib,
         step_s=each.step_s if each.fits else None,
         tokens_per_s=speed,
-        mfu=speed * flops_per_token(ranking.job.shape) / peak if speed and cluster.is_measured else None,
+        matmul_share=speed * flops_per_token(ranking.job.shape) / peak if speed and cluster.is_measured else None,
         exposed_communication_s=exposed_s(dict(each.seconds)) if each.fits else None,
         why_not="" if each.fits else f"{each.missing_gib:.2f} GiB too few",
     )

@@ -9,8 +9,9 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from training.records.inventory import Device, Inventory
 
@@ -33,7 +34,10 @@ H100-80GB-PCIe  9.0   79.1 2000  51.0   378  756  756 1513 0.71 0.63 0.65 0.58  
 H100-94GB-NVL   9.0   93.1 3900  60.0   418  836  836 1671 0.71 0.63 0.65 0.58   128   600b H100   =H100-80GB-PCIe
 H200-141GB-SXM  9.0  139.8 4800  67.0   495  989  989 1979 0.77 0.75 0.80 0.74   128    900 H200   =H100-80GB-SXM
 H200-141GB-NVL  9.0  139.8 4800  60.0   418  836  836 1671 0.71 0.63 0.65 0.58   128   900b H200   =H100-80GB-PCIe
+H20-96GB-SXM    9.0   95.1 4000  44.0    74  148  148  296 0.73 0.96 0.96 0.96   128    900 H20    T
+GH200-96GB      9.0   94.5 4000  67.0   495  989  989 1979 0.77 0.77 0.83 0.77   128    900 GH200  M
 B200-180GB-SXM  10.0 178.3 7700  75.0  1125 2250 2250 4500 0.88 0.75 0.75 0.72   128   1800 B200   T+M78
+B300-288GB-SXM  10.3 268.0 8000  75.0  1125 2250 2250 4500 0.88 0.75 0.75 0.72   128   1800 B300   =B200-180GB-SXM
 V100-16GB-SXM   7.0   15.7  900  15.7     -    -  125    - 0.88    -    - 0.78    32    300 V100   T140
 V100-32GB-SXM   7.0   31.7  900  15.7     -    -  125    - 0.88    -    - 0.78    32    300 V100   =V100-16GB-SXM
 V100-16GB-PCIe  7.0   15.7  900  14.0     -    -  112    - 0.83    -    - 0.68    32      - V100   =V100S-32GB-PCIe
@@ -51,6 +55,8 @@ L40S            8.9   44.4  864  91.6   183  362  362  733 0.51 0.73 0.74 0.73  
 RTX-A5000       8.6   23.6  768  27.8  55.6  111  111    - 0.62 0.78 0.79 0.77    64 112.5b A5000  =RTX-A6000
 RTX-A6000       8.6   47.4  768  38.7  77.4  155  155    - 0.62 0.78 0.79 0.77    64 112.5b A6000  T46
 RTX-6000-Ada    8.9   47.4  960  91.1   182  364  364  728 0.51 0.73 0.74 0.73    64      - Ada    =L40S
+RTX-PRO-6000-Blackwell 12.0 94.9 1792 126 252 504 504 1008 0.61 0.81 0.81 0.62   128      - PRO6000 T
+RTX-2080-Ti     7.5   10.7  616  13.4     -    - 53.8    - 0.91    -    - 0.97    32   100b TU102  T
 RTX-3090        8.6   23.6  936  35.6  35.6   71   71    - 0.69 1.00 0.99 0.98    64 112.5b GA102  T
 RTX-3090-Ti     8.6   23.6 1008  40.0  40.0   80   80    - 0.69 1.00 0.99 0.98    64 112.5b GA102  =RTX-3090
 RTX-4090        8.9   23.6 1008  82.6  82.6  165  165  330 0.64 1.00 0.97 0.94    64      - Ada    T78
@@ -65,12 +71,17 @@ SHEETS = {
     "A6000": "NVIDIA RTX A6000 datasheet",
     "Ada": "NVIDIA Ada GPU Architecture whitepaper, appendix A",
     "GA102": "NVIDIA Ampere GA102 GPU Architecture whitepaper, appendix A",
+    "B300": "NVIDIA HGX B300 datasheet, an eighth of it",
+    "PRO6000": "NVIDIA RTX PRO 6000 Blackwell Workstation Edition datasheet",
+    "TU102": "NVIDIA Turing GPU Architecture whitepaper, appendix A",
     "GB202": "NVIDIA RTX Blackwell GPU Architecture whitepaper, appendix A",
 }
 # T: torch.mm of 8192 x 8192 (fp32: 4096), github.com/zzc0721/torch-performance-test-data: its database.md, or the issue
 # of that number. M: with bf16's percentage for the best shape of all, github.com/stas00/ml-engineering,
 # compute/accelerator/README.md, "Maximum Achievable Matmul FLOPS comparison table"; from there also fp8 on an H100 SXM.
-# =: no figure of its own found; that card's, which has the same chip or power per chip, is assumed.
+# =: no figure of its own found; that card's, which has the same chip or power per chip, is assumed. RTX-2080-Ti: the
+# RTX 2080's shares. RTX-PRO-6000: the Server Edition's rates of the Workstation Edition's peaks. Where a GPU's tf32 was
+# not measured it is bf16's share; of GH200 (M: 821 TFLOP/s in bf16) the others are an H100's, as much higher.
 FP8_SHARE = 0.71  # 1403 of 1979
 ALSO = {  # what drivers call them, where the words differ
     "H100-80GB-SXM": ("H100 80GB HBM3",),
@@ -79,6 +90,10 @@ ALSO = {  # what drivers call them, where the words differ
     "H200-141GB-SXM": ("H200", "H200 SXM"),
     "H200-141GB-NVL": ("H200 NVL",),
     "B200-180GB-SXM": ("B200", "B200 SXM"),
+    "H20-96GB-SXM": ("H20",),
+    "GH200-96GB": ("GH200 480GB", "GH200"),  # the driver's number is that of the CPU's memory
+    "B300-288GB-SXM": ("B300", "B300 SXM", "B300 SXM6 AC"),
+    "RTX-PRO-6000-Blackwell": ("RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Blackwell Server Edition"),
     "P100-16GB-SXM": ("P100 SXM",),
 }
 NOISE = {"nvidia", "tesla", "geforce", "generation"}  # words of drivers' names that tell no GPU from another
@@ -145,6 +160,16 @@ def find_gpu(name: str) -> KnownGpu | None:
         if wanted in (_words(gpu.name), *map(_words, ALSO.get(gpu.name, ()))):
             return gpu
     return None
+
+
+def mean_datasheet_tflops(names: Sequence[str], precision: str) -> float | None:
+    """The GPUs' mean dense peak, which MFU is a share of; None if one of them is not in TABLE, or has no such peak.
+
+    In fp32 that of tf32, where a GPU has it: training uses it.
+    """
+    found = [gpu.peak_tflops if (gpu := find_gpu(name)) is not None else {} for name in names]
+    peaks = [known.get("tf32" if precision == "fp32" and "tf32" in known else precision, 0.0) for known in found]
+    return fmean(peaks) if all(peaks) else None
 
 
 def nearest_names(name: str) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from training.config.run import RunConfig
 from training.config.train import check_schedule
 from training.planner.chosen_layout import ChosenLayout, choose_layout
-from training.planner.gpu_catalog import slow_devices
+from training.planner.gpu_catalog import mean_datasheet_tflops, slow_devices
 from training.planner.hypothetical_hosts import assumptions
 from training.planner.job import KNOWN_ARCHITECTURES
 from training.planner.model_shape import ASSUMED_VOCAB, model_shape, vocab_size
@@ -51,7 +51,7 @@ def make_plan(
     chosen = choose_layout(config, shape, inventory)
     split = split_batch(chosen, inventory)
     hosts = inventory.hosts[: len(chosen.cluster.ranks_per_host)]
-    predicted = _predicted(chosen, split, num_steps=steps)
+    predicted = _predicted(chosen, split, inventory, num_steps=steps)
     _check_disk(config, predicted.checkpoint_gib, steps, hosts[0])
     return RunPlan(
         run_id=run_id,
@@ -79,7 +79,9 @@ def make_plan(
     )
 
 
-def _predicted(chosen: ChosenLayout, split: BatchSplit, *, num_steps: int) -> Prediction:
+def _predicted(chosen: ChosenLayout, split: BatchSplit, inventory: Inventory, *, num_steps: int) -> Prediction:
+    per_host = zip(inventory.hosts, chosen.cluster.ranks_per_host, strict=False)
+    names = [device.name for host, ranks in per_host for device in host.devices[:ranks]]
     return predict(
         chosen.config,
         chosen.job,
@@ -89,6 +91,7 @@ def _predicted(chosen: ChosenLayout, split: BatchSplit, *, num_steps: int) -> Pr
         largest_micro_batch=max(split.micro_batches),
         seconds=split.seconds,
         peak_tflops=split.peak_tflops,
+        datasheet_tflops=mean_datasheet_tflops(names, chosen.precision),
     )
 
 

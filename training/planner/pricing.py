@@ -148,14 +148,16 @@ def predict(
     largest_micro_batch: int,
     seconds: Mapping[str, float],
     peak_tflops: float,
+    datasheet_tflops: float | None,
 ) -> Prediction:
-    """The plan's prediction. `seconds`: of a step by part, on the slowest replica. `peak_tflops`: the ranks' mean."""
+    """The plan's prediction. `seconds`: of a step by part, on the slowest replica. TFLOP/s: the ranks' means."""
     shape = job.shape
     largest = replace(layout, micro_batch=largest_micro_batch)
     whole = sum(seconds.values())
     tokens_per_s = config.train.global_batch * config.train.context / whole
     peak = peak_tflops if cluster.is_measured else 0.0
     flops = flops_per_token(shape)
+    tflops = tokens_per_s * flops / layout.world_size / 1e12
     own = rank_checkpoint_bytes(config, shape.parameters, group_ranks=num_shards(config, layout, cluster))
     return Prediction(
         memory_gib=memory_of(config, job, largest, cluster),
@@ -163,7 +165,9 @@ def predict(
         exposed_communication_s=exposed_s(dict(seconds)),
         flops_per_token=flops,
         peak_tflops=peak,
-        mfu=tokens_per_s * flops / (peak * 1e12 * layout.world_size) if peak else None,
+        datasheet_tflops=datasheet_tflops,
+        matmul_share=tflops / peak if peak else None,
+        mfu=tflops / datasheet_tflops if datasheet_tflops else None,
         tokens_per_s=tokens_per_s,
         train_s=num_steps * whole,
         checkpoint_gib=(12 * shape.parameters + layout.dp * own) / GIB,

@@ -10,9 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
+from pydantic import model_validator
+
 from training.config.parallel import Precision, StrategyName
 from training.config.run import RunConfig
-from training.records.record import Record
+from training.records.record import Record, with_matmul_share
 
 TRAINER_PLAN = "trainer.json"  # in the run folder, where the user's program trains
 RUN_DIR = "{run_dir}"  # in trainer.args
@@ -38,8 +40,9 @@ class Prediction(Record):
     """The plan's predictions, to be compared with what the run measures.
 
     `memory_gib`: memory of one rank, by component. `step_s`: seconds of one step, by component; each of them adds up.
-    `exposed_communication_s` is already included in `step_s`. `mfu`: fraction of the measured rate of matrix products
-    (None: not measured).
+    `exposed_communication_s` is already included in `step_s`. `mfu`: fraction of the
+    datasheets' dense peak in the plan's precision (None: a device is in no catalogue); `matmul_share`: of the measured
+    rate of matrix products (None: not measured).
     """
 
     memory_gib: dict[str, float]
@@ -47,10 +50,17 @@ class Prediction(Record):
     exposed_communication_s: float
     flops_per_token: float
     peak_tflops: float  # measured for matrix products in the plan's precision, mean over ranks
-    mfu: float | None
+    datasheet_tflops: float | None = None  # dense peak in that precision, mean over ranks
+    matmul_share: float | None = None
+    mfu: float | None = None
     tokens_per_s: float
     train_s: float
     checkpoint_gib: float
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_versions(cls, fields: Any) -> Any:
+        return with_matmul_share(fields)
 
     @property
     def step_ms(self) -> float:
@@ -77,9 +87,14 @@ class RankedLayout(Record):
     usable_gib: float
     step_s: float | None
     tokens_per_s: float | None
-    mfu: float | None
+    matmul_share: float | None = None
     exposed_communication_s: float | None
     why_not: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_versions(cls, fields: Any) -> Any:
+        return with_matmul_share(fields)
 
 
 class Command(TypedDict):

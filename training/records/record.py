@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -21,6 +21,13 @@ class Record(BaseModel):
     @classmethod
     def read(cls, path: Path) -> Self:
         return cls.model_validate_json(path.read_bytes())
+
+
+def with_matmul_share(fields: Any) -> Any:
+    """The fields of a record, of which earlier versions called the share of the measured matmul rate `mfu`."""
+    if not isinstance(fields, dict) or "mfu" not in fields or "matmul_share" in fields:
+        return fields
+    return {name: value for name, value in fields.items() if name != "mfu"} | {"matmul_share": fields["mfu"]}
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

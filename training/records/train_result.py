@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
+
+from pydantic import model_validator
 
 from training.config.launch import Cause
-from training.records.record import Record
+from training.records.record import Record, with_matmul_share
 
 StoppedBy = Literal["steps", "signal", "hours", "early stop"]
 
@@ -31,8 +33,9 @@ class TrainResult(Record):
     """The end of training. Rates are those of the last attempt over all ranks, without its first step, validations and
     checkpoints.
 
-    `mfu`: share of the ranks' measured matmul rate (None: not measured). `peak_memory_gib`: of one rank, allocated on
-    a GPU, resident on a CPU; `memory`: peaks and averages of all that training/monitoring/device_stats.py reads.
+    `mfu`: share of the devices' dense peak by their datasheets (None: not known), `matmul_share`: of their measured
+    rate (None: not measured). `peak_memory_gib`: of one rank, allocated on a GPU, resident on a CPU; `memory`: peaks
+    and averages of all that training/monitoring/device_stats.py reads.
     """
 
     step: int
@@ -41,7 +44,8 @@ class TrainResult(Record):
     samples_per_s: float
     tokens_per_s: float
     step_ms: float
-    mfu: float | None
+    matmul_share: float | None = None
+    mfu: float | None = None
     device_utilisation: float | None
     peak_memory_gib: float
     memory: dict[str, float]
@@ -50,6 +54,11 @@ class TrainResult(Record):
     checkpoint_sha256: str
     stopped_by: StoppedBy
     train_s: float
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_versions(cls, fields: Any) -> Any:
+        return with_matmul_share(fields)
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -195,8 +195,8 @@ def test_a_long_run_has_a_page_of_the_same_size_that_shows_its_extremes(run: Tra
 def test_the_registered_version_is_read_from_the_outcome(run: TrackedRun) -> None:
     known = dict.fromkeys(Outcome.model_fields, "") | {
         "step": 8, "val_loss": 5.5, "bits_per_byte": None, "accuracy": 0.1, "tokens_per_s": 1.0, "samples_per_s": 1.0,
-        "mfu": None, "peak_memory_gib": 0.1, "against_plan": {}, "version": 3, "model": "verses", "alias": "champion",
-        "verdict": "all gates held", "stage_s": {},
+        "mfu": None, "matmul_share": None, "peak_memory_gib": 0.1, "against_plan": {}, "version": 3, "model": "verses",
+        "alias": "champion", "verdict": "all gates held", "stage_s": {},
     }  # fmt: skip
     Outcome.model_validate(known).write(run.folder / "outcome.json")
     page = words(page_of(run))

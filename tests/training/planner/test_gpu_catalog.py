@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flows.cli import command
-from training.planner.gpu_catalog import find_gpu, known_gpus, nearest_names, slow_devices
+from training.planner.gpu_catalog import find_gpu, known_gpus, mean_datasheet_tflops, nearest_names, slow_devices
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.records.inventory import Device, Host, Inventory
 
@@ -46,6 +46,11 @@ def hosts(*devices: tuple[Device, ...]) -> Inventory:
         ("NVIDIA GeForce RTX 3090 Ti", "RTX-3090-Ti"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
         ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GH200 480GB", "GH200-96GB"),
+        ("NVIDIA H20", "H20-96GB-SXM"),
+        ("NVIDIA B300 SXM6 AC", "B300-288GB-SXM"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000-Blackwell"),
+        ("NVIDIA GeForce RTX 2080 Ti", "RTX-2080-Ti"),
     ],
 )
 def test_drivers_names_lead_to_the_table(driver_name: str, known: str) -> None:
@@ -82,6 +87,14 @@ def test_datasheets() -> None:
     h100, t4 = known_gpus()["H100-80GB-SXM"], known_gpus()["T4"]
     assert (h100.peak_tflops["bf16"], h100.peak_tflops["fp8"], h100.memory_gb_per_s) == (989, 1979, 3350)
     assert (t4.peak_tflops, t4.memory_gb_per_s) == ({"fp32": 8.1, "fp16": 65.0}, 320)
+
+
+def test_mfu_is_of_the_mean_datasheet_and_unknown_where_one_gpu_is() -> None:
+    mixed = ["NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 3090"]
+    assert mean_datasheet_tflops(mixed, "bf16") == (312 + 71) / 2
+    assert mean_datasheet_tflops(mixed, "fp32") == (156 + 35.6) / 2, "training uses tf32 where there is one"
+    assert mean_datasheet_tflops([*mixed, "NVIDIA GeForce RTX 4090 Laptop GPU"], "bf16") is None
+    assert mean_datasheet_tflops(["Tesla T4"], "bf16") is None
 
 
 # Slow devices

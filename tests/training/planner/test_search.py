@@ -109,7 +109,9 @@ def test_the_arithmetic_adds_up() -> None:
     assert predicted.exposed_communication_s == pytest.approx(exposed)
     assert predicted.train_s == pytest.approx(plan.steps * step_s)
     rate = predicted.tokens_per_s * predicted.flops_per_token
-    assert predicted.mfu == pytest.approx(rate / (predicted.peak_tflops * 1e12 * plan.world_size))
+    assert predicted.matmul_share == pytest.approx(rate / (predicted.peak_tflops * 1e12 * plan.world_size))
+    assert predicted.mfu == pytest.approx(rate / (312e12 * plan.world_size)), "of the datasheet's bf16"
+    assert predicted.mfu < predicted.matmul_share
 
 
 def test_a_slow_network_costs_those_who_talk_over_it() -> None:
