@@ -60,6 +60,7 @@ class Program:
     environment: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     grace_s: float = 120.0
+    compile_cache: Path | None = None  # in the shared folder; a container's own would be gone at the next attempt
 
 
 class Watcher(threading.Thread):
@@ -205,6 +206,7 @@ class Attempt:
             interface=host.interface,
             environment={
                 **program.environment,
+                **self._compile_caches(host),
                 **self.launch.nccl,
                 "OMP_NUM_THREADS": str(program.threads),
                 "SHARDLINE_HOST": host.name,
@@ -235,6 +237,13 @@ class Attempt:
         # In this thread: an interruption of the main one leaves none unknown.
         self.watchers[host.name] = Watcher(host, container, end_path=self.end_path(host.name))
         self.logs[host.name] = LogFollower(host, container, self.folder.parents[1] / "logs" / f"{host.name}.log")
+
+    def _compile_caches(self, host: DockerHost) -> dict[str, str]:
+        """Where torch.compile and Triton keep what they made: a folder for each host, whose CPU may be another."""
+        if self.program.compile_cache is None:
+            return {}
+        folder = self.program.compile_cache / host.name
+        return {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
 
     def end_path(self, name: str) -> Path:
         return self.folder / f"{name}.end.json"

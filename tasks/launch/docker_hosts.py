@@ -21,7 +21,7 @@ from tasks.launch.check_hosts import hosts_of
 from tasks.launch.failure import AttemptOutcome, cure_of
 from tasks.launch.host_set import choose_hosts
 from tasks.launch.local import end_earlier_attempt, grace_s
-from tasks.launch.rank_environment import NCCL, give_to_ranks, ranks_reach_mlflow, tracking_for_ranks
+from tasks.launch.rank_environment import NCCL, compile_cache, give_to_ranks, ranks_reach_mlflow, tracking_for_ranks
 from tasks.launch.rank_logs import Steps, Warnings
 from tasks.runs.errors import RunFailed, RunStopped
 from tasks.workspace.paths import fresh, home
@@ -245,7 +245,7 @@ def _program(module: str, plan: AnyPlan, ranks: dict[str, int], *, run_dir: Path
         run_id=plan.run_id,
         ranks=ranks,
         **plan.command(module, run_dir=run_dir),
-        prefix=nsight.prefix(module, plan.config, run_dir=run_dir),
+        prefix=nsight.prefix(module, plan, run_dir=run_dir),
         images=_images(run_dir),
         working_dir=plan.working_dir(run_dir),
         threads=plan.threads_per_rank,
@@ -255,6 +255,7 @@ def _program(module: str, plan: AnyPlan, ranks: dict[str, int], *, run_dir: Path
         | {"GOMP_SPINCOUNT": "1000", "TOKENIZERS_PARALLELISM": "false"},
         secrets=secrets,
         grace_s=grace_s(plan),
+        compile_cache=compile_cache(plan.config.launch) if plan.config.train.compile else None,
     )
 
 

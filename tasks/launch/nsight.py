@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tasks.hardware.preflight import HostFacts
 from training.config.run import RunConfig
+from training.records.plan import AnyPlan
 
 CURE = "or use profile.steps=[20,21] for a trace by torch's own profiler"
 
@@ -29,13 +30,19 @@ def check_image(config: RunConfig, facts: Mapping[str, HostFacts]) -> None:
         )
 
 
-def prefix(module: str, config: RunConfig, *, run_dir: Path, rank: str = "%q{RANK}") -> tuple[str, ...]:
+def prefix(module: str, plan: AnyPlan, *, run_dir: Path, rank: str = "%q{RANK}") -> tuple[str, ...]:
     """The start of each rank's command line: nsys writes runs/ID/profile/TIME-rank-N.nsys-rep. Makes that folder.
 
-    `rank`: its number, or nsys' word for an environment variable.
+    On GPUs it records the steps of profile.steps only, where there are any, a report each (docs.nvidia.com/nsight-
+    systems, --capture-range); of a whole run it writes gigabytes. `rank`: its number, or nsys' word for an environment
+    variable.
     """
-    if not config.profile.nsys or module != "training.train":
+    profile = plan.config.profile
+    if not profile.nsys or module != "training.train":
         return ()
+    steps: tuple[str, ...] = ()
+    if profile.steps and plan.device_kind == "cuda":
+        steps = ("--capture-range=cudaProfilerApi", f"--capture-range-end=repeat:{len(profile.steps)}")
     (run_dir / "profile").mkdir(exist_ok=True)
     report = run_dir / "profile" / f"{time.strftime('%Y%m%d-%H%M%S')}-rank-{rank}"
-    return ("nsys", "profile", "--sample=none", "--trace=cuda,nvtx,osrt", "-o", str(report))
+    return ("nsys", "profile", "--sample=none", "--trace=cuda,nvtx,osrt", *steps, "-o", str(report))

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from tasks.hardware.hosts import rank_user, read_hosts
 from tasks.planning.custom_program import is_loopback
-from tasks.workspace.paths import tracking_uri
+from tasks.workspace.paths import home, tracking_uri
 from training.config.launch import LaunchConfig
 from training.records.plan import AnyPlan
 from training.tracking.redaction import SECRETS, shown
@@ -37,6 +37,16 @@ def give_to_ranks(run_dir: Path, launch: LaunchConfig) -> None:
                 f"{path} cannot be given to uid {uid}, whose ranks are to write it: over NFS root has no rights of its "
                 "own (root_squash); start Shardline as the user who owns the shared folder"
             ) from None
+
+
+def compile_cache(launch: LaunchConfig) -> Path:
+    """The folder of compiled code in SHARDLINE_HOME, which ranks may write: made if it is not there."""
+    folder = home() / "compiled"
+    folder.mkdir(exist_ok=True)
+    if os.getuid() == 0:
+        uid, _, gid = rank_user(launch).partition(":")
+        os.chown(folder, int(uid), int(gid or uid))
+    return folder
 
 
 def ranks_reach_mlflow(launch: LaunchConfig) -> bool:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from training.records.plan import RunPlan
@@ -50,9 +51,13 @@ class Profiler:
         """Put around a step that is due; leaves its trace, if that was asked for."""
         is_traced = step in self.traced and self.rank.rank < TRACED_RANKS
         profiled = is_traced or (self.rank.world_size > 1 and not self.under_nsys)  # CUPTI serves one at a time
-        with recorded(self.rank.device, profiled=profiled, shapes=is_traced) as recording:
+        by_nsys = is_traced and self.under_nsys and self.rank.device.type == "cuda"
+        with (
+            torch.cuda.profiler.profile() if by_nsys else nullcontext(),
+            recorded(self.rank.device, profiled=profiled and not by_nsys, shapes=is_traced) as recording,
+        ):
             yield recording
-        if is_traced:
+        if is_traced and not by_nsys:
             path = self.folder / f"step-{step:08d}-rank-{self.rank.rank}.json.gz"
             try:
                 self.folder.mkdir(exist_ok=True)

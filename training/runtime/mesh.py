@@ -19,8 +19,7 @@ ACROSS, INSIDE = "across_groups", "inside_group"
 def build_mesh(plan: RankPlan) -> DeviceMesh:
     """The plan's mesh, axes in the plan's order; strategies take their sub-meshes from it by name."""
     mesh = init_device_mesh(plan.device_kind, tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
-    for axis in plan.mesh:  # groups that do not span the world are made with torch's 30 minutes
-        dist.distributed_c10d._set_pg_timeout(timeout(plan), mesh[axis].get_group())
+    connect(plan, mesh)
     return mesh
 
 
@@ -30,9 +29,37 @@ def group_mesh(plan: RankPlan) -> DeviceMesh:
     assert plan.mesh["pp"] == 1
     names = (ACROSS, INSIDE, "tp")
     mesh = init_device_mesh(plan.device_kind, (num_groups, plan.group_ranks, tp), mesh_dim_names=names)
-    for axis in names:
-        dist.distributed_c10d._set_pg_timeout(timeout(plan), mesh[axis].get_group())
+    connect(plan, mesh)
     return mesh[ACROSS, INSIDE]
+
+
+def connect(plan: RankPlan, mesh: DeviceMesh) -> None:
+    """Set the groups' timeout and make their connections, in the same order on all ranks. Collective.
+
+    NCCL connects a group at its first collective, and two ranks at their first message, and waits for all that take
+    part: in the midst of a step, where ranks do unlike things first, they would wait for each other for ever. So each
+    axis sums one number, and on pp every rank sends one to the next. It also makes the memory that connections take
+    show in the trial of a micro-batch.
+    """
+    one = torch.ones(1, device=mesh.device_type)
+    for axis in mesh.mesh_dim_names or ():
+        group = mesh[axis].get_group()
+        dist.distributed_c10d._set_pg_timeout(timeout(plan), group)  # torch's own is 30 minutes
+        if group.size() > 1:
+            dist.all_reduce(one, group=group)
+            if axis == "pp":
+                _send_round(one, group)
+
+
+def _send_round(number: Tensor, group: dist.ProcessGroup) -> None:
+    """Every rank sends to the next, the last to the first: those of even rank send first, so that nobody is left."""
+    rank, size = group.rank(), group.size()
+    sends, receives = (rank + 1) % size, (rank - 1) % size
+    for direction in ("send", "receive") if rank % 2 == 0 else ("receive", "send"):
+        if direction == "send":
+            dist.send(number, group=group, group_dst=sends)
+        else:
+            dist.recv(torch.empty_like(number), group=group, group_src=receives)
 
 
 def timeout(plan: RankPlan) -> datetime.timedelta:

@@ -10,13 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.launch import local
+from tasks.launch import local, nsight
 from tasks.launch.local import command_for, end_earlier_attempt
 from tasks.launch.nsight import check_here
 from tasks.launch.programs import NewRows
 from tasks.runs.owner import RanksLauncher
 from tasks.workspace.processes import process_key
 from tests.support.configs import tiny_config
+from training.config.run import ProfileConfig
 from training.records.plan import RunPlan
 
 
@@ -43,6 +44,25 @@ def test_nsys_wraps_each_training_rank_and_names_its_report_after_it(plan_path: 
     assert program[5].startswith(str(plan_path.parent / "profile"))
     assert program[5].endswith("-rank-%q{RANK}")
     assert program[-5:] == [sys.executable, "-u", "-m", "training.train", str(plan_path)]
+
+
+@pytest.mark.usefixtures("nsys_on_path")
+def test_nsys_on_gpus_records_the_steps_that_are_asked_for(plan_path: Path) -> None:
+    plan = RunPlan.read(plan_path)
+    config = plan.config.model_copy(update={"profile": ProfileConfig(nsys=True, steps=(3, 4))})
+    on_gpus = plan.model_copy(update={"config": config, "device_kind": "cuda"})
+    command = nsight.prefix("training.train", on_gpus, run_dir=plan_path.parent)
+    assert command[4:6] == ("--capture-range=cudaProfilerApi", "--capture-range-end=repeat:2")
+    everything = nsight.prefix("training.train", plan, run_dir=plan_path.parent)
+    assert not any("capture" in word for word in everything)
+
+
+def test_ranks_on_gpus_get_memory_segments_that_grow(make_run: Callable[..., Path]) -> None:
+    plan = RunPlan.read(make_run("segments"))
+    assert plan.environment() == {}
+    assert plan.model_copy(update={"device_kind": "cuda"}).environment() == {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True"
+    }
 
 
 @pytest.mark.usefixtures("nsys_on_path")
