@@ -1,7 +1,4 @@
-"""Training and the network test, where rank 1 raises while its peer waits for it, on a backend that ends like NCCL.
-
-NCCL's destroy_process_group waits for all ranks of the group; gloo's does not.
-"""
+"""Training and the network test, where rank 1 raises while its peer waits for it, on a backend that ends like NCCL."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
+from tests.support import nccl_like
 from training import train
 from training.hardware import check_network
 
@@ -19,16 +15,11 @@ ERROR = "the memory of rank 1 is broken"
 
 def main(path: Path) -> None:
     """`path`: a run's plan, or where the network test writes its report."""
-    destroy = dist.destroy_process_group
-
-    def wait_for_peers_and_destroy(*arguments: Any) -> None:
-        dist.barrier()
-        destroy(*arguments)
 
     def fail(*_arguments: Any, **_named: Any) -> Any:
         raise RuntimeError(ERROR)
 
-    dist.destroy_process_group = wait_for_peers_and_destroy
+    nccl_like.install()
     os.environ["GROUP_RANK"] = "0"  # one host
     if path.name == "plan.json":
         if os.environ["RANK"] == "1":

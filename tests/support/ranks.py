@@ -16,15 +16,19 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from tasks.workspace.processes import free_port
+from tests.support import nccl_like
 from training.records.plan import RunPlan
 from training.tracking.rows import read_rows
 
+BACKEND = "SHARDLINE_TEST_BACKEND"  # nccl_like: the ranks' groups are those of tests/support/nccl_like.py
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["tests.support.rank_imports"])
 
 
 def _run_rank(program: str, plan_path: Path, environment: dict[str, str], log_path: Path) -> None:
     os.environ.update(environment)
+    if environment.get(BACKEND) == nccl_like.NAME:
+        nccl_like.install()
     log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -43,6 +47,7 @@ class Ranks:
         self.processes: list[ForkServerProcess] = []
         for rank in range(ranks):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MLFLOW_TRACKING_URI": ""}
+            place[BACKEND] = os.environ.get(BACKEND, "")
             process = _SERVER.Process(target=_run_rank, args=(program, plan_path, world | place, self.log_path))
             process.start()
             self.processes.append(process)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.programs.raising_rank import ERROR
-from tests.support.ranks import Ranks
+from tests.support.layouts import LAYOUTS
+from tests.support.ranks import Ranks, run_ranks
 
 SOON_S = 15.0
 PROGRAM = "tests.programs.raising_rank"
@@ -30,3 +31,11 @@ def test_a_rank_that_raises_does_not_wait_for_peers_that_wait_for_it(ranks: Rank
     assert codes[1] == 1
     assert f"RuntimeError: {ERROR}" in ranks.log()
     assert time.monotonic() - began < SOON_S
+
+
+@pytest.mark.parametrize("layout", ["tp x pp", "pp 4", "fsdp x tp"])
+def test_ranks_are_connected_before_the_first_step(layout: str, make_run: Callable[..., Path]) -> None:
+    """On a backend that connects as NCCL does: at the first use, and only once all that take part are there."""
+    ranks, overrides = LAYOUTS[layout]
+    plan_path = make_run(layout, ranks=ranks, train__micro_batch=1, model__layers=4, **overrides)
+    run_ranks(plan_path, program="tests.programs.late_connections")
