@@ -24,7 +24,7 @@ from training.exports.latency import Graph, in_turns, session_engine, torch_engi
 from training.exports.onnx_graphs import graph_file
 from training.exports.onnx_session import open_session
 from training.exports.parity import Tally, graphs_in, held_out_texts, session_logits, torch_logits
-from training.exports.tensorrt import EngineSession, build_engine, profile, why_no_tensorrt
+from training.exports.tensorrt import EngineSession, build_engine, profiles, why_no_tensorrt
 from training.records.plan import RunPlan
 from training.records.record import write_atomically
 from training.records.results import EngineRecord, EngineReport, ExportedModel, LatencyFigure
@@ -59,8 +59,8 @@ def build_engines(folder: Path, *, plan: RunPlan | None) -> EngineReport:
     for kind, precision in graphs_in(folder):
         graph = folder / graph_file(kind, precision)
         started = time.perf_counter()
-        shapes = profile(onnx_inputs(graph), bounds.tensorrt, context=exported.context)
-        plan_bytes = build_engine(graph, shapes, bounds.tensorrt, timing_cache=folder.parent / "tensorrt.cache")
+        ranges = profiles(onnx_inputs(graph), bounds.tensorrt, context=exported.context)
+        plan_bytes = build_engine(graph, ranges, bounds.tensorrt, timing_cache=folder.parent / "tensorrt.cache")
         session = EngineSession(plan_bytes)
         tally = Tally(masked=exported.objective == "masked")
         candidate, expected = session_logits(session, kind), torch_logits(model)
@@ -71,7 +71,9 @@ def build_engines(folder: Path, *, plan: RunPlan | None) -> EngineReport:
             file=graph.with_suffix(".plan").name,
             tensorrt=session.version,
             gpu=torch.cuda.get_device_name(),
-            profile={name: (size.low, size.usual, size.high) for name, size in shapes.items()},
+            profiles=tuple(
+                {name: (size.low, size.usual, size.high) for name, size in shapes.items()} for shapes in ranges
+            ),
             parity=tally.report(kind, precision, bounds),
             texts="held-out" if plan else "random",
             build_s=time.perf_counter() - started,

@@ -112,7 +112,7 @@ def model_config(
         "input": [_tensor(tensor) for tensor in inputs],
         "output": [_tensor(tensor) for tensor in outputs],
         "dynamic_batching": {"max_queue_delay_microseconds": config.max_queue_delay_us},
-        "instance_group": [_instances(backend, config)],
+        "instance_group": [_instances(backend, config, has_cache=has_cache(inputs))],
         "version_policy": {"latest": {"num_versions": config.keep_versions}},
     }
     if config.warm_up:
@@ -121,22 +121,31 @@ def model_config(
     return settings
 
 
+def has_cache(inputs: Sequence[TensorSpec]) -> bool:
+    """Whether these are a decode graph's: it takes the keys and values of the text so far."""
+    return any(tensor.name == "attention_mask" for tensor in inputs)
+
+
 def _tensor(tensor: TensorSpec) -> dict[str, Any]:
     return {"name": tensor.name, "data_type": EnumValue(tensor.type), "dims": list(tensor.dims)}
 
 
-def _instances(backend: str, config: TritonConfig) -> dict[str, Any]:
+def _instances(backend: str, config: TritonConfig, *, has_cache: bool) -> dict[str, Any]:
     """The instance group. TensorRT needs a GPU; KIND_AUTO takes every GPU of the host, or the CPU."""
     kind = "gpu" if config.gpus or backend == "tensorrt" else config.device
     group: dict[str, Any] = {"kind": EnumValue(f"KIND_{kind.upper()}"), "count": config.instances}
+    if backend == "tensorrt" and has_cache:  # without their numbers Triton's instances have the first profile only
+        group["profile"] = ["0", "1"]
     return group | ({"gpus": list(config.gpus)} if config.gpus else {})
 
 
 def _warm_up(inputs: Sequence[TensorSpec], batch: int) -> dict[str, Any]:
-    """A batch of zeros: each size that varies is 8 tokens; a mask covers the cache and the new tokens."""
+    """A batch of zeros: texts of 8 tokens, or one token behind a cache of 8; the mask covers both."""
+    new = 1 if has_cache(inputs) else WARM_UP_TOKENS
 
     def sizes(tensor: TensorSpec) -> list[int]:
-        tokens = 2 * WARM_UP_TOKENS if tensor.name == "attention_mask" else WARM_UP_TOKENS
+        cached = WARM_UP_TOKENS if tensor.name.startswith("past_key_values") else new
+        tokens = WARM_UP_TOKENS + new if tensor.name == "attention_mask" else cached
         return [tokens if size < 0 else size for size in tensor.dims]
 
     return {

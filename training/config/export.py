@@ -14,6 +14,13 @@ class TensorRTConfig(Section):
 
     usual_batch: int = Field(1, ge=1, le=1024, description="Batch size for which TensorRT engines are tuned.")
     max_batch: int = Field(8, ge=1, le=1024, description="Largest batch size that TensorRT engines accept.")
+    max_prefill_batch: int = Field(
+        8,
+        ge=1,
+        le=1024,
+        description="Largest number of prompts that a TensorRT engine with a KV cache reads at once, each up to the "
+        "whole context; single tokens go up to max_batch.",
+    )
     usual_length: int = Field(
         128, ge=1, description="Sequence length, in tokens, for which TensorRT engines are tuned."
     )

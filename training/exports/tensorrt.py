@@ -7,7 +7,7 @@ https://docs.nvidia.com/deeplearning/tensorrt/latest/inference-library/python-ap
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,27 +43,41 @@ def why_no_tensorrt() -> str:
     return ""
 
 
-def profile(inputs: dict[str, list[Any]], config: TensorRTConfig, *, context: int) -> dict[str, ShapeRange]:
+def profiles(inputs: dict[str, list[Any]], config: TensorRTConfig, *, context: int) -> list[dict[str, ShapeRange]]:
     """Shapes by input of a forward or decode graph, from its sizes: numbers, or names like `past + length`.
 
-    A decode graph gets prompts (nothing before them) and single tokens (up to the whole context before them).
+    A decode graph gets two profiles: prompts, few at a time and with nothing before them, and single tokens, many at a
+    time and with up to the whole context before them. One for both would reserve memory for max_batch prompts of the
+    whole context, and for the logits of all their words.
     """
-    decode = "attention_mask" in inputs
-    usual = 1 if decode else min(config.usual_length, context)
-    lengths, pasts = (1, usual, context), (0, min(config.usual_length, context - 1) if decode else 0, context)
-    sizes = [
-        {"batch": batch, "length": length, "past": past, "past + length": past + length}
-        for batch, length, past in zip((1, config.usual_batch, config.max_batch), lengths, pasts, strict=True)
-    ]
-
-    def shape(dims: Iterable[Any], at: dict[str, int]) -> Shape:
-        return tuple(dim if isinstance(dim, int) else at[dim] for dim in dims)
-
-    return {name: ShapeRange(*(shape(dims, at) for at in sizes)) for name, dims in inputs.items()}
+    batches, usual = (1, config.usual_batch, config.max_batch), min(config.usual_length, context)
+    texts = {"batch": batches, "length": (1, usual, context)}
+    if "attention_mask" not in inputs:
+        return [_ranges(inputs, texts)]
+    few = min(config.max_prefill_batch, config.max_batch)
+    prompts = texts | {"batch": (1, min(config.usual_batch, few), few), "past": (0, 0, 0)}
+    tokens = {"batch": batches, "length": (1, 1, 1), "past": (0, min(config.usual_length, context - 1), context)}
+    return [_ranges(inputs, prompts), _ranges(inputs, tokens)]
 
 
-def build_engine(graph: Path, shapes: dict[str, ShapeRange], config: TensorRTConfig, *, timing_cache: Path) -> bytes:
-    """The serialized engine. Raises ValueError with TensorRT's own message where the graph cannot be built."""
+def _ranges(inputs: dict[str, list[Any]], sizes: dict[str, tuple[int, int, int]]) -> dict[str, ShapeRange]:
+    """The inputs' smallest, usual and largest shapes; `sizes`: those of each name."""
+    if "past" in sizes:
+        together = (past + length for past, length in zip(sizes["past"], sizes["length"], strict=True))
+        sizes = sizes | {"past + length": tuple(together)}  # type: ignore[dict-item]
+
+    def shape(dims: Iterable[Any], at: int) -> Shape:
+        return tuple(dim if isinstance(dim, int) else sizes[dim][at] for dim in dims)
+
+    return {name: ShapeRange(*(shape(dims, at) for at in range(3))) for name, dims in inputs.items()}
+
+
+def build_engine(
+    graph: Path, profiles: Sequence[dict[str, ShapeRange]], config: TensorRTConfig, *, timing_cache: Path
+) -> bytes:
+    """The serialized engine, with an optimization profile for each of `profiles`.
+
+    Raises ValueError with TensorRT's own message where the graph cannot be built."""
     import tensorrt as trt
 
     logger = trt.Logger(trt.Logger.WARNING)
@@ -77,11 +91,12 @@ def build_engine(graph: Path, shapes: dict[str, ShapeRange], config: TensorRTCon
     settings.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, int(config.workspace_gib * 2**30))
     settings.builder_optimization_level = config.optimization_level
     settings.clear_flag(trt.BuilderFlag.TF32)  # 10 bits of fraction where the graph says fp32: out of parity's bounds
-    ranges = builder.create_optimization_profile()
-    for name, size in shapes.items():
-        ranges.set_shape(name, size.low, size.usual, size.high)
-    if settings.add_optimization_profile(ranges) < 0:
-        raise ValueError(f"TensorRT refuses these shapes for {graph.name}: {shapes}")
+    for shapes in profiles:
+        ranges = builder.create_optimization_profile()
+        for name, size in shapes.items():
+            ranges.set_shape(name, size.low, size.usual, size.high)
+        if settings.add_optimization_profile(ranges) < 0:
+            raise ValueError(f"TensorRT refuses these shapes for {graph.name}: {shapes}")
     known = timing_cache.read_bytes() if timing_cache.is_file() else b""
     cache = settings.create_timing_cache(known)
     settings.set_timing_cache(cache, ignore_mismatch=False)
@@ -112,8 +127,10 @@ class EngineSession:
         self.engine = self.runtime.deserialize_cuda_engine(plan)
         if self.engine is None:
             raise ValueError(f"TensorRT {trt.__version__} cannot load this engine on this GPU: {CURE}")
-        self.context = self.engine.create_execution_context()
         self.stream = torch.cuda.Stream()
+        self.contexts = [self.engine.create_execution_context() for _ in range(self.engine.num_optimization_profiles)]
+        for number, context in enumerate(self.contexts):
+            context.set_optimization_profile_async(number, self.stream.cuda_stream)
         names = [self.engine.get_tensor_name(i) for i in range(self.engine.num_io_tensors)]
         self.inputs = [name for name in names if self.engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
         self.outputs = [name for name in names if name not in self.inputs]
@@ -133,21 +150,34 @@ class EngineSession:
 
     def run_on_gpu(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Runs the engine on tensors on the GPU; returns when its outputs are complete."""
+        context = self.contexts[self._profile_of({name: tuple(tensor.shape) for name, tensor in given.items()})]
         for name, tensor in given.items():
-            if not self.context.set_input_shape(name, tuple(tensor.shape)):
-                raise ValueError(f"{name} {tuple(tensor.shape)} is out of the engine's profile")
-            self.context.set_tensor_address(name, _address(tensor))
+            if not context.set_input_shape(name, tuple(tensor.shape)):
+                raise ValueError(f"{name} {tuple(tensor.shape)} is refused by the engine")
+            context.set_tensor_address(name, _address(tensor))
         found = {
-            name: torch.empty(tuple(self.context.get_tensor_shape(name)), dtype=self.types[name], device="cuda")
+            name: torch.empty(tuple(context.get_tensor_shape(name)), dtype=self.types[name], device="cuda")
             for name in self.outputs
         }
         for name, tensor in found.items():
-            self.context.set_tensor_address(name, _address(tensor))
+            context.set_tensor_address(name, _address(tensor))
         self.stream.wait_stream(torch.cuda.current_stream())
-        if not self.context.execute_async_v3(self.stream.cuda_stream):
+        if not context.execute_async_v3(self.stream.cuda_stream):
             raise RuntimeError("TensorRT did not run the engine; its log above says why")
         self.stream.synchronize()
         return found
+
+    def _profile_of(self, shapes: dict[str, Shape]) -> int:
+        """The first profile that takes these shapes. Raises ValueError where none does."""
+        for number in range(len(self.contexts)):
+            allowed = {name: self.engine.get_tensor_profile_shape(name, number) for name in shapes}
+            if all(within(shapes[name], tuple(low), tuple(high)) for name, (low, _, high) in allowed.items()):
+                return number
+        raise ValueError(f"{shapes} is out of the engine's {len(self.contexts)} profiles: see tensorrt.json")
+
+
+def within(shape: Shape, low: Shape, high: Shape) -> bool:
+    return all(least <= size <= most for least, size, most in zip(low, shape, high, strict=True))
 
 
 @dataclass(frozen=True)

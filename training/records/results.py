@@ -141,7 +141,7 @@ class EngineRecord(Record):
     file: str
     tensorrt: str
     gpu: str
-    profile: dict[str, tuple[tuple[int, ...], ...]]  # input -> smallest, usual and largest shape
+    profiles: tuple[dict[str, tuple[tuple[int, ...], ...]], ...]  # each: input -> smallest, usual and largest shape
     parity: GraphParity
     texts: Literal["held-out", "random"]  # what parity was checked on
     build_s: float

@@ -72,7 +72,7 @@ def test_the_warm_up_is_a_request_that_the_graph_takes(exported_run: Path, tmp_p
         for name, tensor in sample.inputs.items()
     }
     session = onnxruntime.InferenceSession(str(folder / "3" / "model.onnx"))
-    assert session.run(["logits"], feed)[0].shape == (8, 8, 258)
+    assert session.run(["logits"], feed)[0].shape == (8, 1, 258)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,8 @@ def test_a_later_version_lies_beside_the_earlier_and_an_engine_is_a_model_of_its
     import shutil
 
     shutil.copytree(exported_run / "export", tmp_path / "run" / "export")
-    (tmp_path / "run" / "export" / "model.plan").write_bytes(b"engine")
+    for file in ("model.plan", "decode.plan"):
+        (tmp_path / "run" / "export" / file).write_bytes(b"engine")
     repository(exported_run, tmp_path / "repository", version=3)
     folders = repository(tmp_path / "run", tmp_path / "repository", version=4)
     assert {path.name for path in folders["tiny"].iterdir()} == {"3", "4", "config.pbtxt"}
@@ -110,6 +111,9 @@ def test_a_later_version_lies_beside_the_earlier_and_an_engine_is_a_model_of_its
     assert engine.backend == "tensorrt"
     assert proto.ModelInstanceGroup.Kind.Name(engine.instance_group[0].kind) == "KIND_GPU"
     assert (folders["tiny-tensorrt"] / "4" / "model.plan").read_bytes() == b"engine"
+    assert list(engine.instance_group[0].profile) == []
+    with_cache = parsed(folders["tiny-decode-tensorrt"], proto)
+    assert list(with_cache.instance_group[0].profile) == ["0", "1"], "prompts, and single tokens"
 
 
 def test_the_command_takes_an_export_folder_too_and_says_what_it_wrote(
