@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tasks.hardware.preflight import HostFacts
 from training.config.run import RunConfig
-from training.records.plan import AnyPlan
+from training.records.plan import CustomProgramPlan, RankPlan
 
 CURE = "or use profile.steps=[20,21] for a trace by torch's own profiler"
 
@@ -30,7 +30,9 @@ def check_image(config: RunConfig, facts: Mapping[str, HostFacts]) -> None:
         )
 
 
-def prefix(module: str, plan: AnyPlan, *, run_dir: Path, rank: str = "%q{RANK}") -> tuple[str, ...]:
+def prefix(
+    module: str, plan: RankPlan | CustomProgramPlan, *, run_dir: Path, rank: str = "%q{RANK}"
+) -> tuple[str, ...]:
     """The start of each rank's command line: nsys writes runs/ID/profile/TIME-rank-N.nsys-rep. Makes that folder.
 
     On GPUs it records the steps of profile.steps only, where there are any, a report each (docs.nvidia.com/nsight-

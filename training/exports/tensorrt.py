@@ -51,20 +51,20 @@ def profiles(inputs: dict[str, list[Any]], config: TensorRTConfig, *, context: i
     whole context, and for the logits of all their words.
     """
     batches, usual = (1, config.usual_batch, config.max_batch), min(config.usual_length, context)
-    texts = {"batch": batches, "length": (1, usual, context)}
+    texts: dict[str, tuple[int, ...]] = {"batch": batches, "length": (1, usual, context)}
     if "attention_mask" not in inputs:
         return [_ranges(inputs, texts)]
     few = min(config.max_prefill_batch, config.max_batch)
     prompts = texts | {"batch": (1, min(config.usual_batch, few), few), "past": (0, 0, 0)}
-    tokens = {"batch": batches, "length": (1, 1, 1), "past": (0, min(config.usual_length, context - 1), context)}
-    return [_ranges(inputs, prompts), _ranges(inputs, tokens)]
+    pasts = (0, min(config.usual_length, context - 1), context)
+    return [_ranges(inputs, prompts), _ranges(inputs, {"batch": batches, "length": (1, 1, 1), "past": pasts})]
 
 
-def _ranges(inputs: dict[str, list[Any]], sizes: dict[str, tuple[int, int, int]]) -> dict[str, ShapeRange]:
+def _ranges(inputs: dict[str, list[Any]], sizes: dict[str, tuple[int, ...]]) -> dict[str, ShapeRange]:
     """The inputs' smallest, usual and largest shapes; `sizes`: those of each name."""
     if "past" in sizes:
         together = (past + length for past, length in zip(sizes["past"], sizes["length"], strict=True))
-        sizes = sizes | {"past + length": tuple(together)}  # type: ignore[dict-item]
+        sizes = sizes | {"past + length": tuple(together)}
 
     def shape(dims: Iterable[Any], at: int) -> Shape:
         return tuple(dim if isinstance(dim, int) else sizes[dim][at] for dim in dims)

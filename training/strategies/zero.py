@@ -175,7 +175,8 @@ class Zero:
             if self.stage < 3:
                 yield name, whole_on_each(parameter.detach(), self.ranks)
             else:  # the optimizer does not hold frozen ones
-                held = safe_get_local_fp32_param(parameter) if parameter.requires_grad else parameter.ds_tensor
+                frozen = not parameter.requires_grad
+                held: Tensor = parameter.ds_tensor if frozen else safe_get_local_fp32_param(parameter)  # type: ignore[attr-defined]
                 yield name, self._partitions_of(parameter, held.detach())
 
     def moments(self) -> Iterator[tuple[str, Parts]]:
