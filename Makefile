@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help setup pretrain test test-all check style types map audit clean
+.PHONY: help setup pretrain test test-all test-gpu check style types map audit clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -26,6 +26,9 @@ test: $(INSTALLED) ## the tests, without those marked slow; two files at once, s
 
 test-all: $(INSTALLED) ## all tests
 	$(BIN)/python -m pytest
+
+test-gpu: $(INSTALLED) ## on a machine with GPUs: its tests, its benchmark, the image; leaves docs/gpu-report.md to commit
+	$(BIN)/python -m tests.support.gpu_report
 
 check: style types test ## style, types and tests
 

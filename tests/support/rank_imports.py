@@ -6,13 +6,15 @@ from transformers.models.bert import modeling_bert
 from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
 
+from tests.support.device import DEVICE_KIND
 from training import evaluate, export, generate, train
 from training.strategies.zero import import_deepspeed
 
 __all__ = ["evaluate", "export", "generate", "modeling_bert", "modeling_gpt2", "modeling_llama", "train"]
 
-import_deepspeed("cpu")
-# DeepSpeed imports these, and torch's compiler with them, when it makes an engine: 1.7 s of a core in each rank
-import_module("deepspeed.module_inject.auto_ep_layer")
-import_module("deepspeed.runtime.superoffload.superoffload_stage3")
-import_module("deepspeed.runtime.zero.muon.original_muon")
+if DEVICE_KIND == "cpu":  # else each rank does: with CUDA touched here, no rank could use it
+    import_deepspeed("cpu")
+    # DeepSpeed imports these, and torch's compiler with them, when it makes an engine: 1.7 s of a core in each rank
+    import_module("deepspeed.module_inject.auto_ep_layer")
+    import_module("deepspeed.runtime.superoffload.superoffload_stage3")
+    import_module("deepspeed.runtime.zero.muon.original_muon")

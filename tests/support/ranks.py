@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tasks.workspace.processes import free_port
 from tests.support import nccl_like
+from tests.support.device import rank_environment
 from training.records.plan import RunPlan
 from training.tracking.rows import read_rows
 
@@ -48,7 +49,8 @@ class Ranks:
         for rank in range(ranks):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MLFLOW_TRACKING_URI": ""}
             place[BACKEND] = os.environ.get(BACKEND, "")
-            process = _SERVER.Process(target=_run_rank, args=(program, plan_path, world | place, self.log_path))
+            environment = world | place | rank_environment()
+            process = _SERVER.Process(target=_run_rank, args=(program, plan_path, environment, self.log_path))
             process.start()
             self.processes.append(process)
 

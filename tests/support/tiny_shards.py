@@ -10,6 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer, models
 
 from tests.support.configs import inventory, tiny_config
+from tests.support.device import DEVICE_KIND, on_device
 from tests.support.manifests import write_manifest
 from training.planner.plan import make_plan
 from training.records.token_shards import SourceFile, Stretch, TokenShards
@@ -46,10 +47,10 @@ def plan_tiny_run(folder: Path, *, shards_dir: Path, ranks: int = 1, **overrides
     """Write the plan of a run in `folder`, on the tiny shards; the path of its plan.json."""
     if ranks > 1:
         overrides.setdefault("parallel__ranks", ranks)
-    config = tiny_config(**overrides)
+    config = tiny_config(**on_device(overrides, ranks=ranks))
     plan = make_plan(
         config,
-        inventory(ranks),
+        inventory(ranks, kind=DEVICE_KIND),
         run_id=folder.name,
         shards=TokenShards.read(shards_dir / "manifest.json"),
         shards_dir=str(shards_dir),

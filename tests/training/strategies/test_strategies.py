@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.device import LOOSER
 from tests.support.layouts import EIGHT_RANKS, LAYOUTS
 from tests.support.ranks import losses, run_ranks
 from tests.support.repository import REPO
@@ -22,8 +23,8 @@ from training.tracking.rows import read_rows
 STEPS = 8
 # fp32 sums are taken in another order: each step's relative error is about 1e-7, AdamW's division by the root of a
 # small second moment magnifies it in the first steps. Measured over all layouts: weights 7e-6, losses 5e-7 at most.
-WEIGHT_BOUND = 2e-5
-LOSS_BOUND = 2e-6
+WEIGHT_BOUND = 2e-5 * LOOSER
+LOSS_BOUND = 2e-6 * LOOSER
 
 SLOW = {
     "zero1",
