@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.support.layouts import FOUR_RANKS, LOCAL_SGD
 from tests.support.ranks import Ranks
 
@@ -13,6 +15,7 @@ MODEL = {"model__width": 256, "model__layers": 4, "model__heads": 4}  # 3.3M par
 BESIDES = 1.1  # messages' headers, barriers
 
 
+@pytest.mark.slow
 def test_a_rank_receives_no_more_of_a_checkpoint_than_it_writes(make_run: Callable[..., Path]) -> None:
     """Measured by the kernel, in all layouts of four ranks; where every rank gets every tensor it is 3 to 6 times."""
     layouts = {
