@@ -96,6 +96,8 @@ class Writer:
         self.changed.set()
         if self.rank.rank != 0:
             return
+        if self.rank.world_size == 1:  # there is nobody to ask
+            self.publish([self.rank_files])
         self.complete.wait()
         if self._retry(self._publish):
             self.published.set()
