@@ -38,6 +38,7 @@ GPU_FAULT = re.compile(
     r"unspecified launch failure|uncorrectable (ECC|NVLink) error|hardware stack error|GPU is lost|"
     r"fallen off the bus|\bXid\b"
 )
+BAD_LOSS = re.compile(r"NonFiniteLoss|loss scale already at minimum")  # ours, and DeepSpeed's in fp16
 SENT_A_SIGNAL = re.compile(r"Signal (9|15)\b")  # as torchrun says it of a rank
 BAD_CONFIG = ("ValueError", "pydantic", "ModuleNotFoundError", "ImportError")
 TELLING = re.compile(r"Error|Watchdog caught|rank \d+ failed: ")  # of a log's last lines
@@ -66,7 +67,7 @@ def cause_of(error: str) -> Cause:
     """The cause that the last line of a failed rank names by itself."""
     if OUT_OF_MEMORY.search(error):
         return "out of memory"
-    if "NonFiniteLoss" in error:
+    if BAD_LOSS.search(error):
         return "bad loss"
     if error.startswith(BAD_CONFIG) or SHARED_MEMORY_FULL.search(error):
         return "bad config"

@@ -180,6 +180,17 @@ HUNG = "Terminating the process after attempting to dump debug info, due to Proc
             "'unspecified launch failure'",
             "gpu fault",
         ),
+        # deepspeed/runtime/fp16/loss_scaler.py: fp16 whose scale is 1 already
+        ("Exception: Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.", "bad loss"),
+        # deepspeed/runtime/zero/partitioned_param_coordinator.py
+        ("RuntimeError: attempted to add non-inflight parameter to registry {'id': 3}", "error"),
+        # torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py
+        (
+            "RuntimeError: FSDP parameters should be materialized from meta device before training, but the following "
+            "were still on meta device: ['weight']",
+            "error",
+        ),
+        ("AssertionError: FSDP expects uniform original parameter dtype but got {torch.float32}", "error"),
         # NVIDIA's GPU debug guidelines: the driver's line in the kernel log, here of a GPU that fell off the bus
         ("NVRM: Xid (PCI:0000:3b:00): 79, pid=4711, GPU has fallen off the bus.", "gpu fault"),
     ],
