@@ -52,7 +52,7 @@ def main() -> None:
     parts = [tests("tests marked gpu", ("-m", "gpu"))]
     if not quick:
         parts.append(tests("tests of ranks, on GPUs", ("-m", "not rig and not long", *ON_DEVICE)))
-    parts.append(run("benchmarks.gpu", (sys.executable, "-m", "benchmarks.gpu", *(("--tiny",) if quick else ()))))
+    parts.append(run("benchmarks.gpu", (sys.executable, "-m", "benchmarks.gpu", *(("--quick",) if quick else ()))))
     if not quick and shutil.which("docker"):
         parts.append(run("the training image", (sys.executable, "-m", "flows.cli", "image", "build")))
     REPORT.write_text(page(parts))
