@@ -7,9 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.layouts import FOUR_RANKS, LOCAL_SGD
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, run_ranks
+from training.checkpoint.load import checkpoint_folder
+from training.checkpoint.safetensors_files import TensorFiles
 
 MODEL = {"model__width": 256, "model__layers": 4, "model__heads": 4}  # 3.3M parameters: pages are small beside them
 BESIDES = 1.1  # messages' headers, barriers
@@ -30,3 +33,17 @@ def test_a_rank_receives_no_more_of_a_checkpoint_than_it_writes(make_run: Callab
         assert len(rows) == 4
         for row in rows:
             assert row["received_bytes"] <= BESIDES * row["kept_bytes"], name
+
+
+@pytest.mark.parametrize("layout", ["fsdp x tp", "zero2 4"])
+def test_a_checkpoint_staged_in_many_rounds_is_the_same(layout: str, make_run: Callable[..., Path]) -> None:
+    ranks, overrides = FOUR_RANKS[layout]
+    folders = []
+    for program in ("training.train", "tests.programs.small_rounds"):
+        plan_path = make_run(f"{layout} by {program}", ranks=ranks, train__steps=2, train__micro_batch=1, **overrides)
+        run_ranks(plan_path, program=program)
+        folders.append(checkpoint_folder(plan_path.parent, 2))
+    for kind in ("model", "optimizer"):
+        once, in_rounds = (TensorFiles(folder, kind) for folder in folders)
+        assert once.keys() == in_rounds.keys()
+        assert all(torch.equal(once[name], in_rounds[name]) for name in once)
