@@ -7,22 +7,29 @@ tensors' bytes. The library's `save_file` can neither be hashed on the way, whic
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
+import itertools
 import json
+import mmap
 import os
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from training.records.record import Record
 
-CHUNK_BYTES = 2**24  # long enough that Python costs nothing, short enough to stop soon: 10-50 ms
+BLOCK_BYTES = 2**24  # long enough that Python costs nothing, short enough to stop soon: 10-50 ms
+ALIGNED_BYTES = 4096  # direct writes are of whole pages, from a page's beginning
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -46,33 +53,67 @@ class Abandoned(Exception):
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, abandoned: threading.Event) -> WrittenFile:
     """Contiguous CPU tensors of any shape -> one file, on disk when this returns.
 
-    Both writing and hashing release the interpreter lock, so threads do them beside training, and beside each other.
-    Raises OSError as the disk does, Abandoned soon after the event is set; half a file is left then.
+    The bytes go past the page cache where the file system lets them (`O_DIRECT`): a checkpoint then takes no memory
+    from the token shards' pages, and a sixth of the time on a machine whose free memory is not mapped yet (600 MB here:
+    0.4 s, through the cache 2.5 s). Copying, hashing and writing release the interpreter lock, so threads do them
+    beside training. Raises OSError as the disk does, Abandoned soon after the event is set; half a file is left then.
     """
     digest, size = hashlib.sha256(), 0
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
+        _bypass_page_cache(file.fileno(), True)
         hashed: Future[None] | None = None
-        for chunk in _chunks(tensors):
+        for block, length in _blocks(tensors):
             if abandoned.is_set():
                 raise Abandoned
             if hashed is not None:
-                hashed.result()  # of the chunk before
-            hashed = hasher.submit(digest.update, chunk)
-            written = 0
-            while written < len(chunk):  # a full disk accepts a part, then raises on the rest
-                written += file.write(chunk[written:]) or 0
-            size += len(chunk)
+                hashed.result()  # of the block before, which is filled again next
+            hashed = hasher.submit(digest.update, block[:length])
+            _write(file, block[: -(-length // ALIGNED_BYTES) * ALIGNED_BYTES])
+            size += length
+        file.truncate(size)  # the last block was written to its end
         os.fsync(file.fileno())
     return WrittenFile(size_bytes=size, sha256=digest.hexdigest())
 
 
-def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    yield memoryview(_header(tensors))
-    for tensor in tensors.values():
-        assert tensor.is_contiguous()
-        content = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-        for start in range(0, len(content), CHUNK_BYTES):
-            yield content[start : start + CHUNK_BYTES]
+def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[tuple[memoryview, int]]:
+    """The file's bytes in page-aligned blocks, and how many bytes of each count; two blocks take turns."""
+    blocks = itertools.cycle([memoryview(mmap.mmap(-1, BLOCK_BYTES)) for _ in range(2)])
+    block, filled = next(blocks), 0
+    contents = (tensor.detach().reshape(-1).view(torch.uint8).numpy() for tensor in tensors.values())
+    for content in itertools.chain([np.frombuffer(_header(tensors), np.uint8)], contents):
+        start = 0
+        while start < len(content):
+            part = content[start : start + BLOCK_BYTES - filled]
+            np.copyto(np.frombuffer(block, np.uint8)[filled : filled + len(part)], part)
+            start, filled = start + len(part), filled + len(part)
+            if filled == BLOCK_BYTES:
+                yield block, filled
+                block, filled = next(blocks), 0
+    if filled:
+        yield block, filled
+
+
+def _write(file: FileIO, content: memoryview) -> None:
+    written = 0
+    while written < len(content):  # a full disk accepts a part, then raises on the rest
+        try:
+            written += file.write(content[written:]) or 0
+        except OSError as error:
+            if error.errno != errno.EINVAL or not _bypass_page_cache(file.fileno(), False):
+                raise
+
+
+def _bypass_page_cache(descriptor: int, wanted: bool) -> bool:
+    """Turn direct writes on or off; False if nothing changed, as where the file system has none."""
+    direct = getattr(os, "O_DIRECT", 0)  # macOS has none
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    if bool(flags & direct) == wanted:
+        return False
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags ^ direct)
+    except OSError:
+        return False
+    return True
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
