@@ -123,7 +123,7 @@ def make_run_on_ranks(folder: Path, *, of: RunPlan, ranks: int, parallel: dict[s
 
 
 def measure_traffic(folder: Path, *, of: RunPlan, ranks: int) -> dict[str, float]:
-    """By layout: bytes that a rank receives for a checkpoint, over the bytes that it keeps; the rank with most."""
+    """Return by layout how many bytes a rank receives for a checkpoint over those that it keeps: the rank with most."""
     for name, parallel in LAYOUTS.items():
         make_run_on_ranks(folder / name, of=of, ranks=ranks, parallel=parallel)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

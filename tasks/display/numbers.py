@@ -25,6 +25,6 @@ def format_count(number: float) -> str:
 
 
 def describe_utilisation(*, mfu: float | None, matmul_share: float | None) -> str:
-    """What of the devices' rates is used, to follow a speed: empty where neither is known."""
+    """Return the words that follow a speed, ", 41.0% MFU": empty where neither share is known."""
     shares = ((mfu, "MFU"), (matmul_share, "of the measured matmul rate"))
     return "".join(f", {share:.1%} {words}" for share, words in shares if share is not None)

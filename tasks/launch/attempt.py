@@ -239,7 +239,10 @@ class Attempt:
         self.logs[host.name] = LogFollower(host, container, self.folder.parents[1] / "logs" / f"{host.name}.log")
 
     def _compile_caches(self, host: DockerHost) -> dict[str, str]:
-        """Where torch.compile and Triton keep what they made: a folder for each host, whose CPU may be another."""
+        """Environment that tells torch.compile and Triton where to keep what they made: each host has its folder.
+
+        Hosts may have unlike CPUs, and what was compiled for one does not run on another.
+        """
         if self.program.compile_cache is None:
             return {}
         folder = self.program.compile_cache / host.name

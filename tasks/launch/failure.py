@@ -81,7 +81,7 @@ def cause_of(error: str) -> Cause:
 
 
 def cure_of(cause: Cause, error: str) -> str | None:
-    """What a user can do about it; None if the error itself says all there is."""
+    """Return what a user can do about the failure; None if the error itself says all there is."""
     if SHARED_MEMORY_FULL.search(error):
         return "/dev/shm of the container is full: raise launch.shm_gib"
     return CURES.get(cause)

@@ -75,7 +75,10 @@ def _make_nccl_report() -> Path:
 
 
 def sockets_despite_adapters(hosts: Sequence[str], networks: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """What is wrong where NCCL took TCP on a host with InfiniBand, with the cure; by rank: host, network, adapters."""
+    """Return a message with its cure if NCCL took TCP on a host with InfiniBand, else "".
+
+    `hosts` and `networks` are by rank; a network is what NCCL chose ("IB", "Socket") and the host's adapters.
+    """
     if os.environ.get("NCCL_IB_DISABLE") == "1":
         return ""
     slow = {host: found[1] for host, found in zip(hosts, networks, strict=False) if found[0] == "Socket" and found[1]}

@@ -105,7 +105,7 @@ def _gpus() -> list[object]:
 
 
 def _gpu_stats(gpu: object) -> dict[str, float]:
-    """What NVML tells of the GPU now; a MIG slice has no utilisation, and not every GPU reports its power."""
+    """Return what NVML reports of the GPU now; a MIG slice has no utilisation, and not every GPU reports its power."""
     import pynvml
 
     row = dict[str, float]()

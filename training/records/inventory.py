@@ -33,7 +33,7 @@ class Link(Record):
 
 
 class Measured(Record):
-    """What training/measure.py measures on one host: its devices' rates by local rank, an all-reduce between them."""
+    """Rates of one host as training/measure.py finds them: its devices' by local rank, an all-reduce between them."""
 
     devices: tuple[Device, ...]
     allreduce_gb_per_s: float

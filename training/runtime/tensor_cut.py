@@ -59,7 +59,7 @@ class Parts:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole."""
+        """Size of the whole tensor."""
         return math.prod(self.shape) * self.own.itemsize
 
     def row_of(self, rank: int) -> tuple[int, ...]:
@@ -121,7 +121,7 @@ def _part_shapes(shape: torch.Size, cut: Cut | None, pieces: int, shards: int) -
 
 
 def _rows_of_shards(rows: int, shards: int) -> list[int]:
-    """As DTensor's Shard(0) deals them out: as many to each as to the first, until there are no more."""
+    """Rows that each shard gets from DTensor's Shard(0): as many as the first, until there are no more."""
     most = -(-rows // shards)
     return [max(0, min(most, rows - shard * most)) for shard in range(shards)]
 
