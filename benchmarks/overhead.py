@@ -49,7 +49,7 @@ def measure(home: Path) -> dict[str, float]:
         stage_s = json.loads((run_dir / "stages.json").read_text())
         ranks_started = (run_dir / "gang.json").stat().st_mtime
     finally:
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)  # Ctrl-C is ignored by what a shell starts with &
         process.wait(STOP_S)
     total, ranks = first_step - began, first_step - ranks_started
     parts = {"tokenize": stage_s["tokenize"], "hardware": stage_s["hardware"], "ranks to first step": ranks}
