@@ -13,21 +13,29 @@ import logging
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from tasks.data.encoder import SavedTokenizer, TokensDiffer, record_difference
 from tasks.data.readers import Piece, read_pieces
 from tasks.data.sharding import cut_chunks, tokenize_chunks
 from tasks.data.sources import EXAMPLES_KEPT, SkippedDocuments, Source, find_sources
 from tasks.data.split import SplitRule, choose_rule, split_pieces
-from tasks.data.tokenizer import SavedTokenizer, Specials, content_hash, load_pretrained, save_tokenizer, special_tokens
+from tasks.data.tokenizer import Specials, content_hash, load_pretrained, save_tokenizer, special_tokens
 from tasks.display.progress import Progress, terminal_bar
 from tasks.hardware.machine import usable_cores
 from tasks.workspace.locks import exclusive
 from training.config.run import DataConfig
 from training.records.token_shards import Shard, TokenShards
-from training.shards.format import MANIFEST, SPLITS, discard_damaged, discard_other_tokens, verify_hashes
+from training.shards.format import (
+    MANIFEST,
+    SPLITS,
+    discard_damaged,
+    discard_other_tokens,
+    forget_stretches,
+    verify_hashes,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -99,6 +107,8 @@ def _fingerprint(data: DataConfig, sources: list[Source], specials: Specials, pr
     """A hash of all that the tokens follow from: content and settings, but no paths and no number of processes."""
     settings = data.model_dump(mode="json", exclude={"path", "hub_revision", "processes", "streaming"})
     settings["tokenizer"].pop("path")
+    if data.encoding == "utf-8":
+        settings.pop("encoding")  # corpora were tokenized before there was the field
     identity = {
         "format": FORMAT_VERSION,
         "sources": [source.record.model_dump() for source in sources],
@@ -168,15 +178,13 @@ def _tokenize(
     corpus: Corpus, rule: SplitRule, folder: Path, fingerprint: str, tokenizer: SavedTokenizer
 ) -> TokenShards:
     started = time.perf_counter()
-    data, skipped = corpus.data, SkippedDocuments(corpus.data.on_error)
-    chunks = cut_chunks(split_pieces(corpus.pieces(skipped), rule), num_bytes=data.shard_mib * 2**20)
-    processes = data.processes or usable_cores()
-    made: dict[int, tuple[Shard, ...]] = {}
-    done_bytes = 0
-    for index, shards in tokenize_chunks(chunks, folder, tokenizer, processes=processes):
-        made[index] = shards
-        done_bytes += sum(shard.text_bytes for shard in shards)
-        corpus.report("tokens", done_bytes, corpus.total_bytes)
+    try:
+        shards, skipped = _tokenize_all(corpus, rule, folder, tokenizer)
+    except TokensDiffer as error:
+        log.warning("%s: all text is encoded again, by tokenizers alone", error)
+        forget_stretches(folder)
+        record_difference(tokenizer.file, str(error))
+        shards, skipped = _tokenize_all(corpus, rule, folder, replace(tokenizer, library="tokenizers"))
     manifest = TokenShards(
         fingerprint=fingerprint,
         sources=tuple(source.record for source in corpus.sources),
@@ -187,12 +195,26 @@ def _tokenize(
         mask_id=tokenizer.mask_id,
         dtype=tokenizer.dtype,
         split_rule=rule.why,
-        shards=tuple(shard for index in sorted(made) for shard in made[index]),
+        shards=shards,
         skipped=corpus.skipped_sources.count + skipped.count,
         skipped_examples=tuple((corpus.skipped_sources.examples + skipped.examples)[:EXAMPLES_KEPT]),
     )
     _log_outcome(manifest, seconds=time.perf_counter() - started)
     return manifest
+
+
+def _tokenize_all(
+    corpus: Corpus, rule: SplitRule, folder: Path, tokenizer: SavedTokenizer
+) -> tuple[tuple[Shard, ...], SkippedDocuments]:
+    data, skipped = corpus.data, SkippedDocuments(corpus.data.on_error)
+    chunks = cut_chunks(split_pieces(corpus.pieces(skipped), rule), num_bytes=data.shard_mib * 2**20)
+    made: dict[int, tuple[Shard, ...]] = {}
+    done_bytes = 0
+    for index, shards in tokenize_chunks(chunks, folder, tokenizer, processes=data.processes or usable_cores()):
+        made[index] = shards
+        done_bytes += sum(shard.text_bytes for shard in shards)
+        corpus.report("tokens", done_bytes, corpus.total_bytes)
+    return tuple(shard for index in sorted(made) for shard in made[index]), skipped
 
 
 def _log_outcome(manifest: TokenShards, *, seconds: float) -> None:

@@ -7,6 +7,7 @@ shifts the columns when the first row is too long, and counts rows where an edit
 
 from __future__ import annotations
 
+import codecs
 import csv
 import glob
 import io
@@ -59,8 +60,8 @@ def read_pieces(sources: list[Source], data: DataConfig, skipped: SkippedDocumen
                 place = piece.name
                 yield replace(piece, source=number)
                 documents += piece.last
-        except OSError as error:
-            reason = error.strerror or error
+        except (OSError, UnicodeDecodeError) as error:
+            reason = f"not {data.encoding}" if isinstance(error, UnicodeDecodeError) else error.strerror or error
             if not place and source.format != "hub":  # a hub set is the whole corpus: skipped, nothing would be left
                 skipped.skip_or_raise(source.name, f"cannot be read ({reason})")
                 continue
@@ -79,6 +80,8 @@ def _read(source: Source, data: DataConfig, skipped: SkippedDocuments) -> Iterat
             yield from _lines(source, skipped)
         case "text":
             yield from _paragraphs(source, skipped)
+        case "json" if _is_array(source):
+            yield from _json_array(source, data.column, skipped)
         case "json":
             yield from _json_lines(source, data.column, skipped)
         case "csv" | "tsv":
@@ -94,10 +97,17 @@ def _read(source: Source, data: DataConfig, skipped: SkippedDocuments) -> Iterat
 
 def _whole_file(source: Source, skipped: SkippedDocuments) -> Iterator[Piece]:
     """Reads the file twice, in blocks: first for bytes that are not UTF-8, so that no half of a bad file gets in."""
-    for number, line in _numbered(source):
-        if problem := _not_unicode(line):
-            skipped.skip_or_raise(f"{source.name}:{number}", problem)
-            return
+    try:
+        with source.open() as file:
+            decoder = codecs.getincrementaldecoder("utf-8")()
+            while block := file.read(BLOCK_CHARACTERS):
+                decoder.decode(block)
+            decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        found = ((number, _not_unicode(line)) for number, line in _numbered(source))
+        number, problem = next((number, problem) for number, problem in found if problem)
+        skipped.skip_or_raise(f"{source.name}:{number}", problem)
+        return
     # newline="" keeps \r\n as it is: tokens decode to the bytes that were read
     with source.open() as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
         yield from _pieces(source.name, iter(lambda: text.read(BLOCK_CHARACTERS), ""))
@@ -129,7 +139,33 @@ def _numbered(source: Source) -> Iterator[tuple[int, str]]:
             yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8", errors="surrogateescape")
 
 
-# JSON lines, CSV
+# JSON, CSV
+
+
+def _is_array(source: Source) -> bool:
+    """Whether a .json file is one array, not one object per line."""
+    if source.suffix != ".json":
+        return False
+    with source.open() as file:
+        start = file.read(BLOCK_CHARACTERS)
+    return start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+def _json_array(source: Source, column: str, skipped: SkippedDocuments) -> Iterator[Piece]:
+    """Objects, or texts, of an array of any length; one at a time is in memory."""
+    import ijson
+
+    with source.open() as file:
+        if file.peek(3)[:3] == codecs.BOM_UTF8:
+            file.read(3)
+        try:
+            for number, row in enumerate(ijson.items(file, "item", use_float=True), 1):
+                place = f"{source.name}:item {number}"
+                yield from (
+                    _document(place, row, skipped) if isinstance(row, str) else _of_row(row, place, column, skipped)
+                )
+        except ijson.JSONError as error:
+            raise OSError(f"not valid JSON: {str(error).strip().splitlines()[0]}") from error
 
 
 def _json_lines(source: Source, column: str, skipped: SkippedDocuments) -> Iterator[Piece]:
@@ -143,16 +179,20 @@ def _json_lines(source: Source, column: str, skipped: SkippedDocuments) -> Itera
         try:
             row = json.loads(line)
         except (json.JSONDecodeError, RecursionError) as error:
-            skipped.skip_or_raise(place, f"not valid JSON ({error}); a JSON file holds one object per line")
-            continue
-        if not isinstance(row, dict):
             skipped.skip_or_raise(
-                place, f"holds {_kind(row)}, not an object with the key {column!r}; one object per line"
+                place, f"not valid JSON ({error}); a JSON file holds one object per line, or is one array"
             )
-        elif column not in row:
-            skipped.skip_or_raise(place, f"has no key {column!r} but {_listed(row)}; set data.column to one of them")
-        else:
-            yield from _document(place, row[column], skipped)
+            continue
+        yield from _of_row(row, place, column, skipped)
+
+
+def _of_row(row: object, place: str, column: str, skipped: SkippedDocuments) -> Iterator[Piece]:
+    if not isinstance(row, dict):
+        skipped.skip_or_raise(place, f"holds {_kind(row)}, not an object with the key {column!r}")
+    elif column not in row:
+        skipped.skip_or_raise(place, f"has no key {column!r} but {_listed(row)}; set data.column to one of them")
+    else:
+        yield from _document(place, row[column], skipped)
 
 
 def _table(source: Source, column: str, skipped: SkippedDocuments) -> Iterator[Piece]:
@@ -272,7 +312,9 @@ def _not_unicode(text: str) -> str:
         code = ord(text[error.start])
         # surrogateescape maps the byte 0xNN to U+DCNN; any other lone surrogate was written as \uNNNN in JSON
         return (
-            f"invalid UTF-8 (byte 0x{code - 0xDC00:02x})" if 0xDC80 <= code <= 0xDCFF else f"invalid UTF-8 (U+{code:X})"
+            f"invalid UTF-8 (byte 0x{code - 0xDC00:02x}); data.encoding says which it has"
+            if 0xDC80 <= code <= 0xDCFF
+            else f"invalid UTF-8 (U+{code:X})"
         )
     return ""
 

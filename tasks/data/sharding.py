@@ -12,8 +12,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
+from tasks.data.encoder import SavedTokenizer, encode
 from tasks.data.split import Passage
-from tasks.data.tokenizer import SavedTokenizer, encode
 from training.records.token_shards import Shard, Stretch
 from training.shards.format import SPLITS, finished_shards, write_marker, write_shard
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import logging
 import os
@@ -37,6 +38,7 @@ FORMATS: dict[str, Format] = {
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 EXAMPLES_KEPT = 10
+RECODED_BYTES = 2**16
 
 
 class SkippedDocuments:
@@ -66,21 +68,53 @@ class Source:
     format: Format
     compression: str
     record: SourceFile
+    encoding: str = "utf-8"
 
     @property
     def name(self) -> str:
         return self.record.name
 
-    def open(self) -> BinaryIO:
-        """Opens the decompressed bytes.
+    @property
+    def suffix(self) -> str:
+        """`.jsonl` of `a.jsonl.gz`."""
+        return _suffixes(self.path)[0]
+
+    def open(self) -> io.BufferedReader:
+        """Opens the decompressed text as UTF-8. Reading raises UnicodeDecodeError where another encoding does not fit.
 
         With pyarrow: Python has no zstd before 3.14, and fsspec's reads a truncated file to its end without an error.
         """
-        if not self.compression:
-            return self.path.open("rb")
-        import pyarrow
+        file = self.path.open("rb")
+        if self.compression:
+            import pyarrow
 
-        return io.BufferedReader(pyarrow.input_stream(str(self.path), compression=self.compression))
+            file.close()
+            file = io.BufferedReader(pyarrow.input_stream(str(self.path), compression=self.compression))
+        return file if self.encoding == "utf-8" else io.BufferedReader(_Recoded(file, self.encoding))
+
+
+class _Recoded(io.RawIOBase):
+    """The bytes of a file of another encoding, as UTF-8."""
+
+    def __init__(self, file: BinaryIO, encoding: str) -> None:
+        self.file, self.decoder = file, codecs.getincrementaldecoder(encoding)()
+        self.left = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        block = b" "
+        while block and not self.left:
+            block = self.file.read(RECODED_BYTES)
+            self.left = self.decoder.decode(block, final=not block).encode()
+        part = self.left[: len(buffer)]
+        buffer[: len(part)], self.left = part, self.left[len(part) :]
+        return len(part)
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
 
 
 def find_sources(data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
@@ -89,9 +123,10 @@ def find_sources(data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
     if data.path.startswith("hub:"):
         return [_hub_source(data)]
     if data.path == "stdlib":
-        return _hashed(_stdlib_files(skipped), skipped)
+        return _hashed(_stdlib_files(skipped), skipped, encoding="utf-8")
     path = Path(data.path).expanduser()
-    return _hashed(_folder_files(path, skipped) if path.is_dir() else [(path.name, path)], skipped)
+    files = _folder_files(path, skipped) if path.is_dir() else [(path.name, path)]
+    return _hashed(files, skipped, encoding=data.encoding)
 
 
 def check_path(data: DataConfig) -> None:
@@ -109,7 +144,7 @@ def check_path(data: DataConfig) -> None:
         raise ValueError(f"data.path={data.path} is neither a file nor a folder: give one of them")
 
 
-def _hashed(files: list[tuple[str, Path]], skipped: SkippedDocuments) -> list[Source]:
+def _hashed(files: list[tuple[str, Path]], skipped: SkippedDocuments, *, encoding: str) -> list[Source]:
     sources = []
     for name, path in files:
         try:
@@ -118,7 +153,7 @@ def _hashed(files: list[tuple[str, Path]], skipped: SkippedDocuments) -> list[So
             skipped.skip_or_raise(name, f"cannot be read ({error.strerror})")
             continue
         suffix, compression = _suffixes(path)
-        sources.append(Source(path, FORMATS.get(suffix, "text"), compression, record))
+        sources.append(Source(path, FORMATS.get(suffix, "text"), compression, record, encoding))
     return sources
 
 

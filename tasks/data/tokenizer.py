@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from tasks.data.split import Passage
+from tasks.data.encoder import SavedTokenizer, choose_library, load_tokenizer
 from training.config.data import TokenizerConfig
 from training.records.record import sha256_file, write_atomically
-from training.shards.format import Dtype, token_dtype
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -27,7 +23,6 @@ log = logging.getLogger(__name__)
 
 END = "<|endoftext|>"
 MASK = "<|mask|>"
-BATCH_CHARACTERS = 2**20  # what the tokenizer returns takes some 100 bytes per character
 
 
 @dataclass(frozen=True)
@@ -36,22 +31,6 @@ class Specials:
 
     end: str
     mask: str | None
-
-
-@dataclass(frozen=True)
-class SavedTokenizer:
-    """A tokenizer in FOLDER/tokenizer/, and what the manifest records of it."""
-
-    file: Path
-    name: str
-    sha256: str
-    vocab_size: int
-    end_id: int
-    mask_id: int | None
-
-    @property
-    def dtype(self) -> Dtype:
-        return token_dtype(self.vocab_size)
 
 
 def load_pretrained(config: TokenizerConfig) -> PreTrainedTokenizerFast | None:
@@ -132,49 +111,6 @@ def save_tokenizer(
             _write(_make(config, specials, train_texts=train_texts, all_texts=all_texts), specials, aside)
         aside.rename(target)
     return _described(target / "tokenizer.json", config, specials)
-
-
-def encode(saved: SavedTokenizer, passages: Sequence[Passage]) -> tuple[np.ndarray, list[int], list[int]]:
-    """Tokens of all passages, each whole document followed by the end token; places where documents end; and the
-    number of tokens of each passage.
-    """
-    tokenizer = _load(str(saved.file))
-    parts: list[np.ndarray] = [np.empty(0, dtype=saved.dtype)]
-    ends: list[int] = []
-    lengths: list[int] = []
-    total = 0
-    for batch in _batches(passages):
-        encodings = tokenizer.encode_batch_fast([passage.text for passage in batch], add_special_tokens=False)
-        for passage, encoding in zip(batch, encodings, strict=True):
-            ids = [*encoding.ids, saved.end_id] if passage.whole else encoding.ids
-            parts.append(np.array(ids, dtype=saved.dtype))
-            lengths.append(len(ids))
-            total += len(ids)
-            if passage.ends:
-                ends.append(total)
-    return np.concatenate(parts), ends, lengths
-
-
-def _batches(passages: Sequence[Passage]) -> Iterator[list[Passage]]:
-    batch: list[Passage] = []
-    characters = 0
-    for passage in passages:
-        batch.append(passage)
-        characters += len(passage.text)
-        if characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-@functools.cache
-def _load(file: str) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(file)
-    tokenizer.encode_special_tokens = True  # "<|endoftext|>" written in a text is text, not the end of a document
-    return tokenizer
 
 
 def _make(
@@ -261,13 +197,17 @@ def _write(tokenizer: Tokenizer, specials: Specials, folder: Path) -> None:
 
 
 def _described(file: Path, config: TokenizerConfig, specials: Specials) -> SavedTokenizer:
-    tokenizer = _load(str(file))
+    tokenizer = load_tokenizer(str(file))
+    library, why = choose_library(file)
+    log.info("text is encoded by %s", why)
     vocab_size = _vocab_size(tokenizer)
     origin = f"pretrained {Path(config.path).name}" if config.kind == "pretrained" else config.kind
     end_id = tokenizer.token_to_id(specials.end)
     mask_id = tokenizer.token_to_id(specials.mask) if specials.mask else None
     assert end_id is not None, f"{specials.end} is not in {file}"
-    return SavedTokenizer(file, f"{origin}, {vocab_size} tokens", sha256_file(file), vocab_size, end_id, mask_id)
+    return SavedTokenizer(
+        file, f"{origin}, {vocab_size} tokens", sha256_file(file), vocab_size, end_id, mask_id, library
+    )
 
 
 def _vocab_size(tokenizer: Tokenizer) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from training.config.section import Section
 
@@ -62,6 +63,11 @@ class DataConfig(Section):
         "file",
         description="What counts as one document in a plain-text file: the whole file, each line, or each paragraph.",
     )
+    encoding: str = Field(
+        "utf-8",
+        description="Encoding of the text, JSON and CSV files, under a name that Python knows: utf-8, gb18030, utf-16, "
+        "latin-1. Parquet files and the hub have their own.",
+    )
     hub_config: str = Field("", description="Configuration name of a Hugging Face dataset; empty means its default.")
     hub_revision: str = Field("", description="Commit or tag of a Hugging Face dataset; empty means its newest commit.")
     hub_split: str = Field("train", description="Split of a Hugging Face dataset to read.")
@@ -90,3 +96,15 @@ class DataConfig(Section):
     processes: int = Field(
         0, ge=0, le=512, description="Number of processes that tokenize the corpus; 0 means one per core."
     )
+
+    @field_validator("encoding")
+    @classmethod
+    def check_encoding(cls, name: str) -> str:
+        try:
+            "text".encode(name)
+        except LookupError:
+            raise ValueError(
+                f"data.encoding={name} is no encoding that Python knows: give utf-8, gb18030, utf-16, latin-1 or "
+                "another one of docs.python.org/3/library/codecs.html"
+            ) from None
+        return codecs.lookup(name).name

@@ -129,7 +129,7 @@ def discard_damaged(folder: Path) -> list[str]:
         return [f"{path} is not a manifest of token shards ({error})", *discard_damaged(folder)]
     if manifest is None:
         if not (folder / "tokenizer" / "tokenizer.json").exists():
-            _forget_stretches(folder)
+            forget_stretches(folder)
             shutil.rmtree(folder / "tokenizer", ignore_errors=True)
         return []
     found = []
@@ -148,7 +148,7 @@ def discard_other_tokens(folder: Path, *, tokenizer_sha256: str) -> None:
     """Deletes the markers of stretches that were tokenized by another tokenizer than this one."""
     path = folder / MANIFEST
     if path.exists() and TokenShards.read(path).tokenizer_sha256 != tokenizer_sha256:
-        _forget_stretches(folder)
+        forget_stretches(folder)
         path.unlink()  # last: until then the next call comes here again
 
 
@@ -204,7 +204,8 @@ def _tokenizer_damage(folder: Path, manifest: TokenShards) -> str:
     )
 
 
-def _forget_stretches(folder: Path) -> None:
+def forget_stretches(folder: Path) -> None:
+    """Delete the markers of all stretches, so that the next writer makes them again."""
     for marker in folder.glob("*.done.json"):
         marker.unlink()
 

@@ -1,9 +1,11 @@
+import codecs
 import gzip
 import hashlib
 import json
 import logging
 import os
 import sysconfig
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
+from tasks.data.readers import read_pieces
+from tasks.data.sources import SkippedDocuments, find_sources
 from tests.support.tiny_corpus import all_documents, decoded, prepare
+from training.config.data import DataConfig
 from training.shards.format import SPLITS
 from training.shards.stream import TokenStream
 
@@ -77,6 +82,65 @@ def test_another_column(tmp_path: Path) -> None:
     assert sorted(all_documents(folder)) == sorted(f"line {i}" for i in range(40))
 
 
+LINES = [f"line\n{i}" for i in range(40)]
+
+
+@pytest.mark.parametrize("rows", [[{"text": text, "id": [1, 1.5]} for text in LINES], LINES], ids=["objects", "texts"])
+@pytest.mark.parametrize("start", [b"", codecs.BOM_UTF8, b"\n  "])
+def test_a_json_file_that_is_one_array(tmp_path: Path, rows: list[Any], start: bytes) -> None:
+    source = tmp_path / "a.json"
+    source.write_bytes(start + json.dumps(rows, indent=2).encode())
+    folder, _ = prepare(tmp_path, source)
+    assert sorted(all_documents(folder)) == sorted(LINES)
+
+
+def test_a_json_array_larger_than_memory_allows_is_streamed(tmp_path: Path) -> None:
+    source = tmp_path / "a.json"
+    text = "some words of a long line. " * 4000
+    with source.open("w") as file:
+        file.write("[" + ",".join(json.dumps({"text": f"{number} {text}"}) for number in range(600)) + "]")
+    size = source.stat().st_size
+    data = DataConfig(path=str(source))
+    skipped = SkippedDocuments("stop")
+    sources = find_sources(data, skipped)
+    next(read_pieces(sources, data, skipped))  # imports
+    tracemalloc.start()
+    read = sum(len(piece.text) for piece in read_pieces(sources, data, skipped))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert size > 60e6
+    assert read > 0.95 * size
+    assert peak < size / 10
+
+
+@pytest.mark.parametrize("encoding", ["gb18030", "UTF-16", "big5", "cp1251"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv", "a.jsonl.gz"])
+def test_another_encoding(tmp_path: Path, encoding: str, name: str) -> None:
+    words = "слово" if encoding == "cp1251" else "山中相送罷，日暮掩柴扉"
+    texts = [f"{words} {i}" for i in range(40)]
+    rows = [{"text": text} for text in texts]
+    content = {
+        "txt": "\n".join(texts),
+        "jsonl": "\n".join(json.dumps(row, ensure_ascii=False) for row in rows),
+        "json": json.dumps(rows, ensure_ascii=False),
+        "csv": "\n".join(["text", *texts]),
+    }[name.split(".")[1]].encode(encoding)
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    folder, _ = prepare(tmp_path, tmp_path / name, encoding=encoding, text_unit="line")
+    assert sorted(all_documents(folder)) == sorted(texts)
+
+
+def test_bytes_that_do_not_fit_the_encoding_are_refused_and_the_encoding_is_named(tmp_path: Path) -> None:
+    source = tmp_path / "a.txt"
+    source.write_bytes("fine, then 山".encode("gb18030") + b"\xff\xff and more")
+    with pytest.raises(ValueError, match=r"a\.txt:1: invalid UTF-8 .*data\.encoding"):
+        prepare(tmp_path, source)
+    with pytest.raises(ValueError, match=r"a\.txt: cannot be read \(not gb18030\)"):
+        prepare(tmp_path, source, encoding="gb18030")
+    with pytest.raises(ValueError, match=r"data\.encoding=martian is no encoding that Python knows: give utf-8"):
+        prepare(tmp_path, source, encoding="martian")
+
+
 # Bad input
 
 
@@ -89,7 +153,15 @@ def test_another_column(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "ok"}\n\n{"text": "b\xff"}\n', r"a\.jsonl:3: invalid UTF-8"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl:1: invalid UTF-8 \(U\+D800\)"),
         ("a.jsonl", b'{"text": "ok"}\n{"text": \n', r"a\.jsonl:2: not valid JSON \(.*one object per line"),
-        ("a.json", b'[\n{"text": "ok"}\n]\n', r"a\.json:1: not valid JSON \(.*one object per line"),
+        ("a.json", b'{"text": "ok"},\n', r"a\.json:1: not valid JSON \(.*one object per line, or is one array"),
+        ("a.json", b'[{"text": "ok"}, 7]', r"a\.json:item 2: holds a number \(7\), not an object with the key 'text'"),
+        ("a.json", b'[{"text": "ok"}, {"id": 7}]', r"a\.json:item 2: has no key 'text' but 'id'"),
+        (
+            "a.json",
+            b'[{"text": "ok"}, {"text"',
+            r"stopped after 1 documents, .*item 1 \(not valid JSON: .*half",
+        ),
+        ("a.json", b'[{"text": "b\xff"}]', r"a\.json: cannot be read \(not valid JSON: .*UTF8"),
         ("a.jsonl", b'{"text": "ok"}\n[1]\n', r"a\.jsonl:2: holds a list, not an object with the key 'text'"),
         ("a.jsonl", b'{"body": "x", "id": 1}\n', r"a\.jsonl:1: has no key 'text' but 'body', 'id'; set data\.column"),
         ("a.jsonl", b'{"text": 7}\n', r"a\.jsonl:1: the document is a number \(7\), not text"),
@@ -230,4 +302,4 @@ def test_a_bad_line_spoils_its_file_or_paragraph_only(tmp_path: Path) -> None:
         options: dict[str, Any] = {"text_unit": unit, "on_error": "skip", "split": "tail", "validation_fraction": 0.5}
         folder, shards = prepare(tmp_path, root, **options)
         assert "".join(all_documents(folder)) == expected
-        assert shards.skipped_examples == ("b.txt:3: invalid UTF-8 (byte 0xff)",)
+        assert shards.skipped_examples == ("b.txt:3: invalid UTF-8 (byte 0xff); data.encoding says which it has",)
