@@ -93,7 +93,11 @@ class Corpus:
 
     def pieces(self, skipped: SkippedDocuments | None = None) -> Iterator[Piece]:
         """Reads all pieces in order. Each pass skips the same documents; only one that is given `skipped` counts."""
-        return read_pieces(self.sources, self.data, skipped or SkippedDocuments(self.data.on_error))
+        return read_pieces(self.sources, self.data, skipped or self.skipped_documents())
+
+    def skipped_documents(self) -> SkippedDocuments:
+        """What one pass leaves out; nothing yet."""
+        return SkippedDocuments(self.data.on_error, deduplicate=self.data.deduplicate)
 
     @property
     def total_bytes(self) -> int | None:
@@ -107,8 +111,9 @@ def _fingerprint(data: DataConfig, sources: list[Source], specials: Specials, pr
     """A hash of all that the tokens follow from: content and settings, but no paths and no number of processes."""
     settings = data.model_dump(mode="json", exclude={"path", "hub_revision", "processes", "streaming"})
     settings["tokenizer"].pop("path")
-    if data.encoding == "utf-8":
-        settings.pop("encoding")  # corpora were tokenized before there was the field
+    for field in ("encoding", "deduplicate"):  # corpora were tokenized before there were these
+        if settings[field] == DataConfig.model_fields[field].default:
+            settings.pop(field)
     identity = {
         "format": FORMAT_VERSION,
         "sources": [source.record.model_dump() for source in sources],
@@ -196,6 +201,7 @@ def _tokenize(
         dtype=tokenizer.dtype,
         split_rule=rule.why,
         shards=shards,
+        repeated=skipped.num_repeated,
         skipped=corpus.skipped_sources.count + skipped.count,
         skipped_examples=tuple((corpus.skipped_sources.examples + skipped.examples)[:EXAMPLES_KEPT]),
     )
@@ -206,7 +212,7 @@ def _tokenize(
 def _tokenize_all(
     corpus: Corpus, rule: SplitRule, folder: Path, tokenizer: SavedTokenizer
 ) -> tuple[tuple[Shard, ...], SkippedDocuments]:
-    data, skipped = corpus.data, SkippedDocuments(corpus.data.on_error)
+    data, skipped = corpus.data, corpus.skipped_documents()
     chunks = cut_chunks(split_pieces(corpus.pieces(skipped), rule), num_bytes=data.shard_mib * 2**20)
     made: dict[int, tuple[Shard, ...]] = {}
     done_bytes = 0
@@ -229,6 +235,8 @@ def _log_outcome(manifest: TokenShards, *, seconds: float) -> None:
         seconds,
         f"{(train + validation) / seconds:,.0f}",
     )
+    if manifest.repeated:
+        log.info("%s documents have the text of an earlier one and are left out", f"{manifest.repeated:,}")
     if manifest.skipped:
         places = "; ".join(manifest.skipped_examples[:3])
         log.warning("%d documents skipped (data.on_error=skip), the first: %s", manifest.skipped, places)

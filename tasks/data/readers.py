@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import csv
 import glob
+import hashlib
 import io
 import itertools
 import json
@@ -99,14 +100,16 @@ def _whole_file(source: Source, skipped: SkippedDocuments) -> Iterator[Piece]:
     """Reads the file twice, in blocks: first for bytes that are not UTF-8, so that no half of a bad file gets in."""
     try:
         with source.open() as file:
-            decoder = codecs.getincrementaldecoder("utf-8")()
+            decoder, digest = codecs.getincrementaldecoder("utf-8-sig")(), hashlib.sha256()
             while block := file.read(BLOCK_CHARACTERS):
-                decoder.decode(block)
+                digest.update(decoder.decode(block).encode())
             decoder.decode(b"", final=True)
     except UnicodeDecodeError:
         found = ((number, _not_unicode(line)) for number, line in _numbered(source))
         number, problem = next((number, problem) for number, problem in found if problem)
         skipped.skip_or_raise(f"{source.name}:{number}", problem)
+        return
+    if skipped.is_repeated(digest.digest):
         return
     # newline="" keeps \r\n as it is: tokens decode to the bytes that were read
     with source.open() as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
@@ -278,7 +281,7 @@ def _document(place: str, value: object, skipped: SkippedDocuments) -> Iterator[
         skipped.skip_or_raise(place, f"the document is {_kind(value)}, not text")
     elif problem := _not_unicode(value):
         skipped.skip_or_raise(place, problem)
-    else:
+    elif value and not skipped.is_repeated(lambda: hashlib.sha256(value.encode()).digest()):
         yield from _pieces(place, (value[at : at + BLOCK_CHARACTERS] for at in range(0, len(value), BLOCK_CHARACTERS)))
 
 

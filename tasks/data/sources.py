@@ -9,11 +9,13 @@ import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from tasks.hardware.machine import usable_cores
 from training.config.run import DataConfig
 from training.records.record import sha256_file
 from training.records.token_shards import SourceFile
@@ -42,12 +44,29 @@ RECODED_BYTES = 2**16
 
 
 class SkippedDocuments:
-    """Counts the documents that cannot be read, and keeps some of their places; or raises at the first one."""
+    """The documents that one pass over a corpus leaves out.
 
-    def __init__(self, on_error: Literal["stop", "skip"]) -> None:
+    Those that cannot be read are counted, with some of their places, or the first one raises. With
+    `data.deduplicate=exact` so are those whose text an earlier document had; that takes some 100 bytes a document.
+    """
+
+    def __init__(self, on_error: Literal["stop", "skip"], *, deduplicate: Literal["off", "exact"] = "off") -> None:
         self.on_error = on_error
         self.count = 0
         self.examples: list[str] = []
+        self.num_repeated = 0
+        self._known: set[bytes] | None = None if deduplicate == "off" else set()
+
+    def is_repeated(self, text_sha256: Callable[[], bytes]) -> bool:
+        """Whether a document with this text was there before; counts it, or remembers it."""
+        if self._known is None:
+            return False
+        digest = text_sha256()[:16]
+        if digest in self._known:
+            self.num_repeated += 1
+            return True
+        self._known.add(digest)
+        return False
 
     def skip_or_raise(self, place: str, problem: str) -> None:
         """Raises ValueError unless `data.on_error=skip`."""
@@ -146,15 +165,19 @@ def check_path(data: DataConfig) -> None:
 
 def _hashed(files: list[tuple[str, Path]], skipped: SkippedDocuments, *, encoding: str) -> list[Source]:
     sources = []
-    for name, path in files:
-        try:
-            record = SourceFile(name=name, num_bytes=path.stat().st_size, sha256=sha256_file(path))
-        except OSError as error:
-            skipped.skip_or_raise(name, f"cannot be read ({error.strerror})")
-            continue
-        suffix, compression = _suffixes(path)
-        sources.append(Source(path, FORMATS.get(suffix, "text"), compression, record, encoding))
+    with ThreadPoolExecutor(usable_cores()) as pool:  # hashing leaves the interpreter lock alone
+        hashed = [(name, path, pool.submit(_record, name, path)) for name, path in files]
+        for name, path, record in hashed:
+            suffix, compression = _suffixes(path)
+            try:
+                sources.append(Source(path, FORMATS.get(suffix, "text"), compression, record.result(), encoding))
+            except OSError as error:
+                skipped.skip_or_raise(name, f"cannot be read ({error.strerror})")
     return sources
+
+
+def _record(name: str, path: Path) -> SourceFile:
+    return SourceFile(name=name, num_bytes=path.stat().st_size, sha256=sha256_file(path))
 
 
 def _suffixes(path: Path) -> tuple[str, str]:

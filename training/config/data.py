@@ -92,6 +92,11 @@ class DataConfig(Section):
         description="What to do with a document that cannot be read. stop: fail and say where it is. skip: leave it "
         "out and count it.",
     )
+    deduplicate: Literal["off", "exact"] = Field(
+        "off",
+        description="Whether a document whose text is that of an earlier one, from whatever file, is left out and "
+        "counted. exact: the same to the last character.",
+    )
     shard_mib: int = Field(8, ge=1, le=4096, description="Amount of text, in MiB, in one token shard.")
     processes: int = Field(
         0, ge=0, le=512, description="Number of processes that tokenize the corpus; 0 means one per core."

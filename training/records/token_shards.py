@@ -51,6 +51,7 @@ class TokenShards(Record):
     dtype: Literal["uint16", "uint32"]
     split_rule: str
     shards: tuple[Shard, ...]
+    repeated: int = 0  # documents left out since an earlier one has the same text
     skipped: int
     skipped_examples: tuple[str, ...]
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
-from tasks.data.readers import read_pieces
+from tasks.data.readers import LONGEST_PIECE, read_pieces
 from tasks.data.sources import SkippedDocuments, find_sources
 from tests.support.tiny_corpus import all_documents, decoded, prepare
 from training.config.data import DataConfig
@@ -139,6 +139,24 @@ def test_bytes_that_do_not_fit_the_encoding_are_refused_and_the_encoding_is_name
         prepare(tmp_path, source, encoding="gb18030")
     with pytest.raises(ValueError, match=r"data\.encoding=martian is no encoding that Python knows: give utf-8"):
         prepare(tmp_path, source, encoding="martian")
+
+
+# Repeated text
+
+
+def test_documents_that_are_there_already_are_left_out_and_counted(tmp_path: Path) -> None:
+    root = tmp_path / "corpus"
+    root.mkdir()
+    texts = [f"number {i}: " + "some words " * (10 if i else LONGEST_PIECE // 10) for i in range(24)]
+    (root / "a.txt").write_text(texts[0])
+    (root / "b.txt.gz").write_bytes(gzip.compress(codecs.BOM_UTF8 + texts[0].encode()))
+    (root / "c.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in (*texts, *texts[5:8])))
+    options: dict[str, Any] = {"kind": "bpe", "tokenizer": {"vocab_size": 300}}
+    whole, all_of_it = prepare(tmp_path, root, **options)
+    folder, shards = prepare(tmp_path, root, deduplicate="exact", **options)
+    assert sorted(all_documents(folder)) == sorted(texts)
+    assert (shards.repeated, all_of_it.repeated) == (5, 0)
+    assert len(all_documents(whole)) == 29
 
 
 # Bad input
