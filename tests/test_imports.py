@@ -56,7 +56,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         "stages",
         "promote",
         "pretrain",
-        "compare nightly reconcile reproduce",
+        "compare nightly prune reconcile reproduce",
         "cli",
     ),
 }

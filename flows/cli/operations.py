@@ -1,4 +1,4 @@
-"""`shardline ps|stop|reap|reconcile|image`: what runs, stopping it, cleaning up, and the training image."""
+"""`shardline ps|stop|reap|reconcile|prune|image`: what runs, stopping it, cleaning up, and the training image."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ def add_operation_commands(command: Callable[..., argparse.ArgumentParser], comm
         added.add_argument("--hosts-file", default="", metavar="FILE", help=about)
     reconcile = command("reconcile", _reconcile, "report to MLflow and Prefect how crashed runs ended")
     reap.add_argument("--dry-run", action="store_true", help="only list them")
-    for added in (ps, stop, reap, reconcile):
+    prune = command("prune", _prune, "delete old runs, checkpoints and token shards that no registered version needs")
+    prune.add_argument("--older-than-days", type=float, default=30, metavar="N", help="default: 30")
+    prune.add_argument("--keep-newest", type=int, default=10, metavar="N", help="so many runs stay (default: 10)")
+    prune.add_argument(
+        "--dry-run", action="store_true", help="only say what would be deleted, and what is kept and why"
+    )
+    for added in (ps, stop, reap, reconcile, prune):
         added.add_argument("--json", action="store_true", help="one JSON object on stdout")
     _add_image_commands(commands)
 
@@ -69,6 +75,28 @@ def _stop(options: argparse.Namespace) -> int:
         print(f"{stopped.run}: {how[stopped.by]}; `shardline resume {stopped.run}` {goes_on}")
     _print_silent(stopped.silent, meaning="but its ranks end by themselves once they see that their lease is withdrawn")
     return FAILED if stopped.silent else DONE
+
+
+def _prune(options: argparse.Namespace) -> None:
+    from tasks.operations.prune import prune
+
+    done = prune(older_than_days=options.older_than_days, keep_newest=options.keep_newest, dry_run=options.dry_run)
+    if options.json:
+        print(done.model_dump_json())
+        return
+    if done.items:
+        verb = "delete" if options.dry_run else "deleted"
+        rows = sorted(done.items, key=lambda item: (item.kept, -item.num_bytes))
+        cells = [("kept" if row.kept else verb, row.kind, row.path, _gigabytes(row.num_bytes), row.why) for row in rows]
+        print_table(("", "what", "in SHARDLINE_HOME", "size", "why"), cells)
+    print(f"{_gigabytes(done.freed_bytes)} {'would be freed' if options.dry_run else 'freed'}")
+    if done.mlflow_runs and not options.dry_run:
+        ids = ",".join(done.mlflow_runs)
+        print(f"MLflow shows their runs as deleted; `mlflow gc --run-ids {ids}` removes them for good")
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.3f} GB"
 
 
 def _reconcile(options: argparse.Namespace) -> None:

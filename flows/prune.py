@@ -1,0 +1,31 @@
+"""Deletes old runs, checkpoints and token shards that no registered version needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flows.prefect_ui.artifacts import show_table
+from flows.prefect_ui.flow import shardline_flow
+from tasks.operations.prune import prune as prune_home
+
+
+@shardline_flow("Prune", run_name="older than {older_than_days} days, the newest {keep_newest} stay")
+def prune(older_than_days: float = 30, keep_newest: int = 10, dry_run: bool = True) -> dict[str, Any]:
+    """Delete what is old and what no registered version needs; with dry_run, only say what that would be.
+
+    older_than_days: younger runs and shards stay. keep_newest: so many runs stay, however old.
+    """
+    done = prune_home(older_than_days=older_than_days, keep_newest=keep_newest, dry_run=dry_run)
+    deleted = "would be deleted" if dry_run else "deleted"
+    rows = [
+        {
+            "what": f"{item.kind} {item.path}",
+            "done": "kept" if item.kept else deleted,
+            "GB": round(item.num_bytes / 1e9, 3),
+            "why": item.why,
+        }
+        for item in done.items
+    ]
+    if rows:
+        show_table(rows, key="pruned", description="What takes room in SHARDLINE_HOME, and what was deleted of it")
+    return done.model_dump()

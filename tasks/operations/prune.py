@@ -1,0 +1,223 @@
+"""Deletes from SHARDLINE_HOME and MLflow what nobody needs any more: old runs, their checkpoints, unused token shards.
+
+Kept, whatever their age: what runs at the moment, the newest runs, and all that a registered version is traced back to:
+its run with the checkpoint it was made from, the shards, and the runs that it was continued from.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from tasks.operations.ps import run_folders
+from tasks.registry.tags import TAG
+from tasks.tracking.client import registry_client
+from tasks.workspace.locks import AlreadyOwned, Locked, exclusive, is_owned, owned
+from tasks.workspace.paths import home, tracking_uri
+from training.records.record import Record
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+logger = logging.getLogger(__name__)
+
+DAY_S = 86_400
+PRUNED = ".pruned-"  # begins the name of a folder that is being deleted
+
+
+class Item(Record):
+    """A folder below SHARDLINE_HOME that is deleted or kept, and why; `num_bytes` on disk."""
+
+    kind: Literal["run", "checkpoint", "shards"]
+    path: str
+    num_bytes: int
+    kept: bool
+    why: str
+
+
+class Pruning(Record):
+    """What `prune` found. With `dry_run` nothing was deleted.
+
+    `mlflow_runs`: IDs of the deleted runs' MLflow runs, which `mlflow gc` removes for good, with their artifacts.
+    """
+
+    dry_run: bool
+    items: tuple[Item, ...]
+    mlflow_runs: tuple[str, ...]
+
+    @property
+    def freed_bytes(self) -> int:
+        return sum(item.num_bytes for item in self.items if not item.kept)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run of SHARDLINE_HOME. `needs`: paths that its plan names; None where the plan cannot be read."""
+
+    folder: Path
+    age_days: float
+    needs: frozenset[Path] | None
+    mlflow_run_id: str
+
+
+def prune(*, older_than_days: float, keep_newest: int, dry_run: bool) -> Pruning:
+    """Delete the runs that are at least so old, but for the newest ones, and what they alone needed.
+
+    A call that was killed is finished by the next one. Raises ValueError for a negative number, RuntimeError if
+    MLflow does not answer: without the registry nobody can say what is needed.
+    """
+    for name, number in (("older_than_days", older_than_days), ("keep_newest", keep_newest)):
+        if number < 0:
+            raise ValueError(f"{name} = {number:g} is negative: give 0 or more")
+    client = registry_client(tracking_uri())
+    registered = _registered(client)
+    runs = sorted(map(_read, run_folders()), key=lambda run: run.age_days)
+    kept = _kept_runs(runs, registered, older_than_days=older_than_days, keep_newest=keep_newest)
+    items = [
+        *_judged_runs(runs, kept),
+        *_judged_checkpoints([run for run in runs if run.folder.name in registered], older_than_days),
+        *_judged_shards([run for run in runs if run.folder.name in kept], older_than_days),
+    ]
+    if not dry_run:
+        for left_over in (*home().glob(f"{PRUNED}*"), *home().glob(f"*/{PRUNED}*"), *home().glob(f"*/*/{PRUNED}*")):
+            shutil.rmtree(left_over)
+        items = [item for item in items if item.kept or _delete(item)]
+    gone = {home() / item.path for item in items if item.kind == "run" and not item.kept}
+    mlflow_runs = [run.mlflow_run_id for run in runs if run.folder in gone and run.mlflow_run_id]
+    if not dry_run:
+        _delete_in_mlflow(client, mlflow_runs)
+    return Pruning(dry_run=dry_run, items=tuple(items), mlflow_runs=tuple(mlflow_runs))
+
+
+# What is needed
+
+
+def _registered(client: MlflowClient) -> dict[str, str]:
+    """Our runs that a version was made of, and that version."""
+    found: dict[str, str] = {}
+    token: str | None = None
+    while token != "":
+        page = client.search_model_versions(page_token=token)
+        for version in page:
+            if run_id := version.tags.get(f"{TAG}run_id"):
+                found[run_id] = f"{version.name}/{version.version}"
+        token = page.token or ""
+    return found
+
+
+def _read(folder: Path) -> RunFolder:
+    # asking whether a run is owned touches its lock
+    changed = max(path.stat().st_mtime for path in folder.iterdir() if path.name != "lock")
+    with suppress(OSError, ValueError, KeyError):
+        needs = frozenset[Path]()
+        for name in ("plan.json", "trainer.json"):
+            if (folder / name).exists():
+                plan = json.loads((folder / name).read_bytes())
+                config = plan["config"]
+                named = (plan.get("shards_dir"), config["model"]["path"], config["data"]["tokenizer"]["path"])
+                needs |= {Path(path).resolve() for path in named if path}
+        run = folder / "run.json"
+        mlflow_run_id = json.loads(run.read_bytes())["mlflow_run_id"] if run.exists() else ""
+        return RunFolder(folder, (time.time() - changed) / DAY_S, needs, mlflow_run_id)
+    return RunFolder(folder, (time.time() - changed) / DAY_S, None, "")
+
+
+def _kept_runs(
+    runs: Sequence[RunFolder], registered: Mapping[str, str], *, older_than_days: float, keep_newest: int
+) -> dict[str, str]:
+    """The runs that are kept, by name, and why. `runs`: the newest first."""
+    kept = {}
+    for number, run in enumerate(runs):
+        name = run.folder.name
+        if is_owned(run.folder):
+            kept[name] = "somebody works on it"
+        elif run.needs is None:
+            kept[name] = "its plan cannot be read, so what it is needed for is unknown"
+        elif name in registered:
+            kept[name] = f"{registered[name]} was made of it"
+        elif number < keep_newest:
+            kept[name] = f"one of the {keep_newest} newest"
+        elif run.age_days < older_than_days:
+            kept[name] = f"{run.age_days:.0f} days old"
+    by_name = {run.folder.name: run for run in runs}
+    todo = list(kept)
+    while todo:
+        user = todo.pop()
+        for other in by_name.keys() - kept.keys():
+            if any(path.is_relative_to(by_name[other].folder) for path in by_name[user].needs or ()):
+                kept[other] = f"{user} was continued from it"
+                todo.append(other)
+    return kept
+
+
+def _judged_runs(runs: Iterable[RunFolder], kept: Mapping[str, str]) -> Iterator[Item]:
+    for run in runs:
+        name = run.folder.name
+        yield _item("run", run.folder, kept=name in kept, why=kept.get(name, f"{run.age_days:.0f} days old"))
+
+
+def _judged_checkpoints(registered: Iterable[RunFolder], older_than_days: float) -> Iterator[Item]:
+    """The checkpoints before the one that a version was made of, where the run has ended long ago."""
+    for run in registered:
+        result = run.folder / "result.json"
+        if run.age_days < older_than_days or is_owned(run.folder) or not result.exists():
+            continue
+        needed = run.folder / json.loads(result.read_bytes())["checkpoint"]
+        if needed.is_dir():
+            for folder in sorted(needed.parent.glob("[0-9]*")):
+                if folder.is_dir() and folder.name < needed.name:
+                    yield _item("checkpoint", folder, kept=False, why=f"the version was made of step {needed.name}")
+
+
+def _judged_shards(kept: Sequence[RunFolder], older_than_days: float) -> Iterator[Item]:
+    unknown = [run.folder.name for run in kept if run.needs is None]
+    for folder in sorted(path for path in (home() / "tokens").glob("*") if path.is_dir() and path.name[0] != "."):
+        users = [run.folder.name for run in kept if folder.resolve() in (run.needs or ())]
+        age_days = (time.time() - folder.stat().st_mtime) / DAY_S
+        if users or unknown:
+            yield _item("shards", folder, kept=True, why=f"{', '.join(users or unknown)} may need them")
+        elif age_days < older_than_days:
+            yield _item("shards", folder, kept=True, why=f"{age_days:.0f} days old")
+        else:
+            yield _item("shards", folder, kept=False, why="no run that is kept was trained on them")
+
+
+def _item(kind: Literal["run", "checkpoint", "shards"], folder: Path, *, kept: bool, why: str) -> Item:
+    num_bytes = sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+    return Item(kind=kind, path=str(folder.relative_to(home())), num_bytes=num_bytes, kept=kept, why=why)
+
+
+# Deleting it
+
+
+def _delete(item: Item) -> bool:
+    """Delete the folder; False if somebody began to work on it meanwhile. Half of it is never taken for the whole."""
+    folder = home() / item.path
+    try:
+        with exclusive(folder / ".lock") if item.kind == "shards" else owned(_run_of(folder)):
+            aside = folder.with_name(f"{PRUNED}{folder.name}")
+            folder.rename(aside)
+    except (Locked, AlreadyOwned):
+        logger.info("%s is kept: somebody began to work on it", item.path)
+        return False
+    shutil.rmtree(aside)
+    return True
+
+
+def _run_of(folder: Path) -> Path:
+    return home() / folder.relative_to(home()).parts[0]
+
+
+def _delete_in_mlflow(client: MlflowClient, run_ids: Iterable[str]) -> None:
+    from mlflow.exceptions import MlflowException
+
+    for run_id in filter(None, run_ids):
+        with suppress(MlflowException):  # somebody deleted it before; the store answered a moment ago
+            client.delete_run(run_id)
