@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from tasks.data.encoder import SavedTokenizer, TokensDiffer, record_difference
+from tasks.data.encoder import SavedTokenizer, TokensDiffer
 from tasks.data.readers import Piece, read_pieces
 from tasks.data.sharding import cut_chunks, tokenize_chunks
 from tasks.data.sources import EXAMPLES_KEPT, SkippedDocuments, Source, find_sources
@@ -27,8 +27,10 @@ from tasks.display.progress import Progress, terminal_bar
 from tasks.hardware.machine import usable_cores
 from tasks.workspace.locks import exclusive
 from training.config.run import DataConfig
+from training.records.record import write_atomically
 from training.records.token_shards import Shard, TokenShards
 from training.shards.format import (
+    LIBRARY,
     MANIFEST,
     SPLITS,
     discard_damaged,
@@ -77,7 +79,7 @@ def prepare_corpus(
         log.info("split: %s", rule.why)
         tokenizer = _tokenizer_of(corpus, rule, folder, specials, pretrained)
         discard_other_tokens(folder, tokenizer_sha256=tokenizer.sha256)
-        manifest = _tokenize(corpus, rule, folder, fingerprint, tokenizer)
+        manifest = _tokenize(corpus, rule, folder, fingerprint, _with_library(tokenizer, folder))
         manifest.write(folder / MANIFEST)
     return folder, manifest
 
@@ -179,6 +181,22 @@ def _tokenizer_of(
     return tokenizer
 
 
+def _with_library(tokenizer: SavedTokenizer, folder: Path) -> SavedTokenizer:
+    """The tokenizer with the library that encodes this corpus: the one that a call before this one recorded, if any.
+
+    What another library encoded is forgotten, so that no folder ever has tokens of two.
+    """
+    path = folder / LIBRARY
+    recorded = path.read_text(encoding="utf-8") if path.exists() else ""
+    library = "tokenizers" if recorded.startswith("tokenizers, since") else tokenizer.library
+    if not recorded.startswith(library):
+        forget_stretches(folder)
+        write_atomically(path, f"{library}\n")
+    if library != tokenizer.library:
+        log.info("text is encoded by %s", recorded.strip())
+    return replace(tokenizer, library=library)
+
+
 def _tokenize(
     corpus: Corpus, rule: SplitRule, folder: Path, fingerprint: str, tokenizer: SavedTokenizer
 ) -> TokenShards:
@@ -188,7 +206,7 @@ def _tokenize(
     except TokensDiffer as error:
         log.warning("%s: all text is encoded again, by tokenizers alone", error)
         forget_stretches(folder)
-        record_difference(tokenizer.file, str(error))
+        write_atomically(folder / LIBRARY, f"tokenizers, since {error}\n")
         shards, skipped = _tokenize_all(corpus, rule, folder, replace(tokenizer, library="tokenizers"))
     manifest = TokenShards(
         fingerprint=fingerprint,

@@ -1,4 +1,4 @@
-"""Text to tokens, by the fastest library that gives the saved tokenizer's.
+"""Encodes text with tiktoken where it gives the saved tokenizer's tokens, else with tokenizers.
 
 tiktoken gives them four times as fast as `tokenizers` (8.4 and 1.9 MB/s a thread on standard-library source, 12 MB).
 It takes a byte-level BPE as ranks of byte strings and a pattern that cuts text into words; `tiktoken_encoding` says
@@ -21,7 +21,6 @@ import numpy as np
 
 from tasks.data.split import Passage
 from tasks.hardware.machine import usable_cores
-from training.records.record import write_atomically
 from training.shards.format import Dtype, token_dtype
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ BATCH_CHARACTERS = 2**20  # what `tokenizers` returns takes some 100 bytes per c
 CHECKED_SHARE = 1 / 128  # of a chunk's characters; costs 4%
 LEAST_CHECKED = 2**14  # characters
 SHORTEST_CHECKED = 2**9
-DIFFERENCE = "tiktoken_differs.txt"  # beside tokenizer.json
+STRIDE = 104_729  # a prime
 # The words of GPT-2 (github.com/openai/gpt-2, src/encoder.py), which tokenizers' ByteLevel cuts too.
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -68,7 +67,7 @@ def encode(saved: SavedTokenizer, passages: Sequence[Passage]) -> tuple[np.ndarr
     Raises TokensDiffer if the tokens of `saved.library`, which is not tokenizers, are not the saved tokenizer's.
     """
     if saved.library == "tiktoken":
-        _check(saved, passages)
+        _compare(saved, passages)
     parts: list[np.ndarray] = [np.empty(0, dtype=saved.dtype)]
     ends: list[int] = []
     lengths: list[int] = []
@@ -79,6 +78,8 @@ def encode(saved: SavedTokenizer, passages: Sequence[Passage]) -> tuple[np.ndarr
             if passage.whole:
                 ids = [*ids, saved.end_id]
             parts.append(np.array(ids, dtype=saved.dtype))
+            if saved.library == "tiktoken":
+                _check_length(saved, passage, parts[-1])
             lengths.append(len(ids))
             total += len(ids)
             if passage.ends:
@@ -88,18 +89,11 @@ def encode(saved: SavedTokenizer, passages: Sequence[Passage]) -> tuple[np.ndarr
 
 def choose_library(file: Path) -> tuple[Library, str]:
     """Return the library for a saved tokenizer, and why it is that one."""
-    if (found := file.with_name(DIFFERENCE)).exists():
-        return "tokenizers", f"tokenizers, since an earlier call found that {found.read_text().strip()}"
     try:
         tiktoken_encoding(file)
     except ValueError as error:
-        return "tokenizers", f"tokenizers, since {error}"
-    return "tiktoken", "tiktoken, which takes this byte-level BPE; a part of each chunk is compared with tokenizers"
-
-
-def record_difference(file: Path, what: str) -> None:
-    """Let all further calls for this corpus use tokenizers: a killed one would else leave tokens of both."""
-    write_atomically(file.with_name(DIFFERENCE), f"{what}\n")
+        return "tokenizers", f"tiktoken cannot: {error}"
+    return "tiktoken", "it takes this byte-level BPE; a part of each chunk is compared with tokenizers"
 
 
 def _encode(file: Path, library: Library, texts: list[str]) -> list[list[int]]:
@@ -113,8 +107,26 @@ def _encode(file: Path, library: Library, texts: list[str]) -> list[list[int]]:
     return tiktoken_encoding(file).encode_ordinary_batch(texts, num_threads=threads)
 
 
-def _check(saved: SavedTokenizer, passages: Sequence[Passage]) -> None:
-    """Compare the two libraries on text from all over a chunk, the same at every run."""
+def _check_length(saved: SavedTokenizer, passage: Passage, tokens: np.ndarray) -> None:
+    """tiktoken drops the text that its pattern leaves over, without a word."""
+    lengths = _token_lengths(saved.file, saved.end_id)
+    if int(lengths[tokens].sum()) != len(passage.text.encode()):
+        raise TokensDiffer(f"tiktoken drops a part of a text that begins with {passage.text[:20]!r}")
+
+
+@functools.cache
+def _token_lengths(file: Path, end_id: int) -> np.ndarray:
+    """Bytes of each token's text, by ID; the end token has none."""
+    ranks = tiktoken_encoding(file)._mergeable_ranks
+    lengths = np.zeros(max(end_id, *ranks.values()) + 1, np.int64)
+    for token, number in ranks.items():
+        lengths[number] = len(token)
+    lengths[end_id] = 0
+    return lengths
+
+
+def _compare(saved: SavedTokenizer, passages: Sequence[Passage]) -> None:
+    """Encode text from all over a chunk with both libraries, the same text at every run."""
     texts = list(_sample(passages))
     encoded = [_encode(saved.file, library, texts) for library in LIBRARIES]
     for text, got, expected in zip(texts, *encoded, strict=True):
@@ -129,13 +141,15 @@ def _sample(passages: Sequence[Passage]) -> Iterator[str]:
     """Pieces of text, CHECKED_SHARE of the characters, but LEAST_CHECKED of them where there are as many."""
     characters = sum(len(passage.text) for passage in passages)
     share = min(1.0, max(CHECKED_SHARE, LEAST_CHECKED / max(1, characters)))
-    due = 0.0
+    due, taken = 0.0, 0
     for passage in passages:
         due += share * len(passage.text)
         if due >= 1:
-            text = passage.text[: max(SHORTEST_CHECKED, math.ceil(due))]
-            due -= len(text)
-            yield text
+            length = min(len(passage.text), max(SHORTEST_CHECKED, math.ceil(due)))
+            start = taken % (len(passage.text) - length + 1)  # another place in each: many documents begin alike
+            due -= length
+            taken += STRIDE
+            yield passage.text[start : start + length]
 
 
 def _batches(passages: Sequence[Passage]) -> Iterator[list[Passage]]:
@@ -167,37 +181,39 @@ def tiktoken_encoding(file: Path) -> Encoding:
 
     saved = json.loads(file.read_bytes())
     model = saved["model"]
-    ranks = _ranks(model)
+    special = {token["content"] for token in saved["added_tokens"] if token["special"]}  # GPT-2's vocabulary has them
+    ranks = _ranks(model, {token: number for token, number in model["vocab"].items() if token not in special})
     if saved["normalizer"] is not None:
         raise ValueError(f"text is normalized first ({saved['normalizer']['type']})")
     if others := [token["content"] for token in saved["added_tokens"] if not token["special"]]:
-        raise ValueError(f"it has added tokens that stand in text: {', '.join(map(repr, others[:3]))}")
+        raise ValueError(f"the tokenizer has added tokens that are not special: {', '.join(map(repr, others[:3]))}")
     return tiktoken.Encoding(
         file.name, pat_str=_words(saved["pre_tokenizer"]), mergeable_ranks=ranks, special_tokens={}
     )
 
 
-def _ranks(model: dict[str, Any]) -> dict[bytes, int]:
-    """The IDs of a BPE's byte strings. tiktoken joins the pair whose ID is lowest, `tokenizers` the first in `merges`:
+def _ranks(model: dict[str, Any], vocabulary: dict[str, int]) -> dict[bytes, int]:
+    """The IDs of a BPE's byte strings.
 
-    the two agree if the merges are in the order of IDs, and only they make tokens.
+    tiktoken joins the two neighbours that make the token of the lowest ID, `tokenizers` the pair that is first in
+    `merges`. So the merges must be in the order of the IDs, and make all tokens: of BPEs as they are trained both
+    libraries then give the same, of edited ones perhaps not, which is why chunks are compared.
     """
     if model["type"] != "BPE" or model["dropout"] or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
-        raise ValueError("it is not a plain BPE")
+        raise ValueError("the tokenizer is not a plain BPE")
     byte_of = {character: byte for byte, character in _byte_characters().items()}
-    vocabulary = model["vocab"]
     if not all(character in vocabulary for character in byte_of):
-        raise ValueError("it is not byte-level: it lacks some of the 256 bytes")
+        raise ValueError("the tokenizer is not byte-level: it lacks some of the 256 bytes")
     try:
         ranks = {bytes(byte_of[character] for character in token): number for token, number in vocabulary.items()}
     except KeyError as error:
-        raise ValueError(f"it is not byte-level: a token holds {error}") from None
+        raise ValueError(f"the tokenizer is not byte-level: a token holds {error}") from None
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
     made = [vocabulary["".join(pair)] for pair in pairs]
     if made != sorted(made):
-        raise ValueError("its merges are not in the order of their IDs")
+        raise ValueError("the tokenizer's merges are not in the order of their IDs")
     if len(set(made)) + len(byte_of) != len(vocabulary):
-        raise ValueError("it has tokens that no merge makes")
+        raise ValueError("the tokenizer has tokens that no merge makes")
     return ranks
 
 
@@ -214,7 +230,7 @@ def _words(pre_tokenizer: dict[str, Any] | None) -> str:
             ],
         }:
             return words
-    raise ValueError("it cuts words in another way than GPT-2 or a single pattern")
+    raise ValueError("the tokenizer cuts words in another way than GPT-2 or a single pattern")
 
 
 def _byte_characters() -> dict[int, str]:

@@ -31,6 +31,8 @@ BLOCK_CHARACTERS = 2**18
 LONGEST_PIECE = 2**18  # characters; a tokenizer takes some 100 bytes per character, and its threads share a long text
 BORDER_WINDOW = 2**14
 ROWS_PER_BATCH = 1000
+LONGEST_ITEM = 2**28  # characters of one item of a JSON array, which is parsed again and again until it is whole
+JSON_SPACE = re.compile(r"[ \t\n\r]*")
 # No byte-level or WordPiece pre-tokenizer joins anything over these borders, so cutting here changes no token.
 LINE_BORDER = re.compile(r"\S\n(?=\S)")
 WORD_BORDER = re.compile(r"\S(?= \S)")
@@ -61,8 +63,8 @@ def read_pieces(sources: list[Source], data: DataConfig, skipped: SkippedDocumen
                 place = piece.name
                 yield replace(piece, source=number)
                 documents += piece.last
-        except (OSError, UnicodeDecodeError) as error:
-            reason = f"not {data.encoding}" if isinstance(error, UnicodeDecodeError) else error.strerror or error
+        except OSError as error:
+            reason = error.strerror or error
             if not place and source.format != "hub":  # a hub set is the whole corpus: skipped, nothing would be left
                 skipped.skip_or_raise(source.name, f"cannot be read ({reason})")
                 continue
@@ -100,16 +102,19 @@ def _whole_file(source: Source, skipped: SkippedDocuments) -> Iterator[Piece]:
     """Reads the file twice, in blocks: first for bytes that are not UTF-8, so that no half of a bad file gets in."""
     try:
         with source.open() as file:
-            decoder, digest = codecs.getincrementaldecoder("utf-8-sig")(), hashlib.sha256()
+            decoder, digest, is_empty = codecs.getincrementaldecoder("utf-8-sig")(), hashlib.sha256(), True
             while block := file.read(BLOCK_CHARACTERS):
-                digest.update(decoder.decode(block).encode())
+                text_of_block = decoder.decode(block)
+                is_empty = is_empty and not text_of_block
+                if skipped.deduplicates:
+                    digest.update(text_of_block.encode())
             decoder.decode(b"", final=True)
     except UnicodeDecodeError:
         found = ((number, _not_unicode(line)) for number, line in _numbered(source))
         number, problem = next((number, problem) for number, problem in found if problem)
         skipped.skip_or_raise(f"{source.name}:{number}", problem)
         return
-    if skipped.is_repeated(digest.digest):
+    if is_empty or skipped.is_repeated(digest.digest):
         return
     # newline="" keeps \r\n as it is: tokens decode to the bytes that were read
     with source.open() as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
@@ -155,20 +160,59 @@ def _is_array(source: Source) -> bool:
 
 
 def _json_array(source: Source, column: str, skipped: SkippedDocuments) -> Iterator[Piece]:
-    """Objects, or texts, of an array of any length; one at a time is in memory."""
-    import ijson
+    """Objects, or texts, of an array of any length; one block of them at a time is in memory."""
+    with source.open() as file, io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as text:
+        for number, row in enumerate(_items(text), 1):
+            place = f"{source.name}:item {number}"
+            if isinstance(row, str):
+                yield from _document(place, row, skipped)
+            else:
+                yield from _of_row(row, place, column, skipped)
 
-    with source.open() as file:
-        if file.peek(3)[:3] == codecs.BOM_UTF8:
-            file.read(3)
-        try:
-            for number, row in enumerate(ijson.items(file, "item", use_float=True), 1):
-                place = f"{source.name}:item {number}"
-                yield from (
-                    _document(place, row, skipped) if isinstance(row, str) else _of_row(row, place, column, skipped)
-                )
-        except ijson.JSONError as error:
-            raise OSError(f"not valid JSON: {str(error).strip().splitlines()[0]}") from error
+
+def _items(text: io.TextIOWrapper) -> Iterator[object]:
+    """The items of a JSON array. Raises OSError where it breaks off, is not valid, or something comes after it."""
+    decode, size = json.JSONDecoder().raw_decode, BLOCK_CHARACTERS
+    buffer = text.read(size)
+    place = _space(buffer, 0) + 1  # after the bracket
+    is_first = True
+    while True:
+        place = _space(buffer, place)
+        if is_first and buffer[place : place + 1] == "]":
+            stop, separator, problem = place, "]", ""
+        else:
+            try:
+                row, end = decode(buffer, place)
+            except (json.JSONDecodeError, RecursionError) as error:
+                separator, problem = "", str(error)
+            else:
+                stop = _space(buffer, end)
+                separator, problem = buffer[stop : stop + 1], "it breaks off"
+                if separator in {",", "]"}:
+                    yield row
+                elif separator:
+                    raise OSError(f"not valid JSON: {separator!r} after an item")
+        if separator == ",":
+            place, is_first, size = stop + 1, False, BLOCK_CHARACTERS
+        elif separator == "]":
+            break
+        else:
+            more = text.read(size) if len(buffer) - place < LONGEST_ITEM else ""
+            if not more:
+                raise OSError(f"not valid JSON: {problem}")
+            buffer, place, size = buffer[place:] + more, 0, 2 * size
+    rest = buffer[stop + 1 :]
+    while rest or (rest := text.read(BLOCK_CHARACTERS)):
+        if rest.strip():
+            raise OSError(f"not valid JSON: {rest.strip()[:20]!r} after the array")
+        rest = ""
+
+
+def _space(text: str, place: int) -> int:
+    """Where the white space at `place` ends."""
+    found = JSON_SPACE.match(text, place)
+    assert found is not None
+    return found.end()
 
 
 def _json_lines(source: Source, column: str, skipped: SkippedDocuments) -> Iterator[Piece]:
@@ -182,9 +226,8 @@ def _json_lines(source: Source, column: str, skipped: SkippedDocuments) -> Itera
         try:
             row = json.loads(line)
         except (json.JSONDecodeError, RecursionError) as error:
-            skipped.skip_or_raise(
-                place, f"not valid JSON ({error}); a JSON file holds one object per line, or is one array"
-            )
+            cure = "a JSON file holds one object per line; only one named .json may be an array"
+            skipped.skip_or_raise(place, f"not valid JSON ({error}); {cure}")
             continue
         yield from _of_row(row, place, column, skipped)
 
@@ -315,7 +358,7 @@ def _not_unicode(text: str) -> str:
         code = ord(text[error.start])
         # surrogateescape maps the byte 0xNN to U+DCNN; any other lone surrogate was written as \uNNNN in JSON
         return (
-            f"invalid UTF-8 (byte 0x{code - 0xDC00:02x}); data.encoding says which it has"
+            f"invalid UTF-8 (byte 0x{code - 0xDC00:02x}); if the file has another encoding, set data.encoding"
             if 0xDC80 <= code <= 0xDCFF
             else f"invalid UTF-8 (U+{code:X})"
         )

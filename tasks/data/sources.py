@@ -57,6 +57,10 @@ class SkippedDocuments:
         self.num_repeated = 0
         self._known: set[bytes] | None = None if deduplicate == "off" else set()
 
+    @property
+    def deduplicates(self) -> bool:
+        return self._known is not None
+
     def is_repeated(self, text_sha256: Callable[[], bytes]) -> bool:
         """Whether a document with this text was there before; counts it, or remembers it."""
         if self._known is None:
@@ -99,7 +103,7 @@ class Source:
         return _suffixes(self.path)[0]
 
     def open(self) -> io.BufferedReader:
-        """Opens the decompressed text as UTF-8. Reading raises UnicodeDecodeError where another encoding does not fit.
+        """Opens the decompressed text as UTF-8; reading raises OSError, with the place, where it does not fit.
 
         With pyarrow: Python has no zstd before 3.14, and fsspec's reads a truncated file to its end without an error.
         """
@@ -116,8 +120,8 @@ class _Recoded(io.RawIOBase):
     """The bytes of a file of another encoding, as UTF-8."""
 
     def __init__(self, file: BinaryIO, encoding: str) -> None:
-        self.file, self.decoder = file, codecs.getincrementaldecoder(encoding)()
-        self.left = b""
+        self.file, self.encoding, self.decoder = file, encoding, codecs.getincrementaldecoder(encoding)()
+        self.left, self.position = b"", 0
 
     def readable(self) -> bool:
         return True
@@ -126,7 +130,12 @@ class _Recoded(io.RawIOBase):
         block = b" "
         while block and not self.left:
             block = self.file.read(RECODED_BYTES)
-            self.left = self.decoder.decode(block, final=not block).encode()
+            try:
+                self.left = self.decoder.decode(block, final=not block).encode(errors="surrogatepass")
+            except UnicodeDecodeError as error:
+                stop = f"{self.position + len(block):,}"
+                raise OSError(f"not {self.encoding} between bytes {self.position:,} and {stop}") from error
+            self.position += len(block)
         part = self.left[: len(buffer)]
         buffer[: len(part)], self.left = part, self.left[len(part) :]
         return len(part)
@@ -165,14 +174,16 @@ def check_path(data: DataConfig) -> None:
 
 def _hashed(files: list[tuple[str, Path]], skipped: SkippedDocuments, *, encoding: str) -> list[Source]:
     sources = []
-    with ThreadPoolExecutor(usable_cores()) as pool:  # hashing leaves the interpreter lock alone
-        hashed = [(name, path, pool.submit(_record, name, path)) for name, path in files]
-        for name, path, record in hashed:
+    pool = ThreadPoolExecutor(usable_cores())  # hashing leaves the interpreter lock alone
+    try:
+        for name, path, record in [(name, path, pool.submit(_record, name, path)) for name, path in files]:
             suffix, compression = _suffixes(path)
             try:
                 sources.append(Source(path, FORMATS.get(suffix, "text"), compression, record.result(), encoding))
             except OSError as error:
                 skipped.skip_or_raise(name, f"cannot be read ({error.strerror})")
+    finally:  # an error, or Ctrl-C, does not wait until the rest of a terabyte is hashed
+        pool.shutdown(cancel_futures=True)
     return sources
 
 

@@ -199,7 +199,7 @@ def _write(tokenizer: Tokenizer, specials: Specials, folder: Path) -> None:
 def _described(file: Path, config: TokenizerConfig, specials: Specials) -> SavedTokenizer:
     tokenizer = load_tokenizer(str(file))
     library, why = choose_library(file)
-    log.info("text is encoded by %s", why)
+    log.info("text is encoded by %s: %s", library, why)
     vocab_size = _vocab_size(tokenizer)
     origin = f"pretrained {Path(config.path).name}" if config.kind == "pretrained" else config.kind
     end_id = tokenizer.token_to_id(specials.end)

@@ -5,6 +5,7 @@
     FOLDER/train/00007.docs.npy   uint64: where each document ends, in tokens from the start of this shard
     FOLDER/validation/00007.bin   the held-out part of the same stretch of text
     FOLDER/00007.done.json        the Shard records of stretch 7: it is done, an interrupted run does not repeat it
+    FOLDER/library.txt            the library that encodes: tiktoken, or tokenizers and, if tiktoken failed, why
     FOLDER/tokenizer/             tokenizer.json + tokenizer_config.json
 
 A whole document is followed by one end token, which counts as part of it. A document cut by the border between
@@ -31,6 +32,7 @@ Dtype = Literal["uint16", "uint32"]
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 MANIFEST = "manifest.json"
+LIBRARY = "library.txt"
 _MARKER = TypeAdapter(tuple[Shard, ...])
 
 

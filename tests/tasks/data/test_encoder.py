@@ -105,15 +105,15 @@ def with_a_token_in_text(tokenizer: Tokenizer) -> None:
     ("change", "why"),
     [
         (normalized, "text is normalized first (NFC)"),
-        (with_a_prefix, "it cuts words in another way than GPT-2 or a single pattern"),
-        (with_a_token_in_text, "it has added tokens that stand in text: '<tool>'"),
+        (with_a_prefix, "the tokenizer cuts words in another way than GPT-2 or a single pattern"),
+        (with_a_token_in_text, "the tokenizer has added tokens that are not special: '<tool>'"),
     ],
 )
 def test_other_tokenizers_keep_tokenizers_and_it_is_said(
     tmp_path: Path, change: Callable[[Tokenizer], None], why: str
 ) -> None:
     saved = trained(tmp_path, change)
-    assert choose_library(saved.file) == ("tokenizers", f"tokenizers, since {why}")
+    assert choose_library(saved.file) == ("tokenizers", f"tiktoken cannot: {why}")
 
 
 def edited(saved: SavedTokenizer, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
@@ -133,25 +133,46 @@ def test_a_vocabulary_whose_ids_are_not_in_the_order_of_merges_keeps_tokenizers(
 
     saved = trained(tmp_path)
     for change, why in (
-        (swap, "its merges are not in the order of their IDs"),
-        (forget, "it has tokens that no merge"),
+        (swap, "merges are not in the order of their IDs"),
+        (forget, "has tokens that no merge"),
     ):
         library, reason = choose_library(edited(saved, tmp_path, change))
         assert (library, why in reason) == ("tokenizers", True)
         tiktoken_encoding.cache_clear()
 
 
-def test_tokens_that_differ_are_made_again_by_tokenizers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_vocabulary_that_holds_its_special_tokens_is_taken(tmp_path: Path) -> None:
+    """GPT-2's and RoBERTa's do."""
+    saved = trained(tmp_path)
+
+    def add(model: dict[str, Any]) -> None:
+        model["vocab"]["<|endoftext|>"] = saved.end_id
+
+    assert choose_library(edited(saved, tmp_path, add))[0] == "tiktoken"
+
+
+def test_text_that_differs_late_in_documents_is_found(tmp_path: Path) -> None:
+    saved = trained(tmp_path, cuts_words(r"[^€]+"))
+    texts = [f"{'the same header ' * 100}{number} €" for number in range(300)]
+    with pytest.raises(TokensDiffer):
+        encode(saved, passages(*texts))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_tokens_that_differ_are_made_again_by_tokenizers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, processes: int
+) -> None:
     saved = trained(tmp_path / "letters", cuts_words(LETTERS_ALONE))  # tiktoken drops what the pattern leaves over
     with pytest.raises(TokensDiffer, match="for ' only'"):
         encode(saved, passages("letters only", "letters, 1 number"))
     text = {"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (tmp_path / "letters" / "tokenizer_config.json").write_text(json.dumps(text))
-    texts = [f"{'letters ' * 2000}{number} and more" for number in range(100)]
+    texts = [f"{'letters ' * 2000}{number} and more" for number in range(100 if processes == 1 else 250)]
     source = write_json_lines(tmp_path / "corpus.jsonl", texts)
     pretrained = {"path": str(tmp_path / "letters"), "vocab_size": 0}
+    options: dict[str, Any] = {"kind": "pretrained", "tokenizer": pretrained, "shard_mib": 1}
     with caplog.at_level(logging.WARNING):
-        folder, shards = prepare(tmp_path, source, kind="pretrained", tokenizer=pretrained, shard_mib=1, processes=1)
+        folder, shards = prepare(tmp_path, source, processes=processes, **options)
     assert "tiktoken gives other tokens than tokenizers for" in caplog.text
     slow = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
     tokens = TokenStream(folder, "train").read(0, shards.tokens("train"))
@@ -159,6 +180,24 @@ def test_tokens_that_differ_are_made_again_by_tokenizers(tmp_path: Path, caplog:
     first = tokens[: ends[1] - 1].tolist()
     assert slow.decode(first).strip() in texts
     assert first in [slow.encode(text).ids for text in texts]
-    library, why = choose_library(folder / "tokenizer" / "tokenizer.json")
-    assert library == "tokenizers"
-    assert "since an earlier call found that tiktoken gives other tokens" in why
+    why = (folder / "library.txt").read_text()
+    assert why.startswith("tokenizers, since tiktoken gives other tokens than tokenizers for")
+
+    (folder / "manifest.json").unlink()  # as a call that was killed leaves it
+    (folder / "00000.done.json").unlink()
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        again, same = prepare(tmp_path, source, processes=1, **options)
+    assert (again, same) == (folder, shards)
+    assert "text is encoded by tokenizers, since tiktoken gives other tokens" in caplog.text
+
+
+def test_stretches_of_another_library_are_made_again(tmp_path: Path) -> None:
+    source = write_json_lines(tmp_path / "corpus.jsonl", [CODE * 100 + str(number) for number in range(40)])
+    folder, shards = prepare(tmp_path, source, kind="bpe", tokenizer={"vocab_size": 300})
+    assert (folder / "library.txt").read_text() == "tiktoken\n"
+    (folder / "manifest.json").unlink()
+    (folder / "library.txt").unlink()  # as versions left it that had tokenizers alone
+    before = (folder / "00000.done.json").stat().st_mtime_ns
+    assert prepare(tmp_path, source, kind="bpe", tokenizer={"vocab_size": 300}) == (folder, shards)
+    assert (folder / "00000.done.json").stat().st_mtime_ns > before

@@ -85,7 +85,9 @@ def test_another_column(tmp_path: Path) -> None:
 LINES = [f"line\n{i}" for i in range(40)]
 
 
-@pytest.mark.parametrize("rows", [[{"text": text, "id": [1, 1.5]} for text in LINES], LINES], ids=["objects", "texts"])
+@pytest.mark.parametrize(
+    "rows", [[{"text": text, "id": [1, 1.5, 10**25]} for text in LINES], LINES], ids=["objects", "texts"]
+)
 @pytest.mark.parametrize("start", [b"", codecs.BOM_UTF8, b"\n  "])
 def test_a_json_file_that_is_one_array(tmp_path: Path, rows: list[Any], start: bytes) -> None:
     source = tmp_path / "a.json"
@@ -135,7 +137,7 @@ def test_bytes_that_do_not_fit_the_encoding_are_refused_and_the_encoding_is_name
     source.write_bytes("fine, then 山".encode("gb18030") + b"\xff\xff and more")
     with pytest.raises(ValueError, match=r"a\.txt:1: invalid UTF-8 .*data\.encoding"):
         prepare(tmp_path, source)
-    with pytest.raises(ValueError, match=r"a\.txt: cannot be read \(not gb18030\)"):
+    with pytest.raises(ValueError, match=r"a\.txt: cannot be read \(not gb18030 between bytes 0 and 24\)"):
         prepare(tmp_path, source, encoding="gb18030")
     with pytest.raises(ValueError, match=r"data\.encoding=martian is no encoding that Python knows: give utf-8"):
         prepare(tmp_path, source, encoding="martian")
@@ -150,6 +152,8 @@ def test_documents_that_are_there_already_are_left_out_and_counted(tmp_path: Pat
     texts = [f"number {i}: " + "some words " * (10 if i else LONGEST_PIECE // 10) for i in range(24)]
     (root / "a.txt").write_text(texts[0])
     (root / "b.txt.gz").write_bytes(gzip.compress(codecs.BOM_UTF8 + texts[0].encode()))
+    for name in ("empty.txt", "also empty.txt"):
+        (root / name).write_text("")
     (root / "c.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in (*texts, *texts[5:8])))
     options: dict[str, Any] = {"kind": "bpe", "tokenizer": {"vocab_size": 300}}
     whole, all_of_it = prepare(tmp_path, root, **options)
@@ -171,7 +175,11 @@ def test_documents_that_are_there_already_are_left_out_and_counted(tmp_path: Pat
         ("a.jsonl", b'{"text": "ok"}\n\n{"text": "b\xff"}\n', r"a\.jsonl:3: invalid UTF-8"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl:1: invalid UTF-8 \(U\+D800\)"),
         ("a.jsonl", b'{"text": "ok"}\n{"text": \n', r"a\.jsonl:2: not valid JSON \(.*one object per line"),
-        ("a.json", b'{"text": "ok"},\n', r"a\.json:1: not valid JSON \(.*one object per line, or is one array"),
+        (
+            "a.json",
+            b'{"text": "ok"},\n',
+            r"a\.json:1: not valid JSON \(.*one object per line; only one named \.json may be an array",
+        ),
         ("a.json", b'[{"text": "ok"}, 7]', r"a\.json:item 2: holds a number \(7\), not an object with the key 'text'"),
         ("a.json", b'[{"text": "ok"}, {"id": 7}]', r"a\.json:item 2: has no key 'text' but 'id'"),
         (
@@ -179,7 +187,11 @@ def test_documents_that_are_there_already_are_left_out_and_counted(tmp_path: Pat
             b'[{"text": "ok"}, {"text"',
             r"stopped after 1 documents, .*item 1 \(not valid JSON: .*half",
         ),
-        ("a.json", b'[{"text": "b\xff"}]', r"a\.json: cannot be read \(not valid JSON: .*UTF8"),
+        ("a.json", b'[{"text": "b\xff"}]', r"a\.json:item 1: invalid UTF-8 \(byte 0xff\)"),
+        ("a.json", b'[{"text": "b\\ud800"}]', r"a\.json:item 1: invalid UTF-8 \(U\+D800\)"),
+        ("a.json", b'[{"text": "ok"} {"text": "ok"}]', r"a\.json: cannot be read \(not valid JSON: '\{' after an item"),
+        ("a.json", b'[{"text": "ok"}]\n[]', r"stopped after 1 documents, .* \(not valid JSON: '\[\]' after the array"),
+        ("a.json", b"[]", r"holds no text"),
         ("a.jsonl", b'{"text": "ok"}\n[1]\n', r"a\.jsonl:2: holds a list, not an object with the key 'text'"),
         ("a.jsonl", b'{"body": "x", "id": 1}\n', r"a\.jsonl:1: has no key 'text' but 'body', 'id'; set data\.column"),
         ("a.jsonl", b'{"text": 7}\n', r"a\.jsonl:1: the document is a number \(7\), not text"),
@@ -320,4 +332,6 @@ def test_a_bad_line_spoils_its_file_or_paragraph_only(tmp_path: Path) -> None:
         options: dict[str, Any] = {"text_unit": unit, "on_error": "skip", "split": "tail", "validation_fraction": 0.5}
         folder, shards = prepare(tmp_path, root, **options)
         assert "".join(all_documents(folder)) == expected
-        assert shards.skipped_examples == ("b.txt:3: invalid UTF-8 (byte 0xff); data.encoding says which it has",)
+        assert shards.skipped_examples == (
+            "b.txt:3: invalid UTF-8 (byte 0xff); if the file has another encoding, set data.encoding",
+        )

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import mmap
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -60,14 +61,18 @@ def test_where_direct_writes_are_refused_the_page_cache_is_used(
 
 
 def test_a_checkpoint_takes_no_room_in_the_page_cache(tmp_path: Path) -> None:
-    kind = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], check=True, capture_output=True, text=True)
-    if kind.stdout.strip() == "tmpfs":
-        pytest.skip("a tmpfs is memory")
+    if sys.platform != "linux" or kind_of_file_system(tmp_path) not in {"ext2/ext3", "xfs", "btrfs"}:
+        pytest.skip("no file system that is known to take direct writes")
     path = tmp_path / "file"
     written = write(path, {"a": random(20 * 2**20)})
     assert cached_pages(path) <= 1  # the last page, if it is not whole
     path.write_bytes(path.read_bytes())
     assert cached_pages(path) >= written.size_bytes // PAGE
+
+
+def kind_of_file_system(path: Path) -> str:
+    done = subprocess.run(["stat", "-f", "-c", "%T", path], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def cached_pages(path: Path) -> int:
