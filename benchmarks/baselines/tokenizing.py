@@ -23,6 +23,8 @@ Tokens = Callable[[], Iterable[np.ndarray]]  # uint16 tokens, whole documents, e
 
 
 def shardline(corpus: Path, tokenizer: Path, output: Path, workers: int) -> tuple[float, Tokens]:
+    from transformers import AutoTokenizer  # noqa: F401, as the two others have imported it before they begin
+
     from tasks.data.corpus import prepare_corpus
     from training.config.data import DataConfig
     from training.shards.stream import TokenStream
