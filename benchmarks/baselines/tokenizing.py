@@ -41,7 +41,7 @@ def datasets(corpus: Path, tokenizer: Path, output: Path, workers: int) -> tuple
     from datasets import load_dataset
     from transformers import AutoTokenizer
 
-    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    loaded = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         texts = loaded(batch["text"], return_attention_mask=False)["input_ids"]
