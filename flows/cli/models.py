@@ -85,7 +85,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     data = {"path": options.data} if options.data else {}
     config = evaluate_config({"evaluation": evaluation, "data": data}, options.overrides)
     report = evaluate(subject, data=config.data, evaluation=config.evaluation, inference=config.inference)
-    mlflow_run_id = log_to_mlflow(report, subject, text=config.data.path)
+    mlflow_run_id = log_to_mlflow(report, subject, text=config.data.described)
     if options.json:
         heading = {"what": options.what, "model": str(subject.folder), "mlflow_run_id": mlflow_run_id}
         print(json.dumps(heading | report.model_dump(mode="json")))

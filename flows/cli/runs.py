@@ -41,11 +41,11 @@ def add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _pretrain(options: argparse.Namespace) -> int:
     from flows.presets import load_config
-    from tasks.data.sources import check_path
+    from tasks.data.sources import check_paths
 
     config = load_config(options.preset, options.overrides)
     if not config.trainer.given:
-        check_path(config.data)  # at once, before any server is started
+        check_paths(config.data)  # at once, before any server is started
     return _run_pretrain(config, run_id="", as_json=options.json)
 
 

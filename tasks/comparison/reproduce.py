@@ -109,7 +109,7 @@ def require_same_data(original: Original, shards: TokenShards) -> None:
     """Raises ValueError if the corpus gives other tokens now, because then the losses cannot agree."""
     if shards.fingerprint != original.plan.shards_fingerprint:
         raise ValueError(
-            f"the corpus {original.config.data.path} has changed: its tokens have fingerprint "
+            f"the corpus {original.config.data.described} has changed: its tokens have fingerprint "
             f"{shards.fingerprint[:12]}, those of run {original.run_id} had "
             f"{original.plan.shards_fingerprint[:12]}: restore the files (dataset.json of the MLflow run lists their "
             "hashes), or set data.hub_revision"

@@ -1,12 +1,15 @@
-"""A corpus becomes token shards: its sources are found, split and tokenized in parallel, and nothing is done twice.
+"""A corpus becomes token shards: its files are found, split and tokenized in parallel, and nothing is done twice.
 
 The shard folder's name is a hash of all that its content follows from, so a corpus that was tokenized before is found
-again, and two runs that differ in anything that matters never share a folder.
+again, and two runs that differ in anything that matters never share a folder. Each source of a mixture has a folder of
+its own, the same as if it were the only corpus with that tokenizer; the mixture's folder has the tokenizer and a
+manifest that lists the shards of all. Weights are no part of it: they change nothing but the plan.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -26,9 +29,9 @@ from tasks.data.tokenizer import Specials, content_hash, load_pretrained, save_t
 from tasks.display.progress import Progress, terminal_bar
 from tasks.hardware.machine import usable_cores
 from tasks.workspace.locks import exclusive
-from training.config.run import DataConfig
-from training.records.record import write_atomically
-from training.records.token_shards import Shard, TokenShards
+from training.config.data import DataConfig, TokenizerConfig
+from training.records.record import sha256_file, write_atomically
+from training.records.token_shards import Shard, SourceFile, TokenShards
 from training.shards.format import (
     LIBRARY,
     MANIFEST,
@@ -60,46 +63,164 @@ def prepare_corpus(
     number of processes. Without `progress` a bar is shown where stderr is a terminal.
     Raises ValueError, which names the place and the cure, for a corpus, a tokenizer or a split that cannot work.
     """
-    skipped_sources = SkippedDocuments(data.on_error)
-    sources = find_sources(data, skipped_sources)
     pretrained = load_pretrained(data.tokenizer)
     specials = special_tokens(pretrained, masked=objective == "masked")
-    fingerprint = _fingerprint(data, sources, specials, content_hash(pretrained))
+    with contextlib.ExitStack() as stack:
+        report = progress or stack.enter_context(terminal_bar())
+        if not data.sources:
+            return _prepare_one(_found(data, report), specials, pretrained, tokens_home=tokens_home)
+        corpora = [_found(data.of_source(source), report) for source in data.sources]
+        return _prepare_mixture(data, corpora, specials, pretrained, tokens_home=tokens_home)
+
+
+def _prepare_one(
+    corpus: Corpus, specials: Specials, pretrained: PreTrainedTokenizerFast | None, *, tokens_home: Path
+) -> tuple[Path, TokenShards]:
+    """The shards of one corpus, by a tokenizer of its own or a pretrained one."""
+    fingerprint = _fingerprint(corpus, specials, content_hash(pretrained))
     folder = tokens_home / fingerprint[:16]
     if found := _finished_manifest(folder):
         return folder, found
-    with _write_lock(folder), contextlib.ExitStack() as stack:
+    with _write_lock(folder):
         if found := _finished_manifest(folder):  # another process made them while this one waited
             return folder, found
         for damage in discard_damaged(folder):
             log.warning("%s: the file is deleted and made again", damage)
-        report = progress or stack.enter_context(terminal_bar())
-        corpus = Corpus(data, sources, skipped_sources, report)
-        rule = choose_rule(data, corpus.pieces())
+        rule = choose_rule(corpus.data, corpus.pieces())
         log.info("split: %s", rule.why)
-        tokenizer = _tokenizer_of(corpus, rule, folder, specials, pretrained)
+        tokenizer = _tokenizer_of([corpus], [rule], folder, corpus.data.tokenizer, specials, pretrained)
         discard_other_tokens(folder, tokenizer_sha256=tokenizer.sha256)
         manifest = _tokenize(corpus, rule, folder, fingerprint, _with_library(tokenizer, folder))
         manifest.write(folder / MANIFEST)
     return folder, manifest
 
 
+def _prepare_mixture(
+    data: DataConfig,
+    corpora: list[Corpus],
+    specials: Specials,
+    pretrained: PreTrainedTokenizerFast | None,
+    *,
+    tokens_home: Path,
+) -> tuple[Path, TokenShards]:
+    """The shards of each corpus by one tokenizer, and the manifest of all."""
+    names = tuple(source.label for source in data.sources)
+    fingerprints = [_fingerprint(corpus, specials, content_hash(pretrained)) for corpus in corpora]
+    identity = {"format": FORMAT_VERSION, "parts": list(zip(names, fingerprints, strict=True))}
+    fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    folder = tokens_home / fingerprint[:16]
+    if found := _finished_manifest(folder):
+        return folder, found
+    with _write_lock(folder):
+        if found := _finished_manifest(folder):
+            return folder, found
+        _discard_other_mixture(folder)
+        settings = data.tokenizer
+        if pretrained is None:
+            rules = [choose_rule(corpus.data, corpus.pieces()) for corpus in corpora]
+            _tokenizer_of(corpora, rules, folder, settings, specials, None)
+            settings = TokenizerConfig(kind="pretrained", path=str(folder / "tokenizer"))
+            pretrained = load_pretrained(settings)
+        parts = []
+        for name, corpus in zip(names, _apart(corpora), strict=True):
+            log.info("source %s: %s", name, corpus.data.path)
+            own = replace(corpus, data=corpus.data.model_copy(update={"tokenizer": settings}))
+            parts.append(_prepare_one(own, specials, pretrained, tokens_home=tokens_home))
+        if not (folder / "tokenizer").exists():
+            shutil.copytree(parts[0][0] / "tokenizer", folder / ".tokenizer.part")
+            (folder / ".tokenizer.part").rename(folder / "tokenizer")
+        manifest = _manifest_of_mixture(names, parts, fingerprint, tokenizer=folder / "tokenizer" / "tokenizer.json")
+        manifest = manifest.model_copy(update={"tokenizer": f"{data.tokenizer.kind}, {manifest.vocab_size} tokens"})
+        manifest.write(folder / MANIFEST)
+    return folder, manifest
+
+
+def _apart(corpora: list[Corpus]) -> Iterator[Corpus]:
+    """The corpora; with data.deduplicate=exact each without the documents that an earlier one has."""
+    earlier: tuple[Corpus, ...] = ()
+    for corpus in corpora:
+        yield replace(corpus, earlier=earlier)
+        if corpus.data.deduplicate != "off":
+            earlier = (*earlier, corpus)
+
+
+def _manifest_of_mixture(
+    names: tuple[str, ...], parts: list[tuple[Path, TokenShards]], fingerprint: str, *, tokenizer: Path
+) -> TokenShards:
+    """One manifest of all parts: shards by way of their own folders, sources under the part's name."""
+    sources: list[SourceFile] = []
+    shards: list[Shard] = []
+    for number, (name, (folder, manifest)) in enumerate(zip(names, parts, strict=True)):
+        for shard in manifest.shards:
+            stretches = shard.stretches and tuple(
+                stretch.model_copy(update={"source": stretch.source + len(sources)}) for stretch in shard.stretches
+            )
+            place = {"name": f"../{folder.name}/{shard.name}", "part": number, "stretches": stretches}
+            shards.append(shard.model_copy(update=place))
+        sources += [file.model_copy(update={"name": f"{name}/{file.name}"}) for file in manifest.sources]
+    manifests = [manifest for _, manifest in parts]
+    return manifests[0].model_copy(
+        update={
+            "fingerprint": fingerprint,
+            "parts": names,
+            "sources": tuple(sources),
+            "tokenizer_sha256": sha256_file(tokenizer),
+            "split_rule": "; ".join(f"{name}: {each.split_rule}" for name, each in zip(names, manifests, strict=True)),
+            "shards": tuple(shards),
+            "repeated": sum(each.repeated for each in manifests),
+            "skipped": sum(each.skipped for each in manifests),
+            "skipped_examples": tuple(line for each in manifests for line in each.skipped_examples)[:EXAMPLES_KEPT],
+        }
+    )
+
+
+def _discard_other_mixture(folder: Path) -> None:
+    """Deletes a manifest and a tokenizer that do not belong together; each source mends its own shards."""
+    path = folder / MANIFEST
+    with contextlib.suppress(OSError, ValueError):
+        tokenizer = folder / "tokenizer" / "tokenizer.json"
+        if TokenShards.read(path).tokenizer_sha256 == sha256_file(tokenizer):
+            return
+        shutil.rmtree(folder / "tokenizer")
+    path.unlink(missing_ok=True)
+
+
+def _found(data: DataConfig, report: Progress) -> Corpus:
+    skipped = SkippedDocuments(data.on_error)
+    return Corpus(data, find_sources(data, skipped), skipped, report)
+
+
 @dataclass(frozen=True)
 class Corpus:
-    """The documents of all sources; they are read several times: for the split, the tokenizer and the tokens."""
+    """The documents of all files; they are read several times: for the split, the tokenizer and the tokens.
+
+    `earlier`: corpora whose documents are left out of this one.
+    """
 
     data: DataConfig
     sources: list[Source]
     skipped_sources: SkippedDocuments
     report: Progress
+    earlier: tuple[Corpus, ...] = ()
 
     def pieces(self, skipped: SkippedDocuments | None = None) -> Iterator[Piece]:
         """Reads all pieces in order. Each pass skips the same documents; only one that is given `skipped` counts."""
         return read_pieces(self.sources, self.data, skipped or self.skipped_documents())
 
     def skipped_documents(self) -> SkippedDocuments:
-        """What one pass leaves out; nothing yet."""
-        return SkippedDocuments(self.data.on_error, deduplicate=self.data.deduplicate)
+        """What one pass leaves out; nothing of its own yet."""
+        return SkippedDocuments(self.data.on_error, deduplicate=self.data.deduplicate, known=self.known_earlier)
+
+    @functools.cached_property
+    def known_earlier(self) -> frozenset[bytes]:
+        """Hashes of the documents of `earlier`, all of which are read for that, once."""
+        known: frozenset[bytes] = frozenset()
+        for corpus in self.earlier:
+            skipped = SkippedDocuments(corpus.data.on_error, deduplicate=corpus.data.deduplicate, known=known)
+            for _ in corpus.pieces(skipped):
+                pass
+            known = skipped.known
+        return known
 
     @property
     def total_bytes(self) -> int | None:
@@ -109,20 +230,23 @@ class Corpus:
         return sum(source.record.num_bytes for source in self.sources)
 
 
-def _fingerprint(data: DataConfig, sources: list[Source], specials: Specials, pretrained_hash: str) -> str:
+def _fingerprint(corpus: Corpus, specials: Specials, pretrained_hash: str) -> str:
     """A hash of all that the tokens follow from: content and settings, but no paths and no number of processes."""
-    settings = data.model_dump(mode="json", exclude={"path", "hub_revision", "processes", "streaming"})
+    data, left_out = corpus.data, {"path", "sources", "phases", "hub_revision", "processes", "streaming"}
+    settings = data.model_dump(mode="json", exclude=left_out)
     settings["tokenizer"].pop("path")
     for field in ("encoding", "deduplicate"):  # corpora were tokenized before there were these
         if settings[field] == DataConfig.model_fields[field].default:
             settings.pop(field)
     identity = {
         "format": FORMAT_VERSION,
-        "sources": [source.record.model_dump() for source in sources],
+        "sources": [source.record.model_dump() for source in corpus.sources],
         "settings": settings,
         "specials": [specials.end, specials.mask],
         "pretrained": pretrained_hash,
     }
+    if corpus.earlier:
+        identity["earlier"] = [_fingerprint(earlier, specials, pretrained_hash) for earlier in corpus.earlier]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
@@ -158,24 +282,33 @@ def _write_lock(folder: Path) -> Iterator[None]:
 
 
 def _tokenizer_of(
-    corpus: Corpus, rule: SplitRule, folder: Path, specials: Specials, pretrained: PreTrainedTokenizerFast | None
+    corpora: list[Corpus],
+    rules: list[SplitRule],
+    folder: Path,
+    settings: TokenizerConfig,
+    specials: Specials,
+    pretrained: PreTrainedTokenizerFast | None,
 ) -> SavedTokenizer:
-    started = time.perf_counter()
+    """Saves the tokenizer of these corpora in `folder`; each gives the same part of tokenizer.sample_mib."""
+    started, done = time.perf_counter(), 0
 
     def reported(texts: Iterable[str]) -> Iterator[str]:
-        done = 0
+        nonlocal done
         for text in texts:
             yield text
             done += len(text.encode())
-            corpus.report("tokenizer", done, None)
+            corpora[0].report("tokenizer", done, None)
+
+    def train_texts(corpus: Corpus, rule: SplitRule) -> Iterator[str]:
+        return (part.text for part in split_pieces(corpus.pieces(), rule) if part.split == "train")
 
     tokenizer = save_tokenizer(
         folder,
-        corpus.data.tokenizer,
+        settings,
         pretrained=pretrained,
         specials=specials,
-        train_texts=reported(part.text for part in split_pieces(corpus.pieces(), rule) if part.split == "train"),
-        all_texts=reported(piece.text for piece in corpus.pieces()),
+        train_texts=[reported(train_texts(corpus, rule)) for corpus, rule in zip(corpora, rules, strict=True)],
+        all_texts=reported(piece.text for corpus in corpora for piece in corpus.pieces()),
     )
     log.info("tokenizer: %s, in %.1f s", tokenizer.name, time.perf_counter() - started)
     return tokenizer

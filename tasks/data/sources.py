@@ -1,4 +1,4 @@
-"""The source files that `data.path` names, each with its size and hash, in an order that never changes."""
+"""The files of a corpus, each with its size and hash, in an order that never changes."""
 
 from __future__ import annotations
 
@@ -50,16 +50,28 @@ class SkippedDocuments:
     `data.deduplicate=exact` so are those whose text an earlier document had; that takes some 100 bytes a document.
     """
 
-    def __init__(self, on_error: Literal["stop", "skip"], *, deduplicate: Literal["off", "exact"] = "off") -> None:
+    def __init__(
+        self,
+        on_error: Literal["stop", "skip"],
+        *,
+        deduplicate: Literal["off", "exact"] = "off",
+        known: Collection[bytes] = (),
+    ) -> None:
+        """`known`: hashes of documents that an earlier corpus has."""
         self.on_error = on_error
         self.count = 0
         self.examples: list[str] = []
         self.num_repeated = 0
-        self._known: set[bytes] | None = None if deduplicate == "off" else set()
+        self._known: set[bytes] | None = None if deduplicate == "off" else set(known)
 
     @property
     def deduplicates(self) -> bool:
         return self._known is not None
+
+    @property
+    def known(self) -> frozenset[bytes]:
+        """Hashes of the documents so far, with data.deduplicate=exact."""
+        return frozenset(self._known or ())
 
     def is_repeated(self, text_sha256: Callable[[], bytes]) -> bool:
         """Whether a document with this text was there before; counts it, or remembers it."""
@@ -146,8 +158,8 @@ class _Recoded(io.RawIOBase):
 
 
 def find_sources(data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
-    """The sources of `data.path`, sorted by name. Raises ValueError if there are none or one cannot be read."""
-    check_path(data)
+    """The files of `data.path`, sorted by name. Raises ValueError if there are none or one cannot be read."""
+    check_path(data.path)
     if data.path.startswith("hub:"):
         return [_hub_source(data)]
     if data.path == "stdlib":
@@ -157,19 +169,25 @@ def find_sources(data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
     return _hashed(files, skipped, encoding=data.encoding)
 
 
-def check_path(data: DataConfig) -> None:
-    """Raises ValueError if `data.path` is empty, or there is no such file or folder."""
-    if not data.path:
+def check_paths(data: DataConfig) -> None:
+    """Raises ValueError if no corpus is given, or there is no file or folder of one."""
+    for path in [source.path for source in data.sources] or [data.path]:
+        check_path(path)
+
+
+def check_path(path: str) -> None:
+    """Raises ValueError if `path` is empty, or there is no such file or folder."""
+    if not path:
         raise ValueError(
             "data.path is empty: set data.path=FILE_OR_FOLDER, data.path=stdlib or data.path=hub:OWNER/NAME"
         )
-    if data.path.startswith("hub:") or data.path == "stdlib":
+    if path.startswith("hub:") or path == "stdlib":
         return
-    path = Path(data.path).expanduser()
-    if not path.exists():
-        raise ValueError(f"data.path={data.path} does not exist (looked for {path.absolute()}): mend the path")
-    if not path.is_dir() and not path.is_file():
-        raise ValueError(f"data.path={data.path} is neither a file nor a folder: give one of them")
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise ValueError(f"data.path={path} does not exist (looked for {place.absolute()}): mend the path")
+    if not place.is_dir() and not place.is_file():
+        raise ValueError(f"data.path={path} is neither a file nor a folder: give one of them")
 
 
 def _hashed(files: list[tuple[str, Path]], skipped: SkippedDocuments, *, encoding: str) -> list[Source]:

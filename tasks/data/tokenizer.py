@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,13 +94,13 @@ def save_tokenizer(
     *,
     pretrained: PreTrainedTokenizerFast | None,
     specials: Specials,
-    train_texts: Iterable[str],
+    train_texts: Sequence[Iterable[str]],
     all_texts: Iterable[str],
 ) -> SavedTokenizer:
     """Makes FOLDER/tokenizer/, in a form that `tokenizers` and `transformers` load, unless it exists.
 
-    `train_texts` are read for kind=bpe only, `all_texts` for kind=characters only: a character that validation alone
-    has would otherwise be unknown.
+    `train_texts`, by corpus, are read for kind=bpe only, `all_texts` for kind=characters only: a character that
+    validation alone has would otherwise be unknown.
     """
     target = folder / "tokenizer"
     if not target.exists():
@@ -114,7 +115,7 @@ def save_tokenizer(
 
 
 def _make(
-    config: TokenizerConfig, specials: Specials, *, train_texts: Iterable[str], all_texts: Iterable[str]
+    config: TokenizerConfig, specials: Specials, *, train_texts: Sequence[Iterable[str]], all_texts: Iterable[str]
 ) -> Tokenizer:
     match config.kind:
         case "characters":
@@ -127,7 +128,7 @@ def _make(
     return tokenizer
 
 
-def _trained(config: TokenizerConfig, specials: Specials, texts: Iterable[str]) -> Tokenizer:
+def _trained(config: TokenizerConfig, specials: Specials, texts: Sequence[Iterable[str]]) -> Tokenizer:
     from tokenizers.trainers import BpeTrainer
 
     num_specials = 2 if specials.mask else 1
@@ -137,7 +138,8 @@ def _trained(config: TokenizerConfig, specials: Specials, texts: Iterable[str]) 
         initial_alphabet=_byte_alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sample(texts, config.sample_mib * 2**20), trainer)
+    num_bytes = config.sample_mib * 2**20 // len(texts)
+    tokenizer.train_from_iterator(itertools.chain.from_iterable(_sample(each, num_bytes) for each in texts), trainer)
     size = tokenizer.get_vocab_size() + num_specials
     if size < config.bpe_size:
         log.warning(

@@ -142,7 +142,7 @@ def evaluate(
 
 def _tokens(subject: Subject, data: DataConfig, *, held_out_of: RunPlan | None) -> tuple[Path, TokenShards]:
     """A run's own shards, or `data` tokenized by the model's own tokenizer, all of it held out."""
-    if data.path:
+    if data.given:
         tokenizer = TokenizerConfig(kind="pretrained", path=str(subject.tokenizer))
         text = data.model_copy(update={"tokenizer": tokenizer, "split": "all"})
         objective = _objective(subject)

@@ -22,6 +22,8 @@ from tasks.tracking.client import registry_client
 from tasks.workspace.locks import AlreadyOwned, Locked, exclusive, is_owned, owned
 from tasks.workspace.paths import home, tracking_uri
 from training.records.record import Record
+from training.records.token_shards import TokenShards
+from training.shards.format import MANIFEST
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -178,8 +180,13 @@ def _judged_checkpoints(registered: Iterable[RunFolder], older_than_days: float)
 
 def _judged_shards(kept: Sequence[RunFolder], older_than_days: float) -> Iterator[Item]:
     unknown = [run.folder.name for run in kept if run.needs is None]
+    named = {path for run in kept for path in run.needs or () if path.parent == (home() / "tokens").resolve()}
+    with_sources = {path: _with_sources(path) for path in named}
+    needs = {
+        run.folder.name: {part for path in run.needs or () for part in with_sources.get(path, (path,))} for run in kept
+    }
     for folder in sorted(path for path in (home() / "tokens").glob("*") if path.is_dir() and path.name[0] != "."):
-        users = [run.folder.name for run in kept if folder.resolve() in (run.needs or ())]
+        users = [name for name, paths in needs.items() if folder.resolve() in paths]
         age_days = (time.time() - folder.stat().st_mtime) / DAY_S
         if users or unknown:
             yield _item("shards", folder, kept=True, why=f"{', '.join(users or unknown)} may need them")
@@ -187,6 +194,15 @@ def _judged_shards(kept: Sequence[RunFolder], older_than_days: float) -> Iterato
             yield _item("shards", folder, kept=True, why=f"{age_days:.0f} days old")
         else:
             yield _item("shards", folder, kept=False, why="no run that is kept was trained on them")
+
+
+def _with_sources(folder: Path) -> frozenset[Path]:
+    """The folder, and those that a mixture's manifest has its shards from."""
+    try:
+        names = [shard.name for shard in TokenShards.read(folder / MANIFEST).shards]
+    except (OSError, ValueError):
+        names = []
+    return frozenset({folder, *((folder / name).parent.parent.resolve() for name in names)})
 
 
 def _item(kind: Literal["run", "checkpoint", "shards"], folder: Path, *, kept: bool, why: str) -> Item:

@@ -13,6 +13,7 @@ from tasks.runs.folder import read_plan
 from tasks.runs.resume import Change, remember
 from tasks.tracking.mlflow_run import TrackedRun
 from training.config.run import RunConfig
+from training.planner.mixture import warn_of_repeats
 from training.planner.plan import make_plan
 from training.records.inventory import Inventory
 from training.records.plan import AnyPlan, CustomProgramPlan, RunPlan
@@ -81,8 +82,9 @@ def write_plan(
     if changes:
         remember(run.folder, tuple(changes))
     plan.write(run.folder / "plan.json")
+    repeats = warn_of_repeats(plan.sources)
     for reason in plan.reasons:
-        logger.info("plan: %s", reason)
+        logger.log(logging.WARNING if reason in repeats else logging.INFO, "plan: %s", reason)
     return plan
 
 

@@ -196,7 +196,7 @@ def lineage(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> di
         "config_sha256": model.tags[f"{TAG}config_sha256"],
         "config": plan.config.model_dump(mode="json"),
         "dataset": {
-            "path": plan.config.data.path,
+            "path": plan.config.data.described,
             "fingerprint": shards.fingerprint,
             "sources": len(shards.sources),
             "train_tokens": shards.tokens("train"),

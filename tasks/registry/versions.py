@@ -157,7 +157,7 @@ def described(run: FinishedRun) -> str:
         f"Run {plan.run_id}, step {run.result.step}: "
         f"validation loss {report.loss:.4f} over {report.tokens:,} tokens{bits}",
         "",
-        f"- data: {escape_markdown(plan.config.data.path)}, fingerprint `{run.shards.fingerprint[:12]}`",
+        f"- data: {escape_markdown(plan.config.data.described)}, fingerprint `{run.shards.fingerprint[:12]}`",
         f"- checkpoint: sha256 `{run.result.checkpoint_sha256[:12]}`",
         f"- ONNX against torch: differs by at most {parity.max_logit_difference:.2g}, "
         f"{parity.argmax_agreement:.2%} equal argmax, {'within' if parity.passed else 'out of'} bounds",

@@ -170,7 +170,7 @@ def _cost(data: RunData) -> list[TextRow]:
 def _lineage(data: RunData) -> Iterator[tuple[str, str]]:
     run, shards, result = data.run, data.shards, data.result
     if shards:
-        yield "data", f"{data.config.data.path}: {len(shards.sources):,} sources, fingerprint {shards.fingerprint}"
+        yield "data", f"{data.config.data.described}: {len(shards.sources):,} sources, fingerprint {shards.fingerprint}"
         train, validation = (format_count(shards.tokens(split)) for split in ("train", "validation"))
         yield "tokens", f"{train} for training, {validation} held out for validation ({shards.split_rule})"
         yield "tokenizer", f"{shards.tokenizer}, {shards.vocab_size:,} tokens, sha256 {shards.tokenizer_sha256}"

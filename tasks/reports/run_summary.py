@@ -16,7 +16,7 @@ def summary(data: RunData) -> list[str]:
 
 def _describe_training(data: RunData) -> str:
     config, plan = data.config, data.plan
-    corpus = config.data.path or "its corpus"
+    corpus = config.data.described or "its corpus"
     if config.trainer.given:
         return _describe_program(data)
     if plan is None:

@@ -27,9 +27,11 @@ def steps_done(run_dir: Path) -> int:
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """("train.steps", 480), …"""
+    """("train.steps", 480), ("data.sources.0.path", "books"), …"""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from flattened(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            yield from flattened(dict(zip(map(str, range(len(value))), value, strict=True)), f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -6,6 +6,7 @@ A change is exact if the run goes on as if it had had the new value from its fir
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
@@ -13,8 +14,9 @@ from typing import Any, Literal
 from tasks.runs.folder import flattened, latest_config, read_plan, steps_done
 from training.config.run import RunConfig
 from training.config.train import learning_rate
+from training.planner.mixture import plan_sources
 from training.planner.plan import length
-from training.records.plan import RunPlan
+from training.records.plan import MixturePhase, RunPlan
 from training.records.record import Record
 from training.shards.packing import one_epoch
 
@@ -26,7 +28,7 @@ OTHER_TEXT = "from here on other sequences: some text comes twice, or never"
 OTHER_UPDATES = "an optimizer that had this from its first step on would be elsewhere"
 
 # exact: see above. rounding: but for the order in which numbers are summed, and for which units are dropped.
-# schedule: exact if the steps that are done would have had the same learning rates, else it breaks.
+# schedule: exact if the steps that are done would have had the same learning rates and sources, else it breaks.
 # breaks: no run that never stopped would have gone on so; needs --force. refused: not even then.
 # The first row that a field matches counts.
 TABLE: tuple[tuple[str, Effect, str], ...] = (
@@ -34,6 +36,11 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     # its text
     ("data.path", "exact", SAME_TOKENS),
     ("data.hub_revision", "exact", SAME_TOKENS),
+    ("data.sources.*.path", "exact", SAME_TOKENS),
+    ("data.sources.*.hub_revision", "exact", SAME_TOKENS),
+    ("data.sources.*.weight", "schedule", ""),
+    ("data.sources.*.epochs", "schedule", ""),
+    ("data.phases*", "schedule", ""),
     ("data.tokenizer.path", "exact", SAME_TOKENS),
     ("data.streaming", "exact", ""),
     ("data.processes", "exact", ""),
@@ -132,11 +139,15 @@ def changes(run_dir: Path, config: RunConfig, *, begun_with: RunConfig) -> tuple
     plan = read_plan(run_dir)
     old = latest_config(run_dir, begun_with=begun_with).model_dump(mode="json")
     new = dict(flattened(config.model_dump(mode="json")))
-    changed = [(field, value, new[field]) for field, value in flattened(old) if value != new[field]]
+    fields = dict(flattened(old)) | {field: None for field in new if field not in dict(flattened(old))}
+    changed = [(field, value, new.get(field)) for field, value in fields.items() if value != new.get(field)]
     if not changed:
         return ()
     effects = [_effect(field) for field, _, _ in changed]
-    verdict = _on_schedule(plan, config, done=steps_done(run_dir)) if plan else NOTHING_DONE
+    if plan is None or any(effect == "refused" for effect, _ in effects):
+        verdict = NOTHING_DONE
+    else:
+        verdict = _on_schedule(plan, config, done=steps_done(run_dir))
     effects = [verdict if effect == "schedule" else (effect, note) for effect, note in effects]
     found = tuple(
         _with_freeze(Change(field=field, old=before, new=after, effect=effect, note=note))
@@ -166,7 +177,7 @@ def _effect(field: str) -> tuple[Effect, str]:
 def _on_schedule(plan: RunPlan, config: RunConfig, *, done: int) -> tuple[Effect, str]:
     """Whether the `done` steps would have been the same with the new length and learning rates."""
     train, epoch = config.train, None
-    if train.max_epochs or train.max_tokens:
+    if train.max_epochs or train.max_tokens or config.data.sources:
         epoch = one_epoch(Path(plan.shards_dir), packing=train.packing, context=train.context)
     steps, sequences, _ = length(config, epoch)
     if steps < done:
@@ -177,6 +188,12 @@ def _on_schedule(plan: RunPlan, config: RunConfig, *, done: int) -> tuple[Effect
     full = done * plan.config.train.global_batch
     if plan.sequences < full <= sequences:
         return "breaks", f"step {done} was the last, and took only the rest of the data, not a whole batch"
+    if plan.mixture and epoch is not None:
+        _, mixture = plan_sources(
+            config.data, epoch, steps=steps, sequences=sequences, global_batch=plan.config.train.global_batch
+        )
+        if _until(mixture, done) != _until(plan.mixture, done):
+            return "breaks", f"the {done} steps that are done would have had other shares of the sources"
     had = [learning_rate(step, plan.config.train, steps=plan.steps) for step in range(done)]
     would = [learning_rate(step, config.train, steps=steps) for step in range(done)]
     if had == would:
@@ -184,6 +201,10 @@ def _on_schedule(plan: RunPlan, config: RunConfig, *, done: int) -> tuple[Effect
     step = max(range(done), key=lambda step: abs(had[step] - would[step]))
     rates = f"step {step + 1} had learning rate {had[step]:.3g}, would have had {would[step]:.3g}"
     return "breaks", rates + _cure(plan, config)
+
+
+def _until(mixture: Sequence[MixturePhase], steps: int) -> list[MixturePhase]:
+    return [phase for phase in mixture if phase.first_step < steps]
 
 
 def _cure(plan: RunPlan, config: RunConfig) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from training.data.held_out import held_out
+from training.data.held_out import held_out_by_source
 from training.data.loader import Loader
 from training.models.language_model import unfilled_model
 from training.records.plan import RunPlan
@@ -36,7 +36,8 @@ def main(plan_path: Path) -> None:
             losses.append(stats.loss_sum.item() / stats.num_targets)
             model.eval()
             with torch.no_grad():
-                for batch in held_out(plan, rank=dp.get_local_rank(), world_size=dp.size(), device=rank.device):
+                place = {"rank": dp.get_local_rank(), "world_size": dp.size(), "device": rank.device}
+                for _, batch in held_out_by_source(plan, **place):
                     losses.append(strategy.loss(batch).item())
 
         step_and_validate(0)

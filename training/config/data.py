@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import codecs
-from typing import Literal
+import itertools
+import math
+import re
+from collections import Counter
+from pathlib import PurePath
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -50,6 +55,95 @@ class TokenizerConfig(Section):
         return self
 
 
+class SourceConfig(Section):
+    """One of several corpora that a model is trained on, and how much of what it sees comes from there."""
+
+    path: str = Field(min_length=1, description="The corpus, as in the data section's `path`.")
+    name: str = Field(
+        "",
+        pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$",
+        description="Name of the source in plans, metrics and reports; empty means the last part of `path`.",
+    )
+    weight: float | None = Field(
+        None,
+        gt=0,
+        description="Share of the tokens seen, relative to the other weights: 3 is three times as many as 1. "
+        "Without it `epochs` counts.",
+    )
+    epochs: float | None = Field(
+        None,
+        gt=0,
+        description="Number of times that the run sees this source. It is 1 if neither this nor `weight` is given.",
+    )
+    column: str | None = Field(None, description="This source's own data.column.")
+    text_unit: Literal["file", "line", "paragraph"] | None = Field(
+        None, description="This source's own data.text_unit."
+    )
+    encoding: str | None = Field(None, description="This source's own data.encoding.")
+    hub_config: str | None = Field(None, description="This source's own data.hub_config.")
+    hub_revision: str | None = Field(None, description="This source's own data.hub_revision.")
+    hub_split: str | None = Field(None, description="This source's own data.hub_split.")
+
+    @property
+    def label(self) -> str:
+        """`name`, or what `path` gives as one."""
+        last = re.sub(r"[^\w.-]+", "-", PurePath(self.path.removeprefix("hub:")).name, flags=re.ASCII).strip("-._")
+        return self.name or last.partition(".")[0][:64] or "text"
+
+    @field_validator("encoding")
+    @classmethod
+    def check_encoding(cls, name: str | None) -> str | None:
+        return None if name is None else known_encoding(name)
+
+    @model_validator(mode="after")
+    def check(self) -> SourceConfig:
+        if self.weight is not None and self.epochs is not None:
+            raise ValueError(
+                f"data.sources: {self.label} has weight = {self.weight:g} and epochs = {self.epochs:g}, and each says "
+                "how much of it is seen: leave one out"
+            )
+        return self
+
+
+class PhaseConfig(Section):
+    """Other weights of the sources from some step on: the last part of training on better text, for example."""
+
+    from_step: int | None = Field(None, ge=1, description="Number of steps before this phase.")
+    from_share: float | None = Field(
+        None, gt=0, lt=1, description="Share of the run's steps before this phase: 0.9 is its last tenth."
+    )
+    weights: dict[str, float] = Field(
+        description="Weight of each source, by name; a source without one is not seen in this phase."
+    )
+
+    @model_validator(mode="after")
+    def check(self) -> PhaseConfig:
+        if (self.from_step is None) == (self.from_share is None):
+            raise ValueError("data.phases: a phase begins at from_step or at from_share: give one of them")
+        bad = [name for name, weight in self.weights.items() if weight < 0 or not math.isfinite(weight)]
+        if bad or not any(self.weights.values()):
+            raise ValueError(
+                f"data.phases: weights {self.weights} are not all at least 0 with one above it: change them"
+            )
+        return self
+
+    def first_step(self, steps: int) -> int:
+        """Number of steps before this phase, in a run of so many."""
+        return self.from_step if self.from_step is not None else round((self.from_share or 0) * steps)
+
+
+def known_encoding(name: str) -> str:
+    """The name that Python has for an encoding of text. Raises ValueError if there is none."""
+    try:
+        "text".encode(name)
+    except LookupError:
+        raise ValueError(
+            f"data.encoding={name} is no encoding that Python knows: give utf-8, gb18030, utf-16, latin-1 or "
+            "another one of docs.python.org/3/library/codecs.html"
+        ) from None
+    return codecs.lookup(name).name
+
+
 class DataConfig(Section):
     """The corpus: where text comes from, and which part of it is held out."""
 
@@ -57,6 +151,13 @@ class DataConfig(Section):
         "",
         description="The corpus: `stdlib` (the standard library of this Python), a file or a folder (.txt .md .py "
         ".jsonl .csv .parquet …), or `hub:OWNER/NAME` for a Hugging Face dataset.",
+    )
+    sources: tuple[SourceConfig, ...] = Field(
+        (),
+        description="Several corpora instead of `path`, and how much is seen of each: a mixture.",
+    )
+    phases: tuple[PhaseConfig, ...] = Field(
+        (), description="Other weights of `sources` from some step on; before the first phase their own weights count."
     )
     column: str = Field("text", description="Name of the column or JSON key that holds the text.")
     text_unit: Literal["file", "line", "paragraph"] = Field(
@@ -105,11 +206,57 @@ class DataConfig(Section):
     @field_validator("encoding")
     @classmethod
     def check_encoding(cls, name: str) -> str:
-        try:
-            "text".encode(name)
-        except LookupError:
+        return known_encoding(name)
+
+    @model_validator(mode="after")
+    def check_mixture(self) -> DataConfig:
+        if self.path and self.sources:
             raise ValueError(
-                f"data.encoding={name} is no encoding that Python knows: give utf-8, gb18030, utf-16, latin-1 or "
-                "another one of docs.python.org/3/library/codecs.html"
-            ) from None
-        return codecs.lookup(name).name
+                f"data.path = {self.path} and data.sources ({len(self.sources)} of them) both name the corpus: "
+                "give data.path= (empty), or make it one of data.sources"
+            )
+        names = [source.label for source in self.sources]
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise ValueError(f"data.sources: several are called {twice[0]}: give each of them a `name` of its own")
+        if self.phases:
+            self._check_phases(names)
+        return self
+
+    def _check_phases(self, names: list[str]) -> None:
+        if by_epochs := [source.label for source in self.sources if source.weight is None]:
+            raise ValueError(
+                f"data.phases change weights, and {by_epochs[0]} has none: give every one of data.sources a weight"
+            )
+        for phase in self.phases:
+            if unknown := sorted(set(phase.weights) - set(names)):
+                raise ValueError(
+                    f"data.phases: {unknown[0]} is none of data.sources ({', '.join(names) or 'there are none'}): "
+                    "mend the name"
+                )
+        for earlier, later in itertools.pairwise(self.phases):
+            begins = [
+                (earlier.from_step, later.from_step),
+                (earlier.from_share, later.from_share),
+            ]
+            if not any(a is not None and b is not None and a < b for a, b in begins):
+                raise ValueError(
+                    "data.phases must follow each other, all by from_step or all by from_share: sort them, and give "
+                    "all of them in one unit"
+                )
+
+    @property
+    def given(self) -> bool:
+        """Whether a corpus is named at all."""
+        return bool(self.path or self.sources)
+
+    @property
+    def described(self) -> str:
+        """`path`, or the names of the sources in a sentence: `code, wiki and books`."""
+        *others, last = [source.label for source in self.sources] or [self.path]
+        return f"{', '.join(others)} and {last}" if others else last
+
+    def of_source(self, source: SourceConfig) -> DataConfig:
+        """The same settings for one source alone, with those of its own."""
+        own = source.model_dump(exclude={"name", "weight", "epochs"}, exclude_none=True)
+        changes: dict[str, Any] = own | {"sources": (), "phases": ()}
+        return self.model_copy(update=changes)

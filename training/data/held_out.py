@@ -11,29 +11,46 @@ import torch
 from training.data.batch import Batch
 from training.data.loader import make_batch
 from training.records.plan import RankPlan
-from training.shards.packing import sequences_of
+from training.shards.packing import Pieces, Windows, sequences_by_source, sequences_of
 from training.shards.stream import TokenStream
 
 
-def held_out(plan: RankPlan, *, rank: int, world_size: int, device: torch.device, limit: int = 0) -> Iterator[Batch]:
-    """The validation split once, in order, distributed over the data-parallel ranks batch by batch.
+def held_out_by_source(
+    plan: RankPlan, *, rank: int, world_size: int, device: torch.device, limit: int = 0
+) -> Iterator[tuple[int, Batch]]:
+    """The validation split once, source by source, distributed over the data-parallel ranks batch by batch.
 
-    Every batch is [micro-batch, context], filled up with padding, and every rank gets as many: compiled graphs and
-    pipelines need one shape, sharded models need every rank in every forward pass. A rank's micro-batch is the plan's;
-    with another number of ranks than in training, the plan's smallest.
-    `limit` > 0 takes only that many sequences, evenly spaced over the split.
+    Every batch is [micro-batch, context] of one source, filled up with padding, and every rank gets as many: compiled
+    graphs and pipelines need one shape, sharded models need every rank in every forward pass. A rank's micro-batch is
+    the plan's; with another number of ranks than in training, the plan's smallest.
+    `limit` > 0 takes only about that many sequences, evenly spaced over each source, and one of each at least.
     """
-    placed = held_out_placed(plan, rank=rank, world_size=world_size, device=device, limit=limit)
-    return (batch for batch, _ in placed)
+    train, stream = plan.config.train, TokenStream(Path(plan.shards_dir), "validation")
+    by_source = sequences_by_source(stream, packing=train.packing, context=train.context, partial=True)
+    total = sum(map(len, by_source))
+    for number, sequences in enumerate(by_source):
+        own_limit = max(1, round(limit * len(sequences) / total)) if limit else 0
+        for batch, _ in _batches(plan, stream, sequences, rank=rank, world_size=world_size, limit=own_limit):
+            yield number, batch.each(lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def held_out_placed(
-    plan: RankPlan, *, rank: int, world_size: int, device: torch.device, limit: int = 0
+    plan: RankPlan, *, rank: int, world_size: int, device: torch.device
 ) -> Iterator[tuple[Batch, np.ndarray]]:
-    """`held_out`, each batch with its targets' places in the split: int64 [sequences, context], any for padding."""
+    """The validation split once, in order: batches as above, here one may hold several sources.
+
+    Each comes with its targets' places in the split: int64 [sequences, context], any for padding.
+    """
     train, stream = plan.config.train, TokenStream(Path(plan.shards_dir), "validation")
     sequences = sequences_of(stream, packing=train.packing, context=train.context, partial=True)
-    numbers = np.arange(len(sequences))
+    for batch, places in _batches(plan, stream, sequences, rank=rank, world_size=world_size):
+        yield batch.each(lambda tensor: tensor.to(device, non_blocking=True)), places
+
+
+def _batches(
+    plan: RankPlan, stream: TokenStream, sequences: Windows | Pieces, *, rank: int, world_size: int, limit: int = 0
+) -> Iterator[tuple[Batch, np.ndarray]]:
+    context, numbers = plan.config.train.context, np.arange(len(sequences))
     if limit and limit < len(sequences):
         numbers = np.linspace(0, len(sequences) - 1, limit).astype(int)
     micro_batches = plan.micro_batches if world_size == plan.dp else (min(plan.micro_batches),) * world_size
@@ -43,5 +60,4 @@ def held_out_placed(
     for first in range(sum(micro_batches[:rank]), len(spans), together):
         own = spans[first : first + micro_batches[rank]]
         batch = make_batch(plan, stream, own, keys=own[:, 1].tolist(), partial=True)
-        places = np.minimum(own[:, 1:2] + np.arange(train.context), len(stream) - 1)
-        yield batch.each(lambda tensor: tensor.to(device, non_blocking=True)), places
+        yield batch, np.minimum(own[:, 1:2] + np.arange(context), len(stream) - 1)

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from training.data.batch import IGNORED, Batch, MicroBatches, Share
 from training.data.masking import mask_tokens, num_predicted
-from training.data.shuffle import shuffled
+from training.data.shuffle import random_keys, shuffled
 from training.records.plan import RankPlan, RunPlan
-from training.shards.packing import PADDING, document_rows, positions_within, read_rows, sequences_of
+from training.shards.mixture import Mixture
+from training.shards.packing import PADDING, document_rows, positions_within, read_rows, sequences_by_source
 from training.shards.stream import TokenStream
 
 STEPS_AHEAD = 2
@@ -48,7 +49,8 @@ class Loader:
         self.plan, self.dp_rank, self.device, train = plan, dp_rank, device, plan.config.train
         self.micro_batches = micro_batches or MicroBatches.of(plan)
         self.stream = TokenStream(Path(plan.shards_dir), "train")
-        self.sequences = sequences_of(self.stream, packing=train.packing, context=train.context)
+        self.sequences = sequences_by_source(self.stream, packing=train.packing, context=train.context)
+        self.mixture = Mixture(plan.mixture, global_batch=train.global_batch) if plan.mixture else None
         self._steps_at_once = max(1, ORDERED_AT_ONCE // train.global_batch)
         self._ordered = functools.lru_cache(2)(self._order)
         self._ahead = (STEPS_AHEAD if device.type == "cuda" else 0) if ahead is None else ahead
@@ -79,6 +81,14 @@ class Loader:
             return int(num_targets[step % self._steps_at_once])
         lengths = spans[step % self._steps_at_once, :, 2] - spans[step % self._steps_at_once, :, 1]
         return int(lengths.sum())
+
+    def tokens_by_source(self, steps: int) -> dict[str, float]:
+        """`tokens_seen/NAME` of a mixture's sources after so many steps; nothing where there is one source."""
+        if self.mixture is None:
+            return {}
+        counts = self.mixture.counts(min(steps * self.plan.config.train.global_batch, self.plan.sequences)).tolist()
+        sources = zip(self.plan.sources, counts, strict=True)
+        return {f"tokens_seen/{each.name}": count * each.tokens / each.sequences for each, count in sources}
 
     def close(self) -> None:
         """Wait for the step that the thread is preparing, and end the thread."""
@@ -113,18 +123,37 @@ class Loader:
 
     def _order(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Spans [steps, global batch, 3] and numbers of targets [steps] of `_steps_at_once` steps in a row."""
-        train, epoch_sequences = self.plan.config.train, len(self.sequences)
+        train = self.plan.config.train
         num_places = self._steps_at_once * train.global_batch
         places = np.arange(block * num_places, (block + 1) * num_places)
-        places = places[places < self.plan.sequences]
-        epochs, positions = np.divmod(places, epoch_sequences)
-        numbers = np.empty_like(places)
+        spans = np.zeros((num_places, 3), np.int64)  # beyond the plan's sequences they stay empty
+        if self.mixture is None:
+            here = places < self.plan.sequences
+            spans[here] = self._spans_of(0, places[here], key=(train.seed,))
+        else:
+            places = _within_batches(places, global_batch=train.global_batch, seed=train.seed)
+            sources, numbers = self.mixture.draw(places)
+            for source in range(self.mixture.num_sources):
+                here = (sources == source) & (places < self.plan.sequences)
+                spans[here] = self._spans_of(source, numbers[here], key=(train.seed, source))
+        by_step = spans.reshape(self._steps_at_once, train.global_batch, 3)
+        return by_step, num_predicted(self.plan, by_step[..., 2] - by_step[..., 1]).sum(axis=1)
+
+    def _spans_of(self, source: int, numbers: np.ndarray, *, key: tuple[int, ...]) -> np.ndarray:
+        """Spans [n, 3] of a source's sequences: `numbers` [n] count through its epochs, each in an order of its own."""
+        sequences = self.sequences[source]
+        epochs, positions = np.divmod(numbers, len(sequences))
+        shuffled_numbers = np.empty_like(numbers)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            numbers[here] = shuffled(positions[here], length=epoch_sequences, key=(train.seed, int(epoch)))
-        spans = np.zeros((self._steps_at_once, train.global_batch, 3), np.int64)
-        spans.reshape(-1, 3)[: len(places)] = self.sequences.spans(numbers)  # beyond the plan's sequences: empty ones
-        return spans, num_predicted(self.plan, spans[..., 2] - spans[..., 1]).sum(axis=1)
+            shuffled_numbers[here] = shuffled(positions[here], length=len(sequences), key=(*key, int(epoch)))
+        return sequences.spans(shuffled_numbers)
+
+
+def _within_batches(places: np.ndarray, *, global_batch: int, seed: int) -> np.ndarray:
+    """The same places with those of each batch in another order: else a rank might always have the same source."""
+    order = random_keys(places, key=seed).reshape(-1, global_batch).argsort(axis=1)
+    return np.take_along_axis(places.reshape(-1, global_batch), order, axis=1).reshape(-1)
 
 
 def documents_in(plan: RunPlan, *, step: int, dp_rank: int, micro_batches: MicroBatches | None = None) -> list[int]:

@@ -1,4 +1,4 @@
-"""A permutation of sequences that needs no list in memory."""
+"""Random orders of sequences that need no list in memory."""
 
 from __future__ import annotations
 
@@ -28,3 +28,12 @@ def shuffled(positions: np.ndarray, *, length: int, key: tuple[int, ...]) -> np.
     while (outside := result >= length).any():
         result[outside] = encrypt(result[outside])
     return result.astype(np.int64)
+
+
+def random_keys(numbers: np.ndarray, *, key: int) -> np.ndarray:
+    """A random uint64 for each of int64 [n], by number and key alone: SplitMix64 (Steele, Lea and Flood 2014)."""
+    state = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    state ^= np.random.SeedSequence(key).generate_state(1, np.uint64)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))

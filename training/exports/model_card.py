@@ -26,7 +26,7 @@ parameters ({shape.layers} layers, width {shape.width}, {shape.heads} heads), co
 vocabulary {plan.vocab_size}; made by Shardline's run `{plan.run_id}`.
 
 ## Data
-Corpus `{plan.config.data.path}`, token shards with fingerprint `{plan.shards_fingerprint}`. What may be done with
+Corpus `{plan.config.data.described}`, token shards with fingerprint `{plan.shards_fingerprint}`. What may be done with
 the model depends on the licence of that corpus.
 
 ## Figures

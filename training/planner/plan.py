@@ -6,7 +6,7 @@ the head node, with the numbers and the cure. `reasons` says what was chosen and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from training.config.run import RunConfig
@@ -15,12 +15,13 @@ from training.planner.chosen_layout import ChosenLayout, choose_layout
 from training.planner.gpu_catalog import mean_datasheet_tflops, slow_devices
 from training.planner.hypothetical_hosts import assumptions
 from training.planner.job import KNOWN_ARCHITECTURES
+from training.planner.mixture import describe_sources, one_pass, plan_sources, warn_of_repeats
 from training.planner.model_shape import ASSUMED_VOCAB, model_shape, vocab_size
 from training.planner.pricing import predict
 from training.planner.replicas import BatchSplit, split_batch
 from training.planner.trial import wants_trial
 from training.records.inventory import Host, Inventory
-from training.records.plan import ModelShape, Prediction, RunPlan
+from training.records.plan import MixturePhase, ModelShape, PlannedSource, Prediction, RunPlan
 from training.records.token_shards import TokenShards
 from training.shards.packing import Epoch
 
@@ -32,14 +33,14 @@ def make_plan(
     run_id: str = "dry-run",
     shards: TokenShards | None = None,
     shards_dir: str = "",
-    epoch: Epoch | None = None,
+    epoch: Sequence[Epoch] | None = None,
     hf_config: Mapping[str, Any] | None = None,
 ) -> RunPlan:
     """The plan of `config` on `inventory`.
 
     `shards` gives the exact vocabulary; without them (a dry run) the config's is used. `epoch` (packing.one_epoch)
-    is what max_epochs is counted with; without it that limit is left out. `hf_config` is the content of config.json
-    for `model.architecture=path` or pretrained weights.
+    is one of each source, with which max_epochs and shares are counted; without it both are left out. `hf_config` is
+    the content of config.json for `model.architecture=path` or pretrained weights.
     Raises ValueError, naming the numbers and the cure, for what cannot work.
     """
     shape = model_shape(config, vocab_size=vocab_size(config, shards, hf_config), hf_config=hf_config)
@@ -48,6 +49,13 @@ def make_plan(
     steps, sequences, limit = length(config, epoch)
     check_schedule(config.train, steps=steps)
     reasons = [f"{steps} steps: {limit}", *_assumptions(config, shards, inventory, steps=steps)]
+    sources: tuple[PlannedSource, ...] = ()
+    mixture: tuple[MixturePhase, ...] = ()
+    if epoch is not None:
+        sources, mixture = plan_sources(
+            config.data, epoch, steps=steps, sequences=sequences, global_batch=config.train.global_batch
+        )
+        reasons += describe_sources(config.data, sources, steps=steps) + warn_of_repeats(sources)
     chosen = choose_layout(config, shape, inventory)
     split = split_batch(chosen, inventory)
     hosts = inventory.hosts[: len(chosen.cluster.ranks_per_host)]
@@ -74,6 +82,8 @@ def make_plan(
         rebalance=split.rebalance,
         steps=steps,
         sequences=sequences,
+        sources=sources,
+        mixture=mixture,
         predicted=predicted,
         reasons=(*reasons, *chosen.reasons, *split.reasons),
     )
@@ -132,21 +142,22 @@ def _check_packing(config: RunConfig, shape: ModelShape) -> None:
         )
 
 
-def length(config: RunConfig, epoch: Epoch | None) -> tuple[int, int, str]:
+def length(config: RunConfig, epoch: Sequence[Epoch] | None) -> tuple[int, int, str]:
     """The number of steps, the sequences in all of them, and which of the limits known beforehand sets it.
 
     Batches are whole, except the last one under max_epochs, so that each pass takes every sequence once.
     """
     train, sequence_tokens = config.train, float(config.train.context)
     if epoch is not None:
-        sequence_tokens = epoch.tokens / epoch.sequences  # on average: packing=padded leaves some of them empty
+        whole = one_pass(config.data, epoch)
+        sequence_tokens = whole.tokens / whole.sequences  # on average: packing=padded leaves some of them empty
     limits = [(train.steps, train.steps * train.global_batch, "train.steps")]
     if train.max_tokens:
         steps = max(1, int(train.max_tokens / sequence_tokens / train.global_batch))
         limits.append((steps, steps * train.global_batch, f"train.max_tokens = {train.max_tokens:,}"))
     if train.max_epochs and epoch is not None:
-        sequences = max(1, round(train.max_epochs * epoch.sequences))
-        why = f"train.max_epochs = {train.max_epochs:g}, of {epoch.sequences:,} sequences each"
+        sequences = max(1, round(train.max_epochs * whole.sequences))
+        why = f"train.max_epochs = {train.max_epochs:g}, of {whole.sequences:,} sequences each"
         limits.append((-(-sequences // train.global_batch), sequences, why))
     return min(limits)
 

@@ -72,6 +72,22 @@ class Prediction(Record):
         return sum(gib for part, gib in self.memory_gib.items() if part not in unseen)
 
 
+class PlannedSource(Record):
+    """A source of the text: the sequences and tokens of one epoch of it, and the epochs that the run sees."""
+
+    name: str
+    sequences: int
+    tokens: int
+    epochs: float
+
+
+class MixturePhase(Record):
+    """The share of the sequences that each source has, from this step (counted from 0) to the next phase."""
+
+    first_step: int
+    shares: tuple[float, ...]
+
+
 class RankedLayout(Record):
     """One way to run the job with its predictions. If it does not fit, `why_not` says so and times are None."""
 
@@ -171,12 +187,16 @@ class RunPlan(RankPlan):
     `largest_micro_batches`: how far rebalancing may raise each micro-batch.
     `ranking`: the possible layouts, the chosen one first; at the end some that do not fit.
     `sequences`: in all steps; fewer than steps x global batch if max_epochs ends within the last batch.
+    `sources`: those of data.sources, or the corpus as one; empty without shards, and in plans made before there were
+    mixtures. `mixture`: by phase, empty where there is one source.
     """
 
     hosts: tuple[str, ...] = ()
     largest_micro_batches: tuple[int, ...]
     steps: int
     sequences: int
+    sources: tuple[PlannedSource, ...] = ()
+    mixture: tuple[MixturePhase, ...] = ()
     predicted: Prediction
     ranking: tuple[RankedLayout, ...]
     reasons: tuple[str, ...]

@@ -26,7 +26,8 @@ class Stretch(Record):
 class Shard(Record):
     """One token file of one split; `name` is relative to the shard folder, without suffix.
 
-    `stretches`: the sources of a validation shard, in order; None for train shards and in older folders.
+    `part`: the number of its source in a mixture's `parts`. `stretches`: the sources of a validation shard, in order;
+    None for train shards and in older folders.
     """
 
     name: str
@@ -35,13 +36,18 @@ class Shard(Record):
     documents: int
     text_bytes: int
     sha256: str
+    part: int | None = None
     stretches: tuple[Stretch, ...] | None = None
 
 
 class TokenShards(Record):
-    """The manifest of a shard folder. No paths, times or hosts: equal inputs give equal bytes."""
+    """The manifest of a shard folder. No paths, times or hosts: equal inputs give equal bytes.
+
+    `parts`: the names of a mixture's sources, in order; its shards lie in the folders of the sources, beside this one.
+    """
 
     fingerprint: str
+    parts: tuple[str, ...] = ()
     sources: tuple[SourceFile, ...]
     tokenizer: str
     tokenizer_sha256: str

@@ -23,24 +23,30 @@ PADDING = -1  # number of the document that padding belongs to
 
 @dataclass(frozen=True)
 class Windows:
-    """The split end to end, cut every `context` tokens (packing stream and documents).
+    """The tokens [start, stop) end to end, cut every `context` tokens (packing stream and documents).
 
-    Sequence i predicts the tokens from i * context + 1 on: all but the first of the split. `partial`: so does a last,
+    Sequence i predicts the tokens from start + i * context + 1 on: all but the first. `partial`: so does a last,
     shorter sequence for those that fill no whole one.
     """
 
-    num_tokens: int
+    start: int
+    stop: int
     context: int
     partial: bool
 
     def __len__(self) -> int:
-        num_targets = self.num_tokens - 1
+        num_targets = max(0, self.stop - self.start - 1)
         return -(-num_targets // self.context) if self.partial else num_targets // self.context
 
     def spans(self, numbers: np.ndarray) -> np.ndarray:
         """int64 [n] -> int64 [n, 3] of begin, first, stop."""
-        first = numbers * self.context + 1
-        return np.stack([first - 1, first, np.minimum(first + self.context, self.num_tokens)], axis=1)
+        first = self.start + numbers * self.context + 1
+        return np.stack([first - 1, first, np.minimum(first + self.context, self.stop)], axis=1)
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens predicted in all of them."""
+        return self.stop - self.start - 1 if self.partial else len(self) * self.context
 
 
 class Pieces:
@@ -50,9 +56,10 @@ class Pieces:
     per process (400 MB while they are made) and about a second. A sequence is found by binary search, in 3 us.
     """
 
-    def __init__(self, stream: TokenStream, *, context: int) -> None:
+    def __init__(self, bounds: np.ndarray, *, context: int) -> None:
+        """`bounds`: where each document begins, and where the last one ends; int64 [documents + 1]."""
         self.context = context
-        self.bounds = stream.document_bounds()
+        self.bounds = bounds
         num_pieces = np.diff(self.bounds)
         num_pieces += context - 1  # in place, as the tables may be large: lengths, rounded up to whole pieces
         num_pieces //= context
@@ -69,29 +76,45 @@ class Pieces:
         stop = np.minimum(first + self.context, self.bounds[documents + 1])
         return np.stack([first - (place > 0), first, stop], axis=1)
 
+    @property
+    def num_targets(self) -> int:
+        """Tokens predicted in all of them."""
+        return int(self.bounds[-1] - self.bounds[0])
+
 
 def sequences_of(stream: TokenStream, *, packing: Packing, context: int, partial: bool = False) -> Windows | Pieces:
     """The sequences of a split, by number; `partial` as in Windows (pieces of documents are always all there)."""
     if packing == "padded":
-        return Pieces(stream, context=context)
-    return Windows(len(stream), context, partial)
+        return Pieces(stream.document_bounds(), context=context)
+    return Windows(0, len(stream), context, partial)
+
+
+def sequences_by_source(
+    stream: TokenStream, *, packing: Packing, context: int, partial: bool = False
+) -> list[Windows | Pieces]:
+    """The sequences of each source of a mixture; those of the whole split where it is none."""
+    if packing != "padded":
+        return [Windows(start, stop, context, partial) for start, stop in stream.parts]
+    bounds = stream.document_bounds()
+    bounds = np.union1d(bounds, [stop for _, stop in stream.parts])  # no document is of two sources
+    places = [np.searchsorted(bounds, part) for part in stream.parts]
+    return [Pieces(bounds[first : last + 1], context=context) for first, last in places]
 
 
 class Epoch(NamedTuple):
-    """One pass over the training split."""
+    """One pass over the training split, or over that of one source."""
 
     sequences: int
     tokens: int  # those predicted in it
 
 
-def one_epoch(folder: Path, *, packing: Packing, context: int) -> Epoch:
-    """Counts one epoch of a shard folder; only packing=padded reads its lists of documents.
+def one_epoch(folder: Path, *, packing: Packing, context: int) -> tuple[Epoch, ...]:
+    """Counts one epoch of a shard folder, for each source; only packing=padded reads its lists of documents.
 
     Raises ValueError for a folder that is not whole.
     """
-    stream = TokenStream(folder, "train")
-    sequences = len(sequences_of(stream, packing=packing, context=context))
-    return Epoch(sequences, len(stream) if packing == "padded" else sequences * context)
+    sequences = sequences_by_source(TokenStream(folder, "train"), packing=packing, context=context)
+    return tuple(Epoch(len(each), each.num_targets) for each in sequences)
 
 
 def read_rows(stream: TokenStream, spans: np.ndarray, *, context: int, end_id: int) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Which source each held-out token was read from: a file, a folder of files, or a dataset of the hub.
 
-The manifest names the files and, for validation shards, how many tokens in a row came from each. Up to MAX_SOURCES
-files are told apart; of more, the top folders are (below the folder that all share), and beyond the largest
-MAX_SOURCES - 1 of them the rest is summed up as one.
+The manifest names the files and, for validation shards, how many tokens in a row came from each. The sources of a
+mixture are told apart by their names; otherwise up to MAX_SOURCES files are; of more, the top folders are (below the
+folder that all share), and beyond the largest MAX_SOURCES - 1 of them the rest is summed up as one.
 """
 
 from __future__ import annotations
@@ -44,14 +44,19 @@ def held_out_sources(manifest: TokenShards) -> HeldOutSources | None:
     if not manifest.sources or any(shard.stretches is None for shard in shards):
         return None
     stretches = [stretch for shard in shards for stretch in shard.stretches or ()]
+    if manifest.parts:
+        names = [manifest.parts[shard.part or 0] for shard in shards for _ in shard.stretches or ()]
+        limit = len(manifest.parts)
+    else:
+        files = source_names([file.name for file in manifest.sources])
+        names, limit = [files[stretch.source] for stretch in stretches], MAX_SOURCES
     tokens: Counter[str] = Counter()
-    names = source_names([file.name for file in manifest.sources])
-    for stretch in stretches:
-        tokens[names[stretch.source]] += stretch.tokens
-    kept = [name for name, _ in tokens.most_common(MAX_SOURCES if len(tokens) <= MAX_SOURCES else MAX_SOURCES - 1)]
+    for name, stretch in zip(names, stretches, strict=True):
+        tokens[name] += stretch.tokens
+    kept = [name for name, _ in tokens.most_common(limit if len(tokens) <= limit else limit - 1)]
     number = {name: place for place, name in enumerate(kept)}
     others = len(kept)
-    numbers = np.array([number.get(names[stretch.source], others) for stretch in stretches], np.int64)
+    numbers = np.array([number.get(name, others) for name in names], np.int64)
     if len(tokens) > len(kept):
         kept.append(f"others ({len(tokens) - others})")
     text_bytes = np.zeros(len(kept), np.int64)

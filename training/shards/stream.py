@@ -24,6 +24,7 @@ class TokenStream:
         self._shards = [shard for shard in self.manifest.shards if shard.split == split]
         self._starts = [0, *itertools.accumulate(shard.tokens for shard in self._shards)]
         self._first_documents = [0, *itertools.accumulate(shard.documents for shard in self._shards)]
+        self.parts = self._parts()
         self._tokens = functools.lru_cache(MAX_OPEN_SHARDS)(self._map_tokens)
         self._ends = functools.lru_cache(MAX_OPEN_SHARDS)(self._map_ends)
 
@@ -71,6 +72,16 @@ class TokenStream:
         listed = [self._ends(index) + first for index, first in enumerate(self._starts[:-1])]
         bounds = np.concatenate([np.zeros(1, np.int64), *listed])
         return bounds if bounds[-1] == len(self) else np.append(bounds, len(self))
+
+    def _parts(self) -> list[tuple[int, int]]:
+        """[start, stop) of each source of a mixture, or of all tokens."""
+        if not self.manifest.parts:
+            return [(0, len(self))]
+        tokens = [0] * len(self.manifest.parts)
+        for shard in self._shards:
+            assert shard.part is not None, f"{shard.name} is of no source"
+            tokens[shard.part] += shard.tokens
+        return list(itertools.pairwise([0, *itertools.accumulate(tokens)]))
 
     def _shard_at(self, position: int) -> int:
         return bisect.bisect_right(self._starts, position) - 1

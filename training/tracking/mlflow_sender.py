@@ -90,7 +90,7 @@ def send_samples(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> None:
 
 def _identity(step: int, key: str, value: float) -> tuple[int, str, float | None]:
     """The identity of a metric: a resumed run repeats steps; another rate is not new, another loss is a new model's."""
-    return step, key, value if key in OF_THE_MODEL else None
+    return step, key, value if key.partition("/")[0] in OF_THE_MODEL else None
 
 
 def _sent_path(path: Path) -> Path:

@@ -33,12 +33,14 @@ def fit(state: TrainingState, *, reporter: Reporter, saver: Saver, stopper: Stop
         saver.advance()
         if stopped_by or step == state.start + 1 or _every(step, config.train.log_every_steps):
             row = meter.row()
+            row |= state.loader.tokens_by_source(step)
             reporter.write(step, learning_rate=rate, elapsed_s=stopper.elapsed_s, **row)
         if _validates(step, config.evaluation.every_steps, stopped_by):
             with meter.paused(), evaluation_mode(state.model):
-                val_loss = validate(state)
+                losses = validate(state)
                 reporter.write_samples(step)
-            reporter.write(step, val_loss=val_loss)
+            reporter.write(step, **losses)
+            val_loss = losses["val_loss"]
             no_longer_improves = stopper.after_validation(step, val_loss)
             stopped_by = stopped_by or no_longer_improves
         if stopped_by or _every(step, config.checkpoint.every_steps):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from training.data.batch import IGNORED
-from training.data.held_out import held_out
+from training.data.held_out import held_out_by_source
 from training.trainer.state import TrainingState
 
 
@@ -25,14 +25,26 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def validate(state: TrainingState) -> float:
-    """Mean loss over evaluation.quick_sequences held-out sequences, evenly spaced. Collective; in evaluation_mode."""
+def validate(state: TrainingState) -> dict[str, float]:
+    """Mean loss over evaluation.quick_sequences held-out sequences, evenly spaced. Collective; in evaluation_mode.
+
+    As `val_loss`; of a mixture also for each source alone, as `val_loss/NAME`.
+    """
     plan, device = state.plan, state.rank.device
     dp, limit = state.mesh["dp"], plan.config.evaluation.quick_sequences
     counts = state.mesh["tp"].get_local_rank() == state.mesh["pp"].get_local_rank() == 0
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
-    for batch in held_out(plan, rank=dp.get_local_rank(), world_size=dp.size(), device=device, limit=limit):
+    totals = torch.zeros(max(1, len(plan.sources)), 2, dtype=torch.float64, device=device)
+    batches = held_out_by_source(plan, rank=dp.get_local_rank(), world_size=dp.size(), device=device, limit=limit)
+    for source, batch in batches:
         loss, targets = state.strategy.loss(batch), (batch.targets != IGNORED).sum()
-        totals += torch.stack([loss.double(), targets.double() * counts])
+        totals[source] += torch.stack([loss.double(), targets.double() * counts])
     dist.all_reduce(totals)
-    return float(totals[0] / totals[1])
+    sums = totals.cpu()
+    found = {"val_loss": float(sums[:, 0].sum() / sums[:, 1].sum())}
+    if plan.mixture:
+        found |= {
+            f"val_loss/{source.name}": float(loss / targets)
+            for source, (loss, targets) in zip(plan.sources, sums, strict=True)
+            if targets
+        }
+    return found

@@ -19,6 +19,7 @@ from tasks.registry.models import lineage, resolve
 from tasks.workspace.locks import owned
 from tests.support.mlflow_store import Store
 from training.records.plan import RunPlan
+from training.records.token_shards import TokenShards
 
 OLD = 40 * DAY_S
 
@@ -100,6 +101,23 @@ def test_old_runs_go_and_what_a_version_needs_stays(store: Store, home: Path, ma
     assert resolve("tiny@champion", tracking_uri=store.uri).version == 1
     assert lineage("tiny@champion", tracking_uri=store.uri)["run"]["run_id"] == "champion"
     assert deleted(prune(older_than_days=30, keep_newest=0, dry_run=False)) == set()
+
+
+def test_the_shards_of_a_mixtures_sources_stay_with_it(home: Path, make: Callable[..., Path]) -> None:
+    make("old", shards="web")
+    make("young", shards="mixture")
+    manifest = home / "tokens" / "mixture" / "manifest.json"
+    content = TokenShards.read(manifest)
+    shards = [
+        shard.model_copy(update={"name": f"../web/{shard.name}", "part": 0}) if number == 0 else shard
+        for number, shard in enumerate(content.shards)
+    ]
+    content.model_copy(update={"parts": ("web",), "shards": tuple(shards)}).write(manifest)
+    age(home / "tokens" / "web")
+    (home / "young" / "plan.json").touch()
+    done = prune(older_than_days=30, keep_newest=1, dry_run=False)
+    assert deleted(done) == {"old"}
+    assert why(done, "tokens/web") == "young may need them"
 
 
 def test_young_runs_the_newest_and_those_at_work_stay(home: Path, make: Callable[..., Path]) -> None:

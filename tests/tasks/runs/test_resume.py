@@ -14,12 +14,18 @@ from tasks.runs.folder import flattened, latest_config, read_plan
 from tasks.runs.resume import TABLE, Change, accepted, changes, read_resumptions
 from tasks.tracking.mlflow_run import TrackedRun
 from tests.support.configs import inventory, tiny_config
+from tests.support.mixture_shards import write_mixture
 from training.config.run import RunConfig
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
 from training.records.token_shards import TokenShards
 
-FIELDS = [name for name, _ in flattened(RunConfig().model_dump(mode="json"))]
+MIXTURE = {
+    "sources": [{"path": name, "weight": weight} for name, weight in (("a", 5), ("b", 2), ("c", 1))],
+    "phases": [{"from_step": 60, "weights": {"c": 1}}],
+}
+CONFIGS = [RunConfig(), RunConfig.model_validate({"data": MIXTURE})]
+FIELDS = sorted({name for config in CONFIGS for name, _ in flattened(config.model_dump(mode="json"))})
 STEPS = 100
 
 
@@ -70,8 +76,10 @@ class Run:
 def run(tmp_path: Path, tiny_shards: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path))
 
-    def make(*, done: int = 40, machines: Inventory | None = None, **overrides: Any) -> Run:
-        return Run(tmp_path, tiny_shards, done=done, machines=machines or inventory(2), **overrides)
+    def make(
+        *, done: int = 40, machines: Inventory | None = None, shards_dir: Path = tiny_shards, **overrides: Any
+    ) -> Run:
+        return Run(tmp_path, shards_dir, done=done, machines=machines or inventory(2), **overrides)
 
     return make
 
@@ -103,6 +111,40 @@ def test_a_length_or_rate_is_exact_if_the_steps_that_are_done_would_have_been_th
     begun: dict[str, Any], overrides: dict[str, Any], effect: str, run: Any
 ) -> None:
     assert effects(run(**begun).changes(**overrides)) == {effect}
+
+
+LATER = [{"from_step": 60, "weights": {"a": 1}}]
+MIXTURE_CHANGES = [
+    ({}, {"data__phases": LATER}, "exact"),
+    ({}, {"data__phases": [LATER[0] | {"from_step": 39}]}, "breaks"),
+    ({"data__phases": LATER}, {"data__phases": [LATER[0] | {"from_step": 50}]}, "exact"),
+    ({"data__phases": LATER}, {"data__phases": []}, "exact"),
+    ({"data__phases": [{"from_share": 0.3, "weights": {"a": 1}}]}, {"train__steps": 200}, "breaks"),
+    ({"data__phases": [{"from_share": 0.9, "weights": {"a": 1}}]}, {"train__steps": 200}, "exact"),
+]
+
+
+@pytest.mark.parametrize(("begun", "overrides", "effect"), MIXTURE_CHANGES)
+def test_shares_may_change_from_the_next_step_on(
+    begun: dict[str, Any], overrides: dict[str, Any], effect: str, run: Any, tmp_path: Path
+) -> None:
+    """40 steps are done."""
+    mixture = {"data__path": "", "data__sources": MIXTURE["sources"], "train__schedule": "constant"}
+    made = run(shards_dir=write_mixture(tmp_path / "mixture"), **(mixture | begun))
+    assert effects(made.changes(**overrides)) == {effect}
+
+
+def test_a_weight_may_not_change_but_a_path_may(run: Any, tmp_path: Path) -> None:
+    shards = write_mixture(tmp_path / "mixture")
+    made = run(shards_dir=shards, data__path="", data__sources=MIXTURE["sources"])
+    moved, heavier = ([dict(source) for source in MIXTURE["sources"]] for _ in range(2))
+    moved[0] |= {"path": "elsewhere/a"}
+    heavier[0] |= {"weight": 6}
+    assert effects(made.changes(data__sources=moved)) == {"exact"}
+    with pytest.raises(ValueError, match=r"data\.sources\.0\.weight 5.* -> 6.*would have had other shares"):
+        made.changes(data__sources=heavier, force=False)
+    with pytest.raises(ValueError, match=r"data\.sources\.2\.name .*cannot be changed"):
+        made.changes(data__sources=moved[:2])
 
 
 def test_a_longer_cosine_names_the_rates_that_differ_most_and_the_cure(run: Any) -> None:

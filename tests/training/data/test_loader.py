@@ -26,10 +26,11 @@ from tests.support.numbered_corpus import (
     write_numbered,
 )
 from tests.support.tiny_shards import END
-from training.data.batch import IGNORED, MicroBatches
-from training.data.held_out import held_out
+from training.data.batch import IGNORED, Batch, MicroBatches
+from training.data.held_out import held_out_by_source
 from training.data.loader import Loader, documents_in
 from training.data.shuffle import shuffled
+from training.records.plan import RunPlan
 from training.shards.packing import one_epoch
 from training.shards.stream import TokenStream
 
@@ -88,7 +89,7 @@ def test_each_epoch_has_its_own_order_and_batches_go_on_over_its_end(packing: st
     plan = plan_of(shards, train__packing=packing, train__steps=40, train__global_batch=7, train__micro_batch=7)
     places = predicted(plan)
     counts = np.bincount(places, minlength=NUM_TOKENS["train"])
-    sequences = one_epoch(shards, packing=packing, context=CONTEXT).sequences
+    ((sequences, _),) = one_epoch(shards, packing=packing, context=CONTEXT)
     epochs = 40 * 7 // sequences
     assert epochs >= 2
     assert set(counts[1 : NUM_TOKENS["train"] // CONTEXT * CONTEXT]) <= {epochs, epochs + 1}
@@ -221,11 +222,16 @@ def test_micro_batches_that_change_between_steps_leave_the_data_order_unchanged(
         loader.close()
 
 
+def held_out(plan: RunPlan, *, rank: int, world_size: int, limit: int = 0) -> list[Batch]:
+    batches = held_out_by_source(plan, rank=rank, world_size=world_size, device=CPU, limit=limit)
+    return [batch for _, batch in batches]
+
+
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_held_out_text_is_distributed_in_the_plans_shares(packing: str, shards: Path) -> None:
     plan = plan_of(shards, ranks=3, train__packing=packing, train__global_batch=6)
     plan = plan.model_copy(update={"micro_batches": (3, 2, 1), "accumulation": 1})
-    dealt = [list(held_out(plan, rank=rank, world_size=3, device=CPU)) for rank in range(3)]
+    dealt = [held_out(plan, rank=rank, world_size=3) for rank in range(3)]
     assert [{len(batch.inputs) for batch in batches} for batches in dealt] == [{3}, {2}, {1}]
     assert len({len(batches) for batches in dealt}) == 1
     targets = torch.cat([batch.targets.flatten() for batches in dealt for batch in batches]).numpy()
@@ -237,7 +243,10 @@ def test_held_out_text_is_distributed_in_the_plans_shares(packing: str, shards: 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_held_out_predicts_every_token_once_whatever_the_ranks(ranks: int, packing: str, shards: Path) -> None:
     plan = plan_of(shards, train__packing=packing, train__micro_batch=4)
-    dealt = [list(held_out(plan, rank=rank, world_size=ranks, device=CPU)) for rank in range(ranks)]
+    dealt = [
+        [batch for _, batch in held_out_by_source(plan, rank=rank, world_size=ranks, device=CPU)]
+        for rank in range(ranks)
+    ]
     assert len({len(batches) for batches in dealt}) == 1, "every rank has as many forward passes"
     assert {rows(batch).shape[::2] for batches in dealt for batch in batches} == {(4, CONTEXT)}
     targets = torch.cat([batch.targets.flatten() for batches in dealt for batch in batches]).numpy()
@@ -247,7 +256,11 @@ def test_held_out_predicts_every_token_once_whatever_the_ranks(ranks: int, packi
 
 def test_a_limited_validation_takes_so_many_sequences_evenly_spaced(shards: Path) -> None:
     plan = plan_of(shards, train__micro_batch=4)
-    batches = [batch for rank in range(2) for batch in held_out(plan, rank=rank, world_size=2, device=CPU, limit=5)]
+    batches = [
+        batch
+        for rank in range(2)
+        for _, batch in held_out_by_source(plan, rank=rank, world_size=2, device=CPU, limit=5)
+    ]
     starts = [int(row[0]) - FIRST for batch in batches for row in batch.targets if row[0] != IGNORED]
     assert sorted(starts) == [1, 3 * CONTEXT + 1, 6 * CONTEXT + 1, 9 * CONTEXT + 1, 13 * CONTEXT + 1]
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 from tests.support.ranks import Ranks, run_ranks
 from tests.support.tiny_run import tiny_run
 from tests.support.tiny_shards import END
-from training.data.held_out import held_out
+from training.data.held_out import held_out_by_source
 from training.models.language_model import build_model
 from training.records.plan import RunPlan
 from training.records.results import EvalReport
@@ -96,7 +96,7 @@ def test_a_masked_model_has_the_loss_of_its_masked_tokens_and_no_bits_per_byte(t
     run_ranks(run_dir / "plan.json", program="training.evaluate")
     report, plan = EvalReport.read(run_dir / "eval.json"), RunPlan.read(run_dir / "plan.json")
     model, loss, count = AutoModelForMaskedLM.from_pretrained(run_dir / "checkpoints" / "8").eval(), 0.0, 0
-    for batch in held_out(plan, rank=0, world_size=1, device=torch.device("cpu")):
+    for _, batch in held_out_by_source(plan, rank=0, world_size=1, device=torch.device("cpu")):
         assert batch.documents is not None
         lengths = (batch.documents >= 0).sum(1).tolist()
         for row, here in enumerate(map(slice, filter(None, lengths))):  # the last batch is filled up with empty rows
@@ -138,5 +138,5 @@ def test_packed_documents_score_as_if_each_stood_alone(
     for tokens in map(torch.from_numpy, apart(plan)):
         logits = model.hf(tokens[None, :-1]).logits[0]
         expected += torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum").item()
-    batches = held_out(plan, rank=0, world_size=1, device=torch.device("cpu"))
+    batches = (batch for _, batch in held_out_by_source(plan, rank=0, world_size=1, device=torch.device("cpu")))
     assert sum(model.scores(batch)[0].sum().item() for batch in batches) == pytest.approx(expected, rel=1e-6)

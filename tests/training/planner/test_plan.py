@@ -16,7 +16,7 @@ from training.planner.precision import choose_precision
 from training.records.inventory import Device, Host, Inventory
 from training.shards.packing import Epoch, Packing, one_epoch
 
-EPOCH = Epoch(sequences=100, tokens=1600)
+EPOCH = (Epoch(sequences=100, tokens=1600),)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert"])
@@ -137,7 +137,7 @@ def test_the_weakest_gpu_decides_the_precision_and_is_named() -> None:
         make_plan(tiny_config(parallel__precision="bf16"), gpu_inventory("7.5"))
 
 
-def length_of(epoch: Epoch | None = EPOCH, **train: Any) -> tuple[int, int]:
+def length_of(epoch: tuple[Epoch, ...] | None = EPOCH, **train: Any) -> tuple[int, int]:
     """Steps and sequences, with 8 sequences of 16 tokens in a batch."""
     plan = make_plan(
         tiny_config(**{f"train__{field}": value for field, value in train.items()}), inventory(1), epoch=epoch
@@ -161,7 +161,7 @@ def test_a_pass_over_the_data_ends_within_a_batch() -> None:
 
 def test_padding_does_not_count_as_tokens() -> None:
     """Sequences that are 40% full on average: 2.5 times as many of them for the same number of tokens."""
-    padded = Epoch(sequences=100, tokens=640)
+    padded = (Epoch(sequences=100, tokens=640),)
     assert length_of(padded, steps=1000, max_tokens=640, packing="padded") == (12, 96)
     assert length_of(steps=1000, max_tokens=640) == (5, 40)
 
@@ -173,7 +173,7 @@ def test_a_dry_run_leaves_out_the_limit_it_cannot_count() -> None:
 @pytest.mark.parametrize(("packing", "sequences"), [("stream", 249), ("documents", 249), ("padded", 280)])
 def test_an_epoch_is_counted_from_the_shards(packing: Packing, sequences: int, tiny_shards: Path) -> None:
     """4,000 tokens in 40 documents of 100: 249 windows of 16 and a token to predict, or 7 pieces of each document."""
-    epoch = one_epoch(tiny_shards, packing=packing, context=16)
+    (epoch,) = one_epoch(tiny_shards, packing=packing, context=16)
     assert epoch == (sequences, 4000 if packing == "padded" else 249 * 16)
 
 

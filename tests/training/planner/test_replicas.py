@@ -16,7 +16,7 @@ from training.planner.replicas import COMPUTING
 from training.records.inventory import Inventory
 from training.shards.packing import Epoch
 
-EPOCH = Epoch(sequences=100, tokens=1600)
+EPOCH = (Epoch(sequences=100, tokens=1600),)
 
 
 def unlike(*rates: float, memory_gib: float = 12.0) -> Inventory:

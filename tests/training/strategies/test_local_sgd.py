@@ -15,7 +15,7 @@ from tests.support.configs import inventory, tiny_config
 from tests.support.ranks import Ranks, losses, run_ranks
 from tests.training.strategies.test_strategies import LOSS_BOUND, WEIGHT_BOUND, final
 from training.config.train import learning_rate
-from training.data.held_out import held_out
+from training.data.held_out import held_out_by_source
 from training.data.loader import Loader
 from training.models.language_model import build_model
 from training.planner.plan import make_plan
@@ -96,7 +96,8 @@ class Reference:
     @torch.no_grad()
     def validate(self) -> float:
         limit = self.plan.config.evaluation.quick_sequences
-        batches = list(held_out(self.plan, rank=0, world_size=1, device=self.device, limit=limit))
+        held_out = held_out_by_source(self.plan, rank=0, world_size=1, device=self.device, limit=limit)
+        batches = [batch for _, batch in held_out]
         targets = sum(int((batch.targets >= 0).sum()) for batch in batches)
         model = self.mean().eval()
         return sum(model(batch.inputs, batch.targets).item() for batch in batches) / targets

@@ -1,0 +1,112 @@
+"""How much a run sees of each source of its text: shares of its sequences by phase, epochs, a warning above four."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from training.config.data import DataConfig
+from training.records.plan import MixturePhase, PlannedSource
+from training.shards.mixture import Mixture
+from training.shards.packing import Epoch
+
+MANY_EPOCHS = 4  # up to here text seen again teaches about as much as new text (Muennighoff et al. 2023, figure 4)
+
+
+def one_pass(data: DataConfig, epoch: Sequence[Epoch]) -> Epoch:
+    """What train.max_epochs counts: all text once, or the `epochs` of each source that are asked for."""
+    times = [source.epochs or 1.0 for source in data.sources] or [1.0]
+    return Epoch(
+        round(sum(n * each.sequences for n, each in zip(times, epoch, strict=True))),
+        round(sum(n * each.tokens for n, each in zip(times, epoch, strict=True))),
+    )
+
+
+def plan_sources(
+    data: DataConfig, epoch: Sequence[Epoch], *, steps: int, sequences: int, global_batch: int
+) -> tuple[tuple[PlannedSource, ...], tuple[MixturePhase, ...]]:
+    """The sources that a run of so many steps and sequences sees, and their shares. `epoch`: one of each source.
+
+    Raises ValueError for shares that cannot be had, with the numbers and the cure.
+    """
+    if not data.sources:
+        (one,) = epoch
+        times = sequences / one.sequences
+        return (PlannedSource(name=data.described, sequences=one.sequences, tokens=one.tokens, epochs=times),), ()
+    names = [source.label for source in data.sources]
+    if short := [name for name, each in zip(names, epoch, strict=True) if not each.sequences]:
+        raise ValueError(
+            f"data.sources: the training text of {short[0]} fills no sequence of train.context tokens: give more of "
+            "it, lower train.context, or leave the source out"
+        )
+    phases = [MixturePhase(first_step=0, shares=_own_shares(data, epoch, sequences=sequences))]
+    for phase in data.phases:
+        first, weights = phase.first_step(steps), [phase.weights.get(name, 0.0) for name in names]
+        if first == phases[-1].first_step:  # of a very short run
+            phases.pop()
+        if first < steps:
+            phases.append(MixturePhase(first_step=first, shares=_normalized(_by_sequence(weights, epoch))))
+    counts = Mixture(phases, global_batch=global_batch).counts(sequences).tolist()
+    planned = (
+        PlannedSource(name=name, sequences=one.sequences, tokens=one.tokens, epochs=count / one.sequences)
+        for name, one, count in zip(names, epoch, counts, strict=True)
+    )
+    return tuple(planned), tuple(phases)
+
+
+def describe_sources(data: DataConfig, sources: Sequence[PlannedSource], *, steps: int) -> list[str]:
+    """Sentences on how often each source is seen."""
+    if not data.sources:
+        return [f"text: {source.epochs:.3g} epochs of {source.name}" for source in sources]
+    tokens = [source.epochs * source.tokens for source in sources]
+    each = (
+        f"{source.name} {seen / sum(tokens):.1%} of the tokens, {source.epochs:.3g} epochs"
+        for source, seen in zip(sources, tokens, strict=True)
+    )
+    late = (
+        f"text: the phase from step {phase.first_step(steps)} on does not come, training ends after {steps}"
+        for phase in data.phases
+        if phase.first_step(steps) >= steps
+    )
+    return [f"text: {'; '.join(each)}", *late]
+
+
+def warn_of_repeats(sources: Sequence[PlannedSource]) -> list[str]:
+    """A sentence for each source that is seen more than four times."""
+    return [
+        f"{source.name} is seen {source.epochs:.1f} times: beyond {MANY_EPOCHS} epochs text teaches less each time "
+        "(Muennighoff et al. 2023, arXiv:2305.16264); give more text, train for fewer steps, or lower its weight"
+        for source in sources
+        if source.epochs > MANY_EPOCHS
+    ]
+
+
+def _own_shares(data: DataConfig, epoch: Sequence[Epoch], *, sequences: int) -> tuple[float, ...]:
+    """Shares of the sequences by the sources' `weight` and `epochs`.
+
+    Epochs are that many sequences, and weights divide the rest of the run. Where no source has a weight, the
+    epochs' proportions count: a run of another length sees more of each, or less.
+    """
+    counts = [
+        0.0 if source.weight is not None else (source.epochs or 1.0) * one.sequences
+        for source, one in zip(data.sources, epoch, strict=True)
+    ]
+    weights = [source.weight or 0.0 for source in data.sources]
+    if not any(weights):
+        return _normalized(counts)
+    if sum(counts) >= sequences:
+        raise ValueError(
+            f"data.sources: the sources with epochs have {sum(counts):,.0f} sequences, the whole run has "
+            f"{sequences:,}: nothing is left for those with a weight; train for more steps, or lower the epochs"
+        )
+    rest = 1 - sum(counts) / sequences
+    shares = _normalized(_by_sequence(weights, epoch))
+    return tuple(count / sequences + rest * share for count, share in zip(counts, shares, strict=True))
+
+
+def _by_sequence(weights: Sequence[float], epoch: Sequence[Epoch]) -> list[float]:
+    """Weights of tokens as weights of sequences, which have unlike numbers of tokens under packing=padded."""
+    return [weight * one.sequences / one.tokens for weight, one in zip(weights, epoch, strict=True)]
+
+
+def _normalized(weights: Sequence[float]) -> tuple[float, ...]:
+    return tuple(weight / sum(weights) for weight in weights)
