@@ -30,7 +30,7 @@ from tasks.launch.docker_hosts import attempts_of
 from tasks.operations import gpu_queue
 from tasks.planning import plan as planning
 from tasks.planning.describe import describe_plan
-from tasks.planning.pretrained import check_tokenizer
+from tasks.planning.pretrained import check_optimizer, check_tokenizer
 from tasks.promotion.register import register_model
 from tasks.registry.models import resolve
 from tasks.reports.export_latency import draw_latency, latency_rows
@@ -94,6 +94,7 @@ def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
         nsight.check_here(config)
         check_tasks(config)
         check_tokenizer(config)
+        check_optimizer(config)
         folder, shards = corpus.prepare_corpus(config.data, tokens_home=home() / "tokens", objective=config.objective)
         check_tokenizer(config, folder / "tokenizer" / "tokenizer.json")
         check_prompts(folder, config.evaluation.prompts)

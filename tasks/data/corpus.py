@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 import logging
+import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -28,8 +29,9 @@ from tasks.data.split import SplitRule, choose_rule, split_pieces
 from tasks.data.tokenizer import Specials, content_hash, load_pretrained, save_tokenizer, special_tokens
 from tasks.display.progress import Progress, terminal_bar
 from tasks.hardware.machine import usable_cores
+from tasks.planning.pretrained import same_vocabulary
 from tasks.workspace.locks import exclusive
-from training.config.data import DataConfig, TokenizerConfig
+from training.config.data import SHARDS, DataConfig, TokenizerConfig
 from training.records.record import sha256_file, write_atomically
 from training.records.token_shards import Shard, SourceFile, TokenShards
 from training.shards.format import (
@@ -69,8 +71,11 @@ def prepare_corpus(
         report = progress or stack.enter_context(terminal_bar())
         if not data.sources:
             return _prepare_one(_found(data, report), specials, pretrained, tokens_home=tokens_home)
-        corpora = [_found(data.of_source(source), report) for source in data.sources]
-        return _prepare_mixture(data, corpora, specials, pretrained, tokens_home=tokens_home)
+        parts = [
+            _Finished(*_shards_of(source.path)) if source.path.startswith(SHARDS) else _found(own, report)
+            for source, own in ((source, data.of_source(source)) for source in data.sources)
+        ]
+        return _prepare_mixture(data, parts, specials, pretrained, tokens_home=tokens_home)
 
 
 def _prepare_one(
@@ -97,7 +102,7 @@ def _prepare_one(
 
 def _prepare_mixture(
     data: DataConfig,
-    corpora: list[Corpus],
+    given: list[Corpus | _Finished],
     specials: Specials,
     pretrained: PreTrainedTokenizerFast | None,
     *,
@@ -105,7 +110,15 @@ def _prepare_mixture(
 ) -> tuple[Path, TokenShards]:
     """The shards of each corpus by one tokenizer, and the manifest of all."""
     names = tuple(source.label for source in data.sources)
-    fingerprints = [_fingerprint(corpus, specials, content_hash(pretrained)) for corpus in corpora]
+    corpora = [part for part in given if isinstance(part, Corpus)]
+    if len(corpora) < len(given):
+        _check_finished(data)
+    fingerprints = [
+        _fingerprint(part, specials, content_hash(pretrained))
+        if isinstance(part, Corpus)
+        else part.manifest.fingerprint
+        for part in given
+    ]
     identity = {"format": FORMAT_VERSION, "parts": list(zip(names, fingerprints, strict=True))}
     fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     folder = tokens_home / fingerprint[:16]
@@ -121,14 +134,19 @@ def _prepare_mixture(
             _tokenizer_of(corpora, rules, folder, settings, specials, None)
             settings = TokenizerConfig(kind="pretrained", path=str(folder / "tokenizer"))
             pretrained = load_pretrained(settings)
-        parts = []
-        for name, corpus in zip(names, _apart(corpora), strict=True):
-            log.info("source %s: %s", name, corpus.data.path)
+        parts, apart = [], _apart(corpora)
+        for name, source, part in zip(names, data.sources, given, strict=True):
+            log.info("source %s: %s", name, source.path)
+            if isinstance(part, _Finished):
+                parts.append((part.folder, part.manifest))
+                continue
+            corpus = next(apart)
             own = replace(corpus, data=corpus.data.model_copy(update={"tokenizer": settings}))
             parts.append(_prepare_one(own, specials, pretrained, tokens_home=tokens_home))
         if not (folder / "tokenizer").exists():
             shutil.copytree(parts[0][0] / "tokenizer", folder / ".tokenizer.part")
             (folder / ".tokenizer.part").rename(folder / "tokenizer")
+        _check_same_tokenizer(names, parts)
         manifest = _manifest_of_mixture(names, parts, fingerprint, tokenizer=folder / "tokenizer" / "tokenizer.json")
         manifest = manifest.model_copy(update={"tokenizer": f"{data.tokenizer.kind}, {manifest.vocab_size} tokens"})
         manifest.write(folder / MANIFEST)
@@ -148,6 +166,7 @@ def _manifest_of_mixture(
     names: tuple[str, ...], parts: list[tuple[Path, TokenShards]], fingerprint: str, *, tokenizer: Path
 ) -> TokenShards:
     """One manifest of all parts: shards by way of their own folders, sources under the part's name."""
+    beside = tokenizer.parent.parent
     sources: list[SourceFile] = []
     shards: list[Shard] = []
     for number, (name, (folder, manifest)) in enumerate(zip(names, parts, strict=True)):
@@ -155,7 +174,8 @@ def _manifest_of_mixture(
             stretches = shard.stretches and tuple(
                 stretch.model_copy(update={"source": stretch.source + len(sources)}) for stretch in shard.stretches
             )
-            place = {"name": f"../{folder.name}/{shard.name}", "part": number, "stretches": stretches}
+            name_there = os.path.relpath(folder / shard.name, beside)
+            place = {"name": name_there, "part": number, "stretches": stretches}
             shards.append(shard.model_copy(update=place))
         sources += [file.model_copy(update={"name": f"{name}/{file.name}"}) for file in manifest.sources]
     manifests = [manifest for _, manifest in parts]
@@ -172,6 +192,43 @@ def _manifest_of_mixture(
             "skipped_examples": tuple(line for each in manifests for line in each.skipped_examples)[:EXAMPLES_KEPT],
         }
     )
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """A source whose tokens are there already."""
+
+    folder: Path
+    manifest: TokenShards
+
+
+def _shards_of(path: str) -> tuple[Path, TokenShards]:
+    """The folder that `shards:FOLDER` names, and its manifest. Raises ValueError if it is not whole."""
+    folder = Path(path.removeprefix(SHARDS)).expanduser().resolve()
+    return folder, verify_hashes(folder)
+
+
+def _check_finished(data: DataConfig) -> None:
+    if data.tokenizer.kind != "pretrained":
+        raise ValueError(
+            f"data.sources: shards have tokens already, and data.tokenizer.kind={data.tokenizer.kind} would train "
+            "another tokenizer: set data.tokenizer.kind=pretrained and data.tokenizer.path=SHARDS/tokenizer"
+        )
+    if data.deduplicate != "off":
+        raise ValueError("data.deduplicate=exact cannot look into shards: set it to off, or give their text as sources")
+
+
+def _check_same_tokenizer(names: tuple[str, ...], parts: list[tuple[Path, TokenShards]]) -> None:
+    """Raises ValueError if the tokens of two parts do not mean the same."""
+    (first_folder, first), *_ = parts
+    for name, (folder, manifest) in zip(names, parts, strict=True):
+        same = same_vocabulary(first_folder / "tokenizer" / "tokenizer.json", folder / "tokenizer" / "tokenizer.json")
+        masks = {manifest.mask_id, first.mask_id} - {None}
+        if not same or manifest.end_id != first.end_id or len(masks) > 1:
+            raise ValueError(
+                f"data.sources: the tokens of {name} ({manifest.tokenizer}) are another tokenizer's than those of "
+                f"{names[0]} ({first.tokenizer}): give its text as the source, or leave it out"
+            )
 
 
 def _discard_other_mixture(folder: Path) -> None:

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from tasks.hardware.machine import usable_cores
-from training.config.run import DataConfig
+from training.config.data import SHARDS, DataConfig
 from training.records.record import sha256_file
 from training.records.token_shards import SourceFile
+from training.shards.format import read_manifest
 
 log = logging.getLogger(__name__)
 
@@ -182,6 +183,9 @@ def check_path(path: str) -> None:
             "data.path is empty: set data.path=FILE_OR_FOLDER, data.path=stdlib or data.path=hub:OWNER/NAME"
         )
     if path.startswith("hub:") or path == "stdlib":
+        return
+    if path.startswith(SHARDS):
+        read_manifest(Path(path.removeprefix(SHARDS)).expanduser())
         return
     place = Path(path).expanduser()
     if not place.exists():

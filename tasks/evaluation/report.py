@@ -98,5 +98,13 @@ def log_to_mlflow(report: EvalReport, subject: Subject, *, text: str) -> str:
         client.log_artifact(run_id, str(Path(folder) / "eval.json"))
     client.set_terminated(run_id, "FINISHED")
     fingerprint = report.shards_fingerprint
-    note_evaluation(client, version.name, version.version, dataset=fingerprint, loss=report.loss, tokens=report.tokens)
+    note_evaluation(
+        client,
+        version.name,
+        version.version,
+        dataset=fingerprint,
+        loss=report.loss,
+        tokens=report.tokens,
+        by_source=report.loss_by_source,
+    )
     return str(run_id)

@@ -123,7 +123,12 @@ def _read(folder: Path) -> RunFolder:
             if (folder / name).exists():
                 plan = json.loads((folder / name).read_bytes())
                 config = plan["config"]
-                named = (plan.get("shards_dir"), config["model"]["path"], config["data"]["tokenizer"]["path"])
+                named = (
+                    plan.get("shards_dir"),
+                    config["model"]["path"],
+                    config["data"]["tokenizer"]["path"],
+                    config["train"].get("optimizer_path"),
+                )
                 needs |= {Path(path).resolve() for path in named if path}
         run = folder / "run.json"
         mlflow_run_id = json.loads(run.read_bytes())["mlflow_run_id"] if run.exists() else ""

@@ -31,6 +31,16 @@ def hf_config(model: ModelConfig) -> dict[str, Any] | None:
     return content
 
 
+def check_optimizer(config: RunConfig) -> None:
+    """Raises ValueError if train.optimizer_path is no checkpoint."""
+    folder = Path(config.train.optimizer_path)
+    if config.train.optimizer_path and not (folder / "manifest.json").is_file():
+        raise ValueError(
+            f"train.optimizer_path = {folder} is no checkpoint, it has no manifest.json: give "
+            "runs/ID/checkpoints/STEP, or leave it out to begin with moments of zero"
+        )
+
+
 def _check_weights(folder: Path) -> None:
     """Raises ValueError for a local model that has only pickles as weights; for one on the hub the ranks check it."""
     pickles = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(kind))

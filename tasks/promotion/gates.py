@@ -13,7 +13,8 @@ from training.config.promotion import GatesConfig, TaskFloor
 class Candidate:
     """A model version as the gates see it. `loss`: nats per token over the whole held-out split of `dataset`.
 
-    `tokens`: size of that split; 0: not recorded, as in early versions. `scores`: TASK/METRIC -> value.
+    `tokens`: size of that split; 0: not recorded, as in early versions. `scores`: TASK/METRIC -> value. `by_source`:
+    the loss on each source of the split.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Candidate:
     parity_passed: bool
     tokens: int = 0
     scores: Mapping[str, float] | None = None
+    by_source: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Verdict:
 def gate(challenger: Candidate, champion: Candidate | None, *, gates: GatesConfig) -> Verdict:
     """Check what the records tell: ONNX parity, held-out loss against the champion's, downstream scores."""
     checks = [check_parity(challenger), check_loss(challenger, champion, min_improvement=gates.min_improvement)]
+    if gates.max_regression is not None or gates.max_regression_of:
+        checks.append(check_sources(challenger, champion, gates=gates))
     if gates.tasks:
         checks.append(check_tasks(challenger.scores or {}, gates.tasks))
     return Verdict(tuple(checks))
@@ -86,6 +90,35 @@ def check_loss(challenger: Candidate, champion: Candidate | None, *, min_improve
         f"{loss}, {champion_is} {champion.loss:.4f}: {improvement:+.4f} nats per token, "
         f"{'which is' if passed else 'needed:'} {needed}",
     )
+
+
+def check_sources(challenger: Candidate, champion: Candidate | None, *, gates: GatesConfig) -> Check:
+    """On no source of the same held-out text may the loss be further above the champion's than allowed."""
+    if champion is None:
+        return Check("sources", True, "there is no champion yet that could be better on a source")
+    new, old = challenger.by_source or {}, champion.by_source or {}
+    if other := _other_data(challenger, champion):
+        return Check("sources", False, f"losses by source cannot be compared: {other}")
+    bounds = {name: gates.max_regression_of.get(name, gates.max_regression) for name in new}
+    bounded = {name: bound for name, bound in bounds.items() if bound is not None}
+    if unmeasured := sorted((set(bounded) - set(old)) | (set(gates.max_regression_of) - set(new))):
+        return Check(
+            "sources",
+            False,
+            f"{unmeasured[0]} was not measured for both: `shardline evaluate {champion.name}@champion` on this text "
+            "does, where the text has such a source",
+        )
+    changes = {name: new[name] - old[name] for name in bounded}
+    worse = [
+        f"{name} {changes[name]:+.4f}, needed: at most +{bound:g}"
+        for name, bound in bounded.items()
+        if not changes[name] <= bound
+    ]
+    if worse:
+        return Check("sources", False, f"worse than champion {champion.name}/{champion.version} on {'; '.join(worse)}")
+    worst = max(changes, key=lambda name: changes[name], default="")
+    largest = f", at most {changes[worst]:+.4f} on {worst}" if worst else ""
+    return Check("sources", True, f"{len(changes)} sources compared with the champion's{largest}")
 
 
 def _other_data(challenger: Candidate, champion: Candidate) -> str:

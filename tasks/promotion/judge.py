@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tasks.promotion.gates import Candidate, Check, Verdict, gate
 from tasks.registry.models import aliases_of, local_folder
@@ -100,6 +100,7 @@ def candidate(version: ModelVersion, terms: Terms | None = None) -> Candidate:
         tokens=int(tags.get(f"{TAG}val_tokens", 0)),
         parity_passed=tags[f"{TAG}parity_passed"] == "true",
         scores=dict(terms.scores) if terms else {},
+        by_source=json.loads(tags.get(f"{TAG}val_loss_by_source") or "{}"),
     )
 
 
@@ -117,16 +118,18 @@ def judge_records(client: MlflowClient, version: ModelVersion, *, terms: Terms, 
     return gate(new, old, gates=terms.gates)
 
 
-def _on(candidate: Candidate, dataset: str, losses: Mapping[str, Sequence[float]]) -> Candidate:
-    loss, tokens = losses[dataset]
-    return replace(candidate, dataset=dataset, loss=loss, tokens=int(tokens))
+def _on(candidate: Candidate, dataset: str, losses: Mapping[str, Sequence[Any]]) -> Candidate:
+    loss, tokens, *by_source = losses[dataset]  # versions that were measured before there were sources have two
+    return replace(
+        candidate, dataset=dataset, loss=loss, tokens=int(tokens), by_source=by_source[0] if by_source else {}
+    )
 
 
-def _losses(version: ModelVersion, registered: Candidate) -> dict[str, list[float]]:
-    """Data set -> loss and number of held-out tokens, of all that the version was measured on."""
+def _losses(version: ModelVersion, registered: Candidate) -> dict[str, list[Any]]:
+    """Data set -> loss, number of held-out tokens and loss by source, of all that the version was measured on."""
     noted = {key.removeprefix(LOSS_ON): text for key, text in version.tags.items() if key.startswith(LOSS_ON)}
     return {dataset: json.loads(text) for dataset, text in noted.items()} | {
-        registered.dataset: [registered.loss, registered.tokens]
+        registered.dataset: [registered.loss, registered.tokens, registered.by_source]
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,6 +19,18 @@ TERMS = f"{TAG}terms"  # gates and rollout, where a resume changed them after th
 TAG_CHARS = 5000  # MLflow's limit for a version's tag
 
 
-def note_evaluation(client: MlflowClient, name: str, number: int, *, dataset: str, loss: float, tokens: int) -> None:
-    """Record the version's loss on other held-out tokens: the loss gate compares two versions where both have one."""
-    client.set_model_version_tag(name, str(number), f"{LOSS_ON}{dataset}", json.dumps([loss, tokens]))
+def note_evaluation(
+    client: MlflowClient,
+    name: str,
+    number: int,
+    *,
+    dataset: str,
+    loss: float,
+    tokens: int,
+    by_source: Mapping[str, float] | None = None,
+) -> None:
+    """Record the version's loss on other held-out tokens: the gates compare two versions where both have one."""
+    text = json.dumps([loss, tokens, by_source or {}])
+    if len(text) > TAG_CHARS:  # hundreds of sources: the gate says that they were not measured
+        text = json.dumps([loss, tokens, {}])
+    client.set_model_version_tag(name, str(number), f"{LOSS_ON}{dataset}", text)

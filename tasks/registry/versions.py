@@ -119,6 +119,7 @@ def version_tags(run: FinishedRun, *, git_commit: str) -> dict[str, str]:
         "objective": run.export.objective,
         "val_loss": repr(run.evaluation.loss),
         "val_tokens": str(run.evaluation.tokens),
+        "val_loss_by_source": _within_a_tag(json.dumps(run.evaluation.loss_by_source)),
         "bits_per_byte": "" if bits_per_byte is None else repr(bits_per_byte),
         "parity_passed": "true" if parity.passed else "false",
         "parity_max_logit_difference": repr(parity.max_logit_difference),
@@ -128,6 +129,11 @@ def version_tags(run: FinishedRun, *, git_commit: str) -> dict[str, str]:
         "reproduce": f"shardline reproduce {plan.run_id}",
     }
     return {f"{TAG}{key}": value for key, value in tags.items()}
+
+
+def _within_a_tag(text: str) -> str:
+    """The text, or nothing where MLflow would refuse it."""
+    return text if len(text) <= TAG_CHARS else ""
 
 
 def figures_of(run: FinishedRun) -> dict[str, float]:

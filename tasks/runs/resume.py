@@ -73,6 +73,7 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("train.beta2", "breaks", OTHER_UPDATES),
     ("train.weight_decay", "breaks", OTHER_UPDATES),
     ("train.clip_norm", "breaks", OTHER_UPDATES),
+    ("train.optimizer_path", "breaks", OTHER_UPDATES),
     ("train.freeze", "breaks", "fewer parameters are trained from here on"),
     ("parallel.precision", "breaks", "other arithmetic from here on"),
     # who does it, and how

@@ -158,6 +158,22 @@ def load_state(folder: Path, *, strategy: Strategy, rank: Rank, mesh: dict[str, 
     return manifest
 
 
+def load_moments(folder: Path, strategy: Strategy) -> None:
+    """Begin with the AdamW moments and the step count of another run's checkpoint, on whatever ranks.
+
+    Raises ValueError if the checkpoint is not whole, or has none for a parameter that is trained.
+    """
+    if fault := damage(folder, hashes=False, only=("optimizer",)):
+        raise ValueError(f"train.optimizer_path = {folder} is no whole checkpoint ({fault}): give another, or none")
+    try:
+        strategy.load_optimizer_state(TensorFiles(folder, "optimizer"))
+    except KeyError as error:
+        raise ValueError(
+            f"train.optimizer_path = {folder} has no {error}: it is of another model; leave it out to begin with "
+            "moments of zero"
+        ) from None
+
+
 def _load_rank_state(folder: Path, strategy: Strategy, rank: Rank) -> None:
     path, expected = folder / rank_state_file(rank.rank), strategy.rank_state()
     saved = load_file(path) if path.exists() else {}

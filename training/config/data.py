@@ -55,10 +55,17 @@ class TokenizerConfig(Section):
         return self
 
 
+SHARDS = "shards:"
+
+
 class SourceConfig(Section):
     """One of several corpora that a model is trained on, and how much of what it sees comes from there."""
 
-    path: str = Field(min_length=1, description="The corpus, as in the data section's `path`.")
+    path: str = Field(
+        min_length=1,
+        description="The corpus, as in the data section's `path`; or `shards:FOLDER`, the token shards of a run "
+        "before, which had the same tokenizer.",
+    )
     name: str = Field(
         "",
         pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$",
@@ -66,14 +73,15 @@ class SourceConfig(Section):
     )
     weight: float | None = Field(
         None,
-        gt=0,
-        description="Share of the tokens seen, relative to the other weights: 3 is three times as many as 1. "
-        "Without it `epochs` counts.",
+        ge=0,
+        description="Share of the tokens seen, relative to the other weights: 3 is three times as many as 1, and of "
+        "0 only the held-out text is used. Without it `epochs` counts.",
     )
     epochs: float | None = Field(
         None,
-        gt=0,
-        description="Number of times that the run sees this source. It is 1 if neither this nor `weight` is given.",
+        ge=0,
+        description="Number of times that the run sees this source; of 0 only the held-out text is used. It is 1 if "
+        "neither this nor `weight` is given.",
     )
     column: str | None = Field(None, description="This source's own data.column.")
     text_unit: Literal["file", "line", "paragraph"] | None = Field(
@@ -85,9 +93,15 @@ class SourceConfig(Section):
     hub_split: str | None = Field(None, description="This source's own data.hub_split.")
 
     @property
+    def seen(self) -> bool:
+        """Whether the run trains on it, and does not only validate with it."""
+        return (1.0 if self.weight is None else self.weight) > 0 and (1.0 if self.epochs is None else self.epochs) > 0
+
+    @property
     def label(self) -> str:
         """`name`, or what `path` gives as one."""
-        last = re.sub(r"[^\w.-]+", "-", PurePath(self.path.removeprefix("hub:")).name, flags=re.ASCII).strip("-._")
+        place = self.path.removeprefix("hub:").removeprefix(SHARDS)
+        last = re.sub(r"[^\w.-]+", "-", PurePath(place).name, flags=re.ASCII).strip("-._")
         return self.name or last.partition(".")[0][:64] or "text"
 
     @field_validator("encoding")
@@ -215,6 +229,8 @@ class DataConfig(Section):
                 f"data.path = {self.path} and data.sources ({len(self.sources)} of them) both name the corpus: "
                 "give data.path= (empty), or make it one of data.sources"
             )
+        if self.sources and not any(source.seen for source in self.sources):
+            raise ValueError("data.sources: all have weight or epochs 0, which leaves nothing to train on: raise one")
         names = [source.label for source in self.sources]
         if twice := [name for name, count in Counter(names).items() if count > 1]:
             raise ValueError(f"data.sources: several are called {twice[0]}: give each of them a `name` of its own")

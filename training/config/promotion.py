@@ -39,6 +39,14 @@ class GatesConfig(Section):
         description="Minimum improvement of the validation loss over the champion's on the same data, in nats per "
         "token. Negative: the new model may be worse by this much.",
     )
+    max_regression: float | None = Field(
+        None,
+        description="Maximum by which the loss on any one source of the held-out text may be above the champion's, "
+        "in nats per token; empty means that only the loss on all of it counts.",
+    )
+    max_regression_of: dict[str, float] = Field(
+        {}, description="The same for single sources, by name, where `max_regression` is not right for them."
+    )
     tasks: tuple[TaskFloor, ...] = Field((), description="Minimum scores in downstream tasks.")
     max_p95_ms: float = Field(
         0.0,

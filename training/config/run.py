@@ -101,6 +101,11 @@ class RunConfig(Section):
         train, parallel = self.train, self.parallel
         if self.data.split == "all":
             raise ValueError("data.split=all holds everything out and leaves nothing to train on: choose another split")
+        if train.optimizer_path and self.model.init != "pretrained":
+            raise ValueError(
+                f"train.optimizer_path = {train.optimizer_path} has moments of trained weights, and the weights are "
+                "random: set model.init=pretrained and model.path to that model, or leave it out"
+            )
         model_ranks = max(1, parallel.tp) * max(1, parallel.pp)
         if parallel.ranks % model_ranks:
             raise ValueError(

@@ -81,6 +81,11 @@ class TrainConfig(Section):
         ge=0,
         description="Maximum norm of the gradient, to which larger gradients are scaled down; 0 disables clipping.",
     )
+    optimizer_path: str = Field(
+        "",
+        description="Folder of a checkpoint whose AdamW moments training begins with, together with its weights as "
+        "model.path; empty means moments of zero.",
+    )
     mask_fraction: float = Field(
         0.15, gt=0, lt=1, description="Fraction of tokens that a masked language model must predict."
     )

@@ -88,7 +88,7 @@ class Loader:
             return {}
         counts = self.mixture.counts(min(steps * self.plan.config.train.global_batch, self.plan.sequences)).tolist()
         sources = zip(self.plan.sources, counts, strict=True)
-        return {f"tokens_seen/{each.name}": count * each.tokens / each.sequences for each, count in sources}
+        return {f"tokens_seen/{each.name}": count * each.tokens / max(1, each.sequences) for each, count in sources}
 
     def close(self) -> None:
         """Wait for the step that the thread is preparing, and end the thread."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from training.config.data import DataConfig
+from training.config.data import DataConfig, SourceConfig
 from training.records.plan import MixturePhase, PlannedSource
 from training.shards.mixture import Mixture
 from training.shards.packing import Epoch
@@ -14,7 +14,7 @@ MANY_EPOCHS = 4  # up to here text seen again teaches about as much as new text 
 
 def one_pass(data: DataConfig, epoch: Sequence[Epoch]) -> Epoch:
     """What train.max_epochs counts: all text once, or the `epochs` of each source that are asked for."""
-    times = [source.epochs or 1.0 for source in data.sources] or [1.0]
+    times = [_times(source) for source in data.sources] or [1.0]
     return Epoch(
         round(sum(n * each.sequences for n, each in zip(times, epoch, strict=True))),
         round(sum(n * each.tokens for n, each in zip(times, epoch, strict=True))),
@@ -33,7 +33,8 @@ def plan_sources(
         times = sequences / one.sequences
         return (PlannedSource(name=data.described, sequences=one.sequences, tokens=one.tokens, epochs=times),), ()
     names = [source.label for source in data.sources]
-    if short := [name for name, each in zip(names, epoch, strict=True) if not each.sequences]:
+    of_each = zip(data.sources, epoch, strict=True)
+    if short := [source.label for source, one in of_each if source.seen and not one.sequences]:
         raise ValueError(
             f"data.sources: the training text of {short[0]} fills no sequence of train.context tokens: give more of "
             "it, lower train.context, or leave the source out"
@@ -47,7 +48,7 @@ def plan_sources(
             phases.append(MixturePhase(first_step=first, shares=_normalized(_by_sequence(weights, epoch))))
     counts = Mixture(phases, global_batch=global_batch).counts(sequences).tolist()
     planned = (
-        PlannedSource(name=name, sequences=one.sequences, tokens=one.tokens, epochs=count / one.sequences)
+        PlannedSource(name=name, sequences=one.sequences, tokens=one.tokens, epochs=count / max(1, one.sequences))
         for name, one, count in zip(names, epoch, counts, strict=True)
     )
     return tuple(planned), tuple(phases)
@@ -58,10 +59,12 @@ def describe_sources(data: DataConfig, sources: Sequence[PlannedSource], *, step
     if not data.sources:
         return [f"text: {source.epochs:.3g} epochs of {source.name}" for source in sources]
     tokens = [source.epochs * source.tokens for source in sources]
-    each = (
+    each = [
         f"{source.name} {seen / sum(tokens):.1%} of the tokens, {source.epochs:.3g} epochs"
         for source, seen in zip(sources, tokens, strict=True)
-    )
+        if seen
+    ]
+    each += [f"{source.name} held-out text only" for source in sources if not source.epochs]
     late = (
         f"text: the phase from step {phase.first_step(steps)} on does not come, training ends after {steps}"
         for phase in data.phases
@@ -87,7 +90,7 @@ def _own_shares(data: DataConfig, epoch: Sequence[Epoch], *, sequences: int) -> 
     epochs' proportions count: a run of another length sees more of each, or less.
     """
     counts = [
-        0.0 if source.weight is not None else (source.epochs or 1.0) * one.sequences
+        0.0 if source.weight is not None else _times(source) * one.sequences
         for source, one in zip(data.sources, epoch, strict=True)
     ]
     weights = [source.weight or 0.0 for source in data.sources]
@@ -103,9 +106,14 @@ def _own_shares(data: DataConfig, epoch: Sequence[Epoch], *, sequences: int) -> 
     return tuple(count / sequences + rest * share for count, share in zip(counts, shares, strict=True))
 
 
+def _times(source: SourceConfig) -> float:
+    """Epochs of a source that are one pass; one with a weight counts once."""
+    return 1.0 if source.epochs is None else source.epochs
+
+
 def _by_sequence(weights: Sequence[float], epoch: Sequence[Epoch]) -> list[float]:
     """Weights of tokens as weights of sequences, which have unlike numbers of tokens under packing=padded."""
-    return [weight * one.sequences / one.tokens for weight, one in zip(weights, epoch, strict=True)]
+    return [weight * one.sequences / max(1, one.tokens) for weight, one in zip(weights, epoch, strict=True)]
 
 
 def _normalized(weights: Sequence[float]) -> tuple[float, ...]:

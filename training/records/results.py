@@ -53,6 +53,10 @@ class EvalReport(Figures):
     samples: tuple[Sample, ...]
     seconds: float
 
+    @property
+    def loss_by_source(self) -> dict[str, float]:
+        return {source.source: source.loss for source in self.sources}
+
 
 class GraphParity(Record):
     """One ONNX graph against torch in fp32 on held-out text, and the bounds that it must keep."""

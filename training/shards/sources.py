@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
-from training.records.token_shards import TokenShards
+from training.records.token_shards import Stretch, TokenShards
 
 MAX_SOURCES = 16
 TOP = "(top)"  # files that lie beside the top folders
@@ -41,13 +41,15 @@ class HeldOutSources:
 def held_out_sources(manifest: TokenShards) -> HeldOutSources | None:
     """The sources of the validation split; None if the shard folder is older than their record."""
     shards = [shard for shard in manifest.shards if shard.split == "validation"]
-    if not manifest.sources or any(shard.stretches is None for shard in shards):
-        return None
-    stretches = [stretch for shard in shards for stretch in shard.stretches or ()]
     if manifest.parts:
-        names = [manifest.parts[shard.part or 0] for shard in shards for _ in shard.stretches or ()]
-        limit = len(manifest.parts)
+        stretches = [
+            Stretch(source=shard.part or 0, tokens=shard.tokens, text_bytes=shard.text_bytes) for shard in shards
+        ]
+        names, limit = [manifest.parts[stretch.source] for stretch in stretches], len(manifest.parts)
+    elif not manifest.sources or any(shard.stretches is None for shard in shards):
+        return None
     else:
+        stretches = [stretch for shard in shards for stretch in shard.stretches or ()]
         files = source_names([file.name for file in manifest.sources])
         names, limit = [files[stretch.source] for stretch in stretches], MAX_SOURCES
     tokens: Counter[str] = Counter()

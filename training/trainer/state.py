@@ -75,6 +75,8 @@ def build_state(plan: RunPlan, found: Path | None, *, rank: Rank, run_dir: Path)
     # Ranks must not drop the same units, but for tp peers, which share each unit's neighbours.
     torch.manual_seed(plan.config.train.seed + rank.rank // plan.mesh["tp"])
     resumed = load.load_state(found, strategy=strategy, rank=rank, mesh=plan.mesh) if found is not None else None
+    if found is None and plan.config.train.optimizer_path:
+        load.load_moments(Path(plan.config.train.optimizer_path), strategy)
     micro_batches = MicroBatches(sizes_in_force(plan, resumed), plan.accumulation)
     loader = Loader(plan, dp_rank=mesh["dp"].get_local_rank(), device=rank.device, micro_batches=micro_batches)
     return TrainingState(plan, rank, run_dir, mesh, model, num_trained, strategy, loader, micro_batches, resumed)

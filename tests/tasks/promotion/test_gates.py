@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -87,3 +88,48 @@ def test_the_latency_budget_is_held_against_the_smoke_test() -> None:
     assert check_latency(49.96, budget_ms=50).verdict == "passed: p95 50.0 ms, at most 50"
     assert check_latency(51.0, budget_ms=50).verdict == "not passed: p95 51.0 ms, needed: at most 50"
     assert not check_latency(None, budget_ms=50).passed
+
+
+NEW = {"first": 2.0, "june": 2.5}
+SOURCES: dict[str, tuple[dict[str, float], dict[str, float], dict[str, object], bool, str]] = {
+    "no worse": (NEW, {"first": 2.01, "june": 2.9}, {"max_regression": 0.0}, True, "2 sources compared"),
+    "worse within the bound": (NEW, {"first": 1.98, "june": 2.9}, {"max_regression": 0.05}, True, "+0.0200 on first"),
+    "one is forgotten": (
+        NEW,
+        {"first": 1.9, "june": 2.9},
+        {"max_regression": 0.05},
+        False,
+        "worse than champion m/3 on first +0.1000, needed: at most +0.05",
+    ),
+    "its own bound": (
+        NEW,
+        {"first": 1.9, "june": 2.9},
+        {"max_regression": 0.05, "max_regression_of": {"first": 0.2}},
+        True,
+        "2 sources compared",
+    ),
+    "only one is bounded": (NEW, {"first": 2.0, "june": 2.0}, {"max_regression_of": {"first": 0.0}}, True, "1 sources"),
+    "not measured": (NEW, {"first": 2.0}, {"max_regression": 0.1}, False, "june was not measured for both"),
+    "no such source": (NEW, NEW, {"max_regression_of": {"may": 0.1}}, False, "may was not measured for both"),
+    "not a number": ({"first": math.nan}, {"first": 2.0}, {"max_regression": 0.1}, False, "first +nan"),
+}
+
+
+@pytest.mark.parametrize("case", SOURCES)
+def test_no_source_may_become_worse_by_more_than_its_bound(case: str) -> None:
+    new, old, bounds, passed, text = SOURCES[case]
+    challenger, champion = replace(version(4, 2.2), by_source=new), replace(version(3, 2.5), by_source=old)
+    verdict = gate(challenger, champion, gates=GatesConfig.model_validate(bounds))
+    (check,) = [check for check in verdict.checks if check.gate == "sources"]
+    assert check.passed is passed
+    assert text in check.text
+
+
+def test_sources_are_not_compared_over_different_text_or_without_a_bound() -> None:
+    challenger, champion = (
+        replace(version(4, 2.2), by_source=NEW),
+        replace(version(3, 2.5, dataset="b" * 64), by_source=NEW),
+    )
+    verdict = gate(challenger, champion, gates=GatesConfig(max_regression=1.0))
+    assert [check.passed for check in verdict.checks if check.gate == "sources"] == [False]
+    assert [check.gate for check in gate(challenger, champion, gates=GatesConfig()).checks] == ["parity", "loss"]

@@ -1,0 +1,190 @@
+"""What nights forget: a model that trains on new text every night, with and without a replay share of the old.
+
+    python -m benchmarks.nights [--quick] [--nights N] [--replay SHARE] [--data FOLDER]
+
+Slices of three unlike texts (Shakespeare, Tang poems in Chinese, Python's standard library), one a night in turns. Each
+night goes on from the night before, weights and AdamW moments, with a warm-up and a cooldown (wsd), through its own
+slice once; with replay, 1 - SHARE of its tokens are new and SHARE are of all earlier slices. After each night the loss
+on the held-out text of every slice is measured. --data: the folder with tinyshakespeare.txt and tang_poems.jsonl.
+The last line is one JSON object: `loss` (by way, then by slice: after each night), `worst_old_slice_with_replay` and
+`worst_old_slice_without` (over all nights and all slices that are older: the loss over the best that any earlier night
+left there, less 1), `final_old_with_replay` and `final_old_without` (the same after the last night, the worst slice).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tasks.data.corpus import prepare_corpus
+from tasks.data.night import Slice, with_slices
+from tasks.data.sources import SkippedDocuments, find_sources
+from tasks.hardware.measure import check_hardware
+from tasks.planning.plan import plan_run
+from tests.support.ranks import run_ranks
+from tests.support.repository import REPO
+from training.config.data import DataConfig
+from training.config.run import RunConfig
+from training.records.inventory import Inventory
+from training.records.results import EvalReport
+from training.records.train_result import TrainResult
+
+DATA = Path(os.environ.get("SHARDLINE_TEST_DATA", REPO.parent / "shared" / "data"))
+SLICE_BYTES, QUICK_SLICE_BYTES = 300_000, 60_000
+Losses = dict[str, list[float]]  # by slice: after each night from its own on
+
+
+def slices_of_text(data: Path, *, num_bytes: int, count: int) -> list[tuple[str, str]]:
+    """(name, text) of each night, the three kinds of text in turns."""
+    library = find_sources(DataConfig(path="stdlib"), SkippedDocuments("skip"))
+    python = "".join(source.path.read_text(encoding="utf-8") for source in library[:: max(1, len(library) // 200)])
+    poems = (data / "tang_poems.jsonl").read_text(encoding="utf-8").splitlines()
+    kinds = {
+        "shakespeare": (data / "tinyshakespeare.txt").read_text(encoding="utf-8"),
+        "poems": "\n\n".join(json.loads(line)["text"] for line in poems),
+        "python": python,
+    }
+    found, names = [], list(kinds)
+    for number in range(count):
+        name = names[number % len(names)]
+        raw, start = kinds[name].encode(), number // len(names) * num_bytes
+        assert len(raw) >= start + num_bytes, f"{name} has {len(raw)} bytes, night {number} needs {start + num_bytes}"
+        found.append((f"{number}-{name}", raw[start : start + num_bytes].decode(errors="ignore")))
+    return found
+
+
+def config_of(corpus: Path, *, quick: bool) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "nights",
+            "data": {"path": str(corpus), "split": "tail", "tokenizer": {"kind": "bytes"}},
+            "model": {"layers": 2 if quick else 4, "width": 64 if quick else 128, "heads": 4},
+            "train": {
+                "steps": 100_000,
+                "max_epochs": 1,
+                "context": 128,
+                "global_batch": 16,
+                "learning_rate": 2e-3,
+                "schedule": "wsd",
+                "warmup_steps": 10,
+            },
+            "parallel": {"precision": "fp32", "strategy": "single"},
+            "checkpoint": {"every_steps": 100_000, "keep_last": 1},
+            "evaluation": {"every_steps": 0, "samples_while_training": 0, "prompts": []},
+        }
+    )
+
+
+class Nights:
+    """One way through all nights, in a folder of its own."""
+
+    def __init__(self, folder: Path, inventory: Inventory, *, replay: float, quick: bool) -> None:
+        self.folder, self.inventory, self.replay, self.quick = folder, inventory, replay, quick
+        self.older: list[Slice] = []
+        self.losses: Losses = {}
+        self.checkpoint: Path | None = None
+        self.tokenizer: Path | None = None
+
+    def night(self, name: str, text: str) -> None:
+        """Trains on a slice, and on what is replayed; measures the loss on every slice so far."""
+        corpus = self.folder / "text" / f"{name}.txt"
+        corpus.parent.mkdir(exist_ok=True)
+        corpus.write_text(text, encoding="utf-8")
+        config = self._continued(config_of(corpus, quick=self.quick))
+        own, shards = prepare_corpus(config.data, tokens_home=self.folder / "tokens")
+        self.tokenizer = self.tokenizer or own / "tokenizer"
+        new_tokens = shards.tokens("train")
+        config = with_slices(config, name, self.older[::-1], replay=self.replay, new_tokens=new_tokens)
+        tokens, manifest = prepare_corpus(config.data, tokens_home=self.folder / "tokens")
+        plan = plan_run(config, inventory=self.inventory, run_id=name, shards=manifest, shards_dir=tokens)
+        plan_path = self.folder / name / "plan.json"
+        plan.write(plan_path)
+        run_ranks(plan_path)
+        run_ranks(plan_path, program="training.evaluate")
+        report = EvalReport.read(plan_path.with_name("eval.json"))
+        self.older.append(Slice(name, own, new_tokens))
+        self.checkpoint = plan_path.parent / TrainResult.read(plan_path.with_name("result.json")).checkpoint
+        by_source = report.loss_by_source if manifest.parts else {name: report.loss}
+        for each, loss in by_source.items():
+            self.losses.setdefault(each, []).append(loss)
+
+    def _continued(self, config: RunConfig) -> RunConfig:
+        if self.checkpoint is None:
+            return config
+        tokenizer = {"kind": "pretrained", "path": str(self.tokenizer)}
+        changes: dict[str, Any] = {
+            "data": config.data.model_dump() | {"tokenizer": tokenizer},
+            "model": config.model.model_dump() | {"init": "pretrained", "path": str(self.checkpoint)},
+            "train": config.train.model_dump() | {"optimizer_path": str(self.checkpoint)},
+        }
+        return RunConfig.model_validate(config.model_dump() | changes)
+
+
+def worse(losses: Losses, *, last_only: bool = False) -> float:
+    """The most by which an older slice's loss was above the best of an earlier night, as a fraction."""
+    found = [
+        series[night] / min(series[:night]) - 1
+        for series in losses.values()
+        for night in range(1, len(series))
+        if not last_only or night == len(series) - 1
+    ]
+    return max(found, default=0.0)
+
+
+def table(losses: Losses, *, nights: int) -> list[str]:
+    """Markdown: a row for each slice, a column for each night."""
+    rows = ["| slice | " + " | ".join(f"night {night}" for night in range(nights)) + " |"]
+    rows.append("|---|" + "---|" * nights)
+    for name, series in losses.items():
+        cells = [""] * (nights - len(series)) + [f"{loss:.3f}" for loss in series]
+        rows.append(f"| {name} | " + " | ".join(cells) + " |")
+    return rows
+
+
+def nights(folder: Path, *, count: int, replay: float, quick: bool, data: Path) -> Mapping[str, Losses]:
+    """The losses by way, `replay` and `none`."""
+    texts = slices_of_text(data, num_bytes=QUICK_SLICE_BYTES if quick else SLICE_BYTES, count=count)
+    inventory = check_hardware(home=folder, ranks=1)
+    losses = {}
+    for way, share in (("replay", replay), ("none", 0.0)):
+        (folder / way).mkdir()
+        ongoing = Nights(folder / way, inventory, replay=share, quick=quick)
+        for number, (name, text) in enumerate(texts):
+            began = time.perf_counter()
+            ongoing.night(name, text)
+            print(f"{way}, night {number}: {time.perf_counter() - began:.0f} s", flush=True)
+        losses[way] = ongoing.losses
+    return losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="3 nights of little text, a smaller model")
+    parser.add_argument("--nights", type=int, default=0, help="default: 10, with --quick 3")
+    parser.add_argument("--replay", type=float, default=0.5, help="share of a night's tokens that are old")
+    parser.add_argument("--data", type=Path, default=DATA)
+    options = parser.parse_args()
+    count = options.nights or (3 if options.quick else 10)
+    with tempfile.TemporaryDirectory() as folder:
+        losses = nights(Path(folder), count=count, replay=options.replay, quick=options.quick, data=options.data)
+    for way, title in (("replay", f"with {options.replay:.0%} replay"), ("none", "without replay")):
+        print(f"\nloss on the held-out text of each slice, nats per byte, {title}\n")
+        print("\n".join(table(losses[way], nights=count)))
+    found = {
+        "loss": losses,
+        "worst_old_slice_with_replay": round(worse(losses["replay"]), 4),
+        "worst_old_slice_without": round(worse(losses["none"]), 4),
+        "final_old_with_replay": round(worse(losses["replay"], last_only=True), 4),
+        "final_old_without": round(worse(losses["none"], last_only=True), 4),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
