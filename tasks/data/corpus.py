@@ -188,6 +188,7 @@ def _manifest_of_mixture(
             "split_rule": "; ".join(f"{name}: {each.split_rule}" for name, each in zip(names, manifests, strict=True)),
             "shards": tuple(shards),
             "repeated": sum(each.repeated for each in manifests),
+            "filtered": sum(each.filtered for each in manifests),
             "skipped": sum(each.skipped for each in manifests),
             "skipped_examples": tuple(line for each in manifests for line in each.skipped_examples)[:EXAMPLES_KEPT],
         }
@@ -292,7 +293,7 @@ def _fingerprint(corpus: Corpus, specials: Specials, pretrained_hash: str) -> st
     data, left_out = corpus.data, {"path", "sources", "phases", "hub_revision", "processes", "streaming"}
     settings = data.model_dump(mode="json", exclude=left_out)
     settings["tokenizer"].pop("path")
-    for field in ("encoding", "deduplicate"):  # corpora were tokenized before there were these
+    for field in ("encoding", "deduplicate", "where"):  # corpora were tokenized before there were these
         if settings[field] == DataConfig.model_fields[field].default:
             settings.pop(field)
     identity = {
@@ -410,6 +411,7 @@ def _tokenize(
         split_rule=rule.why,
         shards=shards,
         repeated=skipped.num_repeated,
+        filtered=skipped.num_filtered,
         skipped=corpus.skipped_sources.count + skipped.count,
         skipped_examples=tuple((corpus.skipped_sources.examples + skipped.examples)[:EXAMPLES_KEPT]),
     )
@@ -445,6 +447,8 @@ def _log_outcome(manifest: TokenShards, *, seconds: float) -> None:
     )
     if manifest.repeated:
         log.info("%s documents have the text of an earlier one and are left out", f"{manifest.repeated:,}")
+    if manifest.filtered:
+        log.info("%s rows do not meet data.where and are left out", f"{manifest.filtered:,}")
     if manifest.skipped:
         places = "; ".join(manifest.skipped_examples[:3])
         log.warning("%d documents skipped (data.on_error=skip), the first: %s", manifest.skipped, places)

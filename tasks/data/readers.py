@@ -16,10 +16,11 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from tasks.data.row_filter import RowFilter
 from tasks.data.sources import SkippedDocuments, Source
 from training.config.run import DataConfig
 
@@ -56,10 +57,11 @@ def read_pieces(sources: list[Source], data: DataConfig, skipped: SkippedDocumen
 
     Raises ValueError for a source that fails after its first document: half of it is no document to skip.
     """
+    wanted = Wanted(data.column, RowFilter(data.where) if data.where else None)
     for number, source in enumerate(sources):
         documents, place = 0, ""
         try:
-            for piece in _read(source, data, skipped):
+            for piece in _read(source, data, wanted, skipped):
                 place = piece.name
                 yield replace(piece, source=number)
                 documents += piece.last
@@ -75,8 +77,13 @@ def read_pieces(sources: list[Source], data: DataConfig, skipped: SkippedDocumen
             ) from error
 
 
-def _read(source: Source, data: DataConfig, skipped: SkippedDocuments) -> Iterator[Piece]:
+def _read(source: Source, data: DataConfig, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
     match source.format:
+        case "text" if wanted.where is not None:
+            raise ValueError(
+                f"{source.name} is plain text, it has no columns for data.where={data.where}: leave data.where out, or "
+                "give JSON lines, CSV or parquet"
+            )
         case "text" if data.text_unit == "file":
             yield from _whole_file(source, skipped)
         case "text" if data.text_unit == "line":
@@ -84,15 +91,35 @@ def _read(source: Source, data: DataConfig, skipped: SkippedDocuments) -> Iterat
         case "text":
             yield from _paragraphs(source, skipped)
         case "json" if _is_array(source):
-            yield from _json_array(source, data.column, skipped)
+            yield from _json_array(source, wanted, skipped)
         case "json":
-            yield from _json_lines(source, data.column, skipped)
+            yield from _json_lines(source, wanted, skipped)
         case "csv" | "tsv":
-            yield from _table(source, data.column, skipped)
+            yield from _table(source, wanted, skipped)
         case "parquet":
-            yield from _parquet(source, data.column, skipped)
+            yield from _parquet(source, wanted, skipped)
         case "hub":
-            yield from _hub(source, data, skipped)
+            yield from _hub(source, data, wanted, skipped)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The column that holds the text, and which rows are taken."""
+
+    column: str
+    where: RowFilter | None
+
+    def keeps(self, row: Mapping[str, Any], place: str, skipped: SkippedDocuments) -> bool:
+        """Whether the row is taken; one that is not is counted."""
+        if self.where is None:
+            return True
+        try:
+            kept = self.where.keeps(row)
+        except ValueError as error:
+            skipped.skip_or_raise(place, str(error))
+            return False
+        skipped.num_filtered += not kept
+        return kept
 
 
 # Plain text
@@ -159,15 +186,15 @@ def _is_array(source: Source) -> bool:
     return start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
-def _json_array(source: Source, column: str, skipped: SkippedDocuments) -> Iterator[Piece]:
+def _json_array(source: Source, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
     """Objects, or texts, of an array of any length; one block of them at a time is in memory."""
     with source.open() as file, io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as text:
         for number, row in enumerate(_items(text), 1):
             place = f"{source.name}:item {number}"
-            if isinstance(row, str):
+            if isinstance(row, str) and wanted.where is None:
                 yield from _document(place, row, skipped)
             else:
-                yield from _of_row(row, place, column, skipped)
+                yield from _of_row(row, place, wanted, skipped)
 
 
 def _items(text: io.TextIOWrapper) -> Iterator[object]:
@@ -215,7 +242,7 @@ def _space(text: str, place: int) -> int:
     return found.end()
 
 
-def _json_lines(source: Source, column: str, skipped: SkippedDocuments) -> Iterator[Piece]:
+def _json_lines(source: Source, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
     for number, line in _numbered(source):
         place = f"{source.name}:{number}"
         if not line.strip():
@@ -229,19 +256,19 @@ def _json_lines(source: Source, column: str, skipped: SkippedDocuments) -> Itera
             cure = "a JSON file holds one object per line; only one named .json may be an array"
             skipped.skip_or_raise(place, f"not valid JSON ({error}); {cure}")
             continue
-        yield from _of_row(row, place, column, skipped)
+        yield from _of_row(row, place, wanted, skipped)
 
 
-def _of_row(row: object, place: str, column: str, skipped: SkippedDocuments) -> Iterator[Piece]:
+def _of_row(row: object, place: str, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
     if not isinstance(row, dict):
-        skipped.skip_or_raise(place, f"holds {_kind(row)}, not an object with the key {column!r}")
-    elif column not in row:
-        skipped.skip_or_raise(place, f"has no key {column!r} but {_listed(row)}; set data.column to one of them")
-    else:
-        yield from _document(place, row[column], skipped)
+        skipped.skip_or_raise(place, f"holds {_kind(row)}, not an object with the key {wanted.column!r}")
+    elif wanted.column not in row:
+        skipped.skip_or_raise(place, f"has no key {wanted.column!r} but {_listed(row)}; set data.column to one of them")
+    elif wanted.keeps(row, place, skipped):
+        yield from _document(place, row[wanted.column], skipped)
 
 
-def _table(source: Source, column: str, skipped: SkippedDocuments) -> Iterator[Piece]:
+def _table(source: Source, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
     csv.field_size_limit(2**31 - 1)  # the module's 128 KiB are less than a long document
     delimiter = "\t" if source.format == "tsv" else ","
     rows = csv.reader((line for _, line in _numbered(source)), delimiter=delimiter, strict=True)
@@ -259,21 +286,21 @@ def _table(source: Source, column: str, skipped: SkippedDocuments) -> Iterator[P
             continue
         if not header:
             header = row
-            if column not in header:
+            if wanted.column not in header:
                 skipped.skip_or_raise(
-                    place, f"has no column {column!r} but {_listed(header)}; set data.column to one of them"
+                    place, f"has no column {wanted.column!r} but {_listed(header)}; set data.column to one of them"
                 )
                 return
         elif len(row) != len(header):
             skipped.skip_or_raise(place, f"broken row ({len(row)} fields, the header has {len(header)})")
-        else:
-            yield from _document(place, row[header.index(column)], skipped)
+        elif wanted.keeps(dict(zip(header, row, strict=True)), place, skipped):
+            yield from _document(place, row[header.index(wanted.column)], skipped)
 
 
 # Parquet and the hub, through `datasets`
 
 
-def _parquet(source: Source, column: str, skipped: SkippedDocuments) -> Iterator[Piece]:
+def _parquet(source: Source, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
     import datasets
     import pyarrow
 
@@ -281,29 +308,36 @@ def _parquet(source: Source, column: str, skipped: SkippedDocuments) -> Iterator
     pattern = glob.escape(str(source.path.absolute()))
     try:
         rows = datasets.load_dataset("parquet", data_files=pattern, split="train", streaming=True)
-        yield from _rows(rows, source.name, column, skipped)
+        yield from _rows(rows, source.name, wanted, skipped)
     except pyarrow.ArrowException as error:
         raise OSError(f"not a whole parquet file: {error}") from error
 
 
-def _hub(source: Source, data: DataConfig, skipped: SkippedDocuments) -> Iterator[Piece]:
+def _hub(source: Source, data: DataConfig, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
     from datasets import load_dataset
 
     name, config, commit = str(source.path), data.hub_config or None, source.record.sha256
     rows = load_dataset(name, config, split=data.hub_split, streaming=data.streaming, revision=commit)
-    yield from _rows(rows, source.name, data.column, skipped)
+    yield from _rows(rows, source.name, wanted, skipped)
 
 
-def _rows(rows: Dataset | IterableDataset, name: str, column: str, skipped: SkippedDocuments) -> Iterator[Piece]:
+def _rows(rows: Dataset | IterableDataset, name: str, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
     columns = rows.column_names or list(next(iter(rows), {}))  # a stream without a schema shows them in its first row
+    column, others = wanted.column, wanted.where.columns if wanted.where else []
     if column not in columns:
         skipped.skip_or_raise(name, f"has no column {column!r} but {_listed(columns)}; set data.column to one of them")
         return
+    if missing := [other for other in others if other not in columns]:
+        raise ValueError(f"{name} has no column {missing[0]!r} but {_listed(columns)}: change data.where")
     number = 0
-    for table in rows.select_columns([column]).with_format("arrow").iter(batch_size=ROWS_PER_BATCH):
-        for value in _values(table.column(column)):
+    selected = rows.select_columns(list(dict.fromkeys([column, *others])))
+    for table in selected.with_format("arrow").iter(batch_size=ROWS_PER_BATCH):
+        kept: Iterable[dict[str, Any]] = table.select(others).to_pylist() if others else itertools.repeat({})
+        for value, row in zip(_values(table.column(column)), kept, strict=False):
             number += 1
-            yield from _document(f"{name}:row {number}", value, skipped)
+            place = f"{name}:row {number}"
+            if wanted.keeps(row, place, skipped):
+                yield from _document(place, value, skipped)
 
 
 def _values(column: pyarrow.ChunkedArray) -> list[Any]:

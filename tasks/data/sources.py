@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from tasks.data.row_filter import RowFilter
 from tasks.hardware.machine import usable_cores
 from training.config.data import SHARDS, DataConfig
 from training.records.record import sha256_file
@@ -63,6 +64,7 @@ class SkippedDocuments:
         self.count = 0
         self.examples: list[str] = []
         self.num_repeated = 0
+        self.num_filtered = 0
         self._known: set[bytes] | None = None if deduplicate == "off" else set(known)
 
     @property
@@ -171,9 +173,11 @@ def find_sources(data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
 
 
 def check_paths(data: DataConfig) -> None:
-    """Raises ValueError if no corpus is given, or there is no file or folder of one."""
-    for path in [source.path for source in data.sources] or [data.path]:
-        check_path(path)
+    """Raises ValueError if no corpus is given, there is no file or folder of one, or its `where` is no expression."""
+    for each in [data.of_source(source) for source in data.sources] or [data]:
+        check_path(each.path)
+        if each.where:
+            RowFilter(each.where)
 
 
 def check_path(path: str) -> None:

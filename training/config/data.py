@@ -84,6 +84,7 @@ class SourceConfig(Section):
         "neither this nor `weight` is given.",
     )
     column: str | None = Field(None, description="This source's own data.column.")
+    where: str | None = Field(None, description="This source's own data.where.")
     text_unit: Literal["file", "line", "paragraph"] | None = Field(
         None, description="This source's own data.text_unit."
     )
@@ -174,6 +175,11 @@ class DataConfig(Section):
         (), description="Other weights of `sources` from some step on; before the first phase their own weights count."
     )
     column: str = Field("text", description="Name of the column or JSON key that holds the text.")
+    where: str = Field(
+        "",
+        description="Expression over the columns that a row of JSON, CSV or parquet must meet to be a document, in "
+        "Jinja's syntax: `metadata.score > 0.6 and lang == 'en'`. Empty takes all rows.",
+    )
     text_unit: Literal["file", "line", "paragraph"] = Field(
         "file",
         description="What counts as one document in a plain-text file: the whole file, each line, or each paragraph.",

@@ -58,6 +58,7 @@ class TokenShards(Record):
     split_rule: str
     shards: tuple[Shard, ...]
     repeated: int = 0  # documents left out since an earlier one has the same text
+    filtered: int = 0  # rows left out by data.where
     skipped: int
     skipped_examples: tuple[str, ...]
 

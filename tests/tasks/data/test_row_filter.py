@@ -1,0 +1,128 @@
+"""data.where: which rows become documents; and datatrove's output as a source."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.data.corpus import prepare_corpus
+from tasks.data.row_filter import RowFilter
+from tasks.data.sources import check_paths
+from training.config.data import DataConfig
+from training.records.token_shards import TokenShards
+
+ROWS = [
+    {
+        "text": f"document {n}",
+        "score": n / 100,
+        "metadata": {"lang": "en" if n % 2 else "de", "tags": ["a", "b"][n % 2 :]},
+    }
+    for n in range(100)
+]
+
+
+def prepare(tmp_path: Path, source: Path, **data: Any) -> tuple[Path, TokenShards]:
+    config = {"path": str(source), "tokenizer": {"kind": "bytes"}, "split": "documents", "processes": 1} | data
+    return prepare_corpus(DataConfig.model_validate(config), tokens_home=tmp_path / "tokens")
+
+
+def write_rows(folder: Path, kind: str) -> Path:
+    path = folder / f"rows.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    elif kind == "json":
+        path.write_text(json.dumps(ROWS))
+    elif kind == "csv":
+        path.write_text("text,score\n" + "".join(f"{row['text']},{row['score']}\n" for row in ROWS))
+    else:
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    return path
+
+
+def documents(shards: TokenShards) -> int:
+    return sum(shard.documents for shard in shards.shards)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+def test_rows_are_chosen_by_an_expression_over_nested_columns(tmp_path: Path, kind: str) -> None:
+    source = write_rows(tmp_path, kind)
+    where = "score >= 0.5 and metadata.lang == 'en' and 'b' in metadata.tags"
+    folder, shards = prepare(tmp_path, source, where=where)
+    assert (documents(shards), shards.filtered) == (25, 75)
+    assert prepare(tmp_path, source)[0] != folder
+    assert prepare(tmp_path, source)[1].filtered == 0
+
+
+def test_columns_of_csv_are_text(tmp_path: Path) -> None:
+    source = write_rows(tmp_path, "csv")
+    assert documents(prepare(tmp_path, source, where="score|float > 0.895")[1]) == 10
+    with pytest.raises(ValueError, match=r"rows\.csv:2: data\.where=score > 0\.5 has no value here: '>' not supported"):
+        prepare(tmp_path, source, where="score > 0.5")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_column_that_is_not_there_is_an_error_and_no_empty_corpus(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(ValueError, match=r"quality"):
+        prepare(tmp_path, write_rows(tmp_path, kind), where="quality > 0.5")
+
+
+def test_plain_text_has_no_columns(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text\n" * 50)
+    with pytest.raises(ValueError, match=r"a\.txt is plain text, it has no columns"):
+        prepare(tmp_path, tmp_path / "a.txt", where="score > 1")
+
+
+@pytest.mark.parametrize("where", ["score >", "a b", "{% if x %}", "score > 1 }}{{ 2"])
+def test_what_is_no_expression_is_refused_before_anything_is_read(tmp_path: Path, where: str) -> None:
+    with pytest.raises(ValueError, match="is no expression"):
+        check_paths(DataConfig(path=str(write_rows(tmp_path, "jsonl")), where=where))
+
+
+def test_an_expression_reaches_nothing_but_the_row() -> None:
+    with pytest.raises(ValueError, match="has no value here"):
+        RowFilter("text.__class__.__mro__[1].__subclasses__()").keeps({"text": "x"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("writer", ["JsonlWriter", "ParquetWriter"])
+def test_the_output_of_datatrove_is_a_source(tmp_path: Path, writer: str) -> None:
+    """Its filters decide, or write what they found into columns that data.where reads."""
+    pytest.importorskip("datatrove")
+    from datatrove.data import Document, DocumentsPipeline
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline import writers
+    from datatrove.pipeline.filters import LambdaFilter
+    from datatrove.pipeline.readers import JsonlReader
+
+    class Count:
+        """Writes the number of words into each document's metadata."""
+
+        name, type = "count", "stat"
+
+        def __call__(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
+            for document in data:
+                assert isinstance(document, Document)
+                document.metadata["words"] = len(document.text.split())
+                yield document
+
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    rows = [{"text": " ".join(["word"] * n), "id": str(n), "lang": "en" if n % 3 else "fr"} for n in range(1, 90)]
+    (raw / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pipeline = [
+        JsonlReader(str(raw)),
+        LambdaFilter(lambda document: document.metadata["lang"] == "en"),
+        Count(),
+        getattr(writers, writer)(str(tmp_path / "clean")),
+    ]
+    LocalPipelineExecutor(pipeline=pipeline, logging_dir=str(tmp_path / "logs")).run()
+    _, shards = prepare(tmp_path, tmp_path / "clean", where="metadata.words >= 30")
+    english = [n for n in range(1, 90) if n % 3]
+    assert documents(shards) == sum(n >= 30 for n in english)
+    assert shards.filtered == sum(n < 30 for n in english)
