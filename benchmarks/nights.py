@@ -36,7 +36,7 @@ from training.records.results import EvalReport
 from training.records.train_result import TrainResult
 
 DATA = Path(os.environ.get("SHARDLINE_TEST_DATA", REPO.parent / "shared" / "data"))
-SLICE_BYTES, QUICK_SLICE_BYTES = 270_000, 60_000
+SLICE_BYTES, QUICK_SLICE_BYTES = 120_000, 60_000
 Losses = dict[str, list[float]]  # by slice: after each night from its own on
 
 

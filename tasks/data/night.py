@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.data.corpus import prepare_corpus
+from tasks.data.remote import is_url
 from tasks.data.sources import SkippedDocuments, Source, find_sources
 from tasks.registry.models import ResolvedModel, aliases_of, resolve
 from tasks.registry.tags import CHAMPION, TAG
@@ -102,6 +103,10 @@ def find_new_text(
         raise ValueError(f"replay = {replay:g}, max_slices = {max_slices}: give a share below 1, and at least 1 slice")
     if config.data.sources:
         raise ValueError("a night finds its sources by itself: give the growing folder as data.path, not data.sources")
+    if is_url(config.data.path) or config.data.path.startswith("hub:"):
+        raise ValueError(
+            f"data.path={config.data.path}: a night needs a folder of this machine, which it reads files of"
+        )
     skipped = SkippedDocuments(config.data.on_error)
     sources = find_sources(config.data, skipped)
     champion = _champion(config.model_name, tracking_uri=tracking_uri)

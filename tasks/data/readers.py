@@ -8,6 +8,7 @@ shifts the columns when the first row is too long, and counts rows where an edit
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import glob
 import hashlib
@@ -20,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from tasks.data.remote import store_errors
 from tasks.data.row_filter import RowFilter
 from tasks.data.sources import SkippedDocuments, Source
 from training.config.run import DataConfig
@@ -305,10 +307,11 @@ def _parquet(source: Source, wanted: Wanted, skipped: SkippedDocuments) -> Itera
     import pyarrow
 
     datasets.logging.set_verbosity(logging.CRITICAL)  # it logs, without the cure, what is raised here
-    pattern = glob.escape(str(source.path.absolute()))
+    place = source.remote.url if source.remote else glob.escape(str(source.path.absolute()))
     try:
-        rows = datasets.load_dataset("parquet", data_files=pattern, split="train", streaming=True)
-        yield from _rows(rows, source.name, wanted, skipped)
+        with store_errors(place) if source.remote else contextlib.nullcontext():
+            rows = datasets.load_dataset("parquet", data_files=place, split="train", streaming=True)
+            yield from _rows(rows, source.name, wanted, skipped)
     except pyarrow.ArrowException as error:
         raise OSError(f"not a whole parquet file: {error}") from error
 

@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import BinaryIO, Literal
 
+from tasks.data.remote import RemoteFile, check_url, find_files, is_url
 from tasks.data.row_filter import RowFilter
 from tasks.hardware.machine import usable_cores
 from training.config.data import SHARDS, DataConfig
@@ -100,13 +101,17 @@ class SkippedDocuments:
 
 @dataclass(frozen=True)
 class Source:
-    """One file, or one split of a hub data set. `record.name` is relative to `data.path`, the same on every machine."""
+    """One file, or one split of a hub data set. `record.name` is relative to `data.path`, the same on every machine.
+
+    `remote`: where it is, if behind a URL; `path` is its name then.
+    """
 
     path: Path
     format: Format
     compression: str
     record: SourceFile
     encoding: str = "utf-8"
+    remote: RemoteFile | None = None
 
     @property
     def name(self) -> str:
@@ -122,12 +127,12 @@ class Source:
 
         With pyarrow: Python has no zstd before 3.14, and fsspec's reads a truncated file to its end without an error.
         """
-        file = self.path.open("rb")
+        file = self.remote.open() if self.remote else self.path.open("rb")
         if self.compression:
             import pyarrow
 
-            file.close()
-            file = io.BufferedReader(pyarrow.input_stream(str(self.path), compression=self.compression))
+            packed = pyarrow.PythonFile(file, mode="r")
+            file = io.BufferedReader(pyarrow.CompressedInputStream(packed, self.compression))
         return file if self.encoding == "utf-8" else io.BufferedReader(_Recoded(file, self.encoding))
 
 
@@ -167,6 +172,8 @@ def find_sources(data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
         return [_hub_source(data)]
     if data.path == "stdlib":
         return _hashed(_stdlib_files(skipped), skipped, encoding="utf-8")
+    if is_url(data.path):
+        return _remote_sources(data)
     path = Path(data.path).expanduser()
     files = _folder_files(path, skipped) if path.is_dir() else [(path.name, path)]
     return _hashed(files, skipped, encoding=data.encoding)
@@ -187,6 +194,9 @@ def check_path(path: str) -> None:
             "data.path is empty: set data.path=FILE_OR_FOLDER, data.path=stdlib or data.path=hub:OWNER/NAME"
         )
     if path.startswith("hub:") or path == "stdlib":
+        return
+    if is_url(path):
+        check_url(path)
         return
     if path.startswith(SHARDS):
         read_manifest(Path(path.removeprefix(SHARDS)).expanduser())
@@ -210,6 +220,26 @@ def _hashed(files: list[tuple[str, Path]], skipped: SkippedDocuments, *, encodin
                 skipped.skip_or_raise(name, f"cannot be read ({error.strerror})")
     finally:  # an error, or Ctrl-C, does not wait until the rest of a terabyte is hashed
         pool.shutdown(cancel_futures=True)
+    return sources
+
+
+def _remote_sources(data: DataConfig) -> list[Source]:
+    """The files at a URL, with the store's own hashes where it has them: nothing is read for them then."""
+    found = find_files(data.path)
+    if len(found) > 1 or found[0].name != PurePath(data.path).name:
+        known = [file for file in found if _suffixes(Path(file.name))[0] in FORMATS]
+        if not known:
+            kinds = Counter(Path(file.name).suffix or "no suffix" for file in found)
+            raise _no_texts(data.path, kinds)
+        found = known
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        hashes = list(pool.map(lambda file: file.sha256, found))
+    sources = []
+    for file, sha256 in zip(found, hashes, strict=True):
+        path = Path(file.name)
+        suffix, compression = _suffixes(path)
+        record = SourceFile(name=file.name, num_bytes=file.num_bytes, sha256=sha256)
+        sources.append(Source(path, FORMATS.get(suffix, "text"), compression, record, data.encoding, file))
     return sources
 
 
@@ -250,15 +280,22 @@ def _folder_files(root: Path, skipped: SkippedDocuments) -> list[tuple[str, Path
             files.append((name, path))
         else:
             others[path.suffix or "no suffix"] += 1
-    kinds = ", ".join(f"{suffix} ({count})" for suffix, count in others.most_common(8))
     if not files:
-        raise ValueError(
-            f"{root} holds no text, JSON lines, CSV or parquet files{f', only {kinds}' if kinds else ''}: "
-            "set data.path to another folder, or to one file, which is read as text whatever its suffix"
-        )
+        raise _no_texts(str(root), others)
     if others:
-        log.info("%s: left out %d files of other kinds: %s", root, others.total(), kinds)
+        log.info("%s: left out %d files of other kinds: %s", root, others.total(), _kinds(others))
     return files
+
+
+def _kinds(suffixes: Counter[str]) -> str:
+    return ", ".join(f"{suffix} ({count})" for suffix, count in suffixes.most_common(8))
+
+
+def _no_texts(root: str, others: Counter[str]) -> ValueError:
+    return ValueError(
+        f"{root} holds no text, JSON lines, CSV or parquet files{f', only {_kinds(others)}' if others else ''}: "
+        "set data.path to another folder, or to one file, which is read as text whatever its suffix"
+    )
 
 
 def _walk(root: Path, skipped: SkippedDocuments, *, leave_out: Collection[str] = ()) -> list[tuple[str, Path]]:

@@ -165,7 +165,8 @@ class DataConfig(Section):
     path: str = Field(
         "",
         description="The corpus: `stdlib` (the standard library of this Python), a file or a folder (.txt .md .py "
-        ".jsonl .csv .parquet …), or `hub:OWNER/NAME` for a Hugging Face dataset.",
+        ".jsonl .csv .parquet …), a URL of one (s3:// gs:// az:// https:// hf://), or `hub:OWNER/NAME` for a Hugging "
+        "Face dataset.",
     )
     sources: tuple[SourceConfig, ...] = Field(
         (),

@@ -1,0 +1,141 @@
+"""A real S3 server (moto) in a process of its own, behind a proxy that can fail as stores do."""
+
+from __future__ import annotations
+
+import socket
+import socketserver
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tasks.workspace.processes import end_process, free_port
+from tests.support.waiting import until
+
+Fault = Literal["none", "500", "cut", "away"]
+BUCKET = "corpus"
+CUT_AFTER_BYTES = 20_000
+ERROR = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+@dataclass
+class Faults:
+    """What happens to the next connections: `kind` to the next `count` of them; -1: to all."""
+
+    kind: Fault = "none"
+    count: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def next(self) -> Fault:
+        with self.lock:
+            if self.kind == "none" or self.count == 0:
+                return "none"
+            self.count -= self.count > 0
+            return self.kind
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """`environment` is what the store's libraries read."""
+
+    url: str
+    direct_url: str
+    faults: Faults
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ACCESS_KEY_ID": "the-key",
+            "AWS_SECRET_ACCESS_KEY": "the-secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_MAX_ATTEMPTS": "2",
+        }
+
+    def put(self, key: str, body: bytes) -> None:
+        self._client().put_object(Bucket=BUCKET, Key=key, Body=body)
+
+    def make_bucket(self) -> None:
+        self._client().create_bucket(Bucket=BUCKET)
+
+    def _client(self) -> Any:
+        import boto3
+
+        environment = self.environment
+        return boto3.client(
+            "s3",
+            endpoint_url=self.direct_url,
+            aws_access_key_id=environment["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=environment["AWS_SECRET_ACCESS_KEY"],
+            region_name=environment["AWS_DEFAULT_REGION"],
+        )
+
+
+@contextmanager
+def s3_server() -> Iterator[S3Server]:
+    """Starts the server and its proxy, with an empty bucket."""
+    port = free_port()
+    program = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
+    server = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    faults = Faults()
+    try:
+        until(lambda: _answers(port), "the S3 server answers")
+        with _proxy(port, faults) as proxied:
+            made = S3Server(f"http://127.0.0.1:{proxied}", f"http://127.0.0.1:{port}", faults)
+            made.make_bucket()
+            yield made
+    finally:
+        end_process(server, grace_s=5)
+
+
+def _answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _proxy(port: int, faults: Faults) -> Iterator[int]:
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            fault = faults.next()
+            if fault == "away":
+                return
+            if fault == "500":
+                self.request.recv(2**16)
+                self.request.sendall(ERROR)
+                return
+            with socket.create_connection(("127.0.0.1", port)) as upstream:
+                threading.Thread(target=_copy, args=(self.request, upstream, None), daemon=True).start()
+                _copy(upstream, self.request, CUT_AFTER_BYTES if fault == "cut" else None)
+
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads = allow_reuse_address = True
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+
+
+def _copy(source: socket.socket, to: socket.socket, limit: int | None) -> None:
+    """Copies bytes until one side ends, or `limit` of them are over."""
+    done = 0
+    try:
+        while block := source.recv(2**16):
+            to.sendall(block)
+            done += len(block)
+            if limit is not None and done >= limit:
+                break
+    except OSError:
+        pass
+    for end in (source, to):
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
