@@ -2,10 +2,11 @@
 
     python -m benchmarks.nights [--quick] [--nights N] [--replay SHARE] [--data FOLDER]
 
-Slices of three unlike texts (Shakespeare, Tang poems in Chinese, Python's standard library), one a night in turns. Each
-night goes on from the night before, weights and AdamW moments, with a warm-up and a cooldown (wsd), through its own
-slice once; with replay, 1 - SHARE of its tokens are new and SHARE are of all earlier slices. After each night the loss
-on the held-out text of every slice is measured. --data: the folder with tinyshakespeare.txt and tang_poems.jsonl.
+Three unlike texts: Shakespeare, Tang poems in Chinese, Python's standard library. A first model is trained on some of
+each, then there is a slice of one of them a night, in turns. Each night goes on from the night before, weights and
+AdamW moments, with a warm-up and a cooldown (wsd), through its own slice once; with replay, 1 - SHARE of its tokens are
+new and SHARE are of all earlier slices. After each night the loss on the held-out text of every slice is measured.
+--data: the folder with tinyshakespeare.txt and tang_poems.jsonl.
 The last line is one JSON object: `loss` (by way, then by slice: after each night), `worst_old_slice_with_replay` and
 `worst_old_slice_without` (over all nights and all slices that are older: the loss over the best that any earlier night
 left there, less 1), `final_old_with_replay` and `final_old_without` (the same after the last night, the worst slice).
@@ -36,12 +37,13 @@ from training.records.results import EvalReport
 from training.records.train_result import TrainResult
 
 DATA = Path(os.environ.get("SHARDLINE_TEST_DATA", REPO.parent / "shared" / "data"))
-SLICE_BYTES, QUICK_SLICE_BYTES = 120_000, 60_000
+SLICE_BYTES, QUICK_SLICE_BYTES = 100_000, 40_000
+FIRST = "first"  # some of each text, thrice
 Losses = dict[str, list[float]]  # by slice: after each night from its own on
 
 
 def slices_of_text(data: Path, *, num_bytes: int, count: int) -> list[tuple[str, str]]:
-    """(name, text) of each night, the three kinds of text in turns."""
+    """(name, text) of the first model and of each night."""
     library = find_sources(DataConfig(path="stdlib"), SkippedDocuments("skip"))
     python = "".join(source.path.read_text(encoding="utf-8") for source in library[:: max(1, len(library) // 200)])
     poems = (data / "tang_poems.jsonl").read_text(encoding="utf-8").splitlines()
@@ -50,27 +52,36 @@ def slices_of_text(data: Path, *, num_bytes: int, count: int) -> list[tuple[str,
         "poems": "\n\n".join(json.loads(line)["text"] for line in poems),
         "python": python,
     }
-    found, names = [], list(kinds)
-    for number in range(count):
-        name = names[number % len(names)]
-        raw, start = kinds[name].encode(), number // len(names) * num_bytes
-        assert len(raw) >= start + num_bytes, f"{name} has {len(raw)} bytes, night {number} needs {start + num_bytes}"
-        found.append((f"{number}-{name}", raw[start : start + num_bytes].decode(errors="ignore")))
-    return found
+    raw = {name: text.encode() for name, text in kinds.items()}
+    needed = num_bytes * (1 + -(-count // len(raw)))
+    for name, text in raw.items():
+        assert len(text) >= needed, f"{name} has {len(text):,} bytes, {count} nights need {needed:,}"
+
+    def part(name: str, number: int) -> str:
+        return raw[name][number * num_bytes : (number + 1) * num_bytes].decode(errors="ignore")
+
+    names = list(raw)
+    nights = [(f"{night}-{names[night % 3]}", part(names[night % 3], 1 + night // 3)) for night in range(count)]
+    return [(FIRST, "\n\n".join(part(name, 0) for name in names)), *nights]
 
 
 def config_of(corpus: Path, *, quick: bool) -> RunConfig:
     return RunConfig.model_validate(
         {
             "name": "nights",
-            "data": {"path": str(corpus), "split": "tail", "tokenizer": {"kind": "bytes"}},
+            "data": {
+                "path": str(corpus),
+                "text_unit": "paragraph",
+                "split": "documents",
+                "tokenizer": {"kind": "bytes"},
+            },
             "model": {"layers": 2 if quick else 4, "width": 64 if quick else 128, "heads": 4},
             "train": {
                 "steps": 100_000,
                 "max_epochs": 1,
                 "context": 128,
                 "global_batch": 16,
-                "learning_rate": 2e-3,
+                "learning_rate": 1e-3,
                 "schedule": "wsd",
                 "warmup_steps": 10,
             },
@@ -116,7 +127,8 @@ class Nights:
 
     def _continued(self, config: RunConfig) -> RunConfig:
         if self.checkpoint is None:
-            return config
+            train = config.train.model_dump() | {"max_epochs": 3}
+            return RunConfig.model_validate(config.model_dump() | {"train": train})
         tokenizer = {"kind": "pretrained", "path": str(self.tokenizer)}
         changes: dict[str, Any] = {
             "data": config.data.model_dump() | {"tokenizer": tokenizer},
@@ -139,10 +151,10 @@ def worse(losses: Losses, *, last_only: bool = False) -> float:
 
 def table(losses: Losses, *, nights: int) -> list[str]:
     """Markdown: a row for each slice, a column for each night."""
-    rows = ["| slice | " + " | ".join(f"night {night}" for night in range(nights)) + " |"]
-    rows.append("|---|" + "---|" * nights)
+    rows = ["| slice | first | " + " | ".join(f"{night}" for night in range(nights)) + " |"]
+    rows.append("|---|" + "---|" * (nights + 1))
     for name, series in losses.items():
-        cells = [""] * (nights - len(series)) + [f"{loss:.3f}" for loss in series]
+        cells = [""] * (nights + 1 - len(series)) + [f"{loss:.3f}" for loss in series]
         rows.append(f"| {name} | " + " | ".join(cells) + " |")
     return rows
 

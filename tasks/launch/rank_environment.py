@@ -21,6 +21,17 @@ NCCL = {
 }
 
 
+# Where MLflow's artifacts are, if on S3: what a rank that logs one needs beside the secrets.
+ARTIFACT_STORE = (
+    "AWS_DEFAULT_REGION",
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_REGION",
+    "MLFLOW_S3_ENDPOINT_URL",
+    "MLFLOW_S3_IGNORE_TLS",
+)
+
+
 def give_to_ranks(run_dir: Path, launch: LaunchConfig) -> None:
     """Give the run's files to the user that ranks run as, if we are root; another user's ranks run as that user."""
     if os.getuid() != 0:
@@ -65,7 +76,8 @@ def tracking_for_ranks(plan: AnyPlan) -> tuple[dict[str, str], dict[str, str]]:
     secrets = {name: os.environ[name] for name in SECRETS if name in os.environ}
     if not ranks_reach_mlflow(plan.config.launch):
         return {"MLFLOW_TRACKING_URI": ""}, secrets
-    environment = {"MLFLOW_RUN_ID": plan.mlflow_run_id}
+    environment = {name: os.environ[name] for name in ARTIFACT_STORE if name in os.environ}
+    environment |= {"MLFLOW_RUN_ID": plan.mlflow_run_id}
     if shown(uri) != uri:
         return environment, secrets | {"MLFLOW_TRACKING_URI": uri}
     return environment | {"MLFLOW_TRACKING_URI": uri}, secrets

@@ -58,6 +58,10 @@ class S3Server:
     def put(self, key: str, body: bytes) -> None:
         self._client().put_object(Bucket=BUCKET, Key=key, Body=body)
 
+    def keys(self, prefix: str) -> list[str]:
+        pages = self._client().get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
+        return [found["Key"] for page in pages for found in page.get("Contents", ())]
+
     def make_bucket(self) -> None:
         self._client().create_bucket(Bucket=BUCKET)
 
