@@ -115,7 +115,7 @@ class Nights:
         tokens, manifest = prepare_corpus(config.data, tokens_home=self.folder / "tokens")
         plan = plan_run(config, inventory=self.inventory, run_id=name, shards=manifest, shards_dir=tokens)
         plan_path = self.folder / name / "plan.json"
-        plan.write(plan_path)
+        plan.model_copy(update={"threads_per_rank": 1}).write(plan_path)  # two would wait for each other beside others
         run_ranks(plan_path)
         run_ranks(plan_path, program="training.evaluate")
         report = EvalReport.read(plan_path.with_name("eval.json"))

@@ -15,6 +15,8 @@ from training.tracking.rows import read_rows
 
 BLUE, RED, GREY = "#4a6fa5", "#d1603d", "#8a97a5"
 POINTS = 500  # of a curve: what a line of 1,000 pixels can show
+BY_SOURCE = "val_loss/"  # begins the metrics of a mixture's sources
+MOST_SOURCES = 8  # lines of sources in one picture
 FIRST_CJK = "\u2e80"
 
 Points = list[tuple[float, float]]
@@ -82,6 +84,9 @@ def _draw_loss_curve(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
         few = len(checked) <= POINTS // 10
         axes.plot(*zip(*checked, strict=True), "o-" if few else "-", color=RED, linewidth=1, markersize=4,
                   label="quick validation")  # fmt: skip
+    by_source = sorted({key for row in rows for key in row if key.startswith(BY_SOURCE)})
+    for key in by_source if len(by_source) <= MOST_SOURCES else ():
+        axes.plot(*zip(*_points(rows, key), strict=True), ":", linewidth=1, label=key.removeprefix(BY_SOURCE))
     axes.legend(frameon=False, fontsize=9)
 
 
