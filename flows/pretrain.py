@@ -38,7 +38,7 @@ def pretrain(
             with stages.devices(config, run):
                 return train_by_program(config, run)
         shards_dir, shards = stages.tokenize(config, run)
-        with stages.devices(config, run):
+        with stages.kept_on_store(config, run, shards_dir), stages.devices(config, run):
             inventory = stages.hardware(config, run)
             plan = stages.write_plan(config, inventory, run, shards=shards, shards_dir=shards_dir, changes=changes)
             stages.train(plan, run)

@@ -17,12 +17,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from training.checkpoint.load import CHECKPOINT_MANIFEST, check_model
-from training.checkpoint.retention import reading
 from training.data.batch import IGNORED
 from training.data.held_out import held_out_placed
 from training.evaluation.loaded_model import Opened, open_model
 from training.inference.samples import Sampler
+from training.records.checkpoint import CHECKPOINT_MANIFEST, check_model, reading
 from training.records.evaluation_plan import read_evaluation_plan
 from training.records.results import EvalReport, Sample, SourceFigures, TaskScore
 from training.records.token_shards import TokenShards

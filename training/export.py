@@ -22,14 +22,14 @@ from typing import Any
 import torch
 
 from training.build_engine import build_engines
-from training.checkpoint.load import check_model
-from training.checkpoint.retention import keep, reading
+from training.checkpoint.retention import keep
 from training.exports.latency import measure_latency
 from training.exports.model_card import model_card
 from training.exports.onnx_graphs import save_graphs
 from training.exports.parity import check_parity, parity_failure
 from training.exports.tensorrt import why_no_tensorrt
 from training.models.language_model import load_model
+from training.records.checkpoint import check_model, reading
 from training.records.plan import RunPlan
 from training.records.record import sha256_file
 from training.records.results import ExportedModel

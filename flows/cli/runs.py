@@ -52,13 +52,14 @@ def _pretrain(options: argparse.Namespace) -> int:
 def _resume(options: argparse.Namespace) -> int:
     from flows.presets import with_overrides
     from tasks.runs.folder import latest_config
+    from tasks.store.runs import fetch_run, is_on_store
     from tasks.tracking.mlflow_run import read_run
 
-    run = read_run(options.run)
+    run = read_run(fetch_run(options.run) if is_on_store(options.run) else options.run)
     if _is_comparison(run.folder):
         return _resume_comparison(run, options)
     config = with_overrides(latest_config(run.folder, begun_with=run.begun_with).model_dump(), options.overrides)
-    return _run_pretrain(config, run_id=options.run, force=options.force, as_json=options.json)
+    return _run_pretrain(config, run_id=run.run_id, force=options.force, as_json=options.json)
 
 
 def _run_pretrain(config: Any, *, run_id: str, force: bool = False, as_json: bool) -> int:

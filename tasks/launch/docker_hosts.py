@@ -21,7 +21,14 @@ from tasks.launch.check_hosts import hosts_of
 from tasks.launch.failure import AttemptOutcome, cure_of
 from tasks.launch.host_set import choose_hosts
 from tasks.launch.local import end_earlier_attempt, grace_s
-from tasks.launch.rank_environment import NCCL, compile_cache, give_to_ranks, ranks_reach_mlflow, tracking_for_ranks
+from tasks.launch.rank_environment import (
+    NCCL,
+    compile_cache,
+    give_block_cache,
+    give_to_ranks,
+    ranks_reach_mlflow,
+    tracking_for_ranks,
+)
 from tasks.launch.rank_logs import Steps, Warnings
 from tasks.runs.errors import RunFailed, RunStopped
 from tasks.workspace.paths import fresh, home
@@ -171,6 +178,7 @@ class Attempts:
             ranks = dict(zip(self.plan.hosts, self.plan.ranks_per_host, strict=True))
         folder = new_folder(self.run_dir / "attempts")
         give_to_ranks(self.run_dir, self.launch)
+        give_block_cache(self.launch)
         began_at, from_step = now(), last_checkpoint_step(self.run_dir)
         ranks_in_words = " + ".join(f"{name} ({number})" for name, number in ranks.items())
         logger.info("attempt %s: %s on %s, from step %d", folder.name, self.module, ranks_in_words, from_step)

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from tasks.hardware.hosts import rank_user, read_hosts
 from tasks.planning.custom_program import is_loopback
+from tasks.store.shards import BLOCKS
 from tasks.workspace.paths import home, tracking_uri
 from training.config.launch import LaunchConfig
 from training.records.plan import AnyPlan
@@ -21,8 +22,8 @@ NCCL = {
 }
 
 
-# Where MLflow's artifacts are, if on S3: what a rank that logs one needs beside the secrets.
-ARTIFACT_STORE = (
+# Where the token shards or MLflow's artifacts are, if on S3: what a rank needs beside the secrets.
+OBJECT_STORE = (
     "AWS_DEFAULT_REGION",
     "AWS_ENDPOINT_URL",
     "AWS_ENDPOINT_URL_S3",
@@ -60,6 +61,17 @@ def compile_cache(launch: LaunchConfig) -> Path:
     return folder
 
 
+def give_block_cache(launch: LaunchConfig) -> None:
+    """Give the folder of blocks that come from an object store to the user that ranks run as, if we are root."""
+    folder = home() / "tokens" / BLOCKS
+    if os.getuid() != 0 or not folder.parent.exists():
+        return
+    folder.mkdir(exist_ok=True)
+    uid, _, gid = rank_user(launch).partition(":")
+    for path in (folder, *folder.iterdir()):
+        os.chown(path, int(uid), int(gid or uid))
+
+
 def ranks_reach_mlflow(launch: LaunchConfig) -> bool:
     """Whether MLflow is a server that all hosts reach: no file of this machine, and not its loopback address."""
     uri = urlsplit(tracking_uri())
@@ -74,9 +86,9 @@ def tracking_for_ranks(plan: AnyPlan) -> tuple[dict[str, str], dict[str, str]]:
     """
     uri = tracking_uri()
     secrets = {name: os.environ[name] for name in SECRETS if name in os.environ}
+    environment = {name: os.environ[name] for name in OBJECT_STORE if name in os.environ}
     if not ranks_reach_mlflow(plan.config.launch):
-        return {"MLFLOW_TRACKING_URI": ""}, secrets
-    environment = {name: os.environ[name] for name in ARTIFACT_STORE if name in os.environ}
+        return environment | {"MLFLOW_TRACKING_URI": ""}, secrets
     environment |= {"MLFLOW_RUN_ID": plan.mlflow_run_id}
     if shown(uri) != uri:
         return environment, secrets | {"MLFLOW_TRACKING_URI": uri}

@@ -11,7 +11,7 @@ import logging
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -37,7 +37,7 @@ PRUNED = ".pruned-"  # begins the name of a folder that is being deleted
 class Item(Record):
     """A folder below SHARDLINE_HOME that is deleted or kept, and why; `num_bytes` on disk."""
 
-    kind: Literal["run", "checkpoint", "shards"]
+    kind: Literal["run", "checkpoint", "shards", "copy"]
     path: str
     num_bytes: int
     kept: bool
@@ -86,6 +86,7 @@ def prune(*, older_than_days: float, keep_newest: int, dry_run: bool) -> Pruning
         *_judged_runs(runs, kept),
         *_judged_checkpoints([run for run in runs if run.folder.name in registered], older_than_days),
         *_judged_shards([run for run in runs if run.folder.name in kept], older_than_days),
+        *_judged_copies([run for run in runs if run.folder.name in kept], older_than_days),
     ]
     if not dry_run:
         for left_over in (*home().glob(f"{PRUNED}*"), *home().glob(f"*/{PRUNED}*"), *home().glob(f"*/*/{PRUNED}*")):
@@ -128,6 +129,7 @@ def _read(folder: Path) -> RunFolder:
                     config["model"]["path"],
                     config["data"]["tokenizer"]["path"],
                     config["train"].get("optimizer_path"),
+                    *plan.get("local_copies", {}).values(),
                 )
                 needs |= {Path(path).resolve() for path in named if path}
         run = folder / "run.json"
@@ -201,6 +203,19 @@ def _judged_shards(kept: Sequence[RunFolder], older_than_days: float) -> Iterato
             yield _item("shards", folder, kept=False, why="no run that is kept was trained on them")
 
 
+def _judged_copies(kept: Sequence[RunFolder], older_than_days: float) -> Iterator[Item]:
+    """What was copied of URLs; it comes again when it is needed."""
+    for folder in sorted(path for path in (home() / "copies").glob("*") if path.is_dir()):
+        users = [run.folder.name for run in kept if run.needs is None or folder.resolve() in run.needs]
+        age_days = (time.time() - folder.stat().st_mtime) / DAY_S
+        if users:
+            yield _item("copy", folder, kept=True, why=f"{', '.join(users)} began with it")
+        elif age_days < older_than_days:
+            yield _item("copy", folder, kept=True, why=f"{age_days:.0f} days old")
+        else:
+            yield _item("copy", folder, kept=False, why="no run that is kept began with it")
+
+
 def _with_sources(folder: Path) -> frozenset[Path]:
     """The folder, and those that a mixture's manifest has its shards from."""
     try:
@@ -210,7 +225,7 @@ def _with_sources(folder: Path) -> frozenset[Path]:
     return frozenset({folder, *((folder / name).parent.parent.resolve() for name in names)})
 
 
-def _item(kind: Literal["run", "checkpoint", "shards"], folder: Path, *, kept: bool, why: str) -> Item:
+def _item(kind: Literal["run", "checkpoint", "shards", "copy"], folder: Path, *, kept: bool, why: str) -> Item:
     num_bytes = sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
     return Item(kind=kind, path=str(folder.relative_to(home())), num_bytes=num_bytes, kept=kept, why=why)
 
@@ -218,11 +233,18 @@ def _item(kind: Literal["run", "checkpoint", "shards"], folder: Path, *, kept: b
 # Deleting it
 
 
+def _held(item: Item, folder: Path) -> AbstractContextManager[object]:
+    """Keep others from working on it. Raises Locked or AlreadyOwned if somebody does."""
+    if item.kind == "copy":
+        return exclusive(folder.with_name(f".{folder.name}.lock"))
+    return exclusive(folder / ".lock") if item.kind == "shards" else owned(_run_of(folder))
+
+
 def _delete(item: Item) -> bool:
     """Delete the folder; False if somebody began to work on it meanwhile. Half of it is never taken for the whole."""
     folder = home() / item.path
     try:
-        with exclusive(folder / ".lock") if item.kind == "shards" else owned(_run_of(folder)):
+        with _held(item, folder):
             aside = folder.with_name(f"{PRUNED}{folder.name}")
             folder.rename(aside)
     except (Locked, AlreadyOwned):

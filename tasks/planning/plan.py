@@ -11,6 +11,7 @@ from tasks.planning.custom_program import replan_custom_program
 from tasks.planning.pretrained import hf_config
 from tasks.runs.folder import read_plan
 from tasks.runs.resume import Change, remember
+from tasks.store.local_copy import local_copies
 from tasks.tracking.mlflow_run import TrackedRun
 from training.config.run import RunConfig
 from training.planner.mixture import warn_of_repeats
@@ -39,7 +40,7 @@ def plan_run(
     """Calls `make_plan`, with the model's config.json if it needs one. Raises ValueError for what cannot work."""
     if config.trainer.given:
         raise ValueError("a run with `trainer` has no plan: it gets a rank on each device, or parallel.ranks of them")
-    return make_plan(
+    plan = make_plan(
         config,
         inventory,
         run_id=run_id,
@@ -48,6 +49,7 @@ def plan_run(
         epoch=one_epoch(shards_dir, packing=config.train.packing, context=config.train.context) if shards_dir else None,
         hf_config=hf_config(config.model),
     )
+    return plan.model_copy(update={"local_copies": local_copies(config)})
 
 
 def write_plan(
@@ -70,6 +72,14 @@ def write_plan(
         plan = plan.model_copy(update={"mlflow_run_id": run.mlflow_run_id})
     else:
         _check_same_tokens(kept, shards)
+        here = {
+            "shards_dir": str(shards_dir),
+            "mlflow_run_id": run.mlflow_run_id,
+            "local_copies": local_copies(kept.config),
+        }
+        if any(getattr(kept, field) != value for field, value in here.items()):  # it comes from another machine
+            kept = kept.model_copy(update=here)
+            kept.write(run.folder / "plan.json")
         if not changes:
             logger.info("the run continues with its plan, %s", run.folder / "plan.json")
             return kept

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from tasks.store.local_copy import local_copy
 from training.config.model import ModelConfig
 from training.config.run import RunConfig
 from training.records.record import sha256_file
@@ -18,25 +19,26 @@ def hf_config(model: ModelConfig) -> dict[str, Any] | None:
     """The config.json of model.path, a local folder or a model on the hub; None if the config needs none."""
     if model.architecture != "path" and model.init != "pretrained":
         return None
-    path = _file(model.path, "config.json", field="model.path")
+    folder = local_copy(model.path, field="model.path")
+    path = _file(folder, "config.json", field="model.path")
     if path is None:
         raise ValueError(f"model.path = {model.path!r} has no config.json: give the folder or hub name of a model")
     if model.init == "pretrained":
-        _check_weights(Path(model.path).expanduser())
+        _check_weights(Path(folder).expanduser())
     content: dict[str, Any] = json.loads(path.read_text())
     if model.dropout:  # older files do not list all of their class's dropouts
         from transformers import AutoConfig
 
-        content = vars(AutoConfig.from_pretrained(model.path, trust_remote_code=False)) | content
+        content = vars(AutoConfig.from_pretrained(folder, trust_remote_code=False)) | content
     return content
 
 
 def check_optimizer(config: RunConfig) -> None:
     """Raises ValueError if train.optimizer_path is no checkpoint."""
-    folder = Path(config.train.optimizer_path)
+    folder = Path(local_copy(config.train.optimizer_path, field="train.optimizer_path"))
     if config.train.optimizer_path and not (folder / "manifest.json").is_file():
         raise ValueError(
-            f"train.optimizer_path = {folder} is no checkpoint, it has no manifest.json: give "
+            f"train.optimizer_path = {config.train.optimizer_path} is no checkpoint, it has no manifest.json: give "
             "runs/ID/checkpoints/STEP, or leave it out to begin with moments of zero"
         )
 
@@ -113,6 +115,7 @@ def _vocabulary(file: Path) -> dict[str, int]:
 
 def _file(path: str, name: str, *, field: str) -> Path | None:
     """The path of a file of a local model, or of one downloaded from the hub; None if there is no such file."""
+    path = local_copy(path, field=field)
     folder = Path(path)
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None

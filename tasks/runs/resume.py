@@ -44,6 +44,7 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("data.tokenizer.path", "exact", SAME_TOKENS),
     ("data.streaming", "exact", ""),
     ("data.processes", "exact", ""),
+    ("data.engine.*", "exact", ""),
     ("data.*", "refused", f"the tokens would be others; {NEW_RUN} learn from them"),
     # its model
     ("model.dropout", "breaks", "other units are dropped from here on"),
@@ -94,6 +95,7 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("gates.*", "exact", ""),
     ("rollout.*", "exact", ""),
     ("launch.*", "exact", ""),
+    ("store.*", "exact", ""),
     ("trainer.*", "refused", "another program is another run"),
 )
 NOTHING_DONE: tuple[Effect, str] = ("exact", "")

@@ -24,7 +24,7 @@ from tasks.runs.resume import Resumptions
 from tasks.tracking.client import connect
 from tasks.tracking.final_status import RunStatus, close, reopen
 from tasks.workspace.locks import owned
-from tasks.workspace.paths import embedded_artifacts, home, run_folder, tracking_uri
+from tasks.workspace.paths import embedded_artifacts, home, mlflow_url, run_folder, tracking_uri
 from training.config.run import RunConfig
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
@@ -74,7 +74,10 @@ def read_run(run_id: str) -> TrackedRun:
     """Read run.json of a run. Raises ValueError if there is no such run."""
     path = run_folder(run_id) / "run.json"
     if not path.exists():
-        raise ValueError(f"there is no run {run_id!r} in {home()}: `ls {home()}` lists the runs")
+        raise ValueError(
+            f"there is no run {run_id!r} in {home()}: `ls {home()}` lists the runs; one on a store is named by "
+            "store.url/runs/RUN"
+        )
     return TrackedRun.read(path)
 
 
@@ -136,9 +139,17 @@ def _opened(client: MlflowClient, config: RunConfig, *, run_id: str, begun_by: s
     path = run_folder(run_id) / "run.json"
     if path.exists():
         run = TrackedRun.read(path)
-        reopen(client, run.folder, run.mlflow_run_id)
-        logger.info("continuing MLflow run %s", run.mlflow_run_id)
-        return run
+        if _is_known(client, run.mlflow_run_id):
+            reopen(client, run.folder, run.mlflow_run_id)
+            logger.info("continuing MLflow run %s", run.mlflow_run_id)
+            return run
+        logger.warning(
+            "MLflow at %s has no run %s, in which %s began: it goes on in a new one, which gets all of its metrics",
+            mlflow_url(),
+            run.mlflow_run_id,
+            run_id,
+        )
+        config, begun_by = run.begun_with, run.begun_by
     experiment = client.get_experiment_by_name(config.name)
     experiment_id = (
         experiment.experiment_id
@@ -156,6 +167,18 @@ def _opened(client: MlflowClient, config: RunConfig, *, run_id: str, begun_by: s
     run.write(path)
     _log_config(client, run)
     return run
+
+
+def _is_known(client: MlflowClient, mlflow_run_id: str) -> bool:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.get_run(mlflow_run_id)
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return False
+        raise
+    return True
 
 
 def _code_tags(config: RunConfig, *, run_id: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 from tasks.registry.models import resolve
 from tasks.workspace.processes import end_process
 from tests.support.local_servers import lasting_ports, wait_for
-from tests.support.s3_server import BUCKET, S3Server, s3_server
+from tests.support.s3_server import BUCKET, SECRET, S3Server, s3_server
 from tests.support.user_folder import UserFolder
 
 DIRECT = ["--no-serve-artifacts", "--default-artifact-root", f"s3://{BUCKET}/mlflow"]
@@ -46,7 +46,7 @@ def test_a_run_ends_with_all_its_artifacts_in_the_bucket(
         known = s3.environment if options is DIRECT else {}
         few = ("train.steps=6", "evaluation.every_steps=0", "export.latency_seconds=0")
         _, errors = user.run("pretrain", str(user.config), *few, MLFLOW_TRACKING_URI=uri, **known)
-        assert "the-secret" not in errors
+        assert SECRET not in errors
         keys = s3.keys("mlflow/")
         for name in ("plan.json", "config.json", "dataset.json", "eval.json", "report.html", "summary.png"):
             assert any(key.endswith(f"/{name}") for key in keys), f"{name} is not among {keys}"

@@ -12,7 +12,7 @@ from tasks.launch.docker_hosts import attempts_of
 from tasks.runs.errors import RunFailed
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import assert_nothing_is_left, at_step, causes, curve, kill_containers, make_slow_run, train
-from training.checkpoint.load import damage, finished_checkpoints
+from training.records.checkpoint import damage, finished_checkpoints
 from training.records.plan import RunPlan
 
 DISK_MIB, SPARE_BYTES = 48, 200_000  # a checkpoint of the tiny model has 0.4 MB

@@ -1,32 +1,58 @@
-"""A real S3 server (moto) in a process of its own, behind a proxy that can fail as stores do."""
+"""A real S3 server (moto) in a process of its own, behind a proxy that can fail as stores do.
+
+With SHARDLINE_TEST_S3=http://127.0.0.1:PORT the tests use the server there instead; AWS_ACCESS_KEY_ID and
+AWS_SECRET_ACCESS_KEY are those that it knows.
+"""
 
 from __future__ import annotations
 
+import os
 import socket
 import socketserver
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from tasks.workspace.processes import end_process, free_port
 from tests.support.waiting import until
 
-Fault = Literal["none", "500", "cut", "away"]
+Fault = Literal["none", "500", "cut", "away", "denied", "full"]
 BUCKET = "corpus"
+GIVEN = os.environ.get("SHARDLINE_TEST_S3", "")
+KEY = os.environ.get("AWS_ACCESS_KEY_ID", "the-key") if GIVEN else "the-key"
+SECRET = os.environ.get("AWS_SECRET_ACCESS_KEY", "the-secret") if GIVEN else "the-secret"
 CUT_AFTER_BYTES = 20_000
 ERROR = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
+def _refusal(status: str, code: str, message: str) -> bytes:
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+    fields = ("Content-Type: application/xml", f"Content-Length: {len(body)}", "Connection: close")
+    return "\r\n".join((f"HTTP/1.1 {status}", *fields, "", "")).encode() + body
+
+
+# As S3 and MinIO answer.
+DENIED = _refusal("403 Forbidden", "InvalidAccessKeyId", "The AWS Access Key Id you provided does not exist.")
+FULL = _refusal("507 Insufficient Storage", "XMinioStorageFull", "Storage backend has reached its minimum free space.")
+
+
 @dataclass
 class Faults:
-    """What happens to the next connections: `kind` to the next `count` of them; -1: to all."""
+    """What happens to the next connections: `kind` to the next `count` of them; -1: to all.
+
+    500: an error of the server. cut: the answer breaks off. away: no answer. denied: the credentials are wrong. full:
+    nothing can be written.
+    """
 
     kind: Fault = "none"
     count: int = 0
+    latency_s: float = 0.0  # before each connection is served
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def next(self) -> Fault:
@@ -49,8 +75,8 @@ class S3Server:
     def environment(self) -> dict[str, str]:
         return {
             "AWS_ENDPOINT_URL": self.url,
-            "AWS_ACCESS_KEY_ID": "the-key",
-            "AWS_SECRET_ACCESS_KEY": "the-secret",
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_MAX_ATTEMPTS": "2",
         }
@@ -63,7 +89,12 @@ class S3Server:
         return [found["Key"] for page in pages for found in page.get("Contents", ())]
 
     def make_bucket(self) -> None:
-        self._client().create_bucket(Bucket=BUCKET)
+        client = self._client()
+        if BUCKET in {found["Name"] for found in client.list_buckets()["Buckets"]}:  # of a test before
+            for key in self.keys(""):
+                client.delete_object(Bucket=BUCKET, Key=key)
+        else:
+            client.create_bucket(Bucket=BUCKET)
 
     def _client(self) -> Any:
         import boto3
@@ -81,10 +112,16 @@ class S3Server:
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
     """Starts the server and its proxy, with an empty bucket."""
+    faults = Faults()
+    if GIVEN:
+        with _proxy(urlsplit(GIVEN).port or 80, faults) as proxied:
+            made = S3Server(f"http://127.0.0.1:{proxied}", GIVEN, faults)
+            made.make_bucket()
+            yield made
+        return
     port = free_port()
     program = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
     server = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    faults = Faults()
     try:
         until(lambda: _answers(port), "the S3 server answers")
         with _proxy(port, faults) as proxied:
@@ -107,16 +144,29 @@ def _answers(port: int) -> bool:
 def _proxy(port: int, faults: Faults) -> Iterator[int]:
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
+            time.sleep(faults.latency_s)
             fault = faults.next()
             if fault == "away":
                 return
-            if fault == "500":
+            if fault in ("500", "denied"):
                 self.request.recv(2**16)
-                self.request.sendall(ERROR)
+                self.request.sendall(ERROR if fault == "500" else DENIED)
+                return
+            if fault == "full":  # it still gives what it has
+                self._serve_reads()
                 return
             with socket.create_connection(("127.0.0.1", port)) as upstream:
                 threading.Thread(target=_copy, args=(self.request, upstream, None), daemon=True).start()
                 _copy(upstream, self.request, CUT_AFTER_BYTES if fault == "cut" else None)
+
+        def _serve_reads(self) -> None:
+            request = self.request.recv(2**16)
+            if request.startswith((b"PUT", b"POST")):
+                self.request.sendall(FULL)
+                return
+            with socket.create_connection(("127.0.0.1", port)) as upstream:
+                upstream.sendall(request.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
+                _copy(upstream, self.request, None)
 
     class Server(socketserver.ThreadingTCPServer):
         daemon_threads = allow_reuse_address = True

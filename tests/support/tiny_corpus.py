@@ -1,10 +1,10 @@
 """Small corpora for the tests of tokenization: text in, shards, and the text back out of them."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from tasks.data.corpus import prepare_corpus
@@ -33,11 +33,10 @@ def decoded(folder: Path) -> dict[str, list[str]]:
     documents: dict[str, list[str]] = {}
     for split in SPLITS:
         stream = TokenStream(folder, split)
-        numbers = np.array([stream.document_at(position) for position in range(len(stream))])
-        tokens = stream.read(0, len(stream))
+        tokens, bounds = stream.read(0, len(stream)), stream.document_bounds().tolist()
         documents[split] = [
-            tokenizer.decode(tokens[numbers == number].tolist(), skip_special_tokens=True)
-            for number in np.unique(numbers)
+            tokenizer.decode(tokens[start:stop].tolist(), skip_special_tokens=True)
+            for start, stop in itertools.pairwise(bounds)
         ]
     return documents
 

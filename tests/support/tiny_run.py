@@ -15,6 +15,7 @@ from tests.support.configs import inventory
 from tests.support.manifests import write_manifest
 from training.config.run import RunConfig
 from training.planner.plan import make_plan
+from training.records.checkpoint import CheckpointManifest
 from training.records.plan import RunPlan
 from training.records.record import sha256_config, sha256_file
 from training.records.results import EvalReport, ExportedModel
@@ -110,7 +111,6 @@ def tiny_run(folder: Path, *, architecture: str = "llama", layers: int = 2, **ex
 
 
 def _checkpoint(plan: RunPlan, folder: Path) -> None:
-    from training.checkpoint.load import CheckpointManifest
     from training.models.language_model import build_model
 
     model: Any = build_model(plan).hf

@@ -15,108 +15,20 @@ manifest is missing or whose hashes are off is never loaded: the previous one is
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from training.checkpoint.safetensors_files import TensorFiles, WrittenFile
+from training.checkpoint.safetensors_files import TensorFiles
 from training.models.language_model import LanguageModel
-from training.records.record import Record, sha256_file
+from training.records.checkpoint import CHECKPOINT_MANIFEST, CheckpointManifest, damage
 from training.runtime.process import Rank
 from training.strategies import Strategy
 
 logger = logging.getLogger(__name__)
-
-CHECKPOINT_MANIFEST = "manifest.json"
-
-
-class CheckpointManifest(Record):
-    """The record of a checkpoint: its step, its layout, and the hash of each file.
-
-    `val_loss`: of the newest validation at this step or before, nats per token; None: there was none yet.
-    `micro_batches`: by replica, as they were at this step.
-    """
-
-    step: int
-    tokens: int
-    strategy: str
-    mesh: dict[str, int]
-    world_size: int
-    config_sha256: str
-    val_loss: float | None
-    micro_batches: tuple[int, ...] = ()
-    files: dict[str, WrittenFile]
-
-
-def checkpoint_folder(run_dir: Path, step: int) -> Path:
-    return run_dir / "checkpoints" / f"{step:08d}"
-
-
-def finished_checkpoints(run_dir: Path) -> list[Path]:
-    """Published checkpoints, oldest first; their files are not verified yet."""
-    return sorted(path for path in (run_dir / "checkpoints").glob("[0-9]*") if path.is_dir())
-
-
-def check_model(folder: Path) -> None:
-    """Raises ValueError if what a checkpoint's model is read from is not what its manifest says."""
-    if fault := damage(folder, only=("model", "config.json")):
-        raise ValueError(f"checkpoint {folder} is not whole ({fault}): restore it, or delete it and resume the run")
-
-
-def damage(
-    folder: Path, *, hashes: bool = True, only: tuple[str, ...] = ("",), part: int = 0, of_parts: int = 1
-) -> str | None:
-    """Describe the damage of a checkpoint, None if it is whole; without `hashes` only sizes are compared.
-
-    `only`: files whose names begin so. part, of_parts: hash a part of them, so that several processes share the work.
-    """
-    if not (folder / CHECKPOINT_MANIFEST).exists():
-        return "manifest.json is missing"
-    try:
-        named = CheckpointManifest.read(folder / CHECKPOINT_MANIFEST).files
-    except ValueError:
-        return "manifest.json is not a manifest"
-    files = {name: expected for name, expected in named.items() if name.startswith(only)}
-    for name, expected in files.items():
-        if not (folder / name).exists():
-            return f"{name} is missing"
-        if (size := (folder / name).stat().st_size) != expected.size_bytes:
-            return f"{name} has {size} bytes, its manifest says {expected.size_bytes}"
-    if not hashes:
-        return None
-    hashed = sorted(files, key=lambda name: files[name].size_bytes)[part::of_parts]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # hashing leaves the interpreter lock alone
-        for name, found in zip(hashed, pool.map(sha256_file, [folder / name for name in hashed]), strict=True):
-            if found != files[name].sha256:
-                return f"{name} has another sha256 than its manifest says"
-    return None
-
-
-def newest_intact(
-    folders: Sequence[Path], *, damage_of: Callable[[Path], str | None] = damage, log: bool = True
-) -> Path | None:
-    """The newest of these checkpoints, oldest first, that is whole; logs which ones it passed over, and why.
-
-    None if there is no checkpoint. Raises RuntimeError if there are some, and none is whole: to begin at step 0 then
-    would discard the run silently.
-    """
-    for folder in reversed(folders):
-        fault = damage_of(folder)
-        if fault is None:
-            return folder
-        if log:
-            logger.warning("checkpoint %s is not whole (%s): trying the one before it", folder, fault)
-    if folders:
-        raise RuntimeError(
-            f"none of the {len(folders)} checkpoints in {folders[0].parent} is whole: "
-            "restore one, or delete the folder to begin at step 0"
-        )
-    return None
 
 
 def weights_for(model: LanguageModel, folder: Path) -> TensorFiles:

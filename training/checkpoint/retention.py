@@ -9,35 +9,20 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from training.checkpoint.load import CHECKPOINT_MANIFEST, CheckpointManifest, damage, finished_checkpoints
 from training.config.run import CheckpointConfig
+from training.records.checkpoint import (
+    CHECKPOINT_MANIFEST,
+    KEEP,
+    CheckpointManifest,
+    damage,
+    finished_checkpoints,
+    kept_steps,
+)
 
 logger = logging.getLogger(__name__)
-
-KEEP = "keep"
-
-
-@contextmanager
-def reading(folder: Path | None) -> Iterator[None]:
-    """Keep training programs from deleting this checkpoint while inside; None: nothing to hold.
-
-    Raises FileNotFoundError if it has no manifest, or was deleted before it could be held.
-    """
-    if folder is None:
-        yield
-        return
-    path = folder / CHECKPOINT_MANIFEST
-    with path.open("rb") as manifest:
-        fcntl.flock(manifest, fcntl.LOCK_SH)
-        if not os.path.samestat(os.fstat(manifest.fileno()), path.stat()):
-            raise FileNotFoundError(f"checkpoint {folder} was replaced while it was about to be read: start again")
-        yield
 
 
 def keep(folder: Path, *, why: str) -> None:
@@ -48,27 +33,18 @@ def keep(folder: Path, *, why: str) -> None:
 def prune(run_dir: Path, config: CheckpointConfig) -> None:
     """Delete the checkpoints that no rule keeps; one that is being read stays until the next time."""
     folders = finished_checkpoints(run_dir)
-    manifests = {
-        folder: CheckpointManifest.read(folder / CHECKPOINT_MANIFEST)
-        for folder in folders
-        if not damage(folder, hashes=False)
-    }
-    newest = list(manifests)[-config.keep_last :]
-    kept = {*newest, *_referenced_by_result(run_dir)}
-    if config.keep_best:
-        kept |= _best(manifests)
-    if config.keep_every_steps:
-        kept |= {folder for folder, manifest in manifests.items() if manifest.step % config.keep_every_steps == 0}
+    whole = [
+        CheckpointManifest.read(folder / CHECKPOINT_MANIFEST) for folder in folders if not damage(folder, hashes=False)
+    ]
+    if not whole:
+        return
+    kept, oldest = kept_steps(whole, config), whole[-config.keep_last :][0].step
+    named = _referenced_by_result(run_dir)
     for folder in folders:
+        step = int(folder.name)
         # Damaged ones count for nothing, and go when they are as old as whole ones that go.
-        if newest and folder < newest[0] and folder not in kept and not (folder / KEEP).exists():
+        if step < oldest and step not in kept and folder not in named and not (folder / KEEP).exists():
             _delete_unless_read(folder)
-
-
-def _best(manifests: dict[Path, CheckpointManifest]) -> set[Path]:
-    """The checkpoint of the lowest validation loss; of several after the same validation, the nearest to it."""
-    measured = [(manifest.val_loss, folder) for folder, manifest in manifests.items() if manifest.val_loss is not None]
-    return {min(measured)[1]} if measured else set()
 
 
 def _referenced_by_result(run_dir: Path) -> set[Path]:

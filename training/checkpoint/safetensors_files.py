@@ -26,7 +26,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from training.records.record import Record
+from training.records.checkpoint import WrittenFile
 
 BLOCK_BYTES = 2**24  # long enough that Python costs nothing, short enough to stop soon: 10-50 ms
 ALIGNED_BYTES = 4096  # direct writes are of whole pages, from a page's beginning
@@ -39,11 +39,6 @@ DTYPE_NAMES = {
     torch.int32: "I32",
     torch.uint8: "U8",
 }
-
-
-class WrittenFile(Record):
-    size_bytes: int
-    sha256: str
 
 
 class Abandoned(Exception):

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.checkpoint.load import CheckpointManifest, checkpoint_folder, rank_state_file, rng_name, rng_state
+from training.checkpoint.load import rank_state_file, rng_name, rng_state
 from training.checkpoint.safetensors_files import file_name
 from training.checkpoint.staging import Staging
 from training.checkpoint.writer import WriteFailure, Writer
 from training.data.batch import MicroBatches
 from training.models.language_model import LanguageModel
+from training.records.checkpoint import CheckpointManifest, checkpoint_folder
 from training.records.plan import RunPlan
 from training.records.record import sha256_config
 from training.runtime.errors import NonFiniteLoss

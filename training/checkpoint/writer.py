@@ -21,9 +21,9 @@ from typing import Any
 
 from torch import Tensor
 
-from training.checkpoint.load import CHECKPOINT_MANIFEST, CheckpointManifest
 from training.checkpoint.retention import prune
-from training.checkpoint.safetensors_files import Abandoned, WrittenFile, index_name, write_tensors
+from training.checkpoint.safetensors_files import Abandoned, index_name, write_tensors
+from training.records.checkpoint import CHECKPOINT_MANIFEST, CheckpointManifest, WrittenFile
 from training.records.plan import RunPlan
 from training.records.record import sha256_file, write_atomically
 from training.runtime.process import Rank

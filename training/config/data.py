@@ -26,7 +26,8 @@ class TokenizerConfig(Section):
     )
     path: str = Field(
         "",
-        description="Folder or Hugging Face hub name of a pretrained tokenizer. It is used only with kind=pretrained.",
+        description="Folder, URL or Hugging Face hub name of a pretrained tokenizer. It is used only with "
+        "kind=pretrained.",
     )
     vocab_size: int = Field(
         0,
@@ -159,6 +160,31 @@ def known_encoding(name: str) -> str:
     return codecs.lookup(name).name
 
 
+class EngineConfig(Section):
+    """Who tokenizes the corpus: this machine, or a cluster."""
+
+    kind: Literal["local", "threads", "dask", "ray"] = Field(
+        "local",
+        description="What does the work. local: processes of this machine. threads: threads of one process. dask, ray: "
+        "a cluster, whose workers have Shardline installed and see the corpus and SHARDLINE_HOME under the same paths. "
+        "The tokens are the same bytes from all of them.",
+    )
+    address: str = Field(
+        "",
+        description="The cluster's address, such as tcp://head:8786 (Dask) or ray://head:10001 (Ray); empty starts one "
+        "on this machine for the time of the work.",
+    )
+
+    @model_validator(mode="after")
+    def check(self) -> EngineConfig:
+        if self.address and self.kind not in ("dask", "ray"):
+            raise ValueError(
+                f"data.engine.address = {self.address} is a cluster's, data.engine.kind = {self.kind} this machine: "
+                "set data.engine.kind to dask or ray, or leave the address empty"
+            )
+        return self
+
+
 class DataConfig(Section):
     """The corpus: where text comes from, and which part of it is held out."""
 
@@ -221,8 +247,13 @@ class DataConfig(Section):
     )
     shard_mib: int = Field(8, ge=1, le=4096, description="Amount of text, in MiB, in one token shard.")
     processes: int = Field(
-        0, ge=0, le=512, description="Number of processes that tokenize the corpus; 0 means one per core."
+        0,
+        ge=0,
+        le=512,
+        description="Number of processes, or threads, of this machine that tokenize the corpus; 0 means one per core. "
+        "A cluster with an address has its own number of workers.",
     )
+    engine: EngineConfig = Field(EngineConfig(), description="Who tokenizes the corpus: this machine, or a cluster.")
 
     @field_validator("encoding")
     @classmethod

@@ -17,7 +17,8 @@ class ModelConfig(Section):
     )
     path: str = Field(
         "",
-        description="Folder or Hugging Face hub name of a model. It is used with architecture=path or init=pretrained.",
+        description="Folder, URL (s3:// …) or Hugging Face hub name of a model. It is used with architecture=path or "
+        "init=pretrained.",
     )
     init: Literal["random", "pretrained"] = Field(
         "random",

@@ -18,6 +18,7 @@ from training.config.model import ModelConfig
 from training.config.parallel import ParallelConfig
 from training.config.promotion import GatesConfig, RegistryConfig, RolloutConfig
 from training.config.section import Section
+from training.config.store import StoreConfig
 from training.config.train import TrainConfig
 
 
@@ -82,6 +83,9 @@ class RunConfig(Section):
         RolloutConfig(), description="How a new champion takes over, and what triggers a rollback."
     )
     launch: LaunchConfig = Field(LaunchConfig(), description="Where ranks run, and what happens when a host fails.")
+    store: StoreConfig = Field(
+        StoreConfig(), description="An object store where token shards and checkpoints outlive this machine."
+    )
     trainer: TrainerConfig = Field(TrainerConfig(), description="A training program to run instead of Shardline's own.")
 
     @property

@@ -83,8 +83,8 @@ class TrainConfig(Section):
     )
     optimizer_path: str = Field(
         "",
-        description="Folder of a checkpoint whose AdamW moments training begins with, together with its weights as "
-        "model.path; empty means moments of zero.",
+        description="Folder, or URL, of a checkpoint whose AdamW moments training begins with, together with its "
+        "weights as model.path; empty means moments of zero.",
     )
     mask_fraction: float = Field(
         0.15, gt=0, lt=1, description="Fraction of tokens that a masked language model must predict."

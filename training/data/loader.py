@@ -7,6 +7,7 @@ without replaying anything, and no sequence comes twice in an epoch.
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,11 +20,14 @@ from torch import Tensor
 
 from training.data.batch import IGNORED, Batch, MicroBatches, Share
 from training.data.masking import mask_tokens, num_predicted
+from training.data.read_ahead import ReadAhead
 from training.data.shuffle import random_keys, shuffled
 from training.records.plan import RankPlan, RunPlan
 from training.shards.mixture import Mixture
 from training.shards.packing import PADDING, document_rows, positions_within, read_rows, sequences_by_source
 from training.shards.stream import TokenStream
+
+logger = logging.getLogger(__name__)
 
 STEPS_AHEAD = 2
 ORDERED_AT_ONCE = 4096  # sequences: finding a batch of 12 takes 29 to 121 us, so many 0.05 to 0.3 us each
@@ -52,7 +56,8 @@ class Loader:
         self.sequences = sequences_by_source(self.stream, packing=train.packing, context=train.context)
         self.mixture = Mixture(plan.mixture, global_batch=train.global_batch) if plan.mixture else None
         self._steps_at_once = max(1, ORDERED_AT_ONCE // train.global_batch)
-        self._ordered = functools.lru_cache(2)(self._order)
+        self._ordered = functools.lru_cache(4)(self._order)  # two are read from, two looked into for what comes
+        self._read_ahead: ReadAhead | None = None  # begins with the first step that is asked for
         self._ahead = (STEPS_AHEAD if device.type == "cuda" else 0) if ahead is None else ahead
         self._thread = ThreadPoolExecutor(1, "loader", initializer=self._select_device) if self._ahead else None
         self._prepared: dict[int, Future[tuple[Batch, int]]] = {}  # by step
@@ -63,6 +68,8 @@ class Loader:
 
         Steps may be requested in any order; on GPUs the next ones are prefetched. Raises what preparing a step raised.
         """
+        if self.stream.is_remote:
+            self._look_ahead(step)
         whole, num_targets = self._prepare(step) if self._thread is None else self._take(step)
         whole = whole.each(lambda tensor: tensor.to(self.device, non_blocking=True))
         rows = self.micro_batches.sizes[self.dp_rank]
@@ -92,8 +99,25 @@ class Loader:
 
     def close(self) -> None:
         """Wait for the step that the thread is preparing, and end the thread."""
+        if self._read_ahead is not None:
+            self._read_ahead.close()
+            for cache in self.stream.caches():
+                logger.info(
+                    "token shards of %s: %.0f MB came from the store, steps waited %.2f s for them",
+                    cache.url,
+                    cache.fetched_bytes / 1e6,
+                    cache.waited_s,
+                )
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
+
+    def _look_ahead(self, step: int) -> None:
+        if self._read_ahead is None:
+            with_ends = self.plan.config.train.packing == "documents"
+            self._read_ahead = ReadAhead(
+                self.stream, self.spans, first=step, steps=self.plan.steps, with_ends=with_ends
+            )
+        self._read_ahead.advance(step)
 
     def _select_device(self) -> None:
         """Select this rank's GPU in the thread: by default pinning memory would open a context on GPU 0."""

@@ -189,8 +189,9 @@ def unfilled_model(plan: RunPlan) -> tuple[LanguageModel, Mapping[str, Tensor]]:
     settings = hf_config(plan)
     if config.model.init == "pretrained":
         # Safetensors only: a .bin is a pickle, and whoever wrote it could run code here.
+        path = plan.local(config.model.path)
         hf = auto_class.from_pretrained(
-            config.model.path, config=settings, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+            path, config=settings, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
         )
     elif settings.model_type in ARCHITECTURES:
         with no_init_weights():
@@ -241,11 +242,12 @@ def hf_config(plan: RunPlan) -> Any:
     from transformers import AutoConfig
 
     model, shape = plan.config.model, plan.shape
+    path = plan.local(model.path)
     if model.init == "pretrained":
-        return with_dropout(AutoConfig.from_pretrained(model.path, trust_remote_code=False), model.dropout)
+        return with_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False), model.dropout)
     if model.architecture == "path":
         ends = {"bos_token_id": plan.end_id, "eos_token_id": plan.end_id, "pad_token_id": plan.end_id}
-        settings = AutoConfig.from_pretrained(model.path, vocab_size=plan.vocab_size, trust_remote_code=False, **ends)
+        settings = AutoConfig.from_pretrained(path, vocab_size=plan.vocab_size, trust_remote_code=False, **ends)
         return with_dropout(settings, model.dropout)
     common = {
         "vocab_size": plan.vocab_size,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from training.config.parallel import Precision, StrategyName
 from training.config.run import RunConfig
@@ -127,7 +127,7 @@ class RankPlan(Record):
     `config` is what was asked for and the rest what was chosen; ranks follow the latter.
     `mesh`: sizes of the axes pp, dp and tp, outermost first; ranks that share a layer's matrices are neighbours.
     `micro_batches`: sequences per forward pass, by data-parallel replica; all make `accumulation` of them a step.
-    `rebalance` lets the micro-batches change while training goes on.
+    `rebalance` lets the micro-batches change while training goes on. `local_copies`: of models that are named by URLs.
     """
 
     run_id: str  # the name of the plan's folder
@@ -150,6 +150,11 @@ class RankPlan(Record):
     accumulation: int
     rebalance: bool
     precision: Precision
+    local_copies: dict[str, str] = Field(default_factory=dict)
+
+    def local(self, path: str) -> str:
+        """A path of the config as ranks open it."""
+        return self.local_copies.get(path, path)
 
     @property
     def world_size(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,7 +34,7 @@ def with_matmul_share(fields: Any) -> Any:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write beside, fsync, rename: after a crash at any point the path holds the old content or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    aside = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.part")  # hosts may share the folder
     with aside.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()

@@ -40,6 +40,28 @@ class Shard(Record):
     stretches: tuple[Stretch, ...] | None = None
 
 
+class SkippedDocument(Record):
+    """A document that could not be read: where it begins in its file (the manifest's `sources[source]`), and why.
+
+    `number` counts `unit`s: bytes, lines, rows or items; the empty unit is the whole file.
+    """
+
+    source: int
+    number: int
+    unit: Literal["", "byte", "line", "row", "item"]
+    problem: str
+
+
+class FinishedChunk(Record):
+    """What became of one chunk of a corpus: its shards, and the documents that were left out of them."""
+
+    shards: tuple[Shard, ...]
+    repeated: int = 0
+    filtered: int = 0
+    skipped: int = 0
+    skipped_examples: tuple[SkippedDocument, ...] = ()
+
+
 class TokenShards(Record):
     """The manifest of a shard folder. No paths, times or hosts: equal inputs give equal bytes.
 

@@ -3,10 +3,12 @@
     FOLDER/manifest.json          TokenShards: what is here; written last, so its presence means the folder is whole
     FOLDER/train/00007.bin        flat little-endian uint16 or uint32 tokens that numpy maps
     FOLDER/train/00007.docs.npy   uint64: where each document ends, in tokens from the start of this shard
-    FOLDER/validation/00007.bin   the held-out part of the same stretch of text
-    FOLDER/00007.done.json        the Shard records of stretch 7: it is done, an interrupted run does not repeat it
+    FOLDER/train/00007-0001.bin   more of chunk 7, one file of which is much larger than a shard and could not be cut
+    FOLDER/validation/00007.bin   the held-out part of the same chunk of text
+    FOLDER/00007.done.json        FinishedChunk: chunk 7 is done, an interrupted run does not repeat it
     FOLDER/library.txt            the library that encodes: tiktoken, or tokenizers and, if tiktoken failed, why
     FOLDER/tokenizer/             tokenizer.json + tokenizer_config.json
+    FOLDER/remote.json            RemoteShards, where the token files are on an object store and not here
 
 A whole document is followed by one end token, which counts as part of it. A document cut by the border between
 train and validation has none in train. A document may span shards: only the shard in which it ends lists its end.
@@ -22,10 +24,11 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from training.records.record import sha256_file, write_atomically
-from training.records.token_shards import Shard, TokenShards
+from training.records.token_shards import FinishedChunk, Shard, TokenShards
+from training.shards.remote import remote_folder
 
 Split = Literal["train", "validation"]
 Dtype = Literal["uint16", "uint32"]
@@ -33,7 +36,6 @@ Dtype = Literal["uint16", "uint32"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 MANIFEST = "manifest.json"
 LIBRARY = "library.txt"
-_MARKER = TypeAdapter(tuple[Shard, ...])
 
 
 def token_dtype(vocab_size: int) -> Dtype:
@@ -41,13 +43,21 @@ def token_dtype(vocab_size: int) -> Dtype:
 
 
 def write_shard(
-    folder: Path, *, split: Split, index: int, tokens: np.ndarray, ends: Iterable[int], text_bytes: int
+    folder: Path,
+    *,
+    split: Split,
+    index: int,
+    tokens: np.ndarray,
+    ends: Iterable[int],
+    text_bytes: int,
+    part: int = 0,
 ) -> Shard:
     """Writes `tokens` (1-d, uint16 or uint32) and the document `ends` (in tokens, rising), each file atomically.
 
-    The record's sha256 is over both files: `cat 00007.bin 00007.docs.npy | sha256sum`.
+    `index`: number of the chunk; `part`: which of its shards, if it has several of a split. The record's sha256 is over
+    both files: `cat 00007.bin 00007.docs.npy | sha256sum`.
     """
-    name = f"{split}/{index:05d}"
+    name = f"{split}/{index:05d}" + (f"-{part:04d}" if part else "")
     offsets = np.fromiter(ends, dtype="<u8")
     listed = io.BytesIO()
     np.save(listed, offsets)
@@ -66,21 +76,21 @@ def write_shard(
     )
 
 
-def write_marker(folder: Path, index: int, shards: tuple[Shard, ...]) -> None:
-    """Records that the stretch of text `index` is done; called after all of its shards are written."""
-    write_atomically(_marker(folder, index), _MARKER.dump_json(shards, indent=2) + b"\n")
+def write_marker(folder: Path, index: int, finished: FinishedChunk) -> None:
+    """Records that chunk `index` is done; called after all of its shards are written."""
+    finished.write(_marker(folder, index))
 
 
-def finished_shards(folder: Path, index: int) -> tuple[Shard, ...] | None:
-    """The shards of the stretch `index` if an earlier run finished them and they are unchanged, else None."""
+def finished_chunk(folder: Path, index: int) -> FinishedChunk | None:
+    """What an earlier call left of chunk `index`, if it finished it and its shards are unchanged, else None."""
     marker = _marker(folder, index)
     if not marker.exists():
         return None
     try:
-        shards = _MARKER.validate_json(marker.read_bytes())
+        finished = FinishedChunk.read(marker)
     except ValidationError:
         return None
-    return None if any(_damage(folder, shard) for shard in shards) else shards
+    return None if any(_damage(folder, shard) for shard in finished.shards) else finished
 
 
 def read_manifest(folder: Path) -> TokenShards:
@@ -120,7 +130,7 @@ def verify_hashes(folder: Path) -> TokenShards:
 def discard_damaged(folder: Path) -> list[str]:
     """Deletes what differs from the manifest, so that the next writer makes it again; returns what was wrong.
 
-    A shard is deleted with its stretch's marker. All markers are deleted if there is neither a manifest nor a tokenizer
+    A shard is deleted with its chunk's marker. All markers are deleted if there is neither a manifest nor a tokenizer
     that says how the tokens were made.
     """
     path = folder / MANIFEST
@@ -131,14 +141,14 @@ def discard_damaged(folder: Path) -> list[str]:
         return [f"{path} is not a manifest of token shards ({error})", *discard_damaged(folder)]
     if manifest is None:
         if not (folder / "tokenizer" / "tokenizer.json").exists():
-            forget_stretches(folder)
+            forget_chunks(folder)
             shutil.rmtree(folder / "tokenizer", ignore_errors=True)
         return []
     found = []
     for shard in manifest.shards:
         if damage := _damage(folder, shard):
             found.append(damage)
-            for file in (_marker(folder, int(Path(shard.name).name)), *_files(folder, shard)):
+            for file in (_marker(folder, int(Path(shard.name).name.partition("-")[0])), *_files(folder, shard)):
                 file.unlink(missing_ok=True)
     if damage := _tokenizer_damage(folder, manifest):
         found.append(damage)
@@ -147,10 +157,10 @@ def discard_damaged(folder: Path) -> list[str]:
 
 
 def discard_other_tokens(folder: Path, *, tokenizer_sha256: str) -> None:
-    """Deletes the markers of stretches that were tokenized by another tokenizer than this one."""
+    """Deletes the markers of chunks that were tokenized by another tokenizer than this one."""
     path = folder / MANIFEST
     if path.exists() and TokenShards.read(path).tokenizer_sha256 != tokenizer_sha256:
-        forget_stretches(folder)
+        forget_chunks(folder)
         path.unlink()  # last: until then the next call comes here again
 
 
@@ -164,6 +174,8 @@ def _marker(folder: Path, index: int) -> Path:
 
 def _check_size(folder: Path, shard: Shard, dtype: Dtype) -> None:
     """Checks sizes only, so that opening a terabyte costs two `stat` per shard; `verify_hashes` checks the rest."""
+    if remote_folder(folder, shard.name):  # whose blocks are checked as they are read
+        return
     tokens, ends = _files(folder, shard)
     expected = shard.tokens * _on_disk(dtype).itemsize
     size = tokens.stat().st_size if tokens.exists() else 0
@@ -178,6 +190,8 @@ def _check_size(folder: Path, shard: Shard, dtype: Dtype) -> None:
 
 def _damage(folder: Path, shard: Shard) -> str:
     """Describe the damage of the shard's files; empty if there is none."""
+    if remote_folder(folder, shard.name):
+        return ""
     digest = hashlib.sha256()
     for path in _files(folder, shard):
         if not path.exists():
@@ -206,8 +220,8 @@ def _tokenizer_damage(folder: Path, manifest: TokenShards) -> str:
     )
 
 
-def forget_stretches(folder: Path) -> None:
-    """Delete the markers of all stretches, so that the next writer makes them again."""
+def forget_chunks(folder: Path) -> None:
+    """Delete the markers of all chunks, so that the next writer makes them again."""
     for marker in folder.glob("*.done.json"):
         marker.unlink()
 

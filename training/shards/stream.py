@@ -5,13 +5,17 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from training.shards.format import Split, _files, _on_disk, read_manifest
+from training.shards.remote import REMOTE, RemoteFile, block_cache, remote_folder, shard_folders
+from training.store.blocks import BlockCache
 
 MAX_OPEN_SHARDS = 128  # each mapped file holds a descriptor, and 1024 of them is a usual limit
+NPY_HEADER_BYTES = 128  # of a short array of numbers (numpy.lib.format)
 
 
 class TokenStream:
@@ -25,6 +29,7 @@ class TokenStream:
         self._starts = [0, *itertools.accumulate(shard.tokens for shard in self._shards)]
         self._first_documents = [0, *itertools.accumulate(shard.documents for shard in self._shards)]
         self.parts = self._parts()
+        self.is_remote = any((folder / REMOTE).exists() for folder in shard_folders(folder, self.manifest))
         self._tokens = functools.lru_cache(MAX_OPEN_SHARDS)(self._map_tokens)
         self._ends = functools.lru_cache(MAX_OPEN_SHARDS)(self._map_ends)
 
@@ -73,6 +78,24 @@ class TokenStream:
         bounds = np.concatenate([np.zeros(1, np.int64), *listed])
         return bounds if bounds[-1] == len(self) else np.append(bounds, len(self))
 
+    def caches(self) -> list[BlockCache]:
+        """Those that its shards on a store are read through."""
+        folders = shard_folders(self._folder, self.manifest)
+        return [block_cache(folder) for folder in folders if (folder / REMOTE).exists()]
+
+    def blocks(self, start: int, stop: int, *, with_ends: bool) -> Iterator[tuple[BlockCache, str, int]]:
+        """The blocks of the store that hold tokens [start, stop), and the document ends of their shards."""
+        index = self._shard_at(start)
+        while start < stop:
+            first, upto = self._starts[index], min(stop, self._starts[index + 1])
+            tokens = self._tokens(index)
+            if isinstance(tokens, RemoteFile):
+                yield from tokens.blocks(start - first, upto - first)
+                ends = self._remote(index, ".docs.npy", np.dtype(np.uint8))
+                if with_ends and ends:
+                    yield from ends.blocks(0, NPY_HEADER_BYTES + 8 * self._shards[index].documents)
+            start, index = upto, index + 1
+
     def _parts(self) -> list[tuple[int, int]]:
         """[start, stop) of each source of a mixture, or of all tokens."""
         if not self.manifest.parts:
@@ -86,10 +109,20 @@ class TokenStream:
     def _shard_at(self, position: int) -> int:
         return bisect.bisect_right(self._starts, position) - 1
 
-    def _map_tokens(self, index: int) -> np.ndarray:
+    def _map_tokens(self, index: int) -> np.ndarray | RemoteFile:
         """The tokens of a shard as a plain array over its mapping, which is sliced ten times as fast as a memmap."""
+        if remote := self._remote(index, ".bin", self._dtype):
+            return remote
         return np.asarray(np.memmap(_files(self._folder, self._shards[index])[0], dtype=self._dtype, mode="r"))
 
     def _map_ends(self, index: int) -> np.ndarray:
         """The document ends of a shard as int64: searching uint64 for an int would first convert them to float64."""
+        if remote := self._remote(index, ".docs.npy", np.dtype(np.uint8)):
+            return remote.load().view("<i8")
         return np.asarray(np.load(_files(self._folder, self._shards[index])[1], mmap_mode="r")).view("<i8")
+
+    def _remote(self, index: int, suffix: str, dtype: np.dtype) -> RemoteFile | None:
+        """A shard's file if it is on a store."""
+        name = self._shards[index].name
+        folder = remote_folder(self._folder, name)
+        return RemoteFile(folder, f"{'/'.join(name.split('/')[-2:])}{suffix}", dtype) if folder else None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from training.checkpoint import load
 from training.checkpoint.retention import prune
 from training.monitoring.meter import Meter
+from training.records.checkpoint import checkpoint_folder
 from training.records.record import sha256_file
 from training.records.train_result import StoppedBy, TrainResult
 from training.trainer.state import TrainingState
@@ -16,7 +16,7 @@ def finish(state: TrainingState, meter: Meter, *, stopped_by: StoppedBy) -> None
     """The metrics rank writes the result, last and whole."""
     if not state.rank.is_metrics_rank:
         return
-    folder = load.checkpoint_folder(state.run_dir, meter.rates.step)
+    folder = checkpoint_folder(state.run_dir, meter.rates.step)
     TrainResult(
         **meter.overall(),
         checkpoint=str(folder.relative_to(state.run_dir)),

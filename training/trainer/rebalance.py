@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from training.checkpoint.load import CheckpointManifest
 from training.data.batch import MicroBatches
 from training.monitoring.profiler import PhaseTimes
 from training.planner.shares import MIN_GAIN, rebalanced
+from training.records.checkpoint import CheckpointManifest
 from training.records.plan import RunPlan
 from training.records.record import write_atomically
 from training.runtime.process import Rank

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from training.checkpoint import load
-from training.checkpoint.retention import reading, remove_leftovers
+from training.checkpoint.retention import remove_leftovers
 from training.data.batch import MicroBatches
 from training.data.loader import Loader
 from training.models.freezing import trainable_parameters
 from training.models.language_model import LanguageModel, unfilled_model
+from training.records.checkpoint import CheckpointManifest, damage, finished_checkpoints, newest_intact, reading
 from training.records.plan import RunPlan
 from training.runtime.mesh import build_mesh
 from training.runtime.process import Rank
@@ -38,7 +39,7 @@ class TrainingState:
     strategy: Strategy
     loader: Loader
     micro_batches: MicroBatches  # shared with the loader, the metrics and the checkpoints
-    resumed: load.CheckpointManifest | None
+    resumed: CheckpointManifest | None
 
     @property
     def start(self) -> int:
@@ -76,7 +77,7 @@ def build_state(plan: RunPlan, found: Path | None, *, rank: Rank, run_dir: Path)
     torch.manual_seed(plan.config.train.seed + rank.rank // plan.mesh["tp"])
     resumed = load.load_state(found, strategy=strategy, rank=rank, mesh=plan.mesh) if found is not None else None
     if found is None and plan.config.train.optimizer_path:
-        load.load_moments(Path(plan.config.train.optimizer_path), strategy)
+        load.load_moments(Path(plan.local(plan.config.train.optimizer_path)), strategy)
     micro_batches = MicroBatches(sizes_in_force(plan, resumed), plan.accumulation)
     loader = Loader(plan, dp_rank=mesh["dp"].get_local_rank(), device=rank.device, micro_batches=micro_batches)
     return TrainingState(plan, rank, run_dir, mesh, model, num_trained, strategy, loader, micro_batches, resumed)
@@ -87,16 +88,16 @@ def _agree_on_checkpoint(run_dir: Path, rank: Rank) -> Path | None:
     folders: list[list[Path]] = [[]]
     if rank.rank == 0:
         remove_leftovers(run_dir)
-        folders = [load.finished_checkpoints(run_dir)]
+        folders = [finished_checkpoints(run_dir)]
     patient_group = dist.new_group(timeout=HASHING_TIMEOUT, backend="gloo")
     dist.broadcast_object_list(folders, src=0, group=patient_group)
 
     def damage_of(folder: Path) -> str | None:
         faults: list[str | None] = [None] * rank.world_size
-        own = load.damage(folder, part=rank.rank, of_parts=rank.world_size)
+        own = damage(folder, part=rank.rank, of_parts=rank.world_size)
         dist.all_gather_object(faults, own, group=patient_group)
         return next((fault for fault in faults if fault), None)
 
-    found = load.newest_intact(folders[0], damage_of=damage_of, log=rank.rank == 0)
+    found = newest_intact(folders[0], damage_of=damage_of, log=rank.rank == 0)
     dist.destroy_process_group(patient_group)
     return found

@@ -172,3 +172,18 @@ def test_the_command_says_what_it_would_delete(
     assert not (home / "old").exists()
     assert main(["prune", "--older-than-days", "-1"]) == 2
     assert "older_than_days = -1 is negative: give 0 or more" in capsys.readouterr().err
+
+
+def test_a_copy_of_a_url_goes_when_no_kept_run_began_with_it(home: Path, make: Callable[..., Path]) -> None:
+    for name in ("used", "unused"):
+        (home / "copies" / name).mkdir(parents=True)
+        (home / "copies" / name / "model.safetensors").write_bytes(b"weights")
+    run = make("run", shards="a")
+    plan = json.loads((run / "plan.json").read_bytes())
+    plan["local_copies"] = {"s3://models/used": str(home / "copies" / "used")}
+    (run / "plan.json").write_text(json.dumps(plan))
+    age(home)
+    done = prune(older_than_days=30, keep_newest=1, dry_run=False)
+    assert deleted(done) == {"copies/unused"}
+    assert why(done, "copies/used") == "run began with it"
+    assert [path.name for path in (home / "copies").iterdir() if path.is_dir()] == ["used"]

@@ -10,16 +10,16 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.support.ranks import Ranks, losses, run_ranks
-from training.checkpoint.load import (
+from training.checkpoint.load import weights_for
+from training.checkpoint.safetensors_files import TensorFiles
+from training.models.language_model import build_model
+from training.records.checkpoint import (
     CheckpointManifest,
     checkpoint_folder,
     damage,
     finished_checkpoints,
     newest_intact,
-    weights_for,
 )
-from training.checkpoint.safetensors_files import TensorFiles
-from training.models.language_model import build_model
 from training.records.plan import RunPlan
 from training.records.record import sha256_config
 from training.tracking.rows import read_rows

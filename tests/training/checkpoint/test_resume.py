@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.layouts import LAYOUTS, Layout
 from tests.support.ranks import Ranks, losses, run_ranks
-from training.checkpoint.load import CheckpointManifest
+from training.records.checkpoint import CheckpointManifest
 from training.records.train_result import TrainResult
 from training.tracking.rows import read_rows
 

@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 
-from training.checkpoint.load import (
+from training.checkpoint.retention import keep, prune, remove_leftovers
+from training.config.run import CheckpointConfig
+from training.records.checkpoint import (
     CHECKPOINT_MANIFEST,
     CheckpointManifest,
+    WrittenFile,
     checkpoint_folder,
     damage,
     finished_checkpoints,
+    reading,
 )
-from training.checkpoint.retention import keep, prune, reading, remove_leftovers
-from training.checkpoint.safetensors_files import WrittenFile
-from training.config.run import CheckpointConfig
 from training.records.record import sha256_file
 
 

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from training.checkpoint import safetensors_files
-from training.checkpoint.safetensors_files import WrittenFile, write_tensors
+from training.checkpoint.safetensors_files import write_tensors
+from training.records.checkpoint import WrittenFile
 
 PAGE = 4096
 

@@ -15,9 +15,9 @@ import torch
 
 from tests.programs.full_disk import FULL_AT_BYTES, RoomAfterWarning, set_room
 from tests.support.ranks import Ranks, losses, run_ranks
-from training.checkpoint.load import checkpoint_folder, damage, finished_checkpoints, newest_intact
 from training.checkpoint.safetensors_files import TensorFiles
 from training.checkpoint.saver import Saver
+from training.records.checkpoint import checkpoint_folder, damage, finished_checkpoints, newest_intact
 from training.records.plan import RunPlan
 from training.runtime.errors import NonFiniteLoss
 from training.runtime.process import process_group

@@ -11,8 +11,8 @@ import torch
 
 from tests.support.layouts import FOUR_RANKS, LOCAL_SGD
 from tests.support.ranks import Ranks, run_ranks
-from training.checkpoint.load import checkpoint_folder
 from training.checkpoint.safetensors_files import TensorFiles
+from training.records.checkpoint import checkpoint_folder
 
 MODEL = {"model__width": 256, "model__layers": 4, "model__heads": 4}  # 3.3M parameters: pages are small beside them
 BESIDES = 1.1  # messages' headers, barriers

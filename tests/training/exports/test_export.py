@@ -15,13 +15,12 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from tests.support.tiny_run import END, VOCAB, tiny_run
-from training.checkpoint.load import CheckpointManifest
-from training.checkpoint.safetensors_files import WrittenFile
 from training.config.run import RunConfig
 from training.export import export_run, main
 from training.exports.latency import measure_latency
 from training.exports.tensorrt import why_no_tensorrt
 from training.models.language_model import load_model
+from training.records.checkpoint import CheckpointManifest, WrittenFile
 from training.records.plan import RunPlan
 from training.records.record import sha256_file
 from training.records.results import ExportedModel, ParityReport

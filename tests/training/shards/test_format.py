@@ -6,10 +6,10 @@ import pytest
 
 from tests.support.manifests import write_manifest
 from training.records.record import sha256_file
-from training.records.token_shards import Shard
+from training.records.token_shards import FinishedChunk, Shard
 from training.shards.format import (
     discard_damaged,
-    finished_shards,
+    finished_chunk,
     read_manifest,
     token_dtype,
     verify_hashes,
@@ -130,7 +130,7 @@ def test_a_missing_tokenizer_is_named(folder: Path) -> None:
 
 def test_what_is_damaged_is_deleted_and_nothing_else(folder: Path) -> None:
     for index in range(3):
-        write_marker(folder, index, ())
+        write_marker(folder, index, FinishedChunk(shards=()))
     before = {path for path in folder.rglob("*") if path.is_file()}
     assert discard_damaged(folder) == []
     (folder / "train" / "00001.bin").write_bytes(b"123456")
@@ -142,11 +142,11 @@ def test_what_is_damaged_is_deleted_and_nothing_else(folder: Path) -> None:
 
 def test_a_marker_counts_only_while_its_shards_are_whole(folder: Path) -> None:
     shards = read_manifest(folder).shards
-    assert finished_shards(folder, 0) is None
-    write_marker(folder, 0, shards[:1])
-    assert finished_shards(folder, 0) == shards[:1]
+    assert finished_chunk(folder, 0) is None
+    write_marker(folder, 0, FinishedChunk(shards=shards[:1]))
+    assert finished_chunk(folder, 0) == FinishedChunk(shards=shards[:1])
     (folder / "train" / "00000.bin").write_bytes(b"other")
-    assert finished_shards(folder, 0) is None
+    assert finished_chunk(folder, 0) is None
 
 
 def test_wide_vocabularies_take_four_bytes(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 from tests.support.configs import inventory, tiny_config
 from tests.support.ranks import Ranks, losses, run_ranks
 from tests.training.strategies.test_strategies import assert_equal_training
-from training.checkpoint.load import CheckpointManifest
 from training.planner.plan import make_plan
+from training.records.checkpoint import CheckpointManifest
 from training.records.plan import RunPlan
 from training.records.train_result import TrainResult
 from training.tracking.rows import read_rows

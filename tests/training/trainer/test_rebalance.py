@@ -16,8 +16,8 @@ import torch
 
 from tests.support.ranks import Ranks, run_ranks
 from tests.training.strategies.test_strategies import assert_equal_training
-from training.checkpoint.load import CheckpointManifest
 from training.data.batch import MicroBatches
+from training.records.checkpoint import CheckpointManifest
 from training.records.plan import RunPlan
 from training.runtime.process import Rank
 from training.tracking.rows import read_rows

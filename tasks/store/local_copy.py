@@ -1,0 +1,71 @@
+"""Models, tokenizers and checkpoints named by URLs: a copy in SHARDLINE_HOME/copies, made once for each content."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import shutil
+from pathlib import Path
+
+from tasks.store.transfer import download_all
+from tasks.workspace.locks import exclusive
+from tasks.workspace.paths import home
+from training.config.run import RunConfig
+from training.store.urls import check_url, filesystem, is_url, store_errors
+
+logger = logging.getLogger(__name__)
+
+DONE = ".copied"
+
+
+def local_copy(path: str, *, field: str) -> str:
+    """`path`, or where the folder behind a URL was copied to, whole.
+
+    The copy is named by the sizes and the store's own hashes of the files, so another content is another copy. Raises
+    ValueError, with the cure, if there is nothing, or the store refuses or is away.
+    """
+    if not is_url(path):
+        return path
+    check_url(path, field=field)
+    try:
+        return str(_copied(path.rstrip("/"), field=field))
+    except OSError as error:
+        raise ValueError(
+            f"{field} = {path} cannot be read ({type(error).__name__}: {error}): check the URL, the credentials that "
+            "the store's library finds, and the network"
+        ) from error
+
+
+def local_copies(config: RunConfig) -> dict[str, str]:
+    """URL -> folder of what ranks read of this config: the model to start from, and its moments."""
+    named = {"model.path": config.model.path, "train.optimizer_path": config.train.optimizer_path}
+    return {path: local_copy(path, field=field) for field, path in named.items() if is_url(path)}
+
+
+def _copied(url: str, *, field: str) -> Path:
+    with store_errors(url):
+        store = filesystem(url)
+        store.invalidate_cache()
+        place = store._strip_protocol(url)
+        found = {name: info for name, info in store.find(url, detail=True).items() if info.get("type") != "directory"}
+    if not found:
+        raise ValueError(f"{field} = {url}: there is no folder with files at this URL: mend it")
+    content = sorted(
+        (name, info.get("size"), str(info.get("ETag", info.get("mtime", "")))) for name, info in found.items()
+    )
+    digest = hashlib.sha256(repr(content).encode()).hexdigest()[:12]
+    folder = home() / "copies" / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', url.rpartition('/')[2])}-{digest}"
+    with exclusive(
+        folder.with_name(f".{folder.name}.lock"), on_wait=lambda: logger.info("waiting for a copy of %s", url)
+    ):
+        if not (folder / DONE).exists():
+            logger.info("copying %s to %s", url, folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            names = [(name, name.removeprefix(place).lstrip("/") or Path(name).name) for name in found]
+            download_all((store.unstrip_protocol(name), folder / short) for name, short in names)
+            for name, short in names:
+                if (size := (folder / short).stat().st_size) != found[name].get("size", size):
+                    raise OSError(f"{short} came with {size:,} bytes instead of {found[name]['size']:,}")
+            (folder / DONE).touch()
+    return folder

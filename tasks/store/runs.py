@@ -1,0 +1,165 @@
+"""A run on the store: URL/runs/RUN has its records, and checkpoints/STEP as in the run's folder, each manifest last."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+from tasks.store.transfer import delete, download_all, read_bytes, sizes, upload_all
+from tasks.workspace.paths import run_folder
+from training.config.run import CheckpointConfig
+from training.config.store import StoreConfig
+from training.records.checkpoint import (
+    CHECKPOINT_MANIFEST,
+    KEEP,
+    CheckpointManifest,
+    checkpoint_folder,
+    damage,
+    finished_checkpoints,
+    kept_steps,
+)
+from training.store.urls import check_url, is_url
+
+logger = logging.getLogger(__name__)
+
+# Of the machine that a run is on, or made again where it goes on.
+OF_THIS_MACHINE = frozenset(
+    {"owner.json", "gang.json", "ending.json", "metrics.sent.json", "outcome.json", "parity.json"}
+)
+RESULTS = ("result.json", "eval.json")  # which name a checkpoint: it goes first
+RECORDS = ("*.json", "*.jsonl")
+
+
+def run_url(store: StoreConfig, run_id: str) -> str:
+    return f"{store.url.rstrip('/')}/runs/{run_id}"
+
+
+def run_of_url(url: str) -> str:
+    """The run's ID in URL/runs/RUN. Raises ValueError if it names no run."""
+    check_url(url, field="run")
+    parts = url.rstrip("/").split("/")
+    if len(parts) < 3 or parts[-2] != "runs":
+        raise ValueError(f"{url} is no run on a store: give store.url/runs/RUN")
+    return parts[-1]
+
+
+def is_on_store(run: str) -> bool:
+    """Whether a run is named by its URL, not its ID."""
+    return is_url(run)
+
+
+class RunOnStore:
+    """The copy of one run's folder on the store."""
+
+    def __init__(self, url: str, run_dir: Path) -> None:
+        self.url, self.run_dir = url, run_dir
+        self._manifests: dict[int, CheckpointManifest] = {}  # those that were read or written so far
+
+    def steps(self) -> dict[int, dict[str, int]]:
+        """The files, with their bytes, of each checkpoint that is whole on the store, by step."""
+        found: dict[int, dict[str, int]] = {}
+        for name, size in sizes(f"{self.url}/checkpoints").items():
+            step, _, file = name.partition("/")
+            if step.isdigit():
+                found.setdefault(int(step), {})[file] = size
+        return {step: files for step, files in sorted(found.items()) if CHECKPOINT_MANIFEST in files}
+
+    def send_checkpoint(self, folder: Path) -> int:
+        """Copies a checkpoint, the run's records, then its manifest; returns its bytes. The caller holds it."""
+        manifest = CheckpointManifest.read(folder / CHECKPOINT_MANIFEST)
+        url = f"{self.url}/checkpoints/{folder.name}"
+        names = [*manifest.files, *([KEEP] if (folder / KEEP).exists() else [])]
+        upload_all((folder / name, f"{url}/{name}") for name in names)
+        self.send_records()
+        upload_all([(folder / CHECKPOINT_MANIFEST, f"{url}/{CHECKPOINT_MANIFEST}")])
+        self._manifests[manifest.step] = manifest
+        return sum(file.size_bytes for file in manifest.files.values())
+
+    def send_records(self, *, results: bool = False) -> None:
+        """Copies the run's small files; those that name a checkpoint only with `results`."""
+        records = {path.name: path for pattern in RECORDS for path in self.run_dir.glob(pattern)}
+        left_out = OF_THIS_MACHINE if results else OF_THIS_MACHINE | set(RESULTS)
+        upload_all((path, f"{self.url}/{name}") for name, path in records.items() if name not in left_out)
+        delete(f"{self.url}/{name}" for name in RESULTS if name not in records)  # of before the run was trained longer
+
+    def prune(self, config: CheckpointConfig) -> None:
+        """Deletes the checkpoints that no rule keeps, and what an upload that was killed left half."""
+        there = self.steps()
+        whole = [self._manifest(step) for step in there]
+        if not whole:
+            return
+        kept, oldest = kept_steps(whole, config), whole[-config.keep_last :][0].step
+        held = {step for step, files in there.items() if KEEP in files}
+        held |= {int(path.name) for path in finished_checkpoints(self.run_dir) if (path / KEEP).exists()}
+        for step in there:
+            if step < oldest and step not in kept | held:
+                self._delete(step)
+
+    def _delete(self, step: int) -> None:
+        url = f"{self.url}/checkpoints/{step:08d}"
+        others = [name for name in sizes(url) if name != CHECKPOINT_MANIFEST]
+        delete([f"{url}/{CHECKPOINT_MANIFEST}", *(f"{url}/{name}" for name in others)])  # from then on it is not whole
+
+    def fetch(self) -> Path | None:
+        """Brings the newest whole checkpoint, and the records of that time, unless the run's folder has one as new.
+
+        Returns the folder of what was brought. One whose files are not what its manifest says is passed over, with a
+        warning. Raises RuntimeError if there are some and none is whole.
+        """
+        newest_here = max((int(path.name) for path in finished_checkpoints(self.run_dir)), default=0)
+        newer = [step for step in self.steps() if step > newest_here]
+        for step in reversed(newer):
+            folder = checkpoint_folder(self.run_dir, step)
+            partial = folder.with_name(f".{folder.name}.part")
+            shutil.rmtree(partial, ignore_errors=True)
+            url = f"{self.url}/checkpoints/{folder.name}"
+            logger.info("bringing the checkpoint of step %d from %s", step, url)
+            try:
+                names = [*self._manifest(step).files, CHECKPOINT_MANIFEST]
+                download_all((f"{url}/{name}", partial / name) for name in names)
+                fault = damage(partial)
+            except (FileNotFoundError, ValueError) as error:
+                fault = f"{type(error).__name__}: {error}"
+            if fault is None:
+                self.fetch_records()
+                partial.rename(folder)
+                return folder
+            logger.warning("the checkpoint %s is not whole (%s): trying the one before it", url, fault)
+            shutil.rmtree(partial, ignore_errors=True)
+        if newer and not newest_here:
+            raise RuntimeError(f"none of the {len(newer)} checkpoints in {self.url}/checkpoints is whole: restore one")
+        return None
+
+    def fetch_records(self) -> None:
+        """Brings the run's small files. Raises ValueError if there is no such run."""
+        names = [name for name in sizes(self.url) if "/" not in name]
+        if "run.json" not in names:
+            raise ValueError(f"there is no run at {self.url}: it has no run.json; mend the URL")
+        download_all((f"{self.url}/{name}", self.run_dir / name) for name in sorted(names) if name != "run.json")
+        download_all([(f"{self.url}/run.json", self.run_dir / "run.json")])
+
+    def _manifest(self, step: int) -> CheckpointManifest:
+        if step not in self._manifests:
+            content = read_bytes(f"{self.url}/checkpoints/{step:08d}/{CHECKPOINT_MANIFEST}")
+            self._manifests[step] = CheckpointManifest.model_validate_json(content)
+        return self._manifests[step]
+
+
+def fetch_run(url: str) -> str:
+    """Brings a run from the store into SHARDLINE_HOME, with its newest checkpoint; returns its ID.
+
+    What is here already, and newer, stays. Raises ValueError if there is no such run, or the store refuses.
+    """
+    run_id = run_of_url(url)
+    run = RunOnStore(url.rstrip("/"), run_folder(run_id))
+    try:
+        if not (run.run_dir / "run.json").exists():
+            run.fetch_records()
+        run.fetch()
+    except OSError as error:
+        raise ValueError(
+            f"{url} cannot be read ({error}): check the URL, the credentials that the store's library finds, and the "
+            "network"
+        ) from error
+    return run_id

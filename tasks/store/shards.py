@@ -1,0 +1,84 @@
+"""Token shards on the store: URL/tokens/FINGERPRINT has the files of a shard folder, its manifest last."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from tasks.store.transfer import download_all, sizes, upload, upload_all, write_bytes
+from training.config.store import StoreConfig
+from training.records.token_shards import TokenShards
+from training.shards.format import LIBRARY, MANIFEST
+from training.shards.remote import REMOTE, RemoteShards, shard_folders
+from training.store.blocks import HASHES, block_hashes
+
+logger = logging.getLogger(__name__)
+
+BLOCKS = ".blocks"  # in SHARDLINE_HOME/tokens: the blocks that ranks have read
+
+
+def shards_url(store: StoreConfig, folder: Path) -> str:
+    return f"{store.url.rstrip('/')}/tokens/{folder.name}"
+
+
+def find_shards(store: StoreConfig, folder: Path) -> bool:
+    """Whether the store has the shards of this folder; if so, the folder now has all but their tokens.
+
+    Ranks then read these from the store. Raises OSError if the store does not answer.
+    """
+    url = shards_url(store, folder)
+    there = sizes(url)
+    if MANIFEST not in there:
+        return False
+    few = [name for name in there if name.startswith("tokenizer/") or name == LIBRARY]
+    download_all([(f"{url}/{name}", folder / name) for name in few])
+    download_all([(f"{url}/{MANIFEST}", folder / MANIFEST)])
+    manifest = TokenShards.read(folder / MANIFEST)
+    if not manifest.parts:
+        cache = folder.parent / BLOCKS / folder.name
+        RemoteShards(url=url, cache=str(cache), cache_gib=store.cache_gib).write(folder / REMOTE)
+    for other in _parts(folder, manifest):
+        beside = other.parent == folder.parent.resolve()
+        if not (other / MANIFEST).exists() and not (beside and find_shards(store, other)):
+            (folder / MANIFEST).unlink()
+            return False
+    logger.info("the token shards are on %s: the corpus is not tokenized again", url)
+    return True
+
+
+def upload_shards(store: StoreConfig, folder: Path) -> None:
+    """Copies a finished shard folder, and those of a mixture's sources, unless the store has them whole."""
+    manifest = TokenShards.read(folder / MANIFEST)
+    for other in _parts(folder, manifest):
+        upload_shards(store, other)
+    if (folder / REMOTE).exists():  # it was read from there
+        return
+    url = shards_url(store, folder)
+    there = sizes(url)
+    if MANIFEST in there:
+        return
+    files = list(_files(folder, manifest))
+    for path in files:
+        if path.suffix in {".bin", ".npy"}:
+            name = f"{path.relative_to(folder).as_posix()}{HASHES}"
+            if name not in there:
+                write_bytes(f"{url}/{name}", block_hashes(path))
+    names = [(path, path.relative_to(folder).as_posix()) for path in files]
+    upload_all((path, f"{url}/{name}") for path, name in names if there.get(name) != path.stat().st_size)
+    upload(folder / MANIFEST, f"{url}/{MANIFEST}")
+    logger.info("the token shards are kept on %s", url)
+
+
+def _parts(folder: Path, manifest: TokenShards) -> list[Path]:
+    return shard_folders(folder, manifest) if manifest.parts else []
+
+
+def _files(folder: Path, manifest: TokenShards) -> Iterator[Path]:
+    yield from sorted(path for path in (folder / "tokenizer").iterdir() if path.is_file())
+    if (folder / LIBRARY).exists():
+        yield folder / LIBRARY
+    if not manifest.parts:
+        for shard in manifest.shards:
+            yield folder / f"{shard.name}.bin"
+            yield folder / f"{shard.name}.docs.npy"

@@ -1,0 +1,142 @@
+"""A checkpoint's folder: what its manifest says, whether it is whole, which ones are kept, and who reads it.
+
+training/checkpoint writes and loads them; here is what needs no torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from training.config.run import CheckpointConfig
+from training.records.record import Record, sha256_file
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT_MANIFEST = "manifest.json"
+KEEP = "keep"
+
+
+class WrittenFile(Record):
+    size_bytes: int
+    sha256: str
+
+
+class CheckpointManifest(Record):
+    """The record of a checkpoint: its step, its layout, and the hash of each file.
+
+    `val_loss`: of the newest validation at this step or before, nats per token; None: there was none yet.
+    `micro_batches`: by replica, as they were at this step.
+    """
+
+    step: int
+    tokens: int
+    strategy: str
+    mesh: dict[str, int]
+    world_size: int
+    config_sha256: str
+    val_loss: float | None
+    micro_batches: tuple[int, ...] = ()
+    files: dict[str, WrittenFile]
+
+
+def checkpoint_folder(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"{step:08d}"
+
+
+def finished_checkpoints(run_dir: Path) -> list[Path]:
+    """Published checkpoints, oldest first; their files are not verified yet."""
+    return sorted(path for path in (run_dir / "checkpoints").glob("[0-9]*") if path.is_dir())
+
+
+def kept_steps(whole: Sequence[CheckpointManifest], config: CheckpointConfig) -> set[int]:
+    """The steps of those whole checkpoints, in order, that the config keeps.
+
+    The best is the one of the lowest validation loss; of several after the same validation, the nearest to it.
+    """
+    kept = {manifest.step for manifest in whole[-config.keep_last :]}
+    measured = [(manifest.val_loss, manifest.step) for manifest in whole if manifest.val_loss is not None]
+    if config.keep_best and measured:
+        kept.add(min(measured)[1])
+    if config.keep_every_steps:
+        kept |= {manifest.step for manifest in whole if manifest.step % config.keep_every_steps == 0}
+    return kept
+
+
+def check_model(folder: Path) -> None:
+    """Raises ValueError if what a checkpoint's model is read from is not what its manifest says."""
+    if fault := damage(folder, only=("model", "config.json")):
+        raise ValueError(f"checkpoint {folder} is not whole ({fault}): restore it, or delete it and resume the run")
+
+
+def damage(
+    folder: Path, *, hashes: bool = True, only: tuple[str, ...] = ("",), part: int = 0, of_parts: int = 1
+) -> str | None:
+    """Describe the damage of a checkpoint, None if it is whole; without `hashes` only sizes are compared.
+
+    `only`: files whose names begin so. part, of_parts: hash a part of them, so that several processes share the work.
+    """
+    if not (folder / CHECKPOINT_MANIFEST).exists():
+        return "manifest.json is missing"
+    try:
+        named = CheckpointManifest.read(folder / CHECKPOINT_MANIFEST).files
+    except ValueError:
+        return "manifest.json is not a manifest"
+    files = {name: expected for name, expected in named.items() if name.startswith(only)}
+    for name, expected in files.items():
+        if not (folder / name).exists():
+            return f"{name} is missing"
+        if (size := (folder / name).stat().st_size) != expected.size_bytes:
+            return f"{name} has {size} bytes, its manifest says {expected.size_bytes}"
+    if not hashes:
+        return None
+    hashed = sorted(files, key=lambda name: files[name].size_bytes)[part::of_parts]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # hashing leaves the interpreter lock alone
+        for name, found in zip(hashed, pool.map(sha256_file, [folder / name for name in hashed]), strict=True):
+            if found != files[name].sha256:
+                return f"{name} has another sha256 than its manifest says"
+    return None
+
+
+def newest_intact(
+    folders: Sequence[Path], *, damage_of: Callable[[Path], str | None] = damage, log: bool = True
+) -> Path | None:
+    """The newest of these checkpoints, oldest first, that is whole; logs which ones it passed over, and why.
+
+    None if there is no checkpoint. Raises RuntimeError if there are some, and none is whole: to begin at step 0 then
+    would discard the run silently.
+    """
+    for folder in reversed(folders):
+        fault = damage_of(folder)
+        if fault is None:
+            return folder
+        if log:
+            logger.warning("checkpoint %s is not whole (%s): trying the one before it", folder, fault)
+    if folders:
+        raise RuntimeError(
+            f"none of the {len(folders)} checkpoints in {folders[0].parent} is whole: "
+            "restore one, or delete the folder to begin at step 0"
+        )
+    return None
+
+
+@contextmanager
+def reading(folder: Path | None) -> Iterator[None]:
+    """Keep training programs from deleting this checkpoint while inside; None: nothing to hold.
+
+    Raises FileNotFoundError if it has no manifest, or was deleted before it could be held.
+    """
+    if folder is None:
+        yield
+        return
+    path = folder / CHECKPOINT_MANIFEST
+    with path.open("rb") as manifest:
+        fcntl.flock(manifest, fcntl.LOCK_SH)
+        if not os.path.samestat(os.fstat(manifest.fileno()), path.stat()):
+            raise FileNotFoundError(f"checkpoint {folder} was replaced while it was about to be read: start again")
+        yield
