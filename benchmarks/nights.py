@@ -4,8 +4,9 @@
 
 Three unlike texts: Shakespeare, Tang poems in Chinese, Python's standard library. A first model is trained on some of
 each, then there is a slice of one of them a night, in turns. Each night goes on from the night before, weights and
-AdamW moments, with a warm-up and a cooldown (wsd), through its own slice once; with replay, 1 - SHARE of its tokens are
-new and SHARE are of all earlier slices. After each night the loss on the held-out text of every slice is measured.
+AdamW moments, with a warm-up and a cooldown (wsd) to a tenth of the first model's learning rate, through its own slice
+once; with replay, 1 - SHARE of its tokens are new and SHARE are of all earlier slices. After each night the loss on
+the held-out text of every slice is measured.
 --data: the folder with tinyshakespeare.txt and tang_poems.jsonl.
 The last line is one JSON object: `loss` (by way, then by slice: after each night), `worst_old_slice_with_replay` and
 `worst_old_slice_without` (over all nights and all slices that are older: the loss over the best that any earlier night
@@ -38,6 +39,8 @@ from training.records.train_result import TrainResult
 
 DATA = Path(os.environ.get("SHARDLINE_TEST_DATA", REPO.parent / "shared" / "data"))
 SLICE_BYTES, QUICK_SLICE_BYTES = 100_000, 40_000
+LEARNING_RATE = 1e-3  # of the first model
+NIGHTLY_LEARNING_RATE = 1e-4
 FIRST = "first"  # some of each text, thrice
 Losses = dict[str, list[float]]  # by slice: after each night from its own on
 
@@ -81,7 +84,7 @@ def config_of(corpus: Path, *, quick: bool) -> RunConfig:
                 "max_epochs": 1,
                 "context": 128,
                 "global_batch": 16,
-                "learning_rate": 1e-3,
+                "learning_rate": NIGHTLY_LEARNING_RATE,
                 "schedule": "wsd",
                 "warmup_steps": 10,
             },
@@ -127,7 +130,7 @@ class Nights:
 
     def _continued(self, config: RunConfig) -> RunConfig:
         if self.checkpoint is None:
-            train = config.train.model_dump() | {"max_epochs": 3}
+            train = config.train.model_dump() | {"max_epochs": 3, "learning_rate": LEARNING_RATE}
             return RunConfig.model_validate(config.model_dump() | {"train": train})
         tokenizer = {"kind": "pretrained", "path": str(self.tokenizer)}
         changes: dict[str, Any] = {
@@ -179,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="3 nights of little text, a smaller model")
     parser.add_argument("--nights", type=int, default=0, help="default: 10, with --quick 3")
-    parser.add_argument("--replay", type=float, default=0.5, help="share of a night's tokens that are old")
+    parser.add_argument("--replay", type=float, default=0.85, help="share of a night's tokens that are old")
     parser.add_argument("--data", type=Path, default=DATA)
     options = parser.parse_args()
     count = options.nights or (3 if options.quick else 10)

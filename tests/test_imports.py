@@ -24,11 +24,19 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "tasks": ({"training", "infra"}, {"torch", "deepspeed"}),
     "flows": ({"training", "tasks"}, {"torch", "mlflow", "docker", "deepspeed"}),
 }
-TORCH_FREE = ("config", "records", "shards", "tracking", "planner", "node")  # what a head node imports of training
+TORCH_FREE = (
+    "config",
+    "records",
+    "store",
+    "shards",
+    "tracking",
+    "planner",
+    "node",
+)  # what a head node imports of training
 PACKAGES: dict[str, tuple[str, ...]] = {
     "training": (
         "config",
-        "records",
+        "records store",
         "shards tracking",
         "planner node",
         "data hardware runtime exports",
@@ -43,7 +51,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "tasks": (
         "workspace display",
         "runs hardware",
-        "tracking",
+        "tracking store",
         "planning registry",
         "launch data inference comparison",
         "evaluation serving",

@@ -15,6 +15,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
 from flows.prefect_ui.artifacts import show_markdown, show_pairs, show_table
+from flows.stages.engine import engine_of
 from flows.stages.stage import stage, timed
 from tasks.data import corpus
 from tasks.display.markdown import escape_markdown
@@ -38,11 +39,14 @@ from tasks.reports.outcome import against_plan
 from tasks.reports.run_report import LATENCY
 from tasks.runs import resume
 from tasks.runs.resume import Change
+from tasks.store.runs import RunOnStore, fetch_run, is_on_store, run_url
+from tasks.store.uploads import Uploads, check_store
 from tasks.tracking import mlflow_run
-from tasks.tracking.client import wait_for_store
+from tasks.tracking.client import connect, wait_for_store
 from tasks.tracking.mlflow_run import TrackedRun
 from tasks.workspace.paths import command, home, run_folder, tracking_uri
 from training.config.run import RunConfig
+from training.records.checkpoint import finished_checkpoints
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
 from training.records.record import write_atomically
@@ -52,12 +56,16 @@ from training.records.train_result import TrainResult
 
 logger = logging.getLogger(__name__)
 
+ON_STORE = "shardline.store"  # tag: the run's URL
+
 
 def choose_run(run_id: str, config: RunConfig, *, force: bool) -> tuple[str, tuple[Change, ...]]:
     """The ID of a new run, or of the run to resume with what `config` changes of it. Raises ValueError if it may not.
 
     A flow run that Prefect starts again, as its Retry does, resumes the run that it began.
     """
+    if is_on_store(run_id):
+        run_id = fetch_run(run_id)
     run_id = run_id or begun_before(config)
     if not run_id:
         return new_run_id(config.name), ()
@@ -95,10 +103,35 @@ def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
         check_tasks(config)
         check_tokenizer(config)
         check_optimizer(config)
-        folder, shards = corpus.prepare_corpus(config.data, tokens_home=home() / "tokens", objective=config.objective)
+        check_store(config, run.run_id)
+        with engine_of(config.data) as engine:
+            folder, shards = corpus.prepare_corpus(
+                config.data,
+                tokens_home=home() / "tokens",
+                objective=config.objective,
+                store=config.store,
+                engine=engine,
+            )
         check_tokenizer(config, folder / "tokenizer" / "tokenizer.json")
         check_prompts(folder, config.evaluation.prompts)
     return folder, shards
+
+
+@contextmanager
+def kept_on_store(config: RunConfig, run: TrackedRun, shards_dir: Path) -> Iterator[None]:
+    """Copies shards, checkpoints and records to the store, in the background; brings a checkpoint if none is here."""
+    if not config.store.url:
+        yield
+        return
+    url = run_url(config.store, run.run_id)
+    connect().set_tag(run.mlflow_run_id, ON_STORE, url)
+    if not finished_checkpoints(run.folder):
+        RunOnStore(url, run.folder).fetch()
+    uploads = Uploads(config, run.folder, shards_dir)
+    with uploads:
+        yield
+    if uploads.behind:
+        connect().set_tag(run.mlflow_run_id, ON_STORE, f"{url} ({uploads.behind})")
 
 
 @contextmanager

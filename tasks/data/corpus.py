@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -21,26 +22,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from tasks.data.chunks import Chunk, cut_chunks
 from tasks.data.encoder import SavedTokenizer, TokensDiffer
-from tasks.data.readers import Piece, read_pieces
-from tasks.data.sharding import cut_chunks, tokenize_chunks
+from tasks.data.engine import Engine, LocalProcesses, run_chunks
+from tasks.data.readers import Piece, Place, Span, read_spans
+from tasks.data.sharding import TokenizeWork, tokenize_chunk
 from tasks.data.sources import EXAMPLES_KEPT, SkippedDocuments, Source, find_sources
 from tasks.data.split import SplitRule, choose_rule, split_pieces
+from tasks.data.survey import Survey, survey_corpus
 from tasks.data.tokenizer import Specials, content_hash, load_pretrained, save_tokenizer, special_tokens
 from tasks.display.progress import Progress, terminal_bar
-from tasks.hardware.machine import usable_cores
 from tasks.planning.pretrained import same_vocabulary
+from tasks.store.shards import find_shards
 from tasks.workspace.locks import exclusive
 from training.config.data import SHARDS, DataConfig, TokenizerConfig
+from training.config.store import StoreConfig
 from training.records.record import sha256_file, write_atomically
-from training.records.token_shards import Shard, SourceFile, TokenShards
+from training.records.token_shards import FinishedChunk, Shard, SkippedDocument, SourceFile, TokenShards
 from training.shards.format import (
     LIBRARY,
     MANIFEST,
     SPLITS,
     discard_damaged,
     discard_other_tokens,
-    forget_stretches,
+    forget_chunks,
+    read_manifest,
     verify_hashes,
 )
 
@@ -49,7 +55,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1  # part of the fingerprint: raise it when equal inputs begin to give other shards
+NO_STORE = StoreConfig()
+# Part of the fingerprint: raise it when equal inputs begin to give other shards. Since 2 chunks are cut by file and
+# byte, and documents of text and JSON lines are known by their byte, not by their line.
+FORMAT_VERSION = 2
+SURVEY = "survey"  # folder, beside the shards while they are made
+OLDER_VERSIONS = (1,)  # whose finished shards are used as they are, so that runs of those versions can be resumed
 
 
 def prepare_corpus(
@@ -58,45 +69,64 @@ def prepare_corpus(
     tokens_home: Path,
     objective: Literal["causal", "masked"] = "causal",
     progress: Progress | None = None,
+    store: StoreConfig = NO_STORE,
+    engine: Engine | None = None,
 ) -> tuple[Path, TokenShards]:
     """Returns the shard folder of this corpus, inside `tokens_home`, and its manifest; makes them if they are missing.
 
-    After an interrupted call, even a killed one, the next one continues; the shards are the same bytes whatever the
-    number of processes. Without `progress` a bar is shown where stderr is a terminal.
+    If the `store` has them they are not made: the folder then leads there.
+
+    After an interrupted call, even a killed one, the next one continues; the shards are the same bytes whatever does
+    the work: `engine`, or else data.processes of this machine. Without `progress` a bar is shown where stderr is a
+    terminal.
     Raises ValueError, which names the place and the cure, for a corpus, a tokenizer or a split that cannot work.
     """
     pretrained = load_pretrained(data.tokenizer)
     specials = special_tokens(pretrained, masked=objective == "masked")
     with contextlib.ExitStack() as stack:
         report = progress or stack.enter_context(terminal_bar())
+        engine = engine or LocalProcesses(data.processes)
         if not data.sources:
-            return _prepare_one(_found(data, report), specials, pretrained, tokens_home=tokens_home)
+            return _prepare_one(
+                _found(data, report, engine), specials, pretrained, tokens_home=tokens_home, store=store
+            )
         parts = [
-            _Finished(*_shards_of(source.path)) if source.path.startswith(SHARDS) else _found(own, report)
+            _Finished(*_shards_of(source.path)) if source.path.startswith(SHARDS) else _found(own, report, engine)
             for source, own in ((source, data.of_source(source)) for source in data.sources)
         ]
-        return _prepare_mixture(data, parts, specials, pretrained, tokens_home=tokens_home)
+        return _prepare_mixture(data, parts, specials, pretrained, tokens_home=tokens_home, store=store)
 
 
 def _prepare_one(
-    corpus: Corpus, specials: Specials, pretrained: PreTrainedTokenizerFast | None, *, tokens_home: Path
+    corpus: Corpus,
+    specials: Specials,
+    pretrained: PreTrainedTokenizerFast | None,
+    *,
+    tokens_home: Path,
+    store: StoreConfig,
 ) -> tuple[Path, TokenShards]:
     """The shards of one corpus, by a tokenizer of its own or a pretrained one."""
+    for version in OLDER_VERSIONS:
+        folder = tokens_home / _fingerprint(corpus, specials, content_hash(pretrained), version=version)[:16]
+        if found := _finished_manifest(folder):
+            return folder, found
     fingerprint = _fingerprint(corpus, specials, content_hash(pretrained))
-    folder = tokens_home / fingerprint[:16]
+    folder = tokens_home.absolute() / fingerprint[:16]
     if found := _finished_manifest(folder):
         return folder, found
     with _write_lock(folder):
-        if found := _finished_manifest(folder):  # another process made them while this one waited
+        if found := _finished_manifest(folder) or _on_store(store, folder):  # of another process, while this one waited
             return folder, found
         for damage in discard_damaged(folder):
             log.warning("%s: the file is deleted and made again", damage)
-        rule = choose_rule(corpus.data, corpus.pieces())
+        corpus = corpus.surveyed_in(folder / SURVEY)
+        rule = corpus.choose_rule()
         log.info("split: %s", rule.why)
         tokenizer = _tokenizer_of([corpus], [rule], folder, corpus.data.tokenizer, specials, pretrained)
         discard_other_tokens(folder, tokenizer_sha256=tokenizer.sha256)
         manifest = _tokenize(corpus, rule, folder, fingerprint, _with_library(tokenizer, folder))
         manifest.write(folder / MANIFEST)
+        shutil.rmtree(folder / SURVEY, ignore_errors=True)
     return folder, manifest
 
 
@@ -107,30 +137,29 @@ def _prepare_mixture(
     pretrained: PreTrainedTokenizerFast | None,
     *,
     tokens_home: Path,
+    store: StoreConfig,
 ) -> tuple[Path, TokenShards]:
     """The shards of each corpus by one tokenizer, and the manifest of all."""
     names = tuple(source.label for source in data.sources)
     corpora = [part for part in given if isinstance(part, Corpus)]
     if len(corpora) < len(given):
         _check_finished(data)
-    fingerprints = [
-        _fingerprint(part, specials, content_hash(pretrained))
-        if isinstance(part, Corpus)
-        else part.manifest.fingerprint
-        for part in given
-    ]
-    identity = {"format": FORMAT_VERSION, "parts": list(zip(names, fingerprints, strict=True))}
-    fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    folder = tokens_home / fingerprint[:16]
+    for version in OLDER_VERSIONS:
+        folder = tokens_home / _fingerprint_of_mixture(names, given, specials, pretrained, version=version)[:16]
+        if found := _finished_manifest(folder):
+            return folder, found
+    fingerprint = _fingerprint_of_mixture(names, given, specials, pretrained)
+    folder = tokens_home.absolute() / fingerprint[:16]
     if found := _finished_manifest(folder):
         return folder, found
     with _write_lock(folder):
-        if found := _finished_manifest(folder):
+        if found := _finished_manifest(folder) or _on_store(store, folder):
             return folder, found
         _discard_other_mixture(folder)
         settings = data.tokenizer
+        corpora = [corpus.surveyed_in(folder / SURVEY / str(number)) for number, corpus in enumerate(corpora)]
         if pretrained is None:
-            rules = [choose_rule(corpus.data, corpus.pieces()) for corpus in corpora]
+            rules = [corpus.choose_rule() for corpus in corpora]
             _tokenizer_of(corpora, rules, folder, settings, specials, None)
             settings = TokenizerConfig(kind="pretrained", path=str(folder / "tokenizer"))
             pretrained = load_pretrained(settings)
@@ -142,7 +171,7 @@ def _prepare_mixture(
                 continue
             corpus = next(apart)
             own = replace(corpus, data=corpus.data.model_copy(update={"tokenizer": settings}))
-            parts.append(_prepare_one(own, specials, pretrained, tokens_home=tokens_home))
+            parts.append(_prepare_one(own, specials, pretrained, tokens_home=tokens_home, store=store))
         if not (folder / "tokenizer").exists():
             shutil.copytree(parts[0][0] / "tokenizer", folder / ".tokenizer.part")
             (folder / ".tokenizer.part").rename(folder / "tokenizer")
@@ -150,7 +179,26 @@ def _prepare_mixture(
         manifest = _manifest_of_mixture(names, parts, fingerprint, tokenizer=folder / "tokenizer" / "tokenizer.json")
         manifest = manifest.model_copy(update={"tokenizer": f"{data.tokenizer.kind}, {manifest.vocab_size} tokens"})
         manifest.write(folder / MANIFEST)
+        shutil.rmtree(folder / SURVEY, ignore_errors=True)
     return folder, manifest
+
+
+def _fingerprint_of_mixture(
+    names: tuple[str, ...],
+    given: list[Corpus | _Finished],
+    specials: Specials,
+    pretrained: PreTrainedTokenizerFast | None,
+    *,
+    version: int = FORMAT_VERSION,
+) -> str:
+    fingerprints = [
+        _fingerprint(part, specials, content_hash(pretrained), version=version)
+        if isinstance(part, Corpus)
+        else part.manifest.fingerprint
+        for part in given
+    ]
+    identity = {"format": version, "parts": list(zip(names, fingerprints, strict=True))}
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 def _apart(corpora: list[Corpus]) -> Iterator[Corpus]:
@@ -243,42 +291,59 @@ def _discard_other_mixture(folder: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _found(data: DataConfig, report: Progress) -> Corpus:
+def _found(data: DataConfig, report: Progress, engine: Engine) -> Corpus:
     skipped = SkippedDocuments(data.on_error)
-    return Corpus(data, find_sources(data, skipped), skipped, report)
+    return Corpus(data, find_sources(data, skipped), skipped, report, engine)
 
 
 @dataclass(frozen=True)
 class Corpus:
     """The documents of all files; they are read several times: for the split, the tokenizer and the tokens.
 
-    `earlier`: corpora whose documents are left out of this one.
+    `earlier`: corpora whose documents are left out of this one. `survey_folder`: where the documents of each chunk are
+    listed, if they need be.
     """
 
     data: DataConfig
     sources: list[Source]
     skipped_sources: SkippedDocuments
     report: Progress
+    engine: Engine
     earlier: tuple[Corpus, ...] = ()
+    survey_folder: Path | None = None
 
-    def pieces(self, skipped: SkippedDocuments | None = None) -> Iterator[Piece]:
-        """Reads all pieces in order. Each pass skips the same documents; only one that is given `skipped` counts."""
-        return read_pieces(self.sources, self.data, skipped or self.skipped_documents())
-
-    def skipped_documents(self) -> SkippedDocuments:
-        """What one pass leaves out; nothing of its own yet."""
-        return SkippedDocuments(self.data.on_error, deduplicate=self.data.deduplicate, known=self.known_earlier)
+    def surveyed_in(self, folder: Path) -> Corpus:
+        return self if self.survey_folder else replace(self, survey_folder=folder)
 
     @functools.cached_property
-    def known_earlier(self) -> frozenset[bytes]:
-        """Hashes of the documents of `earlier`, all of which are read for that, once."""
-        known: frozenset[bytes] = frozenset()
-        for corpus in self.earlier:
-            skipped = SkippedDocuments(corpus.data.on_error, deduplicate=corpus.data.deduplicate, known=known)
-            for _ in corpus.pieces(skipped):
-                pass
-            known = skipped.known
-        return known
+    def chunks(self) -> list[Chunk]:
+        return cut_chunks(self.sources, self.data)
+
+    @functools.cached_property
+    def survey(self) -> Survey:
+        """What all chunks hold, which is counted by reading them, once."""
+        assert self.survey_folder is not None
+        earlier = [corpus.survey for corpus in self.earlier]
+        return survey_corpus(self.engine, self.data, self.chunks, self.survey_folder, earlier=earlier)
+
+    def applied(self, rule: SplitRule | None = None) -> list[Chunk]:
+        """The chunks with what they cannot know by themselves: their repeated documents, and where a tail begins."""
+        border = rule.border if rule and rule.kind == "tail" else 0
+        if border == 0 and self.data.deduplicate == "off":
+            return self.chunks
+        return self.survey.applied_to(self.chunks, border=border)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Reads all pieces in order, here. Each pass skips the same documents."""
+        for chunk in self.applied():
+            yield from self.pieces_of(chunk)
+
+    def pieces_of(self, chunk: Chunk) -> Iterator[Piece]:
+        return read_spans(chunk.spans, self.data, SkippedDocuments(self.data.on_error, repeated=chunk.repeated))
+
+    def choose_rule(self) -> SplitRule:
+        first = itertools.chain.from_iterable(self.pieces_of(chunk) for chunk in self.applied()[:1])
+        return choose_rule(self.data, first, lambda: self.survey.counts())
 
     @property
     def total_bytes(self) -> int | None:
@@ -288,23 +353,25 @@ class Corpus:
         return sum(source.record.num_bytes for source in self.sources)
 
 
-def _fingerprint(corpus: Corpus, specials: Specials, pretrained_hash: str) -> str:
-    """A hash of all that the tokens follow from: content and settings, but no paths and no number of processes."""
-    data, left_out = corpus.data, {"path", "sources", "phases", "hub_revision", "processes", "streaming"}
+def _fingerprint(corpus: Corpus, specials: Specials, pretrained_hash: str, *, version: int = FORMAT_VERSION) -> str:
+    """A hash of all that the tokens follow from: content and settings, but no paths and nobody who does the work."""
+    data, left_out = corpus.data, {"path", "sources", "phases", "hub_revision", "processes", "engine", "streaming"}
     settings = data.model_dump(mode="json", exclude=left_out)
     settings["tokenizer"].pop("path")
     for field in ("encoding", "deduplicate", "where"):  # corpora were tokenized before there were these
         if settings[field] == DataConfig.model_fields[field].default:
             settings.pop(field)
     identity = {
-        "format": FORMAT_VERSION,
+        "format": version,
         "sources": [source.record.model_dump() for source in corpus.sources],
         "settings": settings,
         "specials": [specials.end, specials.mask],
         "pretrained": pretrained_hash,
     }
     if corpus.earlier:
-        identity["earlier"] = [_fingerprint(earlier, specials, pretrained_hash) for earlier in corpus.earlier]
+        identity["earlier"] = [
+            _fingerprint(earlier, specials, pretrained_hash, version=version) for earlier in corpus.earlier
+        ]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
@@ -324,6 +391,18 @@ def _finished_manifest(folder: Path) -> TokenShards | None:
         time.perf_counter() - started,
     )
     return manifest
+
+
+def _on_store(store: StoreConfig, folder: Path) -> TokenShards | None:
+    """The manifest of the same shards on the store, if it has them; tokens that are here in part are of no use then."""
+    if not store.url:
+        return None
+    try:
+        found = find_shards(store, folder)
+    except OSError as error:
+        log.warning("store.url = %s does not say whether it has the token shards (%s): made here", store.url, error)
+        return None
+    return read_manifest(folder) if found else None
 
 
 @contextlib.contextmanager
@@ -381,8 +460,8 @@ def _with_library(tokenizer: SavedTokenizer, folder: Path) -> SavedTokenizer:
     recorded = path.read_text(encoding="utf-8") if path.exists() else ""
     library = "tokenizers" if recorded.startswith("tokenizers, since") else tokenizer.library
     if not recorded.startswith(library):
-        forget_stretches(folder)
         write_atomically(path, f"{library}\n")
+        forget_chunks(folder)
     if library != tokenizer.library:
         log.info("text is encoded by %s", recorded.strip())
     return replace(tokenizer, library=library)
@@ -393,12 +472,15 @@ def _tokenize(
 ) -> TokenShards:
     started = time.perf_counter()
     try:
-        shards, skipped = _tokenize_all(corpus, rule, folder, tokenizer)
+        finished = _tokenize_all(corpus, rule, folder, tokenizer)
     except TokensDiffer as error:
         log.warning("%s: all text is encoded again, by tokenizers alone", error)
-        forget_stretches(folder)
         write_atomically(folder / LIBRARY, f"tokenizers, since {error}\n")
-        shards, skipped = _tokenize_all(corpus, rule, folder, replace(tokenizer, library="tokenizers"))
+        forget_chunks(folder)
+        finished = _tokenize_all(corpus, rule, folder, replace(tokenizer, library="tokenizers"))
+    examples = itertools.islice((example for chunk in finished for example in chunk.skipped_examples), EXAMPLES_KEPT)
+    skipped = [(place, problem) for place, problem in corpus.skipped_sources.examples]
+    skipped += [(_place(corpus, example), example.problem) for example in examples]
     manifest = TokenShards(
         fingerprint=fingerprint,
         sources=tuple(source.record for source in corpus.sources),
@@ -409,28 +491,31 @@ def _tokenize(
         mask_id=tokenizer.mask_id,
         dtype=tokenizer.dtype,
         split_rule=rule.why,
-        shards=shards,
-        repeated=skipped.num_repeated,
-        filtered=skipped.num_filtered,
-        skipped=corpus.skipped_sources.count + skipped.count,
-        skipped_examples=tuple((corpus.skipped_sources.examples + skipped.examples)[:EXAMPLES_KEPT]),
+        shards=tuple(shard for chunk in finished for shard in chunk.shards),
+        repeated=sum(chunk.repeated for chunk in finished),
+        filtered=sum(chunk.filtered for chunk in finished),
+        skipped=corpus.skipped_sources.count + sum(chunk.skipped for chunk in finished),
+        skipped_examples=tuple(f"{place}: {problem}" for place, problem in skipped[:EXAMPLES_KEPT]),
     )
     _log_outcome(manifest, seconds=time.perf_counter() - started)
     return manifest
 
 
-def _tokenize_all(
-    corpus: Corpus, rule: SplitRule, folder: Path, tokenizer: SavedTokenizer
-) -> tuple[tuple[Shard, ...], SkippedDocuments]:
-    data, skipped = corpus.data, corpus.skipped_documents()
-    chunks = cut_chunks(split_pieces(corpus.pieces(skipped), rule), num_bytes=data.shard_mib * 2**20)
-    made: dict[int, tuple[Shard, ...]] = {}
+def _tokenize_all(corpus: Corpus, rule: SplitRule, folder: Path, tokenizer: SavedTokenizer) -> list[FinishedChunk]:
+    """What became of all chunks, in their order."""
+    work = TokenizeWork(corpus.data, rule, folder, tokenizer)
+    chunks = corpus.applied(rule)
+    made: dict[int, FinishedChunk] = {}
     done_bytes = 0
-    for index, shards in tokenize_chunks(chunks, folder, tokenizer, processes=data.processes or usable_cores()):
-        made[index] = shards
-        done_bytes += sum(shard.text_bytes for shard in shards)
+    for index, finished in run_chunks(corpus.engine, "tokenize chunks", tokenize_chunk, work, chunks):
+        made[index] = finished
+        done_bytes += sum(shard.text_bytes for shard in finished.shards)
         corpus.report("tokens", done_bytes, corpus.total_bytes)
-    return tuple(shard for index in sorted(made) for shard in made[index]), skipped
+    return [made[chunk.index] for chunk in chunks]
+
+
+def _place(corpus: Corpus, example: SkippedDocument) -> Place:
+    return Place(Span(example.source, corpus.sources[example.source]), example.number, example.unit)
 
 
 def _log_outcome(manifest: TokenShards, *, seconds: float) -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from tasks.data.corpus import prepare_corpus
-from tasks.data.remote import is_url
 from tasks.data.sources import SkippedDocuments, Source, find_sources
 from tasks.registry.models import ResolvedModel, aliases_of, resolve
 from tasks.registry.tags import CHAMPION, TAG
@@ -29,6 +28,7 @@ from training.records.plan import RunPlan
 from training.records.record import Record
 from training.records.token_shards import SourceFile, TokenShards
 from training.shards.format import MANIFEST, verify_hashes
+from training.store.urls import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,8 @@ def find_new_text(
         return NightlyRun(None, f"{summary}: under min_new_mib = {min_new_mib:g}")
     corpus = _write_corpus(new, known, folder=home() / "nightly" / config.model_name)
     night = continue_from(config, champion, corpus=corpus)
-    _, shards = prepare_corpus(night.data, tokens_home=home() / "tokens", objective=config.objective)
+    tokens_home = home() / "tokens"
+    _, shards = prepare_corpus(night.data, tokens_home=tokens_home, objective=config.objective, store=config.store)
     new_tokens = shards.tokens("train")
     if new_tokens <= config.train.context:
         return NightlyRun(None, f"{summary}: {new_tokens} tokens to train on do not fill one sequence, so they wait")

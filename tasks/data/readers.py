@@ -1,5 +1,8 @@
 """Readers: one for each format of source, which yields documents and names the file and line of what it cannot read.
 
+A reader reads one span of a file by itself, wherever the spans before and after it are read: which documents and parts
+of documents belong to a span follows from the bytes around its ends.
+
 Text, JSON lines and CSV are read by the small readers here, not by `datasets`: its text and JSON builders give no
 file or line for what they cannot read and cannot leave out one line; its CSV builder takes short rows for empty text,
 shifts the columns when the first row is too long, and counts rows where an editor counts lines.
@@ -10,29 +13,28 @@ from __future__ import annotations
 import codecs
 import contextlib
 import csv
-import glob
 import hashlib
 import io
 import itertools
 import json
-import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from tasks.data.remote import store_errors
 from tasks.data.row_filter import RowFilter
 from tasks.data.sources import SkippedDocuments, Source
 from training.config.run import DataConfig
+from training.store.urls import store_errors
 
 if TYPE_CHECKING:
     import pyarrow
-    from datasets import Dataset, IterableDataset
 
 BLOCK_CHARACTERS = 2**18
 LONGEST_PIECE = 2**18  # characters; a tokenizer takes some 100 bytes per character, and its threads share a long text
 BORDER_WINDOW = 2**14
+BORDER_BYTES = 2**16  # where a border between two spans of one document is looked for
 ROWS_PER_BATCH = 1000
 LONGEST_ITEM = 2**28  # characters of one item of a JSON array, which is parsed again and again until it is whole
 JSON_SPACE = re.compile(r"[ \t\n\r]*")
@@ -42,66 +44,128 @@ WORD_BORDER = re.compile(r"\S(?= \S)")
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A document, or part of a long one. `name` is the document's place; `last`: the document ends here.
+class Span:
+    """A part of a source that one worker reads: bytes [start, stop), of a parquet file row groups [start, stop).
 
-    `source`: number of the file, or hub set, that it was read from.
+    `stop` is None for a whole source. `number`: of the source in the manifest.
     """
 
-    name: str
+    number: int
+    source: Source
+    start: int = 0
+    stop: int | None = None
+
+    def ended(self, offset: int) -> bool:
+        return self.stop is not None and offset >= self.stop
+
+
+class Place(NamedTuple):
+    """Where a document begins: the byte of its line, or the number of its line, row or item; "" is the whole file."""
+
+    span: Span
+    number: int
+    unit: Literal["", "byte", "line", "row", "item"]
+
+    @property
+    def name(self) -> str:
+        """The same wherever the file was cut, and known without what stands before."""
+        file = self.span.source.name
+        return f"{file}:{self.unit} {self.number}" if self.unit else file
+
+    def __str__(self) -> str:
+        """FILE:LINE, where there are lines; to count them, the file is read up to there."""
+        file = self.span.source.name
+        if self.unit == "byte":
+            return f"{file}:{_line_of(self.span.source, self.number)}"
+        return f"{file}:{self.number}" if self.unit == "line" else self.name
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A document, or part of a long one. `last`: the document ends here."""
+
+    place: Place
     text: str
     last: bool
-    source: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.place.name
+
+    @property
+    def source(self) -> int:
+        return self.place.span.number
 
 
-def read_pieces(sources: list[Source], data: DataConfig, skipped: SkippedDocuments) -> Iterator[Piece]:
+def whole_spans(sources: Iterable[Source]) -> list[Span]:
+    return [Span(number, source) for number, source in enumerate(sources)]
+
+
+def read_spans(spans: Iterable[Span], data: DataConfig, skipped: SkippedDocuments) -> Iterator[Piece]:
     """Yields all documents in order, without empty ones. What cannot be read goes to `skipped`, which may raise.
 
     Raises ValueError for a source that fails after its first document: half of it is no document to skip.
     """
     wanted = Wanted(data.column, RowFilter(data.where) if data.where else None)
-    for number, source in enumerate(sources):
-        documents, place = 0, ""
+    for span in spans:
+        documents, place, source = 0, None, span.source
         try:
-            for piece in _read(source, data, wanted, skipped):
-                place = piece.name
-                yield replace(piece, source=number)
+            _check_size(source)
+            for piece in _read(span, data, wanted, skipped):
+                place = piece.place
+                yield piece
                 documents += piece.last
         except OSError as error:
             reason = error.strerror or error
-            if not place and source.format != "hub":  # a hub set is the whole corpus: skipped, nothing would be left
-                skipped.skip_or_raise(source.name, f"cannot be read ({reason})")
+            # A hub set is the whole corpus: skipped, nothing would be left.
+            if place is None and span.stop is None and source.format != "hub":
+                skipped.skip_or_raise(Place(span, 0, ""), f"cannot be read ({reason})")
                 continue
             reached = f"after {documents:,} documents, the last from {place}" if place else "at its start"
+            if span.stop is not None:
+                unit = "row group" if source.format == "parquet" else "byte"
+                reached += f" of the part from {unit} {span.start:,} on"
             raise ValueError(
                 f"{source.name}: reading stopped {reached} ({reason}); half a source is never taken for all of it, "
                 "whatever data.on_error: mend or remove it, or, if its disk or network failed, run again"
             ) from error
 
 
-def _read(source: Source, data: DataConfig, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
-    match source.format:
+def _check_size(source: Source) -> None:
+    """Raises ValueError for a file that is shorter here than where it was listed; one that grew is read as far."""
+    if source.remote or source.format == "hub":
+        return
+    size = source.path.stat().st_size
+    if size < source.record.num_bytes:
+        raise ValueError(
+            f"{source.path} has {size:,} bytes on {os.uname().nodename}, and had {source.record.num_bytes:,} when the "
+            "corpus was listed: all workers must see the same files under the same paths, and none may change meanwhile"
+        )
+
+
+def _read(span: Span, data: DataConfig, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
+    match span.source.format:
         case "text" if wanted.where is not None:
             raise ValueError(
-                f"{source.name} is plain text, it has no columns for data.where={data.where}: leave data.where out, or "
-                "give JSON lines, CSV or parquet"
+                f"{span.source.name} is plain text, it has no columns for data.where={data.where}: leave data.where "
+                "out, or give JSON lines, CSV or parquet"
             )
         case "text" if data.text_unit == "file":
-            yield from _whole_file(source, skipped)
+            yield from _whole_file(span, skipped)
         case "text" if data.text_unit == "line":
-            yield from _lines(source, skipped)
+            yield from _lines(span, skipped)
         case "text":
-            yield from _paragraphs(source, skipped)
-        case "json" if _is_array(source):
-            yield from _json_array(source, wanted, skipped)
+            yield from _paragraphs(span, skipped)
+        case "json" if is_array(span.source):
+            yield from _json_array(span, wanted, skipped)
         case "json":
-            yield from _json_lines(source, wanted, skipped)
+            yield from _json_lines(span, wanted, skipped)
         case "csv" | "tsv":
-            yield from _table(source, wanted, skipped)
+            yield from _table(span, wanted, skipped)
         case "parquet":
-            yield from _parquet(source, wanted, skipped)
+            yield from _parquet(span, wanted, skipped)
         case "hub":
-            yield from _hub(source, data, wanted, skipped)
+            yield from _hub(span, data, wanted, skipped)
 
 
 @dataclass(frozen=True)
@@ -111,7 +175,7 @@ class Wanted:
     column: str
     where: RowFilter | None
 
-    def keeps(self, row: Mapping[str, Any], place: str, skipped: SkippedDocuments) -> bool:
+    def keeps(self, row: Mapping[str, Any], place: Place, skipped: SkippedDocuments) -> bool:
         """Whether the row is taken; one that is not is counted."""
         if self.where is None:
             return True
@@ -127,72 +191,161 @@ class Wanted:
 # Plain text
 
 
-def _whole_file(source: Source, skipped: SkippedDocuments) -> Iterator[Piece]:
+def _whole_file(span: Span, skipped: SkippedDocuments) -> Iterator[Piece]:
     """Reads the file twice, in blocks: first for bytes that are not UTF-8, so that no half of a bad file gets in."""
+    begin, end = _text_bounds(span)
+    digest, is_empty, place = hashlib.sha256(), True, Place(span, 0, "")
     try:
-        with source.open() as file:
-            decoder, digest, is_empty = codecs.getincrementaldecoder("utf-8-sig")(), hashlib.sha256(), True
-            while block := file.read(BLOCK_CHARACTERS):
-                text_of_block = decoder.decode(block)
-                is_empty = is_empty and not text_of_block
-                if skipped.deduplicates:
-                    digest.update(text_of_block.encode())
-            decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
-        found = ((number, _not_unicode(line)) for number, line in _numbered(source))
-        number, problem = next((number, problem) for number, problem in found if problem)
-        skipped.skip_or_raise(f"{source.name}:{number}", problem)
+        for block in _blocks(span.source, begin, end):
+            is_empty = is_empty and not block
+            if skipped.digests is not None:
+                digest.update(block.encode())
+    except _NotUnicode as error:
+        skipped.skip_or_raise(Place(span, error.offset, "byte"), error.problem)
         return
     if is_empty or skipped.is_repeated(digest.digest):
         return
-    # newline="" keeps \r\n as it is: tokens decode to the bytes that were read
-    with source.open() as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        yield from _pieces(source.name, iter(lambda: text.read(BLOCK_CHARACTERS), ""))
+    ends_here = end is None or end >= span.source.record.num_bytes
+    yield from _pieces(place, _blocks(span.source, begin, end), ends_here=ends_here)
 
 
-def _lines(source: Source, skipped: SkippedDocuments) -> Iterator[Piece]:
-    for number, line in _numbered(source):
+class _NotUnicode(Exception):
+    def __init__(self, offset: int, byte: int) -> None:
+        self.offset, self.problem = offset, _bad_byte(byte)
+
+
+def _blocks(source: Source, begin: int, end: int | None) -> Iterator[str]:
+    """The text of the bytes [begin, end), with its line ends as they are: tokens decode to the bytes that were read."""
+    decoder = codecs.getincrementaldecoder("utf-8" if begin else "utf-8-sig")()
+    offset, block = begin, b" "
+    with source.open(wanted_bytes=None if end is None else end - begin) as file:
+        if begin:
+            file.seek(begin)
+        while block:
+            block = file.read(BLOCK_CHARACTERS if end is None else min(BLOCK_CHARACTERS, end - offset))
+            offset += len(block)
+            try:
+                yield decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise _NotUnicode(offset - len(error.object) + error.start, error.object[error.start]) from None
+
+
+def _text_bounds(span: Span) -> tuple[int, int | None]:
+    """Where the text of a span of one long document begins and ends."""
+    if span.stop is None:
+        return 0, None
+    return _border_at(span.source, span.start), _border_at(span.source, span.stop)
+
+
+def _border_at(source: Source, offset: int) -> int:
+    """Where a document is cut near a byte: after a line, else before a word, else before a character.
+
+    It follows from the bytes at and after the offset alone, so that both of its neighbours find the same place. Two
+    offsets must lie BORDER_BYTES apart, which a chunk of 1 MiB is.
+    """
+    if offset == 0 or offset >= source.record.num_bytes:
+        return offset
+    with source.open(wanted_bytes=BORDER_BYTES) as file:
+        file.seek(offset)
+        raw = file.read(BORDER_BYTES)
+    head = raw[:3]
+    inside = next((number for number, byte in enumerate(head) if byte & 0xC0 != 0x80), len(head))  # of a character
+    text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(raw[inside:])
+    for border in (LINE_BORDER, WORD_BORDER):
+        if found := border.search(text):
+            return offset + inside + len(text[: found.end()].encode(errors="surrogateescape"))
+    return offset + inside
+
+
+def _lines(span: Span, skipped: SkippedDocuments) -> Iterator[Piece]:
+    for offset, line in _numbered(span):
+        if span.ended(offset):
+            return
         if line.strip():
-            yield from _document(f"{source.name}:{number}", line.rstrip("\r\n"), skipped)
+            yield from _document(Place(span, offset, "byte"), line.rstrip("\r\n"), skipped)
 
 
-def _paragraphs(source: Source, skipped: SkippedDocuments) -> Iterator[Piece]:
-    """Lines between blank ones; a line that is not UTF-8 makes its whole paragraph unreadable."""
-    for blank, group in itertools.groupby(_numbered(source), key=lambda numbered: not numbered[1].strip()):
-        if blank:
+def _paragraphs(span: Span, skipped: SkippedDocuments) -> Iterator[Piece]:
+    """Lines between blank ones; a line that is not UTF-8 makes its whole paragraph unreadable.
+
+    A paragraph is in the span in which the blank line before it begins, so that no one has to look back for that line.
+    """
+    lines: list[tuple[int, str]] = []
+    blank_before = span.start == 0
+    for offset, line in _numbered(span):
+        if line.strip():
+            if blank_before:
+                lines.append((offset, line))
+            elif span.ended(offset):
+                return
             continue
-        lines = list(group)
-        problems = ((number, problem) for number, line in lines if (problem := _not_unicode(line)))
-        if found := next(problems, None):
-            skipped.skip_or_raise(f"{source.name}:{found[0]}", found[1])
-            continue
-        yield from _document(f"{source.name}:{lines[0][0]}", "".join(line for _, line in lines).rstrip("\r\n"), skipped)
+        yield from _paragraph(span, lines, skipped)
+        lines, blank_before = [], True
+        if span.ended(offset):
+            return
+    yield from _paragraph(span, lines, skipped)
 
 
-def _numbered(source: Source) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers from 1; bytes that are not UTF-8 become surrogates, which `_not_unicode` finds."""
+def _paragraph(span: Span, lines: list[tuple[int, str]], skipped: SkippedDocuments) -> Iterator[Piece]:
+    if not lines:
+        return
+    problems = ((offset, problem) for offset, line in lines if (problem := _not_unicode(line)))
+    if found := next(problems, None):
+        skipped.skip_or_raise(Place(span, found[0], "byte"), found[1])
+        return
+    text = "".join(line for _, line in lines).rstrip("\r\n")
+    yield from _document(Place(span, lines[0][0], "byte"), text, skipped)
+
+
+def _numbered(span: Span) -> Iterator[tuple[int, str]]:
+    """Lines from the first that begins in the span to the end of the file, and the bytes at which they begin.
+
+    Bytes that are not UTF-8 become surrogates, which `_not_unicode` finds.
+    """
+    wanted_bytes = None if span.stop is None else span.stop - span.start
+    with span.source.open(wanted_bytes=wanted_bytes) as file:
+        offset = span.start
+        if span.start:
+            offset -= 1
+            file.seek(offset)
+            part = b" "
+            while part and not part.endswith(b"\n") and not span.ended(offset):
+                part = file.readline(BLOCK_CHARACTERS)
+                offset += len(part)
+            if span.ended(offset):  # also in the middle of a line that is longer than the span
+                return
+        for raw in file:
+            yield offset, raw.decode("utf-8" if offset else "utf-8-sig", errors="surrogateescape")
+            offset += len(raw)
+
+
+def _line_of(source: Source, offset: int) -> int:
+    """The number, from 1, of the line that the byte is in."""
+    number, left = 1, offset
     with source.open() as file:
-        for number, raw in enumerate(file, 1):
-            yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8", errors="surrogateescape")
+        while left and (block := file.read(min(left, 2**20))):
+            number += block.count(b"\n")
+            left -= len(block)
+    return number
 
 
 # JSON, CSV
 
 
-def _is_array(source: Source) -> bool:
+def is_array(source: Source) -> bool:
     """Whether a .json file is one array, not one object per line."""
     if source.suffix != ".json":
         return False
-    with source.open() as file:
+    with source.open(wanted_bytes=BLOCK_CHARACTERS) as file:
         start = file.read(BLOCK_CHARACTERS)
     return start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
-def _json_array(source: Source, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
+def _json_array(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
     """Objects, or texts, of an array of any length; one block of them at a time is in memory."""
-    with source.open() as file, io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as text:
+    with span.source.open() as file, io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as text:
         for number, row in enumerate(_items(text), 1):
-            place = f"{source.name}:item {number}"
+            place = Place(span, number, "item")
             if isinstance(row, str) and wanted.where is None:
                 yield from _document(place, row, skipped)
             else:
@@ -244,9 +397,11 @@ def _space(text: str, place: int) -> int:
     return found.end()
 
 
-def _json_lines(source: Source, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
-    for number, line in _numbered(source):
-        place = f"{source.name}:{number}"
+def _json_lines(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
+    for offset, line in _numbered(span):
+        if span.ended(offset):
+            return
+        place = Place(span, offset, "byte")
         if not line.strip():
             continue
         if problem := _not_unicode(line):
@@ -261,7 +416,7 @@ def _json_lines(source: Source, wanted: Wanted, skipped: SkippedDocuments) -> It
         yield from _of_row(row, place, wanted, skipped)
 
 
-def _of_row(row: object, place: str, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
+def _of_row(row: object, place: Place, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
     if not isinstance(row, dict):
         skipped.skip_or_raise(place, f"holds {_kind(row)}, not an object with the key {wanted.column!r}")
     elif wanted.column not in row:
@@ -270,13 +425,13 @@ def _of_row(row: object, place: str, wanted: Wanted, skipped: SkippedDocuments) 
         yield from _document(place, row[wanted.column], skipped)
 
 
-def _table(source: Source, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
+def _table(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
     csv.field_size_limit(2**31 - 1)  # the module's 128 KiB are less than a long document
-    delimiter = "\t" if source.format == "tsv" else ","
-    rows = csv.reader((line for _, line in _numbered(source)), delimiter=delimiter, strict=True)
+    delimiter = "\t" if span.source.format == "tsv" else ","
+    rows = csv.reader((line for _, line in _numbered(span)), delimiter=delimiter, strict=True)
     header: list[str] = []
     while True:
-        place = f"{source.name}:{rows.line_num + 1}"  # where the row starts; quoted fields may hold line ends
+        place = Place(span, rows.line_num + 1, "line")  # where the row starts; quoted fields may hold line ends
         try:
             row = next(rows)
         except StopIteration:
@@ -299,51 +454,73 @@ def _table(source: Source, wanted: Wanted, skipped: SkippedDocuments) -> Iterato
             yield from _document(place, row[header.index(wanted.column)], skipped)
 
 
-# Parquet and the hub, through `datasets`
+# Parquet, and the hub through `datasets`
 
 
-def _parquet(source: Source, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
-    import datasets
+def _parquet(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
     import pyarrow
+    import pyarrow.parquet
 
-    datasets.logging.set_verbosity(logging.CRITICAL)  # it logs, without the cure, what is raised here
-    place = source.remote.url if source.remote else glob.escape(str(source.path.absolute()))
+    source = span.source
     try:
-        with store_errors(place) if source.remote else contextlib.nullcontext():
-            rows = datasets.load_dataset("parquet", data_files=place, split="train", streaming=True)
-            yield from _rows(rows, source.name, wanted, skipped)
+        with (
+            store_errors(source.remote.url) if source.remote else contextlib.nullcontext(),
+            source.open_bytes() as opened,
+            pyarrow.parquet.ParquetFile(opened) as file,
+        ):
+            groups = range(file.num_row_groups)[span.start : span.stop]
+            first_row = sum(file.metadata.row_group(number).num_rows for number in range(span.start))
+            if columns := _columns(span, file.schema_arrow.names, wanted, skipped):
+                tables = file.iter_batches(ROWS_PER_BATCH, row_groups=list(groups), columns=columns)
+                yield from _rows(span, tables, wanted, skipped, first_row=first_row)
     except pyarrow.ArrowException as error:
         raise OSError(f"not a whole parquet file: {error}") from error
 
 
-def _hub(source: Source, data: DataConfig, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
+def _hub(span: Span, data: DataConfig, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
     from datasets import load_dataset
 
-    name, config, commit = str(source.path), data.hub_config or None, source.record.sha256
+    name, config, commit = str(span.source.path), data.hub_config or None, span.source.record.sha256
     rows = load_dataset(name, config, split=data.hub_split, streaming=data.streaming, revision=commit)
-    yield from _rows(rows, source.name, wanted, skipped)
+    names = rows.column_names or list(next(iter(rows), {}))  # a stream without a schema shows them in its first row
+    if columns := _columns(span, names, wanted, skipped):
+        tables = rows.select_columns(columns).with_format("arrow").iter(batch_size=ROWS_PER_BATCH)
+        yield from _rows(span, tables, wanted, skipped)
 
 
-def _rows(rows: Dataset | IterableDataset, name: str, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
-    columns = rows.column_names or list(next(iter(rows), {}))  # a stream without a schema shows them in its first row
-    column, others = wanted.column, wanted.where.columns if wanted.where else []
-    if column not in columns:
-        skipped.skip_or_raise(name, f"has no column {column!r} but {_listed(columns)}; set data.column to one of them")
-        return
-    if missing := [other for other in others if other not in columns]:
-        raise ValueError(f"{name} has no column {missing[0]!r} but {_listed(columns)}: change data.where")
-    number = 0
-    selected = rows.select_columns(list(dict.fromkeys([column, *others])))
-    for table in selected.with_format("arrow").iter(batch_size=ROWS_PER_BATCH):
+def _columns(span: Span, names: list[str], wanted: Wanted, skipped: SkippedDocuments) -> list[str]:
+    """The columns to read; none if that of the text is missing, which goes to `skipped`."""
+    others = wanted.where.columns if wanted.where else []
+    if wanted.column not in names:
+        problem = f"has no column {wanted.column!r} but {_listed(names)}; set data.column to one of them"
+        if span.start:  # said once, by the reader of the file's start
+            return []
+        skipped.skip_or_raise(Place(span, 0, ""), problem)
+        return []
+    if missing := [other for other in others if other not in names]:
+        raise ValueError(f"{span.source.name} has no column {missing[0]!r} but {_listed(names)}: change data.where")
+    return list(dict.fromkeys([wanted.column, *others]))
+
+
+def _rows(
+    span: Span,
+    tables: Iterable[pyarrow.Table | pyarrow.RecordBatch],
+    wanted: Wanted,
+    skipped: SkippedDocuments,
+    *,
+    first_row: int = 0,
+) -> Iterator[Piece]:
+    others, number = wanted.where.columns if wanted.where else [], first_row
+    for table in tables:
         kept: Iterable[dict[str, Any]] = table.select(others).to_pylist() if others else itertools.repeat({})
-        for value, row in zip(_values(table.column(column)), kept, strict=False):
+        for value, row in zip(_values(table.column(wanted.column)), kept, strict=False):
             number += 1
-            place = f"{name}:row {number}"
+            place = Place(span, number, "row")
             if wanted.keeps(row, place, skipped):
                 yield from _document(place, value, skipped)
 
 
-def _values(column: pyarrow.ChunkedArray) -> list[Any]:
+def _values(column: pyarrow.ChunkedArray | pyarrow.Array) -> list[Any]:
     """Decodes texts one by one, so that a row of invalid UTF-8 does not spoil its whole batch."""
     import pyarrow
 
@@ -356,7 +533,7 @@ def _values(column: pyarrow.ChunkedArray) -> list[Any]:
 # Any value to pieces
 
 
-def _document(place: str, value: object, skipped: SkippedDocuments) -> Iterator[Piece]:
+def _document(place: Place, value: object, skipped: SkippedDocuments) -> Iterator[Piece]:
     if not isinstance(value, str):
         skipped.skip_or_raise(place, f"the document is {_kind(value)}, not text")
     elif problem := _not_unicode(value):
@@ -365,16 +542,17 @@ def _document(place: str, value: object, skipped: SkippedDocuments) -> Iterator[
         yield from _pieces(place, (value[at : at + BLOCK_CHARACTERS] for at in range(0, len(value), BLOCK_CHARACTERS)))
 
 
-def _pieces(name: str, blocks: Iterable[str]) -> Iterator[Piece]:
+def _pieces(place: Place, blocks: Iterable[str], *, ends_here: bool = True) -> Iterator[Piece]:
+    """`ends_here`: the document has no more text than these blocks."""
     text = ""
     for block in blocks:
         text += block
         while len(text) > LONGEST_PIECE:
             cut = _border(text)
-            yield Piece(name, text[:cut], last=False)
+            yield Piece(place, text[:cut], last=False)
             text = text[cut:]
     if text:
-        yield Piece(name, text, last=True)
+        yield Piece(place, text, last=ends_here)
 
 
 def _border(text: str) -> int:
@@ -394,12 +572,12 @@ def _not_unicode(text: str) -> str:
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
         # surrogateescape maps the byte 0xNN to U+DCNN; any other lone surrogate was written as \uNNNN in JSON
-        return (
-            f"invalid UTF-8 (byte 0x{code - 0xDC00:02x}); if the file has another encoding, set data.encoding"
-            if 0xDC80 <= code <= 0xDCFF
-            else f"invalid UTF-8 (U+{code:X})"
-        )
+        return _bad_byte(code - 0xDC00) if 0xDC80 <= code <= 0xDCFF else f"invalid UTF-8 (U+{code:X})"
     return ""
+
+
+def _bad_byte(byte: int) -> str:
+    return f"invalid UTF-8 (byte 0x{byte:02x}); if the file has another encoding, set data.encoding"
 
 
 def _kind(value: object) -> str:

@@ -7,26 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import io
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import IO, Any
 
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
+from training.store.urls import check_url, filesystem, store_errors, without_query
 
-# URL scheme -> the extra of our package that brings fsspec's library for it; https and hf need none.
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
-SCHEMES = (*EXTRAS, "http", "https", "hf")
 WEB = ("http", "https")  # no list of what is below a URL
 BLOCK_BYTES = 8 * 2**20  # one request reads so much
+LEAST_BYTES = 2**20  # of a part of a file
 IDENTITIES = ("ETag", "etag", "md5Hash", "crc32c", "content_md5", "blob_id", "oid", "sha256")
-
-
-def is_url(path: str) -> bool:
-    return path.partition("://")[0] in SCHEMES and "://" in path
 
 
 @dataclass(frozen=True)
@@ -38,11 +29,15 @@ class RemoteFile:
     num_bytes: int
     identity: str  # the store's own hash of the content; empty where it has none
 
-    def open(self) -> io.BufferedReader:
-        """Opens the bytes; reading raises OSError where the store fails for good."""
+    def open(self, *, wanted_bytes: int | None = None) -> io.BufferedReader:
+        """Opens the bytes; reading raises OSError where the store fails for good.
+
+        `wanted_bytes`: how many will be read, if not all: requests are smaller then, so that few are read for nothing.
+        """
+        block_bytes = BLOCK_BYTES if wanted_bytes is None else min(BLOCK_BYTES, max(LEAST_BYTES, wanted_bytes // 8))
         with store_errors(self.url):
-            file = _filesystem(self.url).open(self.url, "rb", block_size=BLOCK_BYTES)
-        return io.BufferedReader(_Reader(file, self.url), BLOCK_BYTES)
+            file = filesystem(self.url).open(self.url, "rb", block_size=block_bytes)
+        return io.BufferedReader(_Reader(file, self.url), block_bytes)
 
     @property
     def sha256(self) -> str:
@@ -62,6 +57,16 @@ class _Reader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        with store_errors(self.url):
+            return self.file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self.file.tell()
+
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         with store_errors(self.url):
             part = self.file.read(len(buffer))
@@ -78,10 +83,10 @@ def find_files(url: str) -> list[RemoteFile]:
 
     Raises ValueError, with the cure, if there is nothing, its library is missing, or the store refuses.
     """
-    check_url(url)
+    check_url(url, field="data.path")
     root = url.rstrip("/")
     with _as_value_errors(url), store_errors(url):
-        store = _filesystem(url)
+        store = filesystem(url)
         store.invalidate_cache()
         place = store._strip_protocol(root)
         if root.startswith(WEB) or store.isfile(root):
@@ -98,30 +103,6 @@ def find_files(url: str) -> list[RemoteFile]:
     return files
 
 
-def check_url(url: str) -> None:
-    """Raises ValueError for a URL with credentials in it, or whose library is not installed."""
-    parts = urlsplit(url)
-    if "@" in parts.netloc and (parts.scheme.startswith(("http", "s3")) or parts.password):
-        shown = url.replace(parts.netloc, parts.netloc.rpartition("@")[2])
-        raise ValueError(
-            f"data.path={shown} came with credentials in it, which would be logged: give them to the store's library "
-            "instead, by its environment variables or its profile"
-        )
-    _filesystem(url)
-
-
-def _filesystem(url: str) -> AbstractFileSystem:
-    import fsspec
-
-    scheme = url.partition("://")[0]
-    try:
-        return fsspec.filesystem(scheme)
-    except ImportError as error:
-        extra = EXTRAS.get(scheme, "")
-        cure = f"pip install 'shardline[{extra}]'" if extra else "install it"
-        raise ValueError(f"{scheme}:// needs a library that is not installed ({error}): {cure}") from None
-
-
 def _size(info: dict[str, Any], url: str) -> int:
     size = info.get("size")
     if size is None:
@@ -136,27 +117,11 @@ def _identity(info: dict[str, Any]) -> str:
 
 
 @contextmanager
-def store_errors(url: str) -> Iterator[None]:
-    """Turns what stores raise into OSError, as a disk would."""
-    try:
-        yield
-    except (OSError, ValueError, ImportError):
-        raise
-    except Exception as error:  # each store has its own kinds
-        raise OSError(f"{url}: {type(error).__name__}: {_redacted(str(error))}") from error
-
-
-@contextmanager
 def _as_value_errors(url: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise ValueError(
-            f"data.path={url} cannot be read ({type(error).__name__}: {_redacted(str(error))}): check the URL, the "
+            f"data.path={url} cannot be read ({type(error).__name__}: {without_query(str(error))}): check the URL, the "
             "credentials that the store's library finds, and the network"
         ) from error
-
-
-def _redacted(text: str) -> str:
-    """The first line, without what a signed URL carries."""
-    return re.sub(r"\?\S+", "?…", text.partition("\n")[0])

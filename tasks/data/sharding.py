@@ -1,70 +1,100 @@
-"""Tokenizes a corpus chunk by chunk, in several processes; shards that an earlier run finished are kept."""
+"""Tokenizes one chunk of a corpus into shards: a plain function of a description, for whichever process does it."""
 
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import os
-import signal
-import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.data.encoder import SavedTokenizer, encode
-from tasks.data.split import Passage
-from training.records.token_shards import Shard, Stretch
-from training.shards.format import SPLITS, finished_shards, write_marker, write_shard
+from tasks.data.chunks import Chunk
+from tasks.data.encoder import SavedTokenizer, TokensDiffer, encode
+from tasks.data.readers import Place, read_spans
+from tasks.data.sources import SkippedDocuments
+from tasks.data.split import Passage, SplitRule, split_pieces
+from training.config.data import DataConfig
+from training.records.token_shards import FinishedChunk, Shard, SkippedDocument, Stretch
+from training.shards.format import LIBRARY, SPLITS, finished_chunk, write_marker, write_shard
 
-Chunk = list[Passage]  # what becomes one shard of each split
-Tokenized = tuple[int, tuple[Shard, ...]]
+
+@dataclass(frozen=True)
+class TokenizeWork:
+    """How the chunks of a corpus become shards in a folder; the same for all of them."""
+
+    data: DataConfig
+    rule: SplitRule
+    folder: Path
+    tokenizer: SavedTokenizer
 
 
-def cut_chunks(passages: Iterable[Passage], *, num_bytes: int) -> Iterator[Chunk]:
-    """Cuts chunks of at least `num_bytes` of UTF-8 text; they depend on the text alone, not on who tokenizes it."""
-    chunk: Chunk = []
+def tokenize_chunk(work: TokenizeWork, chunk: Chunk) -> FinishedChunk:
+    """Writes the shards of each split that this chunk has text of, then the marker that they are finished.
+
+    A chunk that is finished already, and unchanged, is left as it is.
+    """
+    if finished := finished_chunk(work.folder, chunk.index):
+        return finished
+    skipped = SkippedDocuments(work.data.on_error, repeated=chunk.repeated)
+    pieces = read_spans(chunk.spans, work.data, skipped)
+    passages = split_pieces(pieces, work.rule, train_characters=chunk.train_characters)
+    shards: list[Shard] = []
+    for part, passages_of_part in enumerate(_cut(passages, num_bytes=work.data.shard_mib * 2**20)):
+        shards += _write_shards(work, chunk.index, part, passages_of_part)
+    _check_library(work)
+    finished = FinishedChunk(
+        shards=tuple(sorted(shards, key=lambda shard: SPLITS.index(shard.split))),
+        repeated=skipped.num_repeated,
+        filtered=skipped.num_filtered,
+        skipped=skipped.count,
+        skipped_examples=tuple(_recorded(place, problem) for place, problem in skipped.examples),
+    )
+    write_marker(work.folder, chunk.index, finished)
+    return finished
+
+
+def _cut(passages: Iterable[Passage], *, num_bytes: int) -> Iterator[list[Passage]]:
+    """Parts of at least `num_bytes` of text, and less than twice as many where the passages allow it.
+
+    Most chunks are one part. Others come from files that cannot be cut, or that hold more text than their size says.
+    """
+    part: list[Passage] = []
+    sizes: list[int] = []
     size = 0
     for passage in passages:
-        chunk.append(passage)
-        size += len(passage.text.encode())
-        if size >= num_bytes:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
+        part.append(passage)
+        sizes.append(len(passage.text.encode()))
+        size += sizes[-1]
+        if size >= 2 * num_bytes:
+            stop = next(number for number, end in enumerate(itertools.accumulate(sizes), 1) if end >= num_bytes)
+            yield part[:stop]
+            part, sizes = part[stop:], sizes[stop:]
+            size = sum(sizes)
+    if part:
+        yield part
 
 
-def tokenize_chunks(
-    chunks: Iterable[Chunk], folder: Path, tokenizer: SavedTokenizer, *, processes: int
-) -> Iterator[Tokenized]:
-    """Yields each chunk's index and shards as they are finished; at most 2 chunks per process are in memory."""
-    finished: list[Tokenized] = []
-    todo = _unfinished(chunks, folder, finished)
-    first = list(itertools.islice(todo, processes + 1))
-    # With no more than a chunk per process the tokenizer's own threads are as fast, without 1 s of process starts.
-    if processes == 1 or len(first) <= processes:
-        for index, chunk in itertools.chain(first, todo):
-            yield index, tokenize_chunk(folder, tokenizer, index, chunk)
-    else:
-        yield from _in_pool(itertools.chain(first, todo), folder, tokenizer, processes)
-    yield from finished
-
-
-def tokenize_chunk(folder: Path, tokenizer: SavedTokenizer, index: int, chunk: Chunk) -> tuple[Shard, ...]:
-    """Writes shard `index` of each split that this chunk has text of, then the marker that they are finished."""
-    shards = []
+def _write_shards(work: TokenizeWork, index: int, part: int, passages: list[Passage]) -> Iterator[Shard]:
     for split in SPLITS:
-        passages = [passage for passage in chunk if passage.split == split]
-        tokens, ends, lengths = encode(tokenizer, passages)
+        own = [passage for passage in passages if passage.split == split]
+        tokens, ends, lengths = encode(work.tokenizer, own)
+        _check_library(work)
         if len(tokens):
-            num_bytes = [len(passage.text.encode()) for passage in passages]
-            shard = write_shard(folder, split=split, index=index, tokens=tokens, ends=ends, text_bytes=sum(num_bytes))
+            num_bytes = [len(passage.text.encode()) for passage in own]
+            shard = write_shard(
+                work.folder, split=split, index=index, part=part, tokens=tokens, ends=ends, text_bytes=sum(num_bytes)
+            )
             if split == "validation":
-                shard = shard.model_copy(update={"stretches": _stretches(passages, lengths, num_bytes)})
-            shards.append(shard)
-    write_marker(folder, index, tuple(shards))
-    return tuple(shards)
+                shard = shard.model_copy(update={"stretches": _stretches(own, lengths, num_bytes)})
+            yield shard
+
+
+def _check_library(work: TokenizeWork) -> None:
+    """Raises TokensDiffer where another worker found that the tokens of this library are not to be kept.
+
+    On a cluster tasks go on for a while after that.
+    """
+    if not (work.folder / LIBRARY).read_text(encoding="utf-8").startswith(work.tokenizer.library):
+        raise TokensDiffer(f"{work.tokenizer.library} gave other tokens elsewhere")
 
 
 def _stretches(passages: Iterable[Passage], lengths: list[int], num_bytes: list[int]) -> tuple[Stretch, ...]:
@@ -78,52 +108,6 @@ def _stretches(passages: Iterable[Passage], lengths: list[int], num_bytes: list[
     return tuple(stretches)
 
 
-def _unfinished(chunks: Iterable[Chunk], folder: Path, finished: list[Tokenized]) -> Iterator[tuple[int, Chunk]]:
-    for index, chunk in enumerate(chunks):
-        shards = finished_shards(folder, index)
-        if shards is None:
-            yield index, chunk
-        else:
-            finished.append((index, shards))
-
-
-def _in_pool(
-    todo: Iterable[tuple[int, Chunk]], folder: Path, tokenizer: SavedTokenizer, processes: int
-) -> Iterator[Tokenized]:
-    # spawn: this process has threads (the tokenizer's, the progress bar's), which a fork does not survive
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker)
-    running: dict[Future[tuple[Shard, ...]], int] = {}
-    try:
-        for index, chunk in todo:
-            if len(running) > processes:  # one more than can run, so that none waits for the reader
-                yield from _collect(running)
-            running[pool.submit(tokenize_chunk, folder, tokenizer, index, chunk)] = index
-        while running:
-            yield from _collect(running)
-    except BrokenProcessPool as error:
-        raise RuntimeError(
-            f"one of {processes} tokenizing processes was killed, most often because memory ran out: lower "
-            "data.processes or data.shard_mib; the same command continues where this one stopped"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _collect(running: dict[Future[tuple[Shard, ...]], int]) -> Iterator[Tokenized]:
-    for future in wait(running, return_when=FIRST_COMPLETED).done:
-        yield running.pop(future), future.result()
-
-
-def _start_worker() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many of these processes as cores
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of them; the parent ends them in order
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """Ends this process with its parent: after kill -9 of the parent it would wait for work forever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+def _recorded(place: object, problem: str) -> SkippedDocument:
+    assert isinstance(place, Place)
+    return SkippedDocument(source=place.span.number, number=place.number, unit=place.unit, problem=problem)

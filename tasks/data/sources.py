@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import BinaryIO, Literal
 
-from tasks.data.remote import RemoteFile, check_url, find_files, is_url
+from tasks.data.remote import RemoteFile, find_files
 from tasks.data.row_filter import RowFilter
 from tasks.hardware.machine import usable_cores
 from training.config.data import SHARDS, DataConfig
 from training.records.record import sha256_file
 from training.records.token_shards import SourceFile
 from training.shards.format import read_manifest
+from training.store.urls import check_url, is_url
 
 log = logging.getLogger(__name__)
 
@@ -47,56 +48,47 @@ RECODED_BYTES = 2**16
 
 
 class SkippedDocuments:
-    """The documents that one pass over a corpus leaves out.
+    """The documents that a reader leaves out.
 
-    Those that cannot be read are counted, with some of their places, or the first one raises. With
-    `data.deduplicate=exact` so are those whose text an earlier document had; that takes some 100 bytes a document.
+    Those that cannot be read are counted, with some of their places, or the first one raises. Those whose text an
+    earlier document had (data.deduplicate) are given by their numbers, which count all that can be read from 0.
     """
 
     def __init__(
         self,
         on_error: Literal["stop", "skip"],
         *,
-        deduplicate: Literal["off", "exact"] = "off",
-        known: Collection[bytes] = (),
+        repeated: Collection[int] = (),
+        digests: list[bytes] | None = None,
     ) -> None:
-        """`known`: hashes of documents that an earlier corpus has."""
+        """`digests`: takes the first 16 bytes of the sha256 of each document's text, if given."""
         self.on_error = on_error
         self.count = 0
-        self.examples: list[str] = []
+        self.examples: list[tuple[object, str]] = []  # place and problem
         self.num_repeated = 0
         self.num_filtered = 0
-        self._known: set[bytes] | None = None if deduplicate == "off" else set(known)
-
-    @property
-    def deduplicates(self) -> bool:
-        return self._known is not None
-
-    @property
-    def known(self) -> frozenset[bytes]:
-        """Hashes of the documents so far, with data.deduplicate=exact."""
-        return frozenset(self._known or ())
+        self.digests = digests
+        self._repeated = frozenset(repeated)
+        self._number = 0
 
     def is_repeated(self, text_sha256: Callable[[], bytes]) -> bool:
-        """Whether a document with this text was there before; counts it, or remembers it."""
-        if self._known is None:
-            return False
-        digest = text_sha256()[:16]
-        if digest in self._known:
-            self.num_repeated += 1
-            return True
-        self._known.add(digest)
-        return False
+        """Whether the next document is one of the repeated ones, which are counted."""
+        if self.digests is not None:
+            self.digests.append(text_sha256()[:16])
+        repeated = self._number in self._repeated
+        self._number += 1
+        self.num_repeated += repeated
+        return repeated
 
-    def skip_or_raise(self, place: str, problem: str) -> None:
-        """Raises ValueError unless `data.on_error=skip`."""
+    def skip_or_raise(self, place: object, problem: str) -> None:
+        """Raises ValueError unless `data.on_error=skip`. `place` is written out only where it is shown."""
         if self.on_error == "stop":
             raise ValueError(
                 f"{place}: {problem}; mend it, or set data.on_error=skip to leave such documents out and count them"
             )
         self.count += 1
         if len(self.examples) < EXAMPLES_KEPT:
-            self.examples.append(f"{place}: {problem}")
+            self.examples.append((place, problem))
 
 
 @dataclass(frozen=True)
@@ -122,18 +114,27 @@ class Source:
         """`.jsonl` of `a.jsonl.gz`."""
         return _suffixes(self.path)[0]
 
-    def open(self) -> io.BufferedReader:
+    @property
+    def can_seek(self) -> bool:
+        """Whether `open` gives the file's own bytes, any part of which can be read without those before it."""
+        return not self.compression and self.encoding == "utf-8" and self.format != "hub"
+
+    def open(self, *, wanted_bytes: int | None = None) -> io.BufferedReader:
         """Opens the decompressed text as UTF-8; reading raises OSError, with the place, where it does not fit.
 
         With pyarrow: Python has no zstd before 3.14, and fsspec's reads a truncated file to its end without an error.
         """
-        file = self.remote.open() if self.remote else self.path.open("rb")
+        file = self.open_bytes(wanted_bytes=wanted_bytes)
         if self.compression:
             import pyarrow
 
             packed = pyarrow.PythonFile(file, mode="r")
             file = io.BufferedReader(pyarrow.CompressedInputStream(packed, self.compression))
         return file if self.encoding == "utf-8" else io.BufferedReader(_Recoded(file, self.encoding))
+
+    def open_bytes(self, *, wanted_bytes: int | None = None) -> io.BufferedReader:
+        """Opens the file as it is. `wanted_bytes`: how many of them will be read, if not all."""
+        return self.remote.open(wanted_bytes=wanted_bytes) if self.remote else self.path.open("rb")
 
 
 class _Recoded(io.RawIOBase):
@@ -174,7 +175,7 @@ def find_sources(data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
         return _hashed(_stdlib_files(skipped), skipped, encoding="utf-8")
     if is_url(data.path):
         return _remote_sources(data)
-    path = Path(data.path).expanduser()
+    path = Path(data.path).expanduser().absolute()  # a worker may have another working directory
     files = _folder_files(path, skipped) if path.is_dir() else [(path.name, path)]
     return _hashed(files, skipped, encoding=data.encoding)
 
@@ -196,7 +197,7 @@ def check_path(path: str) -> None:
     if path.startswith("hub:") or path == "stdlib":
         return
     if is_url(path):
-        check_url(path)
+        check_url(path, field="data.path")
         return
     if path.startswith(SHARDS):
         read_manifest(Path(path.removeprefix(SHARDS)).expanduser())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,33 +38,45 @@ class Passage:
     source: int = 0
 
 
-def choose_rule(data: DataConfig, pieces: Iterable[Piece]) -> SplitRule:
-    """Chooses the rule, reading as far as that needs: 20 documents or so, or, for the tail, the whole corpus.
+@dataclass(frozen=True)
+class TextCounts:
+    """What a corpus holds; `splits`: those that a split by documents would fill."""
+
+    characters: int
+    documents: int
+    splits: frozenset[Split]
+
+
+def choose_rule(data: DataConfig, first: Iterable[Piece], count: Callable[[], TextCounts]) -> SplitRule:
+    """Chooses the rule by the `first` pieces of the corpus, 20 documents or so, or else by those of all, which `count`
+    reads.
 
     Raises ValueError if there is no text, or a split would be empty.
     """
-    if data.split == "all" and any(True for _ in pieces):
+    if data.split == "all" and any(True for _ in first):
         return SplitRule("tail", 1.0, 0, "all: everything is validation")
-    fraction = data.validation_fraction
-    documents, characters = 0, 0
-    seen: set[Split] = set()
-    for piece in pieces:
-        characters += len(piece.text)
-        if piece.last:
-            documents += 1
-            seen.add(split_of(piece.name, fraction))
-        enough = data.split == "documents" or (data.split == "auto" and documents >= ENOUGH_DOCUMENTS)
-        if enough and len(seen) == 2:
-            reason = f" (auto: at least {ENOUGH_DOCUMENTS} documents)" if data.split == "auto" else ""
-            why = f"documents: {fraction:g} of them are validation, by a hash of their place{reason}"
-            return SplitRule("documents", fraction, 0, why)
+    if data.split in ("documents", "auto"):
+        documents, seen = 0, set[Split]()
+        for piece in first:
+            if piece.last:
+                documents += 1
+                seen.add(split_of(piece.name, data.validation_fraction))
+            if rule := _by_documents(data, documents, seen):
+                return rule
+    counts = count()
+    characters, documents, fraction = counts.characters, counts.documents, data.validation_fraction
     if characters == 0:
         raise ValueError(
             f"data.path={data.path} holds no text: all documents are empty or skipped; give another corpus"
         )
+    if data.split == "all":
+        return SplitRule("tail", 1.0, 0, "all: everything is validation")
+    if rule := _by_documents(data, documents, counts.splits):
+        return rule
     if data.split == "documents":
+        (split,) = counts.splits
         raise ValueError(
-            f"data.path={data.path}: of {documents} documents all fall into {seen.pop()}, none into the other split; "
+            f"data.path={data.path}: of {documents} documents all fall into {split}, none into the other split; "
             f"change data.validation_fraction ({fraction:g}), or set data.split=tail to cut by characters"
         )
     border = int(characters * (1 - fraction))
@@ -73,12 +85,20 @@ def choose_rule(data: DataConfig, pieces: Iterable[Piece]) -> SplitRule:
             f"data.path={data.path}: {characters} characters leave nothing to split with "
             f"data.validation_fraction={fraction:g}; give a longer corpus"
         )
-    few = documents < ENOUGH_DOCUMENTS
-    cause = (
-        f"{documents} of {ENOUGH_DOCUMENTS} documents" if few else f"all {documents} documents would be {seen.pop()}"
-    )
+    few = f"{documents} of {ENOUGH_DOCUMENTS} documents"
+    cause = few if documents < ENOUGH_DOCUMENTS else f"all {documents} documents would be {min(counts.splits)}"
     reason = f" (auto: {cause})" if data.split == "auto" else ""
     return SplitRule("tail", fraction, border, f"tail: the first {border} of {characters} characters are train{reason}")
+
+
+def _by_documents(data: DataConfig, documents: int, seen: Collection[Split]) -> SplitRule | None:
+    """The rule for whole documents, if it can be taken by so many of them."""
+    enough = data.split == "documents" or (data.split == "auto" and documents >= ENOUGH_DOCUMENTS)
+    if not enough or len(seen) < 2:
+        return None
+    fraction, auto = data.validation_fraction, f" (auto: at least {ENOUGH_DOCUMENTS} documents)"
+    why = f"documents: {fraction:g} of them are validation, by a hash of their place"
+    return SplitRule("documents", fraction, 0, why + (auto if data.split == "auto" else ""))
 
 
 def split_of(name: str, validation_fraction: float) -> Split:
@@ -87,13 +107,14 @@ def split_of(name: str, validation_fraction: float) -> Split:
     return "validation" if draw < validation_fraction else "train"
 
 
-def split_pieces(pieces: Iterable[Piece], rule: SplitRule) -> Iterator[Passage]:
+def split_pieces(pieces: Iterable[Piece], rule: SplitRule, *, train_characters: int | None = None) -> Iterator[Passage]:
+    """`train_characters`: for tail, how many characters from here on are train; None: these are all pieces."""
     if rule.kind == "documents":
         for piece in pieces:
             split = split_of(piece.name, rule.validation_fraction)
             yield Passage(split, piece.text, ends=piece.last, whole=piece.last, source=piece.source)
         return
-    left = rule.border  # characters that still go to train
+    left = rule.border if train_characters is None else train_characters  # characters that still go to train
     for piece in pieces:
         head, tail = piece.text[:left], piece.text[left:]
         left -= len(head)

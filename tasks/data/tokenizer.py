@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.data.encoder import SavedTokenizer, choose_library, load_tokenizer
+from tasks.store.local_copy import local_copy
 from training.config.data import TokenizerConfig
 from training.records.record import sha256_file, write_atomically
 
@@ -40,8 +41,9 @@ def load_pretrained(config: TokenizerConfig) -> PreTrainedTokenizerFast | None:
         return None
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    path = local_copy(config.path, field="data.tokenizer.path")
     try:
-        loaded = AutoTokenizer.from_pretrained(config.path, trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(

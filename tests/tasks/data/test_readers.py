@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
-from tasks.data.readers import LONGEST_PIECE, read_pieces
+from tasks.data.readers import LONGEST_PIECE, read_spans, whole_spans
 from tasks.data.sources import SkippedDocuments, find_sources
 from tests.support.tiny_corpus import all_documents, decoded, prepare
 from training.config.data import DataConfig
@@ -104,10 +104,10 @@ def test_a_json_array_larger_than_memory_allows_is_streamed(tmp_path: Path) -> N
     size = source.stat().st_size
     data = DataConfig(path=str(source))
     skipped = SkippedDocuments("stop")
-    sources = find_sources(data, skipped)
-    next(read_pieces(sources, data, skipped))  # imports
+    spans = whole_spans(find_sources(data, skipped))
+    next(read_spans(spans, data, skipped))  # imports
     tracemalloc.start()
-    read = sum(len(piece.text) for piece in read_pieces(sources, data, skipped))
+    read = sum(len(piece.text) for piece in read_spans(spans, data, skipped))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert size > 60e6
@@ -307,7 +307,7 @@ def test_skipped_documents_are_counted_and_reported(tmp_path: Path, caplog: pyte
     source = tmp_path / "a.jsonl"
     source.write_bytes(b"\n".join(lines))
     with caplog.at_level(logging.WARNING):
-        folder, shards = prepare(tmp_path, source, on_error="skip", processes=2)
+        folder, shards = prepare(tmp_path, source, on_error="skip", processes=2, validation_fraction=0.3)
     assert shards.skipped == 3
     assert [example.split(": ")[0] for example in shards.skipped_examples] == ["a.jsonl:4", "a.jsonl:8", "a.jsonl:10"]
     assert "3 documents skipped" in caplog.text

@@ -15,7 +15,7 @@ import pytest
 
 from tasks.data.corpus import prepare_corpus
 from tasks.data.sources import check_paths
-from tests.support.s3_server import BUCKET, S3Server, s3_server
+from tests.support.s3_server import BUCKET, SECRET, S3Server, s3_server
 from training.config.data import DataConfig
 from training.records.token_shards import TokenShards
 from training.shards.format import SPLITS
@@ -75,7 +75,7 @@ def test_a_prefix_of_a_bucket_is_a_corpus_like_a_folder(s3: S3Server, tmp_path: 
     assert [file.num_bytes for file in there.sources] == [file.num_bytes for file in here.sources]
     assert [shard.sha256 for shard in there.shards] == [shard.sha256 for shard in here.shards], "the same tokens"
     assert prepare(tmp_path, f"s3://{BUCKET}/texts/") == (there_folder, there)
-    assert "the-secret" not in (there_folder / "manifest.json").read_text()
+    assert SECRET not in (there_folder / "manifest.json").read_text()
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def test_a_store_that_is_away_ends_with_a_clear_line_and_leaves_nothing_half(s3:
     s3.faults.kind, s3.faults.count = "away", -1
     with pytest.raises(ValueError, match=rf"data\.path=s3://{BUCKET}/texts cannot be read .*check the URL") as caught:
         prepare(tmp_path, f"s3://{BUCKET}/texts")
-    assert "the-secret" not in str(caught.value)
+    assert SECRET not in str(caught.value)
     assert not list(tmp_path.rglob("manifest.json"))
 
 

@@ -1,0 +1,117 @@
+"""Cuts a corpus into chunks, from the sizes of its files alone: what one worker reads and tokenizes by itself.
+
+A chunk is full at data.shard_mib. A file of up to that size stays whole. A larger one is cut where the chunk is full,
+and goes on in the next: plain text and JSON lines at a byte, parquet between row groups. What cannot be read from the
+middle (compressed files, CSV, JSON arrays, other encodings, hub sets) stays whole, however large it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from tasks.data.readers import Span, is_array
+from tasks.data.sources import Source
+from training.config.data import DataConfig
+
+FOOTER_THREADS = 32  # reading footers is waiting, for object stores above all
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Text that becomes one shard of each split, or several where it could not be cut small enough.
+
+    `repeated`: numbers of the documents that are left out (data.deduplicate). `train_characters`: with a split by
+    characters, how many from the chunk's first on belong to train, in this chunk and those after it.
+    """
+
+    index: int
+    spans: tuple[Span, ...]
+    num_bytes: int  # of its files; 0 for the hub
+    repeated: tuple[int, ...] = ()
+    train_characters: int = 0
+
+
+def cut_chunks(sources: Sequence[Source], data: DataConfig) -> list[Chunk]:
+    """All chunks in order. They depend on the files' sizes and the settings, not on who will read them."""
+    full = data.shard_mib * 2**20
+    chunks: list[Chunk] = []
+    spans: list[Span] = []
+    size = 0
+    row_groups = _row_groups(sources, data)
+    for number, source in enumerate(sources):
+        if number in row_groups:
+            parts: Iterator[tuple[Span, int]] = _groups(number, source, row_groups[number])
+        elif source.record.num_bytes > full and _cut_anywhere(source, data):
+            parts = _cuts(number, source, first=full - size, each=full)
+        else:
+            parts = iter([(Span(number, source), source.record.num_bytes)])
+        for span, num_bytes in parts:
+            if spans and spans[-1].number == number:  # row groups of one file
+                spans[-1] = Span(number, source, spans[-1].start, span.stop)
+            else:
+                spans.append(span)
+            size += num_bytes
+            if size >= full:
+                chunks.append(Chunk(len(chunks), tuple(spans), size))
+                spans, size = [], 0
+    if spans:
+        chunks.append(Chunk(len(chunks), tuple(spans), size))
+    return chunks
+
+
+def _cut_anywhere(source: Source, data: DataConfig) -> bool:
+    if not source.can_seek:
+        return False
+    if source.format == "json":
+        with contextlib.suppress(OSError):  # its reader will say so
+            return not is_array(source)
+        return False
+    if source.format != "text":
+        return False
+    # One long document is skipped, or left out, as a whole; so one reader must have seen all of it.
+    return data.text_unit != "file" or (data.on_error == "stop" and data.deduplicate == "off")
+
+
+def _cuts(number: int, source: Source, *, first: int, each: int) -> Iterator[tuple[Span, int]]:
+    start, stop = 0, first
+    while start < source.record.num_bytes:
+        stop = min(stop, source.record.num_bytes)
+        yield Span(number, source, start, stop), stop - start
+        start, stop = stop, stop + each
+
+
+def _groups(number: int, source: Source, sizes: list[int]) -> Iterator[tuple[Span, int]]:
+    for index, num_bytes in enumerate(sizes):
+        yield Span(number, source, index, index + 1), num_bytes
+
+
+def _row_groups(sources: Sequence[Source], data: DataConfig) -> dict[int, list[int]]:
+    """Bytes of text in each row group of the parquet files that are larger than a chunk, by number of the source."""
+    large = [
+        number
+        for number, source in enumerate(sources)
+        if source.format == "parquet" and not source.compression and source.record.num_bytes > data.shard_mib * 2**20
+    ]
+    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
+        sizes = list(pool.map(lambda number: _sizes(sources[number], data.column), large))
+    return {number: groups for number, groups in zip(large, sizes, strict=True) if len(groups) > 1}
+
+
+def _sizes(source: Source, column: str) -> list[int]:
+    """Bytes of the text in each row group; none where the footer cannot be read, as the reader of the file will say."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with source.open_bytes() as file:
+            metadata = pyarrow.parquet.read_metadata(file)
+    except (OSError, pyarrow.ArrowException):
+        return []
+    names = [metadata.schema.column(index).path for index in range(metadata.num_columns)]
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    if column not in names:
+        return [group.total_byte_size for group in groups]
+    return [group.column(names.index(column)).total_uncompressed_size for group in groups]

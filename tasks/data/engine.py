@@ -1,0 +1,155 @@
+"""Where the work on a corpus's chunks is done: the seam between what is to be done and who does it.
+
+A task is a function of a description alone, so that any process that sees the corpus and the shard folder can do it.
+Here it is done by processes of this machine; flows/stages/engine.py has it done by Prefect's task runners.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import platform
+import signal
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tasks.data.chunks import Chunk
+from tasks.hardware.machine import usable_cores
+from training.records.record import write_atomically
+
+MOST_TASKS = 4096  # of a corpus of any size
+TASK_BYTES = 2**26  # of text, some 8 s of a core: short ones would keep the one who hands them out busy
+TASKS_PER_WORKER = 4  # at least, so that the last one to end does not keep the others waiting long
+
+
+@dataclass(frozen=True)
+class Task:
+    """Consecutive chunks for one worker. `work`: all that `function` needs beside the chunk."""
+
+    title: str
+    function: Callable[[Any, Chunk], Any]
+    work: Any
+    chunks: tuple[Chunk, ...]
+
+    def run(self) -> list[tuple[int, Any]]:
+        """The results by the chunks' indices."""
+        return [(chunk.index, self.function(self.work, chunk)) for chunk in self.chunks]
+
+
+class Engine(Protocol):
+    """Does tasks, at most `workers` at once, and yields their results in the order in which they end."""
+
+    @property
+    def workers(self) -> int: ...
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[list[tuple[int, Any]]]: ...
+
+
+def run_chunks(
+    engine: Engine, title: str, function: Callable[[Any, Chunk], Any], work: Any, chunks: Sequence[Chunk]
+) -> Iterator[tuple[int, Any]]:
+    """Yields each chunk's index and the result of `function`, as they are done."""
+    for results in engine.run(tasks_of(title, function, work, chunks, workers=engine.workers)):
+        yield from results
+
+
+def tasks_of(
+    title: str, function: Callable[[Any, Chunk], Any], work: Any, chunks: Sequence[Chunk], *, workers: int
+) -> list[Task]:
+    """Deals the chunks out: enough tasks for all workers, but thousands at most, whatever the size of the corpus."""
+    total = sum(chunk.num_bytes for chunk in chunks)
+    number = min(len(chunks), MOST_TASKS, max(TASKS_PER_WORKER * workers, total // TASK_BYTES))
+    borders = [len(chunks) * index // number for index in range(number + 1)] if number else []
+    return [
+        Task(
+            f"{title} {first}" + (f"-{stop - 1}" if stop > first + 1 else ""), function, work, tuple(chunks[first:stop])
+        )
+        for first, stop in itertools.pairwise(borders)
+    ]
+
+
+@dataclass(frozen=True)
+class SharedFiles:
+    """What each worker must see: a mark in the shard folder, and its content."""
+
+    folder: Path
+    mark: Path
+    content: str
+
+
+def check_of_worker(task: Task) -> Task:
+    """A task that raises ValueError, with the cure, on a worker that does not see the files of `task` as we do."""
+    content, folder = uuid.uuid4().hex, task.work.folder
+    mark = folder / f".{content}.part"
+    write_atomically(mark, content)
+    return Task("check that workers see the files", see_files, SharedFiles(folder, mark, content), task.chunks)
+
+
+def see_files(files: SharedFiles, chunk: Chunk) -> None:
+    host = platform.node()
+    if not files.mark.is_file() or files.mark.read_text() != files.content:
+        raise ValueError(
+            f"data.engine: a worker on {host} does not see {files.folder}, where the shards are written: set "
+            "SHARDLINE_HOME to a folder that all machines share under the same path"
+        )
+    for source in (span.source for span in chunk.spans):
+        if source.remote or source.format == "hub":
+            continue
+        size = source.path.stat().st_size if source.path.is_file() else 0
+        if size < source.record.num_bytes:
+            raise ValueError(
+                f"data.engine: a worker on {host} sees {size:,} of {source.record.num_bytes:,} bytes in {source.path}: "
+                "put the corpus into a folder that all machines share under the same path, or give a URL"
+            )
+
+
+class LocalProcesses:
+    """Processes of this machine, one per core unless said otherwise; few tasks are done here, one after another."""
+
+    def __init__(self, processes: int = 0) -> None:
+        self.workers = processes or usable_cores()
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[list[tuple[int, Any]]]:
+        # With no more than a task per process the tokenizer's own threads are as fast, without 1 s of process starts.
+        if self.workers == 1 or len(tasks) <= self.workers:
+            yield from (task.run() for task in tasks)
+            return
+        # spawn: this process has threads (the tokenizer's, the progress bar's), which a fork does not survive
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=start_worker)
+        try:
+            for future in as_completed([pool.submit(task.run) for task in tasks]):
+                yield future.result()
+        except BrokenProcessPool as error:
+            raise killed(self.workers) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def killed(workers: int) -> RuntimeError:
+    return RuntimeError(
+        f"one of {workers} tokenizing processes was killed, most often because memory ran out: lower "
+        "data.processes or data.shard_mib; the same command continues where this one stopped"
+    )
+
+
+def start_worker() -> None:
+    """Prepares a process that this one started for tasks."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many of these processes as cores
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of them; the parent ends them in order
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Ends this process with its parent: after kill -9 of the parent it would wait for work forever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
