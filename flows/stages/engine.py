@@ -6,7 +6,7 @@ Each task is one of Prefect's, so its page shows what is done where. Few tasks a
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -16,7 +16,6 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture, as_completed
 from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
-from prefect.utilities.annotations import quote
 
 from tasks.data.engine import Task, check_of_worker, killed, start_worker
 from tasks.hardware.machine import usable_cores
@@ -32,8 +31,8 @@ HOW_TO_START = {
 
 
 @task(name="Chunks", task_run_name="{title}", cache_policy=NO_CACHE, persist_result=False)
-def do_task(title: str, described: Task) -> list[tuple[int, Any]]:
-    return described.run()
+def do_task(title: str, run: Callable[[], list[tuple[int, Any]]]) -> list[tuple[int, Any]]:
+    return run()
 
 
 @contextmanager
@@ -79,8 +78,8 @@ class PrefectEngine:
 
     def _submit(self, each: Task) -> PrefectFuture[list[tuple[int, Any]]]:
         assert self.runner is not None
-        # quote: else Prefect looks for futures in all that the task holds, for minutes if that is much.
-        return self.runner.submit(do_task, {"title": each.title, "described": quote(each)})
+        # Its method: in a dataclass Prefect would look for futures, for minutes if there is much in it.
+        return self.runner.submit(do_task, {"title": each.title, "run": each.run})
 
     def _start(self) -> None:
         if self.runner is None:

@@ -107,7 +107,7 @@ def _prepare_one(
 ) -> tuple[Path, TokenShards]:
     """The shards of one corpus, by a tokenizer of its own or a pretrained one."""
     for version in OLDER_VERSIONS:
-        folder = tokens_home / _fingerprint(corpus, specials, content_hash(pretrained), version=version)[:16]
+        folder = tokens_home.absolute() / _fingerprint(corpus, specials, content_hash(pretrained), version=version)[:16]
         if found := _finished_manifest(folder):
             return folder, found
     fingerprint = _fingerprint(corpus, specials, content_hash(pretrained))
@@ -145,7 +145,9 @@ def _prepare_mixture(
     if len(corpora) < len(given):
         _check_finished(data)
     for version in OLDER_VERSIONS:
-        folder = tokens_home / _fingerprint_of_mixture(names, given, specials, pretrained, version=version)[:16]
+        folder = (
+            tokens_home.absolute() / _fingerprint_of_mixture(names, given, specials, pretrained, version=version)[:16]
+        )
         if found := _finished_manifest(folder):
             return folder, found
     fingerprint = _fingerprint_of_mixture(names, given, specials, pretrained)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import PIPE, STDOUT
 from typing import Any
 
 import httpx
@@ -20,43 +19,17 @@ import pytest
 from tasks.data.corpus import prepare_corpus
 from tests.support.local_servers import LocalServers
 from tests.support.repository import REPO
-from tests.support.tiny_corpus import contents, write_json_lines
+from tests.support.tiny_corpus import contents
+from tests.support.tokenization import DASK, Tokenization, settings, until_tokens, write_corpus
 from tests.support.waiting import until
 from training.config.data import DataConfig, EngineConfig
 
-DASK = str(Path(sys.executable).parent / "dask")
 WORKERS = 4
-PROGRAM = """
-import sys
-from pathlib import Path
-from prefect import flow
-from flows.stages.engine import engine_of
-from tasks.data.corpus import prepare_corpus
-from training.config.data import DataConfig
-
-@flow
-def tokenize(config: str, home: str) -> None:
-    data = DataConfig.model_validate_json(config)
-    with engine_of(data) as engine:
-        prepare_corpus(data, tokens_home=Path(home), progress=lambda phase, *_: print(phase, flush=True), engine=engine)
-
-if __name__ == "__main__":
-    tokenize(*sys.argv[1:])
-"""
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """12 MiB of JSON lines, of which one file is cut between chunks."""
-    folder = tmp_path_factory.mktemp("corpus")
-    for name, number in (("a", 5000), ("b", 400), ("c", 1800)):
-        texts = [f"{name} {each} " + "some words of a text " * 80 for each in range(number)]
-        write_json_lines(folder / f"{name}.jsonl", texts)
-    return folder
-
-
-def settings(corpus: Path, **fields: Any) -> dict[str, Any]:
-    return {"path": str(corpus), "shard_mib": 1, "tokenizer": {"kind": "bpe", "vocab_size": 300}} | fields
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
@@ -68,58 +41,9 @@ def expected(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return contents(folder)
 
 
-@dataclass
-class Run:
-    """Starts the flow in a process of its own."""
-
-    corpus: Path
-    home: Path
-    servers: LocalServers
-
-    @contextlib.contextmanager
-    def started(self, **fields: Any) -> Iterator[subprocess.Popen[str]]:
-        self.home.mkdir(exist_ok=True)
-        program = self.home.with_suffix(".py")
-        program.write_text(PROGRAM)
-        environment = os.environ | {
-            "PYTHONPATH": str(REPO),
-            "PREFECT_API_URL": f"{self.servers.url('prefect')}/api",
-            "PREFECT_HOME": str(self.home.with_suffix(".prefect")),
-        }
-        config = json.dumps(settings(self.corpus, **fields))
-        command = [sys.executable, str(program), config, str(self.home)]
-        with subprocess.Popen(command, env=environment, text=True, stdout=PIPE, stderr=STDOUT) as process:
-            try:
-                yield process
-            finally:
-                process.kill()
-
-    def output(self, **fields: Any) -> str:
-        with self.started(**fields) as process:
-            output, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, output
-        return output
-
-    @property
-    def folder(self) -> Path:
-        (folder,) = (path for path in self.home.iterdir() if path.is_dir())
-        return folder
-
-
 @pytest.fixture
-def run(corpus: Path, tmp_path: Path, servers: LocalServers) -> Run:
-    return Run(corpus, tmp_path / "tokens", servers)
-
-
-def until_tokens(process: subprocess.Popen[str]) -> None:
-    """Reads the process's output until its first chunk is done."""
-    assert process.stdout is not None
-    read = ""
-    for line in process.stdout:
-        read += line
-        if line == "tokens\n":
-            return
-    raise AssertionError(read)
+def run(corpus: Path, tmp_path: Path, servers: LocalServers) -> Tokenization:
+    return Tokenization(corpus, tmp_path / "tokens", servers.url("prefect"))
 
 
 @dataclass
@@ -187,20 +111,22 @@ def dask_cluster(tmp_path: Path) -> Iterator[Callable[..., DaskCluster]]:
     ],
     ids=["1 process", "2 processes", "3 threads", "Dask on this machine"],
 )
-def test_every_engine_makes_the_same_bytes(run: Run, expected: dict[str, bytes], fields: dict[str, Any]) -> None:
+def test_every_engine_makes_the_same_bytes(
+    run: Tokenization, expected: dict[str, bytes], fields: dict[str, Any]
+) -> None:
     if fields.get("engine", {}).get("kind") == "dask":
         pytest.importorskip("prefect_dask")
     run.output(**fields)
     assert contents(run.folder) == expected
     if fields["processes"] == 2:
-        api = f"{run.servers.url('prefect')}/api"
+        api = f"{run.prefect}/api"
         names = {row["name"] for row in httpx.post(f"{api}/task_runs/filter", json={"limit": 200}).json()}
         assert any(name.startswith("tokenize chunks ") for name in names), names
 
 
 @pytest.mark.slow
 def test_a_killed_worker_of_a_cluster_costs_what_it_was_doing(
-    run: Run, expected: dict[str, bytes], dask_cluster: Callable[..., DaskCluster]
+    run: Tokenization, expected: dict[str, bytes], dask_cluster: Callable[..., DaskCluster]
 ) -> None:
     cluster = dask_cluster()
     with run.started(engine={"kind": "dask", "address": cluster.address}) as process:
@@ -213,7 +139,7 @@ def test_a_killed_worker_of_a_cluster_costs_what_it_was_doing(
 
 @pytest.mark.slow
 def test_after_a_lost_cluster_the_same_command_does_the_rest(
-    run: Run, expected: dict[str, bytes], dask_cluster: Callable[..., DaskCluster]
+    run: Tokenization, expected: dict[str, bytes], dask_cluster: Callable[..., DaskCluster]
 ) -> None:
     cluster = dask_cluster()
     with run.started(engine={"kind": "dask", "address": cluster.address}) as process:
@@ -231,7 +157,7 @@ def test_after_a_lost_cluster_the_same_command_does_the_rest(
 
 
 @pytest.mark.slow
-def test_a_killed_head_leaves_what_was_done_and_no_worker(run: Run, expected: dict[str, bytes]) -> None:
+def test_a_killed_head_leaves_what_was_done_and_no_worker(run: Tokenization, expected: dict[str, bytes]) -> None:
     with run.started(processes=2) as process:
         until_tokens(process)
         process.kill()
@@ -247,7 +173,7 @@ def test_a_killed_head_leaves_what_was_done_and_no_worker(run: Run, expected: di
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="a worker with a disk of its own needs a mount namespace, and that root")
 def test_workers_that_do_not_see_the_files_are_found_before_the_work(
-    run: Run, tmp_path: Path, dask_cluster: Callable[..., DaskCluster]
+    run: Tokenization, tmp_path: Path, dask_cluster: Callable[..., DaskCluster]
 ) -> None:
     run.home.mkdir()
     own_disk = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {run.home} && exec "$@"', "sh"]
@@ -262,7 +188,7 @@ def test_workers_that_do_not_see_the_files_are_found_before_the_work(
 
 
 @pytest.mark.slow
-def test_a_cluster_that_does_not_answer_is_named_with_the_cure(run: Run) -> None:
+def test_a_cluster_that_does_not_answer_is_named_with_the_cure(run: Tokenization) -> None:
     pytest.importorskip("prefect_dask")
     with run.started(engine={"kind": "dask", "address": "tcp://127.0.0.1:9"}) as process:
         output, _ = process.communicate(timeout=300)
@@ -272,7 +198,7 @@ def test_a_cluster_that_does_not_answer_is_named_with_the_cure(run: Run) -> None
 
 
 @pytest.mark.slow
-def test_ray_makes_the_same_bytes(run: Run, expected: dict[str, bytes]) -> None:
+def test_ray_makes_the_same_bytes(run: Tokenization, expected: dict[str, bytes]) -> None:
     pytest.importorskip("prefect_ray")
     run.output(processes=2, engine={"kind": "ray"})
     assert contents(run.folder) == expected
