@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 INFRA = Path(__file__).parents[2] / "infra"
 FOLDERS = ("postgres", "prefect", "artifacts", "home", "corpora", "triton")
+GIVEN = ("hf_token", "aws_access_key_id", "aws_secret_access_key")  # by others; empty until you fill them in
 PASSWORDS = (
     "postgres_password",
     "prefect_database_password",
@@ -58,7 +59,7 @@ def init(folder: Path, *, docker: bool = False, pool: str = "") -> list[str]:
     for name in (".", *FOLDERS, "secrets"):
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name).chmod(0o755 if name == "." else 0o700)
-    made = [name for name in (*PASSWORDS, "prefect_auth", "hf_token") if _make_secret(folder / "secrets" / name)]
+    made = [name for name in (*PASSWORDS, "prefect_auth", *GIVEN) if _make_secret(folder / "secrets" / name)]
     compose = [INFRA / "compose.yaml", *([INFRA / "compose.docker.yaml"] if docker else [])]
     settings = {"SHARDLINE_UID": str(uid), "SHARDLINE_GID": str(gid), "SHARDLINE_MODEL": "quickstart@champion"}
     settings |= {"WORKER_CPUS": str(min(MOST_CPUS, os.cpu_count() or 1))}  # Docker refuses more than the machine has
@@ -76,7 +77,7 @@ def init(folder: Path, *, docker: bool = False, pool: str = "") -> list[str]:
 def _make_secret(path: Path) -> bool:
     if path.exists():
         return False
-    content = {"prefect_auth": f"{PREFECT_USER}:{secrets.token_urlsafe(32)}", "hf_token": ""}
+    content = {"prefect_auth": f"{PREFECT_USER}:{secrets.token_urlsafe(32)}"} | dict.fromkeys(GIVEN, "")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(content.get(path.name, secrets.token_urlsafe(32)))

@@ -80,11 +80,10 @@ def shown(stack: Stack) -> set[str]:
 
 
 def _run_by_worker(stack: Stack, parameters: dict[str, Any], seen: set[str]) -> dict[str, Any]:
-    found = _prefect(stack, "/deployments/name/Pretrain/quickstart")
-    begun = _prefect(stack, f"/deployments/{found['id']}/create_flow_run", {"parameters": {"config": parameters}})
+    begun = stack.submit(parameters)
     while True:
         seen |= _command_lines()
-        state = _prefect(stack, f"/flow_runs/{begun['id']}")["state"]
+        state = stack.prefect(f"/flow_runs/{begun}")["state"]
         if state["type"] in END_STATES:
             return dict(state)
         time.sleep(0.1)
@@ -121,13 +120,6 @@ def _command_lines() -> set[str]:
     return found
 
 
-def _prefect(stack: Stack, path: str, content: dict[str, Any] | None = None) -> Any:
-    body = None if content is None else json.dumps(content).encode()
-    status, text = stack.ask("prefect", f"/api{path}", credentials=stack.secret("prefect_auth"), body=body)
-    assert status in {200, 201}, text
-    return json.loads(text)
-
-
 def _mlflow(stack: Stack, path: str, content: dict[str, Any] | None, *, user: str = "admin") -> tuple[int, Any]:
     password = {"admin": "mlflow_admin_password", "serving": "mlflow_serving_password"}[user]
     body = None if content is None else json.dumps(content).encode()
@@ -145,7 +137,7 @@ def test_without_credentials_nothing_answers_but_health(stack: Stack) -> None:
             assert stack.ask("mlflow", path, credentials=credentials, body=search)[0] == 401
         assert stack.ask("mlflow", "/", credentials=credentials)[0] == 401
     assert stack.ask("prefect", "/api/health")[0] == stack.ask("mlflow", "/health")[0] == 200
-    assert _prefect(stack, "/deployments/filter", {})
+    assert stack.prefect("/deployments/filter", {})
     assert _mlflow(stack, "experiments/search", {"max_results": 5})[0] == 200
 
 
@@ -223,7 +215,7 @@ def test_a_lost_stack_comes_back_from_its_backup(stack: Stack, shown: set[str], 
         runs = sorted(_mlflow(stack, "runs/search", search)[1]["runs"], key=lambda run: run["info"]["run_id"])
         finished = next(run["info"]["run_id"] for run in runs if run["info"]["status"] == "FINISHED")
         history = f"metrics/get-history?run_id={finished}&metric_key=loss"
-        flow_runs = _prefect(stack, "/flow_runs/filter", {})
+        flow_runs = stack.prefect("/flow_runs/filter", {})
         model = _mlflow(stack, "registered-models/get?name=verses", None)[1]["registered_model"]
         versions = _mlflow(stack, "model-versions/search?filter=name%3D%27verses%27", None)[1]["model_versions"]
         for version in versions:

@@ -98,7 +98,8 @@ def test_every_file_and_folder_that_it_names_is_there(stack: Path, compose: dict
 def test_secrets_are_random_only_their_owners_and_made_once(stack: Path, tmp_path: Path) -> None:
     files = sorted((stack / "secrets").iterdir())
     contents = {path.name: path.read_text() for path in files}
-    assert contents.pop("hf_token") == ""
+    given = {name: contents.pop(name) for name in ("hf_token", "aws_access_key_id", "aws_secret_access_key")}
+    assert set(given.values()) == {""}, "others give them"
     assert len(set(contents.values())) == len(contents)
     assert min(map(len, contents.values())) >= 43, "256 random bits"
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
@@ -107,7 +108,7 @@ def test_secrets_are_random_only_their_owners_and_made_once(stack: Path, tmp_pat
         [sys.executable, "-m", "flows.cli", "stack", "init", str(stack), "--json"], capture_output=True, cwd=REPO
     )
     assert json.loads(again.stdout)["made"] == []
-    assert {path.name: path.read_text() for path in files} == contents | {"hf_token": ""}
+    assert {path.name: path.read_text() for path in files} == contents | given
     assert read_settings(stack)["PREFECT_PORT"] == "4300"
 
 

@@ -17,13 +17,20 @@ VARIABLE = re.compile(r"\$\{(\w+)(?::([-?])([^}]*))?\}")
 
 
 def read_compose(path: Path, settings: Mapping[str, str]) -> dict[str, Any]:
-    """Raises KeyError for a `${NAME:?…}` that `settings` lacks, as Compose refuses it."""
+    """Raises KeyError for a `${NAME:?…}` that `settings` lacks, as Compose refuses it.
+
+    A variable of a service that has no value gets that of `settings`; it is unset where they have none.
+    """
 
     def value(match: re.Match[str]) -> str:
         name, kind, default = match.groups()
         return settings.get(name) or default if kind == "-" else settings[name]
 
     content: dict[str, Any] = yaml.safe_load(VARIABLE.sub(value, path.read_text()))
+    for service in content["services"].values():
+        named = service.get("environment", {})
+        known = {name: settings.get(name) if value is None else value for name, value in named.items()}
+        service["environment"] = {name: value for name, value in known.items() if value is not None}
     return content
 
 

@@ -152,21 +152,15 @@ def _proxy(port: int, faults: Faults) -> Iterator[int]:
                 self.request.recv(2**16)
                 self.request.sendall(ERROR if fault == "500" else DENIED)
                 return
-            if fault == "full":  # it still gives what it has
-                self._serve_reads()
-                return
-            with socket.create_connection(("127.0.0.1", port)) as upstream:
-                threading.Thread(target=_copy, args=(self.request, upstream, None), daemon=True).start()
-                _copy(upstream, self.request, CUT_AFTER_BYTES if fault == "cut" else None)
-
-        def _serve_reads(self) -> None:
             request = self.request.recv(2**16)
-            if request.startswith((b"PUT", b"POST")):
+            if fault == "full" and request.startswith((b"PUT", b"POST")):  # it still gives what it has
                 self.request.sendall(FULL)
                 return
             with socket.create_connection(("127.0.0.1", port)) as upstream:
-                upstream.sendall(request.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
-                _copy(upstream, self.request, None)
+                # One request a connection, so that the next one meets the next fault.
+                upstream.sendall(request.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
+                threading.Thread(target=_copy, args=(self.request, upstream, None), daemon=True).start()
+                _copy(upstream, self.request, CUT_AFTER_BYTES if fault == "cut" else None)
 
     class Server(socketserver.ThreadingTCPServer):
         daemon_threads = allow_reuse_address = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import os
 import pwd
 import re
@@ -193,6 +194,19 @@ class Stack:
             method, url, content=body, headers=headers, timeout=60, trust_env=False, follow_redirects=True
         )
         return reply.status_code, reply.text
+
+    def prefect(self, path: str, content: dict[str, Any] | None = None) -> Any:
+        """Its API's JSON: GET, or POST where there is content."""
+        body = None if content is None else json.dumps(content).encode()
+        status, text = self.ask("prefect", f"/api{path}", credentials=self.secret("prefect_auth"), body=body)
+        assert status in {200, 201}, text
+        return json.loads(text)
+
+    def submit(self, config: dict[str, Any]) -> str:
+        """A run of the deployment `quickstart`; its id."""
+        found = self.prefect("/deployments/name/Pretrain/quickstart")
+        begun = self.prefect(f"/deployments/{found['id']}/create_flow_run", {"parameters": {"config": config}})
+        return str(begun["id"])
 
 
 def free_folder() -> Path:
