@@ -1,7 +1,7 @@
 """A real S3 server (moto) in a process of its own, behind a proxy that can fail as stores do.
 
 With SHARDLINE_TEST_S3=http://127.0.0.1:PORT the tests use the server there instead; AWS_ACCESS_KEY_ID and
-AWS_SECRET_ACCESS_KEY are those that it knows.
+AWS_SECRET_ACCESS_KEY are those that it knows. Seen green with s3rver of npm: `s3rver -d FOLDER -p 4569`, both S3RVER.
 """
 
 from __future__ import annotations
