@@ -40,7 +40,7 @@ from training.tracking.rows import read_rows
 
 NUM_TOKENS, QUICK_TOKENS = 96_000_000, 8_000_000
 SHARD_TOKENS = 4_000_000
-STEPS, QUICK_STEPS = 600, 60
+STEPS, QUICK_STEPS = 2500, 60
 AWAY_S, QUICK_AWAY_S = 30.0, 4.0
 LATENCY_S = 0.05
 STORE = StoreConfig(url=f"s3://{BUCKET}/kept")

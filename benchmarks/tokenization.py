@@ -6,12 +6,13 @@ The text is Python source of this machine, in four files of JSON lines; the toke
 tokens that was trained on it before. Each way runs in a process of its own (benchmarks/baselines/tokenizing.py), on 1
 core with 1 worker and on 2 cores with 2, and is timed from the end of its imports until its tokens are on disk:
 Shardline's with hashes of text and tokens, fsync and a manifest, the others' as they leave them. Medians over the
-repetitions.
+repetitions. How Shardline's rate grows with the workers is measured on the same text 6 times over: to start processes
+takes a second, whatever the text.
 
 The last line is one JSON object: `mb_per_s_per_core` by way and number of workers, `ratio_vs_datasets` and
 `ratio_vs_datatrove` (Shardline's rate over theirs, on as many workers as there are cores, 2 at most),
-`linearity_2_workers` (Shardline's rate on 2 over twice that on 1; null on one core), `identical` (whether all documents
-have the same tokens in all ways), `mb` of text and `documents`.
+`linearity_2_workers` (Shardline's rate on 2 over twice that on 1, on 6 times the text; null on one core), `identical`
+(whether all documents have the same tokens in all ways), `mb` of text and `documents`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from tasks.data.corpus import prepare_corpus
 from training.config.data import DataConfig
 
 FILES = 4
+TIMES_FOR_LINEARITY = 6
 
 
 def write_corpus(folder: Path, *, num_bytes: int) -> int:
@@ -79,6 +81,22 @@ def measure(way: str, corpus: Path, tokenizer: Path, *, workers: int) -> dict[st
     return result
 
 
+def linearity_of(corpus: Path, tokenizer: Path, *, repetitions: int) -> float:
+    """Shardline's rate on 2 workers over twice that on 1."""
+    more = corpus.with_name("more")
+    more.mkdir()
+    for path in corpus.iterdir():
+        for number in range(TIMES_FOR_LINEARITY):
+            (more / f"{number}-{path.name}").hardlink_to(path)
+    seconds = {
+        workers: statistics.median(
+            measure("shardline", more, tokenizer, workers=workers)["seconds"] for _ in range(repetitions)
+        )
+        for workers in (1, 2)
+    }
+    return round(seconds[1] / seconds[2] / 2, 3)
+
+
 def run(*, num_bytes: int, repetitions: int) -> dict[str, Any]:
     numbers = (1, 2) if len(os.sched_getaffinity(0)) > 1 else (1,)
     with tempfile.TemporaryDirectory(prefix="shardline-tokenization-") as folder:
@@ -90,14 +108,15 @@ def run(*, num_bytes: int, repetitions: int) -> dict[str, Any]:
             for workers in numbers
             for way in WAYS
         }
+        most = max(numbers)
+        linearity = linearity_of(corpus, tokenizer, repetitions=repetitions) if most == 2 else None
     mb = num_bytes / 1e6
     rates = {key: mb / statistics.median(row["seconds"] for row in each) for key, each in rows.items()}
-    most = max(numbers)
     return {
         "mb_per_s_per_core": {way: {str(n): round(rates[way, n] / n, 2) for n in numbers} for way in WAYS},
         "ratio_vs_datasets": round(rates["shardline", most] / rates["datasets", most], 2),
         "ratio_vs_datatrove": round(rates["shardline", most] / rates["datatrove", most], 2),
-        "linearity_2_workers": round(rates["shardline", 2] / rates["shardline", 1] / 2, 3) if most == 2 else None,
+        "linearity_2_workers": linearity,
         "identical": len({(row["digest"], row["tokens"]) for each in rows.values() for row in each}) == 1,
         "tokens": rows["shardline", 1][0]["tokens"],
         "mb": round(mb, 1),
