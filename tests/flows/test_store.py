@@ -23,7 +23,13 @@ from tests.support.waiting import until
 from training.records.record import sha256_file
 
 URL = f"s3://{BUCKET}/shardline"
-FEW = ("train.steps=60", "checkpoint.every_steps=20", "evaluation.every_steps=0", "export.latency_seconds=0")
+STEPS, EVERY = 300, 30
+FEW = (
+    f"train.steps={STEPS}",
+    f"checkpoint.every_steps={EVERY}",
+    "evaluation.every_steps=0",
+    "export.latency_seconds=0",
+)
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -63,7 +69,7 @@ def test_a_run_whose_machine_is_lost_goes_on_elsewhere_to_the_same_bits(
     settings = (*FEW, f"data.path=s3://{BUCKET}/texts", f"store.url={URL}")
     process = first.start("pretrain", str(first.config), *settings, **known)
     until(
-        lambda: any(key.endswith("/checkpoints/00000020/manifest.json") for key in s3.keys("shardline/runs/")),
+        lambda: any(key.endswith(f"/checkpoints/{EVERY:08d}/manifest.json") for key in s3.keys("shardline/runs/")),
         "the first checkpoint is on the store",
         within_s=300,
         process=process,
@@ -97,8 +103,10 @@ def test_a_run_whose_machine_is_lost_goes_on_elsewhere_to_the_same_bits(
     (undisturbed,) = third.run_dirs()
     expected_losses = losses(undisturbed / "plan.json")
     assert {step: found.get(step) for step in expected_losses} == expected_losses
-    last = "checkpoints/00000060/model.safetensors"
-    assert sha256_file(undisturbed / last) == sha256_file(resumed / last)
-    manifest = json.loads((resumed / "checkpoints/00000060/manifest.json").read_text())
-    assert f"shardline/runs/{run.name}/checkpoints/00000060/manifest.json" in s3.keys("shardline/runs/")
-    assert manifest["step"] == 60
+    files = [*(undisturbed / f"checkpoints/{STEPS:08d}").glob("*.safetensors")]
+    assert len(files) == 6, "two ranks' weights, moments and random numbers"
+    for path in files:
+        assert sha256_file(path) == sha256_file(resumed / path.relative_to(undisturbed)), path.name
+    manifest = json.loads((resumed / f"checkpoints/{STEPS:08d}/manifest.json").read_text())
+    assert f"shardline/runs/{run.name}/checkpoints/{STEPS:08d}/manifest.json" in s3.keys("shardline/runs/")
+    assert manifest["step"] == STEPS
