@@ -1,14 +1,17 @@
 """The training program: `torchrun … -m training.train runs/ID/plan.json`, on every rank.
 
 Reads the plan and the token shards; leaves metrics.jsonl, checkpoints/ and result.json in the run folder.
-Started again, it resumes from the newest whole checkpoint.
+Started again, it resumes from the newest whole checkpoint, on disk or in the memory of its hosts.
 """
 
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
+from training.checkpoint.memory import HostMemory
+from training.checkpoint.memory_saver import MemorySaver
 from training.checkpoint.saver import Saver
 from training.records.plan import RunPlan
 from training.runtime.process import process_group
@@ -24,12 +27,24 @@ def main(plan_path: Path) -> None:
     """Train the plan: restore, then report and save while it fits, then finish."""
     plan, run_dir = RunPlan.read(plan_path), plan_path.parent
     with hang_watchdog(plan, run_dir) as watchdog, process_group(plan) as rank:
-        state = restore(plan, rank=rank, run_dir=run_dir)
+        memory = HostMemory(plan, rank=rank, run_dir=run_dir) if plan.config.checkpoint.memory_every_steps else None
+        state = restore(plan, rank=rank, run_dir=run_dir, memory=memory)
         rows = earlier_rows(state)
         # Collective: no rank opens a file of rows, as the reporter does, before the first one has dropped old ones.
         stopper = Stopper(plan, rank=rank, start=state.start, rows=rows)
         with (
             Reporter(state, rows=rows) as reporter,
+            (
+                MemorySaver(
+                    memory,
+                    plan=plan,
+                    strategy=state.strategy,
+                    micro_batches=state.micro_batches,
+                    loaded=state.copy,
+                )
+                if memory is not None
+                else nullcontext()
+            ) as memory_saver,
             Saver(
                 run_dir,
                 plan=plan,
@@ -39,7 +54,16 @@ def main(plan_path: Path) -> None:
                 micro_batches=state.micro_batches,
             ) as saver,
         ):
-            stopped_by = fit(state, reporter=reporter, saver=saver, stopper=stopper, watchdog=watchdog)
+            if memory is not None and state.resumed is not None:
+                reporter.write(state.start, resumed_from_memory=float(state.copy is not None))
+            stopped_by = fit(
+                state,
+                reporter=reporter,
+                saver=saver,
+                memory_saver=memory_saver,
+                stopper=stopper,
+                watchdog=watchdog,
+            )
         finish(state, reporter.meter, stopped_by=stopped_by)
 
 

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -38,9 +39,14 @@ def _run_rank(program: str, plan_path: Path, environment: dict[str, str], log_pa
 
 
 class Ranks:
-    """A program on the run plan's ranks, or on `ranks`. If one fails the others are ended, as torchrun does it."""
+    """A program on the run plan's ranks, or on `ranks`. If one fails the others are ended, as torchrun does it.
 
-    def __init__(self, plan_path: Path, *, program: str = "training.train", ranks: int = 0) -> None:
+    `hosts`: the host that each rank believes to be on; all are on this machine.
+    """
+
+    def __init__(
+        self, plan_path: Path, *, program: str = "training.train", ranks: int = 0, hosts: Sequence[str] = ()
+    ) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # the server inherits it
         ranks = ranks or RunPlan.read(plan_path).world_size
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
@@ -48,6 +54,7 @@ class Ranks:
         self.processes: list[ForkServerProcess] = []
         for rank in range(ranks):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MLFLOW_TRACKING_URI": ""}
+            place |= {"SHARDLINE_HOST": hosts[rank]} if hosts else {}
             place[BACKEND] = os.environ.get(BACKEND, "")
             environment = world | place | rank_environment()
             process = _SERVER.Process(target=_run_rank, args=(program, plan_path, environment, self.log_path))

@@ -16,10 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from training.checkpoint.load import rank_state_file, rng_name, rng_state
-from training.checkpoint.safetensors_files import file_name
 from training.checkpoint.staging import Staging
 from training.checkpoint.writer import WriteFailure, Writer
 from training.data.batch import MicroBatches
@@ -80,20 +77,12 @@ class Saver:
         began = time.perf_counter()
         if self.writer is not None:
             self._wait_for(self.writer, step)
-        manifest = CheckpointManifest(
-            step=step,
-            tokens=tokens,
-            strategy=self.plan.strategy,
-            mesh=self.plan.mesh,
-            world_size=self.rank.world_size,
-            config_sha256=sha256_config(self.plan.config),
-            val_loss=val_loss,
-            micro_batches=self.micro_batches.sizes,
-            files={},
+        manifest = unfilled_manifest(
+            self.plan, step=step, tokens=tokens, val_loss=val_loss, micro_batches=self.micro_batches
         )
         folder = checkpoint_folder(self.run_dir, step)
         self.writer = Writer(self.plan, manifest, folder=folder, rank=self.rank, hf_config=self.hf_config)
-        self.writer.start(self._files())
+        self.writer.start(self.staging.files(self.strategy))
         self.in_flight = True
         if not self.plan.config.checkpoint.asynchronous:
             self.finish()
@@ -112,13 +101,6 @@ class Saver:
                 writer.manifest.step,
                 self.plan.config.checkpoint.every_steps,
             )
-
-    def _files(self) -> dict[str, dict[str, Tensor]]:
-        rank = self.rank
-        staged = self.staging.fill(self.strategy)
-        files = {file_name(kind, number=rank.rank, of=rank.world_size): staged[kind] for kind in ("model", "optimizer")}
-        files[rank_state_file(rank.rank)] = staged["rank"]
-        return {name: tensors for name, tensors in files.items() if tensors} | {rng_name(rank): rng_state(rank.device)}
 
     def advance(self) -> None:
         """Advance the checkpoint that is being written; call it once per step. Costs nothing while there is none.
@@ -181,3 +163,20 @@ class Saver:
                     "before; checkpoint.max_failures sets the number of tries"
                 )
             logger.warning("%s", text)
+
+
+def unfilled_manifest(
+    plan: RunPlan, *, step: int, tokens: int, val_loss: float | None, micro_batches: MicroBatches
+) -> CheckpointManifest:
+    """The manifest of a checkpoint whose files are not written yet."""
+    return CheckpointManifest(
+        step=step,
+        tokens=tokens,
+        strategy=plan.strategy,
+        mesh=plan.mesh,
+        world_size=plan.world_size,
+        config_sha256=sha256_config(plan.config),
+        val_loss=val_loss,
+        micro_batches=micro_batches.sizes,
+        files={},
+    )

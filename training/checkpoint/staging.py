@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from training.checkpoint.load import rank_state_file, rng_name, rng_state
+from training.checkpoint.safetensors_files import file_name
 from training.records.plan import RunPlan
 from training.runtime.mesh import timeout
 from training.runtime.process import Rank
@@ -49,6 +51,13 @@ class Staging:
             self.group = groups[self.stage[0]]
         self._buffers: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "rank": {}}
         self._block = torch.empty(0, dtype=torch.uint8)  # what is left of the newest one
+
+    def files(self, strategy: Strategy) -> dict[str, dict[str, Tensor]]:
+        """This rank's files of a checkpoint, as tensors by file name: copies, as they are now. Collective."""
+        rank, staged = self.rank, self.fill(strategy)
+        files = {file_name(kind, number=rank.rank, of=rank.world_size): staged[kind] for kind in ("model", "optimizer")}
+        files[rank_state_file(rank.rank)] = staged["rank"]
+        return {name: tensors for name, tensors in files.items() if tensors} | {rng_name(rank): rng_state(rank.device)}
 
     def fill(self, strategy: Strategy) -> dict[str, dict[str, Tensor]]:
         """CPU copies of this rank's tensors by kind and name, as they are now. Collective within the stage.

@@ -14,7 +14,7 @@ import os
 import queue
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from training.checkpoint.retention import prune
 from training.checkpoint.safetensors_files import Abandoned, index_name, write_tensors
-from training.records.checkpoint import CHECKPOINT_MANIFEST, CheckpointManifest, WrittenFile
+from training.records.checkpoint import CHECKPOINT_MANIFEST, CheckpointManifest, RankFile, WrittenFile
 from training.records.plan import RunPlan
 from training.records.record import sha256_file, write_atomically
 from training.runtime.process import Rank
@@ -32,15 +32,6 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0  # doubled from try to try, up to a minute
 JOIN_S = 60.0  # a thread that hangs on a dead disk must not keep the process
-
-
-@dataclass(frozen=True)
-class RankFile:
-    """A file that one rank wrote, and the names of the tensors in it."""
-
-    written: WrittenFile
-    names: tuple[str, ...]
-    tensor_bytes: int
 
 
 @dataclass(frozen=True)
@@ -134,12 +125,7 @@ class Writer:
             if name in self.rank_files:
                 continue
             self.path = self.partial_folder / name
-            try:
-                written = write_tensors(self.path, tensors, abandoned=self.abandoned)
-            except BaseException:
-                self.path.unlink(missing_ok=True)  # half a file takes room on a full disk
-                raise
-            self.rank_files[name] = RankFile(written, tuple(tensors), sum(tensor.nbytes for tensor in tensors.values()))
+            self.rank_files[name] = write_rank_file(self.path, tensors, abandoned=self.abandoned)
 
     def _publish(self) -> None:
         """Add index files, config.json and manifest, then rename the folder; a retry starts where the last failed."""
@@ -156,7 +142,7 @@ class Writer:
     def _complete(self) -> None:
         """Write the index files and config.json, which make it a Hugging Face folder, and the manifest."""
         for kind in ("model", "optimizer"):
-            _write_index(self.partial_folder, kind, self.all_rank_files)
+            write_index(self.partial_folder, kind, self.all_rank_files)
         self.hf_config.save_pretrained(self.partial_folder)
         files = {name: file.written for rank_files in self.all_rank_files for name, file in rank_files.items()}
         for path in self.partial_folder.glob("*.json"):
@@ -168,7 +154,18 @@ class Writer:
         _fsync(self.partial_folder)
 
 
-def _write_index(folder: Path, kind: str, all_rank_files: list[dict[str, RankFile]]) -> None:
+def write_rank_file(path: Path, tensors: Mapping[str, Tensor], *, abandoned: threading.Event) -> RankFile:
+    """Write a file of a checkpoint. Raises as `write_tensors`, and leaves nothing then."""
+    try:
+        written = write_tensors(path, tensors, abandoned=abandoned)
+    except BaseException:
+        path.unlink(missing_ok=True)  # half a file takes room on a full disk
+        raise
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    return RankFile(written=written, names=tuple(tensors), tensor_bytes=size)
+
+
+def write_index(folder: Path, kind: str, all_rank_files: Iterable[Mapping[str, RankFile]]) -> None:
     """KIND.safetensors.index.json, where several ranks wrote tensors of this kind."""
     named = {name: file for files in all_rank_files for name, file in files.items() if name.startswith(f"{kind}-")}
     file_of = {tensor: name for name, file in named.items() for tensor in file.names}

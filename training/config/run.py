@@ -38,6 +38,17 @@ class CheckpointConfig(Section):
         le=1000,
         description="Number of attempts to write a checkpoint, after which the run fails.",
     )
+    memory_every_steps: int = Field(
+        0,
+        ge=0,
+        description="Steps between copies of the training state in the memory of each rank's host and of one other "
+        "host, from which a failed run continues where they are newer than the checkpoints on disk; 0 makes none.",
+    )
+    memory_dir: str = Field(
+        "/dev/shm/shardline",
+        pattern=r"^/[A-Za-z0-9._/-]+$",
+        description="Folder for these copies on each host. It must be in memory (tmpfs), as all of /dev/shm is.",
+    )
 
 
 class ProfileConfig(Section):

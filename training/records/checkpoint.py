@@ -27,6 +27,14 @@ class WrittenFile(Record):
     sha256: str
 
 
+class RankFile(Record):
+    """A file of a checkpoint that one rank wrote, and the names of the tensors in it."""
+
+    written: WrittenFile
+    names: tuple[str, ...]
+    tensor_bytes: int
+
+
 class CheckpointManifest(Record):
     """The record of a checkpoint: its step, its layout, and the hash of each file.
 

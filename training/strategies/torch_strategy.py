@@ -164,10 +164,11 @@ class TorchStrategy:
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         for name, parameter in self.trained.items():
+            moments = {moment: self.own(name, state[f"{name}.{moment}"], parameter) for moment in MOMENTS}
             self.optimizer.state[parameter] = {
                 "step": state["step"].to(parameter.device, copy=True),
-                "exp_avg": self.own(name, state[f"{name}.exp_avg"], parameter),
-                "exp_avg_sq": self.own(name, state[f"{name}.exp_avg_sq"], parameter),
+                # On a CPU they are the checkpoint's file itself, mapped, which on tmpfs takes memory while anybody is.
+                **{name: own.clone() if own.device.type == "cpu" else own for name, own in moments.items()},
             }
         self.scale.load(state)
 

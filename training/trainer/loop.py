@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+from training.checkpoint.memory_saver import MemorySaver
 from training.checkpoint.saver import Saver
 from training.config.train import learning_rate
 from training.records.train_result import StoppedBy
@@ -17,7 +18,15 @@ from training.trainer.validation import evaluation_mode, validate
 COLLECT_EVERY_STEPS = 500  # a full collection takes tens of ms: seldom, and on all ranks at the same step
 
 
-def fit(state: TrainingState, *, reporter: Reporter, saver: Saver, stopper: Stopper, watchdog: Watchdog) -> StoppedBy:
+def fit(
+    state: TrainingState,
+    *,
+    reporter: Reporter,
+    saver: Saver,
+    memory_saver: MemorySaver | None,
+    stopper: Stopper,
+    watchdog: Watchdog,
+) -> StoppedBy:
     """Take batches, step, report, validate, save, stop. The last step always leaves a checkpoint."""
     plan, config, val_loss = state.plan, state.plan.config, state.val_loss
     meter, stopped_by = reporter.meter, stopper.at_start()
@@ -48,6 +57,11 @@ def fit(state: TrainingState, *, reporter: Reporter, saver: Saver, stopper: Stop
                 meter.read_steps()  # a checkpoint of a lost model would push a good one out
                 stalled_s = saver.save(step, tokens=meter.rates.tokens, val_loss=val_loss)
             reporter.write(step, checkpoint_stall_ms=1000 * stalled_s)
+        if memory_saver is not None and not stopped_by and _every(step, config.checkpoint.memory_every_steps):
+            with meter.paused():
+                meter.read_steps()
+                stalled_s = memory_saver.save(step, tokens=meter.rates.tokens, val_loss=val_loss)
+            reporter.write(step, memory_checkpoint_stall_ms=1000 * stalled_s)
         if _every(step, COLLECT_EVERY_STEPS):
             gc.collect()
         if stopped_by:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,17 +13,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from training.checkpoint import load
+from training.checkpoint.memory import HostMemory
 from training.checkpoint.retention import remove_leftovers
 from training.data.batch import MicroBatches
 from training.data.loader import Loader
 from training.models.freezing import trainable_parameters
 from training.models.language_model import LanguageModel, unfilled_model
 from training.records.checkpoint import CheckpointManifest, damage, finished_checkpoints, newest_intact, reading
+from training.records.memory_checkpoint import MEMORY_RECORD, MemoryRecord
 from training.records.plan import RunPlan
 from training.runtime.mesh import build_mesh
 from training.runtime.process import Rank
 from training.strategies import Strategy, parallelize
 from training.trainer.rebalance import sizes_in_force
+
+logger = logging.getLogger(__name__)
 
 HASHING_TIMEOUT = datetime.timedelta(hours=6)  # while ranks hash a checkpoint: its one file of 100 GB takes minutes
 
@@ -40,6 +46,7 @@ class TrainingState:
     loader: Loader
     micro_batches: MicroBatches  # shared with the loader, the metrics and the checkpoints
     resumed: CheckpointManifest | None
+    copy: MemoryRecord | None = None  # the checkpoint in the hosts' memory that `resumed` was loaded from
 
     @property
     def start(self) -> int:
@@ -57,11 +64,26 @@ class TrainingState:
         return self.resumed.val_loss if self.resumed is not None else None
 
 
-def restore(plan: RunPlan, *, rank: Rank, run_dir: Path) -> TrainingState:
-    """Model, strategy and data, at the newest whole checkpoint if there is one. Collective."""
-    found = _agree_on_checkpoint(run_dir, rank)
+def restore(plan: RunPlan, *, rank: Rank, run_dir: Path, memory: HostMemory | None = None) -> TrainingState:
+    """Model, strategy and data, at the newest whole checkpoint if there is one. Collective.
+
+    That of the hosts' memory if it is newer than the newest on disk; copies that are of no use any more are removed.
+    """
+    patient_group = dist.new_group(timeout=HASHING_TIMEOUT, backend="gloo")
+    on_disk = _list_checkpoints(run_dir, rank, group=patient_group)
+    copy = _newest_in_memory(memory, on_disk) if memory is not None else None
+    if memory is not None and copy is not None:
+        found: Path | None = memory.whole_folder(copy)
+    else:
+        found = _agree_on_checkpoint(on_disk, rank, group=patient_group)
+    dist.destroy_process_group(patient_group)
     with reading(found):
-        return build_state(plan, found, rank=rank, run_dir=run_dir)
+        state = build_state(plan, found, rank=rank, run_dir=run_dir)
+    if memory is not None:
+        memory.forget(copy)
+    elif rank.rank == 0:
+        (run_dir / MEMORY_RECORD).unlink(missing_ok=True)  # of before checkpoint.memory_every_steps became 0
+    return replace(state, copy=copy)
 
 
 def build_state(plan: RunPlan, found: Path | None, *, rank: Rank, run_dir: Path) -> TrainingState:
@@ -83,21 +105,45 @@ def build_state(plan: RunPlan, found: Path | None, *, rank: Rank, run_dir: Path)
     return TrainingState(plan, rank, run_dir, mesh, model, num_trained, strategy, loader, micro_batches, resumed)
 
 
-def _agree_on_checkpoint(run_dir: Path, rank: Rank) -> Path | None:
-    """The newest whole checkpoint: the first rank lists them, and each hashes a part of the files. Collective."""
+def _list_checkpoints(run_dir: Path, rank: Rank, *, group: dist.ProcessGroup) -> list[Path]:
+    """The published checkpoints, oldest first, as the first rank sees them. Collective."""
     folders: list[list[Path]] = [[]]
     if rank.rank == 0:
         remove_leftovers(run_dir)
         folders = [finished_checkpoints(run_dir)]
-    patient_group = dist.new_group(timeout=HASHING_TIMEOUT, backend="gloo")
-    dist.broadcast_object_list(folders, src=0, group=patient_group)
+    dist.broadcast_object_list(folders, src=0, group=group)
+    return folders[0]
+
+
+def _newest_in_memory(memory: HostMemory, on_disk: Sequence[Path]) -> MemoryRecord | None:
+    """The copy in the hosts' memory, made whole on each host, if it is newer than all on disk. Collective."""
+    copy, step_on_disk = memory.newest(), max((int(folder.name) for folder in on_disk), default=0)
+    if copy is None:
+        return None
+    fault = memory.make_whole(copy) if copy.step > step_on_disk else "the one on disk is as new"
+    if memory.rank.rank == 0 and fault is None:
+        logger.info(
+            "continuing after step %d from the hosts' memory: the newest checkpoint on disk is of step %d",
+            copy.step,
+            step_on_disk,
+        )
+    elif memory.rank.rank == 0:
+        logger.warning(
+            "the copy of step %d in the hosts' memory is not used (%s): continuing after step %d",
+            copy.step,
+            fault,
+            step_on_disk,
+        )
+    return copy if fault is None else None
+
+
+def _agree_on_checkpoint(folders: Sequence[Path], rank: Rank, *, group: dist.ProcessGroup) -> Path | None:
+    """The newest of these checkpoints that is whole; each rank hashes a part of the files. Collective."""
 
     def damage_of(folder: Path) -> str | None:
         faults: list[str | None] = [None] * rank.world_size
         own = damage(folder, part=rank.rank, of_parts=rank.world_size)
-        dist.all_gather_object(faults, own, group=patient_group)
+        dist.all_gather_object(faults, own, group=group)
         return next((fault for fault in faults if fault), None)
 
-    found = newest_intact(folders[0], damage_of=damage_of, log=rank.rank == 0)
-    dist.destroy_process_group(patient_group)
-    return found
+    return newest_intact(folders, damage_of=damage_of, log=rank.rank == 0)

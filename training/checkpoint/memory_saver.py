@@ -1,0 +1,186 @@
+"""Saves into the memory of hosts while training goes on: each rank's files on its own host, and on the next one.
+
+The loop waits only for the copy out of device memory. A thread then writes the rank's files to tmpfs and exchanges
+them with its neighbours, over connections of its own. All ranks' threads agree before the run's record names the new
+copy, and the one before it is removed only when the next is made: one whole copy is there at any time, two at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+from torch import Tensor
+
+from training.checkpoint.memory import HostMemory, free_space, make_room, mapped
+from training.checkpoint.safetensors_files import Abandoned
+from training.checkpoint.saver import unfilled_manifest
+from training.checkpoint.staging import Staging
+from training.checkpoint.writer import write_rank_file
+from training.data.batch import MicroBatches
+from training.records.checkpoint import CheckpointManifest
+from training.records.memory_checkpoint import MemoryRecord, RankShare
+from training.records.plan import RunPlan
+from training.runtime.errors import NonFiniteLoss
+from training.strategies import Strategy
+
+logger = logging.getLogger(__name__)
+
+END_S = 5.0  # for the thread of a rank that fails: its peers may wait for it
+
+
+class MemorySaver:
+    """A run's copies in memory. All methods are called on all ranks alike; leaving the context removes the copies.
+
+    After an error they stay, for the next attempt. `loaded`: the copy that this attempt continues from.
+    """
+
+    def __init__(
+        self,
+        memory: HostMemory,
+        *,
+        plan: RunPlan,
+        strategy: Strategy,
+        micro_batches: MicroBatches,
+        loaded: MemoryRecord | None,
+    ) -> None:
+        self.memory, self.plan, self.strategy, self.micro_batches = memory, plan, strategy, micro_batches
+        self.rank = memory.rank
+        self.staging = Staging(plan, memory.rank)
+        self.newest = loaded
+        self.attempt = memory.gather(secrets.token_hex(4))[0]
+        self.receivers = neighbours(memory.hosts)
+        self.abandoned = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def __enter__(self) -> MemorySaver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, NonFiniteLoss):
+            self.abandoned.set()
+        if self.thread is not None:
+            self.thread.join(END_S if error is not None else None)
+        if error is None:
+            self.memory.remove()
+
+    def save(self, step: int, *, tokens: int, val_loss: float | None) -> float:
+        """Begin a copy; returns the seconds that training stood still."""
+        began = time.perf_counter()
+        if self.thread is not None:
+            self._wait_for(self.thread, step)
+        manifest = unfilled_manifest(
+            self.plan, step=step, tokens=tokens, val_loss=val_loss, micro_batches=self.micro_batches
+        )
+        files = self.staging.files(self.strategy)
+        self.thread = threading.Thread(target=self._run, args=(manifest, files), name=f"memory-{step}", daemon=True)
+        self.thread.start()
+        return time.perf_counter() - began
+
+    def _wait_for(self, thread: threading.Thread, step: int) -> None:
+        """Wait until the copy before is made, because only then its buffers are free again."""
+        began, waiting = time.perf_counter(), thread.is_alive()
+        thread.join()
+        if waiting and self.rank.rank == 0:
+            logger.info(
+                "step %d: waited %.1f s for the copy in memory before this one, which took longer than "
+                "checkpoint.memory_every_steps = %d steps",
+                step,
+                time.perf_counter() - began,
+                self.plan.config.checkpoint.memory_every_steps,
+            )
+
+    # In the thread
+
+    def _run(self, manifest: CheckpointManifest, files: dict[str, dict[str, Tensor]]) -> None:
+        record = MemoryRecord(step=manifest.step, name=f"{manifest.step:08d}-{self.attempt}")
+        try:
+            faults = self._copy(record, manifest, files)
+        except RuntimeError as error:  # a rank is gone, so training fails as well and says why
+            faults = [f"the ranks lost each other ({error})"]
+        if not faults:
+            self.newest = record
+        elif self.rank.rank == 0 and not self.abandoned.is_set():
+            before = f"the one of step {self.newest.step} stays" if self.newest else "there is none before it"
+            logger.warning("no copy of step %d in the hosts' memory: %s; %s", record.step, "; ".join(faults), before)
+
+    def _copy(
+        self, record: MemoryRecord, manifest: CheckpointManifest, files: dict[str, dict[str, Tensor]]
+    ) -> list[str]:
+        """Make the copy. Returns what was in the way, on all ranks alike."""
+        memory, me = self.memory, self.rank.rank
+        folder, share, fault = memory.folder / record.name, None, None
+        try:
+            if memory.is_leader:
+                memory.keep_only(record.name, *([self.newest.name] if self.newest else []))
+            share = self._write(folder, manifest, files)
+        except (OSError, Abandoned) as error:
+            fault = self._in_words(error)
+        shares = memory.gather(share)
+        senders = [each for each in shares if each is not None and self.receivers.get(each.rank) == me]
+        try:
+            for sender in senders if None not in shares else ():
+                for name, file in sender.files.items():
+                    make_room(folder / name, file.written.size_bytes)
+        except OSError as error:
+            fault = self._in_words(error)
+        if faults := [found for found in memory.gather(fault) if found]:
+            return faults
+        assert share is not None
+        self._exchange(folder, share, senders)
+        for whole in (share, *senders):
+            whole.write(folder / f"rank-{whole.rank}.json")
+        dist.barrier(group=memory.group)  # all parts are there
+        if me == 0:
+            try:
+                record.write(memory.record_path)
+            except OSError as error:
+                fault = f"its record could not be written ({error})"
+        return [found for found in memory.gather(fault) if found]
+
+    def _write(self, folder: Path, manifest: CheckpointManifest, files: dict[str, dict[str, Tensor]]) -> RankShare:
+        """Write this rank's own files."""
+        folder.mkdir(exist_ok=True)
+        written = {
+            name: write_rank_file(folder / name, tensors, abandoned=self.abandoned) for name, tensors in files.items()
+        }
+        return RankShare(rank=self.rank.rank, checkpoint=manifest, files=written)
+
+    def _exchange(self, folder: Path, share: RankShare, senders: list[RankShare]) -> None:
+        """Send this rank's files to the next host, and receive those of the host before; from memory into memory."""
+        works, group = [], self.memory.group
+        if (receiver := self.receivers.get(share.rank)) is not None:
+            for number, (name, file) in enumerate(sorted(share.files.items())):
+                content = mapped(folder / name, file.written.size_bytes)
+                works.append(dist.isend(content, receiver, group=group, tag=number))
+        for sender in senders:
+            for number, (name, file) in enumerate(sorted(sender.files.items())):
+                content = mapped(folder / name, file.written.size_bytes)
+                works.append(dist.irecv(content, sender.rank, group=group, tag=number))
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    def _in_words(self, error: Exception) -> str:
+        why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return f"{self.memory.host}, rank {self.rank.rank}: {why}; {free_space(self.memory.run_folder)}"
+
+
+def neighbours(hosts: dict[str, list[int]]) -> dict[int, int]:
+    """Each rank's receiver, on the next host of the ring; a host alone has none.
+
+    >>> neighbours({"a": [0, 1], "b": [2]})
+    {0: 2, 1: 2, 2: 0}
+    """
+    rings = list(hosts.values())
+    if len(rings) == 1:
+        return {}
+    following = zip(rings, rings[1:] + rings[:1], strict=True)
+    return {rank: after[place % len(after)] for ranks, after in following for place, rank in enumerate(ranks)}
