@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from infra.containers import Bind
 from infra.hosts import DockerHost
 from training.config.launch import HostConfig, LaunchConfig
+from training.config.run import CheckpointConfig
 
 SHARED_MEMORY_WITH_GPUS_GIB, SHARED_MEMORY_GIB = 16.0, 1.0
 TLS_FILES = ("ca.pem", "cert.pem", "key.pem")
@@ -119,6 +120,14 @@ def binds(host: DockerHost, launch: LaunchConfig, *, home: Path) -> tuple[Bind, 
             raise ValueError(f"launch.mounts: {mount!r} is not SOURCE:TARGET with two absolute paths, e.g. /data:/data")
         more.append(Bind(source=source, target=target, read_only=True))
     return (Bind(source=host.home, target=str(home), read_only=False), *more)
+
+
+def memory_binds(saving: CheckpointConfig, *, run_id: str) -> tuple[Bind, ...]:
+    """The run's folder in the host's memory, which outlives the ranks' containers; preflight has made it there."""
+    if not saving.memory_every_steps:
+        return ()
+    folder = f"{saving.memory_dir}/{run_id}"
+    return (Bind(source=folder, target=folder, read_only=False),)
 
 
 def rank_user(launch: LaunchConfig) -> str:

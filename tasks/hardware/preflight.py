@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import ConfigDict
 
 import training
-from infra.containers import ATTEMPT, GPUS, HOST, LAUNCHER, RUN, Job, gpus_granted
+from infra.containers import ATTEMPT, GPUS, HOST, LAUNCHER, RUN, Bind, Job, gpus_granted
 from infra.hosts import DockerHost
 from infra.preflight import Probe, image_findings, probe_all
 from tasks.hardware.hosts import binds, rank_user, shared_memory_gib
@@ -22,6 +22,7 @@ from tasks.workspace.processes import process_key
 from tasks.workspace.wait import until
 from training.config.launch import LaunchConfig
 from training.node.host_check import Asked, answer_name, own_name, sources_sha256
+from training.node.host_memory import HOST_MEMORY
 from training.node.infiniband import ADAPTERS, DEVICES
 from training.records.record import Record
 
@@ -67,11 +68,14 @@ def check_hosts(
     home: Path,
     run_dir: Path,
     disk_gib: float = LEAST_DISK_GIB,
+    memory_dir: str = "",
     timeout_s: float = 60.0,
 ) -> dict[str, HostFacts]:
     """Host's name -> its facts. Takes 2 s: one short-lived container per host, all at once.
 
-    `home` is SHARDLINE_HOME here, `run_dir` a folder below it that ranks will write; it must be there.
+    `home` is SHARDLINE_HOME here, `run_dir` a folder below it that ranks will write; it must be there. In
+    `memory_dir` (checkpoint.memory_dir) the run's folder for copies in the host's memory is made; empty: there are
+    none. Only here a container sees other runs' folders there, to remove those that nobody needs.
     Raises HostsNotReady with everything that is wrong on any host.
     """
     with token(run_dir) as word:
@@ -84,7 +88,10 @@ def check_hosts(
                     home=home,
                     run_id=run_dir.name,
                     what=f"preflight-{word[:8]}",
-                    command=_command(host, launch, run_dir=run_dir, token=word, disk_gib=disk_gib),
+                    command=_command(
+                        host, launch, run_dir=run_dir, token=word, disk_gib=disk_gib, memory_dir=memory_dir
+                    ),
+                    mounts=(Bind(str(Path(memory_dir).parent), HOST_MEMORY, read_only=False),) if memory_dir else (),
                 )
                 for host in hosts
             },
@@ -103,7 +110,9 @@ def check_hosts(
     return facts
 
 
-def _command(host: DockerHost, launch: LaunchConfig, *, run_dir: Path, token: str, disk_gib: float) -> tuple[str, ...]:
+def _command(
+    host: DockerHost, launch: LaunchConfig, *, run_dir: Path, token: str, disk_gib: float, memory_dir: str
+) -> tuple[str, ...]:
     asked = Asked(
         host=host.name,
         home=host.home,
@@ -117,6 +126,7 @@ def _command(host: DockerHost, launch: LaunchConfig, *, run_dir: Path, token: st
         gpus=bool(host.gpus or host.gpu_ids),
         infiniband=launch.devices != (),
         adapters=ADAPTERS,
+        memory_dir=memory_dir,
     )
     return ("python", "-m", "training.node.host_check", json.dumps(asdict(asked)))
 
@@ -130,14 +140,18 @@ def container_spec(
     what: str,
     command: tuple[str, ...],
     threads: int = 1,
+    mounts: tuple[Bind, ...] = (),
 ) -> Job:
-    """A container with the rights, limits, devices and mounts of the run's own; `what` is its attempt's label."""
+    """A container with the rights, limits, devices and mounts of the run's own; `what` is its attempt's label.
+
+    `mounts`: besides those that all of the run's containers have.
+    """
     return Job(
         image=launch.image,
         command=command,
         name=f"shardline-{what}-{run_id}-{host.name}",
         environment={"HOME": "/tmp", "OMP_NUM_THREADS": str(threads)},  # the user has no home in the image
-        mounts=binds(host, launch, home=home),
+        mounts=(*binds(host, launch, home=home), *mounts),
         user=rank_user(launch),
         labels={
             RUN: run_id,

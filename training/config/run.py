@@ -46,8 +46,9 @@ class CheckpointConfig(Section):
     )
     memory_dir: str = Field(
         "/dev/shm/shardline",
-        pattern=r"^/[A-Za-z0-9._/-]+$",
-        description="Folder for these copies on each host. It must be in memory (tmpfs), as all of /dev/shm is.",
+        pattern=r"^(/[A-Za-z0-9._-]+){3,}$",
+        description="Folder for these copies on each host, made if it is not there, in a folder that must be: a file "
+        "system in memory (tmpfs) such as /dev/shm.",
     )
 
 

@@ -22,6 +22,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from training.node.host_memory import HOST_MEMORY, make_run_folder, remove_abandoned
 from training.node.infiniband import ADAPTERS, active_adapters
 from training.node.infiniband import findings as infiniband_findings
 
@@ -34,7 +35,11 @@ MADE_BY_RANKS = ("checkpoints", "metrics.jsonl", "stacks", "profile", "export")
 
 @dataclass(frozen=True)
 class Asked:
-    """`home`: the shared folder's path on the host. `folder`: the run folder's, inside and for the launcher alike."""
+    """`home`: the shared folder's path on the host. `folder`: the run folder's, inside and for the launcher alike.
+
+    `memory_dir`: checkpoint.memory_dir, of which only the last name counts here, since its parent is mounted at
+    HOST_MEMORY; empty: no copies are made in memory.
+    """
 
     host: str
     home: str
@@ -48,6 +53,7 @@ class Asked:
     gpus: bool = False
     infiniband: bool = True  # whether its adapters are to be used
     adapters: str = ADAPTERS
+    memory_dir: str = ""
 
 
 def main(asked: Asked) -> None:
@@ -60,6 +66,7 @@ def main(asked: Asked) -> None:
             *check_network(asked),
             *check_room(asked, folder, is_shared=is_shared),
             *(infiniband_findings(adapters) if asked.gpus and asked.infiniband else []),
+            *(prepare_host_memory(asked) if asked.memory_dir else []),
         ],
         "wrote": wrote,
         "hostname": socket.gethostname(),
@@ -220,6 +227,20 @@ def check_room(asked: Asked, folder: Path, *, is_shared: bool) -> list[str]:
             f"/dev/shm has {shm_gib:.2f} GiB free, {asked.shm_gib:g} are wanted: set launch.shm_gib to less"
         )
     return findings
+
+
+def prepare_host_memory(asked: Asked, *, mounted_at: Path = Path(HOST_MEMORY)) -> list[str]:
+    """Make the run's folder for copies in the host's memory, which its ranks' container mounts; remove old ones."""
+    memory_dir, run_id = mounted_at / Path(asked.memory_dir).name, Path(asked.folder).name
+    remove_abandoned(memory_dir, but=run_id)
+    try:
+        make_run_folder(memory_dir, run_id)
+    except OSError as error:
+        return [
+            f"uid {os.getuid()} cannot make {asked.memory_dir}/{run_id} ({error}): name a folder in a file system in "
+            "memory that it may write in checkpoint.memory_dir, or set checkpoint.memory_every_steps=0"
+        ]
+    return []
 
 
 def available_memory_gib() -> float:

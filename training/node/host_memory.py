@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+HOST_MEMORY = "/host-memory"  # where preflight's container has the parent of checkpoint.memory_dir
 ABANDONED_S = 3600.0  # a failed run may be resumed by a person, whose copies are then still there
 
 

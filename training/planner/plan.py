@@ -15,6 +15,7 @@ from training.planner.chosen_layout import ChosenLayout, choose_layout
 from training.planner.gpu_catalog import mean_datasheet_tflops, slow_devices
 from training.planner.hypothetical_hosts import assumptions
 from training.planner.job import KNOWN_ARCHITECTURES
+from training.planner.memory_copies import price_memory_copies
 from training.planner.mixture import describe_sources, one_pass, plan_sources, warn_of_repeats
 from training.planner.model_shape import ASSUMED_VOCAB, model_shape, vocab_size
 from training.planner.pricing import predict
@@ -61,6 +62,18 @@ def make_plan(
     hosts = inventory.hosts[: len(chosen.cluster.ranks_per_host)]
     predicted = _predicted(chosen, split, inventory, num_steps=steps)
     _check_disk(config, predicted.checkpoint_gib, steps, hosts[0])
+    threads = min(max(1, host.cores // n) for host, n in zip(hosts, chosen.cluster.ranks_per_host, strict=True))
+    if config.checkpoint.memory_every_steps:
+        reasons.append(
+            price_memory_copies(
+                config,
+                hosts,
+                chosen.cluster,
+                checkpoint_gib=predicted.checkpoint_gib,
+                threads=threads,
+                step_s=predicted.step_ms / 1000,
+            )
+        )
     return RunPlan(
         run_id=run_id,
         config=config,
@@ -73,9 +86,7 @@ def make_plan(
         device_kind=inventory.device_kind,
         **chosen.plan_fields(),
         hosts=tuple(host.name for host in hosts),
-        threads_per_rank=min(
-            max(1, host.cores // n) for host, n in zip(hosts, chosen.cluster.ranks_per_host, strict=True)
-        ),
+        threads_per_rank=threads,
         micro_batches=split.micro_batches,
         largest_micro_batches=split.max_micro_batches,
         accumulation=split.accumulation,

@@ -11,9 +11,10 @@ from training.planner.communication import communication_state_bytes, rank_check
 from training.planner.cost_model import SHARING, CostModel, our_cost_model
 from training.planner.job import Job, Layout
 from training.planner.memory import GIB, memory_gib, stage_parameters
+from training.planner.memory_copies import rank_copies_gib
 from training.planner.model_shape import flops_per_token
 from training.planner.step_time import exposed_s, step_s
-from training.records.plan import ModelShape, Prediction
+from training.records.plan import COPIES_IN_MEMORY, ModelShape, Prediction
 
 MEMORY_SHARE = 0.9  # of a device is usable; the rest is for other programs and for what predictions leave out
 TRACKING, TRACKING_GIB = "MLflow's client", 0.25  # in the rank that logs: 0.86 GiB with it, 0.60 without
@@ -123,6 +124,10 @@ def memory_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> 
         parts[TRACKING] = TRACKING_GIB
     if cluster.kind == "cpu" and config.checkpoint.asynchronous:  # on a GPU host they are not the device's
         parts["checkpoint being written"] = (12 * parameters / layout.dp + own) / GIB
+    if cluster.kind == "cpu" and config.checkpoint.memory_every_steps:
+        whole = (12 * job.shape.parameters + layout.dp * own) / GIB
+        parts["copy in memory being made"] = whole / layout.world_size
+        parts[COPIES_IN_MEMORY] = rank_copies_gib(whole, cluster.ranks_per_host)
     return parts
 
 

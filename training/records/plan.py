@@ -18,6 +18,7 @@ from training.records.record import Record, with_matmul_share
 
 TRAINER_PLAN = "trainer.json"  # in the run folder, where the user's program trains
 RUN_DIR = "{run_dir}"  # in trainer.args
+COPIES_IN_MEMORY = "copies in memory"  # files on tmpfs: the host's memory, and no process's
 NOT_ALLOCATED = ("process", "fragmentation")  # parts of a GPU's memory that torch's allocator does not count
 
 
@@ -68,7 +69,7 @@ class Prediction(Record):
 
     def peak_gib(self, device_kind: str) -> float:
         """Predicts TrainResult.peak_memory_gib: on a CPU all resident memory, on a GPU what torch allocates."""
-        unseen = NOT_ALLOCATED if device_kind == "cuda" else ()
+        unseen = NOT_ALLOCATED if device_kind == "cuda" else (COPIES_IN_MEMORY,)
         return sum(gib for part, gib in self.memory_gib.items() if part not in unseen)
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tasks.hardware.hosts import binds, docker_hosts, read_hosts, slots
+from tasks.hardware.hosts import binds, docker_hosts, memory_binds, read_hosts, slots
 from training.config.launch import HostConfig, LaunchConfig
+from training.config.run import CheckpointConfig
 
 HERE = {"name": "a", "address": "10.0.0.1", "interface": "eth0", "docker": "tcp://10.0.0.1:2375"}
 THERE = {"name": "b", "address": "10.0.0.2", "interface": "eth0", "docker": "tcp://10.0.0.2:2375"}
@@ -138,3 +139,9 @@ def test_a_mount_needs_two_absolute_paths(mount: str) -> None:
     (host,) = docker_hosts(read_hosts(config), home=Path("/runs"))
     with pytest.raises(ValueError, match="is not SOURCE:TARGET with two absolute paths"):
         binds(host, config, home=Path("/runs"))
+
+
+def test_ranks_see_their_own_runs_folder_in_the_hosts_memory_alone() -> None:
+    assert memory_binds(CheckpointConfig(), run_id="run-1") == ()
+    (bind,) = memory_binds(CheckpointConfig(memory_every_steps=5), run_id="run-1")
+    assert (bind.source, bind.target, bind.read_only) == ("/dev/shm/shardline/run-1", "/dev/shm/shardline/run-1", False)

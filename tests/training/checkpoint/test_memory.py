@@ -275,10 +275,10 @@ def test_memory_that_is_too_small_is_told_and_the_run_goes_on(
 
 
 def test_a_folder_that_ranks_cannot_write_is_refused_with_the_cure(make: Callable[..., tuple[Path, list[str]]]) -> None:
-    plan_path, hosts = make("refused", checkpoint__memory_dir="/proc/shardline")
+    plan_path, hosts = make("refused", checkpoint__memory_dir="/proc/sys/shardline")
     ranks = Ranks(plan_path, hosts=hosts)
     assert any(ranks.wait())
-    assert "ValueError: checkpoint.memory_dir = /proc/shardline cannot be used on a" in ranks.log()
+    assert "ValueError: checkpoint.memory_dir = /proc/sys/shardline cannot be used on a" in ranks.log()
     assert "or set checkpoint.memory_every_steps=0" in ranks.log()
 
 

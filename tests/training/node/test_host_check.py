@@ -14,7 +14,7 @@ import pytest
 
 import training
 from training.node import infiniband
-from training.node.host_check import local_addresses, sources_sha256
+from training.node.host_check import Asked, local_addresses, prepare_host_memory, sources_sha256
 
 
 def look(folder: Path, **more: Any) -> dict[str, Any]:
@@ -103,3 +103,23 @@ def test_device_nodes_that_ranks_cannot_open_are_refused(tmp_path: Path, monkeyp
 )
 def test_nccls_report_names_its_network(line: str, network: str) -> None:
     assert infiniband.network_used(f"gpu1:83:83 [0] NCCL INFO cudaDriverVersion 12080\n{line}") == network
+
+
+def test_the_runs_folder_in_the_hosts_memory_is_made_for_its_ranks(tmp_path: Path) -> None:
+    request = Asked(
+        host="a",
+        home="/mnt/s",
+        folder="/runs/run-1",
+        token="t",
+        address="127.0.0.1",
+        interface="lo",
+        port=0,
+        shm_gib=0.0,
+        disk_gib=0.0,
+        memory_dir="/dev/shm/shardline",
+    )
+    assert prepare_host_memory(request, mounted_at=tmp_path) == []
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["shardline", "shardline/run-1"]
+    (finding,) = prepare_host_memory(request, mounted_at=Path("/proc/sys"))
+    assert finding.startswith(f"uid {os.getuid()} cannot make /dev/shm/shardline/run-1 (")
+    assert finding.endswith("in checkpoint.memory_dir, or set checkpoint.memory_every_steps=0")

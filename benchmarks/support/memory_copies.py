@@ -1,0 +1,74 @@
+"""A rank program: steps with and without copies in the memory of hosts, in turn; each rank is a host of its own.
+
+    torchrun … -m benchmarks.support.memory_copies RUN/plan.json [ROUNDS]
+
+With ROUNDS, seconds of `checkpoint.memory_every_steps` steps that begin with a copy, and of as many that do not, go to
+RUN/rounds.json; the first round of each is left out. Without, it trains like training.train.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ["SHARDLINE_HOST"] = f"host{os.environ['RANK']}"
+
+import torch
+import torch.distributed as dist
+
+from training import train
+from training.checkpoint.memory import HostMemory
+from training.checkpoint.memory_saver import MemorySaver
+from training.records.plan import RunPlan
+from training.runtime.process import Rank, process_group
+from training.trainer.state import TrainingState, restore
+
+
+def main(plan_path: Path, rounds: int) -> None:
+    plan = RunPlan.read(plan_path)
+    with process_group(plan) as rank:
+        memory = HostMemory(plan, rank=rank, run_dir=plan_path.parent)
+        state = restore(plan, rank=rank, run_dir=plan_path.parent, memory=memory)
+        with MemorySaver(
+            memory, plan=plan, strategy=state.strategy, micro_batches=state.micro_batches, loaded=None
+        ) as saver:
+            found = [time_round(state, saver, number) for number in range(1 + rounds)][1:]
+    if rank.rank == 0:
+        (plan_path.parent / "rounds.json").write_text(json.dumps(found))
+
+
+def time_round(state: TrainingState, saver: MemorySaver, number: int) -> dict[str, float]:
+    """Steps with a copy, then steps without one, or the other way round every second time."""
+    steps, seconds = state.plan.config.checkpoint.memory_every_steps, {}
+    for place, kind in enumerate(("with", "without") if number % 2 == 0 else ("without", "with")):
+        first = (2 * number + place) * steps
+        dist.barrier()
+        began = time.perf_counter()
+        if kind == "with":
+            seconds["stall"] = saver.save(first, tokens=0, val_loss=None)
+            copying = saver.thread
+            assert copying is not None
+        for step in range(first, first + steps):
+            state.strategy.step(state.loader.share(step), learning_rate=1e-4)
+        synchronize(state.rank)
+        seconds[kind] = time.perf_counter() - began
+        if kind == "with":
+            copying.join()
+            seconds["longer"] = time.perf_counter() - began - seconds[kind]  # than the steps: 0 if it was done before
+    return seconds
+
+
+def synchronize(rank: Rank) -> None:
+    if rank.device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        main(Path(sys.argv[1]), int(sys.argv[2]))
+    else:
+        train.main(Path(sys.argv[1]))
