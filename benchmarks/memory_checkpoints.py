@@ -2,8 +2,8 @@
 
     python -m benchmarks.memory_checkpoints [--quick]
 
-Two ranks of this machine, one on each of two made-up hosts, train a Llama of 10.6M parameters on 8 x 256 tokens a step
-under ddp. Each rank copies its half of weights and moments (64 MB) into its own host's memory and into the other's,
+Two ranks of this machine, one on each of two made-up hosts, train a Llama of 5M parameters on 4 x 256 tokens a step
+under ddp. Each rank copies its half of weights and moments (30 MB) into its own host's memory and into the other's,
 over TCP, at every EVERY steps, hashed and agreed on, while the next steps are computed on the same two cores.
 
 Cost: seconds of EVERY steps that begin with a copy over those of EVERY steps without one, measured in turn; the median
@@ -50,11 +50,11 @@ def make_run(folder: Path, *, memory_dir: Path, shards_of: RunPlan, **sections: 
     """Plan a run of two CPU ranks; returns the path of its plan."""
     settings: dict[str, dict[str, Any]] = {
         "data": {"path": "stdlib"},
-        "model": {"layers": 6, "width": 384, "heads": 6, "tie_embeddings": True},
-        "train": {"context": 256, "global_batch": 8, "micro_batch": 4, "steps": 10_000, "log_every_steps": 1},
+        "model": {"layers": 4, "width": 128, "heads": 4, "tie_embeddings": True},
+        "train": {"context": 256, "global_batch": 4, "micro_batch": 2, "steps": 10_000, "log_every_steps": 1},
         "parallel": {"strategy": "ddp", "precision": "fp32"},
         "checkpoint": {"memory_every_steps": EVERY, "memory_dir": str(memory_dir)},
-        "evaluation": {"every_steps": 0},
+        "evaluation": {"every_steps": 0, "samples_while_training": 0},
     }
     config = RunConfig.model_validate({name: part | sections.get(name, {}) for name, part in settings.items()})
     device = Device(kind="cpu", name="cpu", memory_gib=8)
@@ -124,7 +124,7 @@ def run(folder: Path, *, memory_dir: Path, rounds: int, kills: int) -> dict[str,
     tokens = checkpoint.make_run(folder)
     plan_path = make_run(folder / "cost", memory_dir=memory_dir, shards_of=tokens)
     timed = measure_cost(plan_path, rounds=rounds)
-    short = {"model": {"layers": 2, "width": 128}, "train": {"context": 64}}
+    short = {"train": {"context": 32}}
     lost = [
         steps_lost(
             make_run(folder / f"kill-{number}", memory_dir=memory_dir, shards_of=tokens, **short),
