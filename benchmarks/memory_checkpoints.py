@@ -4,7 +4,7 @@
 
 Two ranks of this machine, one on each of two made-up hosts, train a Llama of 5M parameters on 4 x 256 tokens a step
 under ddp. Each rank copies its half of weights and moments (30 MB) into its own host's memory and into the other's,
-over TCP, at every EVERY steps, hashed and agreed on, while the next steps are computed on the same two cores.
+over TCP, at every EVERY steps, hashed and agreed on, while the next step is computed on the same two cores.
 
 Cost: seconds of EVERY steps that begin with a copy over those of EVERY steps without one, measured in turn; the median
 of the rounds' ratios. Lost: the ranks are killed (SIGKILL) at some step, what the second host holds in its memory is
@@ -141,7 +141,6 @@ def run(folder: Path, *, memory_dir: Path, rounds: int, kills: int) -> dict[str,
         "every_steps": EVERY,
         "copy_mb": round(plan.predicted.checkpoint_gib * 2**30 / RANKS / 1e6, 1),
         "step_ms": round(1000 * statistics.median(each["without"] for each in timed) / EVERY, 1),
-        "copies_slower_than_steps": sum(each["longer"] > 0.05 for each in timed),
         "parameters": plan.shape.parameters,
         "rounds": rounds,
         "kills": kills,

@@ -48,16 +48,13 @@ def time_round(state: TrainingState, saver: MemorySaver, number: int) -> dict[st
         dist.barrier()
         began = time.perf_counter()
         if kind == "with":
-            seconds["stall"] = saver.save(first, tokens=0, val_loss=None)
-            copying = saver.thread
-            assert copying is not None
+            saver.save(first, tokens=0, val_loss=None)
         for step in range(first, first + steps):
             state.strategy.step(state.loader.share(step), learning_rate=1e-4)
+            if saver.is_copying:
+                seconds["stall"] = saver.finish()
         synchronize(state.rank)
         seconds[kind] = time.perf_counter() - began
-        if kind == "with":
-            copying.join()
-            seconds["longer"] = time.perf_counter() - began - seconds[kind]  # than the steps: 0 if it was done before
     return seconds
 
 

@@ -1,8 +1,10 @@
 """Saves into the memory of hosts while training goes on: each rank's files on its own host, and on the next one.
 
-The loop waits only for the copy out of device memory. A thread then writes the rank's files to tmpfs and exchanges
-them with its neighbours, over connections of its own. All ranks' threads agree before the run's record names the new
-copy, and the one before it is removed only when the next is made: one whole copy is there at any time, two at most.
+The loop waits for the copy out of device memory. A thread then writes the rank's files to tmpfs and exchanges them with
+its neighbours, over connections of its own, while the next step is computed. Before that step counts, the loop waits
+until all ranks' threads have agreed and the run's record names the copy, so that a failure never costs more than
+checkpoint.memory_every_steps steps. The copy before it is removed when the next is made: one whole copy is there at any
+time, two at most.
 """
 
 from __future__ import annotations
@@ -56,7 +58,12 @@ class MemorySaver:
         self.attempt = memory.gather(secrets.token_hex(4))[0]
         self.receivers = neighbours(memory.hosts)
         self.abandoned = threading.Event()
-        self.thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None  # of the copy that is being made
+        self.stalled_s = 0.0  # by it
+
+    @property
+    def is_copying(self) -> bool:
+        return self.thread is not None
 
     def __enter__(self) -> MemorySaver:
         return self
@@ -71,31 +78,25 @@ class MemorySaver:
         if error is None:
             self.memory.remove()
 
-    def save(self, step: int, *, tokens: int, val_loss: float | None) -> float:
-        """Begin a copy; returns the seconds that training stood still."""
+    def save(self, step: int, *, tokens: int, val_loss: float | None) -> None:
+        """Begin a copy. `finish` comes before the next one."""
         began = time.perf_counter()
-        if self.thread is not None:
-            self._wait_for(self.thread, step)
+        assert self.thread is None
         manifest = unfilled_manifest(
             self.plan, step=step, tokens=tokens, val_loss=val_loss, micro_batches=self.micro_batches
         )
         files = self.staging.files(self.strategy)
         self.thread = threading.Thread(target=self._run, args=(manifest, files), name=f"memory-{step}", daemon=True)
         self.thread.start()
-        return time.perf_counter() - began
+        self.stalled_s = time.perf_counter() - began
 
-    def _wait_for(self, thread: threading.Thread, step: int) -> None:
-        """Wait until the copy before is made, because only then its buffers are free again."""
-        began, waiting = time.perf_counter(), thread.is_alive()
-        thread.join()
-        if waiting and self.rank.rank == 0:
-            logger.info(
-                "step %d: waited %.1f s for the copy in memory before this one, which took longer than "
-                "checkpoint.memory_every_steps = %d steps",
-                step,
-                time.perf_counter() - began,
-                self.plan.config.checkpoint.memory_every_steps,
-            )
+    def finish(self) -> float:
+        """Wait until the copy is whole, or could not be made; returns the seconds that training stood still for it."""
+        began = time.perf_counter()
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        return self.stalled_s + time.perf_counter() - began
 
     # In the thread
 

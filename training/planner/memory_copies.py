@@ -11,7 +11,8 @@ from training.records.inventory import Host
 
 TWO = 2  # the newest whole copy, and the one that is being made
 HOST_SHARE = 0.9  # of a host's memory; the rest is for other programs
-COPIED_GB_PER_S = 0.35  # by one CPU thread that trains as well: staged, hashed, written, sent (docs/benchmarks.md)
+# GB per second of a core's time, as a Zen 5 does it: 0.26 GB in 0.33 s (SHA-256 most of that), and in 0.30 s.
+WRITTEN_GB_PER_S, EXCHANGED_GB_PER_S = 0.8, 0.9
 SHARED_MEMORY = "/dev/shm"
 
 
@@ -33,17 +34,20 @@ def rank_copies_gib(checkpoint_gib: float, ranks_per_host: Sequence[int]) -> flo
     return max(gib / ranks for gib, ranks in each)
 
 
-def copy_s(checkpoint_gib: float, cluster: Cluster, *, threads: int, every_s: float) -> float:
-    """Seconds that one copy costs training, at `every_s` seconds from one to the next.
+def copy_s(checkpoint_gib: float, cluster: Cluster, *, threads: int, step_s: float) -> float:
+    """Seconds that one copy costs training.
 
-    A GPU waits for the bus, its host does the rest. CPU ranks do all on the threads that train. Where sending takes
-    longer than the steps until the next copy, training waits.
+    A GPU waits for the bus, and its host does the rest beside the next step; CPU ranks do it on the threads that train.
+    Where the rest takes longer than a step, training waits.
     """
-    ranks = sum(cluster.ranks_per_host)
-    num_bytes = checkpoint_gib * GIB / ranks
-    rate = PCIE_GB_PER_S if cluster.kind == "cuda" else COPIED_GB_PER_S * threads
-    sent_s = cluster.most_on_a_host * num_bytes / cluster.network.gb_per_s / 1e9 if cluster.num_hosts > 1 else 0.0
-    return num_bytes / rate / 1e9 + max(0.0, sent_s - every_s)
+    num_bytes = checkpoint_gib * GIB / sum(cluster.ranks_per_host)
+    copied_s, sent_s = num_bytes / WRITTEN_GB_PER_S / 1e9, 0.0
+    if cluster.num_hosts > 1:
+        copied_s += num_bytes / EXCHANGED_GB_PER_S / 1e9
+        sent_s = cluster.most_on_a_host * num_bytes / cluster.network.gb_per_s / 1e9
+    if cluster.kind == "cpu":
+        return copied_s / threads + max(0.0, sent_s - step_s)
+    return num_bytes / PCIE_GB_PER_S / 1e9 + max(0.0, copied_s + sent_s - step_s)
 
 
 def price_memory_copies(
@@ -60,11 +64,10 @@ def price_memory_copies(
     needed = host_copies_gib(checkpoint_gib, ranks)
     for host, gib, num_ranks in zip(hosts, needed, ranks, strict=True):
         _check_room(config, host, copies_gib=gib, buffers_gib=checkpoint_gib * num_ranks / sum(ranks))
-    every_s = every * step_s
-    seconds = copy_s(checkpoint_gib, cluster, threads=threads, every_s=every_s)
+    seconds = copy_s(checkpoint_gib, cluster, threads=threads, step_s=step_s)
     return (
         f"copies in memory every {every} steps: up to {max(needed):.2f} GiB on each host, "
-        f"{seconds:.2g} s each, {seconds / every_s:.1%} of the steps' time"
+        f"{seconds:.2g} s each, {seconds / every / step_s:.1%} of the steps' time"
         + ("" if cluster.num_hosts > 1 else "; one host keeps no copy for another, so they are lost with it")
     )
 

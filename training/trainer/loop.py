@@ -40,6 +40,10 @@ def fit(
         watchdog.heartbeat()
         stopped_by = stopper.after_step(step)
         saver.advance()
+        if memory_saver is not None and memory_saver.is_copying:
+            with meter.paused():  # this step counts once the copy after the one before is whole
+                stalled_s = memory_saver.finish()
+            reporter.write(step - 1, memory_checkpoint_stall_ms=1000 * stalled_s)
         if stopped_by or step == state.start + 1 or _every(step, config.train.log_every_steps):
             row = meter.row()
             row |= state.loader.tokens_by_source(step)
@@ -60,8 +64,7 @@ def fit(
         if memory_saver is not None and not stopped_by and _every(step, config.checkpoint.memory_every_steps):
             with meter.paused():
                 meter.read_steps()
-                stalled_s = memory_saver.save(step, tokens=meter.rates.tokens, val_loss=val_loss)
-            reporter.write(step, memory_checkpoint_stall_ms=1000 * stalled_s)
+                memory_saver.save(step, tokens=meter.rates.tokens, val_loss=val_loss)
         if _every(step, COLLECT_EVERY_STEPS):
             gc.collect()
         if stopped_by:

@@ -83,7 +83,7 @@ def kill(plan_path: Path, hosts: list[str], *, at_step: int) -> MemoryRecord:
     assert set(ranks.wait()) == {-signal.SIGKILL}
     record = MemoryRecord.read(plan_path.parent / MEMORY_RECORD)
     assert newest_on_disk(plan_path) < record.step == newest_step(plan_path.parent)
-    assert max(losses(plan_path)) - record.step < 2 * EVERY, "a copy is whole before the next one begins"
+    assert max(losses(plan_path)) - record.step <= EVERY
     return record
 
 
@@ -131,7 +131,7 @@ def assert_equal_to_the_bit(plan_path: Path, undisturbed: Path) -> None:
     assert rows == sorted(set(rows)), "each step is logged once"
 
 
-@pytest.mark.parametrize("lost", ["none", "a", "b"])
+@pytest.mark.parametrize("lost", [*(pytest.param(lost, marks=pytest.mark.slow) for lost in ("none", "b")), "a"])
 def test_a_killed_run_goes_on_from_memory_to_the_bit(
     lost: str, make: Callable[..., tuple[Path, list[str]]], undisturbed: Path
 ) -> None:
@@ -165,7 +165,7 @@ def lose_rank(plan_path: Path, copy: MemoryRecord) -> str:
     return "the files of ranks 0 are on none of a, b"
 
 
-@pytest.mark.parametrize("lose", [lose_both, lose_rank])
+@pytest.mark.parametrize("lose", [pytest.param(lose_both, marks=pytest.mark.slow), lose_rank])
 def test_without_a_whole_copy_it_goes_on_from_the_disk(
     lose: Callable[[Path, MemoryRecord], str], make: Callable[..., tuple[Path, list[str]]], undisturbed: Path
 ) -> None:
@@ -180,6 +180,7 @@ def test_without_a_whole_copy_it_goes_on_from_the_disk(
     assert [(row["step"], row["resumed_from_memory"]) for row in used] == [(ON_DISK, 0.0)]
 
 
+@pytest.mark.slow
 def test_a_copy_that_was_not_whole_when_the_run_died_is_not_used(
     make: Callable[..., tuple[Path, list[str]]], undisturbed: Path
 ) -> None:
@@ -193,6 +194,7 @@ def test_a_copy_that_was_not_whole_when_the_run_died_is_not_used(
     assert_equal_to_the_bit(plan_path, undisturbed)
 
 
+@pytest.mark.slow
 def test_copies_of_a_past_that_was_given_up_are_not_used(
     make: Callable[..., tuple[Path, list[str]]], undisturbed: Path
 ) -> None:
@@ -208,6 +210,7 @@ def test_copies_of_a_past_that_was_given_up_are_not_used(
     shutil.rmtree(away)
 
 
+@pytest.mark.slow
 def test_fewer_ranks_go_on_from_the_copies_of_more(make_run: Callable[..., Path], memory_dir: Path) -> None:
     """A run of four ranks under fsdp loses a host, and goes on with two ranks under ddp on the other one."""
     settings: dict[str, Any] = {
@@ -232,6 +235,7 @@ def test_fewer_ranks_go_on_from_the_copies_of_more(make_run: Callable[..., Path]
     assert after[STEPS] == pytest.approx(losses(undisturbed)[STEPS], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_config_that_changed_makes_the_copies_useless(make: Callable[..., tuple[Path, list[str]]]) -> None:
     plan_path, hosts = make("changed")
     copy = kill(plan_path, hosts, at_step=30)
@@ -242,7 +246,7 @@ def test_a_config_that_changed_makes_the_copies_useless(make: Callable[..., tupl
     assert f"the copy of step {copy.step} in the hosts' memory is not used ({why})" in go_on(plan_path, hosts)
 
 
-@pytest.mark.parametrize("backend", ["", nccl_like.NAME])
+@pytest.mark.parametrize("backend", ["", pytest.param(nccl_like.NAME, marks=pytest.mark.slow)])
 def test_one_rank_that_dies_leaves_no_other_waiting_for_its_copy(
     backend: str, make: Callable[..., tuple[Path, list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,10 +258,11 @@ def test_one_rank_that_dies_leaves_no_other_waiting_for_its_copy(
     codes = ranks.wait(end_others=False)
     assert all(codes)
     assert time.monotonic() - began < 20, "the timeout of a collective is 60 s"
-    assert MemoryRecord.read(plan_path.parent / MEMORY_RECORD).step >= 18
+    assert MemoryRecord.read(plan_path.parent / MEMORY_RECORD).step >= 19
     shutil.rmtree(memory_of(plan_path))
 
 
+@pytest.mark.slow
 def test_memory_that_is_too_small_is_told_and_the_run_goes_on(
     make: Callable[..., tuple[Path, list[str]]], undisturbed: Path
 ) -> None:
