@@ -15,10 +15,9 @@ from training.planner.chosen_layout import ChosenLayout, choose_layout
 from training.planner.gpu_catalog import mean_datasheet_tflops, slow_devices
 from training.planner.hypothetical_hosts import assumptions
 from training.planner.job import KNOWN_ARCHITECTURES
-from training.planner.memory_copies import price_memory_copies
 from training.planner.mixture import describe_sources, one_pass, plan_sources, warn_of_repeats
 from training.planner.model_shape import ASSUMED_VOCAB, model_shape, vocab_size
-from training.planner.pricing import predict
+from training.planner.pricing import predict, price_memory_copies
 from training.planner.replicas import BatchSplit, split_batch
 from training.planner.trial import wants_trial
 from training.records.inventory import Host, Inventory

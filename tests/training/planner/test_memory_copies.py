@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.configs import inventory, tiny_config
-from training.planner.memory_copies import host_copies_gib
 from training.planner.plan import make_plan
+from training.planner.pricing import host_copies_gib
 from training.records.inventory import Host, Inventory
 
 
