@@ -22,8 +22,7 @@ from training.records.plan import COPIES_IN_MEMORY, ModelShape, Prediction
 MEMORY_SHARE = 0.9  # of a device is usable; the rest is for other programs and for what predictions leave out
 TRACKING, TRACKING_GIB = "MLflow's client", 0.25  # in the rank that logs: 0.86 GiB with it, 0.60 without
 MIN_ROWS = 64  # PowerSGD and others: a matrix of fewer columns is not worth its factors
-TWO = 2  # the newest whole copy, and the one that is being made
-HOST_SHARE = 0.9  # of a host's memory; the rest is for other programs
+COPIES_KEPT = 2  # in the memory of hosts: the newest whole one, and the one that is being made
 # GB per second of a core's time, as a Zen 5 does it: 0.26 GB in 0.33 s (SHA-256 most of that), and in 0.30 s.
 WRITTEN_GB_PER_S, EXCHANGED_GB_PER_S = 0.8, 0.9
 SHARED_MEMORY = "/dev/shm"
@@ -199,7 +198,7 @@ def host_copies_gib(checkpoint_gib: float, ranks_per_host: Sequence[int]) -> lis
     per_rank = checkpoint_gib / sum(ranks_per_host)
     before = [*ranks_per_host[-1:], *ranks_per_host[:-1]] if len(ranks_per_host) > 1 else [0]
     held = [own + received for own, received in zip(ranks_per_host, before, strict=True)]
-    return [max(TWO * per_rank * ranks, checkpoint_gib) for ranks in held]
+    return [max(COPIES_KEPT * per_rank * ranks, checkpoint_gib) for ranks in held]
 
 
 def rank_copies_gib(checkpoint_gib: float, ranks_per_host: Sequence[int]) -> float:
@@ -249,7 +248,7 @@ def price_memory_copies(
 def _check_room(config: RunConfig, host: Host, *, copies_gib: float, buffers_gib: float) -> None:
     """Raises ValueError unless the copies, and the buffers they are written from, fit into the host's memory."""
     saving = config.checkpoint
-    room, what = HOST_SHARE * host.memory_gib - buffers_gib, f"{HOST_SHARE:.0%} of its memory, less buffers,"
+    room, what = MEMORY_SHARE * host.memory_gib - buffers_gib, f"{MEMORY_SHARE:.0%} of its memory, less buffers,"
     in_containers = config.launch.launcher != "local"  # their own /dev/shm is another; preflight looks at the host's
     if host.shared_memory_gib is not None and saving.memory_dir.startswith(SHARED_MEMORY) and not in_containers:
         room, what = min((room, what), (host.shared_memory_gib, SHARED_MEMORY))
