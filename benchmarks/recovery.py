@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.hosts import docker_hosts, home_and_tokens
-from tasks.launch.docker_hosts import attempts_of
+from tasks.launch.recovery import attempts_of
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import kill_containers, make_docker_run, train
 from training.tracking.rows import read_rows

@@ -27,7 +27,7 @@ from tasks.hardware import measure as machines
 from tasks.hardware.doctor import hardware_rows
 from tasks.inference.onnx_generator import TextGenerator
 from tasks.launch import batch_size_trial, check_hosts, nsight, programs
-from tasks.launch.docker_hosts import attempts_of
+from tasks.launch.recovery import attempts_of
 from tasks.operations import gpu_queue
 from tasks.planning import plan as planning
 from tasks.planning.describe import describe_plan

@@ -11,8 +11,10 @@ from tasks.hardware.hosts import docker_hosts, read_hosts, slots
 from tasks.hardware.measure_hosts import measure_hosts, with_network
 from tasks.hardware.preflight import HostFacts, HostsNotReady, check_hosts
 from tasks.launch import nsight
-from tasks.launch.attempt import Attempt, Program, new_folder, remove_containers
-from tasks.launch.local import grace_s
+from tasks.launch.attempt import Attempt, new_folder
+from tasks.launch.docker_hosts import DockerLauncher
+from tasks.launch.fencing import remove_containers
+from tasks.launch.launcher import Program, grace_s
 from tasks.launch.rank_environment import NCCL, give_to_ranks
 from tasks.runs.folder import read_plan
 from tasks.workspace.paths import fresh, home
@@ -24,11 +26,6 @@ from training.records.node import CollectiveReport, describe_collectives
 logger = logging.getLogger(__name__)
 
 NETWORK = "network.json"  # the collective test's report
-
-
-def hosts_of(launch: LaunchConfig) -> tuple[DockerHost, ...]:
-    """All hosts of the config. Raises ValueError for mistakes that show without asking a daemon."""
-    return docker_hosts(read_hosts(launch), home=home())
 
 
 def prepare_hosts(config: RunConfig, *, run_dir: Path) -> Inventory:
@@ -78,7 +75,8 @@ def measure_network(
         grace_s=0.0,
     )
     ordered = [by_name[host.name] for host in inventory.hosts]
-    with Attempt(program, ordered, config.launch, home=home(), folder=folder) as attempt:
+    launcher = DockerLauncher(config.launch, run_dir=run_dir)
+    with Attempt(program, ordered, launcher, config.launch, folder=folder) as attempt:
         outcome = attempt.wait(lambda: False)
     if outcome.cause != "done" or not fresh(out).exists():
         lines = "\n".join(outcome.lines)

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from infra.containers import gpus_granted
 from infra.hosts import DockerHost
 from tasks.hardware.machine import gpus_here
-from tasks.launch.check_hosts import hosts_of
-from tasks.launch.local import end_earlier_attempt, grace_s
+from tasks.launch.docker_hosts import hosts_of
+from tasks.launch.launcher import grace_s
+from tasks.launch.local import end_earlier_attempt
 from tasks.operations.ps import ask
 from tasks.runs.errors import RunStopped
 from tasks.runs.folder import read_plan

@@ -12,8 +12,9 @@ from typing import Literal
 import psutil
 
 from infra.hosts import DockerHost
-from tasks.launch.attempt import remove_containers
-from tasks.launch.local import end_earlier_attempt, grace_s
+from tasks.launch.fencing import remove_containers
+from tasks.launch.launcher import grace_s
+from tasks.launch.local import end_earlier_attempt
 from tasks.operations.ps import OnHost, ask, hosts_of_run, launcher_of, run_folders
 from tasks.runs.folder import read_plan, steps_done
 from tasks.runs.owner import owner_process, ranks_launcher

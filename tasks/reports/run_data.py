@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tasks.launch.docker_hosts import attempts_of
+from tasks.launch.recovery import attempts_of
 from tasks.reports.outcome import Outcome
 from tasks.runs.folder import latest_config, read_plan
 from tasks.runs.history import Event, history

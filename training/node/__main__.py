@@ -1,8 +1,8 @@
-"""The main program of a container: `python -m training.node NODE.json`, one per host and attempt.
+"""The program that a launcher starts on each host for each attempt: `python -m training.node NODE.json`.
 
-It starts torchrun for the ranks of this host and stops them in order when told so (SIGTERM), or when the launcher's
-lease is no longer renewed, so that a launcher killed with -9, or cut off, leaves no ranks behind. How it ended goes
-to a record. Nothing here imports torch: 1.5 s of a core at each start.
+It starts torchrun for the ranks of this host and stops them in order when told so (SIGTERM), or when the launcher on
+this machine ends, or the launcher's lease is no longer renewed, so that a launcher killed with -9, or cut off, leaves
+no ranks behind. How it ended goes to a record. Nothing here imports torch: 1.5 s of a core at each start.
 
 Exit codes: 0 done, 130 stopped as asked, 137 asked and killed, else torchrun's.
 """
@@ -27,12 +27,12 @@ import psutil
 from training.node.output import Output
 from training.node.ranks import (
     adopt_orphans,
+    command,
     end_torchrun,
     kill_family,
     kill_siblings,
     rank_environment,
     stop_ranks,
-    torchrun_command,
 )
 from training.records.node import NodeEnd, NodeEnding, NodeTask, RankFailure, StopCause
 from training.tracking.redaction import USER, without_secrets
@@ -66,7 +66,7 @@ def _run(task: NodeTask, secrets: dict[str, str], *, order: StopOrder, output: O
     """Starts the ranks, waits for them, and stops them if told so; no process of ours is alive afterwards."""
     adopt_orphans()
     process = subprocess.Popen(
-        torchrun_command(task, log_dir=log_dir),
+        command(task, log_dir=log_dir),
         env=rank_environment(task, secrets),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -87,8 +87,12 @@ def _run(task: NodeTask, secrets: dict[str, str], *, order: StopOrder, output: O
     code = end_torchrun(process, patience_s=TORCHRUN_S if ending == "stopped" else 0.0)
     kill_family()
     output.drain()
-    failures = output.causes.failures(log_dir) if ending == "failed" else ()
+    failures = _failures(task, code, output=output, log_dir=log_dir) if ending == "failed" else ()
     return _end(ending, code=code, asked=asked, failures=failures, last_lines=tuple(output.causes.last_lines))
+
+
+def _failures(task: NodeTask, code: int, *, output: Output, log_dir: Path) -> tuple[RankFailure, ...]:
+    return (output.causes.failure_of_one(code),) if task.is_alone else output.causes.failures(log_dir)
 
 
 def _end(
@@ -106,7 +110,7 @@ def _end(
 
 
 class StopOrder:
-    """Whether to stop: SIGTERM or SIGINT, or a lease that is stale or withdrawn.
+    """Whether to stop: SIGTERM or SIGINT, a launcher that ended, or a lease that is stale or withdrawn.
 
     The lease is read by a thread, which a file server that hangs may block without keeping us from acting: the lease
     then goes stale. Ages are by our own clock, since the lease was last seen to change: hosts' clocks differ. It is
@@ -129,6 +133,8 @@ class StopOrder:
             return "lease withdrawn"
         if self._signalled:
             return "signal"
+        if self._task.launcher_pid and os.getppid() != self._task.launcher_pid:
+            return "launcher ended"
         if self._task.lease and time.monotonic() - self._seen_at > self._task.lease_s:
             self._stale = True
         return "lease stale" if self._stale else ""

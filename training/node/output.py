@@ -120,6 +120,10 @@ class Causes:
             if not (pid in self.told and code in {-signal.SIGTERM, -signal.SIGKILL})
         )
 
+    def failure_of_one(self, code: int) -> RankFailure:
+        """The failure of a rank that had no torchrun to report it."""
+        return RankFailure(rank=0, exit_code=code, cause=self._cause(0, code), local_rank=0)
+
     def _cause(self, rank: int, code: int) -> str:
         """The cause as far as the output shows it; error files (torch's @record) know more."""
         known = self.exceptions.get(rank) or self.aborts.get(rank)
@@ -199,7 +203,7 @@ class Output:
                 del self._waiting[: os.write(self._sink, self._waiting[:CHUNK])]
             except BlockingIOError:  # less room than select promised
                 pass
-            except BrokenPipeError:  # nobody will read it any more
+            except OSError:  # nobody will read it any more, or the disk of a log file is full
                 self._waiting.clear()
 
     def _pass_on(self, chunk: bytes) -> None:

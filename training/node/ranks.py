@@ -22,6 +22,13 @@ DEATH_S = 5.0  # for killed processes; one that waits for a dead file server can
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
+def command(task: NodeTask, *, log_dir: Path) -> list[str]:
+    """The ranks' command line: under torchrun, unless there is one rank of ours alone."""
+    if task.is_alone:
+        return [*task.prefix, *rank_command(task)]
+    return torchrun_command(task, log_dir=log_dir)
+
+
 def torchrun_command(task: NodeTask, *, log_dir: Path) -> list[str]:
     """Static ranks and explicit addresses: nothing is resolved, elected or restarted behind the launcher's back.
 
@@ -52,7 +59,8 @@ def rank_environment(task: NodeTask, secrets: dict[str, str]) -> dict[str, str]:
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if task.interface else ()
     interface = dict.fromkeys(names, task.interface)
     ours = {"SHARDLINE_LAUNCHER_PID": str(os.getpid())}
-    return {**os.environ, **interface, **ours, **task.environment, **secrets}
+    alone = {} if not task.is_alone else {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return {**os.environ, **interface, **ours, **alone, **task.environment, **secrets}
 
 
 def adopt_orphans() -> None:
@@ -67,6 +75,8 @@ def _ranks(task: NodeTask, torchrun: int) -> list[psutil.Process]:
     too, so only the topmost process counts.
     """
     family = psutil.Process().children(recursive=True)
+    if not task.prefix and task.is_alone:
+        return [member for member in family if member.pid == torchrun]
     if not task.prefix:
         return [member for member in family if _parent(member) in {torchrun, os.getpid()} and member.pid != torchrun]
     alike = {member.pid: member for member in family if _command(member) == rank_command(task)}

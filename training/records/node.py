@@ -9,7 +9,7 @@ from pydantic import Field
 from training.records.record import Record
 
 NodeEnding = Literal["done", "failed", "stopped", "killed"]
-StopCause = Literal["", "signal", "lease stale", "lease withdrawn"]
+StopCause = Literal["", "signal", "launcher ended", "lease stale", "lease withdrawn"]
 
 
 class NodeTask(Record):
@@ -17,7 +17,8 @@ class NodeTask(Record):
 
     `lease` belongs to one attempt, so that old ranks cannot live on a newer lease. The launcher renews the lease file
     (its time, or its content) well within `lease_s`; if it removes the file, the ranks are killed at once. An empty
-    `lease` or `heartbeat` means none; the heartbeat file is best on tmpfs.
+    `lease` or `heartbeat` means none; the heartbeat file is best on tmpfs. `launcher_pid`: of a launcher that
+    is the node's parent process, whose end stops the ranks before the lease is stale; 0 means none.
     """
 
     module: str = ""
@@ -34,10 +35,16 @@ class NodeTask(Record):
     environment: dict[str, str] = Field({})
     secrets_on_stdin: bool = False
     heartbeat: str = ""
+    launcher_pid: int = 0
     lease: str = ""
     lease_s: float = 60.0
     grace_s: float = 120.0
     end: str
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one rank of ours is all there is: it needs no torchrun, which takes 2 s of a core to start."""
+        return self.module.startswith("training.") and self.num_nodes == self.num_ranks == 1
 
 
 class RankFailure(Record):
