@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from tasks.launch.recovery import attempts_of
 from tasks.runs.owner import owner_record
 from tasks.workspace.processes import local_process
 from tests.support.local_servers import LocalServers
@@ -110,7 +111,8 @@ class ObservedRun:
         """Rates of steps that a resume came by again are those of the first time."""
         rows = read_rows(self.folder / "metrics.jsonl")
         keys = {key for row in rows for key in row} - NOT_METRICS
-        resumed = any(event["what"] == "resumed" for event in self.history())
+        trained = [it for it in attempts_of(self.folder) if it["program"] == "training.train"]
+        resumed = len(trained) > 1 or any(event["what"] == "resumed" for event in self.history())
         for key in sorted(keys):
             ours = Counter((row["step"], row[key]) for row in rows if key in row)
             theirs = Counter(

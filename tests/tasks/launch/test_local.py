@@ -178,7 +178,7 @@ def test_an_interruption_leaves_a_checkpoint_and_a_second_start_goes_on(
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(RunStopped, match="interrupted: `shardline resume .*` goes on"):
+    with pytest.raises(RunStopped, match=r"interrupted: `shardline resume .*` goes on"):
         train(path, interrupt)
     assert_nothing_is_left(path)
     assert TrainResult.read(path.parent / "result.json").step >= STRIKE_AT
