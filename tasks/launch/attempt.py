@@ -39,6 +39,7 @@ class Attempt:
         self.program, self.hosts, self.launcher, self.launch, self.folder = program, hosts, launcher, launch, folder
         self.lease = Lease(folder / "lease", lease_s=launch.lease_s)
         self.nodes: dict[str, Node] = {}
+        self.tasks: dict[str, Path] = {}
         self.left: dict[str, HostError] = {}
         self.taken = False  # by another launcher
         self.progress_at, self.pace_s = time.monotonic(), 0.0
@@ -60,8 +61,8 @@ class Attempt:
     def _start(self) -> None:
         """Start the nodes on all hosts at once. If one host refuses, none is left anywhere."""
         port = self.launcher.master_port()
-        tasks = {host.name: self._write_task(host, number, port) for number, host in enumerate(self.hosts)}
-        errors = self.launcher.start(self.program, tasks, add=self._add)
+        self.tasks = {host.name: self._write_task(host, number, port) for number, host in enumerate(self.hosts)}
+        errors = self.launcher.start(self.program, self.tasks, add=self._add)
         self.left |= {name: error for name, error in errors.items() if error.unreachable}  # it may have started there
         if errors:
             raise HostError(
@@ -83,6 +84,8 @@ class Attempt:
             num_nodes=len(self.hosts),
             node_rank=number,
             num_ranks=program.ranks[host.name],
+            first_rank=sum(program.ranks[other.name] for other in self.hosts[:number]),
+            world_size=sum(program.ranks[other.name] for other in self.hosts),
             master_address=self.hosts[0].address,
             master_port=port,
             local_address=host.address,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 from infra import containers
-from infra.containers import Heartbeat, State
+from infra.containers import Heartbeat, Job, State
 from infra.hosts import DockerHost, HostClient, HostError, connect, on_each
 from infra.logs import LogFollower, last_lines
 from tasks.hardware.hosts import docker_hosts, read_hosts
@@ -21,11 +23,15 @@ from tasks.launch.fencing import remove_containers
 from tasks.launch.launcher import ANSWER_S, DONE, STOPPED, Host, Node, Program, grace_s
 from tasks.launch.local import end_earlier_attempt
 from tasks.launch.rank_environment import compile_cache, give_block_cache, give_to_ranks, tracking_for_ranks
+from tasks.launch.standby import FOLDER, fits, standby_lease
 from tasks.runs.folder import read_plan
 from tasks.workspace.paths import home
 from training.config.launch import LaunchConfig
 from training.records.inventory import Inventory
+from training.records.node import NodeTask
 from training.tracking.redaction import without_secrets
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 KILLED = 137  # training/node/__main__.py's exit code, which tells all as DONE and STOPPED do
@@ -117,6 +123,8 @@ class DockerLauncher:
         self.launch, self.run_dir, self.images = launch, run_dir, images or {}
         self.tracking = tracking_for_ranks(launch, mlflow_run_id=mlflow_run_id)
         self.ranks_send_metrics = "MLFLOW_RUN_ID" in self.tracking[0]
+        self.standbys: dict[str, tuple[str, NodeTask]] = {}  # container and task by host's name
+        self.numbers = count(1)
 
     def hosts(self) -> Sequence[DockerHost]:
         return hosts_of(self.launch)
@@ -128,7 +136,9 @@ class DockerLauncher:
         end_earlier_attempt(self.run_dir, grace_s=grace_s(read_plan(self.run_dir)))
 
     def fence(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
-        return remove_containers(self._mine(hosts), self.run_dir.name, self.run_dir)
+        keep = {container for container, _ in self.standbys.values()}
+        lease = standby_lease(self.run_dir) if keep else None
+        return remove_containers(self._mine(hosts), self.run_dir.name, self.run_dir, keep=keep, keep_lease=lease)
 
     def check(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
         try:
@@ -157,25 +167,71 @@ class DockerLauncher:
 
         def start_on(host: DockerHost) -> None:
             task = tasks[host.name]
-            job = container_spec(
-                host,
-                self.launch,
-                home=home(),
-                run_id=program.run_id,
-                what=task.parent.name,
-                command=("python", "-m", "training.node", str(task)),
-                threads=program.threads,
-            )
-            secret = json.dumps(dict(program.secrets)).encode() if program.secrets else b""
-            image = self.images.get(host.name, self.launch.image)
-            job = replace(job, image=image, heartbeat=HEARTBEAT, working_dir=program.working_dir)
-            with closing(connect(host)) as client:
-                container = containers.start(client, job, secret=secret)
+            container = standby = self._hand_over(host, task, program)
+            if not standby:
+                job = self._job(program, host, what=task.parent.name, command=(str(task),))
+                secret = json.dumps(dict(program.secrets)).encode() if program.secrets else b""
+                with closing(connect(host)) as client:
+                    container = containers.start(client, job, secret=secret)
             # In this thread: an interruption of the main one leaves none unknown.
-            add(ContainerNode(host, container, end_path=end_path(task), log=self.log_path(host.name)))
+            node = ContainerNode(host, container, end_path=end_path(task), log=self.log_path(host.name))
+            node.stood_by = bool(standby)
+            add(node)
 
         started = on_each([hosts[name] for name in tasks], start_on)
         return {name: result for name, result in started.items() if isinstance(result, HostError)}
+
+    def _job(self, program: Program, host: DockerHost, *, what: str, command: tuple[str, ...]) -> Job:
+        job = container_spec(
+            host,
+            self.launch,
+            home=home(),
+            run_id=program.run_id,
+            what=what,
+            command=("python", "-m", "training.node", *command),
+            threads=program.threads,
+        )
+        image = self.images.get(host.name, self.launch.image)
+        return replace(job, image=image, heartbeat=HEARTBEAT, working_dir=program.working_dir)
+
+    def stand_by(self, task: NodeTask, program: Program, host: Host) -> None:
+        (docker_host,) = self._mine([host])
+        path = standby_lease(self.run_dir).with_name(f"{host.name}.json")
+        what = f"{FOLDER}-{next(self.numbers)}"
+        job = self._job(program, docker_host, what=what, command=("--stand-by", str(path)))
+        with closing(connect(docker_host)) as client:
+            container = containers.start(client, replace(job, waits_for_input=True))
+        self.standbys[host.name] = container, task
+
+    def _hand_over(self, host: DockerHost, path: Path, program: Program) -> str:
+        """Give the task to what stands by on the host; return its container, or nothing if none can take it."""
+        container, standby = self.standbys.pop(host.name, ("", None))
+        if standby is None:
+            return ""
+        why = "it had imported for other ranks"
+        try:
+            with closing(connect(host, timeout_s=ANSWER_S)) as client:
+                state = containers.state(client, container)
+                if state is not None and state.running and fits(standby, NodeTask.read(path)):
+                    order = {"task": str(path), "secrets": dict(program.secrets)}
+                    containers.give_input(client, container, json.dumps(order).encode())
+                    return container
+                why = why if state is not None and state.running else "it has ended"
+                containers.remove(client, container)
+        except HostError as error:
+            why = str(error)
+        logger.info("%s: what stood by cannot take over (%s): a new container is started", host.name, why)
+        return ""
+
+    def close(self) -> None:
+        hosts = [host for host in self.hosts() if host.name in self.standbys]
+
+        def remove(host: DockerHost) -> None:
+            with closing(connect(host, timeout_s=ANSWER_S)) as client:
+                containers.remove(client, self.standbys[host.name][0])
+
+        on_each(hosts, remove)
+        self.standbys.clear()
 
     def log_path(self, host: str) -> Path:
         return self.run_dir / "logs" / f"{host}.log"

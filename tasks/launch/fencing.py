@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -16,9 +16,18 @@ logger = logging.getLogger(__name__)
 
 
 def remove_containers(
-    hosts: Sequence[DockerHost], run_id: str, run_dir: Path, *, grace_s: float = 0.0, timeout_s: float = ANSWER_S
+    hosts: Sequence[DockerHost],
+    run_id: str,
+    run_dir: Path,
+    *,
+    grace_s: float = 0.0,
+    timeout_s: float = ANSWER_S,
+    keep: Collection[str] = (),
+    keep_lease: Path | None = None,
 ) -> dict[str, HostError]:
     """Remove all containers of the run from every host; with `grace_s`, ranks save a checkpoint first.
+
+    `keep`: ids of containers that stand by for the next attempt, and work for nobody; `keep_lease`: their lease.
 
     Returns the hosts whose containers could not be removed, each with the error: mostly hosts that do not answer.
     Ranks there end when they see that the lease of their attempt is gone.
@@ -34,7 +43,7 @@ def remove_containers(
 
     def remove_on(host: DockerHost) -> int:
         with closing(connect(host, timeout_s=timeout_s)) as client:
-            found = containers.find(client, run=run_id)
+            found = [each for each in containers.find(client, run=run_id) if each.id not in keep]
             for container in found:
                 containers.remove(client, container.id)
             return len(found)
@@ -42,7 +51,7 @@ def remove_containers(
     if grace_s:
         ask_to_stop(run_dir)
         on_each(hosts, stop_on)
-    withdraw_leases(run_dir)  # before the containers: their launcher, if it lives, is to know why
+    withdraw_leases(run_dir, keep=keep_lease)  # before the containers: their launcher, if it lives, is to know why
     removed = on_each(hosts, remove_on)
     for name, found in removed.items():
         if not isinstance(found, HostError) and found:

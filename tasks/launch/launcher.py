@@ -17,7 +17,7 @@ from typing import Protocol
 from infra.hosts import HostError
 from tasks.launch.failure import AttemptOutcome, HostStatus, NodeState
 from training.records.evaluation_plan import EvaluationPlan
-from training.records.node import NodeEnd
+from training.records.node import NodeEnd, NodeTask
 from training.records.plan import CustomProgramPlan, RunPlan
 
 ANSWER_S = 5.0  # a host that takes longer counts as silent; the next question comes at once
@@ -75,6 +75,7 @@ class Node(ABC):
 
     def __init__(self, host: str, *, end_path: Path) -> None:
         self.host, self.end_path = host, end_path
+        self.stood_by = False  # it had imported its program before the attempt began
         self.gone = False  # the host answers, and has no such node
         self.last_lines: tuple[str, ...] = ()  # of one that failed, without secrets
         self.answered_at = time.monotonic()
@@ -190,6 +191,15 @@ class Launcher(Protocol):
         `add` is called with each node as soon as it may be there, so that an interruption leaves none unknown.
         Returns name -> why it could not be started there.
         """
+
+    def stand_by(self, task: NodeTask, program: Program, host: Host) -> None:
+        """Start a node that imports the program and waits, for the next attempt's start to hand a task to.
+
+        Blocks for as long as that takes to start. Raises HostError; does nothing where it would be of no use.
+        """
+
+    def close(self) -> None:
+        """Remove what stands by. Nothing is started after it."""
 
     def log_path(self, host: str) -> Path:
         """The file that holds what the host's ranks print."""

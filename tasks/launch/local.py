@@ -6,6 +6,7 @@ is cut off in a collective.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -25,6 +26,7 @@ from tasks.launch.failure import LAST_LINES, SIGKILL, AttemptOutcome, NodeState
 from tasks.launch.launcher import Host, LaunchedPlan, Node, Program, grace_s
 from tasks.launch.lease import FENCE_S, withdraw_leases
 from tasks.launch.rank_environment import NCCL, SPINS
+from tasks.launch.standby import fits, standby_lease
 from tasks.runs.owner import RanksLauncher, ranks_launcher
 from tasks.workspace.paths import tracking_uri
 from tasks.workspace.processes import free_port, process_key
@@ -83,8 +85,7 @@ class ProcessNode(Node):
     def remove(self) -> None:
         code = self.process.poll()
         if code is None or code < 0:  # one that was killed has left its ranks alive
-            _kill(self.process.pid)
-        self.process.wait()
+            _end_child(self.process)
 
     def close(self) -> None:
         """Nothing watches it but questions."""
@@ -101,6 +102,7 @@ class LocalLauncher:
         self.plan, self.run_dir, self.log = plan, run_dir, run_dir / "logs" / f"{log}.log"
         self.host = ThisMachine(name_here(plan))
         self.pid_for_nodes = os.getpid()
+        self.standby: tuple[subprocess.Popen[bytes], NodeTask] | None = None
 
     def hosts(self) -> Sequence[ThisMachine]:
         return (self.host,)
@@ -137,22 +139,53 @@ class LocalLauncher:
         self, program: Program, tasks: Mapping[str, Path], *, add: Callable[[Node], None]
     ) -> Mapping[str, HostError]:
         (task,) = tasks.values()
+        log_from = self.log.stat().st_size if self.log.exists() else 0
+        standby = self._hand_over(task)
+        process = standby or self._spawn(program, str(task))
+        node = ProcessNode(self.host.name, process, end_path=end_path(task), log=self.log, log_from=log_from)
+        node.stood_by = standby is not None
+        add(node)
+        RanksLauncher(launcher=process_key(process.pid)).write(self.run_dir / "gang.json")
+        return {}
+
+    def _spawn(self, program: Program, *arguments: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
         environment = os.environ | {"MLFLOW_TRACKING_URI": tracking_uri()}  # not in the file: it may hold a password
         if program.module.startswith("training."):  # a script of the user's finds what lies beside it
             environment["PYTHONSAFEPATH"] = "1"
         with self.log.open("ab") as log:
             # -P: a folder named `training` where the user stands must not take our place.
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "training.node", str(task)],
-                stdin=subprocess.DEVNULL,
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", "training.node", *arguments],
+                stdin=stdin,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,
             )
-            add(ProcessNode(self.host.name, process, end_path=end_path(task), log=self.log, log_from=log.tell()))
-        RanksLauncher(launcher=process_key(process.pid)).write(self.run_dir / "gang.json")
-        return {}
+
+    def stand_by(self, task: NodeTask, program: Program, host: Host) -> None:
+        path = standby_lease(self.run_dir).with_name(f"{host.name}.json")
+        self.standby = self._spawn(program, "--stand-by", str(path), stdin=subprocess.PIPE), task
+
+    def _hand_over(self, path: Path) -> subprocess.Popen[bytes] | None:
+        """Give the task to the node that stands by; return that, or None if there is none that can take it."""
+        (process, standby), self.standby = self.standby or (None, None), None
+        if process is None or standby is None:
+            return None
+        assert process.stdin is not None
+        if fits(standby, NodeTask.read(path)):
+            with suppress(BrokenPipeError):
+                process.stdin.write(json.dumps({"task": str(path), "secrets": {}}).encode())
+                process.stdin.close()
+                if process.poll() is None:
+                    return process
+        _end_child(process)
+        return None
+
+    def close(self) -> None:
+        if self.standby is not None:
+            _end_child(self.standby[0])
+        self.standby = None
 
     def log_path(self, host: str) -> Path:
         return self.log
@@ -168,6 +201,11 @@ def name_here(plan: LaunchedPlan) -> str:
 
 
 # What an earlier start left
+
+
+def _end_child(process: subprocess.Popen[bytes]) -> None:
+    _kill(process.pid)
+    process.wait()
 
 
 def end_earlier_attempt(run_dir: Path, *, grace_s: float) -> None:

@@ -23,6 +23,7 @@ from tasks.launch.host_set import choose_hosts, measured_hosts
 from tasks.launch.launcher import Host, LaunchedPlan, Launcher, Program, grace_s
 from tasks.launch.rank_environment import NCCL, SPINS
 from tasks.launch.rank_logs import Stacks, Steps, Warnings
+from tasks.launch.standby import Standbys
 from tasks.runs.errors import RunFailed, RunStopped
 from tasks.workspace.paths import fresh
 from training.config.launch import Cause
@@ -46,6 +47,7 @@ class AttemptRecord(Record):
     from_step: int
     began_at: str
     ended_at: str
+    stood_by: tuple[str, ...] = ()  # hosts whose ranks were forked from a standby
     ending: AttemptOutcome
 
     def write_if_possible(self, folder: Path) -> None:
@@ -85,6 +87,7 @@ def run_program(
     except BaseException:  # Ctrl-C, or the SIGTERM that Prefect turns into an exception
         raise RunStopped(f"interrupted: {goes_on(plan)}") from None
     finally:
+        attempts.standbys.close()
         attempts.remove_remaining()
 
 
@@ -118,6 +121,7 @@ class Attempts:
         self.one_rank, self.on_poll = one_rank, on_poll
         self.stacks = Stacks(run_dir / "stacks")
         self.launch = plan.config.launch
+        self.standbys = Standbys(launcher, run_dir, lease_s=self.launch.lease_s)
         self.hosts_with_leftovers: set[str] = set()
         self.gpu_faults: Counter[str] = Counter()  # by host and GPU
         self.left_out: dict[str, HostError] = {}  # hosts that no later attempt uses, each with the reason
@@ -190,6 +194,7 @@ class Attempts:
             ranks = dict(zip(names, self.plan.ranks_per_host, strict=True))
         folder = new_folder(self.run_dir / "attempts")
         self.stacks.clear()
+        self.standbys.wait()
         self.launcher.prepare()
         began_at, from_step = now(), last_checkpoint_step(self.run_dir)
         ranks_in_words = " + ".join(f"{name} ({number})" for name, number in ranks.items())
@@ -212,6 +217,7 @@ class Attempts:
                 from_step=from_step,
                 began_at=began_at,
                 ended_at=now(),
+                stood_by=tuple(name for name, node in attempt.nodes.items() if node.stood_by),
                 ending=outcome,
             )
             record.write_if_possible(folder)
@@ -230,13 +236,21 @@ class Attempts:
         steps = Steps(self.run_dir, mlflow_run_id=mlflow_run_id)
         warnings = Warnings({name: self.launcher.log_path(name) for name in attempt.program.ranks})
 
+        standby_after_s = self.launch.standby_after_s if self.module == "training.train" else None
+        stand_by_at = time.monotonic() + (float("inf") if standby_after_s is None else standby_after_s)
+
         def has_new_steps() -> bool:
             """A file server's hiccup, or metrics that a rank just replaced, is no reason to end an attempt."""
+            nonlocal stand_by_at
             try:
                 self.on_poll()
                 warnings.look()
                 self.stacks.look()
-                return steps.look()
+                made = steps.look()
+                if made and time.monotonic() > stand_by_at:
+                    stand_by_at = float("inf")
+                    self.standbys.start(attempt.program, attempt.hosts, attempt.tasks)
+                return made
             except OSError as error:
                 logger.warning("could not read the run's folder this time (%s)", error)
                 return False

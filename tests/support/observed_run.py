@@ -61,8 +61,7 @@ class ObservedRun:
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of the ranks, in their order."""
-        found = [(process.environ()["RANK"], process) for process in self.processes() if _is_rank(process)]
-        return [process for _, process in sorted(found, key=lambda each: each[0])]
+        return sorted(filter(_is_rank, self.processes()), key=lambda process: process.name())
 
     def flow(self) -> psutil.Process:
         owner = owner_record(self.folder)
@@ -136,7 +135,7 @@ class ObservedRun:
 
 def _is_rank(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
-        return "RANK" in process.environ() and "torch.distributed.run" not in process.cmdline()
+        return process.name().startswith("rank ")
     return False
 
 

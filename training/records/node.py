@@ -28,6 +28,8 @@ class NodeTask(Record):
     num_nodes: int = 1
     node_rank: int = 0
     num_ranks: int = 1  # on this node
+    first_rank: int = 0
+    world_size: int = 1
     master_address: str = "127.0.0.1"
     master_port: int
     local_address: str = "127.0.0.1"
@@ -42,9 +44,9 @@ class NodeTask(Record):
     end: str
 
     @property
-    def is_alone(self) -> bool:
-        """Whether one rank of ours is all there is: it needs no torchrun, which takes 2 s of a core to start."""
-        return self.module.startswith("training.") and self.num_nodes == self.num_ranks == 1
+    def is_ours(self) -> bool:
+        """Whether it is a program of Shardline's, whose ranks are forked (fork_server.py); torchrun starts others."""
+        return self.module.startswith("training.")
 
 
 class RankFailure(Record):
@@ -57,6 +59,21 @@ class RankFailure(Record):
     exit_code: int
     cause: str
     local_rank: int | None = None
+
+
+class RankEnd(Record):
+    """The end of a rank's process. `ended_by_us`: another rank had failed, and this one was killed."""
+
+    rank: int
+    local_rank: int
+    exit_code: int
+    ended_by_us: bool = False
+
+
+class RankEnds(Record):
+    """The ends of a node's ranks, in their order."""
+
+    ends: tuple[RankEnd, ...]
 
 
 class NodeEnd(Record):

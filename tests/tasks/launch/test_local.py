@@ -85,8 +85,8 @@ def train(path: Path, strike: Callable[[], object], *, at: int = STRIKE_AT) -> N
 def ranks_of(path: Path) -> list[psutil.Process]:
     node = ranks_launcher(path.parent)
     assert node is not None
-    found = [process for process in node.children(recursive=True) if process.cmdline()[-1:] == [str(path)]]
-    return [process for process in found if "torch.distributed.run" not in process.cmdline()]
+    named = {process.name(): process for process in node.children(recursive=True)}
+    return [named[name] for name in sorted(named) if name.startswith("rank ")]
 
 
 def endings(path: Path) -> list[str]:
@@ -94,8 +94,9 @@ def endings(path: Path) -> list[str]:
 
 
 def assert_nothing_is_left(path: Path) -> None:
-    alive = [process.cmdline() for process in psutil.process_iter() if str(path) in _words(process)]
+    alive = [process for process in psutil.process_iter() if any(str(path.parent) in word for word in _words(process))]
     assert alive == []
+    assert not [process for process in psutil.Process().children(recursive=True) if process.name().startswith("rank ")]
     assert not list(path.parent.glob("attempts/*/lease"))
 
 
@@ -116,6 +117,32 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
     assert second["from_step"] % EVERY == 0
     assert losses(path) == undisturbed(2)
     assert_nothing_is_left(path)
+
+
+@pytest.mark.parametrize("victim", ["rank", "node"])
+def test_a_standby_takes_over_with_the_same_losses(
+    make_run: Callable[..., Path], undisturbed: Callable[[int], dict[int, float]], victim: str
+) -> None:
+    path = make_run(f"standby-{victim}", ranks=2, **SETTINGS, launch__standby_after_s=0.0)
+
+    def strike() -> None:
+        until(lambda: len(standbys_of(path)) == 1, "the standby")
+        node = ranks_launcher(path.parent)
+        assert node is not None
+        (ranks_of(path)[1] if victim == "rank" else node).kill()
+
+    train(path, strike)
+    first, second = attempts_of(path.parent)
+    assert (first["ending"]["cause"], first["stood_by"]) == ("killed", [])
+    assert (second["ending"]["cause"], second["stood_by"]) == ("done", [*second["hosts"]])
+    assert losses(path) == undisturbed(2)
+    assert_nothing_is_left(path)
+
+
+def standbys_of(path: Path) -> list[psutil.Process]:
+    """Nodes that stand by for the run."""
+    standby = str(path.parent / "attempts" / "standby")
+    return [process for process in psutil.process_iter() if any(word.startswith(standby) for word in _words(process))]
 
 
 def test_one_rank_alone_is_started_again_too(

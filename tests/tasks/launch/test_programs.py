@@ -18,7 +18,8 @@ from tasks.runs.owner import RanksLauncher
 from tasks.workspace.processes import process_key
 from tests.support.configs import tiny_config
 from training.config.run import ProfileConfig
-from training.node.ranks import command
+from training.node.fork_server import RankOrder
+from training.node.ranks import rank_order
 from training.records.node import NodeTask
 from training.records.plan import RunPlan
 
@@ -28,28 +29,28 @@ def plan_path(make_run: Callable[..., Path]) -> Path:
     return make_run("nsys", ranks=2, profile__nsys=True)
 
 
-def command_of(module: str, plan_path: Path, *, ranks: int, log_dir: Path) -> list[str]:
-    """The command line that a node of this machine gives its ranks."""
+def order_of(module: str, plan_path: Path, *, log_dir: Path) -> RankOrder:
+    """What a node of this machine has started."""
     plan, run_dir = RunPlan.read(plan_path), plan_path.parent
     task = NodeTask(
         **plan.command(module, run_dir=run_dir),
         prefix=nsight.prefix(module, plan, run_dir=run_dir),
-        num_ranks=ranks,
+        num_ranks=2,
+        world_size=2,
         master_port=29_400,
         end="end.json",
     )
-    return command(task, log_dir=log_dir)
+    return rank_order(task, {}, log_dir=log_dir)
 
 
 def test_nsys_wraps_each_training_rank_and_names_its_report_after_it(plan_path: Path, tmp_path: Path) -> None:
-    words = command_of("training.train", plan_path, ranks=2, log_dir=tmp_path)
-    torchrun, program = words[: words.index("nsys")], words[words.index("nsys") :]
-    assert torchrun[-2:] == ["--no-python", "--"]
-    assert torchrun[torchrun.index("--nproc-per-node") + 1] == "2"
-    assert program[:4] == ["nsys", "profile", "--sample=none", "--trace=cuda,nvtx,osrt"]
-    assert program[5].startswith(str(plan_path.parent / "profile"))
-    assert program[5].endswith("-rank-%q{RANK}")
-    assert program[-5:] == [sys.executable, "-u", "-m", "training.train", str(plan_path)]
+    order = order_of("training.train", plan_path, log_dir=tmp_path)
+    assert order.prefix[:4] == ("nsys", "profile", "--sample=none", "--trace=cuda,nvtx,osrt")
+    assert order.prefix[5].startswith(str(plan_path.parent / "profile"))
+    assert order.prefix[5].endswith("-rank-%q{RANK}")
+    assert order.args == (str(plan_path),)
+    assert [environment["RANK"] for environment in order.environments] == ["0", "1"]
+    assert order_of("training.evaluate", plan_path, log_dir=tmp_path).prefix == ()
 
 
 def test_nsys_on_gpus_records_the_steps_that_are_asked_for(plan_path: Path) -> None:
@@ -68,11 +69,6 @@ def test_ranks_on_gpus_get_memory_segments_that_grow(make_run: Callable[..., Pat
     assert plan.model_copy(update={"device_kind": "cuda"}).environment() == {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True"
     }
-
-
-def test_one_rank_has_no_torchrun_and_evaluation_no_nsys(plan_path: Path, tmp_path: Path) -> None:
-    assert command_of("training.train", plan_path, ranks=1, log_dir=tmp_path)[0] == "nsys"
-    assert command_of("training.evaluate", plan_path, ranks=1, log_dir=tmp_path)[0] == sys.executable
 
 
 def test_nsys_that_is_not_installed_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
