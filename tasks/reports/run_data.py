@@ -80,7 +80,8 @@ class RunData:
     def device_hours(self) -> dict[str, float]:
         """Hours that training, evaluation and export used devices, from the start of their ranks to their end.
 
-        A stage that a kill -9 of the launcher cut short is counted only on Docker hosts, whose attempts leave records.
+        Training is the sum of its attempts, each with its own ranks; one that a kill -9 of the launcher cut short left
+        no record, and is not counted.
         """
         ranks = self.placement.world_size if self.placement else 0
         stages = {TRAINING: ("train", ranks), "evaluation": ("evaluate", ranks), "export": ("export", 1)}
