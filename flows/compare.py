@@ -222,7 +222,15 @@ def _command(config_path: Path, request: CompareRequest) -> str:
 
 def _log_to_children(comparison: Comparison) -> None:
     """Log the figures to the child runs, so that MLflow's own table shows them side by side."""
-    keys = ("speedup", "scaling_efficiency", "exposed_communication_ms", "steps_to_target", "seconds_to_target")
+    keys = (
+        "speedup",
+        "scaling_efficiency",
+        "exposed_communication_ms",
+        "steps_to_target",
+        "seconds_to_target",
+        "device_hours_per_1b_tokens",
+        "cost_per_1b_tokens",
+    )
     for row in comparison.rows:
         if row.run_id and row.steps is not None:
             figures = {f"compare/{key}": value for key in keys if (value := getattr(row, key)) is not None}

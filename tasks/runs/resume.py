@@ -96,6 +96,7 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("rollout.*", "exact", ""),
     ("launch.*", "exact", ""),
     ("store.*", "exact", ""),
+    ("prices.*", "exact", ""),
     ("trainer.*", "refused", "another program is another run"),
 )
 NOTHING_DONE: tuple[Effect, str] = ("exact", "")

@@ -16,6 +16,7 @@ from training.config.export import ExportConfig
 from training.config.launch import LaunchConfig, TrainerConfig
 from training.config.model import ModelConfig
 from training.config.parallel import ParallelConfig
+from training.config.prices import PricesConfig
 from training.config.promotion import GatesConfig, RegistryConfig, RolloutConfig
 from training.config.section import Section
 from training.config.store import StoreConfig
@@ -86,6 +87,7 @@ class RunConfig(Section):
     store: StoreConfig = Field(
         StoreConfig(), description="An object store where token shards and checkpoints outlive this machine."
     )
+    prices: PricesConfig = Field(PricesConfig(), description="Prices of devices, to say what a run costs.")
     trainer: TrainerConfig = Field(TrainerConfig(), description="A training program to run instead of Shardline's own.")
 
     @property
