@@ -55,11 +55,14 @@ class Standbys:
         lease = str(self._lease.path)
 
         def start_on(host: Host) -> None:
-            task = NodeTask.read(tasks[host.name]).model_copy(update={"lease": lease})
+            ready = self.folder / f"{host.name}.ready"
+            ready.unlink(missing_ok=True)
+            task = NodeTask.read(tasks[host.name]).model_copy(update={"lease": lease, "ready": str(ready)})
             task.write(self.folder / f"{host.name}.json")
             self.launcher.stand_by(task, program, host)
 
         def start() -> None:
+            self.launcher.prepare()  # our folder is to be written by the ranks' user
             for name, result in on_each(hosts, start_on).items():
                 if isinstance(result, HostError):
                     logger.info("nothing stands by on %s: %s", name, result)
@@ -68,9 +71,12 @@ class Standbys:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until those that are being started have been: the next attempt looks for them."""
+        """Wait until those that are being started have been: the next attempt takes them."""
         if self._thread is not None:
             self._thread.join()
+            self._thread = None
+        for ready in self.folder.glob("*.ready"):
+            ready.unlink(missing_ok=True)
 
     def close(self) -> None:
         self.wait()

@@ -1,9 +1,12 @@
-"""Forks a node's ranks from one process that has imported their program: `python -m training.node.fork_server MODULE`.
+"""Forks a node's ranks from one process that has imported their program.
+
+    python -m training.node.fork_server MODULE READY
 
 The imports, 4 s of a core for training, are made once for all ranks of a host, and a standby (training/node) has made
-them before it is needed. An order, one line of JSON over standard input, says which ranks to fork; their ends are
-written to the file that it names, as torchrun would report them. Where several hosts take part, the first one's server
-keeps the store at which ranks meet, as torchrun's agent does (docs.pytorch.org/docs/stable/elastic/run.html).
+them before it is needed: the file READY is there then. An order, one line of JSON over standard input, says which ranks
+to fork; their ends are written to the file that it names, as torchrun would report them. Where several hosts take part,
+the first one's server keeps the store at which ranks meet, as torchrun's agent does
+(docs.pytorch.org/docs/stable/elastic/run.html).
 
 A process that has opened a GPU cannot be forked. If the imports opened one, or the ranks run under a prefix such as
 nsys, each rank is a new process instead, which imports for itself.
@@ -44,11 +47,12 @@ class RankOrder(Record):
     ends: str
 
 
-def main(module: str) -> int:
+def main(module: str, ready: Path) -> int:
     """Return the exit code of the server: 1 if a rank failed. Ranks return 0, or raise as their program does."""
     importlib.import_module(module)
     gc.collect()
     gc.freeze()  # else each rank's first collection copies all pages of what was imported
+    ready.touch()
     line = sys.stdin.readline()
     if not line:  # the node ended before it had a task
         return 0
@@ -137,4 +141,4 @@ def _wait(ranks: Mapping[int, Mapping[str, str]]) -> list[RankEnd]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

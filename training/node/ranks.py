@@ -27,7 +27,8 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 def command(task: NodeTask, *, log_dir: Path) -> list[str]:
     """The command line of what starts the ranks: our fork server, or torchrun for programs of users."""
     if task.is_ours:
-        return [sys.executable, "-u", "-P", "-m", "training.node.fork_server", task.module]
+        ready = Path(task.ready or log_dir / "ready")
+        return [sys.executable, "-u", "-P", "-m", "training.node.fork_server", task.module, str(ready)]
     return torchrun_command(task, log_dir=log_dir)
 
 
