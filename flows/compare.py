@@ -137,11 +137,11 @@ class Children:
         return with_overrides(self.config.model_dump(mode="json"), strategy.overrides)
 
     def inventory(self, config: RunConfig, run: TrackedRun) -> Inventory:
-        """Measure once for all; a single process gets one of those devices. Docker hosts are checked each time."""
+        """Measure once for all; a single process gets one of those devices. Other hosts are checked each time."""
         one, parallel = config.parallel.strategy == "single", config.parallel
         if one:
             parallel = self.config.parallel.model_copy(update={"strategy": "auto"})
-        if config.launch.launcher == "docker" or parallel.ranks not in self.inventories:
+        if config.launch.launcher != "local" or parallel.ranks not in self.inventories:
             found = stages.hardware(config.model_copy(update={"parallel": parallel}), run)
             self.inventories[parallel.ranks] = found
             found.write(self.parent.folder / INVENTORY)

@@ -1,7 +1,7 @@
 """A Kubernetes cluster: start groups of pods, see how they are, follow their logs, end them; errors in words.
 
-By the official client's configuration and transport. Requests are few and plain, so its models (1 s to import) are
-left out.
+By the official client's configuration and transport; its models are left out, since the requests are few and plain. It
+is imported where a cluster is first asked: that takes 0.5 s, and it is an extra.
 """
 
 from __future__ import annotations
@@ -15,19 +15,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import urllib3
-from kubernetes import config
-from kubernetes.client.api_client import ApiClient
-from kubernetes.client.configuration import Configuration
-from kubernetes.client.exceptions import ApiException
-from kubernetes.config.config_exception import ConfigException
 
 from infra import pods
 from infra.hosts import HostError
 from infra.logs import SILENCE_S, Follower, OpenLog
 from infra.pods import JOBSET_API, Kind, Object, PodGroup, PodState, read_pod, selector
+
+if TYPE_CHECKING:
+    from kubernetes.client.configuration import Configuration
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +68,12 @@ class Cluster:
     """
 
     def __init__(self, access: Access = Access(), *, timeout_s: float = 5.0) -> None:
+        try:
+            from kubernetes.client.api_client import ApiClient
+        except ImportError:
+            raise ClusterError(
+                "launch.launcher=kubernetes needs the official client: pip install 'shardline[kubernetes]'", status=401
+            ) from None
         configuration, namespace = _configuration(access)
         configuration.retries = False  # whoever asks asks again
         self.client, self.timeout_s = ApiClient(configuration), timeout_s
@@ -221,6 +225,8 @@ class Cluster:
         content: str = "application/json",
         timeout_s: float = 0.0,
     ) -> Iterator[urllib3.BaseHTTPResponse]:
+        from kubernetes.client.exceptions import ApiException
+
         try:
             request = self.client.param_serialize(
                 method,
@@ -262,6 +268,10 @@ MERGE_PATCH = "application/merge-patch+json"
 
 def _configuration(access: Access) -> tuple[Configuration, str]:
     """The client's configuration, and the namespace that belongs to it."""
+    from kubernetes import config
+    from kubernetes.client.configuration import Configuration
+    from kubernetes.config.config_exception import ConfigException
+
     configuration = Configuration()
     try:
         if not (access.kubeconfig or access.context) and "KUBERNETES_SERVICE_HOST" in os.environ and not _has_file():

@@ -162,7 +162,7 @@ def hardware(config: RunConfig, run: TrackedRun | None = None) -> Inventory:
 
 
 def _inventory(config: RunConfig, folder: Path) -> Inventory:
-    if config.launch.launcher == "docker":
+    if config.launch.launcher != "local":
         folder.mkdir(exist_ok=True)
         return check_hosts.prepare_hosts(config, run_dir=folder)
     ranks = 1 if config.parallel.strategy == "single" else config.parallel.ranks

@@ -89,12 +89,14 @@ class NodeState:
     """What its launcher sees of a node program. `exit_code` counts once `running` is false; 137 says SIGKILL.
 
     `oom_killed`: the kernel killed one of its processes for want of memory. `hangs`: its heartbeat is too old.
+    `reason`: why its host or scheduler ended it, in words, if they say so.
     """
 
     running: bool
     exit_code: int = 0
     oom_killed: bool = False
     hangs: bool = False
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,11 @@ class HostStatus:
     def hangs(self) -> bool:
         """Whether the host was given up though its daemon answers: its node has stopped."""
         return self.lost and self.state is not None and self.state.hangs
+
+    @property
+    def reason(self) -> str:
+        """Why its host or scheduler ended it, in words; empty if nobody says so."""
+        return self.state.reason if self.state is not None else ""
 
     @property
     def unexplained(self) -> int | None:
@@ -181,7 +188,8 @@ def _outcomes(hosts: Mapping[str, HostStatus], *, stop_requested: bool) -> Itera
                 "its ranks no longer saw the lease renewed: its storage does not answer",
             )
         elif host.unexplained == UNKNOWN:
-            yield _outcome("lost host", name, host, "its machine or daemon restarted (exit code 255)")
+            why = host.reason or "its machine or daemon restarted (exit code 255)"
+            yield _outcome("lost host", name, host, why)
     for name, host in known.items():
         if host.told_to_stop:
             yield _told_to_stop(name, host, stop_requested=stop_requested)
@@ -220,12 +228,8 @@ def _told_to_stop(name: str, host: HostStatus, *, stop_requested: bool) -> Attem
         return _outcome("stopped", name, host, "it was stopped (SIGTERM)")
     if host.state is not None and host.state.running:
         return _outcome("daemon", name, host, "it got SIGTERM while its daemon did not answer: the daemon shuts down")
-    return _outcome(
-        "killed",
-        name,
-        host,
-        "its node got SIGTERM, and not from us: the machine shuts down, or its daemon",
-    )
+    why = host.reason or "the machine shuts down, or its daemon"
+    return _outcome("killed", name, host, f"its node got SIGTERM, and not from us: {why}")
 
 
 def _failures(host: HostStatus) -> tuple[RankFailure, ...]:

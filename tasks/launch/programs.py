@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tasks.launch import recovery
 from tasks.launch.docker_hosts import DockerLauncher, images_of
+from tasks.launch.kubernetes import KubernetesLauncher
 from tasks.launch.launcher import LaunchedPlan, Launcher
 from tasks.launch.local import LocalLauncher
 from tasks.runs.errors import RunFailed, RunStopped
@@ -26,8 +27,10 @@ logger = logging.getLogger(__name__)
 
 def launcher_of(module: str, plan: LaunchedPlan, run_dir: Path) -> Launcher:
     """The launcher that the plan's config names, for one program."""
+    run_id: str = getattr(plan, "mlflow_run_id", "")
+    if plan.config.launch.launcher == "kubernetes":
+        return KubernetesLauncher(plan.config.launch, run_dir=run_dir, mlflow_run_id=run_id)
     if plan.config.launch.launcher == "docker":
-        run_id: str = getattr(plan, "mlflow_run_id", "")
         return DockerLauncher(plan.config.launch, run_dir=run_dir, mlflow_run_id=run_id, images=images_of(run_dir))
     return LocalLauncher(plan, run_dir=run_dir, log=module.rpartition(".")[2])
 

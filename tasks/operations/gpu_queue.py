@@ -65,6 +65,8 @@ def hold_gpus(config: RunConfig, *, run_id: str, wait: Callable[[Look, Holder], 
 
 
 def _look(config: RunConfig, run_id: str, held: ExitStack) -> Look:
+    if config.launch.launcher == "kubernetes":  # its scheduler, or launch.kubernetes.queue, makes pods wait
+        return lambda: None
     if config.launch.launcher == "docker":
         hosts = [host for host in hosts_of(config.launch) if host.gpus or host.gpu_ids]
         return lambda: gpu_holder(hosts, run_id=run_id)
