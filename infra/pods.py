@@ -401,8 +401,9 @@ def read_pod(pod: Object) -> PodState:
 
 
 def _lost(status: Object, conditions: Mapping[str, Object]) -> str:
+    """What the kubelet says of it comes first: it knows more than that the kubelet ended it."""
     disruption = conditions.get("DisruptionTarget", {})
-    for where in (disruption if disruption.get("status") == "True" else {}, status):
+    for where in (status, disruption if disruption.get("status") == "True" else {}):
         if reason := where.get("reason", ""):
             words = LOST.get(reason, "")
             message = f": {where['message'].strip()}" if where.get("message") else ""

@@ -159,7 +159,7 @@ class KubernetesLauncher:
         self.ranks_send_metrics = "MLFLOW_RUN_ID" in self.tracking[0]
         self.cluster = cluster_of(launch)
         self.unplaced: dict[str, HostError] = {}
-        self.machines: dict[str, str] = {}  # by host's name, of the last attempt
+        self.nodes: Mapping[str, PodNode] = {}  # of the last attempt
 
     def hosts(self) -> Sequence[PodSlot]:
         return slots_of_cluster(self.launch)
@@ -208,6 +208,7 @@ class KubernetesLauncher:
             for number, (name, path) in enumerate(tasks.items()):
                 _write_task(path, number, addresses[name], master=next(iter(addresses.values())))
             watch = GroupWatch(self.cluster, group)
+            self.nodes = watch.nodes
             for name, path in tasks.items():
                 watch.nodes[name] = PodNode(name, watch, end_path=end_path(path), log=self.log_path(name))
                 add(watch.nodes[name])
@@ -247,7 +248,6 @@ class KubernetesLauncher:
             if any(node.failed for node in watch.nodes.values()):
                 return {}  # that is what the others did not wait for
             time.sleep(POLL_S)
-        self.machines = {name: node.pod.machine for name, node in watch.nodes.items() if node.pod is not None}
         errors = {
             name: HostError(f"{name}: {why}, after {waits.waited_s:.0f} s", hosts=(name,), unreachable=True)
             for name, why in waits.pending.items()
@@ -259,8 +259,8 @@ class KubernetesLauncher:
         return self.run_dir / "logs" / f"{host}.log"
 
     def place(self, outcome: AttemptOutcome) -> str:
-        machine = self.machines.get(outcome.host, "")
-        place = f"{outcome.host} on machine {machine}" if machine else outcome.host
+        node = self.nodes.get(outcome.host)
+        place = f"{outcome.host} on machine {node.pod.machine}" if node is not None and node.pod else outcome.host
         return place if outcome.gpu is None else f"{place}, GPU {outcome.gpu}"
 
 

@@ -267,3 +267,41 @@ def test_errors_say_what_to_do(api: KubernetesApi, cluster: Cluster, tmp_path: P
     with pytest.raises(ClusterError, match=r"Role that is needed.*cannot list"):
         cluster.pods()
     assert group.name in {name for _, name in api.objects}
+
+
+# What docs/kubernetes.md says
+
+
+def documented(kind: str) -> dict[str, Any]:
+    """The YAML of this kind on the page."""
+    page = (REPO / "docs" / "kubernetes.md").read_text()
+    blocks = [yaml.safe_load(block.partition("```")[0]) for block in page.split("```yaml\n")[1:]]
+    [found] = [block for block in blocks if block.get("kind") == kind]
+    return dict(found)
+
+
+@needs_pods
+@pytest.mark.parametrize("jobsets", [True, False])
+def test_the_documented_role_is_enough(jobsets: bool, tmp_path: Path) -> None:
+    with KubernetesApi(tmp_path / "cluster", jobsets=jobsets, rules=documented("Role")["rules"]) as api:
+        cluster = Cluster(Access(kubeconfig=str(api.kubeconfig)))
+        group = start(cluster, secret=b"{}", command=("python", "-c", "import time; print('hello', flush=True); time.sleep(60)"))
+        until(lambda: len(api.running()) == 2, "both run")
+        pod_name = states(cluster)["node-0"].name
+        until(lambda: cluster.last_lines(pod_name, number=1) == ("hello",), "a log")
+        assert not cluster.is_suspended(group, cluster.kind())
+        cluster.terminate(pod_name, grace_s=1)
+        with pytest.raises(ClusterError, match="of that name is there already"):
+            cluster.start(group, cluster.kind())
+        cluster.remove(run=group.run)
+        assert not cluster.wait_until_gone(run=group.run, timeout_s=10)
+
+
+def test_the_documented_objects_fit_the_schemas() -> None:
+    for kind in ("Role", "PersistentVolumeClaim"):
+        validate(documented(kind))
+    job = documented("Job")
+    job["metadata"] = {"generateName": "flow-"}
+    job["spec"]["ttlSecondsAfterFinished"] = 60
+    job["spec"]["template"]["spec"]["containers"][0] |= {"args": ["run"], "env": []}
+    validate(job)

@@ -433,7 +433,9 @@ class Container:
             (self.folder / name).mkdir(parents=True)
         for name, content in secret.items():
             (self.folder / "secret" / name).write_bytes(content)
-        (self.folder / "hosts").write_text("\n".join([f"127.0.0.1 localhost {self.pod['spec']['hostname']}", *names]) + "\n")
+        (self.folder / "hosts").write_text(
+            "\n".join([f"127.0.0.1 localhost {self.pod['spec']['hostname']}", *names]) + "\n"
+        )
 
     def _setup(self) -> str:
         """Mount what the pod's volumes are. What the test itself needs of /tmp stays visible below the pod's own."""
@@ -454,7 +456,11 @@ class Container:
             if path.startswith("/tmp/"):
                 below = shlex.quote(f"{self.folder}/tmp/{path.removeprefix('/tmp/')}")
                 lines += [f"mkdir -p {below}", f"mount --bind {shlex.quote(path)} {below}"]
-        lines += ["hostname $HOSTNAME", f"mount --bind {self.folder}/hosts /etc/hosts", f"mount --rbind {self.folder}/tmp /tmp"]
+        lines += [
+            "hostname $HOSTNAME",
+            f"mount --bind {self.folder}/hosts /etc/hosts",
+            f"mount --rbind {self.folder}/tmp /tmp",
+        ]
         return "\n".join([*lines, f"cd {shlex.quote(self.spec['workingDir'])}", 'exec "$@"'])
 
     def _environment(self) -> dict[str, str]:
