@@ -64,6 +64,11 @@ class PodNode(Node):
         code = UNKNOWN if pod.lost and pod.exit_code == SIGKILLED else pod.exit_code
         return NodeState(running=False, exit_code=code, oom_killed=pod.oom_killed, reason=pod.lost)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the API will say nothing new of it."""
+        return self.gone or self._has_ended
+
     def _hangs(self, pod: PodState) -> bool:
         """Whether its heartbeat is too old, or its machine does not answer: both make a pod not ready."""
         known = self._was_ready or time.monotonic() > self._running_since + BEFORE_READY_S
@@ -130,7 +135,7 @@ class GroupWatch:
         with self._removing:
             if self._left is None:
                 for node in self.nodes.values():
-                    if node.log is not None and node.ended and not node.gone:
+                    if node.log is not None and node.is_over and not node.gone:
                         node.log.join(LOG_S)  # before its log goes with it
                 self.cluster.remove(run=self.group.run, group=self.group.name)
                 left = self.cluster.wait_until_gone(run=self.group.run, group=self.group.name, timeout_s=GONE_S)
@@ -138,11 +143,11 @@ class GroupWatch:
             return self._left
 
     def _watch(self) -> None:
-        while not self._over.wait(POLL_S) and not all(node.ended for node in self.nodes.values()):
+        while not self._over.wait(POLL_S) and not all(node.is_over for node in self.nodes.values()):
             with suppress(ClusterError):
                 pods = {pod.host: pod for pod in self.cluster.pods(run=self.group.run, group=self.group.name)}
                 for name, node in self.nodes.items():
-                    if not node.gone and not node._has_ended:
+                    if not node.is_over:
                         node.seen(pods.get(name))
 
 

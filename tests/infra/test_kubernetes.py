@@ -285,7 +285,9 @@ def documented(kind: str) -> dict[str, Any]:
 def test_the_documented_role_is_enough(jobsets: bool, tmp_path: Path) -> None:
     with KubernetesApi(tmp_path / "cluster", jobsets=jobsets, rules=documented("Role")["rules"]) as api:
         cluster = Cluster(Access(kubeconfig=str(api.kubeconfig)))
-        group = start(cluster, secret=b"{}", command=("python", "-c", "import time; print('hello', flush=True); time.sleep(60)"))
+        group = start(
+            cluster, secret=b"{}", command=("python", "-c", "import time; print('hello', flush=True); time.sleep(60)")
+        )
         until(lambda: len(api.running()) == 2, "both run")
         pod_name = states(cluster)["node-0"].name
         until(lambda: cluster.last_lines(pod_name, number=1) == ("hello",), "a log")
