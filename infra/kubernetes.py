@@ -232,7 +232,7 @@ class Cluster:
                 method,
                 f"/{path}",
                 query_params=list((query or {}).items()),
-                header_params={"Accept": "application/json", "Content-Type": content},
+                header_params={"Accept": "application/json, */*", "Content-Type": content},
                 body=body,
                 auth_settings=["BearerToken"],
             )
