@@ -24,6 +24,7 @@ from tasks.launch.launcher import DONE, STOPPED, Host, Node, Program, grace_s
 from tasks.launch.lease import FENCE_S, withdraw_leases
 from tasks.launch.local import end_earlier_attempt
 from tasks.launch.rank_environment import compile_cache, give_block_cache, give_to_ranks, tracking_for_ranks
+from tasks.launch.standby import standby_lease
 from tasks.runs.folder import read_plan
 from tasks.workspace.paths import home
 from training.config.launch import LaunchConfig
@@ -181,7 +182,7 @@ class KubernetesLauncher:
         Hosts that found no machine are reported once: where launch.min_hosts allows it, the run goes on without them.
         """
         try:
-            remove_pods(self.cluster, self.run_dir.name, self.run_dir)
+            remove_pods(self.cluster, self.run_dir.name, self.run_dir, keep_lease=standby_lease(self.run_dir))
         except ClusterError as error:
             return {host.name: HostError(str(error), hosts=(host.name,), unreachable=True) for host in hosts}
         absent = {name: error for name, error in self.unplaced.items() if name in {host.name for host in hosts}}
@@ -260,6 +261,12 @@ class KubernetesLauncher:
         self.unplaced = {name: error for name, error in errors.items() if name in waits.unplaced}
         return errors
 
+    def stand_by(self, task: NodeTask, program: Program, host: Host) -> None:
+        """Nothing: a pod beside the one that works would ask for its GPUs too."""
+
+    def close(self) -> None:
+        """Nothing stands by."""
+
     def log_path(self, host: str) -> Path:
         return self.run_dir / "logs" / f"{host}.log"
 
@@ -290,8 +297,12 @@ def _still_there(pod: PodState) -> str:
     return f"its pod {pod.name} is still there ({pod.status}): does its machine {pod.machine or '(none)'} answer?"
 
 
-def remove_pods(cluster: Cluster, run_id: str, run_dir: Path, *, grace_s: float = 0.0) -> list[PodState]:
+def remove_pods(
+    cluster: Cluster, run_id: str, run_dir: Path, *, grace_s: float = 0.0, keep_lease: Path | None = None
+) -> list[PodState]:
     """Fencing: remove all pods of the run and what belongs to them; with `grace_s`, ranks save a checkpoint first.
+
+    `keep_lease`: a lease of our own that no pod has.
 
     Returns the pods that are still listed since their machines do not answer. If they live, they end when they see
     that the lease of their attempt is gone, which is waited for. Raises ClusterError if the API does not answer.
@@ -302,7 +313,7 @@ def remove_pods(cluster: Cluster, run_id: str, run_dir: Path, *, grace_s: float 
         for pod in found:
             cluster.terminate(pod.name, grace_s=grace_s)
         cluster.wait_until_gone(run=run_id, timeout_s=grace_s + END_S)
-    withdraw_leases(run_dir)  # before the pods: their launcher, if it lives, is to know why
+    withdraw_leases(run_dir, keep=keep_lease)  # before the pods: their launcher, if it lives, is to know why
     cluster.remove(run=run_id, grace_s=KILL_GRACE_S)
     left = cluster.wait_until_gone(run=run_id, timeout_s=GONE_S) if found else []
     if found:
