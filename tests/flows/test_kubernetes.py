@@ -20,7 +20,8 @@ def test_text_becomes_a_registered_model_in_pods(tmp_path: Path) -> None:
     with KubernetesApi(tmp_path / "cluster") as api:
         cluster = {"kubeconfig": str(api.kubeconfig), "nodes": 2, "volume_claim": "shared"}
         overrides = [f"launch.kubernetes.{name}={value}" for name, value in cluster.items()]
-        overrides += ["launch.launcher=kubernetes", "launch.image=x", f"launch.port={free_port()}", "launch.shm_gib=0.1"]
+        launch = {"launcher": "kubernetes", "image": "x", "port": free_port(), "shm_gib": 0.1}
+        overrides += [f"launch.{name}={value}" for name, value in launch.items()]
         out, err = user.run("pretrain", str(user.config), *overrides, "--json")
         assert not api.all("pods")
     assert json.loads(out)["alias"] == "champion", err
