@@ -1,0 +1,164 @@
+"""Somebody is told: real servers of `shardline up`, a real HTTP receiver, a real mail server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.local_servers import LocalServers
+from tests.support.receivers import Receiver, http_receiver, mail_receiver
+from tests.support.user_folder import UserFolder, wait_for_step
+
+pytestmark = pytest.mark.slow
+
+TOKEN = "planted-token-6f1c2a"
+
+
+@pytest.fixture(scope="module")
+def web() -> Iterator[Receiver]:
+    with http_receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def mail() -> Iterator[Receiver]:
+    with mail_receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def servers(
+    tmp_path_factory: pytest.TempPathFactory, measured_hardware: Path, web: Receiver, mail: Receiver
+) -> Iterator[LocalServers]:
+    user_folder = UserFolder(tmp_path_factory.mktemp("user"), hardware=measured_hardware)
+    (user_folder.home / "web_url").write_text(f"http://127.0.0.1:{web.port}/hook/{TOKEN}\n")
+    (user_folder.home / "token").write_text(f"Bearer {TOKEN}\n")
+    write_alerts(user_folder, web=webhook(), ops=mailbox(mail))
+    started = LocalServers(user_folder)
+    try:
+        started.start()
+        yield started
+    finally:
+        started.stop()
+
+
+def webhook(**more: Any) -> dict[str, Any]:
+    return {"kind": "webhook", "url": "file:web_url", "headers": {"authorization": "file:token"}} | more
+
+
+def mailbox(mail: Receiver, **more: Any) -> dict[str, Any]:
+    address = {"kind": "email", "server": "127.0.0.1", "port": mail.port, "security": "none"}
+    return address | {"to": ["night@example.com"], "sender": "shardline@example.com"} | more
+
+
+def write_alerts(user_folder: UserFolder, **receivers: dict[str, Any]) -> None:
+    (user_folder.home / "alerts.yaml").write_text(yaml.safe_dump({"alerts": receivers}))
+
+
+def automations(servers: LocalServers) -> dict[str, dict[str, Any]]:
+    found = servers.prefect("/automations/filter", {})
+    return {each["name"]: each for each in found}
+
+
+def ids(found: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {name: each["id"] for name, each in found.items()}
+
+
+def test_a_test_is_delivered_to_each_receiver_and_said_so(servers: LocalServers, web: Receiver, mail: Receiver) -> None:
+    out, _ = servers.user_folder.run("alerts", "--test", "--json")
+    assert json.loads(out) == {"alerts": {"web": "delivered", "ops": "delivered"}}
+    assert json.loads(web.next().text)["event"] == "shardline.alerts.test"
+    assert "Subject: Shardline: a test" in mail.next()
+
+
+def test_a_run_that_fails_is_one_post_and_one_mail_with_its_reason_and_cure(
+    servers: LocalServers, web: Receiver, mail: Receiver
+) -> None:
+    flow_run = servers.submit("pretrain", servers.config("data.path=/nowhere"))
+    assert servers.wait(flow_run)["state_type"] == "FAILED"
+    (run_dir,) = servers.user_folder.run_dirs()
+    post = web.next()
+    told = json.loads(post.text)
+    assert post.headers["authorization"] == f"Bearer {TOKEN}"
+    assert told["event"] == "shardline.run.failed"
+    assert told["run"] == run_dir.name
+    assert told["title"] == f"{run_dir.name} failed"
+    assert "/nowhere" in told["why"]
+    assert f"resume {run_dir.name}" in told["cure"]
+    assert told["link"] == f"{servers.url('prefect')}/flow-runs/flow-run/{flow_run}"
+    message = mail.next()
+    assert f"Subject: Shardline: {run_dir.name} failed" in message
+    assert "/nowhere" in message
+    run = servers.wait(servers.submit("reconcile"))
+    assert run["state_type"] == "COMPLETED", run["state"]["message"]
+    assert [json.loads(each.text)["title"] for each in web.rest()] == [], "once"
+    assert mail.rest() == []
+
+
+def test_what_no_process_could_report_is_reported_by_reconcile(
+    servers: LocalServers, web: Receiver, mail: Receiver
+) -> None:
+    user_folder = servers.user_folder
+    known = user_folder.run_dirs()
+    process = user_folder.start("pretrain", str(user_folder.config), "train.steps=100000")
+    run_dir = wait_for_step(user_folder, process, known, 2)
+    process.kill()
+    process.communicate()
+    user_folder.run("reconcile")
+    told = json.loads(web.next().text)
+    assert (told["event"], told["run"]) == ("shardline.run.crashed", run_dir.name)
+    assert "killed" in told["why"]
+    assert f"resume {run_dir.name}" in told["cure"]
+    assert f"{run_dir.name} crashed" in mail.next()
+    user_folder.run("reconcile")
+    assert web.rest() == mail.rest() == []
+
+
+def test_alerts_are_changed_by_the_file_and_no_secret_is_in_it_or_in_the_servers_files(
+    servers: LocalServers, mail: Receiver
+) -> None:
+    user_folder, before = servers.user_folder, automations(servers)
+    assert set(before) == {"Shardline tells web", "Shardline tells ops"}
+    servers.start()
+    assert ids(automations(servers)) == ids(before), "made once"
+    write_alerts(user_folder, web=webhook(events=["shardline.gate.refused"]))
+    servers.start()
+    (left,) = automations(servers).values()
+    assert left["id"] == before["Shardline tells web"]["id"]
+    assert set(left["trigger"]["expect"]) == {"shardline.gate.refused", "shardline.alerts.test"}
+    blocks = servers.prefect("/block_documents/filter", {})
+    assert [block["name"] for block in blocks if block["name"].startswith("shardline-alerts-")] == [
+        "shardline-alerts-web"
+    ]
+    holders = [
+        path
+        for path in user_folder.home.rglob("*")
+        if path.is_file() and path.name not in {"web_url", "token"} and TOKEN.encode() in path.read_bytes()
+    ]
+    assert holders == []
+    write_alerts(user_folder, web=webhook(), ops=mailbox(mail))
+    servers.start()
+
+
+def test_what_is_wrong_with_the_file_is_said_before_anything_starts(tmp_path: Path) -> None:
+    user_folder = UserFolder(tmp_path)
+    user_folder.home.mkdir()
+    for receivers, said in (
+        ({"team": {"kind": "slack", "url": "https://hooks.slack.com/services/T0/B0/planted"}}, "team.slack.url"),
+        ({"team": {"kind": "slack", "url": "env:NO_SUCH_URL"}}, "the environment has no NO_SUCH_URL"),
+        ({"team": {"kind": "slack", "url": "file:no_such_file"}}, "no_such_file is empty or not there"),
+        ({"team": {"kind": "slack", "url": "env:X", "events": ["run.failed"]}}, "team.slack.events.0"),
+        ({"team": {"kind": "pigeon"}}, "pigeon"),
+    ):
+        write_alerts(user_folder, **receivers)
+        _, err = user_folder.run("up", expect=2)
+        assert said in err
+        assert "planted" not in err
+    assert not (user_folder.home / "up.json").exists()
+    (user_folder.home / "alerts.yaml").unlink()
+    assert "`shardline up`" in user_folder.run("alerts", expect=2)[1]
