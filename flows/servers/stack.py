@@ -21,7 +21,7 @@ from tasks.operations.worker_pool import job_template, remove_old_containers
 logger = logging.getLogger(__name__)
 
 INFRA = Path(__file__).parents[2] / "infra"
-FOLDERS = ("postgres", "prefect", "artifacts", "home", "corpora", "triton")
+FOLDERS = ("postgres", "prefect", "artifacts", "home", "corpora", "triton", "prometheus", "grafana")
 ALERT_SECRETS = ("slack_webhook_url", "smtp_password", "alert_webhook_url")  # for home/alerts.yaml
 # By others; empty until you fill them in.
 GIVEN = ("hf_token", "aws_access_key_id", "aws_secret_access_key", *ALERT_SECRETS)
@@ -33,6 +33,7 @@ PASSWORDS = (
     "mlflow_serving_password",
     "mlflow_form_key",
     "serve_tokens",
+    "grafana_admin_password",
 )
 PREFECT_USER, SERVING_USER = "shardline", "serving"
 NOBODY_ELSE = 10001  # the user of the containers if root makes the stack; our images use the same one

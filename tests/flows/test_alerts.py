@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
+from tasks.runs.owner import ranks_launcher
+from tasks.workspace.processes import free_port
 from tests.support.local_servers import LocalServers
 from tests.support.receivers import Receiver, http_receiver, mail_receiver
 from tests.support.user_folder import UserFolder, wait_for_step
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -162,3 +166,74 @@ def test_what_is_wrong_with_the_file_is_said_before_anything_starts(tmp_path: Pa
     assert not (user_folder.home / "up.json").exists()
     (user_folder.home / "alerts.yaml").unlink()
     assert "`shardline up`" in user_folder.run("alerts", expect=2)[1]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_run_whose_ranks_hang_is_stuck_and_told_once(servers: LocalServers, web: Receiver, mail: Receiver) -> None:
+    user_folder, known = servers.user_folder, servers.user_folder.run_dirs()
+    hung = ("alerts.stuck_after=10", "alerts.stuck_at_least_s=5", "train.steps=100000", "parallel.strategy=single")
+    process = user_folder.start("pretrain", str(user_folder.config), *hung)
+    run_dir = wait_for_step(user_folder, process, known, 20)
+    launcher = ranks_launcher(run_dir)
+    assert launcher is not None
+    launcher.suspend()
+    try:
+        told = json.loads(web.next().text)
+        assert (told["event"], told["run"]) == ("shardline.run.stuck", run_dir.name)
+        assert told["why"].startswith("no step after step ")
+        assert f"stop {run_dir.name}" in told["cure"]
+        assert f"{run_dir.name} is stuck" in mail.next()
+    finally:
+        launcher.resume()
+        user_folder.run("stop", run_dir.name)
+        process.communicate()
+    assert web.rest() == mail.rest() == [], "a run that somebody stopped is no failure"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_refusal_and_both_ways_to_take_a_champion_back_are_told(
+    servers: LocalServers, web: Receiver, mail: Receiver
+) -> None:
+    user_folder, short = servers.user_folder, ("train.steps=4", "parallel.strategy=single")
+    user_folder.run("pretrain", str(user_folder.config), *short)
+    outcome = user_folder.run("pretrain", str(user_folder.config), *short, "gates.min_improvement=100", "--json")[0]
+    told = json.loads(web.next().text)
+    assert (told["event"], told["run"]) == ("shardline.gate.refused", json.loads(outcome)["run_id"])
+    assert told["title"] == "the gates refused verses/2"
+    assert "not passed" in told["why"]
+    assert "promote verses --version 2" in told["cure"]
+    assert "the gates refused verses/2" in mail.next()
+
+    port = free_port()
+    server = user_folder.start("serve", "verses/1", "--port", str(port))
+    try:
+        url = f"http://127.0.0.1:{port}"
+        until(lambda: answers(f"{url}/health/ready"), "the server of version 1")
+        rollout = (f"rollout.servers=[{url}]", "rollout.switch_timeout_s=2")
+        user_folder.run("promote", "verses", "--version", "2", "--force", *rollout, expect=1)
+    finally:
+        server.terminate()
+        server.communicate()
+    told = json.loads(web.next().text)
+    assert told["event"] == "shardline.champion.taken-back"
+    assert told["title"] == "verses/2 is no longer champion, verses/1 is"
+    assert "rolled back to version 1" in told["why"]
+    assert "/flow-runs/flow-run/" in told["link"]
+    assert "verses/1 is" in mail.next()
+
+    user_folder.run("promote", "verses", "--version", "2", "--force")
+    user_folder.run("rollback", "verses", "--why", "it answers in riddles")
+    told = json.loads(web.next().text)
+    assert told["event"] == "shardline.champion.taken-back"
+    assert "it answers in riddles" in told["why"]
+    assert "verses/1 is" in mail.next()
+    assert web.rest() == mail.rest() == []
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
