@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ from tasks.runs.owner import ranks_launcher
 from tasks.workspace.processes import free_port
 from tests.support.local_servers import LocalServers
 from tests.support.receivers import Receiver, http_receiver, mail_receiver
+from tests.support.rig.certificates import make_authority, make_certificate
 from tests.support.user_folder import UserFolder, wait_for_step
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
 TOKEN = "planted-token-6f1c2a"
+SLACK_TOKEN = "planted9f0ec41d7b3a52c6"
+SLACK_PATH = f"/services/T0ABCDEF1/B0ABCDEF2/{SLACK_TOKEN}"
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +40,43 @@ def mail() -> Iterator[Receiver]:
 
 
 @pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """cert.pem and key.pem of hooks.slack.com, and the ca.pem that vouches for them."""
+    folder = tmp_path_factory.mktemp("certificates")
+    make_authority(folder / "authority")
+    make_certificate(folder, authority=folder / "authority", names=["hooks.slack.com"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def slack(certificates: Path) -> Iterator[Receiver]:
+    """In Slack's place for whoever takes it as proxy, and trusts ca.pem."""
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificates / "cert.pem", certificates / "key.pem")
+    with http_receiver(tls=tls) as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
 def servers(
-    tmp_path_factory: pytest.TempPathFactory, measured_hardware: Path, web: Receiver, mail: Receiver
+    tmp_path_factory: pytest.TempPathFactory,
+    measured_hardware: Path,
+    certificates: Path,
+    slack: Receiver,
+    web: Receiver,
+    mail: Receiver,
 ) -> Iterator[LocalServers]:
     user_folder = UserFolder(tmp_path_factory.mktemp("user"), hardware=measured_hardware)
     (user_folder.home / "web_url").write_text(f"http://127.0.0.1:{web.port}/hook/{TOKEN}\n")
     (user_folder.home / "token").write_text(f"Bearer {TOKEN}\n")
-    write_alerts(user_folder, web=webhook(), ops=mailbox(mail))
+    write_alerts(user_folder, web=webhook(), ops=mailbox(mail), team={"kind": "slack", "url": "env:SLACK_URL"})
     started = LocalServers(user_folder)
+    started.environment |= {
+        "SLACK_URL": f"https://hooks.slack.com{SLACK_PATH}",
+        "HTTPS_PROXY": f"http://127.0.0.1:{slack.port}",
+        "REQUESTS_CA_BUNDLE": str(certificates / "ca.pem"),
+        "NO_PROXY": "127.0.0.1,localhost",
+    }
     try:
         started.start()
         yield started
@@ -73,9 +106,23 @@ def ids(found: dict[str, dict[str, Any]]) -> dict[str, str]:
     return {name: each["id"] for name, each in found.items()}
 
 
-def test_a_test_is_delivered_to_each_receiver_and_said_so(servers: LocalServers, web: Receiver, mail: Receiver) -> None:
-    out, _ = servers.user_folder.run("alerts", "--test", "--json")
-    assert json.loads(out) == {"alerts": {"web": "delivered", "ops": "delivered"}}
+def check_nothing_more(servers: LocalServers, web: Receiver, mail: Receiver) -> None:
+    """The next message that comes is the test that is sent now, since automations work in the order of events."""
+    servers.user_folder.run("alerts", "--test", **servers.environment)
+    assert json.loads(web.next().text)["event"] == "shardline.alerts.test"
+    assert "Subject: Shardline: a test" in mail.next()
+    assert web.rest() == mail.rest() == []
+
+
+def test_a_test_is_delivered_to_each_receiver_and_said_so(
+    servers: LocalServers, slack: Receiver, web: Receiver, mail: Receiver
+) -> None:
+    out, _ = servers.user_folder.run("alerts", "--test", "--json", **servers.environment)
+    assert json.loads(out) == {"alerts": {"web": "delivered", "ops": "delivered", "team": "delivered"}}
+    post = slack.next()
+    assert post.path == SLACK_PATH
+    assert "Shardline: a test" in post.text
+    assert "What to do: nothing" in post.text
     assert json.loads(web.next().text)["event"] == "shardline.alerts.test"
     assert "Subject: Shardline: a test" in mail.next()
 
@@ -100,8 +147,7 @@ def test_a_run_that_fails_is_one_post_and_one_mail_with_its_reason_and_cure(
     assert "/nowhere" in message
     run = servers.wait(servers.submit("reconcile"))
     assert run["state_type"] == "COMPLETED", run["state"]["message"]
-    assert [json.loads(each.text)["title"] for each in web.rest()] == [], "once"
-    assert mail.rest() == []
+    check_nothing_more(servers, web, mail)
 
 
 def test_what_no_process_could_report_is_reported_by_reconcile(
@@ -120,14 +166,14 @@ def test_what_no_process_could_report_is_reported_by_reconcile(
     assert f"resume {run_dir.name}" in told["cure"]
     assert f"{run_dir.name} crashed" in mail.next()
     user_folder.run("reconcile")
-    assert web.rest() == mail.rest() == []
+    check_nothing_more(servers, web, mail)
 
 
 def test_alerts_are_changed_by_the_file_and_no_secret_is_in_it_or_in_the_servers_files(
     servers: LocalServers, mail: Receiver
 ) -> None:
     user_folder, before = servers.user_folder, automations(servers)
-    assert set(before) == {"Shardline tells web", "Shardline tells ops"}
+    assert set(before) == {"Shardline tells web", "Shardline tells ops", "Shardline tells team"}
     servers.start()
     assert ids(automations(servers)) == ids(before), "made once"
     write_alerts(user_folder, web=webhook(events=["shardline.gate.refused"]))
@@ -139,11 +185,9 @@ def test_alerts_are_changed_by_the_file_and_no_secret_is_in_it_or_in_the_servers
     assert [block["name"] for block in blocks if block["name"].startswith("shardline-alerts-")] == [
         "shardline-alerts-web"
     ]
-    holders = [
-        path
-        for path in user_folder.home.rglob("*")
-        if path.is_file() and path.name not in {"web_url", "token"} and TOKEN.encode() in path.read_bytes()
-    ]
+    given = {"web_url", "token"}
+    files = [path for path in user_folder.home.rglob("*") if path.is_file() and path.name not in given]
+    holders = [path for path in files for secret in (TOKEN, SLACK_TOKEN) if secret.encode() in path.read_bytes()]
     assert holders == []
     write_alerts(user_folder, web=webhook(), ops=mailbox(mail))
     servers.start()
@@ -188,7 +232,7 @@ def test_a_run_whose_ranks_hang_is_stuck_and_told_once(servers: LocalServers, we
         launcher.resume()
         user_folder.run("stop", run_dir.name)
         process.communicate()
-    assert web.rest() == mail.rest() == [], "a run that somebody stopped is no failure"
+    check_nothing_more(servers, web, mail)  # a run that somebody stopped is no failure
 
 
 @pytest.mark.long
@@ -229,7 +273,7 @@ def test_a_refusal_and_both_ways_to_take_a_champion_back_are_told(
     assert told["event"] == "shardline.champion.taken-back"
     assert "it answers in riddles" in told["why"]
     assert "verses/1 is" in mail.next()
-    assert web.rest() == mail.rest() == []
+    check_nothing_more(servers, web, mail)
 
 
 def answers(url: str) -> bool:

@@ -1,9 +1,10 @@
-"""Receivers of alerts on loopback: an HTTP server and a mail server that keep what they get."""
+"""Receivers of alerts on loopback, which keep what comes: HTTP, also in the place of another host, and mail."""
 
 from __future__ import annotations
 
 import queue
 import socketserver
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,15 +38,27 @@ class Receiver:
 
 
 @contextmanager
-def http_receiver(*, status: int = 200) -> Iterator[Receiver]:
-    """Answers each POST with `status`, and keeps it as a Post."""
+def http_receiver(*, tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
+    """Answers each POST with 200, and keeps it as a Post.
+
+    With `tls` it is also a proxy that takes the place of the hosts that it is asked for, by that certificate.
+    """
 
     class Handler(BaseHTTPRequestHandler):
+        def do_CONNECT(self) -> None:
+            assert tls is not None
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.flush()
+            self.connection = tls.wrap_socket(self.connection, server_side=True)
+            self.rfile, self.wfile = self.connection.makefile("rb"), self.connection.makefile("wb")
+            self.close_connection = False
+
         def do_POST(self) -> None:
             text = self.rfile.read(int(self.headers["content-length"])).decode()
             headers = {name.lower(): value for name, value in self.headers.items()}
             receiver.received.put(Post(self.path, headers, text))
-            self.send_response(status)
+            self.send_response(200)
             self.send_header("content-length", "0")
             self.end_headers()
 
