@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 ABANDONED_S = 7 * 86_400.0  # a run that was killed and never reconciled is left out after that
+AFTER_TRAINING = ("training.evaluate", "training.export")
 LABELS = ("run", "strategy")
 # name -> what it is, and how it is read from the newest rows of metrics
 GAUGES = {
@@ -129,9 +130,15 @@ def read_figures(folder: Path, *, now: float, keep_s: float) -> RunFigures | Non
         strategy=str(plan.get("strategy", "")),
         status=status,
         planned_steps=plan.get("steps"),
-        attempts=max(starts, len([*folder.glob("attempts/[0-9]*")])),
+        attempts=max(starts, sum(map(_trains, folder.glob("attempts/[0-9]*")))),
         row=newest_values(folder / METRICS),
     )
+
+
+def _trains(attempt: Path) -> bool:
+    """Whether an attempt was made at training: evaluation and export have attempts of their own."""
+    tasks = [path.read_text() for path in attempt.glob("*.json")]
+    return not any(f'"{module}"' in task for task in tasks for module in AFTER_TRAINING)
 
 
 def _status(ending: RunStatus) -> str:

@@ -221,7 +221,10 @@ def test_a_run_whose_ranks_hang_is_stuck_and_told_once(servers: LocalServers, we
     run_dir = wait_for_step(user_folder, process, known, 20)
     launcher = ranks_launcher(run_dir)
     assert launcher is not None
-    launcher.suspend()
+    ranks = [each for each in launcher.children(recursive=True) if "training.train" in each.cmdline()]
+    assert ranks
+    for rank in ranks:
+        rank.suspend()
     try:
         told = json.loads(web.next().text)
         assert (told["event"], told["run"]) == ("shardline.run.stuck", run_dir.name)
@@ -229,7 +232,8 @@ def test_a_run_whose_ranks_hang_is_stuck_and_told_once(servers: LocalServers, we
         assert f"stop {run_dir.name}" in told["cure"]
         assert f"{run_dir.name} is stuck" in mail.next()
     finally:
-        launcher.resume()
+        for rank in ranks:
+            rank.resume()
         user_folder.run("stop", run_dir.name)
         process.communicate()
     check_nothing_more(servers, web, mail)  # a run that somebody stopped is no failure
