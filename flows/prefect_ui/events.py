@@ -17,9 +17,9 @@ from flows.prefect_ui.links import prefect_page
 from flows.servers.alerts import GATE_REFUSED, RUN_CRASHED, RUN_FAILED, TAKEN_BACK
 from tasks.launch.failure import cure_of
 from tasks.runs.errors import RunFailed
-from tasks.workspace.paths import command, home, tracking_uri
+from tasks.workspace.paths import command, home
 from training.records.results import RegisteredModel
-from training.tracking.redaction import without_credentials
+from training.tracking.redaction import without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def emit(event: str, title: str, *, why: str, cure: str, about: str, run: str = 
     payload = {
         "title": title,
         "run": run,
-        "why": without_credentials(why, uri=tracking_uri())[:MAX_CHARS],
+        "why": without_secrets(why)[:MAX_CHARS],
         "cure": cure,
         "link": link,
         "host": socket.gethostname(),

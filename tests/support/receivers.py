@@ -50,7 +50,10 @@ def http_receiver(*, tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
             self.send_response(200)
             self.end_headers()
             self.wfile.flush()
-            self.connection = tls.wrap_socket(self.connection, server_side=True)
+            try:
+                self.connection = tls.wrap_socket(self.connection, server_side=True)
+            except OSError:  # a client of another host, for which the certificate is none
+                return
             self.rfile, self.wfile = self.connection.makefile("rb"), self.connection.makefile("wb")
             self.close_connection = False
 
@@ -59,8 +62,10 @@ def http_receiver(*, tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
             headers = {name.lower(): value for name, value in self.headers.items()}
             receiver.received.put(Post(self.path, headers, text))
             self.send_response(200)
-            self.send_header("content-length", "0")
+            self.send_header("content-length", "2")
             self.end_headers()
+            self.wfile.write(b"ok")  # Slack's answer, which its clients want to see
+            self.wfile.flush()
 
         def log_message(self, format: str, *args: Any) -> None:
             """Nothing on the terminal."""
