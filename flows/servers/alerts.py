@@ -248,7 +248,8 @@ def _automation(name: str, address: Address, *, block: UUID) -> AutomationCore:
     )
     return AutomationCore(
         name=f"{AUTOMATION}{name}",
-        description=f"Made from {FILE}; changes made here last until the next `shardline up` or `shardline alerts`.",
+        description=f"Of {', '.join(address.events)}. Made from {FILE}: what is changed here lasts until the next "
+        "`shardline up` or `shardline alerts`.",
         enabled=True,
         trigger=EventTrigger(
             expect={*address.events, TEST},
