@@ -95,6 +95,7 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("gates.*", "exact", ""),
     ("rollout.*", "exact", ""),
     ("launch.*", "exact", ""),
+    ("alerts.*", "exact", ""),
     ("store.*", "exact", ""),
     ("prices.*", "exact", ""),
     ("trainer.*", "refused", "another program is another run"),

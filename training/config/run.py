@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from training.config.alerts import AlertsConfig
 from training.config.data import DataConfig
 from training.config.evaluation import EvaluationConfig
 from training.config.export import ExportConfig
@@ -88,6 +89,7 @@ class RunConfig(Section):
         StoreConfig(), description="An object store where token shards and checkpoints outlive this machine."
     )
     prices: PricesConfig = Field(PricesConfig(), description="Prices of devices, to say what a run costs.")
+    alerts: AlertsConfig = Field(AlertsConfig(), description="When somebody is told that training is stuck.")
     trainer: TrainerConfig = Field(TrainerConfig(), description="A training program to run instead of Shardline's own.")
 
     @property
