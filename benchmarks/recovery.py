@@ -6,11 +6,13 @@ Needs root and Docker's programs (tests/rig/install.sh). A Llama of 1.3M paramet
 fails in these ways: docker kill of a node and of the first node, kill -9 of a dockerd that comes back after 3 s
 (training continues meanwhile), a partition that heals, and a host that loses its power for good where launch.min_hosts
 allows to continue without it. The last two include the time until a host is declared lost (launch.lost_after_s), and
-the partition's own length.
+the partition's own length. In these every attempt imports its program anew. The two kinds of docker kill are repeated
+with a standby on each host (launch.standby_after_s), which has its imports behind it when the failure comes.
 
 Checkpoint share: how much longer a step takes on average, with a checkpoint every 20 steps, than those steps do while
 none is on its way. The last line is one JSON object: `seconds_to_next_step` by scenario, medians over the repetitions,
-and `checkpoint_share`.
+`ratio_vs_cold` (of the two kinds of docker kill, their seconds with a standby over those without, the larger one), and
+`checkpoint_share`.
 """
 
 from __future__ import annotations
@@ -22,19 +24,20 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks.support.hosts import docker_hosts, home_and_tokens
-from tasks.launch.docker_hosts import attempts_of
+from tasks.launch.recovery import attempts_of
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import kill_containers, make_docker_run, train
 from training.tracking.rows import read_rows
 
 STEPS_BETWEEN = 6  # between two failures
 RESTART_S = 3.0  # until a killed dockerd is started again
+WARM = ", standby"
 EVERY = 20  # steps between two checkpoints
 VOCAB = 256
 
@@ -78,8 +81,16 @@ class FailureTimer:
     `undisturbed_steps`: steps before the first failure; `made`: the time at which each of these was made.
     """
 
-    def __init__(self, run_dir: Path, scenarios: Sequence[Scenario], *, undisturbed_steps: int) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        scenarios: Sequence[Scenario],
+        *,
+        undisturbed_steps: int,
+        is_ready: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.run_dir, self.waiting, self.undisturbed_steps = run_dir, list(scenarios), undisturbed_steps
+        self.is_ready = is_ready
         self.made: dict[int, float] = {}
         self.seconds: dict[str, float] = {}
         self.current: Scenario | None = None
@@ -94,7 +105,7 @@ class FailureTimer:
             self.steps += 1
             if row["step"] <= self.undisturbed_steps:
                 self.made[int(row["step"])] = made
-            elif self.waiting and self.steps > STEPS_BETWEEN:  # rows still come while the run stops
+            elif self.waiting and self.steps > STEPS_BETWEEN and self.is_ready():  # rows still come while the run stops
                 self._inject()
         elif not self.current.restarts or self._is_of_next_attempt(made):
             self.seconds[self.current.name] = made - self.since
@@ -144,8 +155,14 @@ def make_run(rig: Rig, home: Path, shards: Path, name: str, **overrides: Any) ->
     return make_docker_run(rig, home, shards, name, 2, 1, **(settings | overrides))
 
 
-def run_with_failures(run_dir: Path, scenarios: Sequence[Scenario], *, undisturbed_steps: int = 0) -> FailureTimer:
-    timer = FailureTimer(run_dir, scenarios, undisturbed_steps=undisturbed_steps)
+def run_with_failures(
+    run_dir: Path,
+    scenarios: Sequence[Scenario],
+    *,
+    undisturbed_steps: int = 0,
+    is_ready: Callable[[], bool] = lambda: True,
+) -> FailureTimer:
+    timer = FailureTimer(run_dir, scenarios, undisturbed_steps=undisturbed_steps, is_ready=is_ready)
     try:
         train(run_dir, on_row=timer.look)
     except AllMeasured:
@@ -154,7 +171,8 @@ def run_with_failures(run_dir: Path, scenarios: Sequence[Scenario], *, undisturb
 
 
 def measure(rig: Rig, home: Path, shards: Path, name: str, *, patience: Patience) -> Measured:
-    settings = {"launch__lost_after_s": patience.lost_after_s, "launch__daemon_grace_s": 60.0}
+    settings: dict[str, Any] = {"launch__lost_after_s": patience.lost_after_s, "launch__daemon_grace_s": 60.0}
+    settings["launch__standby_after_s"] = None
     run_dir = make_run(rig, home, shards, f"{name}-failing", **settings)
     timer = run_with_failures(
         run_dir, scenarios_of(rig, partition_s=patience.partition_s), undisturbed_steps=(1 + patience.cycles) * EVERY
@@ -163,11 +181,28 @@ def measure(rig: Rig, home: Path, shards: Path, name: str, *, patience: Patience
     fewer = make_run(rig, home, shards, f"{name}-lost", **settings, launch__min_hosts=1)
     seconds = timer.seconds | run_with_failures(fewer, [lost]).seconds
     rig.reset()
+    seconds |= with_standbys(rig, home, shards, name, settings | {"launch__standby_after_s": 0.0})
     stalls = [
         row["checkpoint_stall_ms"] for row in read_rows(run_dir / "metrics.jsonl") if "checkpoint_stall_ms" in row
     ]
     share, step_s = checkpoint_share(timer.made)
     return Measured(seconds=seconds, checkpoint_share=share, step_s=step_s, stall_ms=statistics.median(stalls))
+
+
+def with_standbys(rig: Rig, home: Path, shards: Path, name: str, settings: dict[str, Any]) -> dict[str, float]:
+    """Seconds of the kinds of docker kill, each made once a standby has its imports behind it on both hosts."""
+    run_dir = make_run(rig, home, shards, f"{name}-standby", **settings)
+    kills = [replace(it, name=f"{it.name}{WARM}") for it in scenarios_of(rig, partition_s=0.0)[:2]]
+
+    def is_ready() -> bool:
+        return all((run_dir / "attempts" / "standby" / f"{host.name}.ready").exists() for host in rig.hosts[:2])
+
+    return run_with_failures(run_dir, kills, is_ready=is_ready).seconds
+
+
+def ratio_vs_cold(seconds: dict[str, float]) -> float:
+    """The larger of the two kinds' ratios."""
+    return max(seconds[name] / seconds[name.removesuffix(WARM)] for name in seconds if name.endswith(WARM))
 
 
 def checkpoint_share(made: dict[int, float]) -> tuple[float, float]:
@@ -185,11 +220,10 @@ def checkpoint_share(made: dict[int, float]) -> tuple[float, float]:
 def run(rig: Rig, *, repetitions: int, patience: Patience) -> dict[str, Any]:
     with home_and_tokens(rig, vocab_size=VOCAB) as (home, shards):
         measured = [measure(rig, home, shards, f"run{n}", patience=patience) for n in range(repetitions)]
-    names = measured[0].seconds
+    seconds = {name: statistics.median(one.seconds[name] for one in measured) for name in measured[0].seconds}
     return {
-        "seconds_to_next_step": {
-            name: round(statistics.median(one.seconds[name] for one in measured), 2) for name in names
-        },
+        "seconds_to_next_step": {name: round(value, 2) for name, value in seconds.items()},
+        "ratio_vs_cold": round(ratio_vs_cold(seconds), 3),
         "checkpoint_share": round(statistics.median(one.checkpoint_share for one in measured), 4),
         "checkpoint_every_steps": EVERY,
         "checkpoint_stall_ms": round(statistics.median(one.stall_ms for one in measured), 1),
@@ -216,7 +250,8 @@ def main() -> None:
         f"the partition lasts {patience.partition_s:.0f} s)\n"
         f"checkpoints every {EVERY} steps of {1000 * result['step_s']:.0f} ms make a step "
         f"{100 * result['checkpoint_share']:.1f} % longer; training stands still for "
-        f"{result['checkpoint_stall_ms']:.0f} ms each"
+        f"{result['checkpoint_stall_ms']:.0f} ms each\n"
+        f"with a standby a docker kill costs {result['ratio_vs_cold']:.2f} of the time"
     )
     print(json.dumps(result))
 

@@ -137,11 +137,11 @@ class Children:
         return with_overrides(self.config.model_dump(mode="json"), strategy.overrides)
 
     def inventory(self, config: RunConfig, run: TrackedRun) -> Inventory:
-        """Measure once for all; a single process gets one of those devices. Docker hosts are checked each time."""
+        """Measure once for all; a single process gets one of those devices. Other hosts are checked each time."""
         one, parallel = config.parallel.strategy == "single", config.parallel
         if one:
             parallel = self.config.parallel.model_copy(update={"strategy": "auto"})
-        if config.launch.launcher == "docker" or parallel.ranks not in self.inventories:
+        if config.launch.launcher != "local" or parallel.ranks not in self.inventories:
             found = stages.hardware(config.model_copy(update={"parallel": parallel}), run)
             self.inventories[parallel.ranks] = found
             found.write(self.parent.folder / INVENTORY)
@@ -222,7 +222,15 @@ def _command(config_path: Path, request: CompareRequest) -> str:
 
 def _log_to_children(comparison: Comparison) -> None:
     """Log the figures to the child runs, so that MLflow's own table shows them side by side."""
-    keys = ("speedup", "scaling_efficiency", "exposed_communication_ms", "steps_to_target", "seconds_to_target")
+    keys = (
+        "speedup",
+        "scaling_efficiency",
+        "exposed_communication_ms",
+        "steps_to_target",
+        "seconds_to_target",
+        "device_hours_per_1b_tokens",
+        "cost_per_1b_tokens",
+    )
     for row in comparison.rows:
         if row.run_id and row.steps is not None:
             figures = {f"compare/{key}": value for key in keys if (value := getattr(row, key)) is not None}

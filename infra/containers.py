@@ -68,6 +68,7 @@ class Job:
     cpus: float = 0.0  # 0: all
     pids: int = 4096
     memlock: bool = True
+    waits_for_input: bool = False  # its standard input stays open until give_input
     tmpfs: dict[str, str] = field(default_factory=lambda: {"/tmp": "rw,nosuid,nodev,exec,mode=1777"})
     heartbeat: Heartbeat | None = None
 
@@ -148,7 +149,7 @@ def _start(client: HostClient, job: Job, *, secret: bytes) -> str:
                 working_dir=job.working_dir,
                 labels=job.labels,
                 stop_signal="SIGTERM",
-                stdin_open=bool(secret),
+                stdin_open=bool(secret) or job.waits_for_input,
                 healthcheck=_health_check(job.heartbeat),
                 host_config=client.api.create_host_config(**_rights(job), **_limits(job)),
             )["Id"]
@@ -193,6 +194,22 @@ def _start_with_input(client: HostClient, container: str, secret: bytes) -> None
             raise  # else it ended before it read all: its state and log tell why
     finally:
         stream.close()
+
+
+def give_input(client: HostClient, container: str, content: bytes) -> None:
+    """Send `content` to the standard input of a running container that waits for it, and close that.
+
+    Raises HostError if there is no such container, if it has ended, or if its daemon does not answer.
+    """
+    with host_errors(client.host):
+        stream = client.api.attach_socket(container, params={"stdin": 1, "stream": 1})
+        connection: socket.socket = getattr(stream, "_sock", stream)
+        connection.settimeout(SECRET_S)
+        try:
+            connection.sendall(content)
+            connection.shutdown(socket.SHUT_WR)
+        finally:
+            stream.close()
 
 
 def _rights(job: Job) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import docker
@@ -28,6 +28,16 @@ OLDEST_API = (1, 41)  # Docker 20.10 (December 2020): the oldest that this was t
 ALERT_S = 2.0
 
 Result = TypeVar("Result")
+
+
+class Named(Protocol):
+    """A host of any kind."""
+
+    @property
+    def name(self) -> str: ...
+
+
+AnyHost = TypeVar("AnyHost", bound=Named)
 
 
 @dataclass(frozen=True)
@@ -128,14 +138,14 @@ def _check_certificate(host: DockerHost) -> None:
         connection.recv(1)
 
 
-def on_each(hosts: Iterable[DockerHost], action: Callable[[DockerHost], Result]) -> dict[str, Result | HostError]:
+def on_each(hosts: Iterable[AnyHost], action: Callable[[AnyHost], Result]) -> dict[str, Result | HostError]:
     """Name -> the action's result, or the HostError it raised; all hosts at once, each in a thread of its own.
 
     Any other exception is raised when all are through.
     """
     hosts = list(hosts)
 
-    def act(host: DockerHost) -> Result | HostError:
+    def act(host: AnyHost) -> Result | HostError:
         try:
             return action(host)
         except HostError as error:
@@ -145,7 +155,7 @@ def on_each(hosts: Iterable[DockerHost], action: Callable[[DockerHost], Result])
         return dict(zip([host.name for host in hosts], pool.map(act, hosts), strict=True))
 
 
-def on_all(hosts: Iterable[DockerHost], action: Callable[[DockerHost], Result]) -> dict[str, Result]:
+def on_all(hosts: Iterable[AnyHost], action: Callable[[AnyHost], Result]) -> dict[str, Result]:
     """Name -> the action's result, all hosts at once; one HostError tells what failed on every host where it did."""
     done = on_each(hosts, action)
     errors = [result for result in done.values() if isinstance(result, HostError)]

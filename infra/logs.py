@@ -8,10 +8,12 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from io import FileIO
 from itertools import islice
 from pathlib import Path
@@ -59,17 +61,26 @@ class Position:
         )
 
 
-class LogFollower(threading.Thread):
+@dataclass(frozen=True)
+class OpenLog:
+    """A log over one connection. `messages`: (time, text) of its messages from a whole second on, "" for all."""
+
+    exists: bool
+    ended: bool
+    messages: Callable[[str], Iterator[tuple[str, bytes]]]
+
+
+class Follower(threading.Thread, ABC):
     """Appends one container's output to a file until the container has ended, whatever the network does meanwhile.
 
     Nothing is lost and nothing doubled, also when a second launcher goes on where a killed one stood: the position is
-    kept beside the file as .NAME.position, and what came after it is cut off and fetched again. Docker keeps the
-    newest containers.LOG_FILES files of the log for us meanwhile. join() waits for the end, close() ends it early.
+    kept beside the file as .NAME.position, and what came after it is cut off and fetched again. The container's host
+    keeps the newest of its log for us meanwhile. join() waits for the end, close() ends it early.
     """
 
-    def __init__(self, host: DockerHost, container: str, path: Path) -> None:
-        super().__init__(name=f"log of {host.name}", daemon=True)
-        self.host, self.container, self.path = host, container, path
+    def __init__(self, container: str, path: Path, *, name: str) -> None:
+        super().__init__(name=f"log of {name}", daemon=True)
+        self.container, self.path = container, path
         self._saved = path.with_name(f".{path.name}.position")
         self._saved_at = 0.0
         self._closed, self._writing = threading.Event(), threading.Lock()
@@ -77,6 +88,10 @@ class LogFollower(threading.Thread):
         path.parent.mkdir(parents=True, exist_ok=True)
         self.position = self._load()
         self.start()
+
+    @abstractmethod
+    def _connected(self) -> AbstractContextManager[OpenLog]:
+        """Open the log. HostError if its host does not answer, and from its messages after SILENCE_S without any."""
 
     def close(self) -> None:
         """Nothing is written any more once this returns; the thread itself may hang in a read for SILENCE_S yet."""
@@ -91,39 +106,20 @@ class LogFollower(threading.Thread):
                         return
                     self._closed.wait(REOPEN_S)
                 except HostError as error:
-                    logger.debug("log of %s: %s", self.host.name, error)
+                    logger.debug("%s: %s", self.name, error)
                     self._closed.wait(RETRY_S)
 
     def _follow(self, file: FileIO) -> bool:
         """Follow over one connection. Returns True once the container has ended and its log is written."""
-        client = connect(self.host)
-        try:
-            found = state(client, self.container)
-            ended = found is None or not found.running
+        with self._connected() as log:
             try:
-                if found is not None:
-                    self._write(file, self._messages(client, follow=not ended))
-            except OSError as error:  # the disk is full: training may go on, and Docker keeps its log meanwhile
+                if log.exists:
+                    self._write(file, log.messages(self.position.since))
+            except OSError as error:  # the disk is full: training may go on, and the host keeps the log meanwhile
                 self._warn(error)
                 os.ftruncate(file.fileno(), self.position.size)
-                self._closed.wait(0 if ended else RETRY_S)
-            return ended
-        finally:
-            client.close()
-
-    def _messages(self, client: HostClient, *, follow: bool) -> Iterator[tuple[str, bytes]]:
-        """(time, text) of messages from `position.since` on. HostError after SILENCE_S without any."""
-        query: dict[str, str | int] = {"stdout": 1, "stderr": 1, "timestamps": 1, "follow": int(follow)}
-        if self.position.since:
-            query["since"] = int(datetime.fromisoformat(f"{self.position.since}+00:00").timestamp())
-        # client.api.logs() switches the timeout off, and would hang in a partition.
-        url = f"{client.api.base_url}/v{client.api.api_version}/containers/{self.container}/logs"
-        with host_errors(self.host), client.api.get(url, params=query, stream=True, timeout=SILENCE_S) as response:
-            response.raise_for_status()
-            while len(header := response.raw.read(HEADER.size)) == HEADER.size:
-                _, length = HEADER.unpack(header)
-                stamp, _, text = response.raw.read(length).partition(b" ")
-                yield stamp.decode(), text
+                self._closed.wait(0 if log.ended else RETRY_S)
+            return log.ended
 
     def _write(self, file: FileIO, messages: Iterator[tuple[str, bytes]]) -> None:
         """Write the messages that are new."""
@@ -171,7 +167,36 @@ class LogFollower(threading.Thread):
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning("could not write the log of %s to %s: %s", self.host.name, self.path, error)
+            logger.warning("could not write the %s to %s: %s", self.name, self.path, error)
+
+
+class LogFollower(Follower):
+    """Follows a container on a Docker host, which keeps the newest containers.LOG_FILES files of its log for us."""
+
+    def __init__(self, host: DockerHost, container: str, path: Path) -> None:
+        self.host = host
+        super().__init__(container, path, name=host.name)
+
+    @contextmanager
+    def _connected(self) -> Iterator[OpenLog]:
+        with closing(connect(self.host)) as client:
+            found = state(client, self.container)
+            ended = found is None or not found.running
+            messages = partial(self._messages, client, follow=not ended)
+            yield OpenLog(exists=found is not None, ended=ended, messages=messages)
+
+    def _messages(self, client: HostClient, since: str, *, follow: bool) -> Iterator[tuple[str, bytes]]:
+        query: dict[str, str | int] = {"stdout": 1, "stderr": 1, "timestamps": 1, "follow": int(follow)}
+        if since:
+            query["since"] = int(datetime.fromisoformat(f"{since}+00:00").timestamp())
+        # client.api.logs() switches the timeout off, and would hang in a partition.
+        url = f"{client.api.base_url}/v{client.api.api_version}/containers/{self.container}/logs"
+        with host_errors(self.host), client.api.get(url, params=query, stream=True, timeout=SILENCE_S) as response:
+            response.raise_for_status()
+            while len(header := response.raw.read(HEADER.size)) == HEADER.size:
+                _, length = HEADER.unpack(header)
+                stamp, _, text = response.raw.read(length).partition(b" ")
+                yield stamp.decode(), text
 
 
 def last_lines(client: HostClient, container: str, *, number: int) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""`shardline ps|stop|reap|reconcile|prune|image`: what runs, stopping it, cleaning up, and the training image."""
+"""`shardline ps|stop|reap|reconcile|prune|metrics|image`: what runs, stopping it, cleaning up, the training image."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ def add_operation_commands(command: Callable[..., argparse.ArgumentParser], comm
     prune.add_argument(
         "--dry-run", action="store_true", help="only say what would be deleted, and what is kept and why"
     )
+    metrics = command("metrics", _metrics, "serve metrics of the runs in SHARDLINE_HOME, for Prometheus")
+    metrics.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    metrics.add_argument("--port", type=int, default=9464, help="default: 9464")
+    about = "hours for which a run that has ended is still shown (default: 1)"
+    metrics.add_argument("--keep-hours", type=float, default=1, metavar="N", help=about)
     for added in (ps, stop, reap, reconcile, prune):
         added.add_argument("--json", action="store_true", help="one JSON object on stdout")
     _add_image_commands(commands)
@@ -75,6 +80,15 @@ def _stop(options: argparse.Namespace) -> int:
         print(f"{stopped.run}: {how[stopped.by]}; `shardline resume {stopped.run}` {goes_on}")
     _print_silent(stopped.silent, meaning="but its ranks end by themselves once they see that their lease is withdrawn")
     return FAILED if stopped.silent else DONE
+
+
+def _metrics(options: argparse.Namespace) -> None:
+    from tasks.operations.run_metrics import serve_run_metrics
+    from tasks.workspace.paths import home
+
+    thread = serve_run_metrics(home(), host=options.host, port=options.port, keep_s=3600 * options.keep_hours)
+    print(f"metrics of {home()}: http://{options.host}:{options.port}/metrics", flush=True)
+    thread.join()
 
 
 def _prune(options: argparse.Namespace) -> None:

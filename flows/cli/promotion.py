@@ -58,9 +58,17 @@ def _promote(options: argparse.Namespace) -> int:
 
 def _rollback(options: argparse.Namespace) -> int:
     from tasks.promotion.rollout import roll_back
-    from tasks.workspace.paths import tracking_uri
+    from tasks.workspace.paths import prefect_url, tracking_uri
 
     move = roll_back(options.model, to=options.to, why=options.why, tracking_uri=tracking_uri())
+    if prefect_url() and move.kind == "rollback" and move.replaces is not None:
+        from flows.servers.embedded import start_prefect_server
+
+        start_prefect_server()()
+        from flows.prefect_ui.events import report_taken_back
+
+        why = f"rolled back by {move.who}: {move.why}"
+        report_taken_back(move.model, version=move.replaces, now=move.version, why=why)
     if options.json:
         print(move.model_dump_json())
     else:

@@ -1,4 +1,4 @@
-"""`shardline up|down|stack`, for flows/cli/command.py."""
+"""`shardline up|down|alerts|stack`, for flows/cli/command.py."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ def add_server_commands(command: Callable[..., argparse.ArgumentParser]) -> None
     up.add_argument("--mlflow-port", type=int, default=5000)
     down = command("down", _down, "stop what `up` started; runs under way must be stopped before")
     down.add_argument("--force", action="store_true", help="stop runs under way as well, with a checkpoint")
+    alerts = command("alerts", _alerts, "make Prefect tell the receivers of SHARDLINE_HOME/alerts.yaml; `up` does too")
+    alerts.add_argument("--test", action="store_true", help="send each a test, and say whether it was delivered")
     stack = command(
         "stack", _stack, "init: make the folder of infra/compose.yaml's stack (docs/operations.md)", "ACTION"
     )
@@ -24,7 +26,7 @@ def add_server_commands(command: Callable[..., argparse.ArgumentParser]) -> None
     stack.add_argument("--docker", action="store_true", help="init: its worker may use this machine's Docker daemon")
     made_in = "init: each run is a process in the worker's container (process), or a container of its own (docker)"
     stack.add_argument("--pool", choices=("process", "docker"), help=made_in)
-    for added in (up, down, stack):
+    for added in (up, down, alerts, stack):
         added.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
@@ -63,6 +65,29 @@ def _down(options: argparse.Namespace) -> None:
         print(json.dumps({"stopped": stopped}))
     else:
         print(f"stopped {', '.join(stopped)}" if stopped else "nothing ran")
+
+
+def _alerts(options: argparse.Namespace) -> int:
+    from flows.servers.alerts import FILE, read_alerts, send_test, set_up_alerts
+    from tasks.workspace.paths import home, prefect_url
+
+    if not prefect_url():
+        raise ValueError(
+            "alerts are sent by a Prefect server, and none runs: `shardline up`, or set PREFECT_API_URL to one"
+        )
+    from flows.servers.embedded import start_prefect_server
+
+    addresses = read_alerts()
+    start_prefect_server()()
+    set_up_alerts(addresses)
+    outcomes = send_test() if options.test else dict.fromkeys(addresses, "set up")
+    if options.json:
+        print(json.dumps({"alerts": outcomes}))
+    elif outcomes:
+        print_pairs("alerts", list(outcomes.items()))
+    else:
+        print(f"{home() / FILE} is not there: nobody is told anything (docs/alerts.md has an example)")
+    return int(options.test and any(outcome != "delivered" for outcome in outcomes.values()))
 
 
 def _stack(options: argparse.Namespace) -> None:

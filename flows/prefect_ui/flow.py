@@ -11,11 +11,13 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from prefect import Flow
 from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
 from prefect.exceptions import CancelledRun
 from prefect.states import Cancelled
 from prefect.utilities.hashing import file_hash
 from rich.console import Console
 
+from flows.prefect_ui.events import report_failure
 from tasks.runs.errors import RunStopped
 from tasks.workspace.paths import keep_password_apart
 from tasks.workspace.processes import process_key
@@ -27,7 +29,10 @@ PROCESS = "shardline.process"  # label of a flow run: the process that runs it, 
 
 
 def shardline_flow(name: str, *, run_name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A Prefect flow. A RunStopped inside it ends it as Cancelled in Prefect, and is raised again to its caller."""
+    """A Prefect flow. A RunStopped inside it ends it as Cancelled in Prefect, and is raised again to its caller.
+
+    Any other error is told to Prefect's automations, by the outermost flow: one failure is one message.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
@@ -36,6 +41,11 @@ def shardline_flow(name: str, *, run_name: str) -> Callable[[Callable[P, R]], Ca
                 return function(*args, **kwargs)
             except RunStopped as stop:
                 return cast(R, Cancelled(message=str(stop)))
+            except Exception as error:
+                context = FlowRunContext.get()
+                if context and context.flow_run and context.flow_run.parent_task_run_id is None:
+                    report_failure(context.flow_run.id, error)
+                raise
 
         # Prefect validates parameters by this signature; as text it could not resolve the types in it from here.
         cancelled_if_stopped.__signature__ = inspect.signature(function, eval_str=True)  # type: ignore[attr-defined]

@@ -25,9 +25,9 @@ def prefect_tags() -> dict[str, str]:
 
 
 def prefect_page(flow_run_id: str) -> str:
-    """URL of a flow run in Prefect's UI; empty if the server ends with this process."""
+    """URL of a flow run in Prefect's UI; empty without one, or if the server ends with this process."""
     uri = PREFECT_UI_URL.value()
-    return f"{uri}/flow-runs/flow-run/{flow_run_id}" if uri and not is_embedded() else ""
+    return f"{uri}/flow-runs/flow-run/{flow_run_id}" if uri and flow_run_id and not is_embedded() else ""
 
 
 def link(run: TrackedRun) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from flows.servers.alerts import read_alerts, set_up_alerts
 from flows.servers.deploy import POOL, deploy, make_pool, worker_name
 from tasks.workspace.locks import owned
 from tasks.workspace.paths import UP_FILE, embedded_artifacts, home, up_url
@@ -37,12 +38,15 @@ TITLES = {"prefect": "Prefect", "mlflow": "MLflow", "worker": "worker"}
 
 
 def up(*, prefect_port: int, mlflow_port: int) -> dict[str, str]:
-    """Start what does not run yet, wait until it is ready, and deploy prefect.yaml. Returns service -> URL or pool.
+    """Start what does not run yet, wait until it is ready, deploy prefect.yaml, and make the alerts of alerts.yaml.
+
+    Returns service -> URL or pool.
 
     Raises ValueError, before anything is started, where a port is taken; RuntimeError with the log's last lines where
     a service does not come up (what was started then is stopped again).
     """
     with owned(_folder()):
+        alerts = read_alerts()
         ports = {"prefect": prefect_port, "mlflow": mlflow_port}
         missing = [name for name in TITLES if not _process(name)]
         for name in missing:
@@ -57,6 +61,9 @@ def up(*, prefect_port: int, mlflow_port: int) -> dict[str, str]:
                 _wait(name, lambda name=name: _answers(up_url(name), HEALTH[name]))  # type: ignore[misc]
             if missing:
                 _deploy(worker_is_missing="worker" in missing)
+            else:
+                _use_prefect()
+            set_up_alerts(alerts)
         except BaseException:
             for name in reversed(missing):
                 _end(name)
@@ -114,16 +121,20 @@ def _start(name: str, command: list[str], *, url: str) -> None:
     write_atomically(home() / UP_FILE, json.dumps(known, indent=2))
 
 
+def _use_prefect() -> None:
+    """Name the server to Prefect's client, which is imported only after this and reads the environment."""
+    environment = _environment()
+    os.environ |= {name: environment[name] for name in ("PREFECT_HOME", "PREFECT_API_URL")}
+
+
 def _deploy(*, worker_is_missing: bool) -> None:
     """Make the pool and the deployments, and start the worker that takes their runs."""
-    environment = _environment()
-    # Prefect's client, which is imported only after this, reads its settings from the environment.
-    os.environ |= {name: environment[name] for name in ("PREFECT_HOME", "PREFECT_API_URL")}
+    _use_prefect()
     make_pool()
     if worker_is_missing:
         command = ["-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", worker_name()]
         _start("worker", command, url=POOL)
-    deploy(environment)
+    deploy(_environment())
     _wait("worker", _worker_is_online)
     _reconcile_now()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 
+from flows.servers.alerts import read_alerts, set_up_alerts
 from flows.servers.deploy import POOL, deploy, make_pool, worker_name
 from tasks.operations.ps import known_hosts, list_running
 from tasks.operations.stop import stop
@@ -20,8 +21,10 @@ from tasks.operations.worker_pool import job_template, remove_old_containers
 logger = logging.getLogger(__name__)
 
 INFRA = Path(__file__).parents[2] / "infra"
-FOLDERS = ("postgres", "prefect", "artifacts", "home", "corpora", "triton")
-GIVEN = ("hf_token", "aws_access_key_id", "aws_secret_access_key")  # by others; empty until you fill them in
+FOLDERS = ("postgres", "prefect", "artifacts", "home", "corpora", "triton", "prometheus", "grafana")
+ALERT_SECRETS = ("slack_webhook_url", "smtp_password", "alert_webhook_url")  # for home/alerts.yaml
+# By others; empty until you fill them in.
+GIVEN = ("hf_token", "aws_access_key_id", "aws_secret_access_key", *ALERT_SECRETS)
 PASSWORDS = (
     "postgres_password",
     "prefect_database_password",
@@ -30,6 +33,7 @@ PASSWORDS = (
     "mlflow_serving_password",
     "mlflow_form_key",
     "serve_tokens",
+    "grafana_admin_password",
 )
 PREFECT_USER, SERVING_USER = "shardline", "serving"
 NOBODY_ELSE = 10001  # the user of the containers if root makes the stack; our images use the same one
@@ -90,17 +94,20 @@ def _read_settings(path: Path) -> dict[str, str]:
 
 
 def work() -> None:
-    """Create MLflow's serving user, deploy prefect.yaml, and run the pool's worker until SIGTERM or Ctrl-C.
+    """Create MLflow's serving user, the deployments and the alerts; run the pool's worker until SIGTERM or Ctrl-C.
 
     Then the processes that it started stop with a checkpoint; runs in containers of their own go on.
     """
     password = os.environ.pop("MLFLOW_SERVING_PASSWORD", "")
     if password:
         make_user(SERVING_USER, password)
-    kind = os.environ.pop("SHARDLINE_POOL", "process")
+    kind, alerts = os.environ.pop("SHARDLINE_POOL", "process"), read_alerts()
+    for name in ALERT_SECRETS:
+        os.environ.pop(name.upper(), None)  # runs inherit the environment, and need none of these
     _check_pool(kind)
     make_pool(kind=kind, template=job_template() if kind == "docker" else None)
     deploy(dict(os.environ))
+    set_up_alerts(alerts)
     if kind == "docker":
         remove_old_containers()
     options = ["--pool", POOL, "--type", kind, "--name", worker_name(), "--with-healthcheck"]

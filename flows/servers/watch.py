@@ -7,7 +7,6 @@ processes start one run; else as a `shardline promote` of its own, which goes on
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from tasks.promotion.challengers import ChallengerWatcher, DuePromotion
 from tasks.promotion.webhook import PATH, build_receiver, read_secret, register_webhook
 from tasks.registry.models import require_model
 from tasks.tracking.client import registry_client
-from tasks.workspace.paths import command, tracking_uri, up_url
+from tasks.workspace.paths import command, prefect_url, tracking_uri
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ def watch(
         if not secret:
             raise ValueError("--register-webhook needs --secret-file: MLflow signs with it")
         register_webhook(client, url=register_url, secret=secret)
-    start = start_in_prefect if _prefect_url() else _start_here
+    start = start_in_prefect if prefect_url() else _start_here
     watcher = ChallengerWatcher(tracking_uri=uri, models=models, poll_s=poll_s, start=start)
     stopped = threading.Event()
     thread = threading.Thread(target=watcher.run, args=(stopped,), name="challengers", daemon=True)
@@ -59,10 +58,6 @@ def watch(
         server.run()
     finally:
         stopped.set()
-
-
-def _prefect_url() -> str:
-    return os.environ.get("PREFECT_API_URL") or up_url("prefect")
 
 
 def _start_here(due: DuePromotion) -> Callable[[], bool]:

@@ -9,19 +9,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
 import psutil
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterEndTime,
+    FlowRunFilterParentTaskRunId,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Completed, Crashed, Failed
 
+from flows.prefect_ui.events import report_end
 from flows.prefect_ui.flow import PROCESS
-from flows.servers.deploy import worker_name
+from flows.servers.alerts import RUN_CRASHED, RUN_FAILED
+from flows.servers.deploy import POOL, worker_name
 from flows.stages.report import write_page
 from tasks.tracking import final_status
 from tasks.tracking.final_status import EndedRun, mark_prefect_knows
@@ -33,13 +41,18 @@ logger = logging.getLogger(__name__)
 
 ALIVE = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
 SETTLED_S = 60.0  # until a busy machine has started the process of a new state
+REPORTED_WITHIN_S = 3600.0  # nobody wants to hear of older ends
 REPORTED_LATER = "reported later, by another process"
 
 
 def reconcile_statuses() -> list[EndedRun]:
-    """Report the true statuses to MLflow, then to Prefect; returns the runs that Prefect had wrong."""
+    """Report the true statuses to MLflow, then to Prefect; returns the runs that Prefect had wrong.
+
+    Then somebody is told of flow runs that failed or crashed without being able to say so.
+    """
     corrected = report_ended_runs(final_status.reconcile_mlflow())
     mark_crashed_flow_runs()
+    report_unreported_ends()
     return corrected
 
 
@@ -67,6 +80,20 @@ def mark_crashed_flow_runs() -> None:
         for run in filter(has_crashed, client.read_flow_runs(flow_run_filter=alive)):
             logger.warning("flow run %s still counts as running, but its process is gone: marked as crashed", run.name)
             client.set_flow_run_state(run.id, Crashed(message=f"its process was killed; {REPORTED_LATER}"), force=True)
+
+
+def report_unreported_ends() -> None:
+    """Emit the events of outermost flow runs of ours that ended in the last hour, unless they did so themselves."""
+    ended = FlowRunFilter(
+        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.FAILED, StateType.CRASHED])),
+        end_time=FlowRunFilterEndTime(after_=datetime.now(UTC) - timedelta(seconds=REPORTED_WITHIN_S)),
+        parent_task_run_id=FlowRunFilterParentTaskRunId(is_null_=True),
+    )
+    with get_client(sync_client=True) as client:
+        for run in client.read_flow_runs(flow_run_filter=ended):
+            if run.state is not None and (PROCESS in run.labels or run.work_pool_name == POOL):
+                event = RUN_CRASHED if run.state.is_crashed() else RUN_FAILED
+                report_end(client, event, run, why=run.state.message or "it left no message")
 
 
 def has_crashed(run: FlowRun) -> bool:

@@ -9,7 +9,7 @@ from flows.prefect_ui.links import open_mlflow
 from flows.stages import training as stages
 from flows.stages.stage import stage, stage_seconds, timed
 from tasks.launch.custom_program import run_custom_program
-from tasks.launch.docker_hosts import attempts_of
+from tasks.launch.recovery import attempts_of
 from tasks.planning.custom_program import SKIPPED, CustomProgramOutcome, check_custom_program, plan_custom_program
 from tasks.tracking import client as mlflow_client
 from tasks.tracking import mlflow_run

@@ -14,17 +14,19 @@ from prefect.runtime import flow_run
 from pydantic import Field
 
 from flows.prefect_ui.artifacts import show_markdown, show_table
+from flows.prefect_ui.events import report_refusal, report_taken_back
 from flows.presets import parse_override
 from flows.servers.embedded import is_embedded
 from flows.stages.stage import stage
 from tasks.display.markdown import escape_markdown
 from tasks.promotion import promote, rollout
-from tasks.promotion.gates import Check
+from tasks.promotion.gates import Check, is_refusal
+from tasks.promotion.journal import Move, read_move
 from tasks.promotion.judge import Terms, registered_model
 from tasks.promotion.lock import PromotionLock, current_user, promotion_lock
 from tasks.promotion.promote import Case, Request, gate_rows
 from tasks.registry.models import aliases_of, require_model
-from tasks.registry.tags import CHALLENGER
+from tasks.registry.tags import CHALLENGER, CHAMPION
 from tasks.tracking.client import registry_client
 from tasks.workspace.paths import tracking_uri
 from training.config.promotion import RolloutConfig
@@ -69,6 +71,7 @@ def finish_interrupted(request: Request, lock: PromotionLock) -> RegisteredModel
     move = rollout.finish_interrupted(client, lock, request.model, changed=changed, show=logger.debug)
     if move is None:
         return None
+    _report_if_taken_back(move)
     nothing_else = request.version is None and CHALLENGER not in aliases_of(client, request.model)
     if not (nothing_else or (request.version == move.version and not request.force)):
         return None
@@ -123,12 +126,13 @@ def roll_out(request: Request, case: Case, lock: PromotionLock) -> RegisteredMod
     client = registry_client(tracking_uri())
     if case.decided:
         return registered_model(client, case.model, case.version, verdict=case.decided)
-    if not case.passed:
-        return promote.refuse(client, request, case)
-    move = promote.begin(client, lock, request, case)
+    move = promote.begin(client, lock, request, case) if case.passed else promote.refuse(client, request, case)
     if isinstance(move, RegisteredModel):
+        if is_refusal(move.verdict):
+            report_refusal(move, flow_run_id=str(flow_run.root_flow_run_id or ""))
         return move
     rollout.carry_out(client, lock, move, show=logger.debug)
+    _report_if_taken_back(move)
     model = registered_model(client, case.model, case.version)
     show_markdown(
         f"**{model.name}**: champion was version {move.replaces or 'none'}, asked by {escape_markdown(move.who)}. "
@@ -137,6 +141,16 @@ def roll_out(request: Request, case: Case, lock: PromotionLock) -> RegisteredMod
         description="What moved",
     )
     return model
+
+
+def _report_if_taken_back(move: Move) -> None:
+    """Tell somebody if a promotion that has ended left the version before as champion."""
+    client = registry_client(tracking_uri())
+    champion = aliases_of(client, move.model).get(CHAMPION)
+    if move.kind == "promotion" and champion is not None and champion == move.replaces:
+        why = read_move(client, move.move_id).outcome
+        of = str(flow_run.root_flow_run_id or "")
+        report_taken_back(move.model, version=move.version, now=champion, why=why, flow_run_id=of)
 
 
 def _show(case: Case) -> None:

@@ -13,6 +13,7 @@ from flows.prefect_ui.links import mlflow_page, open_mlflow, prefect_page
 from flows.presets import presets
 from flows.stages.stage import stage, stage_seconds
 from tasks.display.markdown import escape_markdown
+from tasks.planning.price import COST
 from tasks.reports.outcome import Outcome, against_plan, outcome_rows
 from tasks.reports.pictures import draw_summary
 from tasks.reports.run_data import RunData, read_run_data
@@ -49,14 +50,19 @@ def reported(run_id: str) -> Iterator[None]:
 
 
 def write_page(run_id: str, *, ended: str, flow_run_id: str = "") -> None:
-    """Write the page into the run's folder, MLflow and Prefect. `flow_run_id`: the run's; default this flow run."""
+    """Write the page, and what the run cost, into the run's folder, MLflow and Prefect.
+
+    `flow_run_id`: the run's; default this flow run.
+    """
     run, of = mlflow_run.read_run(run_id), flow_run_id or str(flow_run.id or "")
     links = {"MLflow": mlflow_page(run) or open_mlflow()} | ({"Prefect": prefect_page(of) or of} if of else {})
     data = read_run_data(run, stop_reason=ended, preset=presets().get(run.begun_with.name), links=links)
+    data.cost.write(run.folder / COST)
     written = write_report(data)
     logger.info("report: %s", run.folder / PAGE)
     _show(data, drawn=run.folder / CURVES in written, flow_run_id=flow_run_id)
     mlflow_run.log_files(run, *written)
+    mlflow_run.log_figures(run, data.cost.figures(), step=data.step)
     mlflow_run.describe(run, "\n\n".join([escape_markdown(" ".join(summary(data))), *_link_to_prefect(data)]))
 
 
@@ -111,6 +117,7 @@ def report(plan: RunPlan, run: TrackedRun, model: RegisteredModel, *, generated:
         verdict=model.verdict,
         generated=generated,
         stage_s=seconds,
+        spent=read_run_data(run).cost,
         open_mlflow=open_mlflow(),
         serve=""
         if plan.config.objective == "masked"

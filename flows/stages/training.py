@@ -15,6 +15,9 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
 from flows.prefect_ui.artifacts import show_markdown, show_pairs, show_table
+from flows.prefect_ui.events import emit, report_refusal
+from flows.prefect_ui.links import prefect_page
+from flows.servers.alerts import DISK_FILLS, RUN_STUCK
 from flows.stages.engine import engine_of
 from flows.stages.stage import stage, timed
 from tasks.data import corpus
@@ -27,11 +30,12 @@ from tasks.hardware import measure as machines
 from tasks.hardware.doctor import hardware_rows
 from tasks.inference.onnx_generator import TextGenerator
 from tasks.launch import batch_size_trial, check_hosts, nsight, programs
-from tasks.launch.docker_hosts import attempts_of
+from tasks.launch.recovery import attempts_of
 from tasks.operations import gpu_queue
 from tasks.planning import plan as planning
 from tasks.planning.describe import describe_plan
 from tasks.planning.pretrained import check_optimizer, check_tokenizer
+from tasks.promotion.gates import is_refusal
 from tasks.promotion.register import register_model
 from tasks.registry.models import resolve
 from tasks.reports.export_latency import draw_latency, latency_rows
@@ -39,6 +43,7 @@ from tasks.reports.outcome import against_plan
 from tasks.reports.run_report import LATENCY
 from tasks.runs import resume
 from tasks.runs.resume import Change
+from tasks.runs.watch import RunWatch
 from tasks.store.runs import RunOnStore, fetch_run, is_on_store, run_url
 from tasks.store.uploads import Uploads, check_store
 from tasks.tracking import mlflow_run
@@ -162,7 +167,7 @@ def hardware(config: RunConfig, run: TrackedRun | None = None) -> Inventory:
 
 
 def _inventory(config: RunConfig, folder: Path) -> Inventory:
-    if config.launch.launcher == "docker":
+    if config.launch.launcher != "local":
         folder.mkdir(exist_ok=True)
         return check_hosts.prepare_hosts(config, run_dir=folder)
     ranks = 1 if config.parallel.strategy == "single" else config.parallel.ranks
@@ -203,8 +208,13 @@ def write_plan(
 @stage("Train")
 def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
     try:
-        with timed(run, "train"), step_progress("training", total=plan.steps) as show:
-            result = programs.train(plan, run_dir=run.folder, on_row=show)
+        with timed(run, "train"), step_progress("training", total=plan.steps) as show, watched(plan, run) as watch:
+
+            def on_row(row: dict[str, float]) -> None:
+                watch.add(row)
+                show(row)
+
+            result = programs.train(plan, run_dir=run.folder, on_row=on_row)
     finally:  # they are needed most for a run that failed or was stopped
         mlflow_run.offer_files(run, *sorted((run.folder / "profile").glob("*.json.gz")), folder="profile")
         log_attempts(run)
@@ -222,6 +232,27 @@ def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
     known = {key: value for key, value in figures.items() if value is not None}
     mlflow_run.log_figures(run, known, step=result.step)
     return result
+
+
+def watched(plan: RunPlan, run: TrackedRun) -> RunWatch:
+    """Watch training, and tell somebody if no step comes for too long or the disk will be full before its end."""
+    shardline, link = command("shardline"), prefect_page(str(flow_run.root_flow_run_id or ""))
+
+    def on_stuck(why: str) -> None:
+        logger.warning("training makes no step: %s", why)
+        cure = (
+            f"logs/ and stacks/ in {run.folder} say where its ranks are; a rank waits for another for at most "
+            f"parallel.timeout_s = {plan.config.parallel.timeout_s:g} s; `{shardline} stop {run.run_id}` ends it"
+        )
+        emit(RUN_STUCK, f"{run.run_id} is stuck", why=why, cure=cure, about=run.run_id, run=run.run_id, link=link)
+
+    def on_disk(why: str) -> None:
+        logger.warning("the disk of %s will be full before training ends: %s", run.folder, why)
+        title = f"the disk of {run.run_id} will be full before it ends"
+        cure = f"make room in {home()}: `{shardline} prune --dry-run` lists old runs and shards"
+        emit(DISK_FILLS, title, why=why, cure=cure, about=run.run_id, run=run.run_id, link=link)
+
+    return RunWatch(plan, run.folder, on_stuck=on_stuck, on_disk=on_disk)
 
 
 def log_attempts(run: TrackedRun) -> None:
@@ -277,7 +308,10 @@ def register(run: TrackedRun) -> RegisteredModel:
     """Register the model; a version whose gates need a server or a person gets its verdict in a promotion."""
     wait_for_store()
     with timed(run, "register"):
-        return register_model(run.folder, tracking_uri=tracking_uri())
+        model = register_model(run.folder, tracking_uri=tracking_uri())
+    if is_refusal(model.verdict):
+        report_refusal(model, run=run.run_id, flow_run_id=str(flow_run.root_flow_run_id or ""))
+    return model
 
 
 def show_verdict(model: RegisteredModel) -> RegisteredModel:

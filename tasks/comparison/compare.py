@@ -1,6 +1,6 @@
 """The rows of a comparison: what each strategy's run measured, beside the run on one device and its plan.
 
-The figures come from runs/ID/plan.json and metrics.jsonl alone, so a stopped run has them too.
+The figures come from runs/ID/plan.json, metrics.jsonl and cost.json alone, so a stopped run has them too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from tasks.comparison.measurements import Rows, loss_difference, measure, reaches, warmup
 from tasks.comparison.strategies import BASELINE, ComparedStrategy
+from tasks.planning.price import COST, RunCost, per_1b
 from tasks.runs.errors import RunFailed, RunStopped
 from training.config.launch import Cause
 from training.config.run import RunConfig
@@ -50,6 +51,7 @@ class StrategyRow(Record):
     `batches_per_device`: sequences of each data-parallel rank in one step. `exposed_communication_ms`: the median of
     the profiled steps. `communication_mib`: what a rank sends in a step, if that is counted. `speedup`: samples/s
     relative to the run on one device; `scaling_efficiency`: speedup per device. Errors are measured / predicted - 1.
+    `…_per_1b_tokens`: at the measured tokens/s; `cost`: of the run, as in its cost.json; None without prices.
     `loss_difference`: the largest difference from the run on one device at any logged step.
     """
 
@@ -74,6 +76,10 @@ class StrategyRow(Record):
     scaling_efficiency: float | None = None
     mfu: float | None = None
     matmul_share: float | None = None
+    device_hours_per_1b_tokens: float | None = None
+    cost_per_1b_tokens: float | None = None
+    cost: float | None = None
+    currency: str = ""
     device_utilisation: float | None = None
     exposed_communication_ms: float | None = None
     communication_mib: float | None = None
@@ -176,6 +182,7 @@ def _row(
         figures = plan_fields(plan)
         if strategy.name in metrics:
             figures |= measure(metrics[strategy.name], steps=plan.steps)
+            figures |= _cost_fields(plan, folder, tokens_per_s=figures["tokens_per_s"])
     known = {"strategy": strategy.name, "overrides": strategy.overrides, **outcome.model_dump(), **figures}
     row = StrategyRow.model_validate(known)
     errors = {
@@ -183,6 +190,17 @@ def _row(
         "memory_error": _error(row.peak_memory_gib, row.predicted_memory_gib),
     }
     return row.model_copy(update=errors)
+
+
+def _cost_fields(plan: RunPlan, folder: Path, *, tokens_per_s: float | None) -> dict[str, Any]:
+    spent = RunCost.read(folder / COST).total_cost if (folder / COST).exists() else None
+    fields: dict[str, Any] = {"cost": spent, "currency": plan.config.prices.currency}
+    if tokens_per_s:
+        tokens_per_hour = 3600 * tokens_per_s
+        fields["device_hours_per_1b_tokens"] = per_1b(plan.world_size, tokens_per_hour)
+        if plan.price_per_hour is not None:
+            fields["cost_per_1b_tokens"] = per_1b(plan.price_per_hour, tokens_per_hour)
+    return fields
 
 
 def _error(found: float | None, predicted: float | None) -> float | None:

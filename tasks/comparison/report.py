@@ -12,10 +12,20 @@ from tasks.comparison.compare import Comparison, StrategyRow
 from tasks.comparison.measurements import WINDOW
 from tasks.comparison.strategies import BASELINE
 from tasks.display.html_page import write_html
+from tasks.display.numbers import format_amount, format_money
 
 SAME_LOSS = 1e-4  # nats: a smaller difference comes from the order of sums alone
 LARGEST_IS_BEST = {"samples_per_s", "tokens_per_s", "speedup", "scaling_efficiency", "mfu", "matmul_share"}
-SMALLEST_IS_BEST = {"step_ms", "average_memory_gib", "peak_memory_gib", "seconds_to_target"}
+SMALLEST_IS_BEST = {
+    "step_ms",
+    "average_memory_gib",
+    "peak_memory_gib",
+    "seconds_to_target",
+    "device_hours_per_1b_tokens",
+    "cost_per_1b_tokens",
+    "cost",
+}
+MONEY = {"cost_per_1b_tokens", "cost"}  # columns that are left out where no row has a cost
 
 
 def _number(digits: int = 0) -> Callable[[Any], str]:
@@ -55,6 +65,9 @@ COLUMNS: tuple[Column, ...] = (
     ("scaling", "efficiency", "scaling_efficiency", _percent),
     ("MFU", "of the datasheet's peak", "mfu", _percent),
     ("matmul", "of measured rate", "matmul_share", _percent),
+    ("device hours", "per 1B tokens", "device_hours_per_1b_tokens", format_amount),
+    ("cost", "per 1B tokens", "cost_per_1b_tokens", str),
+    ("cost", "of the run", "cost", str),
     ("device", "utilisation", "device_utilisation", _percent),
     ("exposed", "comm., ms", "exposed_communication_ms", _number(1)),
     ("sent", "MiB a step", "communication_mib", short_number),
@@ -71,6 +84,8 @@ NOT_BRIEF = {
     "loss",
     "seconds_to_target",
     "communication_mib",
+    "device_hours_per_1b_tokens",
+    "cost",
 }
 MORE_COLUMNS: tuple[Column, ...] = (
     ("strategy", "", "strategy", str),
@@ -91,8 +106,16 @@ def cell(row: StrategyRow, field: str, shown: Callable[[Any], str]) -> str:
     value = getattr(row, field)
     if value is None or value == "":
         return ""
+    if field in MONEY:
+        return format_money(value, row.currency)
     text = shown(value)
     return f"{text} x {row.accumulation:,}" if field == "micro_batches" else text
+
+
+def _columns(columns: Sequence[Column], rows: Sequence[StrategyRow]) -> list[Column]:
+    """The columns to show: costs only where a row has them."""
+    costs = {field for field in MONEY if any(getattr(row, field) is not None for row in rows)}
+    return [column for column in columns if column[2] not in MONEY - costs]
 
 
 def table(comparison: Comparison, *, brief: bool = False) -> tuple[list[str], list[list[str]]]:
@@ -100,7 +123,7 @@ def table(comparison: Comparison, *, brief: bool = False) -> tuple[list[str], li
 
     `brief` leaves out columns, so that the table fits a terminal.
     """
-    columns = [column for column in COLUMNS if not brief or column[2] not in NOT_BRIEF]
+    columns = [column for column in _columns(COLUMNS, comparison.rows) if not brief or column[2] not in NOT_BRIEF]
     headings = [("\n" if brief else ", ").join(filter(None, (heading, unit))) for heading, unit, _, _ in columns]
     rows = [
         [*(cell(row, field, shown) for _, _, field, shown in columns), row.outcome if brief else _outcome(row)]
@@ -114,7 +137,7 @@ def _outcome(row: StrategyRow) -> str:
 
 
 def headline(comparison: Comparison) -> str:
-    """Say which strategy is fastest, whether their losses agree, and which did not finish: a sentence each."""
+    """Say which strategy is fastest, which cheapest, whether losses agree, and which failed: a sentence each."""
     done, failed = comparison.succeeded, [row for row in comparison.rows if row.outcome != "done"]
     sentences = []
     if best := max((row for row in done if row.tokens_per_s), key=lambda row: row.tokens_per_s or 0.0, default=None):
@@ -122,6 +145,10 @@ def headline(comparison: Comparison) -> str:
         if best.speedup is not None and best.strategy != BASELINE:
             speed += f", {best.speedup:.2f}x one device ({best.scaling_efficiency:.0%} scaling efficiency)"
         sentences.append(f"{speed}.")
+    priced = [row for row in done if row.cost_per_1b_tokens is not None]
+    if cheapest := min(priced, key=lambda row: row.cost_per_1b_tokens or 0.0, default=None):
+        cost = cell(cheapest, "cost_per_1b_tokens", str)
+        sentences.append(f"{cheapest.strategy} is the cheapest: {cost} per 1B tokens.")
     others = [row for row in done if row.loss_difference is not None]
     if others and all((row.loss_difference or 0.0) < SAME_LOSS for row in others):
         largest = max(row.loss_difference or 0.0 for row in others)
@@ -178,6 +205,7 @@ def _warmup(comparison: Comparison) -> str:
 
 def _figures(rows: Sequence[StrategyRow], columns: Sequence[Column], *, needs: str) -> dict[str, Any]:
     """Heads and rows of a table; a row without the field `needs` shows its outcome instead of cells."""
+    columns = _columns(columns, rows)
     best = [_best(rows, field) for _, _, field, _ in columns]
     return {
         "heads": [(heading, unit) for heading, unit, _, _ in columns],

@@ -1,4 +1,4 @@
-"""Durations and counts as people read them."""
+"""Durations, counts, device hours and money as people read them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,21 @@ def format_count(number: float) -> str:
             value = number / size
             return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
     return f"{number:,.0f}"
+
+
+def device_noun(kind: str, count: int = 1) -> str:
+    """`GPU`, `CPU ranks`: an inventory's device, in words; a rank on a CPU has a share of its cores."""
+    return ("GPU" if kind == "cuda" else "CPU rank") + ("" if count == 1 else "s")
+
+
+def format_amount(number: float) -> str:
+    """`0.61`, `1,234`: three significant digits, but all of those before the point."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def format_money(amount: float, currency: str) -> str:
+    """`30.83 USD`; less than 0.1 with two significant digits, `0.0012 USD`."""
+    return f"{amount:,.2f} {currency}" if amount >= 0.1 or not amount else f"{amount:.2g} {currency}"
 
 
 def describe_utilisation(*, mfu: float | None, matmul_share: float | None) -> str:

@@ -25,7 +25,7 @@ def check_tasks(config: RunConfig) -> None:
             "evaluation.tasks ask for the likelihood of a continuation, which a masked model has none of: "
             "leave evaluation.tasks and evaluation.task_files empty, or train a causal model"
         )
-    if config.launch.launcher == "docker":
+    if config.launch.launcher in {"docker", "kubernetes"}:
         raise ValueError(
             "evaluation.tasks: the training image has no lm-evaluation-harness: leave them empty, and once the model "
             f"is registered run `{command('shardline')} evaluate {config.model_name}@champion --tasks NAME,…` here"

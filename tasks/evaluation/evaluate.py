@@ -17,7 +17,8 @@ from typing import Any
 from tasks.data.corpus import prepare_corpus
 from tasks.evaluation.checks import check_tasks
 from tasks.hardware.machine import device_kind_of, usable_cores
-from tasks.launch import local
+from tasks.launch import recovery
+from tasks.launch.local import LocalLauncher
 from tasks.registry.models import ResolvedModel, resolve
 from tasks.workspace.paths import home, tracking_uri
 from training.config.data import DataConfig, TokenizerConfig
@@ -136,7 +137,8 @@ def evaluate(
     folder.mkdir(parents=True)
     plan.write(folder / "plan.json")
     logger.info("evaluating %s on %d ranks, in %s", subject.what, inference.degree, folder)
-    local.run_program("training.evaluate", plan=plan, run_dir=folder)
+    launcher = LocalLauncher(plan, run_dir=folder, log="evaluate")
+    recovery.run_program("training.evaluate", plan=plan, run_dir=folder, launcher=launcher)
     return EvalReport.read(folder / "eval.json")
 
 

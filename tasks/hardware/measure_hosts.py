@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Protocol
 
 from infra.containers import start
 from infra.hosts import DockerHost, HostError, connect, on_all
@@ -29,6 +30,17 @@ from training.records.inventory import Device, Host, Inventory, Measured
 from training.records.node import CollectiveReport
 
 logger = logging.getLogger(__name__)
+
+
+class Limited(Protocol):
+    """A host of any kind, and what of it a container may use; 0: all."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def cpus(self) -> float: ...
+    @property
+    def memory_gib(self) -> float: ...
 
 
 def measure_hosts(
@@ -94,7 +106,7 @@ def measure(host: DockerHost, launch: LaunchConfig, *, slots: int, cores: int, h
         out.unlink(missing_ok=True)
 
 
-def cache_key(host: DockerHost, facts: HostFacts, *, slots: int) -> dict[str, str]:
+def cache_key(host: Limited, facts: HostFacts, *, slots: int) -> dict[str, str]:
     """Everything that the rates depend on; the image stands for torch, CUDA and the measuring program."""
     return {
         "host": f"docker:{host.name}",  # never mixed up with what was measured outside of containers
@@ -110,12 +122,12 @@ def cache_key(host: DockerHost, facts: HostFacts, *, slots: int) -> dict[str, st
     }
 
 
-def usable_cores(host: DockerHost, facts: HostFacts) -> int:
+def usable_cores(host: Limited, facts: HostFacts) -> int:
     """Return the number of whole cores: with `cpus` 1.5, two threads would be throttled a quarter of the time."""
     return max(1, min(facts.cores, math.floor(host.cpus + 1e-6))) if host.cpus else facts.cores
 
 
-def as_host(host: DockerHost, facts: HostFacts, cached: CachedMeasurement) -> Host:
+def as_host(host: Limited, facts: HostFacts, cached: CachedMeasurement) -> Host:
     measured, memory_gib = cached.measured, min(host.memory_gib or math.inf, facts.memory_gib)
     versions = measured.versions | {"image": facts.image_id} | ({"driver": facts.driver} if facts.driver else {})
 

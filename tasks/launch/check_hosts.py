@@ -1,4 +1,4 @@
-"""Prepares the Docker hosts of a run: ends what is left of earlier attempts, checks the hosts and measures them."""
+"""Prepares hosts, with Docker or on Kubernetes: ends what is left of earlier attempts, checks and measures them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from pathlib import Path
 from infra.hosts import DockerHost
 from tasks.hardware.hosts import docker_hosts, read_hosts, slots
 from tasks.hardware.measure_hosts import measure_hosts, with_network
+from tasks.hardware.pods import check_pods, measure_pods
 from tasks.hardware.preflight import HostFacts, HostsNotReady, check_hosts
 from tasks.launch import nsight
-from tasks.launch.attempt import Attempt, Program, new_folder, remove_containers
-from tasks.launch.local import grace_s
+from tasks.launch.attempt import Attempt, new_folder
+from tasks.launch.docker_hosts import DockerLauncher
+from tasks.launch.fencing import remove_containers
+from tasks.launch.kubernetes import KubernetesLauncher, remove_pods
+from tasks.launch.launcher import Launcher, Program, grace_s
 from tasks.launch.rank_environment import NCCL, give_to_ranks
 from tasks.runs.folder import read_plan
 from tasks.workspace.paths import fresh, home
@@ -26,17 +30,36 @@ logger = logging.getLogger(__name__)
 NETWORK = "network.json"  # the collective test's report
 
 
-def hosts_of(launch: LaunchConfig) -> tuple[DockerHost, ...]:
-    """All hosts of the config. Raises ValueError for mistakes that show without asking a daemon."""
-    return docker_hosts(read_hosts(launch), home=home())
-
-
 def prepare_hosts(config: RunConfig, *, run_dir: Path) -> Inventory:
-    """End earlier containers of the run on its hosts, check the hosts, measure them and the network between them.
+    """End earlier ranks of the run on its hosts, check the hosts, measure them and the network between them.
 
-    Hosts that do not answer are left out, if launch.min_hosts are left. Leaves inventory.json.
-    Raises HostsNotReady with all that is wrong on any host; nothing was started then.
+    Leaves inventory.json. Raises HostsNotReady with all that is wrong on any host; nothing was started then.
     """
+    prepare = _prepare_pods if config.launch.launcher == "kubernetes" else _prepare_docker_hosts
+    launcher, inventory = prepare(config, run_dir=run_dir)
+    if config.launch.collective_test and len(inventory.hosts) > 1:
+        report = measure_network(config, launcher, inventory, run_dir=run_dir)
+        logger.info("network: %s", describe_collectives(report))
+        inventory = with_network(inventory, report)
+    inventory.write(run_dir / "inventory.json")
+    return inventory
+
+
+def _prepare_pods(config: RunConfig, *, run_dir: Path) -> tuple[Launcher, Inventory]:
+    launch = config.launch
+    launcher = KubernetesLauncher(launch, run_dir=run_dir)
+    give_to_ranks(run_dir, launch)
+    remove_pods(launcher.cluster, run_dir.name, run_dir, grace_s=grace_s(read_plan(run_dir)))
+    facts = check_pods(launcher.cluster, launch, home=home(), run_dir=run_dir)
+    nsight.check_image(config, facts)
+    wanted = launch.kubernetes
+    num_ranks = 1 if config.parallel.strategy == "single" else wanted.slots or wanted.gpus_per_node or 1
+    inventory = measure_pods(launcher.cluster, launch, facts=facts, slots=num_ranks, home=home(), run_dir=run_dir)
+    return launcher, inventory
+
+
+def _prepare_docker_hosts(config: RunConfig, *, run_dir: Path) -> tuple[Launcher, Inventory]:
+    """Hosts that do not answer are left out, if launch.min_hosts are left."""
     named = read_hosts(config.launch)
     hosts = docker_hosts(named, home=home())
     give_to_ranks(run_dir, config.launch)
@@ -45,12 +68,7 @@ def prepare_hosts(config: RunConfig, *, run_dir: Path) -> Inventory:
     nsight.check_image(config, facts)
     num_ranks = slots_of(named, facts, config)
     inventory = measure_hosts(ready, config.launch, facts=facts, slots=num_ranks, home=home(), run_dir=run_dir)
-    if config.launch.collective_test and len(ready) > 1:
-        report = measure_network(config, ready, inventory, run_dir=run_dir)
-        logger.info("network: %s", describe_collectives(report))
-        inventory = with_network(inventory, report)
-    inventory.write(run_dir / "inventory.json")
-    return inventory
+    return DockerLauncher(config.launch, run_dir=run_dir), inventory
 
 
 def stop_earlier_containers(hosts: Sequence[DockerHost], *, run_dir: Path) -> None:
@@ -58,14 +76,12 @@ def stop_earlier_containers(hosts: Sequence[DockerHost], *, run_dir: Path) -> No
     remove_containers(hosts, run_dir.name, run_dir, grace_s=grace_s(read_plan(run_dir)))
 
 
-def measure_network(
-    config: RunConfig, hosts: Sequence[DockerHost], inventory: Inventory, *, run_dir: Path
-) -> CollectiveReport:
+def measure_network(config: RunConfig, launcher: Launcher, inventory: Inventory, *, run_dir: Path) -> CollectiveReport:
     """Rates of all-reduce over all ranks, and between each pair of hosts. Leaves network.json.
 
     Raises RuntimeError if sums are wrong, or if hosts cannot connect, with the last lines of the one that says why.
     """
-    out, by_name = run_dir / NETWORK, {host.name: host for host in hosts}
+    out, by_name = run_dir / NETWORK, {host.name: host for host in launcher.hosts()}
     folder = new_folder(run_dir / "network")
     give_to_ranks(run_dir, config.launch)
     out.unlink(missing_ok=True)
@@ -78,7 +94,7 @@ def measure_network(
         grace_s=0.0,
     )
     ordered = [by_name[host.name] for host in inventory.hosts]
-    with Attempt(program, ordered, config.launch, home=home(), folder=folder) as attempt:
+    with Attempt(program, ordered, launcher, config.launch, folder=folder) as attempt:
         outcome = attempt.wait(lambda: False)
     if outcome.cause != "done" or not fresh(out).exists():
         lines = "\n".join(outcome.lines)

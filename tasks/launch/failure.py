@@ -1,20 +1,17 @@
-"""Why an attempt ended: finds the one cause in what is known of every host's container. Pure functions."""
+"""Why an attempt ended: finds the one cause in what is known of every host's node. Pure functions."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from training.config.launch import Cause
-from training.records.node import NodeEnd
+from training.records.node import NodeEnd, RankFailure
 from training.records.record import Record
 
-if TYPE_CHECKING:
-    from infra.containers import State
-
-DONE, SIGKILLED, SIGTERM = 0, 137, 15
+DONE, SIGKILLED, SIGKILL, SIGTERM = 0, 137, 9, 15
 UNKNOWN = 255  # what a daemon says of a container whose end it did not see
 TOLD_TO_STOP = {130, 143}  # training/node/__main__.py's exit code; and a shell's, for one that had not started yet
 LAST_LINES = 25
@@ -88,13 +85,28 @@ def cure_of(cause: Cause, error: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class HostStatus:
-    """The last state of one host's container, and its node's record. `lost`: nobody answers there."""
+class NodeState:
+    """What its launcher sees of a node program. `exit_code` counts once `running` is false; 137 says SIGKILL.
 
-    state: State | None
+    `oom_killed`: the kernel killed one of its processes for want of memory. `hangs`: its heartbeat is too old.
+    `reason`: why its host or scheduler ended it, in words, if they say so.
+    """
+
+    running: bool
+    exit_code: int = 0
+    oom_killed: bool = False
+    hangs: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class HostStatus:
+    """The last state of one host's node, and the record of its end. `lost`: nobody answers there."""
+
+    state: NodeState | None
     end: NodeEnd | None
     lost: bool = False
-    gone: bool = False  # somebody removed the container
+    gone: bool = False  # somebody removed it: a container, a job's step, a pod
     ended_by_us: bool = False  # it went on until we killed it: its end tells nothing
     last_lines: tuple[str, ...] = ()  # of its log: a node that cannot write its record, on a full disk, still prints
 
@@ -111,8 +123,13 @@ class HostStatus:
         return self.lost and self.state is not None and self.state.hangs
 
     @property
+    def reason(self) -> str:
+        """Why its host or scheduler ended it, in words; empty if nobody says so."""
+        return self.state.reason if self.state is not None else ""
+
+    @property
     def unexplained(self) -> int | None:
-        """Exit code of a container that has ended and left no record of why."""
+        """Exit code of a node that has ended and left no record of why."""
         if self.end is not None or self.state is None or self.state.running:
             return None
         return self.state.exit_code
@@ -139,7 +156,7 @@ class AttemptOutcome(Record):
 def classify(hosts: Mapping[str, HostStatus], *, stop_requested: bool = False) -> AttemptOutcome:
     """The first cause in this order that any host shows: what kills one host's ranks shows as lost peers on others.
 
-    `stop_requested`: a user asked for the run to stop. Otherwise a container that got SIGTERM does not end the run:
+    `stop_requested`: a user asked for the run to stop. Otherwise a node that got SIGTERM does not end the run:
     a machine or a daemon that shuts down tells all its containers so.
     """
     return next(_outcomes(hosts, stop_requested=stop_requested))
@@ -151,7 +168,12 @@ def _outcomes(hosts: Mapping[str, HostStatus], *, stop_requested: bool) -> Itera
         yield AttemptOutcome(cause="done")
     for name, host in hosts.items():  # also one that we ended: its other ranks may have waited for the one killed
         if host.state is not None and host.state.oom_killed:
-            yield _outcome("out of memory", name, host, "the kernel killed a rank: the container's memory is used up")
+            yield _outcome(
+                "out of memory",
+                name,
+                host,
+                "the kernel killed a rank: memory, or its container's share of it, is used up",
+            )
     yield from _by_error(known, "out of memory", "gpu fault", "bad loss", "bad config")
     for name, host in known.items():
         if host.hangs:
@@ -166,17 +188,20 @@ def _outcomes(hosts: Mapping[str, HostStatus], *, stop_requested: bool) -> Itera
                 "its ranks no longer saw the lease renewed: its storage does not answer",
             )
         elif host.unexplained == UNKNOWN:
-            yield _outcome("lost host", name, host, "its machine or daemon restarted (exit code 255)")
+            why = host.reason or "its machine or daemon restarted (exit code 255)"
+            yield _outcome("lost host", name, host, why)
     for name, host in known.items():
         if host.told_to_stop:
             yield _told_to_stop(name, host, stop_requested=stop_requested)
     for name, host in known.items():
         if host.end is None and host.gone:
-            yield _outcome("killed", name, host, "its container was removed")
+            yield _outcome("killed", name, host, "its node was removed")
         elif host.unexplained == SIGKILLED:
-            yield _outcome("killed", name, host, "its container was killed (exit code 137)")
-        elif host.end is not None and any(failure.exit_code == -9 for failure in host.end.failures):
-            yield _outcome("killed", name, host, "a rank was killed (SIGKILL)")
+            yield _outcome("killed", name, host, "its node was killed (exit code 137)")
+        elif host.end is not None and (
+            killed := [each.rank for each in host.end.failures if each.exit_code == -SIGKILL]
+        ):
+            yield _outcome("killed", name, host, f"rank {killed[0]} was killed (SIGKILL)")
     # What one rank failed of shows on all others as a peer that is gone, or did not come in time.
     yield from _by_error(known, "error", "killed", "timeout", "network")
     for name, host in known.items():
@@ -203,12 +228,12 @@ def _told_to_stop(name: str, host: HostStatus, *, stop_requested: bool) -> Attem
         return _outcome("stopped", name, host, "it was stopped (SIGTERM)")
     if host.state is not None and host.state.running:
         return _outcome("daemon", name, host, "it got SIGTERM while its daemon did not answer: the daemon shuts down")
-    return _outcome(
-        "killed",
-        name,
-        host,
-        "its container got SIGTERM, and not from us: the machine shuts down, or its daemon",
-    )
+    why = host.reason or "the machine shuts down, or its daemon"
+    return _outcome("killed", name, host, f"its node got SIGTERM, and not from us: {why}")
+
+
+def _failures(host: HostStatus) -> tuple[RankFailure, ...]:
+    return host.end.failures if host.end is not None else ()
 
 
 def _errors(hosts: Mapping[str, HostStatus]) -> Iterator[tuple[str, HostStatus, int | None, str]]:

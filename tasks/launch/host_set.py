@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from infra.hosts import DockerHost, HostError
-from tasks.hardware.preflight import HostsNotReady, check_hosts
-from tasks.launch.attempt import remove_containers
-from tasks.launch.check_hosts import hosts_of
+from infra.hosts import HostError
 from tasks.launch.failure import CURES
+from tasks.launch.launcher import Host, LaunchedPlan, Launcher
 from tasks.launch.lease import FENCE_S
 from tasks.planning.plan import plan_for_hosts
 from tasks.runs.errors import RunFailed
-from tasks.workspace.paths import home
+from training.records.evaluation_plan import EvaluationPlan
 from training.records.inventory import Inventory
 from training.records.plan import AnyPlan
 
@@ -33,13 +31,20 @@ class HostSet:
     `absent`: all other hosts of the config, each with the reason why it takes no part.
     """
 
-    plan: AnyPlan
-    hosts: tuple[DockerHost, ...]
+    plan: LaunchedPlan
+    hosts: tuple[Host, ...]
     absent: Mapping[str, HostError]
 
 
+def measured_hosts(launcher: Launcher, run_dir: Path) -> set[str]:
+    """Names of the launcher's hosts that the run's inventory has; all of them where there is no inventory."""
+    names, path = {host.name for host in launcher.hosts()}, run_dir / "inventory.json"
+    return names & {host.name for host in Inventory.read(path).hosts} if path.exists() else names
+
+
 def choose_hosts(
-    plan: AnyPlan,
+    plan: LaunchedPlan,
+    launcher: Launcher,
     *,
     run_dir: Path,
     one_host: bool = False,
@@ -48,19 +53,20 @@ def choose_hosts(
 ) -> HostSet:
     """Fence all hosts, wait for those that are needed, and plan for those that are ready.
 
-    Containers on a host that was away are removed before it is checked, since it may have come back without its
+    What is left on a host that was away is removed before it is checked, since it may have come back without its
     storage. A host of the plan that is not needed is waited for too, for launch.lost_after_s: a daemon's restart takes
     no longer. Not so the `lost` hosts, which were silent for that long already. Hosts that are `left_out` take no
     part. `one_host`: any single host of the plan is enough.
     Raises RunFailed if too few hosts are ready within launch.wait_s, or if the run does not fit those that are.
     """
-    inventory = Inventory.read(run_dir / "inventory.json")
-    candidates = _Candidates(plan, inventory, run_dir=run_dir, one_host=one_host, lost=lost, left_out=left_out)
+    candidates = _Candidates(plan, launcher, run_dir=run_dir, one_host=one_host, lost=lost, left_out=left_out)
     candidates.fence()
     candidates.wait()
     ready = {host.name: host for host in candidates.measured if host.name not in candidates.absent}
-    if not one_host:
-        plan = _plan_for(ready, plan, inventory, run_dir=run_dir, absent={**candidates.absent, **left_out})
+    if isinstance(plan, EvaluationPlan):  # on this machine: there are no other hosts to plan for
+        return HostSet(plan=plan, hosts=tuple(ready.values()), absent=candidates.absent)
+    if not one_host and set(plan.hosts) != set(ready):
+        plan = _plan_for(ready, plan, run_dir=run_dir, absent={**candidates.absent, **left_out})
     hosts = tuple(ready[name] for name in plan.hosts if name in ready)
     return HostSet(plan=plan, hosts=hosts, absent=candidates.absent)
 
@@ -70,26 +76,27 @@ class _Candidates:
 
     def __init__(
         self,
-        plan: AnyPlan,
-        inventory: Inventory,
+        plan: LaunchedPlan,
+        launcher: Launcher,
         *,
         run_dir: Path,
         one_host: bool,
         lost: Collection[str],
         left_out: Collection[str],
     ) -> None:
-        self.plan, self.launch, self.run_dir = plan, plan.config.launch, run_dir
+        self.plan, self.launch, self.launcher = plan, plan.config.launch, launcher
         self.one_host, self.lost = one_host, lost
-        measured = {host.name for host in inventory.hosts} - set(left_out)
-        self.all = hosts_of(self.launch)
+        self.all = launcher.hosts()
+        measured = measured_hosts(launcher, run_dir) - set(left_out)
         self.measured = [host for host in self.all if host.name in measured]
+        self.planned = plan.hosts if not isinstance(plan, EvaluationPlan) else tuple(sorted(measured))
         self.absent: dict[str, HostError] = {}
         self.began_at = time.monotonic()
 
     def fence(self) -> None:
         """Remove what is left of earlier attempts from every host; check those that the plan does not know."""
-        self.absent = remove_containers(self.all, self.plan.run_id, self.run_dir)
-        self._check([host for host in self.measured if host.name not in {*self.plan.hosts, *self.absent}])
+        self.absent = dict(self.launcher.fence(self.all))
+        self._check([host for host in self.measured if host.name not in {*self.planned, *self.absent}])
 
     def wait(self) -> None:
         """Wait for hosts that are worth it; then until ranks on absent ones have seen that their lease is gone."""
@@ -103,7 +110,7 @@ class _Candidates:
                 told = waited_for
             time.sleep(ASK_AGAIN_S)
             asked = [host for host in self.measured if host.name in self.absent]
-            still_absent = remove_containers(asked, self.plan.run_id, self.run_dir)
+            still_absent = self.launcher.fence(asked)
             for host in asked:
                 del self.absent[host.name]
             self.absent |= still_absent
@@ -114,9 +121,9 @@ class _Candidates:
     def needed(self) -> list[str]:
         """Names of absent hosts without which the run cannot go on; empty if enough are ready."""
         if self.one_host:
-            return [] if set(self.plan.hosts) - set(self.absent) else list(self.plan.hosts)
+            return [] if set(self.planned) - set(self.absent) else list(self.planned)
         if not self.launch.min_hosts:
-            return [name for name in self.plan.hosts if name in self.absent]
+            return [name for name in self.planned if name in self.absent]
         absent = [host.name for host in self.measured if host.name in self.absent]
         return absent if len(self.measured) - len(absent) < self.launch.min_hosts else []
 
@@ -124,21 +131,15 @@ class _Candidates:
         """Names of absent hosts that are worth a short wait, though enough are ready without them."""
         if self.one_host or time.monotonic() > self.began_at + self.launch.lost_after_s:
             return []
-        return [name for name in self.plan.hosts if name in self.absent and name not in self.lost]
+        return [name for name in self.planned if name in self.absent and name not in self.lost]
 
-    def _check(self, hosts: Sequence[DockerHost]) -> None:
+    def _check(self, hosts: Sequence[Host]) -> None:
         """A host that preflight finds unfit counts as absent: its storage may yet be mounted."""
-        if not hosts:
-            return
-        try:
-            check_hosts(hosts, self.launch, home=home(), run_dir=self.run_dir)
-        except HostsNotReady as error:
-            for name, findings in error.findings.items():
-                why, unreachable = f"{name}: {'; '.join(findings)}", name in error.unreachable
-                self.absent[name] = HostError(why, hosts=(name,), unreachable=unreachable)
+        if hosts:
+            self.absent |= self.launcher.check(hosts)
 
     def _too_few(self, waited_for: Sequence[str], *, waited_s: float) -> str:
-        needed = self.launch.min_hosts or len(self.plan.hosts)
+        needed = self.launch.min_hosts or len(self.planned)
         return (
             f"after {waited_s:.0f} s of waiting {', '.join(waited_for)} of {len(self.measured)} hosts cannot "
             f"take part, {needed} are needed: {'; '.join(str(self.absent[name]) for name in waited_for)}. "
@@ -150,19 +151,19 @@ class _Candidates:
 def _plan_for(
     ready: Collection[str],
     plan: AnyPlan,
-    inventory: Inventory,
     *,
     run_dir: Path,
     absent: Mapping[str, HostError],
 ) -> AnyPlan:
-    """The plan for the hosts that are ready: the one at hand if it was made for them."""
+    """The plan for the hosts that are ready."""
     gone, returned = sorted(set(plan.hosts) - set(ready)), sorted(set(ready) - set(plan.hosts))
     why = f"hosts: {', '.join(returned)} came back"
     if gone:
         why = (
             f"hosts: {', '.join(gone)} cannot take part, launch.min_hosts = {plan.config.launch.min_hosts} allows that"
         )
-    available = Inventory(hosts=tuple(host for host in inventory.hosts if host.name in ready))
+    measured = Inventory.read(run_dir / "inventory.json").hosts
+    available = Inventory(hosts=tuple(host for host in measured if host.name in ready))
     try:
         return plan_for_hosts(plan, available, run_dir=run_dir, why=why)
     except ValueError as error:

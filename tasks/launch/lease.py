@@ -20,9 +20,12 @@ FENCE_S = 3.0
 RENEWALS = 6  # within lease_s: a file server may be slow now and then
 
 
-def withdraw_leases(run_dir: Path) -> bool:
-    """Withdraw the leases of all attempts at a run, whoever launched them. Returns whether there were any."""
-    leases = [*run_dir.glob("*/*/lease")]
+def withdraw_leases(run_dir: Path, *, keep: Path | None = None) -> bool:
+    """Withdraw the leases of all attempts at a run, whoever launched them. Returns whether there were any.
+
+    `keep`: a lease of our own, of what stands by for the next attempt.
+    """
+    leases = [lease for lease in run_dir.glob("*/*/lease") if lease != keep]
     for lease in leases:
         lease.unlink(missing_ok=True)
     return bool(leases)

@@ -1,193 +1,211 @@
-"""Run a training program on ranks of this machine, watch it, and stop it in order.
+"""The launcher of this machine: one node program, in a session of its own, that is watched as a process.
 
-The program runs under torchrun in a session of its own, so that a Ctrl-C in the terminal reaches only us: we
-pass it on as SIGTERM, the ranks save a checkpoint and leave, and nobody is cut off in a collective.
+A Ctrl-C in the terminal reaches only us: we pass it on as SIGTERM, the ranks save a checkpoint and leave, and nobody
+is cut off in a collective.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from tasks.launch import nsight
-from tasks.launch.failure import OUT_OF_MEMORY, PEER_IS_GONE, cause_of
+from infra.hosts import HostError
+from tasks.launch.attempt import end_path
+from tasks.launch.failure import LAST_LINES, SIGKILL, AttemptOutcome, NodeState
+from tasks.launch.launcher import Host, LaunchedPlan, Node, Program, grace_s
 from tasks.launch.lease import FENCE_S, withdraw_leases
-from tasks.runs.errors import RunFailed, RunStopped
+from tasks.launch.rank_environment import NCCL, SPINS
+from tasks.launch.standby import fits, standby_lease
 from tasks.runs.owner import RanksLauncher, ranks_launcher
 from tasks.workspace.paths import tracking_uri
-from tasks.workspace.processes import process_key
-from training.records.plan import AnyPlan, RankPlan, RunPlan
+from tasks.workspace.processes import free_port, process_key
+from training.records.node import NodeEnd, NodeTask
+from training.tracking.redaction import without_secrets
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.25
-STOP_GRACE_S = 120.0
-CHECKPOINT_GIB_PER_S = 0.1  # the slowest disk that a checkpoint on its way, and the last one, are waited for
 STACK_S = 1.0  # in which ranks that did not stop write their Python stacks
-LAST_LINES = 25
-LOG_LINE = re.compile(r"[\d-]+ [\d:,]+ [A-Z]+ ")
-DIED = re.compile(r"rank +: (\d+) .*\n.*exitcode.*\n.*error_file.*\n.*(Signal \d+ \(\w+\) received by PID \d+)")
-RANK_WARNING = re.compile(r"[\d-]+ [\d:,]+ WARNING (.*)")  # as training/runtime/process.py formats its log
+NODE_S = 5.0  # for a node to end after its ranks
 
 
-def run_program(
-    module: str, *, plan: RankPlan, run_dir: Path, ranks: int = 0, on_poll: Callable[[], object] = lambda: None
-) -> None:
-    """Run `python -m MODULE runs/ID/plan.json` on `ranks` ranks (0: the plan's) and wait; output goes to logs/.
+@dataclass(frozen=True)
+class ThisMachine:
+    """This machine as the only host of a run."""
 
-    Raises RuntimeError with the log's last lines if it fails, RunStopped if we were interrupted meanwhile.
-    """
-    end_earlier_attempt(run_dir, grace_s=grace_s(plan))
-    end_containers(run_dir)
-    log_path = run_dir / "logs" / f"{module.rpartition('.')[2]}.log"
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(run_dir / "stacks", ignore_errors=True)
-    command = command_for(module, plan=plan, run_dir=run_dir, ranks=ranks or plan.world_size)
-    kills = kernel_kills()
-    with log_path.open("ab") as log:
-        earlier = log.tell()
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=_environment(plan)
-        )
-    RanksLauncher(launcher=process_key(process.pid)).write(run_dir / "gang.json")
-    stacks = Stacks(run_dir / "stacks")
-    try:
-        while process.poll() is None:
-            on_poll()
-            stacks.look()
-            time.sleep(POLL_S)
-        on_poll()
-    except Exception:
-        _stop(process, grace_s=grace_s(plan))
-        raise
-    except BaseException:  # Ctrl-C, or the SIGTERM that Prefect turns into an exception
-        _stop(process, grace_s=grace_s(plan))
-        again = f"`shardline resume {plan.run_id}` goes on from the last checkpoint"
-        again = again if isinstance(plan, RunPlan) else "nothing was kept: evaluate again"
-        raise RunStopped(f"interrupted: {again}") from None
-    with log_path.open("rb") as log:
-        log.seek(earlier)
-        lines = log.read().decode(errors="replace").splitlines()
-    for line in lines:
-        if match := RANK_WARNING.match(line):
-            logger.warning("%s: %s", module, match[1])
-    if process.returncode:
-        error = _error_line(process.returncode, lines, memory_was_used_up=kernel_kills() > kills)
-        raise RunFailed(_failure(module, error, lines, log_path) + stacks.where(), cause=cause_of(error), detail=error)
+    name: str
+    address: str = "127.0.0.1"
+    interface: str = ""
 
 
-def command_for(module: str, *, plan: RankPlan, run_dir: Path, ranks: int) -> list[str]:
-    """The command line: under torchrun if there are several ranks, each under nsys if the plan's config says so."""
-    wrapped = nsight.prefix(module, plan, run_dir=run_dir, rank="%q{RANK}" if ranks > 1 else "0")
-    if wrapped:
-        nsight.check_here(plan.config)
-    program = [*wrapped, sys.executable, "-u", "-m", module, str(run_dir / "plan.json")]
-    if ranks == 1:
-        return program
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*torchrun, "--no-python", *program]
+class ProcessNode(Node):
+    """A node program that is our child. It is never silent: a process table always answers."""
+
+    def __init__(
+        self, host: str, process: subprocess.Popen[bytes], *, end_path: Path, log: Path, log_from: int
+    ) -> None:
+        super().__init__(host, end_path=end_path)
+        self.process, self.log, self.log_from = process, log, log_from
+        self.kills_before = kernel_kills()
+        self.memory_was_used_up = False
+
+    @property
+    def state(self) -> NodeState:
+        self._answered()
+        code = self.process.poll()
+        if code is None:
+            return NodeState(running=True)
+        if not self.last_lines:
+            self._read_end()
+        exit_code = code if code >= 0 else 128 - code
+        return NodeState(running=False, exit_code=exit_code, oom_killed=self.memory_was_used_up)
+
+    def _read_end(self) -> None:
+        with suppress(OSError), self.log.open("rb") as log:
+            log.seek(self.log_from)
+            lines = log.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+            self.last_lines = tuple(map(without_secrets, lines))
+        end = NodeEnd.read(self.end_path) if self.end_path.exists() else None
+        killed = end is None or any(failure.exit_code == -SIGKILL for failure in end.failures)
+        self.memory_was_used_up = killed and kernel_kills() > self.kills_before
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+    def remove(self) -> None:
+        code = self.process.poll()
+        if code is None or code < 0:  # one that was killed has left its ranks alive
+            _end_child(self.process)
+
+    def close(self) -> None:
+        """Nothing watches it but questions."""
 
 
-class Stacks:
-    """runs/ID/stacks: what ranks write of where they are when no step comes (training/runtime/watchdog.py)."""
+class LocalLauncher:
+    """Ranks as processes of this machine. `name`: the machine's in the plan; `log`: the file for what they print."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.seen = folder, False
+    heartbeat = ""
+    ranks_send_metrics = True
+    signals_are_the_users = True
 
-    def look(self) -> None:
-        """Warn once; a rank empties its file when a step comes after all."""
-        if not self.seen and self._written():
-            self.seen = True
-            logger.warning("training has made no step for a while: the ranks' Python stacks are in %s", self.folder)
+    def __init__(self, plan: LaunchedPlan, *, run_dir: Path, log: str) -> None:
+        self.plan, self.run_dir, self.log = plan, run_dir, run_dir / "logs" / f"{log}.log"
+        self.host = ThisMachine(name_here(plan))
+        self.pid_for_nodes = os.getpid()
+        self.standby: tuple[subprocess.Popen[bytes], NodeTask] | None = None
 
-    def where(self) -> str:
-        written = ", ".join(path.stem for path in self._written())
-        return f"\nThe Python stacks of {written} are in {self.folder}" if written else ""
+    def hosts(self) -> Sequence[ThisMachine]:
+        return (self.host,)
 
-    def _written(self) -> list[Path]:
-        return [path for path in sorted(self.folder.glob("rank-*.txt")) if path.stat().st_size]
+    def master_port(self) -> int:
+        return free_port()
+
+    def take_over(self) -> None:
+        end_earlier_attempt(self.run_dir, grace_s=grace_s(self.plan))
+        end_containers(self.run_dir)
+
+    def fence(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
+        """Nothing: a node is ended with its attempt, and those of an earlier start were ended when this one began."""
+        return {}
+
+    def check(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
+        return {}
+
+    def environment(self) -> tuple[dict[str, str], dict[str, str]]:
+        """What a user has set for this machine takes the place of our defaults; the rest nodes inherit."""
+        defaults = {*NCCL, *SPINS, *self.plan.environment()}
+        environment = {name: os.environ[name] for name in sorted(defaults) if name in os.environ}
+        if run_id := getattr(self.plan, "mlflow_run_id", ""):
+            environment["MLFLOW_RUN_ID"] = run_id
+        return environment, {}
+
+    def compile_cache(self) -> None:
+        return None
+
+    def prepare(self) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+
+    def start(
+        self, program: Program, tasks: Mapping[str, Path], *, add: Callable[[Node], None]
+    ) -> Mapping[str, HostError]:
+        (task,) = tasks.values()
+        log_from = self.log.stat().st_size if self.log.exists() else 0
+        standby = self._hand_over(task)
+        process = standby or self._spawn(program, str(task))
+        node = ProcessNode(self.host.name, process, end_path=end_path(task), log=self.log, log_from=log_from)
+        node.stood_by = standby is not None
+        add(node)
+        RanksLauncher(launcher=process_key(process.pid)).write(self.run_dir / "gang.json")
+        return {}
+
+    def _spawn(self, program: Program, *arguments: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+        environment = os.environ | {"MLFLOW_TRACKING_URI": tracking_uri()}  # not in the file: it may hold a password
+        if program.module.startswith("training."):  # a script of the user's finds what lies beside it
+            environment["PYTHONSAFEPATH"] = "1"
+        with self.log.open("ab") as log:
+            # -P: a folder named `training` where the user stands must not take our place.
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", "training.node", *arguments],
+                stdin=stdin,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def stand_by(self, task: NodeTask, program: Program, host: Host) -> None:
+        path = standby_lease(self.run_dir).with_name(f"{host.name}.json")
+        self.standby = self._spawn(program, "--stand-by", str(path), stdin=subprocess.PIPE), task
+
+    def _hand_over(self, path: Path) -> subprocess.Popen[bytes] | None:
+        """Give the task to the node that stands by; return that, or None if there is none that can take it."""
+        (process, standby), self.standby = self.standby or (None, None), None
+        if process is None or standby is None:
+            return None
+        assert process.stdin is not None
+        if fits(standby, NodeTask.read(path)):
+            with suppress(BrokenPipeError):
+                process.stdin.write(json.dumps({"task": str(path), "secrets": {}}).encode())
+                process.stdin.close()
+                if process.poll() is None:
+                    return process
+        _end_child(process)
+        return None
+
+    def close(self) -> None:
+        if self.standby is not None:
+            _end_child(self.standby[0])
+        self.standby = None
+
+    def log_path(self, host: str) -> Path:
+        return self.log
+
+    def place(self, outcome: AttemptOutcome) -> str:
+        return outcome.host if outcome.gpu is None else f"{outcome.host}, GPU {outcome.gpu}"
 
 
-def _environment(plan: RankPlan) -> dict[str, str]:
-    """Our own, plus what ranks need: the tracking URI, threads, and the process they must not outlive."""
-    return {
-        # OpenMP threads that wait by spinning lose their core to whatever else runs: with one other busy process on
-        # 2 cores, 2 threads trained at 217 tokens/s; at 1000 spins 8,266, and as fast as before (20,900) when alone.
-        "GOMP_SPINCOUNT": "1000",
-        **plan.environment(),
-        **os.environ,
-        "MLFLOW_TRACKING_URI": tracking_uri(),
-        "OMP_NUM_THREADS": str(plan.threads_per_rank),
-        "PYTHONSAFEPATH": "1",  # a folder named `training` where the user stands must not take our place
-        "SHARDLINE_LAUNCHER_PID": str(os.getpid()),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+def name_here(plan: LaunchedPlan) -> str:
+    """This machine's name in the plan's record of hosts; an evaluation's plan has none."""
+    hosts: tuple[str, ...] = getattr(plan, "hosts", ())
+    return hosts[0] if hosts else "this machine"
 
 
-def _stop(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
-    """Send SIGTERM, wait for a checkpoint, then send SIGKILL. A second Ctrl-C skips the wait."""
-    logger.info("stopping: the ranks save a checkpoint and leave (Ctrl-C again kills them)")
-    try:
-        _end(psutil.Process(process.pid), grace_s=grace_s)
-    except psutil.NoSuchProcess:
-        pass
-    finally:
-        process.wait()
+# What an earlier start left
 
 
-def _is_rank(process: psutil.Process) -> bool:
-    """Whether it runs `python … -m training.X plan.json` itself, and is not torchrun, nsys or a compiler.
-
-    A node program counts too: it stops the ranks below it by itself.
-    """
-    with suppress(psutil.NoSuchProcess):
-        command = process.cmdline()
-        wrapped = any("torch.distributed.run" in word or Path(word).name.startswith("nsys") for word in command)
-        return not wrapped and bool(command) and (command[-1].endswith("plan.json") or "training.node" in command)
-    return False
-
-
-def grace_s(plan: AnyPlan | RankPlan | None) -> float:
-    """Seconds that ranks get to save a checkpoint when they are told to stop; of a run without a plan, the least."""
-    gib = plan.predicted.checkpoint_gib if isinstance(plan, RunPlan) else 0.0
-    return STOP_GRACE_S + 2 * gib / CHECKPOINT_GIB_PER_S
-
-
-def _end(launcher: psutil.Process, *, grace_s: float) -> None:
-    """Stop a launcher and its ranks in order, however long their checkpoint takes within the grace.
-
-    The ranks are told directly: torchrun would kill them 30 s after it was told, and as each is in a session of
-    its own, no process group reaches them all.
-    """
-    family = [launcher]
-    with suppress(psutil.NoSuchProcess):  # it leaves by itself too, once whoever started it is gone
-        family += launcher.children(recursive=True)
-    try:
-        for rank in [*filter(_is_rank, family)] or family:  # none yet: the launcher still imports
-            with suppress(psutil.NoSuchProcess):
-                rank.terminate()
-        _, alive = psutil.wait_procs(family, timeout=grace_s)
-        for member in alive:  # they hang: let them say where
-            with suppress(psutil.NoSuchProcess):
-                member.send_signal(signal.SIGUSR1)
-        _, alive = psutil.wait_procs(alive, timeout=STACK_S)
-    except KeyboardInterrupt:
-        alive = family
-    for member in alive:
-        with suppress(psutil.NoSuchProcess):
-            member.kill()
-    psutil.wait_procs(alive)
+def _end_child(process: subprocess.Popen[bytes]) -> None:
+    _kill(process.pid)
+    process.wait()
 
 
 def end_earlier_attempt(run_dir: Path, *, grace_s: float) -> None:
@@ -197,9 +215,41 @@ def end_earlier_attempt(run_dir: Path, *, grace_s: float) -> None:
         _end(launcher, grace_s=grace_s)
 
 
+def _end(node: psutil.Process, *, grace_s: float) -> None:
+    """Stop a node and its ranks in order, however long their checkpoint takes within the grace."""
+    try:
+        with suppress(psutil.NoSuchProcess):
+            node.terminate()
+            node.wait(grace_s + STACK_S + NODE_S)
+    except (psutil.TimeoutExpired, KeyboardInterrupt):
+        pass
+    _kill(node.pid)
+
+
+def _kill(node: int) -> None:
+    """Kill a node by its pid, with its ranks: each is in a session of its own, and no process group reaches them.
+
+    Ranks whose node has died are found by what it gave them in their environment.
+    """
+    ours = {"SHARDLINE_LAUNCHER_PID": str(node)}
+    family = [process for process in psutil.process_iter() if process.pid == node or _has(process, ours)]
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs([member for member in family if member.pid != node], timeout=NODE_S)
+
+
+def _has(process: psutil.Process, environment: Mapping[str, str]) -> bool:
+    with suppress(psutil.Error):  # gone, or another user's
+        return environment.items() <= process.environ().items()
+    return False
+
+
 def end_containers(run_dir: Path) -> None:
     """Withdraw the leases of containers whose launcher was killed, when their run is resumed on this machine."""
-    if withdraw_leases(run_dir):
+    elsewhere = [lease for lease in run_dir.glob("*/*/lease") if not _was_local(lease.parent)]
+    withdraw_leases(run_dir)
+    if elsewhere:
         logger.warning(
             "ranks of an earlier start on Docker hosts may be alive: their lease is withdrawn, which ends them; "
             "`shardline reap` removes their containers"
@@ -207,31 +257,14 @@ def end_containers(run_dir: Path) -> None:
         time.sleep(FENCE_S)
 
 
+def _was_local(attempt: Path) -> bool:
+    """Whether the attempt's node was a process of its launcher's machine."""
+    tasks = [path for path in attempt.glob("*.json") if not path.name.endswith((".end.json", "attempt.json"))]
+    return bool(tasks) and all(NodeTask.read(path).launcher_pid for path in tasks)
+
+
 def kernel_kills() -> int:
     """Processes that the kernel has killed so far because memory, or a control group's share of it, was used up."""
     path = Path("/proc/vmstat")
     counted = re.search(r"^oom_kill (\d+)", path.read_text(), flags=re.MULTILINE) if path.exists() else None
     return int(counted[1]) if counted else 0
-
-
-def _error_line(code: int, lines: list[str], *, memory_was_used_up: bool) -> str:
-    """The line that tells why: an exception's, or torchrun's of the signal that a rank died of.
-
-    Want of memory comes first, wherever it stands, and a lost peer last: the ranks that lost it say so, each.
-    """
-    causes = [line for line in lines if ("Error:" in line or "NonFiniteLoss:" in line) and not LOG_LINE.match(line)]
-    signals = [f"rank {rank} died: {signal}" for rank, signal in DIED.findall("\n".join(lines))]
-    errors = [line.strip() for line in causes if "ChildFailedError" not in line]
-    memory = [line for line in errors if OUT_OF_MEMORY.search(line)]
-    its_own = [line for line in errors if not PEER_IS_GONE.search(line)]
-    killed = [*(line for line in signals if "Signal 9" in line), *(["Signal 9"] if code == -signal.SIGKILL else [])]
-    if memory_was_used_up and killed and not memory:
-        return f"MemoryError: the kernel killed a rank, since memory was used up ({killed[0]})"
-    return next(
-        iter(memory or its_own or killed or errors or signals), f"exit code {code}" if code > 0 else f"Signal {-code}"
-    )
-
-
-def _failure(module: str, error: str, lines: list[str], log_path: Path) -> str:
-    tail = "\n".join(lines[-LAST_LINES:])
-    return f"{module} failed: {error}\nThe last lines of {log_path}:\n{tail}"

@@ -8,7 +8,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from tasks.launch import docker_hosts, local
+from tasks.launch import recovery
+from tasks.launch.docker_hosts import DockerLauncher, images_of
+from tasks.launch.kubernetes import KubernetesLauncher
+from tasks.launch.launcher import LaunchedPlan, Launcher
+from tasks.launch.local import LocalLauncher
 from tasks.runs.errors import RunFailed, RunStopped
 from tasks.runs.folder import read_plan
 from tasks.workspace.paths import fresh
@@ -21,17 +25,26 @@ from training.tracking.stop_rules import is_finished
 logger = logging.getLogger(__name__)
 
 
+def launcher_of(module: str, plan: LaunchedPlan, run_dir: Path) -> Launcher:
+    """The launcher that the plan's config names, for one program."""
+    run_id: str = getattr(plan, "mlflow_run_id", "")
+    if plan.config.launch.launcher == "kubernetes":
+        return KubernetesLauncher(plan.config.launch, run_dir=run_dir, mlflow_run_id=run_id)
+    if plan.config.launch.launcher == "docker":
+        return DockerLauncher(plan.config.launch, run_dir=run_dir, mlflow_run_id=run_id, images=images_of(run_dir))
+    return LocalLauncher(plan, run_dir=run_dir, log=module.rpartition(".")[2])
+
+
 def run_program(
-    module: str, *, plan: RunPlan, run_dir: Path, ranks: int = 0, on_poll: Callable[[], object] = lambda: None
+    module: str, *, plan: LaunchedPlan, run_dir: Path, ranks: int = 0, on_poll: Callable[[], object] = lambda: None
 ) -> None:
     """Run `python -m MODULE runs/ID/plan.json` on `ranks` ranks (0: the plan's) and wait; output goes to logs/.
 
-    Raises RuntimeError with the log's last lines if it fails, RunStopped if we were interrupted meanwhile.
+    It is started again after failures where that can help. Raises RunFailed with the cause and the log's last lines,
+    RunStopped if we were interrupted meanwhile.
     """
-    if plan.config.launch.launcher == "docker":
-        docker_hosts.run(module, plan=plan, run_dir=run_dir, ranks=ranks, on_poll=on_poll)
-    else:
-        local.run_program(module, plan=plan, run_dir=run_dir, ranks=ranks, on_poll=on_poll)
+    launcher = launcher_of(module, plan, run_dir)
+    recovery.run_program(module, plan=plan, run_dir=run_dir, launcher=launcher, ranks=ranks, on_poll=on_poll)
 
 
 def train(plan: RunPlan, *, run_dir: Path, on_row: Callable[[dict[str, float]], None]) -> TrainResult:
@@ -65,7 +78,7 @@ def train(plan: RunPlan, *, run_dir: Path, on_row: Callable[[dict[str, float]], 
 
 
 def _record(failed: RunFailed, *, run_dir: Path) -> None:
-    step = docker_hosts.last_checkpoint_step(run_dir)
+    step = recovery.last_checkpoint_step(run_dir)
     checkpoint, detail = f"checkpoints/{step:08d}" if step else "", str(failed).partition("\n")[0]
     failure = TrainFailure(step=step, checkpoint=checkpoint, stopped_by=failed.cause, detail=detail)
     try:

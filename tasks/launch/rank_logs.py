@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
+import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 
-from tasks.launch.local import RANK_WARNING
 from tasks.workspace.paths import tracking_uri
 from training.tracking.mlflow_sender import Sender
 from training.tracking.rows import METRICS
@@ -18,16 +19,18 @@ SEND_EVERY_S = 5.0
 LOOK_EVERY_S = 1.0
 LOOK_BYTES = 2**20  # of one host's log at one look
 LONGEST_LINE = 65_536  # bytes; a progress bar may never end its line
+RANK_WARNING = re.compile(r"[\d-]+ [\d:,]+ WARNING (.*)")  # as training/runtime/process.py formats its log
 
 
 class Steps:
     """Follows the metrics rank's rows: tells whether steps were made, sends rows that ranks cannot send themselves."""
 
-    def __init__(self, run_dir: Path, *, mlflow_run_id: str, sends: bool) -> None:
+    def __init__(self, run_dir: Path, *, mlflow_run_id: str) -> None:
+        """`mlflow_run_id`: where to send rows; empty if ranks do that themselves."""
         self.path = run_dir / METRICS
         self.seen, self.due = _size(self.path), time.monotonic() + SEND_EVERY_S
         self.sender = Sender(run_dir, tracking_uri=tracking_uri(), mlflow_run_id=mlflow_run_id)
-        self.sends = bool(mlflow_run_id) and sends
+        self.sends = bool(mlflow_run_id)
 
     def look(self) -> bool:
         """True if the file has grown, or is another, since the last look."""
@@ -45,8 +48,9 @@ class Steps:
 class Warnings:
     """Logs the warnings in the hosts' logs from now on, each text once: several ranks give the same warnings."""
 
-    def __init__(self, run_dir: Path, hosts: Iterable[str]) -> None:
-        self.paths = {name: run_dir / "logs" / f"{name}.log" for name in hosts}
+    def __init__(self, paths: Mapping[str, Path]) -> None:
+        """`paths`: each host's log, by the host's name."""
+        self.paths = paths
         self.offsets = {name: _size(path) for name, path in self.paths.items()}
         self.logged: set[str] = set()
         self.due = 0.0
@@ -80,6 +84,31 @@ class Warnings:
             end = len(new)
         self.offsets[name] += end
         return new[:end]
+
+
+class Stacks:
+    """runs/ID/stacks: what ranks write of where they are when no step comes (training/runtime/watchdog.py)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.seen = folder, False
+
+    def clear(self) -> None:
+        """Remove those of an earlier attempt."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.seen = False
+
+    def look(self) -> None:
+        """Warn once; a rank empties its file when a step comes after all."""
+        if not self.seen and self._written():
+            self.seen = True
+            logger.warning("training has made no step for a while: the ranks' Python stacks are in %s", self.folder)
+
+    def where(self) -> str:
+        written = ", ".join(path.stem for path in self._written())
+        return f"\nThe Python stacks of {written} are in {self.folder}" if written else ""
+
+    def _written(self) -> list[Path]:
+        return [path for path in sorted(self.folder.glob("rank-*.txt")) if path.stat().st_size]
 
 
 def _size(path: Path) -> int:

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from infra.containers import gpus_granted
 from infra.hosts import DockerHost
 from tasks.hardware.machine import gpus_here
-from tasks.launch.check_hosts import hosts_of
-from tasks.launch.local import end_earlier_attempt, grace_s
+from tasks.launch.docker_hosts import hosts_of
+from tasks.launch.launcher import grace_s
+from tasks.launch.local import end_earlier_attempt
 from tasks.operations.ps import ask
 from tasks.runs.errors import RunStopped
 from tasks.runs.folder import read_plan
@@ -64,6 +65,8 @@ def hold_gpus(config: RunConfig, *, run_id: str, wait: Callable[[Look, Holder], 
 
 
 def _look(config: RunConfig, run_id: str, held: ExitStack) -> Look:
+    if config.launch.launcher == "kubernetes":  # its scheduler, or launch.kubernetes.queue, makes pods wait
+        return lambda: None
     if config.launch.launcher == "docker":
         hosts = [host for host in hosts_of(config.launch) if host.gpus or host.gpu_ids]
         return lambda: gpu_holder(hosts, run_id=run_id)

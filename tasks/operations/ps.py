@@ -1,4 +1,4 @@
-"""What runs: containers of ours by their labels on all hosts, the runs of this machine, and who looks after each."""
+"""What runs: containers and pods of ours by their labels, the runs of this machine, and who looks after each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from pydantic import ValidationError
 from infra import containers
 from infra.containers import Found, State
 from infra.hosts import DockerHost, HostError, connect, on_each
+from infra.pods import PodState
 from tasks.hardware.hosts import docker_hosts, read_hosts
+from tasks.hardware.pods import cluster_of
 from tasks.runs.owner import owner_process, ranks_launcher
 from tasks.workspace.paths import home, run_folder
 from tasks.workspace.processes import is_local, local_process
@@ -66,13 +68,26 @@ class Listing(Record):
 
 @dataclass(frozen=True)
 class OnHost:
-    """A container as its daemon tells of it."""
+    """A container as its daemon tells of it, or a pod as its cluster does; `machine`: the pod's."""
 
     found: Found
     state: State
+    machine: str = ""
 
 
-def list_running(hosts: Sequence[DockerHost]) -> Listing:
+@dataclass(frozen=True)
+class Namespace:
+    """The namespace of a cluster that pods of runs are in; asked like a host with all of them."""
+
+    name: str
+    url: str
+    launch: LaunchConfig
+
+
+AskedHost = DockerHost | Namespace
+
+
+def list_running(hosts: Sequence[AskedHost]) -> Listing:
     """Everything that runs on `hosts` and in this SHARDLINE_HOME, and ended containers, by run, attempt and host."""
     containers_by_host, silent = ask(hosts)
     rows = [_row(host, each) for host, found in containers_by_host.items() for each in found]
@@ -81,10 +96,12 @@ def list_running(hosts: Sequence[DockerHost]) -> Listing:
     return Listing(running=tuple(rows), silent={name: str(error) for name, error in silent.items()})
 
 
-def ask(hosts: Sequence[DockerHost], *, run: str = "") -> tuple[dict[str, list[OnHost]], dict[str, HostError]]:
+def ask(hosts: Sequence[AskedHost], *, run: str = "") -> tuple[dict[str, list[OnHost]], dict[str, HostError]]:
     """Host's name -> its containers of ours, or of one run; and the hosts that gave no answer."""
 
-    def ask_one(host: DockerHost) -> list[OnHost]:
+    def ask_one(host: AskedHost) -> list[OnHost]:
+        if isinstance(host, Namespace):
+            return _pods(host, run=run)
         with closing(connect(host, timeout_s=ANSWER_S)) as client:
             states = [(found, containers.state(client, found.id)) for found in containers.find(client, run=run)]
         return [OnHost(found=found, state=state) for found, state in states if state is not None]
@@ -99,6 +116,27 @@ def ask(hosts: Sequence[DockerHost], *, run: str = "") -> tuple[dict[str, list[O
     return answered, silent
 
 
+def _pods(namespace: Namespace, *, run: str) -> list[OnHost]:
+    with closing(cluster_of(namespace.launch)) as cluster:
+        return [_as_container(pod) for pod in cluster.pods(run=run)]
+
+
+def _as_container(pod: PodState) -> OnHost:
+    """A pod in the words of containers; one that waits for a machine, or its image, counts as created."""
+    status = "running" if pod.running else "created" if pod.starting else "exited"
+    state = State(
+        status=status,
+        exit_code=pod.exit_code,
+        oom_killed=pod.oom_killed,
+        health="healthy" if pod.ready else "unhealthy" if pod.running else "",
+        error=pod.lost or pod.waiting,
+        started_at=pod.started_at,
+        finished_at=pod.finished_at or pod.started_at,
+    )
+    found = Found(pod.name, pod.name, pod.run, pod.attempt, pod.host, pod.launcher, status)
+    return OnHost(found, state, machine=pod.machine or "no machine yet")
+
+
 def _row(host: str, each: OnHost) -> Running:
     found, state, run_dir = each.found, each.state, run_folder(each.found.run)
     task = run_dir / "attempts" / found.attempt / f"{found.host}.json"
@@ -106,7 +144,7 @@ def _row(host: str, each: OnHost) -> Running:
     return Running(
         run=found.run,
         attempt=found.attempt,
-        host=host,
+        host=f"{found.host} ({each.machine})" if each.machine else host,
         container=found.name,
         ranks=NodeTask.read(task).num_ranks if task.exists() else None,
         status=state.status if state.running or state.status == "created" else f"{state.status} ({state.exit_code})",
@@ -132,19 +170,19 @@ def last_logged_step(run_dir: Path) -> int | None:
 # Which hosts
 
 
-def known_hosts(hosts_file: str = "") -> list[DockerHost]:
-    """The hosts of a hosts file, or else of all runs in SHARDLINE_HOME on Docker hosts; each daemon once."""
+def known_hosts(hosts_file: str = "") -> list[AskedHost]:
+    """The hosts of a hosts file, or else of all runs in SHARDLINE_HOME; each daemon and each namespace once."""
     if hosts_file:
         return list(docker_hosts(read_hosts(LaunchConfig(hosts_file=hosts_file)), home=home()))
-    hosts: list[DockerHost] = []
+    hosts: list[AskedHost] = []
     for folder in run_folders():
         hosts += hosts_of_run(folder)
     return each_once(hosts)
 
 
-def each_once(hosts: Iterable[DockerHost]) -> list[DockerHost]:
-    """One entry per daemon; where two daemons have one name, the second's has its URL too."""
-    by_url: dict[str, DockerHost] = {}
+def each_once(hosts: Iterable[AskedHost]) -> list[AskedHost]:
+    """One entry per daemon or namespace; where two daemons have one name, the second's has its URL too."""
+    by_url: dict[str, AskedHost] = {}
     for host in hosts:
         if host.url not in by_url:
             taken = {other.name for other in by_url.values()}
@@ -158,11 +196,15 @@ def run_folders() -> list[Path]:
     )
 
 
-def hosts_of_run(run_dir: Path) -> tuple[DockerHost, ...]:
-    """The Docker hosts of a run; empty for a run on this machine's processes, or if its hosts file is gone."""
+def hosts_of_run(run_dir: Path) -> tuple[AskedHost, ...]:
+    """The hosts of a run; empty for a run on this machine's processes, or if its hosts file is gone."""
     launch = launch_of(run_dir)
     if launch.launcher == "local":
         return ()
+    if launch.launcher == "kubernetes":
+        wanted = launch.kubernetes
+        name = "/".join(filter(None, ("kubernetes", wanted.context, wanted.namespace)))
+        return (Namespace(name, f"{name}@{wanted.kubeconfig}", launch),)
     try:
         return docker_hosts(read_hosts(launch), home=home())
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""End what runs: a run in order, and whatever container nobody looks after."""
+"""End what runs: a run in order, and whatever container or pod nobody looks after."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from typing import Literal
 
 import psutil
 
-from infra.hosts import DockerHost
-from tasks.launch.attempt import remove_containers
-from tasks.launch.local import end_earlier_attempt, grace_s
-from tasks.operations.ps import OnHost, ask, hosts_of_run, launcher_of, run_folders
+from infra.hosts import DockerHost, HostError
+from tasks.hardware.pods import cluster_of
+from tasks.launch.fencing import remove_containers
+from tasks.launch.kubernetes import remove_pods
+from tasks.launch.launcher import grace_s
+from tasks.launch.local import end_earlier_attempt
+from tasks.operations.ps import AskedHost, Namespace, OnHost, ask, hosts_of_run, launcher_of, run_folders
 from tasks.runs.folder import read_plan, steps_done
 from tasks.runs.owner import owner_process, ranks_launcher
 from tasks.workspace.locks import AlreadyOwned, is_owned, owned
@@ -64,7 +67,7 @@ def stop(run_id: str) -> Stopped:
     with _held(run_dir):
         seconds = grace_s(read_plan(run_dir))
         end_earlier_attempt(run_dir, grace_s=seconds)
-        silent = remove_containers(hosts, run_id, run_dir, grace_s=seconds)
+        silent = _remove(hosts, run_id, run_dir, grace_s=seconds)
     return Stopped(
         run=run_id,
         by="launcher" if owner is not None else "stop" if left else "",
@@ -72,6 +75,19 @@ def stop(run_id: str) -> Stopped:
         seconds=round(time.monotonic() - began, 1),
         silent={name: str(error) for name, error in silent.items()},
     )
+
+
+def _remove(hosts: Sequence[AskedHost], run_id: str, run_dir: Path, *, grace_s: float) -> dict[str, HostError]:
+    """End the run's ranks with a checkpoint, and remove their containers or pods; host's name -> why that failed."""
+    docker = [host for host in hosts if isinstance(host, DockerHost)]
+    silent = remove_containers(docker, run_id, run_dir, grace_s=grace_s)
+    for namespace in hosts:
+        if isinstance(namespace, Namespace):
+            try:
+                remove_pods(cluster_of(namespace.launch), run_id, run_dir, grace_s=grace_s)
+            except HostError as error:
+                silent[namespace.name] = error
+    return silent
 
 
 def _held(run_dir: Path) -> AbstractContextManager[None]:
@@ -105,7 +121,7 @@ def _stop_launcher(launcher: psutil.Process, run_dir: Path) -> None:
         )
 
 
-def reap(hosts: Sequence[DockerHost], *, dry_run: bool = False) -> Reaped:
+def reap(hosts: Sequence[AskedHost], *, dry_run: bool = False) -> Reaped:
     """Remove the containers that no launcher looks after; those of a run with one that does are all left to it.
 
     Ranks that still work save a checkpoint, all hosts at once. Raises HostError if a daemon answers and refuses.
@@ -139,12 +155,12 @@ def _keeper(of_run: dict[str, list[OnHost]]) -> str:
     return next((words for looked_after, words in launchers if looked_after), "")
 
 
-def _reap_run(hosts: Sequence[DockerHost], run_id: str) -> bool:
+def _reap_run(hosts: Sequence[AskedHost], run_id: str) -> bool:
     """Remove the run's containers; return False if a launcher has taken the run up meanwhile."""
     run_dir = run_folder(run_id)
     try:
         with owned(run_dir) if run_dir.is_dir() else nullcontext():
-            remove_containers(hosts, run_id, run_dir, grace_s=grace_s(read_plan(run_dir)))
+            _remove(hosts, run_id, run_dir, grace_s=grace_s(read_plan(run_dir)))
     except AlreadyOwned:
         return False
     return True

@@ -13,13 +13,15 @@ from infra.this_container import like_this_one, remove_ended
 FIELDS = ("image", "networks", "volumes", "mem_limit")  # prefect-docker's own; it passes on the others as they are
 KEPT_HOURS = 7 * 24
 RUN_LABEL = "io.prefect.flow-run-id"
+OF_THE_WORKER_ALONE = ("MLFLOW_SERVING_PASSWORD", "SLACK_WEBHOOK_URL", "SMTP_PASSWORD", "ALERT_WEBHOOK_URL")
 
 
 def job_template() -> dict[str, Any]:
     """The job template that `prefect work-pool create --base-job-template` takes."""
     settings = like_this_one()
     environment = settings.pop("environment")
-    environment.pop("MLFLOW_SERVING_PASSWORD_FILE", None)  # the worker's business
+    for name in OF_THE_WORKER_ALONE:
+        environment.pop(f"{name}_FILE", None)
     job = {
         "command": "prefect flow-run execute",
         # The worker would write its password here, for `docker inspect` to show: each reads it from its file.

@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tasks.hardware.hosts import read_hosts
+from tasks.planning.price import price_per_hour
 from tasks.workspace.paths import home, run_folder, tracking_uri
 from training.config.launch import LaunchConfig
 from training.config.run import RunConfig
@@ -77,7 +78,9 @@ def check_tracking(launch: LaunchConfig) -> None:
             f"a trainer in containers logs into MLflow by itself, and {shown(uri)} is a file of this machine: start "
             f"`mlflow server --host 0.0.0.0` and {cure}"
         )
-    far = [host.name for host in read_hosts(launch) if not host.docker.startswith("unix:")]
+    far = ["every pod"]
+    if launch.launcher != "kubernetes":
+        far = [host.name for host in read_hosts(launch) if not host.docker.startswith("unix:")]
     if far and is_loopback(urlsplit(uri).hostname or ""):
         raise ValueError(f"MLFLOW_TRACKING_URI = {shown(uri)} is another machine on {', '.join(far)}: {cure}")
 
@@ -101,6 +104,9 @@ def plan_custom_program(
     """
     layout = ranks_by_host(config, inventory)
     cores = {host.name: host.cores for host in inventory.hosts}
+    price, why = price_per_hour(config.prices, inventory, tuple(layout.values()))
+    if why:
+        logger.warning(why)
     plan = CustomProgramPlan(
         run_id=run_id,
         config=config,
@@ -111,6 +117,7 @@ def plan_custom_program(
         mlflow_experiment_id=experiment[0],
         mlflow_experiment_name=experiment[1],
         device_kind=inventory.hosts[0].devices[0].kind,
+        price_per_hour=price,
     )
     plan.write(run_folder(run_id) / TRAINER_PLAN)
     return plan

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from tasks.display.numbers import describe_utilisation
+from tasks.display.numbers import describe_utilisation, device_noun, format_amount, format_money
+from tasks.planning.price import per_1b
 from training.records.plan import RankedLayout, RunPlan
 
 LAYOUTS_SHOWN = 4
@@ -46,11 +47,25 @@ def describe_plan(plan: RunPlan) -> list[tuple[str, str]]:
             "speed",
             f"{predicted.tokens_per_s:,.0f} tokens/s predicted{used}, {predicted.train_s / 60:,.1f} min in all",
         ),
+        *_describe_cost(plan),
         ("step", f"{1000 * step_s:,.1f} ms predicted ({shares})"),
         *(("layout", _describe_layout(layout)) for layout in plan.ranking[:LAYOUTS_SHOWN]),
         ("checkpoint", f"{predicted.checkpoint_gib:.2f} GiB each, {plan.config.checkpoint.keep_last} kept"),
         *(("because", reason) for reason in plan.reasons),
     ]
+
+
+def _describe_cost(plan: RunPlan) -> list[tuple[str, str]]:
+    tokens, currency = plan.steps * plan.batch_tokens, plan.config.prices.currency
+    hours = f"{format_amount(plan.device_hours)} {device_noun(plan.device_kind)} hours predicted"
+    rows = [("device hours", f"{hours}, {format_amount(per_1b(plan.device_hours, tokens))} per 1B tokens")]
+    if plan.price_per_hour is not None and plan.cost is not None:
+        each = format_money(per_1b(plan.cost, tokens), currency)
+        price = f"{format_money(plan.price_per_hour, currency)} an hour"
+        devices = f"{plan.world_size} {device_noun(plan.device_kind, plan.world_size)}"
+        total = format_money(plan.cost, currency)
+        rows.append(("cost", f"{total} predicted, {each} per 1B tokens, at {price} for {devices}"))
+    return rows
 
 
 def _micro_batches(plan: RunPlan) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 from tasks.planning.custom_program import replan_custom_program
 from tasks.planning.pretrained import hf_config
-from tasks.runs.folder import read_plan
+from tasks.planning.price import price_per_hour
+from tasks.runs.folder import earlier_plans, read_plan
 from tasks.runs.resume import Change, remember
 from tasks.store.local_copy import local_copies
 from tasks.tracking.mlflow_run import TrackedRun
@@ -49,7 +50,9 @@ def plan_run(
         epoch=one_epoch(shards_dir, packing=config.train.packing, context=config.train.context) if shards_dir else None,
         hf_config=hf_config(config.model),
     )
-    return plan.model_copy(update={"local_copies": local_copies(config)})
+    price, why = price_per_hour(config.prices, inventory, plan.ranks_per_host)
+    priced = {"price_per_hour": price, "reasons": (*plan.reasons, *([why] if why else []))}
+    return plan.model_copy(update={"local_copies": local_copies(config)} | priced)
 
 
 def write_plan(
@@ -166,8 +169,7 @@ def replan(run_dir: Path, *, inventory: Inventory, why: str) -> RunPlan:
     if _layout(plan) == _layout(kept):  # some hosts stay idle either way
         return kept
     update = {"config": kept.config, "mlflow_run_id": kept.mlflow_run_id, "reasons": (*plan.reasons, why)}
-    earlier = (RunPlan.read(path) for path in sorted(run_dir.glob("plan-*.json"), key=_number, reverse=True))
-    same = (old for old in earlier if _layout(old) == _layout(plan) and old.config == kept.config)
+    same = (old for old in earlier_plans(run_dir) if _layout(old) == _layout(plan) and old.config == kept.config)
     plan = next(same, plan.model_copy(update=update))
     kept.write(run_dir / f"plan-{len(list(run_dir.glob('plan-*.json'))) + 1}.json")
     plan.write(run_dir / "plan.json")
@@ -240,10 +242,6 @@ def _num_devices(inventory: Inventory) -> int:
 def _layout(plan: RunPlan) -> dict[str, int]:
     """The number of ranks by host."""
     return dict(zip(plan.hosts, plan.ranks_per_host, strict=True))
-
-
-def _number(path: Path) -> int:
-    return int(path.stem.rpartition("-")[2])
 
 
 def _check_same_tokens(kept: RunPlan, shards: TokenShards) -> None:

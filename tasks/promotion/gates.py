@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from training.config.promotion import GatesConfig, TaskFloor
 
+PASSED, NOT_PASSED = "passed", "not passed"  # what a verdict begins with
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -37,7 +39,7 @@ class Check:
 
     @property
     def verdict(self) -> str:
-        return f"{'passed' if self.passed else 'not passed'}: {self.text}"
+        return f"{PASSED if self.passed else NOT_PASSED}: {self.text}"
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,12 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        return f"{'passed' if self.passed else 'not passed'}: " + "; ".join(check.text for check in self.checks)
+        return f"{PASSED if self.passed else NOT_PASSED}: " + "; ".join(check.text for check in self.checks)
+
+
+def is_refusal(verdict: str) -> bool:
+    """Whether a version's verdict says that a gate refused it."""
+    return verdict.startswith(NOT_PASSED)
 
 
 def gate(challenger: Candidate, champion: Candidate | None, *, gates: GatesConfig) -> Verdict:

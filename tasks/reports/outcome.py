@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from tasks.display.numbers import describe_utilisation
+from tasks.display.numbers import describe_utilisation, format_amount, format_money
+from tasks.planning.price import RunCost
 from training.records.plan import RunPlan
 from training.records.record import Record
 from training.records.train_result import TrainResult
@@ -13,7 +14,7 @@ from training.records.train_result import TrainResult
 class Outcome(Record):
     """outcome.json: the whole run in one record, for the terminal, --json and the caller of the flow.
 
-    `against_plan` holds what the plan predicted beside what was measured.
+    `against_plan` holds what the plan predicted beside what was measured. `spent` is None in those of older versions.
     """
 
     run_id: str
@@ -35,6 +36,7 @@ class Outcome(Record):
     verdict: str
     generated: str
     stage_s: dict[str, float]
+    spent: RunCost | None = None
     open_mlflow: str
     serve: str
 
@@ -68,6 +70,15 @@ def _describe_against_plan(outcome: Outcome) -> str:
     return f"{step} ({found['step_error_percent']:+.0f}%); {memory}"
 
 
+def _describe_spent(spent: RunCost) -> str:
+    text = f"{format_amount(spent.total_device_hours)} ({', '.join(spent.device_hours)})"
+    if spent.total_cost is not None:
+        text += f", cost {format_money(spent.total_cost, spent.currency)}"
+    if spent.cost_per_1b_tokens is not None:
+        text += f"; training {format_money(spent.cost_per_1b_tokens, spent.currency)} per 1B tokens"
+    return text
+
+
 def outcome_rows(outcome: Outcome) -> list[tuple[str, str]]:
     bits = "-" if outcome.bits_per_byte is None else f"{outcome.bits_per_byte:.3f}"
     shares = describe_utilisation(mfu=outcome.mfu, matmul_share=outcome.matmul_share)
@@ -82,6 +93,7 @@ def outcome_rows(outcome: Outcome) -> list[tuple[str, str]]:
         ("model", f"{outcome.model} version {outcome.version}, alias {outcome.alias or 'none'}"),
         ("gate", outcome.verdict),
         ("stages", ", ".join(f"{name} {seconds:.0f} s" for name, seconds in outcome.stage_s.items())),
+        *([("device hours", _describe_spent(outcome.spent))] if outcome.spent else []),
         ("open MLflow", outcome.open_mlflow),
         *([("serve it", outcome.serve)] if outcome.serve else []),
     ]

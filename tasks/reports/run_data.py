@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tasks.launch.docker_hosts import attempts_of
+from tasks.display.numbers import device_noun
+from tasks.launch.recovery import attempts_of
+from tasks.planning.price import TRAINING, RunCost, attempt_price, price_per_device
 from tasks.reports.outcome import Outcome
-from tasks.runs.folder import latest_config, read_plan
+from tasks.runs.folder import earlier_plans, latest_config, read_plan
 from tasks.runs.history import Event, history
 from tasks.runs.resume import Resumptions, read_resumptions
 from tasks.tracking.mlflow_run import TrackedRun
 from training.config.run import RunConfig
-from training.records.plan import TRAINER_PLAN, CustomProgramPlan, RunPlan
+from training.records.plan import TRAINER_PLAN, AnyPlan, CustomProgramPlan, RunPlan
 from training.records.results import EvalReport, LatencyReport, RegisteredModel
 from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult, train_failure
@@ -30,7 +32,8 @@ class RunData:
     """The run's records; one is None or empty if the run did not get that far.
 
     A run of a user's own program has a `program` instead of a `plan`. `stop_reason`: why the run failed or was stopped;
-    empty for one that finished. `preset`: the config of the preset that has the run's name.
+    empty for one that finished. `earlier_plans`: newest first. `preset`: the config of the preset that has the run's
+    name.
     """
 
     run: TrackedRun
@@ -43,6 +46,7 @@ class RunData:
     latency: LatencyReport | None
     model: RegisteredModel | None
     program: CustomProgramPlan | None
+    earlier_plans: Sequence[RunPlan]
     events: Sequence[Event]
     resumptions: Resumptions
     attempts: Sequence[dict[str, Any]]
@@ -56,23 +60,59 @@ class RunData:
         return int(self.rows[-1]["step"]) if self.rows else 0
 
     @property
+    def tokens(self) -> int:
+        """Tokens that training has seen, 0 if that is not known."""
+        logged = next((row["tokens"] for row in reversed(self.rows) if "tokens" in row), 0)
+        return self.result.tokens if self.result else int(logged)
+
+    @property
+    def placement(self) -> AnyPlan | None:
+        return self.plan or self.program
+
+    @property
     def device(self) -> str:
-        placement = self.plan or self.program
-        return "GPU" if placement and placement.device_kind == "cuda" else "CPU rank"
+        return self.devices(1)
+
+    def devices(self, count: int) -> str:
+        return device_noun(self.placement.device_kind if self.placement else "cpu", count)
 
     @property
     def device_hours(self) -> dict[str, float]:
         """Hours that training, evaluation and export used devices, from the start of their ranks to their end.
 
-        A stage that a kill -9 of the launcher cut short is counted only on Docker hosts, whose attempts leave records.
+        Training is the sum of its attempts, each with its own ranks; one that a kill -9 of the launcher cut short left
+        no record, and is not counted.
         """
-        placement = self.plan or self.program
-        ranks = placement.world_size if placement else 0
-        stages = {"training": ("train", ranks), "evaluation": ("evaluate", ranks), "export": ("export", 1)}
+        ranks = self.placement.world_size if self.placement else 0
+        stages = {TRAINING: ("train", ranks), "evaluation": ("evaluate", ranks), "export": ("export", 1)}
         hours = {name: self.stage_s.get(stage, 0.0) * count / 3600 for name, (stage, count) in stages.items()}
         if self.attempts:
-            hours["training"] = sum(map(_rank_hours, self.attempts))
+            hours[TRAINING] = sum(map(_rank_hours, self.attempts))
         return {name: used for name, used in hours.items() if used}
+
+    @property
+    def cost(self) -> RunCost:
+        """The device hours and their cost: of attempts by the plan that each had, of all else by the latest.
+
+        Where a stage leaves some of the plan's devices idle, as an export does, the mean of their prices counts.
+        """
+        cost: dict[str, float] | None = {}
+        for stage, hours, price in self._priced_hours():
+            cost = None if cost is None or price is None else cost | {stage: cost.get(stage, 0.0) + hours * price}
+        currency = self.config.prices.currency
+        return RunCost(device_hours=self.device_hours, cost=cost or None, currency=currency, tokens=self.tokens)
+
+    def _priced_hours(self) -> Iterator[tuple[str, float, float | None]]:
+        """(stage, device hours, price of one)."""
+        if self.placement is None:
+            return
+        for stage, hours in self.device_hours.items():
+            if stage != TRAINING or not self.attempts:
+                yield stage, hours, price_per_device(self.placement)
+        plans = [self.placement, *self.earlier_plans]
+        for attempt in self.attempts:
+            if hours := _rank_hours(attempt):
+                yield TRAINING, hours, attempt_price(plans, attempt["hosts"])
 
 
 def _rank_hours(attempt: Mapping[str, Any]) -> float:
@@ -104,6 +144,7 @@ def read_run_data(
         latency=LatencyReport.read(latency) if latency.exists() else None,
         model=None if run.begun_with.trainer.given else _registered(folder / "outcome.json"),
         program=CustomProgramPlan.read(program) if program.exists() else None,
+        earlier_plans=earlier_plans(folder),
         events=history(folder),
         resumptions=read_resumptions(folder),
         attempts=attempts_of(folder),

@@ -10,9 +10,10 @@ from typing import Any
 import yaml
 
 from tasks.display.html_page import write_html
-from tasks.display.numbers import format_count, format_duration
+from tasks.display.numbers import format_amount, format_count, format_duration, format_money
 from tasks.evaluation.report import table_of
 from tasks.planning.describe import describe_plan
+from tasks.planning.price import TRAINING, RunCost, per_1b
 from tasks.reports.export_latency import latency_rows
 from tasks.reports.outcome import against_plan
 from tasks.reports.pictures import draw_curves
@@ -51,7 +52,7 @@ def write_report(data: RunData) -> list[Path]:
         against_plan=_plan_errors(data.plan, data.result) if data.plan and data.result else [],
         **_settings(data),
         events=_events(data),
-        cost=_cost(data),
+        cost=_cost(data.cost, data.device),
         stages=", ".join(f"{name} {format_duration(seconds)}" for name, seconds in data.stage_s.items()),
         lineage=list(_lineage(data)),
         commands=list(_commands(data)),
@@ -72,7 +73,9 @@ def _tiles(data: RunData) -> Iterator[tuple[str, str]]:
         yield "tokens per second", f"{result.tokens_per_s:,.0f}"
         yield "peak memory per rank", f"{result.peak_memory_gib:.2f} GiB"
     if hours := sum(data.device_hours.values()):
-        yield f"{data.device} hours", f"{hours:.3g}"
+        yield f"{data.device} hours", format_amount(hours)
+        if (cost := data.cost.total_cost) is not None:
+            yield "cost", format_money(cost, data.cost.currency)
     if data.model:
         yield "in the registry", f"{data.model.name} {data.model.version}, {data.model.alias or 'no alias'}"
 
@@ -161,10 +164,16 @@ def _events(data: RunData) -> list[TextRow]:
     return sorted(rows)
 
 
-def _cost(data: RunData) -> list[TextRow]:
-    hours = data.device_hours
-    rows = [(name, f"{used:.3g} {data.device} hours") for name, used in hours.items()]
-    return [*rows, ("total", f"{sum(hours.values()):.3g} {data.device} hours")] if len(rows) > 1 else [*rows]
+def _cost(spent: RunCost, device: str) -> list[TextRow]:
+    """(stage, device hours, cost), in all, and of training per 1B tokens; without costs where they are unknown."""
+    hours, cost = dict(spent.device_hours), dict(spent.cost or {})
+    if len(hours) > 1:
+        hours["total"], cost["total"] = spent.total_device_hours, sum(cost.values())
+    if spent.tokens and TRAINING in hours:
+        per_tokens = f"{TRAINING}, per 1B tokens"
+        hours[per_tokens], cost[per_tokens] = (per_1b(each.get(TRAINING, 0.0), spent.tokens) for each in (hours, cost))
+    shown = [(name, f"{format_amount(used)} {device} hours") for name, used in hours.items()]
+    return [(*row, format_money(cost[row[0]], spent.currency)) for row in shown] if spent.cost is not None else [*shown]
 
 
 def _lineage(data: RunData) -> Iterator[tuple[str, str]]:

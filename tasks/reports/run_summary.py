@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from tasks.display.numbers import format_count, format_duration
+from tasks.display.numbers import format_amount, format_count, format_duration, format_money
 from tasks.reports.run_data import INTERRUPTIONS, RunData
 
 
 def summary(data: RunData) -> list[str]:
     """Describe the model, its loss, its speed, its place in the registry and the end of the run, in sentences."""
-    return [_describe_training(data), *_quality(data), *_speed(data), *_registration(data), *_end(data)]
+    return [_describe_training(data), *_quality(data), *_speed(data), *_spent(data), *_registration(data), *_end(data)]
 
 
 def _describe_training(data: RunData) -> str:
@@ -21,7 +21,7 @@ def _describe_training(data: RunData) -> str:
         return _describe_program(data)
     if plan is None:
         return f"{config.name} should train a {config.model.architecture} model on {corpus}, but it has no plan yet."
-    shape, tokens = plan.shape, data.result.tokens if data.result else _tokens_logged(data)
+    shape, tokens = plan.shape, data.tokens
     passes = ""
     if data.shards and (corpus_tokens := data.shards.tokens("train")):
         passes = f", {tokens / corpus_tokens:.2g} passes over its {format_count(corpus_tokens)} training tokens"
@@ -39,12 +39,8 @@ def _describe_program(data: RunData) -> str:
         return f"{data.config.name} should run the user's training program {program}, but it has no ranks yet."
     ranks = zip(placement.hosts, placement.ranks_per_host, strict=True)
     hosts = " + ".join(f"{count} on {host}" for host, count in ranks)
-    devices = f"{placement.world_size} {_plural(data.device, placement.world_size)} ({hosts})"
+    devices = f"{placement.world_size} {data.devices(placement.world_size)} ({hosts})"
     return f"{data.config.name} ran the user's training program {program} on {devices}. MLflow has what it logged."
-
-
-def _tokens_logged(data: RunData) -> int:
-    return int(next((row["tokens"] for row in reversed(data.rows) if "tokens" in row), 0))
 
 
 def _quality(data: RunData) -> Iterator[str]:
@@ -65,16 +61,24 @@ def _speed(data: RunData) -> Iterator[str]:
     plan, result = data.plan, data.result
     if plan is None or result is None:
         return
-    devices = f"{plan.world_size} {_plural(data.device, plan.world_size)} ({plan.strategy}, {plan.precision})"
+    devices = f"{plan.world_size} {data.devices(plan.world_size)} ({plan.strategy}, {plan.precision})"
     difference = ""
     if result.step_ms:
         error = result.step_ms / plan.predicted.step_ms - 1
         difference = f"; a step took {abs(error):.0%} {'longer' if error > 0 else 'less time'} than the plan predicted"
     time = format_duration(result.train_s)
     yield f"Training took {time} on {devices} at {result.tokens_per_s:,.0f} tokens/s{difference}."
-    if hours := data.device_hours:
-        stages = _listed(list(hours)).capitalize()
-        yield f"{stages} used {sum(hours.values()):.3g} {data.device} hours{' together' if len(hours) > 1 else ''}."
+
+
+def _spent(data: RunData) -> Iterator[str]:
+    spent = data.cost
+    if not spent.device_hours:
+        return
+    stages, hours = list(spent.device_hours), f"{format_amount(spent.total_device_hours)} {data.device} hours"
+    cost = "" if spent.total_cost is None else f", which cost {format_money(spent.total_cost, spent.currency)}"
+    if spent.cost_per_1b_tokens is not None:
+        cost += f"; training cost {format_money(spent.cost_per_1b_tokens, spent.currency)} per 1B tokens"
+    yield f"{_listed(stages).capitalize()} used {hours}{' together' if len(stages) > 1 else ''}{cost}."
 
 
 def _registration(data: RunData) -> Iterator[str]:
@@ -92,10 +96,6 @@ def _end(data: RunData) -> Iterator[str]:
         yield f"The run was {each}, and resumed."
     elif data.events:
         yield "The run finished without an interruption."
-
-
-def _plural(noun: str, count: int) -> str:
-    return noun if count == 1 else f"{noun}s"
 
 
 def _listed(names: Sequence[str]) -> str:

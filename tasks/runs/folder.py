@@ -15,6 +15,12 @@ def read_plan(run_dir: Path) -> RunPlan | None:
     return RunPlan.read(path) if path.exists() else None
 
 
+def earlier_plans(run_dir: Path) -> list[RunPlan]:
+    """The plans that plan.json has replaced, newest first."""
+    paths = sorted(run_dir.glob("plan-*.json"), key=lambda path: int(path.stem.removeprefix("plan-")), reverse=True)
+    return [RunPlan.read(path) for path in paths]
+
+
 def latest_config(run_dir: Path, *, begun_with: RunConfig) -> RunConfig:
     """Return the plan's config, which a resume may have replaced; without a plan, the one that the run began with."""
     plan = read_plan(run_dir)

@@ -95,7 +95,9 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("gates.*", "exact", ""),
     ("rollout.*", "exact", ""),
     ("launch.*", "exact", ""),
+    ("alerts.*", "exact", ""),
     ("store.*", "exact", ""),
+    ("prices.*", "exact", ""),
     ("trainer.*", "refused", "another program is another run"),
 )
 NOTHING_DONE: tuple[Effect, str] = ("exact", "")

@@ -61,6 +61,11 @@ def up_url(service: str) -> str:
     return str(known["url"]) if known and local_process(known["process"]) else ""
 
 
+def prefect_url() -> str:
+    """The API of a Prefect server that outlives this process, or the server's URL; empty if there is none."""
+    return os.environ.get("PREFECT_API_URL") or up_url("prefect")
+
+
 def embedded_artifacts(*, always: bool = False) -> str | None:
     """Artifact location for the embedded store; None where a server decides, unless `always`."""
     return None if os.environ.get("MLFLOW_TRACKING_URI") and not always else (home() / "artifacts").as_uri()

@@ -64,6 +64,8 @@ def test_mlflow_has_config_metrics_data_and_a_true_status(
     assert against_plan["step_error_percent"] == pytest.approx(100 * step_error)
     memory_error = first["peak_memory_gib"] / against_plan["predicted_memory_gib"] - 1
     assert against_plan["memory_error_percent"] == pytest.approx(100 * memory_error)
+    used = sum(first["spent"]["device_hours"].values())
+    assert run.data.metrics["cost/device_hours"] == pytest.approx(used)
     assert run.inputs.dataset_inputs[0].dataset.digest
     kind = user_folder.mlflow.get_experiment(run.info.experiment_id).tags["mlflow.experimentKind"]
     assert kind == "custom_model_development", "MLflow's pages are those of training runs"

@@ -41,18 +41,27 @@ def reconciled(servers: LocalServers) -> str:
     return str(run["id"])
 
 
-def test_a_killed_rank_fails_the_run_and_is_named_with_the_signal(
-    servers: LocalServers, undisturbed: dict[int, float]
-) -> None:
+def test_a_killed_rank_is_replaced_and_the_run_goes_on(servers: LocalServers, undisturbed: dict[int, float]) -> None:
     observed = ObservedRun.submitted(servers)
     observed.wait_for_step(MIDDLE)
-    victim = observed.ranks()[1]
-    kill(victim)
+    kill(observed.ranks()[1])
+    assert servers.wait(observed.flow_run_id)["state_type"] == "COMPLETED"
+    assert observed.statuses() == ("COMPLETED", "FINISHED", "done")
+    assert observed.losses == undisturbed
+    observed.check_the_rest()
+
+
+def test_a_killed_rank_without_another_attempt_fails_the_run_and_is_named(
+    servers: LocalServers, undisturbed: dict[int, float]
+) -> None:
+    observed = ObservedRun.submitted(servers, "launch.attempts=1")
+    observed.wait_for_step(MIDDLE)
+    kill(observed.ranks()[1])
     assert servers.wait(observed.flow_run_id)["state_type"] == "FAILED"
     assert observed.statuses() == ("FAILED", "FAILED", "killed")
     ended_by = observed.mlflow.data.tags["shardline.ended_by"]
     for message in (observed.message(), ended_by):
-        assert f"rank 1 died: Signal 9 (SIGKILL) received by PID {victim.pid}" in message
+        assert "rank 1 was killed (SIGKILL)" in message
     observed.check_the_rest()
     resumed(observed, undisturbed)
 

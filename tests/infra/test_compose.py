@@ -16,6 +16,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from flows.servers.stack import GIVEN
 from infra.secrets_to_env import with_secrets
 from tests.support.compose import COMPOSE, WITH_DOCKER, read_compose, read_settings
 from tests.support.repository import REPO
@@ -58,7 +59,7 @@ def test_ports_are_open_on_loopback_only_and_the_databases_not_at_all(compose: d
 
 def test_every_service_is_pinned_limited_watched_and_without_rights(compose: dict[str, Any]) -> None:
     for name, service in compose["services"].items():
-        assert re.search(r":\d+\.\d+[\w.-]*$", service["image"]), f"{name}: {service['image']} is no exact version"
+        assert re.search(r":v?\d+\.\d+[\w.-]*$", service["image"]), f"{name}: {service['image']} is no exact version"
         assert service["healthcheck"]["test"][0] == "CMD", name
         limits = service["deploy"]["resources"]["limits"]
         assert {"cpus", "memory", "pids"} <= set(limits), name
@@ -98,7 +99,7 @@ def test_every_file_and_folder_that_it_names_is_there(stack: Path, compose: dict
 def test_secrets_are_random_only_their_owners_and_made_once(stack: Path, tmp_path: Path) -> None:
     files = sorted((stack / "secrets").iterdir())
     contents = {path.name: path.read_text() for path in files}
-    given = {name: contents.pop(name) for name in ("hf_token", "aws_access_key_id", "aws_secret_access_key")}
+    given = {name: contents.pop(name) for name in GIVEN}
     assert set(given.values()) == {""}, "others give them"
     assert len(set(contents.values())) == len(contents)
     assert min(map(len, contents.values())) >= 43, "256 random bits"

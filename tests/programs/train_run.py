@@ -8,9 +8,9 @@ import sys
 from types import FrameType
 
 from tasks.launch import programs
-from tasks.launch.attempt import remove_containers
-from tasks.launch.check_hosts import hosts_of
-from tasks.launch.local import grace_s
+from tasks.launch.docker_hosts import hosts_of
+from tasks.launch.fencing import remove_containers
+from tasks.launch.launcher import grace_s
 from tasks.runs.errors import RunStopped
 from tasks.tracking.final_status import reconcile_mlflow
 from tasks.tracking.mlflow_run import tracked

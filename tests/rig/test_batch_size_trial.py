@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tasks.launch import batch_size_trial
-from tasks.launch.docker_hosts import attempts_of
+from tasks.launch.recovery import attempts_of
 from tasks.tracking.mlflow_run import tracked
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import assert_nothing_is_left, make_docker_run

@@ -82,7 +82,7 @@ def test_it_listens_on_loopback_only(stack: ComposeStack, engine: Rig) -> None:
 
 
 def test_containers_have_no_rights_and_show_no_secret(stack: ComposeStack, first_run: str) -> None:
-    assert len(stack.secrets) == 9  # the two of an object store are empty
+    assert len(stack.secrets) == 10  # those of an object store and of alerts are empty
     assert leaks(stack) == []
     for name in SERVERS:
         status = stack.service(name).exec_run(["cat", "/proc/1/status"]).output.decode()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tasks.launch.custom_program import run_custom_program
-from tasks.launch.docker_hosts import attempts_of
+from tasks.launch.recovery import attempts_of
 from tasks.planning.custom_program import plan_custom_program
 from tasks.runs.errors import RunFailed
 from tests.support.configs import inventory

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from tasks.launch.docker_hosts import attempts_of
+from tasks.launch.recovery import attempts_of
 from tasks.tracking.mlflow_run import read_run
 from tasks.workspace.paths import tracking_uri
 from tests.support.rig.rig import Rig

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tasks.launch.attempt import remove_containers
-from tasks.launch.check_hosts import hosts_of
-from tasks.launch.docker_hosts import attempts_of
+from tasks.launch.docker_hosts import hosts_of
+from tasks.launch.fencing import remove_containers
+from tasks.launch.recovery import attempts_of
 from tasks.runs.errors import RunFailed
 from tests.support.rig.rig import Rig, RigHost
 from tests.support.rig.runs import (

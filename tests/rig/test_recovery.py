@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from infra.containers import Heartbeat
-from tasks.launch import attempt
-from tasks.launch.docker_hosts import attempts_of, last_checkpoint_step
+from tasks.launch import docker_hosts
+from tasks.launch.recovery import attempts_of, last_checkpoint_step
 from tasks.runs.errors import RunFailed
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import (
@@ -121,7 +121,7 @@ def test_a_node_that_hangs_is_a_lost_host(
 ) -> None:
     """Its daemon answers, its container runs: only the heartbeat tells, and the steps that do not come."""
     expected = undisturbed()
-    monkeypatch.setattr(attempt, "HEARTBEAT", Heartbeat(path="/tmp/heartbeat", max_age_s=4, every_s=1))
+    monkeypatch.setattr(docker_hosts, "HEARTBEAT", Heartbeat(path="/tmp/heartbeat", max_age_s=4, every_s=1))
     run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "hung", parallel__timeout_s=300)
     train(run_dir, on_row=at_step(12, lambda: signal_processes(slow_rig, 1, signal.SIGSTOP, of="python")))
     first, second = attempts_of(run_dir)

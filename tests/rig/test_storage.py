@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.launch.docker_hosts import attempts_of
+from tasks.launch.recovery import attempts_of
 from tasks.runs.errors import RunFailed
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import assert_nothing_is_left, at_step, causes, curve, kill_containers, make_slow_run, train

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from tasks.launch.recovery import attempts_of
 from tasks.runs.owner import owner_record
 from tasks.workspace.processes import local_process
 from tests.support.local_servers import LocalServers
@@ -60,8 +61,7 @@ class ObservedRun:
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of the ranks, in their order."""
-        found = [(process.environ()["RANK"], process) for process in self.processes() if _is_rank(process)]
-        return [process for _, process in sorted(found, key=lambda each: each[0])]
+        return sorted(filter(_is_rank, self.processes()), key=lambda process: process.name())
 
     def flow(self) -> psutil.Process:
         owner = owner_record(self.folder)
@@ -110,7 +110,8 @@ class ObservedRun:
         """Rates of steps that a resume came by again are those of the first time."""
         rows = read_rows(self.folder / "metrics.jsonl")
         keys = {key for row in rows for key in row} - NOT_METRICS
-        resumed = any(event["what"] == "resumed" for event in self.history())
+        trained = [it for it in attempts_of(self.folder) if it["program"] == "training.train"]
+        resumed = len(trained) > 1 or any(event["what"] == "resumed" for event in self.history())
         for key in sorted(keys):
             ours = Counter((row["step"], row[key]) for row in rows if key in row)
             theirs = Counter(
@@ -134,7 +135,7 @@ class ObservedRun:
 
 def _is_rank(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
-        return "RANK" in process.environ() and "torch.distributed.run" not in process.cmdline()
+        return process.name().startswith("rank ")
     return False
 
 

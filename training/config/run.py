@@ -10,12 +10,14 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from training.config.alerts import AlertsConfig
 from training.config.data import DataConfig
 from training.config.evaluation import EvaluationConfig
 from training.config.export import ExportConfig
 from training.config.launch import LaunchConfig, TrainerConfig
 from training.config.model import ModelConfig
 from training.config.parallel import ParallelConfig
+from training.config.prices import PricesConfig
 from training.config.promotion import GatesConfig, RegistryConfig, RolloutConfig
 from training.config.section import Section
 from training.config.store import StoreConfig
@@ -98,6 +100,8 @@ class RunConfig(Section):
     store: StoreConfig = Field(
         StoreConfig(), description="An object store where token shards and checkpoints outlive this machine."
     )
+    prices: PricesConfig = Field(PricesConfig(), description="Prices of devices, to say what a run costs.")
+    alerts: AlertsConfig = Field(AlertsConfig(), description="When somebody is told that training is stuck.")
     trainer: TrainerConfig = Field(TrainerConfig(), description="A training program to run instead of Shardline's own.")
 
     @property

@@ -1,10 +1,11 @@
-"""The main program of a container: `python -m training.node NODE.json`, one per host and attempt.
+"""The program that a launcher starts on each host for each attempt: `python -m training.node [--stand-by] NODE.json`.
 
-It starts torchrun for the ranks of this host and stops them in order when told so (SIGTERM), or when the launcher's
-lease is no longer renewed, so that a launcher killed with -9, or cut off, leaves no ranks behind. How it ended goes
-to a record. Nothing here imports torch: 1.5 s of a core at each start.
+It starts the ranks of this host and stops them in order when told so (SIGTERM), or when the launcher on
+this machine ends, or the launcher's lease is no longer renewed, so that a launcher killed with -9, or cut off, leaves
+no ranks behind. How it ended goes to a record. Nothing here imports torch: 1.5 s of a core at each start. With
+--stand-by it has the ranks' program imported, and waits until an attempt needs it.
 
-Exit codes: 0 done, 130 stopped as asked, 137 asked and killed, else torchrun's.
+Exit codes: 0 done, 130 stopped as asked, 137 asked and killed, else that of what started the ranks.
 """
 
 from __future__ import annotations
@@ -18,23 +19,27 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import psutil
 
-from training.node.output import Output
+from training.node.output import Causes, Output
 from training.node.ranks import (
+    ENDS,
     adopt_orphans,
+    command,
     end_torchrun,
     kill_family,
     kill_siblings,
     rank_environment,
+    rank_order,
     stop_ranks,
-    torchrun_command,
 )
-from training.records.node import NodeEnd, NodeEnding, NodeTask, RankFailure, StopCause
+from training.records.node import NodeEnd, NodeEnding, NodeTask, RankEnd, RankEnds, RankFailure, StopCause
 from training.tracking.redaction import USER, without_secrets
 
 POLL_S = 0.1
@@ -45,36 +50,96 @@ STOPPED, KILLED = 130, 137
 
 
 def main(path: Path) -> int:
+    """Run the task at `path`."""
     task = NodeTask.read(path)
     order, output = StopOrder(task), Output()
-    with tempfile.TemporaryDirectory(prefix="torchrun-") as log_dir:
-        secrets: dict[str, str] = {}
+    secrets: dict[str, str] = {}
+    try:
+        secrets = _read_secrets(order, timeout_s=task.lease_s) if task.secrets_on_stdin else {}
+    except ValueError as error:
+        return _finish(task, _not_started(str(error), order), secrets, output=output)
+    with started(task, secrets) as process:
+        end = _run(task, secrets, process, order=order, output=output)
+    return _finish(task, end, secrets, output=output)
+
+
+def stand_by(path: Path) -> int:
+    """Import the program of the task at `path`, then wait for a task to take over: its path and secrets, over stdin.
+
+    Ends as done if none comes before standard input is closed.
+    """
+    task, output = NodeTask.read(path), Output()
+    order = StopOrder(task)
+    with started(task, {}) as process:
         try:
-            secrets = _read_secrets(order, timeout_s=task.lease_s) if task.secrets_on_stdin else {}
-            end = _run(task, secrets, order=order, output=output, log_dir=Path(log_dir))
+            content = _read_input(order, timeout_s=float("inf"), died=lambda: process.poll() is not None)
         except ValueError as error:
             output.say(str(error))
-            asked = order.cause()
-            end = _end("stopped" if asked else "failed", code=1, asked=asked, last_lines=(str(error),))
+            output.close()
+            return STOPPED
+        if not content:
+            return 0
+        handed = json.loads(content)
+        order.end()
+        task, secrets = NodeTask.read(Path(handed["task"])), dict(handed["secrets"])
+        end = _run(task, secrets, process, order=StopOrder(task), output=output)
+    return _finish(task, end, secrets, output=output)
+
+
+def _finish(task: NodeTask, end: NodeEnd, secrets: dict[str, str], *, output: Output) -> int:
     _write(_without(end, secrets), Path(task.end), output=output)
     output.close()
     failed = end.exit_code if end.exit_code > 0 else 128 - end.exit_code
     return {"done": 0, "stopped": STOPPED, "killed": KILLED, "failed": failed}[end.ending]
 
 
-def _run(task: NodeTask, secrets: dict[str, str], *, order: StopOrder, output: Output, log_dir: Path) -> NodeEnd:
-    """Starts the ranks, waits for them, and stops them if told so; no process of ours is alive afterwards."""
+def _not_started(why: str, order: StopOrder) -> NodeEnd:
+    asked = order.cause()
+    return _end("stopped" if asked else "failed", code=1, asked=asked, last_lines=(why,))
+
+
+@dataclass(frozen=True)
+class Starter:
+    """The process that starts the ranks, our fork server or torchrun, and the folder of what it reports."""
+
+    process: subprocess.Popen[bytes]
+    log_dir: Path
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+
+@contextmanager
+def started(task: NodeTask, secrets: dict[str, str]) -> Iterator[Starter]:
+    """Start what starts the ranks; the fork server imports their program, and then waits for its order."""
     adopt_orphans()
-    process = subprocess.Popen(
-        torchrun_command(task, log_dir=log_dir),
-        env=rank_environment(task, secrets),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        ours = {"LOCAL_WORLD_SIZE": str(task.num_ranks)}
+        process = subprocess.Popen(
+            command(task, log_dir=Path(folder)),
+            env=rank_environment(task, secrets) | (ours if task.is_ours else {}),
+            stdin=subprocess.PIPE if task.is_ours else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            yield Starter(process, Path(folder))
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _run(task: NodeTask, secrets: dict[str, str], starter: Starter, *, order: StopOrder, output: Output) -> NodeEnd:
+    """Has the ranks started, waits for them, and stops them if told so; no process of ours is alive afterwards."""
+    process = starter.process
     assert process.stdout is not None
     output.start(process.stdout.fileno())
+    if process.stdin is not None:
+        ranks = rank_order(task, secrets, log_dir=starter.log_dir)
+        with suppress(BrokenPipeError):  # it has ended: its output and exit code tell why
+            process.stdin.write(ranks.model_dump_json().encode() + b"\n")
+            process.stdin.close()
     while process.poll() is None and not order.cause():
         time.sleep(POLL_S)
         now = time.monotonic()
@@ -87,8 +152,17 @@ def _run(task: NodeTask, secrets: dict[str, str], *, order: StopOrder, output: O
     code = end_torchrun(process, patience_s=TORCHRUN_S if ending == "stopped" else 0.0)
     kill_family()
     output.drain()
-    failures = output.causes.failures(log_dir) if ending == "failed" else ()
+    failures = _failures(task, code, starter.log_dir, output.causes) if ending == "failed" else ()
     return _end(ending, code=code, asked=asked, failures=failures, last_lines=tuple(output.causes.last_lines))
+
+
+def _failures(task: NodeTask, code: int, log_dir: Path, causes: Causes) -> tuple[RankFailure, ...]:
+    if not task.is_ours:
+        return causes.failures(log_dir)
+    ends = log_dir / ENDS
+    if ends.exists():
+        return causes.failures_of(RankEnds.read(ends).ends)
+    return causes.failures_of([RankEnd(rank=task.first_rank, local_rank=0, exit_code=code)])  # it could not import
 
 
 def _end(
@@ -106,7 +180,7 @@ def _end(
 
 
 class StopOrder:
-    """Whether to stop: SIGTERM or SIGINT, or a lease that is stale or withdrawn.
+    """Whether to stop: SIGTERM or SIGINT, a launcher that ended, or a lease that is stale or withdrawn.
 
     The lease is read by a thread, which a file server that hangs may block without keeping us from acting: the lease
     then goes stale. Ages are by our own clock, since the lease was last seen to change: hosts' clocks differ. It is
@@ -116,7 +190,7 @@ class StopOrder:
     def __init__(self, task: NodeTask) -> None:
         self._task = task
         self._signalled = self._withdrawn = False
-        self._stale = False
+        self._stale = self._over = False
         self._seen: tuple[bytes, int] | None = None
         self._seen_at = time.monotonic()
         signal.signal(signal.SIGTERM, self._remember)
@@ -129,9 +203,15 @@ class StopOrder:
             return "lease withdrawn"
         if self._signalled:
             return "signal"
+        if self._task.launcher_pid and os.getppid() != self._task.launcher_pid:
+            return "launcher ended"
         if self._task.lease and time.monotonic() - self._seen_at > self._task.lease_s:
             self._stale = True
         return "lease stale" if self._stale else ""
+
+    def end(self) -> None:
+        """Look at the lease no more."""
+        self._over = True
 
     def allows_no_grace(self) -> bool:
         """Whether ranks are killed at once: the next attempt waits for the end of one whose lease was withdrawn."""
@@ -141,7 +221,7 @@ class StopOrder:
         self._signalled = True
 
     def _watch(self) -> None:
-        while True:
+        while not self._over:
             if self._task.lease:
                 self._look(Path(self._task.lease))
             if self._task.heartbeat:
@@ -167,16 +247,21 @@ def _read_secrets(order: StopOrder, *, timeout_s: float) -> dict[str, str]:
 
     Raises ValueError, which quotes nothing of it, if it is not one, does not arrive in time, or we are told to stop.
     """
+    return _parsed(_read_input(order, timeout_s=timeout_s))
+
+
+def _read_input(order: StopOrder, *, timeout_s: float, died: Callable[[], bool] = lambda: False) -> bytes:
+    """Read stdin up to its end. Raises ValueError if that takes longer, we are told to stop, or `died` says so."""
     deadline, content = time.monotonic() + timeout_s, b""
-    while not order.cause():
+    while not order.cause() and not died():
         if select.select([sys.stdin.fileno()], [], [], POLL_S)[0]:
             chunk = os.read(sys.stdin.fileno(), 65_536)
             content += chunk
             if not chunk:
-                return _parsed(content)
+                return content
         if time.monotonic() > deadline:
             raise ValueError(f"secrets were to come over stdin, but it was not closed within {timeout_s:.0f} s")
-    raise ValueError(f"{order.cause()} before the ranks were started")
+    raise ValueError(f"{order.cause() or 'the imports failed'} before the ranks were started")
 
 
 def _parsed(content: bytes) -> dict[str, str]:
@@ -209,4 +294,4 @@ def _write(end: NodeEnd, path: Path, *, output: Output) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(stand_by(Path(sys.argv[2])) if sys.argv[1] == "--stand-by" else main(Path(sys.argv[1])))

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
-from training.records.node import RankFailure
+from training.records.node import RankEnd, RankFailure
 
 MOST_WAITING = 4 * 2**20  # bytes that nobody reads: while a killed dockerd is away a pipe holds 64 KiB, then blocks
 CHUNK = 65_536
@@ -120,6 +120,19 @@ class Causes:
             if not (pid in self.told and code in {-signal.SIGTERM, -signal.SIGKILL})
         )
 
+    def failures_of(self, ends: Iterable[RankEnd]) -> tuple[RankFailure, ...]:
+        """The failures among these ends of ranks, without ranks ended because another one failed."""
+        return tuple(
+            RankFailure(
+                rank=end.rank,
+                exit_code=end.exit_code,
+                cause=self._cause(end.rank, end.exit_code),
+                local_rank=end.local_rank,
+            )
+            for end in ends
+            if end.exit_code and not end.ended_by_us
+        )
+
     def _cause(self, rank: int, code: int) -> str:
         """The cause as far as the output shows it; error files (torch's @record) know more."""
         known = self.exceptions.get(rank) or self.aborts.get(rank)
@@ -199,7 +212,7 @@ class Output:
                 del self._waiting[: os.write(self._sink, self._waiting[:CHUNK])]
             except BlockingIOError:  # less room than select promised
                 pass
-            except BrokenPipeError:  # nobody will read it any more
+            except OSError:  # nobody will read it any more, or the disk of a log file is full
                 self._waiting.clear()
 
     def _pass_on(self, chunk: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The ranks of a node under torchrun: how they are started, found and ended."""
+"""The ranks of a node: how they are started, by our fork server or by torchrun, found and ended."""
 
 from __future__ import annotations
 
@@ -14,12 +14,46 @@ from pathlib import Path
 
 import psutil
 
+from training.node.fork_server import RankOrder
 from training.records.node import NodeTask
 
+ENDS = "ends.json"  # of the ranks that the fork server has started
 POLL_S = 0.1
 STACK_S = 1.0  # for the stacks of ranks that did not stop in that time, as tasks/launch/programs.py has it
 DEATH_S = 5.0  # for killed processes; one that waits for a dead file server cannot die
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+def command(task: NodeTask, *, log_dir: Path) -> list[str]:
+    """The command line of what starts the ranks: our fork server, or torchrun for programs of users."""
+    if task.is_ours:
+        ready = Path(task.ready or log_dir / "ready")
+        return [sys.executable, "-u", "-P", "-m", "training.node.fork_server", task.module, str(ready)]
+    return torchrun_command(task, log_dir=log_dir)
+
+
+def rank_order(task: NodeTask, secrets: dict[str, str], *, log_dir: Path) -> RankOrder:
+    """What the fork server is to start; the variables of its ranks are named as torchrun names them."""
+    shared = {
+        **rank_environment(task, secrets),
+        "WORLD_SIZE": str(task.world_size),
+        "LOCAL_WORLD_SIZE": str(task.num_ranks),
+        "GROUP_RANK": str(task.node_rank),
+        "MASTER_ADDR": task.master_address,
+        "MASTER_PORT": str(task.master_port),
+        "TORCHELASTIC_RUN_ID": "shardline",  # tells torch that a launcher started it
+        "TORCHELASTIC_USE_AGENT_STORE": str(task.world_size > 1),
+    }
+    return RankOrder(
+        args=task.args,
+        prefix=task.prefix,
+        environments=tuple(
+            {**shared, "RANK": str(task.first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
+            for local_rank in range(task.num_ranks)
+        ),
+        hosts_store=task.node_rank == 0 and task.world_size > 1,
+        ends=str(log_dir / ENDS),
+    )
 
 
 def torchrun_command(task: NodeTask, *, log_dir: Path) -> list[str]:
@@ -61,7 +95,7 @@ def adopt_orphans() -> None:
 
 
 def _ranks(task: NodeTask, torchrun: int) -> list[psutil.Process]:
-    """The processes of the ranks: torchrun's children, or ours if torchrun died, but not what they started themselves.
+    """The processes of the ranks: their starter's children, or ours if it died, but not what they started themselves.
 
     Under a prefix such as nsys a rank is the Python process below it. A forked data loader has its rank's command line
     too, so only the topmost process counts.

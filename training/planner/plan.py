@@ -172,18 +172,27 @@ def length(config: RunConfig, epoch: Sequence[Epoch] | None) -> tuple[int, int, 
     return min(limits)
 
 
-def _check_disk(config: RunConfig, checkpoint_gib: float, steps: int, host: Host) -> None:
-    """Raises ValueError if checkpoints and exports do not fit on the disk.
+def disk_gib_needed(config: RunConfig, *, checkpoint_gib: float, steps: int) -> float:
+    """GiB that a run's checkpoints, its export and that one's registered copy take at most.
 
     There is one checkpoint more than kept, because the new one is whole before the old one goes. A checkpoint has 3 x
     the bytes of the weights; the export (Hugging Face and ONNX) and its registered copy have 2 x each.
     """
+    return checkpoint_gib * (_kept_checkpoints(config, steps) + 1 + 4 / 3)
+
+
+def _kept_checkpoints(config: RunConfig, steps: int) -> int:
     saving = config.checkpoint
-    kept = saving.keep_last + saving.keep_best + (steps // saving.keep_every_steps if saving.keep_every_steps else 0)
-    needed = checkpoint_gib * (kept + 1 + 4 / 3)
+    return saving.keep_last + saving.keep_best + (steps // saving.keep_every_steps if saving.keep_every_steps else 0)
+
+
+def _check_disk(config: RunConfig, checkpoint_gib: float, steps: int, host: Host) -> None:
+    """Raises ValueError if checkpoints and exports do not fit on the disk."""
+    needed = disk_gib_needed(config, checkpoint_gib=checkpoint_gib, steps=steps)
     if needed > host.disk_free_gib:
         raise ValueError(
-            f"{kept} + 1 checkpoints of {checkpoint_gib:.2f} GiB and the registered export need {needed:.1f} GiB, "
+            f"{_kept_checkpoints(config, steps)} + 1 checkpoints of {checkpoint_gib:.2f} GiB and the registered export "
+            f"need {needed:.1f} GiB, "
             f"{host.name} has {host.disk_free_gib:.1f} GiB free: free some, lower checkpoint.keep_last, raise "
             "checkpoint.keep_every_steps, or set SHARDLINE_HOME to a larger disk"
         )

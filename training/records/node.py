@@ -9,7 +9,7 @@ from pydantic import Field
 from training.records.record import Record
 
 NodeEnding = Literal["done", "failed", "stopped", "killed"]
-StopCause = Literal["", "signal", "lease stale", "lease withdrawn"]
+StopCause = Literal["", "signal", "launcher ended", "lease stale", "lease withdrawn"]
 
 
 class NodeTask(Record):
@@ -17,7 +17,9 @@ class NodeTask(Record):
 
     `lease` belongs to one attempt, so that old ranks cannot live on a newer lease. The launcher renews the lease file
     (its time, or its content) well within `lease_s`; if it removes the file, the ranks are killed at once. An empty
-    `lease` or `heartbeat` means none; the heartbeat file is best on tmpfs.
+    `lease` or `heartbeat` means none; the heartbeat file is best on tmpfs. `launcher_pid`: of a launcher that
+    is the node's parent process, whose end stops the ranks before the lease is stale; 0 means none.
+    `ready`: a file that is made once the ranks' program is imported.
     """
 
     module: str = ""
@@ -27,6 +29,8 @@ class NodeTask(Record):
     num_nodes: int = 1
     node_rank: int = 0
     num_ranks: int = 1  # on this node
+    first_rank: int = 0
+    world_size: int = 1
     master_address: str = "127.0.0.1"
     master_port: int
     local_address: str = "127.0.0.1"
@@ -34,10 +38,17 @@ class NodeTask(Record):
     environment: dict[str, str] = Field({})
     secrets_on_stdin: bool = False
     heartbeat: str = ""
+    launcher_pid: int = 0
     lease: str = ""
     lease_s: float = 60.0
     grace_s: float = 120.0
+    ready: str = ""
     end: str
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is a program of Shardline's, whose ranks are forked (fork_server.py); torchrun starts others."""
+        return self.module.startswith("training.")
 
 
 class RankFailure(Record):
@@ -50,6 +61,21 @@ class RankFailure(Record):
     exit_code: int
     cause: str
     local_rank: int | None = None
+
+
+class RankEnd(Record):
+    """The end of a rank's process. `ended_by_us`: another rank had failed, and this one was killed."""
+
+    rank: int
+    local_rank: int
+    exit_code: int
+    ended_by_us: bool = False
+
+
+class RankEnds(Record):
+    """The ends of a node's ranks, in their order."""
+
+    ends: tuple[RankEnd, ...]
 
 
 class NodeEnd(Record):

@@ -195,6 +195,7 @@ class RunPlan(RankPlan):
     `sequences`: in all steps; fewer than steps x global batch if max_epochs ends within the last batch.
     `sources`: those of data.sources, or the corpus as one; empty without shards, and in plans made before there were
     mixtures. `mixture`: by phase, empty where there is one source.
+    `price_per_hour`: of all its devices together, in prices.currency; None if a device has no price.
     """
 
     hosts: tuple[str, ...] = ()
@@ -206,6 +207,7 @@ class RunPlan(RankPlan):
     predicted: Prediction
     ranking: tuple[RankedLayout, ...]
     reasons: tuple[str, ...]
+    price_per_hour: float | None = None
     mlflow_run_id: str = ""
 
     @property
@@ -234,13 +236,26 @@ class RunPlan(RankPlan):
         return len(set(self.micro_batches)) > 1
 
     @property
+    def device_hours(self) -> float:
+        """Predicted hours of all devices together in training, without validations and checkpoints."""
+        return self.world_size * self.predicted.train_s / 3600
+
+    @property
+    def cost(self) -> float | None:
+        """Predicted cost of these device hours."""
+        return None if self.price_per_hour is None else self.price_per_hour * self.predicted.train_s / 3600
+
+    @property
     def batch_tokens(self) -> int:
         """Tokens per optimizer step, over all ranks."""
         return self.config.train.global_batch * self.config.train.context
 
 
 class CustomProgramPlan(Record):
-    """runs/ID/trainer.json: on which ranks the user's program runs, and where it logs. Made anew at each start."""
+    """runs/ID/trainer.json: on which ranks the user's program runs, and where it logs. Made anew at each start.
+
+    `price_per_hour`: as in RunPlan.
+    """
 
     run_id: str
     config: RunConfig
@@ -251,6 +266,7 @@ class CustomProgramPlan(Record):
     mlflow_experiment_id: str
     mlflow_experiment_name: str
     device_kind: str = "cpu"
+    price_per_hour: float | None = None
 
     @property
     def world_size(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 CONFIG = """
@@ -17,7 +18,7 @@ subjectKeyIdentifier = hash
 basicConstraints = critical, CA:FALSE
 keyUsage = critical, digitalSignature
 extendedKeyUsage = serverAuth, clientAuth
-subjectAltName = DNS:localhost,IP:127.0.0.1{addresses}
+subjectAltName = DNS:localhost,IP:127.0.0.1{alternatives}
 subjectKeyIdentifier = hash
 authorityKeyIdentifier = keyid
 """
@@ -29,19 +30,22 @@ def make_authority(folder: Path) -> None:
     _certificate(folder, "ca", extensions="authority")
 
 
-def make_certificate(folder: Path, *, authority: Path, addresses: list[str]) -> None:
+def make_certificate(
+    folder: Path, *, authority: Path, addresses: Sequence[str] = (), names: Sequence[str] = ()
+) -> None:
     """FOLDER/cert.pem, key.pem, and the authority's ca.pem: what Docker's client and daemon look for."""
     folder.mkdir(parents=True, exist_ok=True)
     signer = ["-CA", str(authority / "ca.pem"), "-CAkey", str(authority / "ca-key.pem")]
-    _certificate(folder, "cert", extensions="leaf", addresses=addresses, signer=signer)
+    alternatives = [*(f"IP:{address}" for address in addresses), *(f"DNS:{name}" for name in names)]
+    _certificate(folder, "cert", extensions="leaf", alternatives=alternatives, signer=signer)
     (folder / "ca.pem").write_bytes((authority / "ca.pem").read_bytes())
 
 
 def _certificate(
-    folder: Path, name: str, *, extensions: str, addresses: list[str] | None = None, signer: list[str] | None = None
+    folder: Path, name: str, *, extensions: str, alternatives: Sequence[str] = (), signer: list[str] | None = None
 ) -> None:
     config = folder / f"{name}.cnf"
-    config.write_text(CONFIG.format(addresses="".join(f",IP:{address}" for address in addresses or [])))
+    config.write_text(CONFIG.format(alternatives="".join(f",{each}" for each in alternatives)))
     key = folder / ("key.pem" if name == "cert" else f"{name}-key.pem")
     command = ["openssl", "req", "-x509", "-new", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
     command += ["-config", str(config), "-extensions", extensions, "-days", "3", "-subj", f"/CN=shardline rig {name}"]

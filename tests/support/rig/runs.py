@@ -11,7 +11,7 @@ from typing import Any
 from mlflow import MlflowClient
 
 from tasks.launch import programs
-from tasks.launch.docker_hosts import attempts_of
+from tasks.launch.recovery import attempts_of
 from tasks.runs.errors import RunStopped
 from tasks.tracking.mlflow_run import tracked
 from tasks.workspace.paths import tracking_uri

@@ -11,9 +11,11 @@ import pytest
 from tasks.comparison.compare import Comparison, StrategyOutcome, StrategyRow, compare_runs, one_device, outcome_of
 from tasks.comparison.report import headline, table, write_csv, write_page
 from tasks.comparison.strategies import read_strategies
+from tasks.planning.price import RunCost
 from tasks.runs.errors import RunFailed, RunStopped
 from tests.support.configs import inventory, tiny_config
 from training.planner.plan import make_plan
+from training.records.plan import RunPlan
 
 STEPS, TOKENS = 40, 8 * 16
 DONE = StrategyOutcome(outcome="done", run_id="run")
@@ -87,6 +89,27 @@ def test_speedup_and_efficiency_are_against_one_device(folders: dict[str, Path])
     without = compared(folders, single=StrategyOutcome(outcome="out of memory", cause="no room"))
     assert without["ddp"].speedup is None, "there is nothing to hold it against"
     assert without["ddp"].samples_per_s == 150.0
+
+
+def test_device_hours_per_token_are_always_there_and_costs_where_devices_have_prices(
+    folders: dict[str, Path], comparison: Comparison
+) -> None:
+    row = compared(folders)["ddp"]
+    assert row.device_hours_per_1b_tokens == pytest.approx(2 * 1e9 / 2400 / 3600)
+    assert (row.cost_per_1b_tokens, row.cost) == (None, None)
+    assert not any(heading.startswith("cost") for heading in table(comparison)[0]), "no column of empty cells"
+
+    plan = RunPlan.read(folders["ddp"] / "plan.json")
+    plan.model_copy(update={"price_per_hour": 0.04}).write(folders["ddp"] / "plan.json")
+    spent = RunCost(device_hours={"training": 1.0}, cost={"training": 0.5}, currency="USD", tokens=5120)
+    spent.write(folders["ddp"] / "cost.json")
+    rows = compared(folders)
+    priced = comparison.model_copy(update={"rows": tuple(rows.values())})
+    headings, cells = table(priced)
+    shown = dict(zip(headings, cells[1], strict=True))
+    assert (shown["cost, per 1B tokens"], shown["cost, of the run"]) == ("4.63 USD", "0.50 USD")
+    assert "ddp is the cheapest: 4.63 USD per 1B tokens." in headline(priced)
+    assert "4.63 USD" not in table(priced)[1][0], "the others have no price"
 
 
 def test_batches_and_errors_of_the_prediction(folders: dict[str, Path]) -> None:

@@ -8,7 +8,10 @@ import pytest
 
 from infra.containers import State
 from infra.hosts import DockerHost
-from tasks.launch.attempt import Attempt, Program, Watcher, remove_containers
+from tasks.launch.attempt import Attempt
+from tasks.launch.docker_hosts import ContainerNode, DockerLauncher
+from tasks.launch.fencing import remove_containers
+from tasks.launch.launcher import Program
 from training.config.launch import LaunchConfig
 from training.records.node import NodeEnd
 
@@ -19,12 +22,15 @@ STOPPED = State(status="exited", exit_code=130, oom_killed=False, health="", err
 def attempt(tmp_path: Path) -> Attempt:
     """Its only container was told to stop, and did."""
     host, folder = DockerHost(name="a", url=f"unix://{tmp_path}/none"), tmp_path / "run" / "attempts" / "1"
-    attempt = Attempt(Program(run_id="run", ranks={"a": 1}), [host], LaunchConfig(), home=tmp_path, folder=folder)
+    launch = LaunchConfig()
+    launcher = DockerLauncher(launch, run_dir=folder.parents[1])
+    attempt = Attempt(Program(run_id="run", ranks={"a": 1}), [host], launcher, launch, folder=folder)
     NodeEnd(ending="stopped", exit_code=1, asked="signal", seconds=9.0).write(attempt.end_path("a"))
     attempt.lease.path.write_text("0\n")
-    attempt.watchers["a"] = Watcher(host, "abc", end_path=attempt.end_path("a"))
-    attempt.watchers["a"].close()
-    attempt.watchers["a"].state = STOPPED
+    node = ContainerNode(host, "abc", end_path=attempt.end_path("a"))
+    node.close()
+    node.container_state = STOPPED
+    attempt.nodes["a"] = node
     return attempt
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tasks.launch.custom_program import is_done, run_custom_program
-from tasks.launch.docker_hosts import attempts_of
+from tasks.launch.recovery import attempts_of
 from tasks.planning.custom_program import (
     check_custom_program,
     plan_custom_program,
@@ -179,4 +179,4 @@ def test_no_rank_outlives_its_launcher(shardline_home: Path, number: signal.Sign
     process.send_signal(number)
     until((run_dir / "stopped").exists, "the rank was stopped")
     assert process.wait() != 0
-    until((run_dir / "attempts" / "1" / "node.end.json").exists, "the node's end")
+    until((run_dir / "attempts" / "1" / "host0.end.json").exists, "the node's end")

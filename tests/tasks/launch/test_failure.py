@@ -6,24 +6,15 @@ from typing import Any
 
 import pytest
 
-from infra.containers import State
-from tasks.launch.failure import HostStatus, cause_of, classify, cure_of
+from tasks.launch.failure import HostStatus, NodeState, cause_of, classify, cure_of
 from training.config.launch import LaunchConfig
 from training.records.node import NodeEnd, RankFailure
 
 PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:1974"
 
 
-def state(exit_code: int, *, status: str = "exited", oom_killed: bool = False) -> State:
-    return State(
-        status=status,
-        exit_code=exit_code,
-        oom_killed=oom_killed,
-        health="",
-        error="",
-        started_at="",
-        finished_at="",
-    )
+def state(exit_code: int, *, running: bool = False, oom_killed: bool = False) -> NodeState:
+    return NodeState(running=running, exit_code=exit_code, oom_killed=oom_killed)
 
 
 def failed(cause: str, *, exit_code: int = 1, **more: Any) -> HostStatus:
@@ -54,17 +45,17 @@ DONE, NETWORK, KILLED = ended("done"), failed(PEER), HostStatus(state=state(137)
         (HostStatus(state=None, end=ended("done").end), DONE, "done", ""),  # its daemon is away
         (NETWORK, KILLED, "killed", "b"),
         (NETWORK, failed("ended by signal 9", exit_code=-9), "killed", "b"),
-        (NETWORK, HostStatus(state=state(0, status="running"), end=None, gone=True), "killed", "b"),
-        (NETWORK, HostStatus(state=state(0, status="running"), end=None, lost=True), "lost host", "b"),
+        (NETWORK, HostStatus(state=state(0, running=True), end=None, gone=True), "killed", "b"),
+        (NETWORK, HostStatus(state=state(0, running=True), end=None, lost=True), "lost host", "b"),
         (NETWORK, ended("stopped", asked="lease stale", exit_code=130), "lost host", "b"),
         (NETWORK, ended("stopped", asked="signal", exit_code=130), "killed", "b"),  # nobody of ours told it
         (NETWORK, HostStatus(state=state(143), end=None), "killed", "b"),  # before it had started
         (NETWORK, HostStatus(state=state(255), end=None), "lost host", "b"),  # its power was cut
-        (DONE, HostStatus(state=state(0, status="running"), end=ended("stopped", asked="signal").end), "daemon", "b"),
+        (DONE, HostStatus(state=state(0, running=True), end=ended("stopped", asked="signal").end), "daemon", "b"),
         (DONE, ended("stopped", asked="signal", exit_code=130), "killed", "b"),
         (
             NETWORK,
-            HostStatus(state=state(0, status="running", oom_killed=True), end=None, ended_by_us=True),
+            HostStatus(state=state(0, running=True, oom_killed=True), end=None, ended_by_us=True),
             "out of memory",
             "b",
         ),
@@ -74,7 +65,7 @@ DONE, NETWORK, KILLED = ended("done"), failed(PEER), HostStatus(state=state(137)
         (NETWORK, failed("ValueError: torchrun started 2 ranks"), "bad config", "b"),
         (NETWORK, failed("RuntimeError: checkpoint of step 10: No space left on device"), "error", "b"),
         (NETWORK, failed("RuntimeError: Timed out waiting 30000ms for recv operation"), "timeout", "b"),
-        (NETWORK, HostStatus(state=state(0, status="running"), end=None, ended_by_us=True), "network", "a"),
+        (NETWORK, HostStatus(state=state(0, running=True), end=None, ended_by_us=True), "network", "a"),
         (
             NETWORK,
             HostStatus(

@@ -11,13 +11,16 @@ import psutil
 import pytest
 
 from tasks.launch import local, nsight
-from tasks.launch.local import command_for, end_earlier_attempt
+from tasks.launch.local import end_earlier_attempt
 from tasks.launch.nsight import check_here
 from tasks.launch.programs import NewRows
 from tasks.runs.owner import RanksLauncher
 from tasks.workspace.processes import process_key
 from tests.support.configs import tiny_config
 from training.config.run import ProfileConfig
+from training.node.fork_server import RankOrder
+from training.node.ranks import rank_order
+from training.records.node import NodeTask
 from training.records.plan import RunPlan
 
 
@@ -26,27 +29,30 @@ def plan_path(make_run: Callable[..., Path]) -> Path:
     return make_run("nsys", ranks=2, profile__nsys=True)
 
 
-@pytest.fixture
-def nsys_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "nsys"
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
+def order_of(module: str, plan_path: Path, *, log_dir: Path) -> RankOrder:
+    """What a node of this machine has started."""
+    plan, run_dir = RunPlan.read(plan_path), plan_path.parent
+    task = NodeTask(
+        **plan.command(module, run_dir=run_dir),
+        prefix=nsight.prefix(module, plan, run_dir=run_dir),
+        num_ranks=2,
+        world_size=2,
+        master_port=29_400,
+        end="end.json",
+    )
+    return rank_order(task, {}, log_dir=log_dir)
 
 
-@pytest.mark.usefixtures("nsys_on_path")
-def test_nsys_wraps_each_training_rank_and_names_its_report_after_it(plan_path: Path) -> None:
-    command = command_for("training.train", plan=RunPlan.read(plan_path), run_dir=plan_path.parent, ranks=2)
-    torchrun, program = command[: command.index("nsys")], command[command.index("nsys") :]
-    assert torchrun[-1] == "--no-python"
-    assert torchrun[torchrun.index("--nproc-per-node") + 1] == "2"
-    assert program[:4] == ["nsys", "profile", "--sample=none", "--trace=cuda,nvtx,osrt"]
-    assert program[5].startswith(str(plan_path.parent / "profile"))
-    assert program[5].endswith("-rank-%q{RANK}")
-    assert program[-5:] == [sys.executable, "-u", "-m", "training.train", str(plan_path)]
+def test_nsys_wraps_each_training_rank_and_names_its_report_after_it(plan_path: Path, tmp_path: Path) -> None:
+    order = order_of("training.train", plan_path, log_dir=tmp_path)
+    assert order.prefix[:4] == ("nsys", "profile", "--sample=none", "--trace=cuda,nvtx,osrt")
+    assert order.prefix[5].startswith(str(plan_path.parent / "profile"))
+    assert order.prefix[5].endswith("-rank-%q{RANK}")
+    assert order.args == (str(plan_path),)
+    assert [environment["RANK"] for environment in order.environments] == ["0", "1"]
+    assert order_of("training.evaluate", plan_path, log_dir=tmp_path).prefix == ()
 
 
-@pytest.mark.usefixtures("nsys_on_path")
 def test_nsys_on_gpus_records_the_steps_that_are_asked_for(plan_path: Path) -> None:
     plan = RunPlan.read(plan_path)
     config = plan.config.model_copy(update={"profile": ProfileConfig(nsys=True, steps=(3, 4))})
@@ -63,13 +69,6 @@ def test_ranks_on_gpus_get_memory_segments_that_grow(make_run: Callable[..., Pat
     assert plan.model_copy(update={"device_kind": "cuda"}).environment() == {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True"
     }
-
-
-@pytest.mark.usefixtures("nsys_on_path")
-def test_one_rank_has_no_torchrun_and_evaluation_no_nsys(plan_path: Path) -> None:
-    plan, run_dir = RunPlan.read(plan_path), plan_path.parent
-    assert command_for("training.train", plan=plan, run_dir=run_dir, ranks=1)[0] == "nsys"
-    assert command_for("training.evaluate", plan=plan, run_dir=run_dir, ranks=1)[0] == sys.executable
 
 
 def test_nsys_that_is_not_installed_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def append(path: Path, text: str) -> None:
 
 
 def test_a_warning_is_said_once_and_when_its_line_has_ended(log: Path, caplog: pytest.LogCaptureFixture) -> None:
-    warnings = Warnings(log.parents[1], ["a"])
+    warnings = Warnings({"a": log})
     append(log, "\r 10%|\r 20%|\n" + WARNING.format("the loss") + " spikes\n" + WARNING.format("half a "))
     warnings.look(now=True)
     append(log, "line\n" + WARNING.format("the loss spikes") + "\n")
@@ -40,7 +40,7 @@ def test_a_warning_is_said_once_and_when_its_line_has_ended(log: Path, caplog: p
 
 
 def test_a_line_that_never_ends_is_read_once(log: Path, caplog: pytest.LogCaptureFixture) -> None:
-    warnings = Warnings(log.parents[1], ["a"])
+    warnings = Warnings({"a": log})
     append(log, "x" * 3 * LOOK_BYTES)
     offsets = []
     for _ in range(4):

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from tasks.display.numbers import format_count
+from tasks.launch.failure import AttemptOutcome
+from tasks.launch.recovery import AttemptRecord
 from tasks.planning.custom_program import CustomProgramOutcome, plan_custom_program
 from tasks.reports.export_latency import draw_latency
 from tasks.reports.outcome import Outcome
@@ -76,8 +78,39 @@ def test_the_summary_says_what_was_trained_how_good_how_fast_and_where_it_is_reg
     assert "1 CPU rank (single, fp32) at 1,000 tokens/s" in top
     assert "0.61 CPU rank hours" in top, "0.5 of training, 0.1 of evaluation, 0.01 of export"
     assert "The run finished without an interruption" in top
+    assert "cost" not in top, "there are no prices"
     measured, predicted = 256.0, plan.predicted.step_ms
     assert f"time of a step {predicted:,.1f} ms {measured:,.1f} ms {measured / predicted - 1:+.0%}" in page
+
+
+def test_the_cost_is_that_of_all_stages_and_per_token_that_of_training(run: TrackedRun) -> None:
+    RunPlan.read(run.folder / "plan.json").model_copy(update={"price_per_hour": 2.0}).write(run.folder / "plan.json")
+    tokens = TrainResult.read(run.folder / "result.json").tokens
+    page = words(page_of(run))
+    assert f"hours together, which cost 1.22 USD; training cost {1e9 / tokens:,.2f} USD per 1B tokens" in page
+    for row in ("training 0.5 CPU rank hours 1.00 USD", "export 0.01 CPU rank hours 0.02 USD",
+                "total 0.61 CPU rank hours 1.22 USD", f"per 1B tokens {5e8 / tokens:,.0f} CPU rank hours"):  # fmt: skip
+        assert row in page
+
+
+def test_each_attempt_costs_what_its_hosts_cost(run: TrackedRun) -> None:
+    """Half an hour on 2 + 1 devices at 5 an hour in all, then as long on the 2 that are left, at 2."""
+    plan = RunPlan.read(run.folder / "plan.json")
+    before = {"hosts": ("near", "far"), "ranks_per_host": (2, 1), "price_per_hour": 5.0}
+    plan.model_copy(update=before).write(run.folder / "plan-1.json")
+    now = plan.model_copy(update={"hosts": ("near",), "ranks_per_host": (2,), "price_per_hour": 2.0})
+    now.write(run.folder / "plan.json")
+    (run.folder / "stages.json").write_text("{}")
+    for number, hosts in (("1", {"near": 2, "far": 1}), ("2", {"near": 2})):
+        AttemptRecord(
+            number=int(number), program="training.train", hosts=hosts, from_step=0,
+            began_at=f"2026-11-23T0{number}:00:00+00:00", ended_at=f"2026-11-23T0{number}:30:00+00:00",
+            ending=AttemptOutcome(cause="lost host"),
+        ).write(run.folder / "attempts" / number / "attempt.json")  # fmt: skip
+    spent = read_run_data(run).cost
+    assert (spent.device_hours, spent.cost) == ({"training": 2.5}, {"training": 3.5})
+    (run.folder / "plan-1.json").unlink()
+    assert read_run_data(run).cost.cost is None, "what the lost host cost is not known any more"
 
 
 def test_the_page_lists_settings_that_differ_and_the_lineage(run: TrackedRun) -> None:
@@ -196,7 +229,7 @@ def test_the_registered_version_is_read_from_the_outcome(run: TrackedRun) -> Non
     known = dict.fromkeys(Outcome.model_fields, "") | {
         "step": 8, "val_loss": 5.5, "bits_per_byte": None, "accuracy": 0.1, "tokens_per_s": 1.0, "samples_per_s": 1.0,
         "mfu": None, "matmul_share": None, "peak_memory_gib": 0.1, "against_plan": {}, "version": 3, "model": "verses",
-        "alias": "champion", "verdict": "all gates held", "stage_s": {},
+        "alias": "champion", "verdict": "all gates held", "stage_s": {}, "spent": None,
     }  # fmt: skip
     Outcome.model_validate(known).write(run.folder / "outcome.json")
     page = words(page_of(run))

@@ -23,6 +23,22 @@ COMBINATIONS = [
     ({"train__micro_batch": 9}, "train.micro_batch = 9 exceeds train.global_batch = 8"),
     ({"train__learning_rate": 1e-6}, "train.min_learning_rate"),
     ({"evaluation__every_steps": 0, "evaluation__early_stop_validations": 3}, "= 3 needs validations while training"),
+    ({"launch__launcher": "kubernetes"}, "launch.launcher=kubernetes needs launch.image"),
+    (
+        {"launch__launcher": "kubernetes", "launch__image": "x"},
+        "needs launch.kubernetes.volume_claim: the PersistentVolumeClaim that holds",
+    ),
+    (
+        {
+            "launch__launcher": "kubernetes",
+            "launch__image": "x",
+            "launch__min_hosts": 3,
+            "launch__kubernetes": {"volume_claim": "runs", "nodes": 2},
+        },
+        "launch.min_hosts = 3 of launch.kubernetes.nodes = 2: lower it",
+    ),
+    ({"launch__kubernetes": {"gpus_per_node": 2, "slots": 3}}, "slots = 3 on 2 GPUs: each rank needs a GPU"),
+    ({"launch__kubernetes": {"resources": {"nvidia.com/gpu": "8"}}}, "set launch.kubernetes.gpus_per_node instead"),
     ({"parallel__ranks": 3}, "train.global_batch = 8 cannot be split evenly over 3 data-parallel ranks"),
     ({"parallel__ranks": 3, "parallel__tp": 2}, r"parallel.ranks = 3 is not divisible by tp\*pp = 2"),
     ({"parallel__strategy": "single", "parallel__ranks": 2}, "single runs on 1 rank"),

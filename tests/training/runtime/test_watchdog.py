@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.launch.local import run_program
+from tasks.launch.programs import run_program
 from tasks.runs.errors import RunStopped
 from tests.support.ranks import losses, rank_env, torchrun
 from tests.support.repository import REPO
@@ -25,15 +25,15 @@ DEADLINE_S = 120
 
 
 def rank_process(launcher: int, rank: int) -> psutil.Process:
-    return next(
-        child for child in psutil.Process(launcher).children(recursive=True) if child.environ().get("RANK") == str(rank)
-    )
+    """A rank that torchrun started has its number in its environment, a forked one in its name."""
+    family = psutil.Process(launcher).children(recursive=True)
+    return next(it for it in family if it.name() == f"rank {rank}" or it.environ().get("RANK") == str(rank))
 
 
 @pytest.mark.slow
 def test_a_blocked_rank_and_the_one_that_waits_for_it_leave_their_stacks(make_run: Callable[..., Path]) -> None:
     """A file that nobody reads from blocks the first rank, as a dead file server would."""
-    plan_path = make_run("blocked", ranks=2, parallel__timeout_s=TIMEOUT_S)
+    plan_path = make_run("blocked", ranks=2, parallel__timeout_s=TIMEOUT_S, launch__attempts=1)
     run_dir = plan_path.parent
     os.mkfifo(run_dir / "metrics.jsonl")
     began = time.monotonic()
@@ -93,7 +93,7 @@ def test_a_stopped_rank_ends_the_run_with_the_stack_of_the_other(running: tuple[
 def test_ranks_that_do_not_stop_leave_their_stacks_before_they_are_killed(
     make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.launch.local.STOP_GRACE_S", 2.0)
+    monkeypatch.setattr("tasks.launch.launcher.STOP_GRACE_S", 2.0)
     plan_path = make_run("killed", ranks=2, train__steps=400, evaluation__every_steps=0)
 
     def interrupt() -> None:

@@ -1,0 +1,404 @@
+"""Nodes of a run on Kubernetes: the pods that the config asks for, checked and measured before a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from infra.hosts import HostError
+from infra.kubernetes import Access, Cluster
+from infra.pods import Claim, PodGroup, PodState, group_name
+from infra.preflight import Probe
+from tasks.hardware.hosts import SHARED_MEMORY_GIB, SHARED_MEMORY_WITH_GPUS_GIB, rank_user
+from tasks.hardware.measure import (
+    BUSY_PERCENT,
+    MEASURE_TIMEOUT_S,
+    CachedMeasurement,
+    find_cached,
+    keep_cached,
+    last_lines,
+)
+from tasks.hardware.measure_hosts import as_host, cache_key, strongest_first, usable_cores
+from tasks.hardware.preflight import (
+    LEAST_DISK_GIB,
+    HostFacts,
+    HostsNotReady,
+    read_facts,
+    token,
+    unseen_answers,
+    warn_of_other_sources,
+)
+from tasks.workspace.processes import process_key
+from tasks.workspace.wait import until
+from training.config.launch import LaunchConfig
+from training.node.host_check import Asked
+from training.records.inventory import Inventory, Measured
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.5
+CHECK_S = 60.0  # for the check itself, once its pod runs
+LOG_LINES = 200
+INDEX = "$(JOB_COMPLETION_INDEX)"
+
+
+@dataclass(frozen=True)
+class PodSlot:
+    """A node of a run: any machine of the cluster that has room for its pod. Each attempt has addresses of its own."""
+
+    name: str
+    address: str = ""
+    interface: str = ""
+    cpus: float = 0.0
+    memory_gib: float = 0.0
+
+
+def slots_of_cluster(launch: LaunchConfig) -> tuple[PodSlot, ...]:
+    wanted = launch.kubernetes
+    return tuple(
+        PodSlot(name=f"node-{number}", cpus=wanted.cpus, memory_gib=wanted.memory_gib) for number in range(wanted.nodes)
+    )
+
+
+def cluster_of(launch: LaunchConfig) -> Cluster:
+    """The cluster of the config. Raises ClusterError if there is no way to one; asks nothing of it yet."""
+    wanted = launch.kubernetes
+    return Cluster(Access(kubeconfig=wanted.kubeconfig, context=wanted.context, namespace=wanted.namespace))
+
+
+def pod_group(
+    launch: LaunchConfig,
+    *,
+    home: Path,
+    run_id: str,
+    what: str,
+    attempt: str,
+    hosts: Sequence[str],
+    command: tuple[str, ...],
+    threads: int = 1,
+    **more: Any,
+) -> PodGroup:
+    """Pods with the rights, limits, devices and volumes of the run's own. `what`: of this run, in the group's name."""
+    wanted = launch.kubernetes
+    return PodGroup(
+        name=group_name(run_id, what),
+        run=run_id,
+        attempt=attempt,
+        launcher=process_key(os.getpid()),
+        hosts=tuple(hosts),
+        image=launch.image,
+        command=command,
+        environment={"HOME": "/tmp", "OMP_NUM_THREADS": str(threads)},  # the user has no home in the image
+        claims=_claims(launch, home=home),
+        user=rank_user(launch),
+        resources=_resources(launch),
+        shm_gib=shm_gib(launch),
+        lock_memory=launch.memlock and wanted.has_rdma,
+        exclusive=wanted.exclusive,
+        queue=wanted.queue,
+        priority_class=wanted.priority_class,
+        node_selector=wanted.node_selector,
+        tolerations=[toleration.model_dump(exclude_defaults=True) for toleration in wanted.tolerations],
+        image_pull_secrets=wanted.image_pull_secrets,
+        service_account=wanted.service_account,
+        labels=wanted.labels,
+        annotations=wanted.annotations,
+        **more,
+    )
+
+
+def shm_gib(launch: LaunchConfig) -> float:
+    return launch.shm_gib or (SHARED_MEMORY_WITH_GPUS_GIB if launch.kubernetes.gpus_per_node else SHARED_MEMORY_GIB)
+
+
+def _claims(launch: LaunchConfig, *, home: Path) -> tuple[Claim, ...]:
+    """The shared folder, at the launcher's own path inside, so that a plan's paths hold everywhere; and launch.mounts.
+
+    Raises ValueError for a mount that is not CLAIM:TARGET.
+    """
+    more = []
+    for mount in launch.mounts:
+        source, _, target = mount.partition(":")
+        if not source or "/" in source or not target.startswith("/"):
+            raise ValueError(
+                f"launch.mounts: {mount!r} is not CLAIM:TARGET with the name of a PersistentVolumeClaim and an "
+                "absolute path, e.g. texts:/texts; pods get no folders of their machines"
+            )
+        more.append(Claim(source, target))
+    wanted = launch.kubernetes
+    return (Claim(wanted.volume_claim, str(home), folder=wanted.volume_path, read_only=False), *more)
+
+
+def _resources(launch: LaunchConfig) -> dict[str, str]:
+    wanted = launch.kubernetes
+    resources = dict(wanted.resources)
+    if wanted.gpus_per_node:
+        resources[wanted.gpu_resource] = str(wanted.gpus_per_node)
+    if wanted.cpus:
+        resources["cpu"] = f"{round(wanted.cpus * 1000)}m"
+    if wanted.memory_gib:
+        resources["memory"] = f"{round(wanted.memory_gib * 1024)}Mi"
+    return resources
+
+
+# Pods that run to their end
+
+
+@dataclass(frozen=True)
+class Output:
+    """The end of a pod. `code` None: it did not end in time."""
+
+    state: PodState
+    code: int | None
+    text: str
+
+    def report(self) -> dict[str, Any]:
+        """The JSON object of the last line that is one, empty if there is none."""
+        for line in reversed(self.text.splitlines()):
+            if line.startswith("{"):
+                try:
+                    found = json.loads(line)
+                except ValueError:
+                    continue
+                return found if isinstance(found, dict) else {}
+        return {}
+
+
+def run_pods(cluster: Cluster, group: PodGroup, *, wait_s: float, timeout_s: float) -> dict[str, Output]:
+    """Run the group to its end, at most `timeout_s` once it runs, and remove it; host's name -> how its pod ended.
+
+    Raises HostsNotReady with the reasons of pods that do not start within `wait_s`.
+    """
+    kind = cluster.kind()
+    cluster.start(group, kind)
+    try:
+        wait_until_started(cluster, group, wait_s=wait_s)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            states = {state.host: state for state in cluster.pods(run=group.run, group=group.name)}
+            open_hosts = [name for name in group.hosts if name not in states or states[name].running]
+            if not open_hosts or time.monotonic() > deadline:
+                break
+            time.sleep(POLL_S)
+        if missing := [name for name in group.hosts if name not in states]:
+            raise HostError(f"{', '.join(missing)}: somebody removed our pods while they ran: try again")
+        return {
+            name: Output(
+                state,
+                code=None if state.running else state.exit_code,
+                text="\n".join(cluster.last_lines(state.name, number=LOG_LINES)),
+            )
+            for name, state in states.items()
+        }
+    finally:
+        cluster.remove(run=group.run, group=group.name)
+
+
+def wait_until_started(cluster: Cluster, group: PodGroup, *, wait_s: float) -> None:
+    """Wait until no pod of the group is pending. A queue's wait for quota does not count.
+
+    Raises HostsNotReady with the reasons of those that are after `wait_s`.
+    """
+    waits = StartWait(cluster, group)
+    until(lambda: not waits.look() or waits.waited_s > wait_s, timeout_s=float("inf"), every_s=POLL_S)
+    if waits.pending:
+        findings = {name: (why,) for name, why in waits.pending.items()}
+        number = f"{len(findings)} of {len(group.hosts)} pods"
+        head = f"after {wait_s:.0f} s of waiting (launch.wait_s) {number} do not run:"
+        message = "\n".join([head, *(f"  {name}: {why}" for name, why in waits.pending.items())])
+        raise HostsNotReady(message, findings=findings, unreachable=frozenset())
+
+
+class StartWait:
+    """A group's way from its creation to pods that run. `pending`: names of hosts whose pods do not, with the reason.
+
+    `unplaced`: of these, hosts for whose pods the cluster has no machine.
+    """
+
+    def __init__(self, cluster: Cluster, group: PodGroup) -> None:
+        self.cluster, self.group, self.kind = cluster, group, cluster.kind()
+        self.pending: dict[str, str] = dict.fromkeys(group.hosts, "")
+        self.unplaced: set[str] = set()
+        self._since, self._told, self._was_suspended = time.monotonic(), "", False
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self._since
+
+    def look(self) -> dict[str, str]:
+        """Ask once; tells people when a reason is new."""
+        states = {state.host: state for state in self.cluster.pods(run=self.group.run, group=self.group.name)}
+        if not states and self.group.queue and self.cluster.is_suspended(self.group, self.kind):
+            self._since = time.monotonic()
+            self._tell(f"waiting in the queue {self.group.queue} (`kubectl get workloads` shows its place)")
+            return self.pending
+        self.pending = {
+            name: self._reason(states.get(name))
+            for name in self.group.hosts
+            if name not in states or states[name].starting
+        }
+        self.unplaced = {name for name in self.pending if name not in states or not states[name].placed}
+        if reasons := sorted({why for name, why in self.pending.items() if name in states and states[name].waiting}):
+            self._tell(f"waiting for the pods of {', '.join(self.pending)}: {'; '.join(reasons)}")
+        return self.pending
+
+    def _reason(self, state: PodState | None) -> str:
+        if state is None:
+            return f"no pod was made of {self.kind} {self.group.name}: `kubectl describe {self.kind.lower()}` says why"
+        return (
+            state.waiting or f"its pod {state.name} is {'being started' if state.placed else 'waiting for a machine'}"
+        )
+
+    def _tell(self, words: str) -> None:
+        if words != self._told:
+            self._told = words
+            logger.warning(words)
+
+
+# Before a run
+
+
+def check_pods(
+    cluster: Cluster, launch: LaunchConfig, *, home: Path, run_dir: Path, disk_gib: float = LEAST_DISK_GIB
+) -> dict[str, HostFacts]:
+    """Node's name -> the facts that a pod found on a machine of the cluster; `hostname` is that machine.
+
+    Raises HostsNotReady with everything that is wrong on any node, also that pods do not start within launch.wait_s.
+    """
+    slots = slots_of_cluster(launch)
+    with token(run_dir) as word:
+        asked = Asked(
+            host=f"node-{INDEX}",
+            home=str(home),
+            folder=str(run_dir),
+            token=word,
+            address="$(POD_IP)",
+            interface="",
+            port=launch.port,
+            shm_gib=shm_gib(launch),
+            disk_gib=disk_gib,
+            gpus=bool(launch.kubernetes.gpus_per_node),
+            infiniband=launch.kubernetes.has_rdma,
+        )
+        command = ("python", "-m", "training.node.host_check", json.dumps(asdict(asked)))
+        group = pod_group(
+            launch,
+            home=home,
+            run_id=run_dir.name,
+            what=f"check-{word[:8]}",
+            attempt=f"check-{word[:8]}",
+            hosts=[slot.name for slot in slots],
+            command=command,
+        )
+        outputs = run_pods(cluster, group, wait_s=launch.wait_s, timeout_s=CHECK_S)
+        probes = {name: _probe(name, output, launch) for name, output in outputs.items()}
+        unseen = unseen_answers(run_dir, word, probes)
+    images = {output.state.image_id for output in outputs.values()}
+    findings = {name: (*probe.findings, *([unseen[name]] if name in unseen else [])) for name, probe in probes.items()}
+    if len(images) > 1:
+        one = f"the pods run {len(images)} different images: set launch.image to one digest (NAME@sha256:…)"
+        findings = {name: (*found, one) for name, found in findings.items()}
+    if wrong := {name: found for name, found in findings.items() if found}:
+        lines = [f"{len(wrong)} of {len(slots)} nodes are not ready, nothing was started:"]
+        for name, found in wrong.items():
+            lines += [f"  {name} (machine {outputs[name].state.machine})", *(f"    - {finding}" for finding in found)]
+        raise HostsNotReady("\n".join(lines), findings=wrong, unreachable=frozenset())
+    facts = {
+        name: read_facts(probe).model_copy(update={"hostname": outputs[name].state.machine})
+        for name, probe in probes.items()
+    }
+    warn_of_other_sources(launch.image, facts)
+    return facts
+
+
+def _probe(name: str, output: Output, launch: LaunchConfig) -> Probe:
+    report = output.report()
+    findings = tuple(report.get("findings", ()))
+    if not report:
+        how = f"exit code {output.code}" if output.code is not None else f"no end within {CHECK_S:g} s"
+        why = output.state.lost or f"a pod of the image {launch.image} left no report ({how})"
+        findings = (f"{why}: {last_lines(output.text) or 'it said nothing'}",)
+    wanted, seen = launch.kubernetes.gpus_per_node, len(report.get("gpus", ()))
+    if report and seen < wanted:
+        findings += (f"{wanted} GPUs were granted, but a pod sees {seen}: is NVIDIA's container runtime the default?",)
+    return Probe(name, reachable=True, findings=findings, image_id=output.state.image_id, report=report)
+
+
+def measure_pods(
+    cluster: Cluster,
+    launch: LaunchConfig,
+    *,
+    facts: Mapping[str, HostFacts],
+    slots: int,
+    home: Path,
+    run_dir: Path,
+) -> Inventory:
+    """The nodes with one device per slot, strongest first; `facts` are check_pods', `slots` the ranks on each.
+
+    Machines that are not in home/hardware.json are measured, all at once, in a pod of each node. Rates that were
+    measured beside other work, or on another machine than the one checked, are not saved. Raises HostError if a
+    measurement fails, with the end of its output.
+    """
+    nodes = slots_of_cluster(launch)
+
+    def key(node: PodSlot) -> dict[str, str]:
+        kept = cache_key(node, facts[node.name], slots=slots)
+        return {**kept, "host": f"kubernetes:{facts[node.name].hostname}"}
+
+    known = {node.name: find_cached(home, key(node)) for node in nodes}
+    found = {name: cached for name, cached in known.items() if cached is not None}
+    if len(found) < len(nodes):
+        begin = time.perf_counter()
+        measured = _measure(cluster, launch, facts, slots=slots, home=home, run_dir=run_dir)
+        logger.info("hardware: measured %d nodes in %.1f s", len(nodes), time.perf_counter() - begin)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        for node in nodes:
+            machine, rates = measured[node.name]
+            fact = facts[node.name]
+            found[node.name] = CachedMeasurement(key=key(node), measured_at=now, measured=rates)
+            if machine == fact.hostname and fact.busy_percent <= BUSY_PERCENT:
+                keep_cached(home, found[node.name])
+    return Inventory(hosts=strongest_first([as_host(node, facts[node.name], found[node.name]) for node in nodes]))
+
+
+def _measure(
+    cluster: Cluster, launch: LaunchConfig, facts: Mapping[str, HostFacts], *, slots: int, home: Path, run_dir: Path
+) -> dict[str, tuple[str, Measured]]:
+    """Node's name -> the machine that its pod ran on, and what training.measure found there on so many ranks."""
+    nodes, name = slots_of_cluster(launch), f"measure-{os.urandom(4).hex()}"
+    threads = max(1, min(usable_cores(node, facts[node.name]) for node in nodes) // slots)
+    out = f"{run_dir}/.{name}-{INDEX}.json"
+    launcher = ("torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", f"--nproc-per-node={slots}", "-m")
+    program = (*(launcher if slots > 1 else ()), "training.measure", out, str(threads))
+    group = pod_group(
+        launch,
+        home=home,
+        run_id=run_dir.name,
+        what=name,
+        attempt=name,
+        hosts=[node.name for node in nodes],
+        command=("python", "-m", *program),
+        threads=threads,
+    )
+    paths = {node.name: Path(out.replace(INDEX, str(number))) for number, node in enumerate(nodes)}
+    try:
+        outputs = run_pods(cluster, group, wait_s=launch.wait_s, timeout_s=MEASURE_TIMEOUT_S)
+        for node, output in outputs.items():
+            if output.code != 0:
+                how = f"exit code {output.code}" if output.code is not None else f"no end in {MEASURE_TIMEOUT_S} s"
+                raise HostError(
+                    f"{node} (machine {output.state.machine}): measuring {slots} ranks failed ({how}). The end of its "
+                    f"output:\n{last_lines(output.text)}",
+                    hosts=(node,),
+                )
+        return {node: (outputs[node].state.machine, Measured.read(path)) for node, path in paths.items()}
+    finally:
+        for path in paths.values():
+            path.unlink(missing_ok=True)

@@ -1,0 +1,324 @@
+"""The launcher of a Kubernetes cluster: a group of pods for each attempt, watched by a thread that asks the API.
+
+A host is a node of the run, not a machine: each attempt's pods are placed anew, wherever there is room.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from infra.hosts import HostError
+from infra.kubernetes import KILL_GRACE_S, Cluster, ClusterError, PodLogFollower
+from infra.pods import Heartbeat, PodGroup, PodState, address
+from tasks.hardware.pods import INDEX, PodSlot, StartWait, cluster_of, pod_group, slots_of_cluster
+from tasks.launch.attempt import end_path
+from tasks.launch.failure import LAST_LINES, UNKNOWN, AttemptOutcome, NodeState
+from tasks.launch.fencing import ask_to_stop
+from tasks.launch.launcher import DONE, STOPPED, Host, Node, Program, grace_s
+from tasks.launch.lease import FENCE_S, withdraw_leases
+from tasks.launch.local import end_earlier_attempt
+from tasks.launch.rank_environment import compile_cache, give_block_cache, give_to_ranks, tracking_for_ranks
+from tasks.launch.standby import standby_lease
+from tasks.runs.folder import read_plan
+from tasks.workspace.paths import home
+from training.config.launch import LaunchConfig
+from training.records.node import NodeTask
+from training.tracking.redaction import without_secrets
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.5
+LOG_S = 3.0  # for the last lines of a log
+GONE_S = 10.0  # for killed pods to be gone: a kubelet takes 1 to 3 s
+BEFORE_READY_S = 60.0  # from a pod's start to its first heartbeat
+END_S = 30.0  # for the node program to end after its ranks
+SIGKILLED = 137
+HEARTBEAT = Heartbeat(path="/tmp/heartbeat", max_age_s=60, every_s=15)
+
+
+class PodNode(Node):
+    """A pod of a group, as the group's watch last saw it."""
+
+    def __init__(self, host: str, group: GroupWatch, *, end_path: Path, log: Path) -> None:
+        super().__init__(host, end_path=end_path)
+        self.group, self.log_path = group, log
+        self.pod: PodState | None = None
+        self.log: PodLogFollower | None = None
+        self._running_since = 0.0
+        self._was_ready = False
+
+    @property
+    def state(self) -> NodeState | None:
+        pod = self.pod
+        if pod is None:
+            return None
+        if pod.running or pod.starting:
+            if self.gone:
+                return NodeState(running=False, exit_code=UNKNOWN if pod.lost else SIGKILLED, reason=pod.lost)
+            return NodeState(running=True, hangs=self._hangs(pod))
+        code = UNKNOWN if pod.lost and pod.exit_code == SIGKILLED else pod.exit_code
+        return NodeState(running=False, exit_code=code, oom_killed=pod.oom_killed, reason=pod.lost)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the API will say nothing new of it."""
+        return self.gone or self._has_ended
+
+    def _hangs(self, pod: PodState) -> bool:
+        """Whether its heartbeat is too old, or its machine does not answer: both make a pod not ready."""
+        known = self._was_ready or time.monotonic() > self._running_since + BEFORE_READY_S
+        return pod.running and not pod.ready and known
+
+    def seen(self, pod: PodState | None) -> None:
+        """Take note of what the API says now; None: it has no such pod."""
+        if pod is None:
+            self.gone = self.pod is not None
+        else:
+            if pod.running and (self.pod is None or self.pod.starting):
+                self._running_since = time.monotonic()
+            self._was_ready = self._was_ready or pod.ready
+            if self.log is None and not pod.starting:
+                self.log = self.group.follow(pod, self.log_path)
+            if not (pod.starting or pod.running) and pod.exit_code not in {DONE, STOPPED, SIGKILLED}:
+                lines = self.group.cluster.last_lines(pod.name, number=LAST_LINES)
+                self.last_lines = tuple(map(without_secrets, lines))
+            self.pod = pod
+        self._answered()
+
+    def terminate(self) -> None:
+        if self.pod is not None and not self.gone:
+            self.group.cluster.terminate(self.pod.name, grace_s=self.group.group.grace_s)
+
+    def remove(self) -> None:
+        try:
+            if self.is_silent:  # the API is away, and to ask it once more would only take ANSWER_S; fencing will
+                raise HostError(f"{self.host}: silent for {self.silent_s:.0f} s", hosts=(self.host,), unreachable=True)
+            left = self.group.remove().get(self.host)
+            if left is not None:
+                raise HostError(f"{self.host}: {_still_there(left)}", hosts=(self.host,), unreachable=True)
+            if self.log is not None:
+                self.log.join(LOG_S)
+        finally:
+            if self.log is not None:
+                self.log.close()
+
+    def close(self) -> None:
+        self.group.close()
+
+
+class GroupWatch:
+    """One attempt's pods. Its thread asks for all of them in one request, over and over."""
+
+    def __init__(self, cluster: Cluster, group: PodGroup) -> None:
+        self.cluster, self.group = cluster, group
+        self.nodes: dict[str, PodNode] = {}
+        self._over, self._removing = threading.Event(), threading.Lock()
+        self._left: dict[str, PodState] | None = None
+        self._thread = threading.Thread(target=self._watch, name=f"watch {group.name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+
+    def follow(self, pod: PodState, path: Path) -> PodLogFollower:
+        return PodLogFollower(self.cluster, pod.name, path, run=self.group.run, group=self.group.name)
+
+    def remove(self) -> dict[str, PodState]:
+        """Kill and remove the whole group, once, and wait for that; host's name -> its pod, where it is still there."""
+        with self._removing:
+            if self._left is None:
+                for node in self.nodes.values():
+                    if node.log is not None and node.is_over and not node.gone:
+                        node.log.join(LOG_S)  # before its log goes with it
+                self.cluster.remove(run=self.group.run, group=self.group.name)
+                left = self.cluster.wait_until_gone(run=self.group.run, group=self.group.name, timeout_s=GONE_S)
+                self._left = {pod.host: pod for pod in left}
+            return self._left
+
+    def _watch(self) -> None:
+        while not self._over.wait(POLL_S) and not all(node.is_over for node in self.nodes.values()):
+            with suppress(ClusterError):
+                pods = {pod.host: pod for pod in self.cluster.pods(run=self.group.run, group=self.group.name)}
+                for name, node in self.nodes.items():
+                    if not node.is_over:
+                        node.seen(pods.get(name))
+
+
+class KubernetesLauncher:
+    """Pods as launch.kubernetes describes them. `unplaced`: hosts for whose pods the last attempt found no machine."""
+
+    pid_for_nodes = 0
+    heartbeat = HEARTBEAT.path
+    signals_are_the_users = False  # a machine that shuts down, a drain and a preemption send SIGTERM too
+
+    def __init__(self, launch: LaunchConfig, *, run_dir: Path, mlflow_run_id: str = "") -> None:
+        self.launch, self.run_dir = launch, run_dir
+        self.tracking = tracking_for_ranks(launch, mlflow_run_id=mlflow_run_id)
+        self.ranks_send_metrics = "MLFLOW_RUN_ID" in self.tracking[0]
+        self.cluster = cluster_of(launch)
+        self.unplaced: dict[str, HostError] = {}
+        self.nodes: Mapping[str, PodNode] = {}  # of the last attempt
+
+    def hosts(self) -> Sequence[PodSlot]:
+        return slots_of_cluster(self.launch)
+
+    def master_port(self) -> int:
+        return self.launch.port
+
+    def take_over(self) -> None:
+        end_earlier_attempt(self.run_dir, grace_s=grace_s(read_plan(self.run_dir)))  # of a start on this machine
+
+    def fence(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
+        """Remove all pods of the run; a pod whose machine is lost stays listed, and keeps no node from being placed.
+
+        Hosts that found no machine are reported once: where launch.min_hosts allows it, the run goes on without them.
+        """
+        try:
+            remove_pods(self.cluster, self.run_dir.name, self.run_dir, keep_lease=standby_lease(self.run_dir))
+        except ClusterError as error:
+            return {host.name: HostError(str(error), hosts=(host.name,), unreachable=True) for host in hosts}
+        absent = {name: error for name, error in self.unplaced.items() if name in {host.name for host in hosts}}
+        self.unplaced = {}
+        return absent
+
+    def check(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
+        """Nothing: there are no machines to check before the pods are placed."""
+        return {}
+
+    def environment(self) -> tuple[dict[str, str], dict[str, str]]:
+        return self.tracking
+
+    def compile_cache(self) -> Path:
+        return compile_cache(self.launch)
+
+    def prepare(self) -> None:
+        give_to_ranks(self.run_dir, self.launch)
+        give_block_cache(self.launch)
+
+    def start(
+        self, program: Program, tasks: Mapping[str, Path], *, add: Callable[[Node], None]
+    ) -> Mapping[str, HostError]:
+        folder = next(iter(tasks.values())).parent
+        try:
+            kind = self.cluster.kind()
+            group = self._group(program, folder, tuple(tasks))
+            addresses = {name: address(group, number, kind) for number, name in enumerate(tasks)}
+            for number, (name, path) in enumerate(tasks.items()):
+                _write_task(path, number, addresses[name], master=next(iter(addresses.values())))
+            watch = GroupWatch(self.cluster, group)
+            self.nodes = watch.nodes
+            for name, path in tasks.items():
+                watch.nodes[name] = PodNode(name, watch, end_path=end_path(path), log=self.log_path(name))
+                add(watch.nodes[name])
+            self.cluster.start(group, kind)
+            watch.start()
+            return self._wait_until_started(watch)
+        except ClusterError as error:
+            return {name: _of(name, error) for name in tasks}
+
+    def _group(self, program: Program, folder: Path, hosts: tuple[str, ...]) -> PodGroup:
+        kind_of_attempt = "" if folder.parent.name == "attempts" else f"{folder.parent.name}-"
+        return pod_group(
+            self.launch,
+            home=home(),
+            run_id=program.run_id,
+            what=f"{kind_of_attempt}{folder.name}",
+            attempt=folder.name,
+            hosts=hosts,
+            command=("python", "-m", "training.node", f"{folder}/{TASK_OF_INDEX.format(INDEX)}"),
+            threads=program.threads,
+            secret=json.dumps(dict(program.secrets)).encode() if program.secrets else b"",
+            working_dir=program.working_dir,
+            heartbeat=HEARTBEAT,
+            grace_s=program.grace_s + END_S,  # also what an eviction, a drain or a preemption gives it
+        )
+
+    def _wait_until_started(self, watch: GroupWatch) -> dict[str, HostError]:
+        """Wait until all pods run, at most launch.wait_s; host's name -> why its pod does not.
+
+        With launch.min_hosts pods that have machines, the others get launch.lost_after_s to find one.
+        """
+        waits, least = StartWait(self.cluster, watch.group), self.launch.min_hosts
+        while waits.look():
+            enough = 0 < least <= len(watch.nodes) - len(waits.unplaced) and waits.unplaced
+            if waits.waited_s > (self.launch.lost_after_s if enough else self.launch.wait_s):
+                break
+            if any(node.failed for node in watch.nodes.values()):
+                return {}  # that is what the others did not wait for
+            time.sleep(POLL_S)
+        errors = {
+            name: HostError(f"{name}: {why}, after {waits.waited_s:.0f} s", hosts=(name,), unreachable=True)
+            for name, why in waits.pending.items()
+        }
+        self.unplaced = {name: error for name, error in errors.items() if name in waits.unplaced}
+        return errors
+
+    def stand_by(self, task: NodeTask, program: Program, host: Host) -> None:
+        """Nothing: a pod beside the one that works would ask for its GPUs too."""
+
+    def close(self) -> None:
+        """Nothing stands by."""
+
+    def log_path(self, host: str) -> Path:
+        return self.run_dir / "logs" / f"{host}.log"
+
+    def place(self, outcome: AttemptOutcome) -> str:
+        node = self.nodes.get(outcome.host)
+        place = f"{outcome.host} on machine {node.pod.machine}" if node is not None and node.pod else outcome.host
+        return place if outcome.gpu is None else f"{place}, GPU {outcome.gpu}"
+
+
+TASK_OF_INDEX = "of-index-{}.json"
+
+
+def _write_task(path: Path, number: int, own: str, *, master: str) -> None:
+    """Add the pods' DNS names, which are an attempt's own, to a node's task.
+
+    It gets a second name, which its pod finds by its index: an attempt may be of node-0 and node-2.
+    """
+    task = NodeTask.read(path).model_copy(update={"local_address": own, "master_address": master})
+    task.write(path)
+    task.write(path.with_name(TASK_OF_INDEX.format(number)))
+
+
+def _of(name: str, error: ClusterError) -> HostError:
+    return HostError(f"{name}: {error}", hosts=(name,), unreachable=error.unreachable)
+
+
+def _still_there(pod: PodState) -> str:
+    return f"its pod {pod.name} is still there ({pod.status}): does its machine {pod.machine or '(none)'} answer?"
+
+
+def remove_pods(
+    cluster: Cluster, run_id: str, run_dir: Path, *, grace_s: float = 0.0, keep_lease: Path | None = None
+) -> list[PodState]:
+    """Fencing: remove all pods of the run and what belongs to them; with `grace_s`, ranks save a checkpoint first.
+
+    `keep_lease`: a lease of our own that no pod has.
+
+    Returns the pods that are still listed since their machines do not answer. If they live, they end when they see
+    that the lease of their attempt is gone, which is waited for. Raises ClusterError if the API does not answer.
+    """
+    found = cluster.pods(run=run_id)
+    if grace_s and any(pod.running for pod in found):
+        ask_to_stop(run_dir)
+        for pod in found:
+            cluster.terminate(pod.name, grace_s=grace_s)
+        cluster.wait_until_gone(run=run_id, timeout_s=grace_s + END_S)
+    withdraw_leases(run_dir, keep=keep_lease)  # before the pods: their launcher, if it lives, is to know why
+    cluster.remove(run=run_id, grace_s=KILL_GRACE_S)
+    left = cluster.wait_until_gone(run=run_id, timeout_s=GONE_S) if found else []
+    if found:
+        logger.warning("removed %d pods of an earlier attempt at %s", len(found) - len(left), run_id)
+    if left:
+        logger.warning("%s: its ranks end when they see that their lease is gone", "; ".join(map(_still_there, left)))
+        time.sleep(FENCE_S)
+    return left

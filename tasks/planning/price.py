@@ -1,0 +1,90 @@
+"""What a run costs: the price of its devices, before it; the hours that its stages used them, after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from training.config.prices import PricesConfig, words
+from training.records.inventory import Device, Inventory
+from training.records.plan import AnyPlan
+from training.records.record import Record
+
+COST = "cost.json"  # in the run folder
+TRAINING = "training"  # the stage whose hours and cost are given per token, too
+
+
+class RunCost(Record):
+    """runs/ID/cost.json, written when a run ends, however it ends: what each stage used devices for, and its cost.
+
+    `device_hours`: by stage, from the start of its ranks to their end. `cost`: the same, or None if a device has no
+    price. `tokens`: those that training has seen; steps that a failure lost and that were made again count once here,
+    and twice in the hours.
+    """
+
+    device_hours: dict[str, float]
+    cost: dict[str, float] | None
+    currency: str
+    tokens: int
+
+    @property
+    def total_device_hours(self) -> float:
+        return sum(self.device_hours.values())
+
+    @property
+    def total_cost(self) -> float | None:
+        return None if self.cost is None else sum(self.cost.values())
+
+    @property
+    def cost_per_1b_tokens(self) -> float | None:
+        """Cost of training alone; None if it is unknown."""
+        return None if self.cost is None or not self.tokens else per_1b(self.cost.get(TRAINING, 0.0), self.tokens)
+
+    def figures(self) -> dict[str, float]:
+        """The metrics of the MLflow run; those that are unknown are left out."""
+        known = {
+            "cost/device_hours": self.total_device_hours,
+            "cost/price": self.total_cost,
+            "cost/per_1b_tokens": self.cost_per_1b_tokens,
+        }
+        return {key: value for key, value in known.items() if value is not None} if self.device_hours else {}
+
+
+def price_of(device: Device, prices: PricesConfig) -> float | None:
+    """The price of the longest key whose words the device's name contains, else that of its kind; None without one."""
+    for name in (device.name, device.kind):
+        if matching := [key for key in prices.per_device_hour if words(key) in words(name)]:
+            return prices.per_device_hour[max(matching, key=lambda key: len(words(key)))]
+    return None
+
+
+def price_per_hour(
+    prices: PricesConfig, inventory: Inventory, ranks_per_host: Sequence[int]
+) -> tuple[float | None, str]:
+    """The price of all devices that have ranks, together; None if one has no price.
+
+    The second value is then the reason, if there are prices at all: empty otherwise.
+    """
+    if not prices.per_device_hour:
+        return None, ""
+    hosts = zip(inventory.hosts, ranks_per_host, strict=False)
+    devices = [device for host, ranks in hosts for device in host.devices[:ranks]]
+    known = [price for device in devices if (price := price_of(device, prices)) is not None]
+    if len(known) == len(devices):
+        return sum(known), ""
+    unpriced = sorted({f"{device.name} ({device.kind})" for device in devices if price_of(device, prices) is None})
+    return None, f"cost unknown: prices.per_device_hour has no price for {', '.join(unpriced)}"
+
+
+def price_per_device(plan: AnyPlan) -> float | None:
+    """The price of an hour of one of the plan's devices, on average."""
+    return None if plan.price_per_hour is None else plan.price_per_hour / plan.world_size
+
+
+def attempt_price(plans: Iterable[AnyPlan], ranks: dict[str, int]) -> float | None:
+    """The price of an hour of one device by the first of the plans that has these ranks on these hosts."""
+    had = (plan for plan in plans if dict(zip(plan.hosts, plan.ranks_per_host, strict=False)) == ranks)
+    return next(map(price_per_device, had), None)
+
+
+def per_1b(amount: float, tokens: float) -> float:
+    return amount / tokens * 1e9
