@@ -77,7 +77,7 @@ from training.tracking.rows import METRICS, read_rows, row_files
 
 RUN_ID = "run"
 STEPS_AT_MOST = 14
-FAULTS_UNTIL_S = 16.0  # the last fault begins by then
+FAULTS_UNTIL_S = 16.0  # most faults begin by then
 FOR_GOOD_S = 600.0  # so long that nobody waits for the end of a fault
 LIFE_S = 400.0  # a start of the run is to come to its end in this time
 LIVES = 8
@@ -690,7 +690,7 @@ def loss_at(step: int) -> float:
     return 10.0 / (step + 1)
 
 
-MANIFEST = {
+MANIFEST: dict[str, Any] = {
     "step": 0,
     "tokens": 0,
     "strategy": "ddp",
@@ -700,7 +700,7 @@ MANIFEST = {
     "val_loss": None,
     "files": {},
 }
-RESULT = {
+RESULT: dict[str, Any] = {
     "loss": 1.0,
     "tokens": 1,
     "samples_per_s": 1.0,
