@@ -139,7 +139,8 @@ def _settled(client: MlflowClient, folder: Path, mlflow_run_id: str) -> RunStatu
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                 return None
             raise
-        if ending is None and status != "RUNNING":  # of before there was an ending.json
+        if ending is None and status != "RUNNING":  # its disk was full, or it is of before there was an ending.json
+            Sender(folder, tracking_uri=tracking_uri(), mlflow_run_id=mlflow_run_id).send()
             ending = RunStatus(status=status, cause="", mlflow_knows=True)
         else:
             end_orphans(folder)

@@ -17,8 +17,12 @@ from benchmarks.gpu import bf16_peak_tflops
 from tests.support.repository import REPO
 from tests.support.rig.rig import why_no_rig
 
-SMALLER = {"gpu": ["--tiny"], "training": ["--sizes", "shakespeare-char"]}  # beside --quick; --tiny: on a CPU
-IN_SECONDS = {"planner_vs_published"}
+SMALLER = {  # beside --quick; --tiny: on a CPU
+    "gpu": ["--tiny"],
+    "training": ["--sizes", "shakespeare-char"],
+    "fault_simulation": ["--seeds", "40"],
+}
+IN_SECONDS = {"planner_vs_published", "fault_simulation"}
 
 
 def benchmarks() -> list[str]:

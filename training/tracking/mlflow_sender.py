@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from training.records.record import Record, write_atomically
 from training.tracking.rows import SAMPLES, read_rows, row_files, whole_lines
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 ROWS_PER_REQUEST = 40  # a row has under 25 metrics, one with every replica's micro-batch more
 METRICS_PER_REQUEST = 1000  # MLflow takes no more
@@ -33,11 +37,21 @@ class Sender:
             self.samples_bytes = size
 
 
+Identity = tuple[int, str, float | None]  # of a metric: its step, its key, and for what a model is like its value
+
+
 class Sent(Record):
-    """metrics.sent.json: how far the file was sent, and which metrics of later rows MLflow already has."""
+    """metrics.sent.json: how far the file was sent, and which metrics of later rows MLflow already has.
+
+    `unanswered`: the end of the rows after `offset` that were on their way; MLflow may have them although no answer
+    came, or we were killed before it did. Sent again as they are, they count once; `in_doubt` are those of them that a
+    resumed run has dropped to write them anew, with another time: MLflow is asked which of them it has.
+    """
 
     offset: int = 0
-    known: tuple[tuple[int, str, float | None], ...] = ()  # step, key, and for what a model is like its value
+    known: tuple[Identity, ...] = ()
+    unanswered: int = 0
+    in_doubt: tuple[Identity, ...] = ()
 
 
 def send_rows(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> int:
@@ -45,10 +59,14 @@ def send_rows(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> int:
     from mlflow import MlflowClient
     from mlflow.entities import Metric
 
-    sent, client, count = read_sent(path), MlflowClient(tracking_uri), 0
+    client, count = MlflowClient(tracking_uri), 0
+    sent = _with_answer(read_sent(path), client, mlflow_run_id)
     known = set(sent.known)
     with path.open("rb") as file:
         lines = whole_lines(file, sent.offset)
+    if lines:
+        sent = sent.model_copy(update={"unanswered": sent.offset + sum(map(len, lines))})
+        sent.write(_sent_path(path))
     for start in range(0, len(lines), ROWS_PER_REQUEST):
         chunk = lines[start : start + ROWS_PER_REQUEST]
         metrics = [
@@ -59,11 +77,13 @@ def send_rows(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> int:
         ]
         for first in range(0, len(metrics), METRICS_PER_REQUEST):
             client.log_batch(mlflow_run_id, metrics=metrics[first : first + METRICS_PER_REQUEST])
+        if read_sent(path) != sent:  # a resumed run has dropped rows meanwhile: ours are in doubt
+            return count
         last_step = json.loads(chunk[-1])["step"]
         known = {
             each for each in known if each[0] >= last_step
         }  # rows come in order, so earlier ones are no longer needed
-        sent = Sent(offset=sent.offset + sum(map(len, chunk)), known=tuple(known))
+        sent = Sent(offset=sent.offset + sum(map(len, chunk)), known=tuple(known), unanswered=sent.unanswered)
         count += len(chunk)
         sent.write(_sent_path(path))
     return count
@@ -88,7 +108,17 @@ def send_samples(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> None:
         client.set_tag(mlflow_run_id, marks, json.dumps([*logged, mark]))
 
 
-def _identity(step: int, key: str, value: float) -> tuple[int, str, float | None]:
+def _with_answer(sent: Sent, client: MlflowClient, mlflow_run_id: str) -> Sent:
+    """`sent` without doubt: what MLflow has of the metrics that were in doubt is known. Raises what MLflow raises."""
+    found = {
+        _identity(metric.step, key, metric.value)
+        for key in sorted({key for _, key, _ in sent.in_doubt})
+        for metric in client.get_metric_history(mlflow_run_id, key)
+    }
+    return sent.model_copy(update={"known": (*sent.known, *(found & {*sent.in_doubt})), "in_doubt": ()})
+
+
+def _identity(step: int, key: str, value: float) -> Identity:
     """The identity of a metric: a resumed run repeats steps; another rate is not new, another loss is a new model's."""
     return step, key, value if key.partition("/")[0] in OF_THE_MODEL else None
 
@@ -108,14 +138,23 @@ def forget_after(path: Path, step: int) -> None:
     content, sent = path.read_bytes(), read_sent(path)
     lines = [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
     kept = b"".join(line for line in lines if json.loads(line)["step"] <= step)
-    rows = map(json.loads, content[: sent.offset].splitlines())
-    again = {
+    known = {*sent.known, *_identities(content[: sent.offset], after=step)}
+    in_doubt = {*sent.in_doubt, *_identities(content[sent.offset : sent.unanswered], after=step)} - known
+    Sent(
+        offset=min(sent.offset, len(kept)),
+        known=tuple(sorted(known, key=str)),
+        unanswered=min(sent.unanswered, len(kept)),
+        in_doubt=tuple(sorted(in_doubt, key=str)),
+    ).write(_sent_path(path))
+    write_atomically(path, kept)
+
+
+def _identities(lines: bytes, *, after: int) -> set[Identity]:
+    """The metrics of these rows, of steps after `after`."""
+    return {
         _identity(row["step"], key, value)
-        for row in rows
-        if row["step"] > step
+        for row in map(json.loads, lines.splitlines())
+        if row["step"] > after
         for key, value in row.items()
         if key not in NOT_METRICS
     }
-    known = tuple(sorted({*sent.known, *again}, key=str))
-    Sent(offset=min(sent.offset, len(kept)), known=known).write(_sent_path(path))
-    write_atomically(path, kept)

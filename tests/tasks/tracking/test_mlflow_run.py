@@ -70,6 +70,18 @@ def test_a_run_that_somebody_works_on_cannot_be_opened_and_is_left_as_it_is(home
     assert status(home, "r1") == ("FINISHED", "")
 
 
+def test_rows_that_a_full_disk_kept_from_mlflow_at_the_end_are_sent_by_the_next_reconcile(home: Path) -> None:
+    """MLflow was told of the end, but ending.json could not be written, nor how far rows were sent."""
+    with tracked(tiny_config(), run_id="r1", tags={}) as run:
+        pass
+    (run.folder / "ending.json").unlink()
+    (run.folder / "metrics.jsonl").write_text('{"step": 1, "time_ms": 1, "loss": 2.0}\n')
+    reconcile_mlflow()
+    (sent,) = MlflowClient(f"sqlite:///{home}/mlflow.db").get_metric_history(run.mlflow_run_id, "loss")
+    assert (sent.step, sent.value) == (1, 2.0)
+    assert status(home, "r1") == ("FINISHED", "")
+
+
 def test_a_killed_owners_run_is_closed_by_the_next_reconcile_once(home: Path) -> None:
     with working("r1") as other:
         other.kill()

@@ -6,9 +6,11 @@ import json
 import resource
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 
 from training.tracking.metrics_log import MetricsLog
 from training.tracking.mlflow_sender import Sender, forget_after, read_sent, send_rows
@@ -106,6 +108,54 @@ def test_what_a_resume_need_not_send_is_forgotten_once_it_has_come_by(store: tup
     path.write_text(rows)
     send_rows(path, tracking_uri=store[0], mlflow_run_id=store[1])
     assert sent(store) == {step: 1.0 / step for step in range(1, 101)}
+
+
+def write_rows(path: Path, steps: range, *, time_ms: int) -> None:
+    with path.open("a") as file:
+        for step in steps:
+            file.write(json.dumps({"step": step, "time_ms": time_ms, "loss": float(step), "rate": time_ms}) + "\n")
+
+
+def test_rows_whose_answer_was_lost_are_in_mlflow_once_though_a_resume_writes_them_anew(
+    store: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, log_batch = tmp_path / "metrics.jsonl", MlflowClient.log_batch
+
+    def without_answer(*arguments: Any, **options: Any) -> None:
+        log_batch(*arguments, **options)
+        raise MlflowException("the request timed out")
+
+    write_rows(path, range(1, 6), time_ms=1)
+    with monkeypatch.context() as lost:
+        lost.setattr(MlflowClient, "log_batch", without_answer)
+        with pytest.raises(MlflowException, match="timed out"):
+            send_rows(path, tracking_uri=store[0], mlflow_run_id=store[1])
+    for time_ms in (2, 3):  # the second attempt fails before it can send
+        forget_after(path, 2)
+        write_rows(path, range(3, 8), time_ms=time_ms)
+    send_rows(path, tracking_uri=store[0], mlflow_run_id=store[1])
+    assert sent(store) == {step: float(step) for step in range(1, 8)}
+    assert sent(store, "rate") == {1: 1, 2: 1, 3: 1, 4: 1, 5: 1, 6: 3, 7: 3}
+    assert read_sent(path).in_doubt == ()
+
+
+def test_rows_that_a_resume_drops_while_they_are_sent_are_neither_lost_nor_sent_twice(
+    store: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher sends rows of the last attempt to a slow MLflow, and the next attempt begins."""
+    path, log_batch = tmp_path / "metrics.jsonl", MlflowClient.log_batch
+
+    def slowly(*arguments: Any, **options: Any) -> None:
+        log_batch(*arguments, **options)
+        forget_after(path, 2)
+
+    write_rows(path, range(1, 6), time_ms=1)
+    with monkeypatch.context() as slow:
+        slow.setattr(MlflowClient, "log_batch", slowly)
+        send_rows(path, tracking_uri=store[0], mlflow_run_id=store[1])
+    write_rows(path, range(3, 8), time_ms=2222)
+    send_rows(path, tracking_uri=store[0], mlflow_run_id=store[1])
+    assert sent(store) == {step: float(step) for step in range(1, 8)}
 
 
 def test_rows_wait_while_the_disk_is_full(tmp_path: Path) -> None:

@@ -1,0 +1,105 @@
+"""Recovery under seeded faults: what must hold holds, and the checks see it when the code is wrong."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tasks.launch import attempt, recovery
+from tasks.launch.attempt import Attempt
+from tasks.launch.failure import AttemptOutcome, classify
+from tasks.launch.host_set import _Candidates
+from tasks.launch.lease import Lease
+from tasks.tracking import mlflow_run
+from tests.support import fault_simulation
+from tests.support.fault_simulation import FAULTS, Outcome, replay, simulate, simulate_many
+from tests.support.repository import REPO
+from training.records.checkpoint import newest_intact
+from training.tracking import mlflow_sender
+from training.tracking.mlflow_sender import Sent
+
+FEW, MANY = 150, 10_000
+
+
+def found_in(outcomes: Sequence[Outcome]) -> str:
+    broken = [outcome for outcome in outcomes if outcome.violations]
+    return "\n".join(f"{replay(outcome.seed)}: {'; '.join(outcome.violations)}" for outcome in broken)
+
+
+def test_faults_in_any_combination_end_in_a_run_that_is_as_it_should_be() -> None:
+    outcomes = [simulate(seed) for seed in range(FEW)]
+    assert found_in(outcomes) == ""
+    assert {fault for outcome in outcomes for fault in outcome.faults} == FAULTS.keys()
+    assert {ending for outcome in outcomes for ending in outcome.endings} >= {"done", "failed", "stopped", "killed"}
+    assert max(outcome.attempts for outcome in outcomes) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_faults_by_the_thousand() -> None:
+    assert found_in([*simulate_many(range(FEW, MANY))]) == ""
+
+
+def test_a_seed_is_the_same_each_time() -> None:
+    eventful = [simulate(seed, trace=True) for seed in (2, 2)]
+    stories = ["\n".join(outcome.story).partition("/dev/shm")[0] for outcome in eventful]
+    assert stories[0] == stories[1]
+    assert len(eventful[0].story) > 10
+
+
+@pytest.mark.slow
+def test_one_command_shows_what_happens_in_a_seed() -> None:
+    command = replay(2).split()
+    done = subprocess.run([sys.executable, *command[1:]], capture_output=True, text=True, cwd=REPO)
+    assert done.returncode == 0, done.stderr
+    assert "start 1 of the run" in done.stdout
+    assert "fault: " in done.stdout
+
+
+def _not_fenced(self: _Candidates) -> None:
+    self.absent = {}
+
+
+def _killed_is_an_error(*arguments: Any, **options: Any) -> AttemptOutcome:
+    outcome = classify(*arguments, **options)
+    return outcome.model_copy(update={"cause": "error"}) if outcome.cause == "killed" else outcome
+
+
+def _without_asking(sent: Sent, *_: object) -> Sent:
+    return sent.model_copy(update={"in_doubt": ()})
+
+
+# what is wrong: where, with what, the faults under which that shows, and a word of what the checks say
+MISTAKES: dict[str, tuple[object, str, Callable[..., object] | float, tuple[str, ...], str]] = {
+    "hosts are not fenced": (_Candidates, "fence", _not_fenced, ("launcher killed",), "same time"),
+    "a lease is not withdrawn": (Lease, "withdraw", lambda self: self._over.set(), ("silent daemon",), "lease"),
+    "lost hosts are never noticed": (
+        Attempt, "lost", lambda self: [], ("partition", "power", "node hangs"), "come to its end"
+    ),
+    "attempts are counted through a new checkpoint": (
+        recovery, "last_checkpoint_step", lambda run_dir: 0, ("rank killed", "container killed"), "were used up"
+    ),
+    "a killed rank counts as an error of its own": (
+        attempt, "classify", _killed_is_an_error, ("rank killed",), "which nothing made"
+    ),
+    "the oldest checkpoint is loaded": (
+        fault_simulation, "newest_intact", lambda folders, **_: newest_intact(folders[:1]), ("rank killed",), "newest"
+    ),
+    "the end is not reported": (mlflow_run, "close", lambda *_: None, ("bad loss",), "ending.json says"),
+    "rows without an answer are sent again": (
+        mlflow_sender, "_with_answer", _without_asking, ("MLflow loses answers", "rank killed"), "twice"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_recovery_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, name, wrong, kinds, words = MISTAKES[mistake]
+    monkeypatch.setattr(place, name, wrong)
+    violations = itertools.chain.from_iterable(simulate(seed, kinds=kinds).violations for seed in range(FEW))
+    assert any(words in violation for violation in violations)
