@@ -486,7 +486,7 @@ class Container:
                 self._leave("stopped" if self.asked else "done", exit_code=130 if self.asked else 0)
             self._look_at_peers()
             if self.failure is not None and not self.asked:
-                self._leave("failed", exit_code=self.failure.exit_code % 256 if self.task.is_alone else 1)
+                self._leave("failed", exit_code=1)
             if self.failure is not None or world.now > stop_by:
                 self._leave("stopped" if self.failure else "killed", exit_code=130 if self.failure else 137)
 
@@ -786,6 +786,12 @@ class SimulatedLauncher:
     def take_over(self) -> None:
         """No ranks of this machine's own."""
 
+    def stand_by(self, task: NodeTask, program: Program, host: Host) -> None:
+        """Nothing: what stands by is started by threads, which a simulation has not got (launch.standby_after_s)."""
+
+    def close(self) -> None:
+        """Nothing stands by."""
+
     def fence(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
         return self.remove(hosts, grace_s=0.0)
 
@@ -908,6 +914,7 @@ class World(Scheduler):
             wait_s=draw.choice([4.0, 15.0]),
             attempts=draw.choice([2, 3, 5]),
             backoff_s=0.5,
+            standby_after_s=None,
             lost_after_s=draw.choice([3.0, 6.0]),
             daemon_grace_s=draw.choice([8.0, 12.0]),
             lease_s=draw.choice([6.0, 10.0]),
