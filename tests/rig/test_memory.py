@@ -38,7 +38,9 @@ def memory_dir() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("loses_memory", [False, True], ids=["kept", "lost"])
+@pytest.mark.parametrize(
+    "loses_memory", [pytest.param(False, marks=pytest.mark.long, id="kept"), pytest.param(True, id="lost")]
+)
 def test_a_killed_node_costs_the_steps_since_the_newest_copy(
     slow_rig: Rig,
     shardline_home: Path,
