@@ -11,8 +11,8 @@ of the rounds' ratios, and the same of the first rank's processor time, which ot
 less. Lost: the ranks are killed (SIGKILL) at some step, what the second host holds in its memory is
 deleted, and the run is started again: the newest step that was logged before, less the one it continues after.
 
-The last line is one JSON object: `step_ratio`, `cpu_ratio`, `stall_ms` (the part of it in which training stands still), `steps_lost`
-(the most of the kills), `every_steps`, `copy_mb` (a rank's).
+The last line is one JSON object: `step_ratio`, `cpu_ratio`, `stall_ms` (the part of it in which training stands still),
+`steps_lost` (the most of the kills), `every_steps`, `copy_mb` (a rank's).
 """
 
 from __future__ import annotations
