@@ -7,11 +7,12 @@ under ddp. Each rank copies its half of weights and moments (30 MB) into its own
 over TCP, at every EVERY steps, hashed and agreed on, while the next step is computed on the same two cores.
 
 Cost: seconds of EVERY steps that begin with a copy over those of EVERY steps without one, measured in turn; the median
-of the rounds' ratios. Lost: the ranks are killed (SIGKILL) at some step, what the second host holds in its memory is
+of the rounds' ratios, and the same of the first rank's processor time, which other programs on the machine disturb
+less. Lost: the ranks are killed (SIGKILL) at some step, what the second host holds in its memory is
 deleted, and the run is started again: the newest step that was logged before, less the one it continues after.
 
-The last line is one JSON object: `step_ratio`, `stall_ms` (the part of it in which training stands still), `steps_lost`
-(the most of the kills), `every_steps`, `copy_mb` (a rank's).
+The last line is one JSON object: `step_ratio`, `cpu_ratio`, `stall_ms` (the part of it in which training stands still),
+`steps_lost` (the most of the kills), `every_steps`, `copy_mb` (a rank's).
 """
 
 from __future__ import annotations
@@ -136,6 +137,7 @@ def run(folder: Path, *, memory_dir: Path, rounds: int, kills: int) -> dict[str,
     plan = RunPlan.read(plan_path)
     return {
         "step_ratio": round(statistics.median(each["with"] / each["without"] for each in timed), 4),
+        "cpu_ratio": round(statistics.median(each["with_cpu"] / each["without_cpu"] for each in timed), 4),
         "stall_ms": round(1000 * statistics.median(each["stall"] for each in timed), 1),
         "steps_lost": max(lost),
         "every_steps": EVERY,
@@ -160,7 +162,8 @@ def main() -> None:
         shutil.rmtree(memory_dir)
     print(f"{result['parameters'] / 1e6:.1f}M parameters, {result['copy_mb']} MB a rank, {result['step_ms']} ms a step")
     print(
-        f"a copy every {EVERY} steps: {100 * (result['step_ratio'] - 1):+.1f}% time, {result['stall_ms']} ms of stall"
+        f"a copy every {EVERY} steps: {100 * (result['step_ratio'] - 1):+.1f}% time, "
+        f"{100 * (result['cpu_ratio'] - 1):+.1f}% processor time, {result['stall_ms']} ms of stall"
     )
     print(f"steps lost to a kill of all ranks and the loss of one host's memory: {result['steps_lost']} at most")
     print(json.dumps(result))

@@ -46,7 +46,7 @@ def time_round(state: TrainingState, saver: MemorySaver, number: int) -> dict[st
     for place, kind in enumerate(("with", "without") if number % 2 == 0 else ("without", "with")):
         first = (2 * number + place) * steps
         dist.barrier()
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         if kind == "with":
             saver.save(first, tokens=0, val_loss=None)
         for step in range(first, first + steps):
@@ -55,6 +55,7 @@ def time_round(state: TrainingState, saver: MemorySaver, number: int) -> dict[st
                 seconds["stall"] = saver.finish()
         synchronize(state.rank)
         seconds[kind] = time.perf_counter() - began
+        seconds[f"{kind}_cpu"] = time.process_time() - cpu_began
     return seconds
 
 

@@ -20,7 +20,7 @@ from tasks.launch.launcher import Launcher, Program, grace_s
 from tasks.launch.rank_environment import NCCL, give_to_ranks
 from tasks.runs.folder import read_plan
 from tasks.workspace.paths import fresh, home
-from training.config.launch import HostConfig, LaunchConfig
+from training.config.launch import HostConfig
 from training.config.run import RunConfig
 from training.records.inventory import Inventory
 from training.records.node import CollectiveReport, describe_collectives
@@ -64,7 +64,7 @@ def _prepare_docker_hosts(config: RunConfig, *, run_dir: Path) -> tuple[Launcher
     hosts = docker_hosts(named, home=home())
     give_to_ranks(run_dir, config.launch)
     stop_earlier_containers(hosts, run_dir=run_dir)
-    ready, facts = ready_hosts(hosts, config.launch, run_dir=run_dir)
+    ready, facts = ready_hosts(hosts, config, run_dir=run_dir)
     nsight.check_image(config, facts)
     num_ranks = slots_of(named, facts, config)
     inventory = measure_hosts(ready, config.launch, facts=facts, slots=num_ranks, home=home(), run_dir=run_dir)
@@ -107,21 +107,23 @@ def measure_network(config: RunConfig, launcher: Launcher, inventory: Inventory,
 
 
 def ready_hosts(
-    hosts: Sequence[DockerHost], launch: LaunchConfig, *, run_dir: Path
+    hosts: Sequence[DockerHost], config: RunConfig, *, run_dir: Path
 ) -> tuple[Sequence[DockerHost], dict[str, HostFacts]]:
     """The hosts that are ready for the run, and what was found on each.
 
     Hosts that do not answer are left out if launch.min_hosts others are ready. Raises HostsNotReady if any host that
     answers is unfit, or too few are left.
     """
+    launch, saving = config.launch, config.checkpoint
+    memory_dir = saving.memory_dir if saving.memory_every_steps else ""
     try:
-        return hosts, check_hosts(hosts, launch, home=home(), run_dir=run_dir)
+        return hosts, check_hosts(hosts, launch, home=home(), run_dir=run_dir, memory_dir=memory_dir)
     except HostsNotReady as error:
         left = [host for host in hosts if host.name not in error.unreachable]
         if not launch.min_hosts or len(left) < launch.min_hosts or set(error.findings) - error.unreachable:
             raise
         logger.warning("continuing with %d of %d hosts: %s", len(left), len(hosts), error)
-        return left, check_hosts(left, launch, home=home(), run_dir=run_dir)
+        return left, check_hosts(left, launch, home=home(), run_dir=run_dir, memory_dir=memory_dir)
 
 
 def slots_of(named: Sequence[HostConfig], facts: Mapping[str, HostFacts], config: RunConfig) -> dict[str, int]:

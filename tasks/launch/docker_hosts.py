@@ -15,7 +15,7 @@ from infra import containers
 from infra.containers import Heartbeat, Job, State
 from infra.hosts import DockerHost, HostClient, HostError, connect, on_each
 from infra.logs import LogFollower, last_lines
-from tasks.hardware.hosts import docker_hosts, read_hosts
+from tasks.hardware.hosts import docker_hosts, memory_binds, read_hosts
 from tasks.hardware.preflight import HostsNotReady, check_hosts, container_spec
 from tasks.launch.attempt import end_path
 from tasks.launch.failure import LAST_LINES, AttemptOutcome, NodeState
@@ -27,6 +27,7 @@ from tasks.launch.standby import FOLDER, fits, standby_lease
 from tasks.runs.folder import read_plan
 from tasks.workspace.paths import home
 from training.config.launch import LaunchConfig
+from training.config.run import CheckpointConfig
 from training.records.inventory import Inventory
 from training.records.node import NodeTask
 from training.tracking.redaction import without_secrets
@@ -110,7 +111,8 @@ class ContainerNode(Node):
 class DockerLauncher:
     """Containers on the hosts of `launch`, labelled with the run's name.
 
-    `images`: their ids by host's name; launch.image where it is not known.
+    `images`: their ids by host's name; launch.image where it is not known. `saving`: whether training keeps copies in
+    the hosts' memory, which its containers then mount.
     """
 
     pid_for_nodes = 0
@@ -118,9 +120,16 @@ class DockerLauncher:
     signals_are_the_users = False  # a machine or a daemon that shuts down sends SIGTERM to all containers
 
     def __init__(
-        self, launch: LaunchConfig, *, run_dir: Path, mlflow_run_id: str = "", images: Mapping[str, str] | None = None
+        self,
+        launch: LaunchConfig,
+        *,
+        run_dir: Path,
+        mlflow_run_id: str = "",
+        images: Mapping[str, str] | None = None,
+        saving: CheckpointConfig | None = None,
     ) -> None:
         self.launch, self.run_dir, self.images = launch, run_dir, images or {}
+        self.saving = saving or CheckpointConfig()
         self.tracking = tracking_for_ranks(launch, mlflow_run_id=mlflow_run_id)
         self.ranks_send_metrics = "MLFLOW_RUN_ID" in self.tracking[0]
         self.standbys: dict[str, tuple[str, NodeTask]] = {}  # container and task by host's name
@@ -142,7 +151,8 @@ class DockerLauncher:
 
     def check(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
         try:
-            check_hosts(self._mine(hosts), self.launch, home=home(), run_dir=self.run_dir)
+            memory_dir = self.saving.memory_dir if self.saving.memory_every_steps else ""
+            check_hosts(self._mine(hosts), self.launch, home=home(), run_dir=self.run_dir, memory_dir=memory_dir)
         except HostsNotReady as error:
             return {
                 name: HostError(f"{name}: {'; '.join(findings)}", hosts=(name,), unreachable=name in error.unreachable)
@@ -190,6 +200,7 @@ class DockerLauncher:
             what=what,
             command=("python", "-m", "training.node", *command),
             threads=program.threads,
+            mounts=memory_binds(self.saving, run_id=program.run_id) if program.module == "training.train" else (),
         )
         image = self.images.get(host.name, self.launch.image)
         return replace(job, image=image, heartbeat=HEARTBEAT, working_dir=program.working_dir)

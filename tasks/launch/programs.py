@@ -31,7 +31,13 @@ def launcher_of(module: str, plan: LaunchedPlan, run_dir: Path) -> Launcher:
     if plan.config.launch.launcher == "kubernetes":
         return KubernetesLauncher(plan.config.launch, run_dir=run_dir, mlflow_run_id=run_id)
     if plan.config.launch.launcher == "docker":
-        return DockerLauncher(plan.config.launch, run_dir=run_dir, mlflow_run_id=run_id, images=images_of(run_dir))
+        return DockerLauncher(
+            plan.config.launch,
+            run_dir=run_dir,
+            mlflow_run_id=run_id,
+            images=images_of(run_dir),
+            saving=plan.config.checkpoint,
+        )
     return LocalLauncher(plan, run_dir=run_dir, log=module.rpartition(".")[2])
 
 

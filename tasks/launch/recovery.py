@@ -28,6 +28,7 @@ from tasks.runs.errors import RunFailed, RunStopped
 from tasks.workspace.paths import fresh
 from training.config.launch import Cause
 from training.records.evaluation_plan import EvaluationPlan
+from training.records.memory_checkpoint import newest_step
 from training.records.plan import CustomProgramPlan
 from training.records.record import Record
 from training.records.train_result import TrainResult
@@ -139,7 +140,7 @@ class Attempts:
                 left_out=self.left_out,
             )
             self.plan, self.hosts_with_leftovers = host_set.plan, set(host_set.absent)
-            step = last_checkpoint_step(self.run_dir)
+            step = newest_step(self.run_dir)
             failures, reached = (0, step) if step > reached else (failures, reached)
             attempt = self._attempt(host_set.hosts)
             outcome = attempt.ending
@@ -196,7 +197,7 @@ class Attempts:
         self.stacks.clear()
         self.standbys.wait()
         self.launcher.prepare()
-        began_at, from_step = now(), last_checkpoint_step(self.run_dir)
+        began_at, from_step = now(), newest_step(self.run_dir)
         ranks_in_words = " + ".join(f"{name} ({number})" for name, number in ranks.items())
         logger.info("attempt %s: %s on %s, from step %d", folder.name, self.module, ranks_in_words, from_step)
         program = _program(self.module, self.plan, self.launcher, ranks, run_dir=self.run_dir)
@@ -306,7 +307,7 @@ def _program(module: str, plan: LaunchedPlan, launcher: Launcher, ranks: dict[st
 
 
 def last_checkpoint_step(run_dir: Path) -> int:
-    """Step of the newest whole checkpoint; 0 without one."""
+    """Step of the newest whole checkpoint on disk; 0 without one."""
     return max((int(path.parent.name) for path in (run_dir / "checkpoints").glob("[0-9]*/manifest.json")), default=0)
 
 

@@ -139,6 +139,12 @@ class RunConfig(Section):
                 f"(parallel.ranks = {parallel.ranks}): make train.global_batch a multiple of {replicas}, "
                 "or change parallel.ranks"
             )
+        if self.checkpoint.memory_every_steps and self.launch.launcher == "kubernetes":
+            raise ValueError(
+                f"checkpoint.memory_every_steps = {self.checkpoint.memory_every_steps} keeps copies in the memory of "
+                "hosts from one attempt to the next, and a pod's memory ends with it (launch.launcher=kubernetes): set "
+                "it to 0, and checkpoint.every_steps to fewer steps"
+            )
         if beyond := [step for step in self.profile.steps if not 0 < step <= train.steps]:
             raise ValueError(f"profile.steps = {beyond} are not among the {train.steps} of train.steps: change them")
         if train.compile and parallel.strategy == "zero3":

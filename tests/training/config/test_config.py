@@ -37,6 +37,15 @@ COMBINATIONS = [
         },
         "launch.min_hosts = 3 of launch.kubernetes.nodes = 2: lower it",
     ),
+    (
+        {
+            "launch__launcher": "kubernetes",
+            "launch__image": "x",
+            "launch__kubernetes": {"volume_claim": "runs"},
+            "checkpoint__memory_every_steps": 10,
+        },
+        "checkpoint.memory_every_steps = 10 keeps copies in the memory of hosts from one attempt to the next",
+    ),
     ({"launch__kubernetes": {"gpus_per_node": 2, "slots": 3}}, "slots = 3 on 2 GPUs: each rank needs a GPU"),
     ({"launch__kubernetes": {"resources": {"nvidia.com/gpu": "8"}}}, "set launch.kubernetes.gpus_per_node instead"),
     ({"parallel__ranks": 3}, "train.global_batch = 8 cannot be split evenly over 3 data-parallel ranks"),
