@@ -13,6 +13,7 @@ from tasks.launch.docker_hosts import DockerLauncher, images_of
 from tasks.launch.kubernetes import KubernetesLauncher
 from tasks.launch.launcher import LaunchedPlan, Launcher
 from tasks.launch.local import LocalLauncher
+from tasks.launch.slurm_launcher import SlurmLauncher
 from tasks.runs.errors import RunFailed, RunStopped
 from tasks.runs.folder import read_plan
 from tasks.workspace.paths import fresh
@@ -30,6 +31,8 @@ def launcher_of(module: str, plan: LaunchedPlan, run_dir: Path) -> Launcher:
     run_id: str = getattr(plan, "mlflow_run_id", "")
     if plan.config.launch.launcher == "kubernetes":
         return KubernetesLauncher(plan.config.launch, run_dir=run_dir, mlflow_run_id=run_id)
+    if plan.config.launch.launcher == "slurm":
+        return SlurmLauncher(plan.config.launch, run_dir=run_dir, mlflow_run_id=run_id)
     if plan.config.launch.launcher == "docker":
         return DockerLauncher(plan.config.launch, run_dir=run_dir, mlflow_run_id=run_id, images=images_of(run_dir))
     return LocalLauncher(plan, run_dir=run_dir, log=module.rpartition(".")[2])
