@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +20,10 @@ from pathlib import Path
 from infra import slurm
 from infra.hosts import HostError, on_each
 from infra.slurm import NodeInfo
+from tasks.hardware.slurm_nodes import JobNodes, check_nodes, command, container_options, measure_nodes
 from tasks.launch.attempt import end_path
 from tasks.launch.failure import LAST_LINES, UNKNOWN, AttemptOutcome, NodeState
+from tasks.launch.fencing import ask_to_stop
 from tasks.launch.launcher import DONE, Host, Node, Program, grace_s
 from tasks.launch.lease import withdraw_leases
 from tasks.launch.local import end_earlier_attempt
@@ -35,7 +35,8 @@ from tasks.runs.folder import read_plan
 from tasks.workspace.paths import fresh, home
 from tasks.workspace.wait import until
 from training.config.launch import LaunchConfig
-from training.config.slurm import SlurmConfig
+from training.config.run import RunConfig
+from training.records.inventory import Inventory
 from training.records.node import NodeEnd, NodeTask
 from training.tracking.redaction import without_secrets
 
@@ -372,21 +373,31 @@ class Watch(threading.Thread):
             time.sleep(POLL_S)
 
 
-def command(wanted: SlurmConfig, *words: str) -> list[str]:
-    """Python with these words on a node: behind the prefix, and with the modules loaded."""
-    python = wanted.python or ("python" if wanted.container_image or wanted.command_prefix else sys.executable)
-    # -P: a folder named `training` in the working directory must not take our place.
-    program = [*wanted.command_prefix, python, "-P", *words]
-    if not wanted.modules:
-        return program
-    # `module` is a function of a login shell; the words behind it are arguments, and nothing that it reads as its own
-    script = f'module load {" ".join(wanted.modules)} && exec "$@"'
-    return [shutil.which("bash") or "/bin/bash", "-lc", script, "bash", *program]
+def prepare_nodes(config: RunConfig, *, run_dir: Path) -> tuple[SlurmLauncher, Inventory]:
+    """End earlier steps of the run, check its nodes and measure them.
+
+    Waits for nodes, which the caller holds (slurm_allocation.py). Raises HostsNotReady with all that is wrong on any.
+    """
+    launcher = SlurmLauncher(config.launch, run_dir=run_dir)
+    launcher.allocation.ensure()
+    stop_steps(run_dir, launcher.allocation.job_id, grace_s=grace_s(read_plan(run_dir)))
+    nodes = JobNodes(launcher.allocation.job_id, launcher.hosts(), config.launch.slurm, run_dir, launcher.master_port())
+    facts = check_nodes(nodes)
+    slots = 1 if config.parallel.strategy == "single" else config.launch.slurm.ranks_per_node
+    return launcher, measure_nodes(nodes, facts=facts, slots=slots)
 
 
-def container_options(wanted: SlurmConfig) -> list[str]:
-    """What Pyxis adds to srun."""
-    if not wanted.container_image:
-        return []
-    mounts = [f"{home()}:{home()}", *wanted.container_mounts]
-    return [f"--container-image={wanted.container_image}", f"--container-mounts={','.join(mounts)}"]
+def stop_steps(run_dir: Path, job_id: str, *, grace_s: float) -> None:
+    """Stop the run's steps in that job; ranks that outlived their launcher save a checkpoint first."""
+    if found := slurm.steps(job_id):
+        logger.warning("Slurm job %s: stopping %d steps of an earlier start first", job_id, len(found))
+        ask_to_stop(run_dir)
+        slurm.terminate(step.id for step in found)
+        until(lambda: not slurm.steps(job_id), timeout_s=grace_s, every_s=POLL_S / 4)
+    withdraw_leases(run_dir)
+
+
+def end_job(job: slurm.Job, *, run_dir: Path, grace_s: float) -> None:
+    """End a job of the run in order: its ranks save a checkpoint, then Slurm gets the nodes back."""
+    stop_steps(run_dir, job.id, grace_s=grace_s)
+    slurm.cancel(job.id)

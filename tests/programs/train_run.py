@@ -12,7 +12,7 @@ from tasks.launch.docker_hosts import hosts_of
 from tasks.launch.fencing import remove_containers
 from tasks.launch.launcher import grace_s
 from tasks.launch.slurm_allocation import held_nodes
-from tasks.launch.slurm_hosts import stop_steps
+from tasks.launch.slurm_launcher import stop_steps
 from tasks.runs.errors import RunStopped
 from tasks.tracking.final_status import reconcile_mlflow
 from tasks.tracking.mlflow_run import tracked
