@@ -1,4 +1,4 @@
-"""Training, evaluation, export and users' programs on ranks, wherever a launcher starts them; each leaves its record."""
+"""Training, evaluation, export and users' programs on ranks, by whichever launcher; each leaves its record."""
 
 from __future__ import annotations
 
