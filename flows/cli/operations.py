@@ -16,9 +16,9 @@ COLUMNS = ("run", "attempt", "host", "ranks", "status", "health", "since", "step
 
 def add_operation_commands(command: Callable[..., argparse.ArgumentParser], commands: Any) -> None:
     """Add these commands. `command` adds one to the parser; `commands`: its subparsers, as in flows/cli/command.py."""
-    ps = command("ps", _ps, "list what runs: containers on all hosts, and runs of this machine")
+    ps = command("ps", _ps, "list what runs: containers on all hosts, Slurm jobs, and runs of this machine")
     stop = command("stop", _stop, "stop a run on all its hosts, with a checkpoint", "RUN")
-    reap = command("reap", _reap, "remove containers whose launcher is gone")
+    reap = command("reap", _reap, "remove containers and Slurm jobs whose launcher is gone")
     about = "file with the hosts (default: the hosts of all runs in SHARDLINE_HOME)"
     for added in (ps, reap):
         added.add_argument("--hosts-file", default="", metavar="FILE", help=about)

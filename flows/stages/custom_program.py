@@ -8,7 +8,7 @@ from flows.prefect_ui.artifacts import show_pairs
 from flows.prefect_ui.links import open_mlflow
 from flows.stages import training as stages
 from flows.stages.stage import stage, stage_seconds, timed
-from tasks.launch.custom_program import run_custom_program
+from tasks.launch.programs import run_custom_program
 from tasks.launch.recovery import attempts_of
 from tasks.planning.custom_program import SKIPPED, CustomProgramOutcome, check_custom_program, plan_custom_program
 from tasks.tracking import client as mlflow_client

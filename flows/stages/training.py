@@ -31,6 +31,7 @@ from tasks.hardware.doctor import hardware_rows
 from tasks.inference.onnx_generator import TextGenerator
 from tasks.launch import batch_size_trial, check_hosts, nsight, programs
 from tasks.launch.recovery import attempts_of
+from tasks.launch.slurm_allocation import held_nodes, note_run, run_before_requeue
 from tasks.operations import gpu_queue
 from tasks.planning import plan as planning
 from tasks.planning.describe import describe_plan
@@ -67,13 +68,16 @@ ON_STORE = "shardline.store"  # tag: the run's URL
 def choose_run(run_id: str, config: RunConfig, *, force: bool) -> tuple[str, tuple[Change, ...]]:
     """The ID of a new run, or of the run to resume with what `config` changes of it. Raises ValueError if it may not.
 
-    A flow run that Prefect starts again, as its Retry does, resumes the run that it began.
+    A flow run that Prefect starts again, as its Retry does, resumes the run that it began; so does a Slurm job that
+    was requeued.
     """
     if is_on_store(run_id):
         run_id = fetch_run(run_id)
     run_id = run_id or begun_before(config)
     if not run_id:
-        return new_run_id(config.name), ()
+        run_id = new_run_id(config.name)
+        note_run(run_id, config)
+        return run_id, ()
     run = mlflow_run.read_run(run_id)
     changes = resume.accepted(run.folder, config, begun_with=run.begun_with, force=force)
     for change in changes:
@@ -82,8 +86,8 @@ def choose_run(run_id: str, config: RunConfig, *, force: bool) -> tuple[str, tup
 
 
 def begun_before(config: RunConfig) -> str:
-    """ID of the run that this flow run began when it was started before; empty if there is none."""
-    run_id = mlflow_run.run_begun_by(str(flow_run.root_flow_run_id or ""), config)
+    """ID of the run that this flow run, or Slurm job, began when it was started before; empty if there is none."""
+    run_id = mlflow_run.run_begun_by(str(flow_run.root_flow_run_id or ""), config) or run_before_requeue(config)
     if run_id:
         logger.info("this flow run was started again: resuming %s", run_id)
     return run_id
@@ -154,9 +158,10 @@ def wait_for_devices(run: TrackedRun, look: gpu_queue.Look, holder: gpu_queue.Ho
 
 @stage("Check the hardware")
 def hardware(config: RunConfig, run: TrackedRun | None = None) -> Inventory:
-    """Check and measure this machine, or all Docker hosts of the run."""
+    """Check and measure this machine, or all hosts of the run; without a run, nodes of Slurm are held only for that."""
     if run is None:
-        return _inventory(config, home() / "dry-run")
+        with held_nodes(config.launch, run_dir=home() / "dry-run"):
+            return _inventory(config, home() / "dry-run")
     with timed(run, "hardware"):
         inventory = _inventory(config, run.folder)
     wait_for_store()

@@ -256,6 +256,11 @@ def check_comparable(config: RunConfig) -> None:
         raise ValueError(
             "a user's own training program has no strategies to compare: leave trainer.module and trainer.script out"
         )
+    if config.launch.launcher == "slurm":
+        raise ValueError(
+            "a comparison does not hold nodes of Slurm for its runs: start `shardline pretrain` once per strategy, or "
+            "compare with launch.launcher=local inside of a job of one node"
+        )
 
 
 def describe_machine(inventory: Inventory) -> tuple[str, ...]:

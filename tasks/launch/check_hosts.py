@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from infra.hosts import DockerHost
@@ -18,6 +18,7 @@ from tasks.launch.fencing import remove_containers
 from tasks.launch.kubernetes import KubernetesLauncher, remove_pods
 from tasks.launch.launcher import Launcher, Program, grace_s
 from tasks.launch.rank_environment import NCCL, give_to_ranks
+from tasks.launch.slurm_launcher import prepare_nodes
 from tasks.runs.folder import read_plan
 from tasks.workspace.paths import fresh, home
 from training.config.launch import HostConfig
@@ -35,8 +36,7 @@ def prepare_hosts(config: RunConfig, *, run_dir: Path) -> Inventory:
 
     Leaves inventory.json. Raises HostsNotReady with all that is wrong on any host; nothing was started then.
     """
-    prepare = _prepare_pods if config.launch.launcher == "kubernetes" else _prepare_docker_hosts
-    launcher, inventory = prepare(config, run_dir=run_dir)
+    launcher, inventory = PREPARE[config.launch.launcher](config, run_dir=run_dir)
     if config.launch.collective_test and len(inventory.hosts) > 1:
         report = measure_network(config, launcher, inventory, run_dir=run_dir)
         logger.info("network: %s", describe_collectives(report))
@@ -71,6 +71,13 @@ def _prepare_docker_hosts(config: RunConfig, *, run_dir: Path) -> tuple[Launcher
     return DockerLauncher(config.launch, run_dir=run_dir), inventory
 
 
+PREPARE: Mapping[str, Callable[..., tuple[Launcher, Inventory]]] = {
+    "docker": _prepare_docker_hosts,
+    "kubernetes": _prepare_pods,
+    "slurm": prepare_nodes,
+}
+
+
 def stop_earlier_containers(hosts: Sequence[DockerHost], *, run_dir: Path) -> None:
     """Stop the run's earlier containers; ranks that outlived their launcher save a checkpoint first."""
     remove_containers(hosts, run_dir.name, run_dir, grace_s=grace_s(read_plan(run_dir)))
@@ -83,7 +90,7 @@ def measure_network(config: RunConfig, launcher: Launcher, inventory: Inventory,
     """
     out, by_name = run_dir / NETWORK, {host.name: host for host in launcher.hosts()}
     folder = new_folder(run_dir / "network")
-    give_to_ranks(run_dir, config.launch)
+    launcher.prepare()
     out.unlink(missing_ok=True)
     program = Program(
         run_id=run_dir.name,

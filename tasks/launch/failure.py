@@ -46,8 +46,8 @@ FIRST_CAUSES = {"out of memory", "gpu fault", "bad loss", "lost host", "killed"}
 CURES: Mapping[str, str] = {
     "out of memory": "lower train.micro_batch or train.context, spread the state over the ranks "
     "(parallel.strategy=zero2, zero3), or raise the host's memory_gib",
-    "lost host": "check that the host is on and that `docker -H URL info` answers from here; launch.min_hosts lets "
-    "the run continue without it",
+    "lost host": "check that the host is on and that `docker -H URL info` answers from here, or under Slurm what "
+    "`sinfo -N -l` says of it; launch.min_hosts lets the run continue without it",
     "network": "check the routes and the firewall between the hosts, and each host's `address` and `interface` "
     "(`ip -brief address`)",
     "daemon": "see what Docker's log says there (journalctl -u docker)",

@@ -157,7 +157,10 @@ class Launcher(Protocol):
     pid_for_nodes: int  # ours, where nodes run on this machine and end with us; else 0
     heartbeat: str  # a file that nodes touch each second, where something looks at it; empty: none
     ranks_send_metrics: bool  # whether ranks reach MLflow themselves
-    signals_are_the_users: bool  # whether a SIGTERM to a node is a user's order to stop, not a machine's shutdown
+
+    @property
+    def signals_are_the_users(self) -> bool:
+        """Whether a SIGTERM to a node is a user's order to stop, not a machine's shutdown."""
 
     def hosts(self) -> Sequence[Host]:
         """All hosts of the config. Raises ValueError for mistakes that show without asking any of them."""

@@ -1,4 +1,4 @@
-"""Training, evaluation and export on the ranks of a plan, here or on Docker hosts; each leaves its record."""
+"""Training, evaluation, export and users' programs on ranks, by whichever launcher; each leaves its record."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from tasks.launch.docker_hosts import DockerLauncher, images_of
 from tasks.launch.kubernetes import KubernetesLauncher
 from tasks.launch.launcher import LaunchedPlan, Launcher
 from tasks.launch.local import LocalLauncher
+from tasks.launch.slurm_launcher import SlurmLauncher
 from tasks.runs.errors import RunFailed, RunStopped
 from tasks.runs.folder import read_plan
 from tasks.workspace.paths import fresh
-from training.records.plan import RunPlan
+from training.records.plan import CustomProgramPlan, RunPlan
 from training.records.results import EvalReport, ExportedModel
 from training.records.train_result import TrainFailure, TrainResult, train_failure
 from training.tracking.rows import read_rows, whole_lines
@@ -30,6 +31,8 @@ def launcher_of(module: str, plan: LaunchedPlan, run_dir: Path) -> Launcher:
     run_id: str = getattr(plan, "mlflow_run_id", "")
     if plan.config.launch.launcher == "kubernetes":
         return KubernetesLauncher(plan.config.launch, run_dir=run_dir, mlflow_run_id=run_id)
+    if plan.config.launch.launcher == "slurm":
+        return SlurmLauncher(plan.config.launch, run_dir=run_dir, mlflow_run_id=run_id)
     if plan.config.launch.launcher == "docker":
         return DockerLauncher(
             plan.config.launch,
@@ -136,3 +139,19 @@ def export(plan: RunPlan, *, run_dir: Path) -> ExportedModel:
     """Hugging Face and ONNX files of the last checkpoint, with their parity report; the program skips what is done."""
     run_program("training.export", plan=_in_force(plan, run_dir), run_dir=run_dir, ranks=1)
     return ExportedModel.read(fresh(run_dir / "export" / "export.json"))
+
+
+def run_custom_program(plan: CustomProgramPlan, *, run_dir: Path) -> None:
+    """Start the program, and again where that can help. A program that is done is not started again.
+
+    Raises RunFailed with the cause and the log's last lines, RunStopped if it, or we, were told to stop.
+    """
+    if is_done(run_dir):
+        logger.info("%s is done already", plan.program)
+        return
+    recovery.run_program(plan.program, plan=plan, run_dir=run_dir, launcher=launcher_of("trainer", plan, run_dir))
+
+
+def is_done(run_dir: Path) -> bool:
+    attempts = recovery.attempts_of(run_dir)
+    return bool(attempts) and attempts[-1]["ending"]["cause"] == "done"

@@ -77,7 +77,8 @@ def give_block_cache(launch: LaunchConfig) -> None:
 def ranks_reach_mlflow(launch: LaunchConfig) -> bool:
     """Whether MLflow is a server that all hosts reach: no file of this machine, and not its loopback address."""
     uri = urlsplit(tracking_uri())
-    far = launch.launcher == "kubernetes" or any(not host.docker.startswith("unix:") for host in read_hosts(launch))
+    far = launch.launcher in {"kubernetes", "slurm"}
+    far = far or any(not host.docker.startswith("unix:") for host in read_hosts(launch))
     return uri.scheme in {"http", "https"} and not (far and is_loopback(uri.hostname or ""))
 
 

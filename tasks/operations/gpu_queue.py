@@ -20,6 +20,7 @@ from tasks.hardware.machine import gpus_here
 from tasks.launch.docker_hosts import hosts_of
 from tasks.launch.launcher import grace_s
 from tasks.launch.local import end_earlier_attempt
+from tasks.launch.slurm_allocation import Allocation, held_nodes, patience
 from tasks.operations.ps import ask
 from tasks.runs.errors import RunStopped
 from tasks.runs.folder import read_plan
@@ -38,14 +39,18 @@ REPORT_EVERY_S = 600.0
 
 @dataclass(frozen=True)
 class Holder:
-    """A run that has GPUs which another run needs. `has`: what it has, and where; `cure`: how to end it."""
+    """A run that has GPUs which another run needs, or our job in Slurm's queue.
+
+    `has`: what it has, and where, or what it waits for; `cure`: how to end it.
+    """
 
     run_id: str
     has: str
     cure: str
+    kind: str = "run"
 
     def __str__(self) -> str:
-        return f"run {self.run_id} {self.has}; {self.cure}"
+        return f"{self.kind} {self.run_id} {self.has}; {self.cure}"
 
 
 Look = Callable[[], Holder | None]  # which run has the GPUs; None: they are ours
@@ -67,6 +72,10 @@ def hold_gpus(config: RunConfig, *, run_id: str, wait: Callable[[Look, Holder], 
 def _look(config: RunConfig, run_id: str, held: ExitStack) -> Look:
     if config.launch.launcher == "kubernetes":  # its scheduler, or launch.kubernetes.queue, makes pods wait
         return lambda: None
+    if config.launch.launcher == "slurm":
+        allocation = held.enter_context(held_nodes(config.launch, run_dir=run_folder(run_id)))
+        assert allocation is not None
+        return lambda: _queue_of(allocation)
     if config.launch.launcher == "docker":
         hosts = [host for host in hosts_of(config.launch) if host.gpus or host.gpu_ids]
         return lambda: gpu_holder(hosts, run_id=run_id)
@@ -91,6 +100,20 @@ def wait_for_gpus(look: Look, holder: Holder, *, run_id: str) -> None:
     except BaseException:  # Ctrl-C, or the SIGTERM that Prefect turns into an exception
         raise RunStopped(f"interrupted while it waited ({holder}): `shardline resume {run_id}` asks again") from None
     logger.info("%s has its GPUs after %.0f s", run_id, time.monotonic() - began_at)
+
+
+# Of Slurm
+
+
+def _queue_of(allocation: Allocation) -> Holder | None:
+    """What the run's job waits for in Slurm's queue; None once it has its nodes."""
+    allocation.raise_if_cancelled()
+    with patience():
+        queued = allocation.waits_for()
+        if queued is None:
+            return None
+        return Holder(queued.job_id, f"waits ({queued.reason})", f"`scancel {queued.job_id}` ends it", kind="Slurm job")
+    return Holder(allocation.job_id, "is not known now", "slurmctld does not answer", kind="Slurm job")
 
 
 # Of this machine

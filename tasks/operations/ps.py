@@ -1,4 +1,4 @@
-"""What runs: containers and pods of ours by their labels, the runs of this machine, and who looks after each."""
+"""What runs: containers, pods and Slurm jobs of ours, the runs of this machine, and who looks after each."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from typing import Any
 import psutil
 from pydantic import ValidationError
 
-from infra import containers
+from infra import containers, slurm
 from infra.containers import Found, State
 from infra.hosts import DockerHost, HostError, connect, on_each
 from infra.pods import PodState
 from tasks.hardware.hosts import docker_hosts, read_hosts
 from tasks.hardware.pods import cluster_of
+from tasks.launch.slurm_allocation import FOLDER
 from tasks.runs.owner import owner_process, ranks_launcher
 from tasks.workspace.paths import home, run_folder
 from tasks.workspace.processes import is_local, local_process
@@ -68,11 +69,15 @@ class Listing(Record):
 
 @dataclass(frozen=True)
 class OnHost:
-    """A container as its daemon tells of it, or a pod as its cluster does; `machine`: the pod's."""
+    """A container as its daemon tells of it, a pod as its cluster does, or a job of Slurm; `machine`: the pod's.
+
+    `job`: the ID of a job of Slurm.
+    """
 
     found: Found
     state: State
     machine: str = ""
+    job: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,15 @@ class Namespace:
     launch: LaunchConfig
 
 
-AskedHost = DockerHost | Namespace
+@dataclass(frozen=True)
+class SlurmCluster:
+    """The Slurm whose commands are on PATH; asked like a host with all its jobs."""
+
+    name: str = "Slurm"
+    url: str = "slurm"
+
+
+AskedHost = DockerHost | Namespace | SlurmCluster
 
 
 def list_running(hosts: Sequence[AskedHost]) -> Listing:
@@ -102,6 +115,8 @@ def ask(hosts: Sequence[AskedHost], *, run: str = "") -> tuple[dict[str, list[On
     def ask_one(host: AskedHost) -> list[OnHost]:
         if isinstance(host, Namespace):
             return _pods(host, run=run)
+        if isinstance(host, SlurmCluster):
+            return [_job_as_container(job) for job in slurm.our_jobs(run)]
         with closing(connect(host, timeout_s=ANSWER_S)) as client:
             states = [(found, containers.state(client, found.id)) for found in containers.find(client, run=run)]
         return [OnHost(found=found, state=state) for found, state in states if state is not None]
@@ -137,10 +152,36 @@ def _as_container(pod: PodState) -> OnHost:
     return OnHost(found, state, machine=pod.machine or "no machine yet")
 
 
+def _job_as_container(job: slurm.Job) -> OnHost:
+    """A job in the words of containers; one that waits for nodes counts as created."""
+    run = slurm.run_of(job)
+    attempts = [lease.parent.name for lease in run_folder(run).glob("attempts/[0-9]*/lease")]
+    began = datetime.fromtimestamp(job.began_at, UTC).isoformat(timespec="seconds") if job.began_at else "0001"
+    status = "created" if job.waits else "running"
+    state = State(status, 0, oom_killed=False, health="", error="", started_at=began, finished_at=began)
+    attempt, nodes = max(attempts, key=int, default=""), ",".join(job.nodes) or "no nodes yet"
+    found = Found(job.id, f"job {job.id}", run, attempt, nodes, slurm.launcher_of(job), job.state.lower())
+    return OnHost(found, state, job=job.id)
+
+
 def _row(host: str, each: OnHost) -> Running:
     found, state, run_dir = each.found, each.state, run_folder(each.found.run)
     task = run_dir / "attempts" / found.attempt / f"{found.host}.json"
     looked_after, launcher = launcher_of(each)
+    if each.job:
+        return Running(
+            run=found.run,
+            attempt=found.attempt,
+            host=found.host,
+            container=found.name,
+            ranks=_planned_ranks(run_dir) if found.attempt else None,
+            status=f"{found.status} ({found.name})",
+            health="",
+            since=state.started_at,
+            step=last_logged_step(run_dir),
+            looked_after=looked_after,
+            launcher=launcher,
+        )
     return Running(
         run=found.run,
         attempt=found.attempt,
@@ -201,6 +242,8 @@ def hosts_of_run(run_dir: Path) -> tuple[AskedHost, ...]:
     launch = launch_of(run_dir)
     if launch.launcher == "local":
         return ()
+    if launch.launcher == "slurm":
+        return (SlurmCluster(),)
     if launch.launcher == "kubernetes":
         wanted = launch.kubernetes
         name = "/".join(filter(None, ("kubernetes", wanted.context, wanted.namespace)))
@@ -242,10 +285,11 @@ def launcher_of(each: OnHost) -> tuple[bool, str]:
         return (True, f"alive (pid {pid})") if local_process(found.launcher) else (False, f"gone (was pid {pid})")
     if not run_dir.is_dir():
         return True, f"on {machine}, of another SHARDLINE_HOME"
-    if not found.attempt.isdigit():
+    if not found.attempt.isdigit() and not each.job:
         young = _age_s(each.state.started_at) < PROBE_LIFETIME_S
         return young, f"on {machine}" if young else f"gone (was on {machine})"
-    renewed_at = [lease.stat().st_mtime for lease in run_dir.glob(f"*/{found.attempt}/lease")]
+    leases = run_dir.glob(f"{FOLDER}/lease" if each.job else f"*/{found.attempt}/lease")
+    renewed_at = [lease.stat().st_mtime for lease in leases]
     if not renewed_at:
         return False, f"gone (was on {machine})"
     silent_s, lease_s = _storage_time() - max(renewed_at), launch_of(run_dir).lease_s

@@ -11,13 +11,15 @@ from typing import Literal
 
 import psutil
 
+from infra import slurm
 from infra.hosts import DockerHost, HostError
 from tasks.hardware.pods import cluster_of
 from tasks.launch.fencing import remove_containers
 from tasks.launch.kubernetes import remove_pods
 from tasks.launch.launcher import grace_s
 from tasks.launch.local import end_earlier_attempt
-from tasks.operations.ps import AskedHost, Namespace, OnHost, ask, hosts_of_run, launcher_of, run_folders
+from tasks.launch.slurm_launcher import end_job
+from tasks.operations.ps import AskedHost, Namespace, OnHost, SlurmCluster, ask, hosts_of_run, launcher_of, run_folders
 from tasks.runs.folder import read_plan, steps_done
 from tasks.runs.owner import owner_process, ranks_launcher
 from tasks.workspace.locks import AlreadyOwned, is_owned, owned
@@ -78,16 +80,22 @@ def stop(run_id: str) -> Stopped:
 
 
 def _remove(hosts: Sequence[AskedHost], run_id: str, run_dir: Path, *, grace_s: float) -> dict[str, HostError]:
-    """End the run's ranks with a checkpoint, and remove their containers or pods; host's name -> why that failed."""
+    """End the run's ranks with a checkpoint, and remove their containers, pods or jobs; host's name -> why that failed.
+
+    Containers come last, since with them the leases go, without which ranks are killed at once.
+    """
+    silent: dict[str, HostError] = {}
+    for host in hosts:
+        try:
+            if isinstance(host, Namespace):
+                remove_pods(cluster_of(host.launch), run_id, run_dir, grace_s=grace_s)
+            elif isinstance(host, SlurmCluster):
+                for job in slurm.our_jobs(run_id):
+                    end_job(job, run_dir=run_dir, grace_s=grace_s)
+        except HostError as error:
+            silent[host.name] = error
     docker = [host for host in hosts if isinstance(host, DockerHost)]
-    silent = remove_containers(docker, run_id, run_dir, grace_s=grace_s)
-    for namespace in hosts:
-        if isinstance(namespace, Namespace):
-            try:
-                remove_pods(cluster_of(namespace.launch), run_id, run_dir, grace_s=grace_s)
-            except HostError as error:
-                silent[namespace.name] = error
-    return silent
+    return silent | remove_containers(docker, run_id, run_dir, grace_s=grace_s)
 
 
 def _held(run_dir: Path) -> AbstractContextManager[None]:
@@ -122,7 +130,7 @@ def _stop_launcher(launcher: psutil.Process, run_dir: Path) -> None:
 
 
 def reap(hosts: Sequence[AskedHost], *, dry_run: bool = False) -> Reaped:
-    """Remove the containers that no launcher looks after; those of a run with one that does are all left to it.
+    """Remove containers, pods and jobs that no launcher looks after; those of a run with one are all left to it.
 
     Ranks that still work save a checkpoint, all hosts at once. Raises HostError if a daemon answers and refuses.
     """

@@ -78,8 +78,8 @@ def check_tracking(launch: LaunchConfig) -> None:
             f"a trainer in containers logs into MLflow by itself, and {shown(uri)} is a file of this machine: start "
             f"`mlflow server --host 0.0.0.0` and {cure}"
         )
-    far = ["every pod"]
-    if launch.launcher != "kubernetes":
+    far = ["every pod" if launch.launcher == "kubernetes" else "Slurm's nodes"]
+    if launch.launcher == "docker":
         far = [host.name for host in read_hosts(launch) if not host.docker.startswith("unix:")]
     if far and is_loopback(urlsplit(uri).hostname or ""):
         raise ValueError(f"MLFLOW_TRACKING_URI = {shown(uri)} is another machine on {', '.join(far)}: {cure}")

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from tasks.launch.custom_program import run_custom_program
+from tasks.launch.programs import run_custom_program
 from tasks.planning.custom_program import plan_custom_program
 from tests.support.configs import inventory
 from tests.support.rig.rig import Rig

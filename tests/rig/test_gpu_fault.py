@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tasks.launch.custom_program import run_custom_program
+from tasks.launch.programs import run_custom_program
 from tasks.launch.recovery import attempts_of
 from tasks.planning.custom_program import plan_custom_program
 from tasks.runs.errors import RunFailed

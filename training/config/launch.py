@@ -8,6 +8,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from training.config.kubernetes import KubernetesConfig
 from training.config.section import Section
+from training.config.slurm import SlurmConfig
 
 # Settings of NCCL and its transports only: with other names, such as LD_PRELOAD, a config could run code.
 NcclName = Annotated[str, StringConstraints(pattern=r"^(NCCL|TORCH_NCCL|GLOO|UCX|FI)_[A-Z0-9_]+$")]
@@ -72,14 +73,17 @@ class HostConfig(Section):
 class LaunchConfig(Section):
     """The hosts that ranks run on, and the reaction to a host that fails."""
 
-    launcher: Literal["local", "docker", "kubernetes"] = Field(
+    launcher: Literal["local", "docker", "kubernetes", "slurm"] = Field(
         "local",
         description="Where ranks run. local: as processes on this machine. docker: in one container on each host. "
-        "kubernetes: in the pods of launch.kubernetes.",
+        "kubernetes: in the pods of launch.kubernetes. slurm: on the nodes of launch.slurm.",
     )
     hosts: tuple[HostConfig, ...] = Field((), description="The Docker hosts to run on, in the order of their ranks.")
     kubernetes: KubernetesConfig = Field(
         KubernetesConfig(), description="The pods of a run on Kubernetes, and what they ask of the cluster."
+    )
+    slurm: SlurmConfig = Field(
+        SlurmConfig(), description="The nodes of a run under Slurm, and how programs start there."
     )
     hosts_file: str = Field("", description="Path of a YAML file with a list of hosts, instead of `hosts`.")
     image: str = Field(
@@ -157,7 +161,7 @@ class LaunchConfig(Section):
         ge=0,
         description="Seconds of training after which each host starts a standby: a process that has imported the "
         "training program and takes over when ranks fail, so that a restart takes a fraction of the time. It needs "
-        "about 0.5 GiB of memory. null means none. Local and Docker launchers have it.",
+        "about 0.5 GiB of memory. null means none. Local, Docker and Slurm launchers have it.",
     )
     collective_test: bool = Field(
         True,
@@ -189,6 +193,9 @@ class LaunchConfig(Section):
             raise ValueError(f"launch.hosts names {', '.join(twice)} more than once: each host needs a name of its own")
         if self.hosts and self.min_hosts > len(self.hosts):
             raise ValueError(f"launch.min_hosts = {self.min_hosts} of {len(self.hosts)} hosts: lower it")
+        if self.launcher == "slurm" and self.min_hosts > self.slurm.nodes:
+            nodes = self.slurm.nodes
+            raise ValueError(f"launch.min_hosts = {self.min_hosts} of launch.slurm.nodes = {nodes}: lower it")
         if self.user.split(":")[0] == "0":
             raise ValueError(
                 "launch.user = 0 is root: ranks need none of its rights; give a uid that may write the run folder"

@@ -21,6 +21,7 @@ SPELLINGS = {
     "pids": "PIDs",
     "powersgd": "PowerSGD",
     "pp": "PP",
+    "qos": "QOS",
     "rope": "RoPE",
     "shm": "/dev/shm",
     "tensorrt": "TensorRT",

@@ -70,7 +70,7 @@ def main(asked: Asked) -> None:
         ],
         "wrote": wrote,
         "hostname": socket.gethostname(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": min(len(os.sched_getaffinity(0)), int(os.environ.get("SLURM_CPUS_ON_NODE", 1 << 16))),
         "memory_gib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB,
         "disk_free_gib": shutil.disk_usage(folder).free / GIB if is_shared else 0.0,
         "shared_memory_gib": shutil.disk_usage(SHARED_MEMORY).total / GIB,

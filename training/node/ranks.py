@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from training.node.fork_server import RankOrder
+from training.node.host_check import local_addresses
 from training.records.node import NodeTask
 
 ENDS = "ends.json"  # of the ranks that the fork server has started
@@ -83,10 +84,15 @@ def rank_command(task: NodeTask) -> list[str]:
 
 def rank_environment(task: NodeTask, secrets: dict[str, str]) -> dict[str, str]:
     """The environment of the ranks: the container's, the task's and the secrets; ranks stop if we die."""
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if task.interface else ()
-    interface = dict.fromkeys(names, task.interface)
+    name = _interface_of(task.local_address) if task.interface == "auto" else task.interface
+    interface = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), name) if name else {}
     ours = {"SHARDLINE_LAUNCHER_PID": str(os.getpid())}
     return {**os.environ, **interface, **ours, **task.environment, **secrets}
+
+
+def _interface_of(address: str) -> str:
+    """The interface that has this address. Gloo would take the one of the host's own name, which may be loopback."""
+    return next((name for name, known in local_addresses() if known == address), "")
 
 
 def adopt_orphans() -> None:

@@ -19,7 +19,8 @@ class NodeTask(Record):
     (its time, or its content) well within `lease_s`; if it removes the file, the ranks are killed at once. An empty
     `lease` or `heartbeat` means none; the heartbeat file is best on tmpfs. `launcher_pid`: of a launcher that
     is the node's parent process, whose end stops the ranks before the lease is stale; 0 means none.
-    `ready`: a file that is made once the ranks' program is imported.
+    `ready`: a file that is made once the ranks' program is imported. `interface`: auto means the one that has
+    `local_address`, empty the choice of NCCL and gloo.
     """
 
     module: str = ""

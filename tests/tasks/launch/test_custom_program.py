@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tasks.launch.custom_program import is_done, run_custom_program
+from tasks.launch.programs import is_done, run_custom_program
 from tasks.launch.recovery import attempts_of
 from tasks.planning.custom_program import (
     check_custom_program,
@@ -52,7 +52,7 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from tasks.planning.custom_program import read_any_plan
-from tasks.launch.custom_program import run_custom_program
+from tasks.launch.programs import run_custom_program
 run_custom_program(read_any_plan(Path(sys.argv[1])), run_dir=Path(sys.argv[1]))
 """
 

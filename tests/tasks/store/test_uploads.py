@@ -219,6 +219,7 @@ def test_a_run_ends_although_the_store_is_away_and_says_what_it_lacks(
     assert "nothing could be copied" in kept.behind
     assert "`shardline resume verses-1` here copies it" in caplog.text
     s3.faults.count = 0
+    monkeypatch.setattr(uploads, "END_PATIENCE_S", 60.0)
     with Uploads(config_of(url), run_dir, shards) as kept:
         pass
     assert steps_on(s3, url) == [10]

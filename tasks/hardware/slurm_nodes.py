@@ -1,0 +1,225 @@
+"""Nodes of a Slurm job to inventory: what a step of the run's, with the job's limits, can do on each of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+from infra import slurm
+from infra.hosts import HostError, on_all
+from infra.preflight import Probe
+from tasks.hardware.measure import (
+    BUSY_PERCENT,
+    MEASURE_TIMEOUT_S,
+    CachedMeasurement,
+    find_cached,
+    keep_cached,
+    last_lines,
+    why_no_gpu_is_used,
+)
+from tasks.hardware.measure_hosts import as_host, cache_key, strongest_first
+from tasks.hardware.preflight import LEAST_DISK_GIB, HostFacts, HostsNotReady, read_facts, token, unseen_answers
+from tasks.workspace.paths import home
+from training.config.slurm import SlurmConfig
+from training.node.host_check import Asked
+from training.records.inventory import Inventory, Measured
+
+logger = logging.getLogger(__name__)
+
+CHECK_TIMEOUT_S = 120.0  # a container's first start there may unpack its image
+
+
+class JobNode(Protocol):
+    """A node of a job, under the name that the run has for it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def machine(self) -> str: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def cpus(self) -> float: ...
+    @property
+    def memory_gib(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class JobNodes:
+    """The nodes of a run's job. `port`: where its ranks will meet."""
+
+    job_id: str
+    hosts: Sequence[JobNode]
+    wanted: SlurmConfig
+    run_dir: Path
+    port: int
+
+
+def command(wanted: SlurmConfig, *words: str) -> list[str]:
+    """Python with these words on a node: behind the prefix, and with the modules loaded."""
+    python = wanted.python or ("python" if wanted.container_image or wanted.command_prefix else sys.executable)
+    # -P: a folder named `training` in the working directory must not take our place.
+    program = [*wanted.command_prefix, python, "-P", *words]
+    if not wanted.modules:
+        return program
+    # `module` is a function of login shells; what stands behind the script are its arguments.
+    script = f'module load {" ".join(wanted.modules)} && exec "$@"'
+    return ["bash", "-lc", script, "bash", *program]
+
+
+def container_options(wanted: SlurmConfig) -> list[str]:
+    """What Pyxis adds to srun."""
+    if not wanted.container_image:
+        return []
+    mounts = [f"{home()}:{home()}", *wanted.container_mounts]
+    return [f"--container-image={wanted.container_image}", f"--container-mounts={','.join(mounts)}"]
+
+
+# Checks
+
+
+def check_nodes(nodes: JobNodes) -> dict[str, HostFacts]:
+    """Host's name -> its facts, found out by a short step on each node, all at once."""
+    with token(nodes.run_dir) as word:
+        probes = on_all(nodes.hosts, lambda host: _probe(nodes, host, word=word))
+        unseen = unseen_answers(nodes.run_dir, word, probes)
+    wanted = nodes.wanted.gpus_per_node
+    findings = {
+        name: (
+            *probe.findings,
+            *([unseen[name]] if name in unseen else []),
+            *_gpu_findings(seen=len(probe.report.get("gpus", ())), wanted=wanted),
+        )
+        for name, probe in probes.items()
+    }
+    if wrong := {name: found for name, found in findings.items() if found}:
+        lines = [f"{len(wrong)} of {len(nodes.hosts)} nodes {'is' if len(wrong) == 1 else 'are'} not ready:"]
+        for host in nodes.hosts:
+            if host.name in wrong:
+                lines += [f"  {host.name} ({host.machine})", *(f"    - {finding}" for finding in wrong[host.name])]
+        raise HostsNotReady("\n".join(lines), findings=wrong, unreachable=frozenset())
+    return {name: read_facts(probe) for name, probe in probes.items()}
+
+
+def _gpu_findings(*, seen: int, wanted: int) -> list[str]:
+    if seen >= wanted:
+        return []
+    return [
+        f"{wanted} GPUs were asked for, but a step sees {seen}: `srun --gpus-per-node={wanted} nvidia-smi -L` must "
+        "list them; set launch.slurm.gpus_per_node to what the nodes have"
+    ]
+
+
+def _probe(nodes: JobNodes, host: JobNode, *, word: str) -> Probe:
+    asked = Asked(
+        host=host.name,
+        home=str(home()),
+        folder=str(nodes.run_dir),
+        token=word,
+        address=host.address,
+        interface="",
+        port=nodes.port,
+        shm_gib=0.0,
+        disk_gib=LEAST_DISK_GIB,
+        gpus=bool(nodes.wanted.gpus_per_node),
+    )
+    words = ("-m", "training.node.host_check", json.dumps(asdict(asked)))
+    code, output = run_step(nodes, host, *words, what="check", timeout_s=CHECK_TIMEOUT_S)
+    try:
+        report = json.loads(output.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        raise HostError(
+            f"{host.name} ({host.machine}): Python does not start there ({_how(code, CHECK_TIMEOUT_S)}): nodes need "
+            f"the launcher's virtual environment and {home()} at the same paths, on shared storage; else set "
+            f"launch.slurm.python, container_image or modules. The end of its output:\n{last_lines(output)}",
+            hosts=(host.name,),
+        ) from None
+    return Probe(
+        host=host.name,
+        reachable=True,
+        findings=tuple(report["findings"]),
+        image_id=nodes.wanted.container_image,
+        report=report,
+    )
+
+
+def run_step(nodes: JobNodes, host: JobNode, *words: str, what: str, timeout_s: float) -> tuple[int | None, str]:
+    """Run Python with these words on a node; its exit code, None if it took too long, and its output."""
+    log = nodes.run_dir / f".{what}-{host.name}-{os.urandom(4).hex()}.log"
+    process = slurm.start(
+        nodes.job_id,
+        host.machine,
+        command(nodes.wanted, *words),
+        name=f"{what}.{host.name}",
+        working_dir=str(nodes.run_dir),
+        log=log,
+        options=container_options(nodes.wanted),
+    )
+    code: int | None = None
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(timeout_s)
+        return code, log.read_text(errors="replace")
+    finally:
+        if process.poll() is None:
+            slurm.kill(step.id for step in slurm.steps(nodes.job_id) if step.node == host.machine)
+            process.kill()
+            process.wait()
+        log.unlink(missing_ok=True)
+
+
+def _how(code: int | None, timeout_s: float) -> str:
+    return f"exit code {code}" if code is not None else f"no answer in {timeout_s:g} s"
+
+
+# Measurements
+
+
+def measure_nodes(nodes: JobNodes, *, facts: Mapping[str, HostFacts], slots: int) -> Inventory:
+    """The nodes with one device per rank, strongest first. A machine that was measured before is not measured again."""
+    keys = {host.name: _key(host, facts[host.name], slots=slots) for host in nodes.hosts}
+    known = {name: found for name, key in keys.items() if (found := find_cached(home(), key))}
+    unknown = [host for host in nodes.hosts if host.name not in known]
+    new = on_all(unknown, lambda host: _measure(nodes, host, slots=slots, cores=facts[host.name].cores))
+    for name, measured in new.items():
+        if facts[name].gpus and (why := why_no_gpu_is_used(measured, driver=facts[name].driver)):
+            raise HostError(f"{name}: the step has {len(facts[name].gpus)} GPUs, but {why}", hosts=(name,))
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        known[name] = CachedMeasurement(key=keys[name], measured_at=now, measured=measured)
+        if facts[name].busy_percent <= BUSY_PERCENT:
+            keep_cached(home(), known[name])
+        else:
+            logger.warning(
+                "hardware: other programs keep %s %.0f%% busy: its rates are not saved", name, facts[name].busy_percent
+            )
+    return Inventory(hosts=strongest_first([as_host(host, facts[host.name], known[host.name]) for host in nodes.hosts]))
+
+
+def _key(host: JobNode, facts: HostFacts, *, slots: int) -> dict[str, str]:
+    return cache_key(host, facts, slots=slots) | {"host": f"slurm:{host.machine}"}
+
+
+def _measure(nodes: JobNodes, host: JobNode, *, slots: int, cores: int) -> Measured:
+    threads, out = max(1, cores // slots), nodes.run_dir / f".measured-{host.name}-{os.urandom(4).hex()}.json"
+    torchrun = ("torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", f"--nproc-per-node={slots}", "-m")
+    words = ("-m", *(torchrun if slots > 1 else ()), "training.measure", str(out), str(threads))
+    try:
+        code, output = run_step(nodes, host, *words, what="measure", timeout_s=MEASURE_TIMEOUT_S)
+        if code != 0:
+            raise HostError(
+                f"{host.name} ({host.machine}): measuring {slots} ranks failed ({_how(code, MEASURE_TIMEOUT_S)}). The "
+                f"end of its output:\n{last_lines(output)}",
+                hosts=(host.name,),
+            )
+        return Measured.read(out)
+    finally:
+        out.unlink(missing_ok=True)
