@@ -113,6 +113,7 @@ class KubernetesApi:
         self.created: list[Object] = []  # all that was ever created, as it came
         self.requests: list[str] = []
         self.containers: dict[str, Container] = {}  # by the pod's uid
+        self.names: list[str] = []  # in DNS
         self.lost: set[str] = set()  # machines
         self.held: set[str] = set()
         self.bad_images: set[str] = set()
@@ -179,12 +180,12 @@ class KubernetesApi:
         container.kill()
 
     def lose(self, machine: str) -> None:
-        """The machine is off: its pods are dead, and nobody reports that; soon they count as not ready."""
+        """The machine is cut off: nobody hears of it or of its pods any more, which soon count as not ready."""
         with self.lock:
             self.lost.add(machine)
             for pod in self._pods():
                 if pod["spec"].get("nodeName") == machine:
-                    self.container(pod).kill()
+                    self.container(pod).freeze()
                     _condition(pod, "Ready", "False")
 
     def evict_from_lost(self, machine: str) -> None:
@@ -260,6 +261,10 @@ class KubernetesApi:
                     self._run_jobset(jobset)
                 for job in self.select("jobs", {}):
                     self._run_job(job)
+                if self.names != (names := [*self._dns_names()]):
+                    self.names = names
+                    for container in self.containers.values():
+                        container.resolve(names)
                 for pod in self._pods():
                     self._run_pod(pod)
 
@@ -369,9 +374,8 @@ class KubernetesApi:
             waiting = {"reason": "ImagePullBackOff", "message": f'Back-off pulling image "{container["image"]}"'}
             pod["status"]["containerStatuses"] = [{"name": container["name"], "state": {"waiting": waiting}}]
             return
-        names = [f"127.0.0.1 {name}" for name in self._dns_names()]
         self.containers[pod["metadata"]["uid"]] = Container(
-            pod, self.folder / name, secret=files, names=names, environment=self.environment
+            pod, self.folder / name, secret=files, names=self.names, environment=self.environment
         )
 
     def _dns_names(self) -> Iterator[str]:
@@ -401,7 +405,11 @@ class Container:
         self.started_at, self.over = now(), False
         self.log: list[tuple[str, bytes]] = []
         self.ready = "readinessProbe" not in self.spec
-        self._write(secret, names)
+        for name in ("tmp", "secret"):
+            (folder / name).mkdir(parents=True)
+        for name, content in secret.items():
+            (folder / "secret" / name).write_bytes(content)
+        self.resolve(names)
         env = self._environment() | dict(environment)
         words = [_expanded(word, env) for word in (*self.spec["command"], *self.spec["args"])]
         self.process = subprocess.Popen(
@@ -428,14 +436,10 @@ class Container:
         self._last_probe = 0.0
         threading.Thread(target=self._read, daemon=True).start()
 
-    def _write(self, secret: Mapping[str, bytes], names: Sequence[str]) -> None:
-        for name in ("tmp", "secret"):
-            (self.folder / name).mkdir(parents=True)
-        for name, content in secret.items():
-            (self.folder / "secret" / name).write_bytes(content)
-        (self.folder / "hosts").write_text(
-            "\n".join([f"127.0.0.1 localhost {self.pod['spec']['hostname']}", *names]) + "\n"
-        )
+    def resolve(self, names: Sequence[str]) -> None:
+        """Have the pod resolve these names from now on."""
+        own = f"127.0.0.1 localhost {self.pod['spec']['hostname']}"
+        (self.folder / "hosts").write_text("\n".join([own, *(f"127.0.0.1 {name}" for name in names)]) + "\n")
 
     def _setup(self) -> str:
         """Mount what the pod's volumes are. What the test itself needs of /tmp stays visible below the pod's own."""
@@ -489,6 +493,12 @@ class Container:
 
     def kill(self) -> None:
         self.process.kill()
+
+    def freeze(self) -> None:
+        """Stop all that runs in it, so that its peers get no answer, and no end of their connections either."""
+        with suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                process.suspend()
 
     def stop(self, grace_s: float) -> None:
         """SIGTERM to process 1, SIGKILL to all after the grace."""

@@ -311,7 +311,7 @@ def test_what_is_wrong_on_nodes_is_said_with_the_cure(api: KubernetesApi, home: 
     with pytest.raises(HostsNotReady, match=r"2 of 2 nodes are not ready(?s:.*)machine m1(?s:.*)set launch.shm_gib"):
         check_pods(cluster_of(launch), launch, home=home, run_dir=run_dir)
     api.machines = {"m1": {}}
-    launch = tiny_config(**launch_of(api, wait_s=1.0)).launch
+    launch = tiny_config(**launch_of(api, wait_s=10.0)).launch
     with pytest.raises(HostsNotReady, match=r"1 of 2 pods do not run:\n  node-1: Unschedulable: 0/1 nodes"):
         check_pods(cluster_of(launch), launch, home=home, run_dir=run_dir)
     until(lambda: not api.objects, "nothing is left")
