@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,10 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.5
 CHECK_S = 60.0  # for the check itself, once its pod runs
 LOG_LINES = 200
+GONE_S = 10.0  # for killed pods to be gone: a kubelet takes 1 to 3 s
 INDEX = "$(JOB_COMPLETION_INDEX)"
+HOLD = '"$@"; echo "pod: exit code $?"; sleep "$0"'  # a shell's words, with the seconds and the command to run
+HELD = re.compile(r"pod: exit code (\d+)")
 
 
 @dataclass(frozen=True)
@@ -172,33 +176,41 @@ class Output:
 
 
 def run_pods(cluster: Cluster, group: PodGroup, *, wait_s: float, timeout_s: float) -> dict[str, Output]:
-    """Run the group to its end, at most `timeout_s` once it runs, and remove it; host's name -> how its pod ended.
+    """Run the group's command, at most `timeout_s` once all pods run, and remove it; host's name -> how it ended.
 
+    Pods stay until all are done: else one could take the place of another, and pass for a node that is not there.
     Raises HostsNotReady with the reasons of pods that do not start within `wait_s`.
     """
-    kind = cluster.kind()
+    held = ("sh", "-c", HOLD, f"{wait_s + timeout_s:.0f}", *group.command)
+    group, kind = replace(group, command=held), cluster.kind()
     cluster.start(group, kind)
     try:
         wait_until_started(cluster, group, wait_s=wait_s)
+        outputs: dict[str, Output] = {}
         deadline = time.monotonic() + timeout_s
-        while True:
-            states = {state.host: state for state in cluster.pods(run=group.run, group=group.name)}
-            open_hosts = [name for name in group.hosts if name not in states or states[name].running]
-            if not open_hosts or time.monotonic() > deadline:
+        while any(name not in outputs or outputs[name].code is None for name in group.hosts):
+            if outputs and time.monotonic() > deadline:
                 break
             time.sleep(POLL_S)
-        if missing := [name for name in group.hosts if name not in states]:
-            raise HostError(f"{', '.join(missing)}: somebody removed our pods while they ran: try again")
-        return {
-            name: Output(
-                state,
-                code=None if state.running else state.exit_code,
-                text="\n".join(cluster.last_lines(state.name, number=LOG_LINES)),
-            )
-            for name, state in states.items()
-        }
+            states = {state.host: state for state in cluster.pods(run=group.run, group=group.name)}
+            if missing := [name for name in group.hosts if name not in states]:
+                raise HostError(f"{', '.join(missing)}: somebody removed our pods while they ran: try again")
+            outputs |= {name: _output(cluster, state) for name, state in states.items() if not _is_done(outputs, name)}
+        return outputs
     finally:
         cluster.remove(run=group.run, group=group.name)
+        cluster.wait_until_gone(run=group.run, group=group.name, timeout_s=GONE_S)
+
+
+def _is_done(outputs: Mapping[str, Output], name: str) -> bool:
+    return name in outputs and outputs[name].code is not None
+
+
+def _output(cluster: Cluster, state: PodState) -> Output:
+    *lines, last = cluster.last_lines(state.name, number=LOG_LINES) or ("",)
+    if ended := HELD.fullmatch(last):
+        return Output(state, code=int(ended[1]), text="\n".join(lines))
+    return Output(state, code=None if state.running else state.exit_code, text="\n".join([*lines, last]))
 
 
 def wait_until_started(cluster: Cluster, group: PodGroup, *, wait_s: float) -> None:

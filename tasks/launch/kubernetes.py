@@ -16,7 +16,7 @@ from pathlib import Path
 from infra.hosts import HostError
 from infra.kubernetes import KILL_GRACE_S, Cluster, ClusterError, PodLogFollower
 from infra.pods import Heartbeat, PodGroup, PodState, address
-from tasks.hardware.pods import INDEX, PodSlot, StartWait, cluster_of, pod_group, slots_of_cluster
+from tasks.hardware.pods import GONE_S, INDEX, PodSlot, StartWait, cluster_of, pod_group, slots_of_cluster
 from tasks.launch.attempt import end_path
 from tasks.launch.failure import LAST_LINES, UNKNOWN, AttemptOutcome, NodeState
 from tasks.launch.fencing import ask_to_stop
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
 LOG_S = 3.0  # for the last lines of a log
-GONE_S = 10.0  # for killed pods to be gone: a kubelet takes 1 to 3 s
 BEFORE_READY_S = 60.0  # from a pod's start to its first heartbeat
 END_S = 30.0  # for the node program to end after its ranks
 SIGKILLED = 137
