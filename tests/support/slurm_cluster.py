@@ -215,11 +215,12 @@ class SlurmCluster:
             return False
 
         until(answers, "slurmctld", within_s=30, every_s=0.2)
-        for job in self.jobs():
-            self.ask("scancel", job)
+        with suppress(AssertionError):  # they end already
+            self.ask("scancel", *self.jobs())
         for node, state in self.node_states().items():
-            if re.match("drain|down", state):
-                self.ask("scontrol", "update", f"NodeName={node}", "State=RESUME")
+            with suppress(AssertionError):  # it has come back by itself meanwhile
+                if re.match("drain|down", state):
+                    self.ask("scontrol", "update", f"NodeName={node}", "State=RESUME")
         self.wait_idle()
         self.last_job = max(map(int, self.jobs("all")), default=0)
 
