@@ -150,6 +150,7 @@ def test_a_run_that_fails_is_one_post_and_one_mail_with_its_reason_and_cure(
     check_nothing_more(servers, web, mail)
 
 
+@pytest.mark.long
 def test_what_no_process_could_report_is_reported_by_reconcile(
     servers: LocalServers, web: Receiver, mail: Receiver
 ) -> None:

@@ -12,7 +12,7 @@ from tests.support.kubernetes_api import KubernetesApi, why_no_pods
 from tests.support.user_folder import UserFolder
 from training.records.inventory import Inventory
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_no_pods()), reason=why_no_pods())]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(why_no_pods()), reason=why_no_pods())]
 
 
 def test_text_becomes_a_registered_model_in_pods(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def assert_resumed(path: Path, cause: str, undisturbed: dict[int, float]) -> dic
     return ending
 
 
-@pytest.mark.parametrize("kind", ["JobSet", "Job"])
+@pytest.mark.parametrize("kind", ["JobSet", pytest.param("Job", marks=pytest.mark.long)])
 def test_pods_give_the_losses_of_this_machine_to_the_bit(
     kind: str, api: KubernetesApi, home: Path, tiny_shards: Path, undisturbed: dict[int, float]
 ) -> None:
@@ -167,6 +167,7 @@ def test_a_killed_pod(api: KubernetesApi, home: Path, tiny_shards: Path, undistu
     assert (ending["host"], ending["detail"]) == ("node-1", "its node was killed (exit code 137)")
 
 
+@pytest.mark.long
 def test_a_deleted_pod_saves_a_checkpoint_first(
     api: KubernetesApi, home: Path, tiny_shards: Path, undisturbed: dict[int, float]
 ) -> None:
@@ -185,6 +186,7 @@ def test_a_pod_out_of_memory_is_not_tried_again(api: KubernetesApi, home: Path, 
     assert endings(path) == ["out of memory"]
 
 
+@pytest.mark.long
 def test_an_evicted_pod_is_a_lost_host(
     api: KubernetesApi, home: Path, tiny_shards: Path, undisturbed: dict[int, float]
 ) -> None:
@@ -194,6 +196,7 @@ def test_an_evicted_pod_is_a_lost_host(
     assert "its machine evicted it (Evicted: The node was low on resource: memory.)" in ending["detail"]
 
 
+@pytest.mark.long
 def test_a_lost_machine_is_replaced_by_another(
     api: KubernetesApi, home: Path, tiny_shards: Path, undisturbed: dict[int, float]
 ) -> None:
@@ -215,6 +218,7 @@ def test_a_lost_machine_is_replaced_by_another(
     api.objects.clear()
 
 
+@pytest.mark.long
 def test_min_hosts_goes_on_with_fewer_nodes(api: KubernetesApi, home: Path, tiny_shards: Path) -> None:
     path = make_run(api, home, tiny_shards, "fewer", launch__lost_after_s=3.0, launch__min_hosts=1, launch__wait_s=60.0)
     train(path, lambda: api.lose(api.running()[1]["spec"]["nodeName"]))
@@ -251,6 +255,7 @@ def test_a_killed_launcher_leaves_pods_that_a_resume_ends(
     assert losses(path) == undisturbed
 
 
+@pytest.mark.long
 def test_pods_end_by_themselves_when_nobody_renews_their_lease(
     api: KubernetesApi, home: Path, tiny_shards: Path
 ) -> None:
@@ -266,6 +271,7 @@ def test_pods_end_by_themselves_when_nobody_renews_their_lease(
     kubernetes.remove_pods(cluster_of(launch), "stale", path.parent)
 
 
+@pytest.mark.long
 def test_an_interruption_saves_a_checkpoint_and_leaves_nothing(
     api: KubernetesApi, home: Path, tiny_shards: Path
 ) -> None:
@@ -317,6 +323,7 @@ def test_what_is_wrong_on_nodes_is_said_with_the_cure(api: KubernetesApi, home: 
     until(lambda: not api.objects, "nothing is left")
 
 
+@pytest.mark.long
 def test_pods_tell_whose_they_are(api: KubernetesApi, home: Path, tiny_shards: Path) -> None:
     path = make_run(api, home, tiny_shards, "labels")
     seen: list[dict[str, Any]] = []
