@@ -22,8 +22,8 @@ from training.records.record import Record
 from training.tracking.rows import read_rows
 
 REQUEST = "compare.json"
-# What precedes a rank's error in the cause of a failure.
-PROGRAM_FAILED = re.compile(r"^training\.[\w.]+ failed: (\[rank\d+\]: )?(\w+\.)*(?=\w+:)")
+# What precedes a rank's exception in the detail of a failure: the host, and the exception's module.
+BEFORE_EXCEPTION = re.compile(r"^[^:]+: (\w+\.)*(?=\w+: )")
 
 OutcomeKind = Literal["done", "refused", "stopped", "not run"] | Cause
 
@@ -237,9 +237,11 @@ def one_device(inventory: Inventory) -> Inventory:
 
 
 def outcome_of(error: Exception) -> StrategyOutcome:
-    """The outcome of a run that raised `error`; its cause is the error's first line, the logs have the rest."""
+    """The outcome of a run that raised `error`; its cause is one line, the logs have the rest."""
+    if isinstance(error, RunFailed) and error.detail:
+        return StrategyOutcome(outcome=error.cause, cause=BEFORE_EXCEPTION.sub("", error.detail.partition("\n")[0]))
     message = str(error) or type(error).__name__
-    return StrategyOutcome(outcome=_kind_of(error), cause=PROGRAM_FAILED.sub("", message.partition("\n")[0]))
+    return StrategyOutcome(outcome=_kind_of(error), cause=message.partition("\n")[0])
 
 
 def _kind_of(error: Exception) -> OutcomeKind:

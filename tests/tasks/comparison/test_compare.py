@@ -144,16 +144,25 @@ def test_a_failure_is_a_row_with_its_cause_and_no_figures(folders: dict[str, Pat
     assert (rows["fsdp"].cause, rows["fsdp"].devices, rows["fsdp"].samples_per_s) == ("boom", 2, None)
 
 
-LOST_IN_TRIAL = "training.trainer.trial failed: [rank1]: torch.OutOfMemoryError: of 80 GiB\nThe last lines of …"
-LOST = "training.train failed: [rank1]: training.runtime.errors.NonFiniteLoss: step 8\nThe last lines of …"
+LOST_IN_TRIAL = "gpu1, GPU 3: torch.OutOfMemoryError: of 80 GiB"
+LOST = "gpu1: training.runtime.errors.NonFiniteLoss: step 8"
 
 
 @pytest.mark.parametrize(
     ("error", "outcome", "cause"),
     [
         (ValueError("tp does not fit\nat all"), "refused", "tp does not fit"),
-        (RunFailed(LOST, cause="bad loss"), "bad loss", "NonFiniteLoss: step 8"),
-        (RunFailed(LOST_IN_TRIAL, cause="out of memory"), "out of memory", "OutOfMemoryError: of 80 GiB"),
+        (RunFailed("training.train on …", cause="bad loss", detail=LOST), "bad loss", "NonFiniteLoss: step 8"),
+        (
+            RunFailed("training.trainer.trial on …", cause="out of memory", detail=LOST_IN_TRIAL),
+            "out of memory",
+            "OutOfMemoryError: of 80 GiB",
+        ),
+        (
+            RunFailed("training.train on …", cause="killed", detail="gpu1: rank 1 was killed (SIGKILL)"),
+            "killed",
+            "gpu1: rank 1 was killed",
+        ),
         (RunFailed("the container's memory is used up", cause="out of memory"), "out of memory", "the container's"),
         (RuntimeError("MLflow did not answer"), "error", "MLflow did not answer"),
         (RunStopped("interrupted"), "stopped", "interrupted"),
