@@ -7,12 +7,13 @@ fails in these ways: docker kill of a node and of the first node, kill -9 of a d
 (training continues meanwhile), a partition that heals, and a host that loses its power for good where launch.min_hosts
 allows to continue without it. The last two include the time until a host is declared lost (launch.lost_after_s), and
 the partition's own length. In these every attempt imports its program anew. The two kinds of docker kill are repeated
-with a standby on each host (launch.standby_after_s), which has its imports behind it when the failure comes.
+with a standby on each host (launch.standby_after_s), which has its imports behind it when the failure comes, and with
+copies of the state in the hosts' memory every 5 steps (checkpoint.memory_every_steps).
 
 Checkpoint share: how much longer a step takes on average, with a checkpoint every 20 steps, than those steps do while
 none is on its way. The last line is one JSON object: `seconds_to_next_step` by scenario, medians over the repetitions,
-`ratio_vs_cold` (of the two kinds of docker kill, their seconds with a standby over those without, the larger one), and
-`checkpoint_share`.
+`ratio_vs_cold` (of the two kinds of docker kill, their seconds with a standby over those without, the larger one),
+`steps_lost` (steps made again after a failure, the most with copies in memory), and `checkpoint_share`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,15 +33,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.hosts import docker_hosts, home_and_tokens
+from tasks.hardware.preflight import check_hosts
+from tasks.launch.docker_hosts import hosts_of
+from tasks.launch.rank_environment import give_to_ranks
 from tasks.launch.recovery import attempts_of
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import kill_containers, make_docker_run, train
+from training.records.plan import RunPlan
 from training.tracking.rows import read_rows
 
 STEPS_BETWEEN = 6  # between two failures
 RESTART_S = 3.0  # until a killed dockerd is started again
 WARM = ", standby"
 EVERY = 20  # steps between two checkpoints
+MEMORY_EVERY = 5  # steps between two copies in memory
 VOCAB = 256
 
 
@@ -63,6 +71,7 @@ class Patience:
 @dataclass(frozen=True)
 class Measured:
     seconds: dict[str, float]  # by scenario
+    steps_lost: int
     checkpoint_share: float
     step_s: float
     stall_ms: float
@@ -92,6 +101,8 @@ class FailureTimer:
         self.run_dir, self.waiting, self.undisturbed_steps = run_dir, list(scenarios), undisturbed_steps
         self.is_ready = is_ready
         self.made: dict[int, float] = {}
+        self.newest_step = 0
+        self.lost: dict[str, int] = {}  # steps, by scenario
         self.seconds: dict[str, float] = {}
         self.current: Scenario | None = None
         self.since = 0.0  # the newest failure, or the first step after it
@@ -101,6 +112,8 @@ class FailureTimer:
         made = row["time_ms"] / 1000
         if "loss" not in row or made <= self.since:
             return
+        if self.current is None or not self._is_of_next_attempt(made):
+            self.newest_step = int(row["step"])
         if self.current is None:
             self.steps += 1
             if row["step"] <= self.undisturbed_steps:
@@ -109,6 +122,7 @@ class FailureTimer:
                 self._inject()
         elif not self.current.restarts or self._is_of_next_attempt(made):
             self.seconds[self.current.name] = made - self.since
+            self.lost[self.current.name] = max(0, self.newest_step + 1 - int(row["step"]))
             self.current, self.since, self.steps = None, made, 0
             if not self.waiting:
                 raise AllMeasured
@@ -181,23 +195,40 @@ def measure(rig: Rig, home: Path, shards: Path, name: str, *, patience: Patience
     fewer = make_run(rig, home, shards, f"{name}-lost", **settings, launch__min_hosts=1)
     seconds = timer.seconds | run_with_failures(fewer, [lost]).seconds
     rig.reset()
-    seconds |= with_standbys(rig, home, shards, name, settings | {"launch__standby_after_s": 0.0})
+    warm = with_standbys(rig, home, shards, name, settings | {"launch__standby_after_s": 0.0})
+    seconds |= warm.seconds
     stalls = [
         row["checkpoint_stall_ms"] for row in read_rows(run_dir / "metrics.jsonl") if "checkpoint_stall_ms" in row
     ]
     share, step_s = checkpoint_share(timer.made)
-    return Measured(seconds=seconds, checkpoint_share=share, step_s=step_s, stall_ms=statistics.median(stalls))
+    lost_steps = max(warm.lost.values())
+    return Measured(
+        seconds=seconds,
+        steps_lost=lost_steps,
+        checkpoint_share=share,
+        step_s=step_s,
+        stall_ms=statistics.median(stalls),
+    )
 
 
-def with_standbys(rig: Rig, home: Path, shards: Path, name: str, settings: dict[str, Any]) -> dict[str, float]:
-    """Seconds of the kinds of docker kill, each made once a standby has its imports behind it on both hosts."""
-    run_dir = make_run(rig, home, shards, f"{name}-standby", **settings)
+def with_standbys(rig: Rig, home: Path, shards: Path, name: str, settings: dict[str, Any]) -> FailureTimer:
+    """The kinds of docker kill, each made once a standby has its imports behind it on both hosts."""
+    memory_dir = Path(tempfile.mkdtemp(prefix="shardline-benchmark-", dir="/dev/shm"))
+    memory_dir.chmod(0o777)  # as /dev/shm is for all users
+    copies = {"checkpoint__memory_every_steps": MEMORY_EVERY, "checkpoint__memory_dir": str(memory_dir / "copies")}
+    run_dir = make_run(rig, home, shards, f"{name}-standby", **(settings | copies))
+    launch = RunPlan.read(run_dir / "plan.json").config.launch
+    give_to_ranks(run_dir, launch)
+    check_hosts(hosts_of(launch), launch, home=home, run_dir=run_dir, memory_dir=str(memory_dir / "copies"))
     kills = [replace(it, name=f"{it.name}{WARM}") for it in scenarios_of(rig, partition_s=0.0)[:2]]
 
     def is_ready() -> bool:
         return all((run_dir / "attempts" / "standby" / f"{host.name}.ready").exists() for host in rig.hosts[:2])
 
-    return run_with_failures(run_dir, kills, is_ready=is_ready).seconds
+    try:
+        return run_with_failures(run_dir, kills, is_ready=is_ready)
+    finally:
+        shutil.rmtree(memory_dir)
 
 
 def ratio_vs_cold(seconds: dict[str, float]) -> float:
@@ -224,6 +255,8 @@ def run(rig: Rig, *, repetitions: int, patience: Patience) -> dict[str, Any]:
     return {
         "seconds_to_next_step": {name: round(value, 2) for name, value in seconds.items()},
         "ratio_vs_cold": round(ratio_vs_cold(seconds), 3),
+        "steps_lost": max(one.steps_lost for one in measured),
+        "memory_every_steps": MEMORY_EVERY,
         "checkpoint_share": round(statistics.median(one.checkpoint_share for one in measured), 4),
         "checkpoint_every_steps": EVERY,
         "checkpoint_stall_ms": round(statistics.median(one.stall_ms for one in measured), 1),
@@ -251,7 +284,8 @@ def main() -> None:
         f"checkpoints every {EVERY} steps of {1000 * result['step_s']:.0f} ms make a step "
         f"{100 * result['checkpoint_share']:.1f} % longer; training stands still for "
         f"{result['checkpoint_stall_ms']:.0f} ms each\n"
-        f"with a standby a docker kill costs {result['ratio_vs_cold']:.2f} of the time"
+        f"with a standby a docker kill costs {result['ratio_vs_cold']:.2f} of the time; with copies in memory every "
+        f"{MEMORY_EVERY} steps it costs {result['steps_lost']} steps"
     )
     print(json.dumps(result))
 
