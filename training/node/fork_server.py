@@ -22,6 +22,7 @@ import runpy
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ def main(module: str, ready: Path) -> int:
             if not forks:
                 os.execvp(command[0], command)
             sys.argv = [module, *order.args]
+            warnings.filterwarnings("ignore", ".* found in sys.modules after import", RuntimeWarning)  # as it is meant
             runpy.run_module(module, run_name="__main__", alter_sys=True)
             return 0
         ranks[pid] = environment

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +40,7 @@ def exit_on_error() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # torch's, which puts the rank before each line
         sys.stderr.flush()
         os._exit(1)
 

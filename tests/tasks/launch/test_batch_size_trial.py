@@ -29,10 +29,14 @@ from training.records.trial import MEASURED, Trial, TrialMeasured, Trials, read_
 # A rank's memory as a machine that is short of it has it: allocations beyond the limit fail. Resident memory of these
 # ranks is 2.1 GiB at micro-batch 64, 1.4 at 32, of which 1.0 are torch's and transformers' own.
 LIMITED = """
-import os, resource
-if os.environ.get("LOCAL_RANK") == "1":
-    limit = int(float(os.environ["RANK_1_GIB"]) * 2**30)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+import os, resource, runpy
+run_module = runpy.run_module
+def limited(*arguments, **options):
+    if os.environ.get("LOCAL_RANK") == "1":
+        limit = int(float(os.environ["RANK_1_GIB"]) * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    return run_module(*arguments, **options)
+runpy.run_module = limited  # what a forked rank runs
 """
 
 
