@@ -42,9 +42,9 @@ def memory_dir() -> Iterator[Path]:
     params=[
         "ddp 4",
         pytest.param("fsdp", marks=pytest.mark.slow),
-        pytest.param("zero1", marks=pytest.mark.slow),
-        pytest.param("zero3", marks=pytest.mark.slow),
-        pytest.param("topk", marks=pytest.mark.slow),
+        pytest.param("zero1", marks=pytest.mark.long),
+        pytest.param("zero3", marks=pytest.mark.long),
+        pytest.param("topk", marks=pytest.mark.long),
         pytest.param("tp x pp", marks=pytest.mark.long),
         pytest.param("hsdp 4", marks=pytest.mark.long),
     ],
