@@ -160,7 +160,7 @@ class LaunchConfig(Section):
         60.0,
         ge=0,
         description="Seconds of training after which each host starts a standby: a process that has imported the "
-        "training program and takes over when ranks fail, so that a restart takes a fraction of the time. It needs "
+        "training program and takes over when ranks fail, so that a restart need not import it again. It needs "
         "about 0.5 GiB of memory. null means none. Local, Docker and Slurm launchers have it.",
     )
     collective_test: bool = Field(

@@ -82,7 +82,7 @@ MISTAKES: dict[str, tuple[object, str, Callable[..., object] | float, tuple[str,
         Attempt, "lost", lambda self: [], ("partition", "power", "node hangs"), "come to its end"
     ),
     "attempts are counted through a new checkpoint": (
-        recovery, "last_checkpoint_step", lambda run_dir: 0, ("rank killed", "container killed"), "were used up"
+        recovery, "newest_step", lambda run_dir: 0, ("rank killed", "container killed"), "were used up"
     ),
     "a killed rank counts as an error of its own": (
         attempt, "classify", _killed_is_an_error, ("rank killed",), "which nothing made"
