@@ -217,7 +217,7 @@ def _metadata(group: PodGroup, *, queue: str = "", belongs_to: Object | None = N
 
 
 def _pod_spec(group: PodGroup) -> Object:
-    """What Pod Security Standards call restricted, but for IPC_LOCK where InfiniBand needs locked memory."""
+    """Return a pod with the rights that the Pod Security Standards call restricted, but for IPC_LOCK for InfiniBand."""
     uid, _, gid = group.user.partition(":")
     spec: Object = {
         "restartPolicy": "Never",
@@ -401,7 +401,7 @@ def read_pod(pod: Object) -> PodState:
 
 
 def _lost(status: Object, conditions: Mapping[str, Object]) -> str:
-    """What the kubelet says of it comes first: it knows more than that the kubelet ended it."""
+    """Say in words why a pod was lost: the kubelet's reason first, since it is more exact than the eviction's."""
     disruption = conditions.get("DisruptionTarget", {})
     for where in (status, disruption if disruption.get("status") == "True" else {}):
         if reason := where.get("reason", ""):

@@ -134,7 +134,7 @@ def _ask(program: str, *words: str, content: str = "", timeout_s: float = ANSWER
 
 
 def explained(program: str, answer: str) -> HostError:
-    """What Slurm's command said, as an error with a cure."""
+    """Turn the answer of a Slurm command that failed into an error with a cure."""
     said = " ".join(answer.split())
     for sign, words, unreachable in CURES:
         if sign.lower() in said.lower():
@@ -191,7 +191,7 @@ def our_jobs(run: str = "") -> list[Job]:
 
 
 def comment_of(run_id: str, *, launcher: str) -> str:
-    """What marks a job as ours: the run and the process that holds its lease."""
+    """Return the job's comment that marks it as ours: the run, and the process that holds its lease."""
     return f"{OURS}:{run_id}:{launcher}"
 
 

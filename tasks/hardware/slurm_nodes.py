@@ -77,7 +77,7 @@ def command(wanted: SlurmConfig, *words: str) -> list[str]:
 
 
 def container_options(wanted: SlurmConfig) -> list[str]:
-    """What Pyxis adds to srun."""
+    """Return the options that Pyxis adds to srun."""
     if not wanted.container_image:
         return []
     mounts = [f"{home()}:{home()}", *wanted.container_mounts]

@@ -152,7 +152,10 @@ class Node(ABC):
 
 
 class Launcher(Protocol):
-    """What recovery needs of a way to start node programs. All questions to hosts are asked of all at once."""
+    """The questions and orders that recovery has for a way to start node programs.
+
+    Whatever is asked of hosts is asked of all at once.
+    """
 
     pid_for_nodes: int  # ours, where nodes run on this machine and end with us; else 0
     heartbeat: str  # a file that nodes touch each second, where something looks at it; empty: none
@@ -178,7 +181,7 @@ class Launcher(Protocol):
         """Name -> why the host cannot take part as it is, of those that cannot."""
 
     def environment(self) -> tuple[dict[str, str], dict[str, str]]:
-        """What ranks need to reach MLflow and the store: environment variables, and secret ones."""
+        """Return the variables, and the secret ones, with which ranks reach MLflow and the store."""
 
     def compile_cache(self) -> Path | None:
         """The folder where compiled code is kept between attempts; None where torch's own place outlives them."""

@@ -49,7 +49,7 @@ OptionLine = Annotated[str, StringConstraints(pattern=r"^--[a-z][a-z-]+([= ]\S.*
 
 
 class SlurmConfig(Section):
-    """What a run asks Slurm for, and how its programs start on the nodes."""
+    """The resources that a run asks Slurm for, and how its programs start on the nodes."""
 
     partition: str = Field("", description="Partition to submit to; empty means the cluster's default.")
     account: str = Field("", description="Account that the job is charged to; empty means your default.")
