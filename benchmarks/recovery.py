@@ -37,8 +37,8 @@ from tasks.hardware.preflight import check_hosts
 from tasks.launch.docker_hosts import hosts_of
 from tasks.launch.rank_environment import give_to_ranks
 from tasks.launch.recovery import attempts_of
-from tests.support.rig.rig import Rig
-from tests.support.rig.runs import kill_containers, make_docker_run, train
+from tests.support.rig.rig import Rig, RigHost
+from tests.support.rig.runs import make_docker_run, train
 from training.records.plan import RunPlan
 from training.tracking.rows import read_rows
 
@@ -149,11 +149,21 @@ def scenarios_of(rig: Rig, *, partition_s: float) -> list[Scenario]:
         threading.Timer(partition_s, lambda: rig.heal(second)).start()
 
     return [
-        Scenario("docker kill", lambda: kill_containers(rig, second)),
-        Scenario("docker kill of the first node", lambda: kill_containers(rig, first)),
+        Scenario("docker kill", lambda: kill_node(rig, second)),
+        Scenario("docker kill of the first node", lambda: kill_node(rig, first)),
         Scenario("kill -9 of dockerd", kill_daemon, restarts=False),
         Scenario("partition", cut),
     ]
+
+
+def kill_node(rig: Rig, host: RigHost) -> None:
+    """`docker kill` of the container that trains on the host: the older one, where another stands by."""
+    running = [container for container in rig.containers(host) if container.status == "running"]
+    client = rig.daemons[host.index].client()
+    try:
+        client.api.kill(running[-1].id)  # Docker lists the newest first
+    finally:
+        client.close()
 
 
 def make_run(rig: Rig, home: Path, shards: Path, name: str, **overrides: Any) -> Path:
