@@ -199,7 +199,7 @@ class Attempts:
         self.launcher.prepare()
         began_at, from_step = now(), newest_step(self.run_dir)
         ranks_in_words = " + ".join(f"{name} ({number})" for name, number in ranks.items())
-        logger.info("attempt %s: %s on %s, from step %d", folder.name, self.module, ranks_in_words, from_step)
+        logger.info("%s on %s, from step %d (attempts/%s)", self.module, ranks_in_words, from_step, folder.name)
         program = _program(self.module, self.plan, self.launcher, ranks, run_dir=self.run_dir)
         attempt = Attempt(program, hosts[: len(ranks)], self.launcher, self.launch, folder=folder)
         outcome = AttemptOutcome(cause="stopped", detail="the launcher was interrupted")
