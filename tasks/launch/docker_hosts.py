@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 
 from infra import containers
-from infra.containers import Heartbeat, Job, State
+from infra.containers import Heartbeat, Job
 from infra.hosts import DockerHost, HostClient, HostError, connect, on_each
 from infra.logs import LogFollower, last_lines
 from tasks.hardware.hosts import docker_hosts, memory_binds, read_hosts
@@ -51,7 +51,7 @@ class ContainerNode(Node):
     def __init__(self, host: DockerHost, container: str, *, end_path: Path, log: Path | None = None) -> None:
         super().__init__(host.name, end_path=end_path)
         self.docker_host, self.container = host, container
-        self.container_state: State | None = None
+        self.node_state: NodeState | None = None
         self.log = LogFollower(host, container, log) if log is not None else None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name=f"watch {host.name}", daemon=True)
@@ -59,15 +59,7 @@ class ContainerNode(Node):
 
     @property
     def state(self) -> NodeState | None:
-        state = self.container_state
-        if state is None:
-            return None
-        return NodeState(
-            running=state.running or state.status == "created",
-            exit_code=state.exit_code,
-            oom_killed=state.oom_killed,
-            hangs=state.hangs,
-        )
+        return self.node_state
 
     def terminate(self) -> None:
         with closing(connect(self.docker_host, timeout_s=ANSWER_S)) as client:
@@ -104,7 +96,11 @@ class ContainerNode(Node):
         if state is not None and has_ended and state.exit_code not in {DONE, STOPPED, KILLED}:
             lines = last_lines(client, self.container, number=LAST_LINES)
             self.last_lines = tuple(map(without_secrets, lines))
-        self.container_state, self.gone = state or self.container_state, state is None
+        self.gone = state is None
+        if state is not None:
+            self.node_state = NodeState(
+                running=not has_ended, exit_code=state.exit_code, oom_killed=state.oom_killed, hangs=state.hangs
+            )
         self._answered()
 
 
@@ -133,6 +129,7 @@ class DockerLauncher:
         self.tracking = tracking_for_ranks(launch, mlflow_run_id=mlflow_run_id)
         self.ranks_send_metrics = "MLFLOW_RUN_ID" in self.tracking[0]
         self.standbys: dict[str, tuple[str, NodeTask]] = {}  # container and task by host's name
+        self.stands_by = False  # or did: the lease of what stands by is ours
         self.numbers = count(1)
 
     def hosts(self) -> Sequence[DockerHost]:
@@ -145,8 +142,8 @@ class DockerLauncher:
         end_earlier_attempt(self.run_dir, grace_s=grace_s(read_plan(self.run_dir)))
 
     def fence(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
-        keep = {container for container, _ in self.standbys.values()}
-        lease = standby_lease(self.run_dir) if keep else None
+        keep = {container for container, _ in [*self.standbys.values()]}  # a thread of standby.py adds to them
+        lease = standby_lease(self.run_dir) if self.stands_by else None
         return remove_containers(self._mine(hosts), self.run_dir.name, self.run_dir, keep=keep, keep_lease=lease)
 
     def check(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
@@ -206,6 +203,7 @@ class DockerLauncher:
         return replace(job, image=image, heartbeat=HEARTBEAT, working_dir=program.working_dir)
 
     def stand_by(self, task: NodeTask, program: Program, host: Host) -> None:
+        self.stands_by = True
         (docker_host,) = self._mine([host])
         path = standby_lease(self.run_dir).with_name(f"{host.name}.json")
         what = f"{FOLDER}-{next(self.numbers)}"
@@ -215,22 +213,23 @@ class DockerLauncher:
         self.standbys[host.name] = container, task
 
     def _hand_over(self, host: DockerHost, path: Path, program: Program) -> str:
-        """Give the task to what stands by on the host; return its container, or nothing if none can take it."""
+        """Give the task to what stands by on the host; return its container, or nothing if none can take it.
+
+        Raises HostError if the daemon fails: nobody knows then whether the task was taken, and a second node with it
+        would fail both.
+        """
         container, standby = self.standbys.pop(host.name, ("", None))
         if standby is None:
             return ""
-        why = "it had imported for other ranks"
-        try:
-            with closing(connect(host, timeout_s=ANSWER_S)) as client:
-                state = containers.state(client, container)
-                if state is not None and state.running and fits(standby, NodeTask.read(path)):
-                    order = {"task": str(path), "secrets": dict(program.secrets)}
-                    containers.give_input(client, container, json.dumps(order).encode())
-                    return container
-                why = why if state is not None and state.running else "it has ended"
-                containers.remove(client, container)
-        except HostError as error:
-            why = str(error)
+        with closing(connect(host, timeout_s=ANSWER_S)) as client:
+            state = containers.state(client, container)
+            lives = state is not None and state.running and not state.hangs
+            if lives and fits(standby, NodeTask.read(path)):
+                order = {"task": str(path), "secrets": dict(program.secrets)}
+                containers.give_input(client, container, json.dumps(order).encode())
+                return container
+            containers.remove(client, container)
+        why = "it had imported for other ranks" if lives else "it has ended, or hangs"
         logger.info("%s: what stood by cannot take over (%s): a new container is started", host.name, why)
         return ""
 

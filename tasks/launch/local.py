@@ -27,7 +27,7 @@ from tasks.launch.launcher import Host, LaunchedPlan, Node, Program, grace_s
 from tasks.launch.lease import FENCE_S, withdraw_leases
 from tasks.launch.rank_environment import NCCL, SPINS
 from tasks.launch.standby import fits, standby_lease
-from tasks.runs.owner import RanksLauncher, ranks_launcher
+from tasks.runs.owner import RanksLauncher, ranks_launcher, tasks_of
 from tasks.workspace.paths import tracking_uri
 from tasks.workspace.processes import free_port, process_key
 from training.records.node import NodeEnd, NodeTask
@@ -259,8 +259,8 @@ def end_containers(run_dir: Path) -> None:
 
 def _was_local(attempt: Path) -> bool:
     """Whether the attempt's node was a process of its launcher's machine."""
-    tasks = [path for path in attempt.glob("*.json") if not path.name.endswith((".end.json", "attempt.json"))]
-    return bool(tasks) and all(NodeTask.read(path).launcher_pid for path in tasks)
+    tasks = tasks_of(attempt)
+    return bool(tasks) and all(task.launcher_pid for task in tasks)
 
 
 def kernel_kills() -> int:

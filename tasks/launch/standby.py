@@ -48,27 +48,37 @@ class Standbys:
 
     def start(self, program: Program, hosts: Sequence[Host], tasks: Mapping[str, Path]) -> None:
         """Start one on each host, for a task like that of the attempt which runs there now."""
-        if self._lease is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lease = Lease(self.folder / "lease", lease_s=self.lease_s)
-            self._lease.__enter__()
-        lease = str(self._lease.path)
 
         def start_on(host: Host) -> None:
-            ready = self.folder / f"{host.name}.ready"
+            ready, lease = self.folder / f"{host.name}.ready", str(self.folder / "lease")
             ready.unlink(missing_ok=True)
             task = NodeTask.read(tasks[host.name]).model_copy(update={"lease": lease, "ready": str(ready)})
             task.write(self.folder / f"{host.name}.json")
             self.launcher.stand_by(task, program, host)
 
         def start() -> None:
-            self.launcher.prepare()  # our folder is to be written by the ranks' user
-            for name, result in on_each(hosts, start_on).items():
-                if isinstance(result, HostError):
-                    logger.info("nothing stands by on %s: %s", name, result)
+            try:
+                self._hold_lease()
+                self.launcher.prepare()  # our folder is to be written by the ranks' user
+                for name, result in on_each(hosts, start_on).items():
+                    if isinstance(result, HostError):
+                        logger.info("nothing stands by on %s: %s", name, result)
+            except OSError as error:  # a full disk: training goes on without them
+                logger.warning("standbys could not be started (%s)", error)
 
         self._thread = threading.Thread(target=start, name="standbys", daemon=True)
         self._thread.start()
+
+    def _hold_lease(self) -> None:
+        """Hold a lease; a new one if fencing has withdrawn the last, as it may while nothing stands by."""
+        if self._lease is not None and self._lease.path.exists():
+            return
+        if self._lease is not None:
+            self._lease.withdraw()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lease = Lease(self.folder / "lease", lease_s=self.lease_s)
+        lease.__enter__()
+        self._lease = lease
 
     def wait(self) -> None:
         """Wait until those that are being started have been: the next attempt takes them."""
@@ -79,7 +89,10 @@ class Standbys:
             ready.unlink(missing_ok=True)
 
     def close(self) -> None:
-        self.wait()
-        self.launcher.close()
-        if self._lease is not None:
-            self._lease.withdraw()
+        """Remove what stands by. What cannot be removed, or is not since we are interrupted, ends without its lease."""
+        try:
+            self.wait()
+            self.launcher.close()
+        finally:
+            if self._lease is not None:
+                self._lease.withdraw()

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from infra.containers import State
 from infra.hosts import DockerHost
 from tasks.launch.attempt import Attempt
 from tasks.launch.docker_hosts import ContainerNode, DockerLauncher
+from tasks.launch.failure import NodeState
 from tasks.launch.fencing import remove_containers
 from tasks.launch.launcher import Program
 from training.config.launch import LaunchConfig
 from training.records.node import NodeEnd
 
-STOPPED = State(status="exited", exit_code=130, oom_killed=False, health="", error="", started_at="", finished_at="")
+STOPPED = NodeState(running=False, exit_code=130)
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def attempt(tmp_path: Path) -> Attempt:
     attempt.lease.path.write_text("0\n")
     node = ContainerNode(host, "abc", end_path=attempt.end_path("a"))
     node.close()
-    node.container_state = STOPPED
+    node.node_state = STOPPED
     attempt.nodes["a"] = node
     return attempt
 
