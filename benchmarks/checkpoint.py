@@ -1,4 +1,4 @@
-"""How long training stands still for a checkpoint of 49M parameters: Shardline's beside torch's own ways.
+"""Measures how long training stops for a checkpoint of 49M parameters: Shardline's beside torch's own ways.
 
     python -m benchmarks.checkpoint [--quick]
 

@@ -1,4 +1,4 @@
-"""What a corpus of 1 TB costs the process that hands its chunks out, by who does the work: does the cost grow?
+"""Measures whether the cost of handing out a chunk grows with the corpus, up to 1 TB, for each tokenization engine.
 
     python -m benchmarks.chunks [--quick]
 
@@ -47,7 +47,7 @@ CHUNKS_OF_100_TB = 100_000
 
 
 def leave_out(work: TokenizeWork, chunk: Chunk) -> FinishedChunk:
-    """What `tokenize_chunk` returns for a chunk of one file, without doing anything."""
+    """Return what `tokenize_chunk` would for a chunk of one file, and do nothing."""
     tokens = chunk.num_bytes // 4
     stretches = tuple(Stretch(source=span.number, tokens=tokens, text_bytes=chunk.num_bytes) for span in chunk.spans)
     common = {"tokens": tokens, "documents": 1000, "text_bytes": chunk.num_bytes, "sha256": "0" * 64}
@@ -87,7 +87,7 @@ def engines(kind: str, data: DataConfig) -> Iterator[Engine]:
 
 
 def measure(kind: str, number: int, folder: Path) -> dict[str, float]:
-    """What each part costs, for about `number` chunks; the engine is warm."""
+    """Measure the cost of each part, for about `number` chunks; the engine is warm."""
     from benchmarks import chunks as here  # workers know this module by its name
 
     data = DataConfig(path="s3://bucket", shard_mib=round(FILES * FILE_BYTES / number / 2**20))

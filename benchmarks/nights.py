@@ -1,4 +1,4 @@
-"""What nights forget: a model that trains on new text every night, with and without a replay share of the old.
+"""Measures what a model forgets that trains on new text every night, with and without a replay share of the old.
 
     python -m benchmarks.nights [--quick] [--nights N] [--replay SHARE] [--data FOLDER]
 

@@ -1,4 +1,4 @@
-"""What operating Shardline costs, and what it loses: queued runs, flows at once, a long log, a server killed under it.
+"""Measures what operating costs, and what is lost: queued runs, flows at once, a long log, a server killed under it.
 
     python -m benchmarks.operations [--quick] [--plot stalls.png]
 

@@ -1,1 +1,1 @@
-"""What people train with today, each on the same model, batches and precision as Shardline: one program a file."""
+"""Programs that people train with today, on the same model, batches and precision as Shardline: one a file."""

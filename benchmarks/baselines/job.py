@@ -1,4 +1,4 @@
-"""What the baselines share: the plan that Shardline trains, read as their model, their batches and their log."""
+"""Reads the plan that Shardline trains as the baselines' model, their batches and their log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one writes on a first evening: a transformers text-generation pipeline behind FastAPI.
+"""A server as one writes it on a first evening: a transformers text-generation pipeline behind FastAPI.
 
 python -m benchmarks.baselines.pipeline_server FOLDER PORT
 """

@@ -1,1 +1,1 @@
-"""What several benchmarks share: workloads, races between programs, servers, Docker hosts, published figures."""
+"""Parts that several benchmarks use: workloads, races between programs, servers, Docker hosts, published figures."""

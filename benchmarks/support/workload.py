@@ -1,4 +1,4 @@
-"""What the training benchmarks train: a corpus that every machine has, model sizes, and plans for them."""
+"""The training benchmarks' workloads: a corpus that every machine has, model sizes, and plans for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is told of which events: SHARDLINE_HOME/alerts.yaml, made into Prefect's blocks and automations.
+"""Turns SHARDLINE_HOME/alerts.yaml, which says who is told of which events, into Prefect's blocks and automations.
 
 Each receiver is a block, which holds its address, and one automation that sends it the events. Both are Prefect's own
 kinds, so any Prefect server runs them. Secrets are named in the file (env:NAME, file:PATH), never written there.

@@ -176,7 +176,7 @@ def _workers_of_ray() -> int:
 
 
 def _errors_of_cluster(kind: str) -> tuple[type[BaseException], ...]:
-    """What is raised where a worker or the whole cluster is gone, not where a task fails."""
+    """Return the errors that say that a worker or the whole cluster is gone, and not that a task failed."""
     if kind == "dask":
         from distributed import CancelledError as FutureCancelled
         from distributed import KilledWorker

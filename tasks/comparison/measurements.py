@@ -1,4 +1,4 @@
-"""What a run measured, from its rows of metrics: medians after warm-up, and when its loss reached a target."""
+"""Reads a run's results from its rows of metrics: medians after warm-up, and when its loss reached a target."""
 
 from __future__ import annotations
 

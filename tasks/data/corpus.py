@@ -323,7 +323,7 @@ class Corpus:
 
     @functools.cached_property
     def survey(self) -> Survey:
-        """What all chunks hold, which is counted by reading them, once."""
+        """Return the size of all chunks together, which is counted by reading them, once."""
         assert self.survey_folder is not None
         earlier = [corpus.survey for corpus in self.earlier]
         return survey_corpus(self.engine, self.data, self.chunks, self.survey_folder, earlier=earlier)
@@ -504,7 +504,7 @@ def _tokenize(
 
 
 def _tokenize_all(corpus: Corpus, rule: SplitRule, folder: Path, tokenizer: SavedTokenizer) -> list[FinishedChunk]:
-    """What became of all chunks, in their order."""
+    """Return the results of all chunks, in their order."""
     work = TokenizeWork(corpus.data, rule, folder, tokenizer)
     chunks = corpus.applied(rule)
     made: dict[int, FinishedChunk] = {}

@@ -1,4 +1,4 @@
-"""Where the work on a corpus's chunks is done: the seam between what is to be done and who does it.
+"""The seam between the work on a corpus's chunks and the processes or cluster that do it.
 
 A task is a function of a description alone, so that any process that sees the corpus and the shard folder can do it.
 Here it is done by processes of this machine; flows/stages/engine.py has it done by Prefect's task runners.
@@ -77,7 +77,7 @@ def tasks_of(
 
 @dataclass(frozen=True)
 class SharedFiles:
-    """What each worker must see: a mark in the shard folder, and its content."""
+    """A mark in the shard folder, with its content, that each worker must see."""
 
     folder: Path
     mark: Path

@@ -1,4 +1,4 @@
-"""What a night is trained on: text that the champion does not know, and a share of what it does (nightly runs).
+"""Chooses the text of a nightly run: what the champion does not know, and a share of what it does.
 
 A file is known if its content was trained on by the champion or by a model that it was continued from, through a
 version that became champion: what a refused night was trained on is new again the next night. Each night's new text is
@@ -53,7 +53,7 @@ class NightlyRun:
 
 @dataclass(frozen=True)
 class Known:
-    """What a model was trained on: hashes of files, and the files themselves as far as their names are recorded."""
+    """The text that a model was trained on: hashes of files, and the files as far as their names are recorded."""
 
     sha256: frozenset[str]
     files: tuple[SourceFile, ...] = ()

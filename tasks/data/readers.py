@@ -60,7 +60,7 @@ class Span:
 
 
 class Place(NamedTuple):
-    """Where a document begins: the byte of its line, or the number of its line, row or item; "" is the whole file."""
+    """The start of a document: the byte of its line, or the number of its line, row or item; "" is the whole file."""
 
     span: Span
     number: int
@@ -231,14 +231,14 @@ def _blocks(source: Source, begin: int, end: int | None) -> Iterator[str]:
 
 
 def _text_bounds(span: Span) -> tuple[int, int | None]:
-    """Where the text of a span of one long document begins and ends."""
+    """Return where the text of a span of one long document begins and ends."""
     if span.stop is None:
         return 0, None
     return _border_at(span.source, span.start), _border_at(span.source, span.stop)
 
 
 def _border_at(source: Source, offset: int) -> int:
-    """Where a document is cut near a byte: after a line, else before a word, else before a character.
+    """Return where a document is cut near a byte: after a line, else before a word, else before a character.
 
     It follows from the bytes at and after the offset alone, so that both of its neighbours find the same place. Two
     offsets must lie BORDER_BYTES apart, which a chunk of 1 MiB is.
@@ -391,7 +391,7 @@ def _items(text: io.TextIOWrapper) -> Iterator[object]:
 
 
 def _space(text: str, place: int) -> int:
-    """Where the white space at `place` ends."""
+    """Return where the white space at `place` ends."""
     found = JSON_SPACE.match(text, place)
     assert found is not None
     return found.end()

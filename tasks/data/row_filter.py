@@ -1,4 +1,4 @@
-"""Which rows of a table or of JSON lines become documents: an expression over their columns (data.where)."""
+"""Selects the rows of a table or of JSON lines by an expression over their columns (data.where)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from training.shards.format import LIBRARY, SPLITS, finished_chunk, write_marker
 
 @dataclass(frozen=True)
 class TokenizeWork:
-    """How the chunks of a corpus become shards in a folder; the same for all of them."""
+    """The settings with which all chunks of a corpus become shards in a folder."""
 
     data: DataConfig
     rule: SplitRule

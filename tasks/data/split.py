@@ -1,4 +1,4 @@
-"""Which text is held out for validation: whole documents by a hash of their place, or the tail of the corpus."""
+"""Holds text out for validation: whole documents by a hash of their place, or the tail of the corpus."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class TextCounts:
-    """What a corpus holds; `splits`: those that a split by documents would fill."""
+    """The contents of a corpus; `splits`: those that a split by documents would fill."""
 
     characters: int
     documents: int

@@ -1,1 +1,1 @@
-"""What people see while a run goes on: pages of HTML, progress, numbers in words."""
+"""Shows people a run while it goes on: pages of HTML, progress, numbers in words."""

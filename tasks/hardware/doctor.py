@@ -1,4 +1,4 @@
-"""What an inventory means for a run, in words and as one JSON object: the report of `shardline doctor`."""
+"""The report of `shardline doctor`: what an inventory means for a run, in words and as one JSON object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this host has, read and not measured: cores and memory that a container's limits leave, GPUs, versions."""
+"""Reads what this host has, and measures nothing: cores and memory that a container's limits leave, GPUs, versions."""
 
 from __future__ import annotations
 

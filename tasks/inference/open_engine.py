@@ -1,4 +1,4 @@
-"""Which engine makes the text of an export: ONNX Runtime, or torch ranks."""
+"""Opens the engine that makes the text of an export: ONNX Runtime, or torch ranks."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ class Attempt:
 
 
 def end_path(task: Path) -> Path:
-    """Where the node of this task writes the record of its end."""
+    """Return the path to which the node of this task writes the record of its end."""
     return task.with_name(f"{task.stem}.end.json")
 
 

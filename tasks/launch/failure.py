@@ -1,4 +1,4 @@
-"""Why an attempt ended: finds the one cause in what is known of every host's node. Pure functions."""
+"""Finds the one cause of an attempt's end in what is known of every host's node. Pure functions."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def cure_of(cause: Cause, error: str) -> str | None:
 
 @dataclass(frozen=True)
 class NodeState:
-    """What its launcher sees of a node program. `exit_code` counts once `running` is false; 137 says SIGKILL.
+    """A node program as its launcher sees it. `exit_code` counts once `running` is false; 137 says SIGKILL.
 
     `oom_killed`: the kernel killed one of its processes for want of memory. `hangs`: its heartbeat is too old.
     `reason`: why its host or scheduler ended it, in words, if they say so.

@@ -1,4 +1,4 @@
-"""Which hosts take part in the next attempt: those that answer, were fenced and are fit. And the plan for them."""
+"""Chooses the hosts of the next attempt, those that answer, were fenced and are fit, and plans for them."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class LocalLauncher:
         return {}
 
     def environment(self) -> tuple[dict[str, str], dict[str, str]]:
-        """What a user has set for this machine takes the place of our defaults; the rest nodes inherit."""
+        """Return our defaults, replaced by what a user has set for this machine; the rest nodes inherit."""
         defaults = {*NCCL, *SPINS, *self.plan.environment()}
         environment = {name: os.environ[name] for name in sorted(defaults) if name in os.environ}
         if run_id := getattr(self.plan, "mlflow_run_id", ""):

@@ -60,7 +60,7 @@ class AllocationRecord(Record):
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """Why the nodes are not there yet."""
+    """The reason why the nodes are not there yet."""
 
     job_id: str
     reason: str

@@ -1,1 +1,1 @@
-"""What runs, how it is stopped, and who waits for GPUs."""
+"""Shows what runs, stops it, and queues runs for GPUs."""

@@ -106,7 +106,7 @@ def wait_for_gpus(look: Look, holder: Holder, *, run_id: str) -> None:
 
 
 def _queue_of(allocation: Allocation) -> Holder | None:
-    """What the run's job waits for in Slurm's queue; None once it has its nodes."""
+    """Return what the run's job waits for in Slurm's queue; None once it has its nodes."""
     allocation.raise_if_cancelled()
     with patience():
         queued = allocation.waits_for()

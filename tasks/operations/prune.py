@@ -45,7 +45,7 @@ class Item(Record):
 
 
 class Pruning(Record):
-    """What `prune` found. With `dry_run` nothing was deleted.
+    """The findings of `prune`. With `dry_run` nothing was deleted.
 
     `mlflow_runs`: IDs of the deleted runs' MLflow runs, which `mlflow gc` removes for good, with their artifacts.
     """
@@ -204,7 +204,7 @@ def _judged_shards(kept: Sequence[RunFolder], older_than_days: float) -> Iterato
 
 
 def _judged_copies(kept: Sequence[RunFolder], older_than_days: float) -> Iterator[Item]:
-    """What was copied of URLs; it comes again when it is needed."""
+    """Find copies of what URLs name; they are fetched again when they are needed."""
     for folder in sorted(path for path in (home() / "copies").glob("*") if path.is_dir()):
         users = [run.folder.name for run in kept if run.needs is None or folder.resolve() in run.needs]
         age_days = (time.time() - folder.stat().st_mtime) / DAY_S

@@ -1,4 +1,4 @@
-"""What runs: containers, pods and Slurm jobs of ours, the runs of this machine, and who looks after each."""
+"""Lists what runs: containers, pods and Slurm jobs of ours, this machine's runs, and who looks after each."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 def _peak_memory_bytes(row: Mapping[str, float]) -> float | None:
-    """What the fullest rank held at most: on a GPU what was allocated there, else what was resident."""
+    """Return the peak memory of the fullest rank: on a GPU what was allocated there, else what was resident."""
     peaks = (row.get(f"memory_peak/{name}") for name in ("allocated_gib", "resident_gib"))
     return _times(next((peak for peak in peaks if peak is not None), None), GIB)
 

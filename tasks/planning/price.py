@@ -1,4 +1,4 @@
-"""What a run costs: the price of its devices, before it; the hours that its stages used them, after it."""
+"""Prices a run: by its devices before it, by the hours that its stages used them after it."""
 
 from __future__ import annotations
 

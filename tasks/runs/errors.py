@@ -1,4 +1,4 @@
-"""How a run can end other than well: stopped, or failed."""
+"""The errors that end a run: it was stopped, or it failed."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a run leaves on an object store, and how another machine goes on from there."""
+"""Keeps runs on an object store, from which another machine goes on."""

@@ -1,1 +1,1 @@
-"""What a run is asked to be: one section a file, `RunConfig` in run.py."""
+"""The config of a run: one section a file, `RunConfig` in run.py."""

@@ -1,4 +1,4 @@
-"""What all sections of the config share: they are frozen, refuse unknown fields, and explain themselves in a form."""
+"""The base of all sections of the config: they are frozen, refuse unknown fields, and explain themselves in a form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks share the steps of decoding: one leads and gets the logits, the others follow it.
+"""Shares the steps of decoding between ranks: one leads and gets the logits, the others follow it.
 
 The leader submits steps and takes the logits of each in that order. Tensor parallelism: every rank runs every step
 on its pieces. Pipeline: rank 0 has the last stage, so that it chooses the tokens; steps and hidden states go round,

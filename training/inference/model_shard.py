@@ -1,4 +1,4 @@
-"""What a rank runs the steps of decoding on: a shard of a model, or a whole one of any class; how they are loaded."""
+"""Loads the model that a rank decodes with: a shard of it, or a whole one of any class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast a run trains: steps, sequences, tokens and bytes counted, and divided by the time they took."""
+"""Measures how fast a run trains: counts steps, sequences, tokens and bytes, and divides by the time they took."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What predictions need to know of an inventory: the slowest device, the links, and who shares them.
+"""Reads from an inventory what predictions need: the slowest device, the links, and who shares them.
 
 Times of collectives are those of rings: bytes over bus bandwidth as nccl-tests define it, and a latency (Thakur et al.
 2005; nccl-tests, doc/PERFORMANCE.md). What was not measured is assumed, and the plan says so.

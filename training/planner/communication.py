@@ -1,4 +1,4 @@
-"""What data-parallel ranks send: their groups, gradient compression, and the bytes of collectives."""
+"""Counts what data-parallel ranks send: their groups, gradient compression, and the bytes of collectives."""
 
 from __future__ import annotations
 

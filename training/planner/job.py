@@ -1,4 +1,4 @@
-"""What the planner prices: a job, which is what one step trains, and a layout, one way to run it on devices."""
+"""The planner's inputs: a job, which is what one step trains, and a layout, one way to run it on devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank holds at the peak of a step, by part: arithmetic of a job, a layout and a cost model (cost_model.py).
+"""Predicts one rank's memory at the peak of a step, by part: from a job, a layout and a cost model (cost_model.py).
 
 Weights, gradients and optimizer by ZeRO's stages (Rajbhandari et al. 2020, section 5); activations by Korthikanti et
 al. 2022 (arXiv:2205.05198): section 4 for tensor and sequence parallelism, eq. 5 for pipelines, section 5 for

@@ -1,4 +1,4 @@
-"""How much a run sees of each source of its text: shares of its sequences by phase, epochs, a warning above four."""
+"""Counts what a run sees of each source of its text: shares by phase, epochs, and a warning above four."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MANY_EPOCHS = 4  # up to here text seen again teaches about as much as new text 
 
 
 def one_pass(data: DataConfig, epoch: Sequence[Epoch]) -> Epoch:
-    """What train.max_epochs counts: all text once, or the `epochs` of each source that are asked for."""
+    """Return what train.max_epochs counts: all text once, or the `epochs` of each source that are asked for."""
     times = [_times(source) for source in data.sources] or [1.0]
     return Epoch(
         round(sum(n * each.sequences for n, each in zip(times, epoch, strict=True))),

@@ -1,4 +1,4 @@
-"""How long a step takes, by part: arithmetic of a job, a layout, a cost model (cost_model.py) and a cluster.
+"""Predicts the time of a step, by part: from a job, a layout, a cost model (cost_model.py) and a cluster.
 
 Products at the measured rate plus the bytes they read and write (a roofline whose two sides add up: Williams et al.
 2009), attention, what is bound by memory, collectives by ring over the link they cross, what of them computing cannot

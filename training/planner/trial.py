@@ -1,4 +1,4 @@
-"""Which runs confirm their micro-batch by a trial, and the next smaller micro-batch to try."""
+"""Decides which runs confirm their micro-batch by a trial, and the next smaller one to try."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What each stage leaves for the next one, as files."""
+"""The files that each stage leaves for the next one."""

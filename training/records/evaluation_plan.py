@@ -1,4 +1,4 @@
-"""What the ranks of an evaluation read: which model, on which text, and how they share both."""
+"""The plan that the ranks of an evaluation read: which model, on which text, and how they share both."""
 
 from __future__ import annotations
 

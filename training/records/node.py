@@ -1,4 +1,4 @@
-"""What one host does in one attempt, and how that ended: written by the launcher and by training/node."""
+"""The task of one host in one attempt, and its end: written by the launcher and by training/node."""
 
 from __future__ import annotations
 

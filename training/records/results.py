@@ -1,4 +1,4 @@
-"""What evaluation, export and registration leave."""
+"""The records of evaluation, export and registration."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class SkippedDocument(Record):
 
 
 class FinishedChunk(Record):
-    """What became of one chunk of a corpus: its shards, and the documents that were left out of them."""
+    """The result of one chunk of a corpus: its shards, and the documents that were left out of them."""
 
     shards: tuple[Shard, ...]
     repeated: int = 0

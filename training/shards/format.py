@@ -82,7 +82,7 @@ def write_marker(folder: Path, index: int, finished: FinishedChunk) -> None:
 
 
 def finished_chunk(folder: Path, index: int) -> FinishedChunk | None:
-    """What an earlier call left of chunk `index`, if it finished it and its shards are unchanged, else None."""
+    """Return what an earlier call left of chunk `index`, if it finished it and its shards are unchanged, else None."""
     marker = _marker(folder, index)
     if not marker.exists():
         return None

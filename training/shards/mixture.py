@@ -1,4 +1,4 @@
-"""Which source each sequence of a run is drawn from: it follows from its place in the run alone.
+"""Chooses the source of each sequence of a run, which follows from its place in the run alone.
 
 A run's sequences are numbered from 0 in the order in which they are seen. A source with share s has had floor(n * s) of
 the first n sequences, so at no step is it off its share by more than a few sequences, on whatever ranks, and a resumed

@@ -1,4 +1,4 @@
-"""How documents fill sequences: which tokens of a split each sequence predicts, and which of them belong together.
+"""Fills sequences with documents: which tokens of a split each one predicts, and which of them belong together.
 
 A sequence is a span of three stream positions, begin <= first <= stop: it predicts the tokens [first, stop), one
 `context` of them at most, and reads from `begin` on. For begin == first - 1 its first input is the token before;

@@ -54,7 +54,7 @@ class RemoteFile:
         return np.frombuffer(self.cache.read(self.name, part.start * size, part.stop * size), self.dtype)
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[BlockCache, str, int]]:
-        """What `fetch` must be called with for items [start, stop)."""
+        """Return what `fetch` must be called with for items [start, stop)."""
         size = self.dtype.itemsize
         return ((self.cache, self.name, number) for number in blocks_of(start * size, stop * size))
 

@@ -1,4 +1,4 @@
-"""Which source each held-out token was read from: a file, a folder of files, or a dataset of the hub.
+"""Finds the source that each held-out token was read from: a file, a folder of files, or a dataset of the hub.
 
 The manifest names the files and, for validation shards, how many tokens in a row came from each. The sources of a
 mixture are told apart by their names; otherwise up to MAX_SOURCES files are; of more, the top folders are (below the

@@ -1,4 +1,4 @@
-"""What one optimizer step reports. Tensors stay on the device: they are read at log points only."""
+"""The report of one optimizer step. Tensors stay on the device: they are read at log points only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run reports while it trains: rows of metrics, timed steps and traces, samples of text, system metrics."""
+"""Reports a run while it trains: rows of metrics, timed steps and traces, samples of text, system metrics."""
 
 from __future__ import annotations
 

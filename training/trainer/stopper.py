@@ -1,4 +1,4 @@
-"""What decides that training ends: its last step, a signal, its hours, or validations that stopped getting better."""
+"""Decides when training ends: its last step, a signal, its hours, or validations that stopped getting better."""
 
 from __future__ import annotations
 
