@@ -13,6 +13,7 @@ from pathlib import Path
 from training.checkpoint.memory import HostMemory
 from training.checkpoint.memory_saver import MemorySaver
 from training.checkpoint.saver import Saver
+from training.models.language_model import import_model
 from training.records.plan import RunPlan
 from training.runtime.process import process_group
 from training.runtime.watchdog import hang_watchdog
@@ -21,6 +22,14 @@ from training.trainer.loop import fit
 from training.trainer.reporter import Reporter, earlier_rows
 from training.trainer.state import restore
 from training.trainer.stopper import Stopper
+
+
+def import_for(plan_path: str) -> None:
+    """Import what training this plan needs besides this module, once per host (training/node/fork_server.py).
+
+    But for DeepSpeed, which starts a thread and looks for GPUs: no process may be forked after that.
+    """
+    import_model(RunPlan.read(Path(plan_path)))
 
 
 def main(plan_path: Path) -> None:

@@ -212,6 +212,14 @@ def unfilled_model(plan: RunPlan) -> tuple[LanguageModel, Mapping[str, Tensor]]:
     return LanguageModel(hf, precision=plan.precision), weights
 
 
+def import_model(plan: RunPlan) -> None:
+    """Import what building the plan's model imports, 3 s of a core; its weights are not made."""
+    from transformers.initialization import no_init_weights  # noqa: F401
+
+    with torch.device("meta"):
+        auto_class_of(plan.config.objective).from_config(hf_config(plan))
+
+
 def _let_every_word_learn(hf: Any) -> None:
     """Our padding predicts nothing, but its word, the end token, begins documents.
 

@@ -1,9 +1,11 @@
 """Forks a node's ranks from one process that has imported their program.
 
-    python -m training.node.fork_server MODULE READY
+    python -m training.node.fork_server MODULE READY [ARGUMENT…]
 
-The imports, 4 s of a core for training, are made once for all ranks of a host, and a standby (training/node) has made
-them before it is needed: the file READY is there then. An order, one line of JSON over standard input, says which ranks
+The imports, 7 s of a core for training, are made once for all ranks of a host, and a standby (training/node) has made
+them before it is needed: the file READY is there then. They are those of the module, and those that its `import_for`
+makes, where it has one, for the ranks' arguments: what a model's class or a strategy imports in the middle of a run
+would else be imported by each rank. An order, one line of JSON over standard input, says which ranks
 to fork; their ends are written to the file that it names, as torchrun would report them. Where several hosts take part,
 the first one's server keeps the store at which ranks meet, as torchrun's agent does
 (docs.pytorch.org/docs/stable/elastic/run.html).
@@ -20,10 +22,11 @@ import importlib
 import os
 import runpy
 import signal
+import socket
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ from training.records.record import Record
 
 SIBLINGS_S = 1.0  # for the other ranks to end when one failed: the launcher looks 2 s for the host where it began
 POLL_S = 0.02
+MOST_WAITING = 4096  # ranks that knock at the store at once; the kernel may allow fewer (net.core.somaxconn)
 KILLED_S = 5.0  # for killed ranks to be gone; one that waits for a dead file server cannot die
 PR_SET_NAME = 15  # linux/prctl.h
 
@@ -48,9 +52,11 @@ class RankOrder(Record):
     ends: str
 
 
-def main(module: str, ready: Path) -> int:
+def main(module: str, ready: Path, args: Sequence[str]) -> int:
     """Return the exit code of the server: 1 if a rank failed. Ranks return 0, or raise as their program does."""
-    importlib.import_module(module)
+    imported = importlib.import_module(module)
+    if hasattr(imported, "import_for"):
+        imported.import_for(*args)
     gc.collect()
     gc.freeze()  # else each rank's first collection copies all pages of what was imported
     ready.touch()
@@ -63,10 +69,13 @@ def main(module: str, ready: Path) -> int:
     if not forks and not order.prefix:
         print("node: the imports opened a GPU, so that each rank imports for itself", flush=True)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the node tells ranks directly, and we report their end
+    listener = _listener(order.environments[0]) if order.hosts_store else None
     ranks: dict[int, Mapping[str, str]] = {}
     for environment in order.environments:
         pid = os.fork()
         if pid == 0:
+            if listener is not None:
+                listener.close()
             _become_rank(environment)
             if not forks:
                 os.execvp(command[0], command)
@@ -75,7 +84,7 @@ def main(module: str, ready: Path) -> int:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
             return 0
         ranks[pid] = environment
-    store = _store(order.environments[0]) if order.hosts_store else None
+    store = _store(order.environments[0], listener) if listener is not None else None
     ends = _wait(ranks)
     RankEnds(ends=tuple(ends)).write(Path(order.ends))
     del store
@@ -101,12 +110,23 @@ def _is_open(number: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{number}")
 
 
-def _store(environment: Mapping[str, str]) -> Any:
+def _listener(environment: Mapping[str, str]) -> socket.socket:
+    """The store's socket, open before any rank is there: one that is refused tries again only after 0.3 s and more.
+
+    Not the store itself: it has threads, which a fork must not meet. All addresses, as the store would listen on.
+    """
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    port = int(environment["MASTER_PORT"])
+    return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=MOST_WAITING)
+
+
+def _store(environment: Mapping[str, str], listener: socket.socket) -> Any:
     """The store at which ranks meet; it outlives them all, so that none sees it close while it leaves."""
     from torch.distributed import TCPStore
 
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    return TCPStore(address, port, is_master=True, wait_for_workers=False)
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _wait(ranks: Mapping[int, Mapping[str, str]]) -> list[RankEnd]:
@@ -143,4 +163,4 @@ def _wait(ranks: Mapping[int, Mapping[str, str]]) -> list[RankEnd]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:]))

@@ -29,7 +29,7 @@ def command(task: NodeTask, *, log_dir: Path) -> list[str]:
     """The command line of what starts the ranks: our fork server, or torchrun for programs of users."""
     if task.is_ours:
         ready = Path(task.ready or log_dir / "ready")
-        return [sys.executable, "-u", "-P", "-m", "training.node.fork_server", task.module, str(ready)]
+        return [sys.executable, "-u", "-P", "-m", "training.node.fork_server", task.module, str(ready), *task.args]
     return torchrun_command(task, log_dir=log_dir)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from training.checkpoint import load
@@ -28,6 +30,8 @@ from training.strategies import Strategy, parallelize
 from training.trainer.rebalance import sizes_in_force
 
 logger = logging.getLogger(__name__)
+
+Unfilled = tuple[LanguageModel, Mapping[str, Tensor]]  # of unfilled_model
 
 HASHING_TIMEOUT = datetime.timedelta(hours=6)  # while ranks hash a checkpoint: its one file of 100 GB takes minutes
 
@@ -73,12 +77,12 @@ def restore(plan: RunPlan, *, rank: Rank, run_dir: Path, memory: HostMemory | No
     on_disk = _list_checkpoints(run_dir, rank, group=patient_group)
     copy = _newest_in_memory(memory, on_disk) if memory is not None else None
     if memory is not None and copy is not None:
-        found: Path | None = memory.whole_folder(copy)
+        unfilled, found = unfilled_model(plan), memory.whole_folder(copy)
     else:
-        found = _agree_on_checkpoint(on_disk, rank, group=patient_group)
+        unfilled, found = _model_and_checkpoint(plan, on_disk, rank, group=patient_group)
     dist.destroy_process_group(patient_group)
     with reading(found):
-        state = build_state(plan, found, rank=rank, run_dir=run_dir)
+        state = build_state(plan, unfilled, found, rank=rank, run_dir=run_dir)
     if memory is not None:
         memory.forget(copy)
     elif rank.rank == 0:
@@ -86,9 +90,9 @@ def restore(plan: RunPlan, *, rank: Rank, run_dir: Path, memory: HostMemory | No
     return replace(state, copy=copy)
 
 
-def build_state(plan: RunPlan, found: Path | None, *, rank: Rank, run_dir: Path) -> TrainingState:
+def build_state(plan: RunPlan, unfilled: Unfilled, found: Path | None, *, rank: Rank, run_dir: Path) -> TrainingState:
     """Model, strategy and data as the checkpoint `found` has them; None: at step 0. Collective."""
-    model, weights = unfilled_model(plan)
+    model, weights = unfilled
     if found is not None:
         weights = load.weights_for(model, found)
     model.train()
@@ -137,13 +141,25 @@ def _newest_in_memory(memory: HostMemory, on_disk: Sequence[Path]) -> MemoryReco
     return copy if fault is None else None
 
 
-def _agree_on_checkpoint(folders: Sequence[Path], rank: Rank, *, group: dist.ProcessGroup) -> Path | None:
-    """The newest of these checkpoints that is whole; each rank hashes a part of the files. Collective."""
+def _model_and_checkpoint(
+    plan: RunPlan, folders: Sequence[Path], rank: Rank, *, group: dist.ProcessGroup
+) -> tuple[Unfilled, Path | None]:
+    """The model, and the newest of these checkpoints that is whole. Collective.
+
+    Each rank hashes a part of the files; those of the newest checkpoint while the model's class is imported and built.
+    """
+
+    def own_damage(folder: Path) -> str | None:
+        return damage(folder, part=rank.rank, of_parts=rank.world_size)
+
+    with ThreadPoolExecutor(1) as hashing:
+        begun = {folder: hashing.submit(own_damage, folder) for folder in folders[-1:]}
+        unfilled = unfilled_model(plan)
 
     def damage_of(folder: Path) -> str | None:
         faults: list[str | None] = [None] * rank.world_size
-        own = damage(folder, part=rank.rank, of_parts=rank.world_size)
+        own = begun[folder].result() if folder in begun else own_damage(folder)
         dist.all_gather_object(faults, own, group=group)
         return next((fault for fault in faults if fault), None)
 
-    return newest_intact(folders, damage_of=damage_of, log=rank.rank == 0)
+    return unfilled, newest_intact(folders, damage_of=damage_of, log=rank.rank == 0)

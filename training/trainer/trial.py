@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from training.config.train import learning_rate
+from training.models.language_model import unfilled_model
 from training.monitoring.device_stats import DeviceProbe
 from training.records.plan import RunPlan
 from training.records.trial import MEASURED, STEPS, TrialMeasured
@@ -47,7 +48,7 @@ def exit_on_error() -> Iterator[None]:
 
 def measure(plan: RunPlan, *, rank: Rank, run_dir: Path) -> TrialMeasured:
     """Seconds of the last step, and every rank's peak memory. Collective."""
-    state = build_state(plan, None, rank=rank, run_dir=run_dir)
+    state = build_state(plan, unfilled_model(plan), None, rank=rank, run_dir=run_dir)
     probe, seconds = DeviceProbe(rank.device, threads=plan.threads_per_rank), 0.0
     for step in range(min(STEPS, plan.steps)):
         began = time.perf_counter()

@@ -1,0 +1,44 @@
+"""What the server of forks imports before it forks: all that ranks need, and nothing that must not meet a fork."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import rank_env
+
+REPORT = """
+import json, os, sys
+from pathlib import Path
+import torch
+asked_gpus = []
+for name in ("is_available", "device_count", "init", "_lazy_init"):
+    def ask(*args, name=name, real=getattr(torch.cuda, name)):
+        asked_gpus.append(name)
+        return real(*args)
+    setattr(torch.cuda, name, ask)
+from training import train
+train.import_for(sys.argv[1])
+report = {"asked_gpus": list(asked_gpus), "threads": len(os.listdir("/proc/self/task"))}
+imported = set(sys.modules)
+train.main(Path(sys.argv[1]))
+report["later"] = sorted(set(sys.modules) - imported)
+print(json.dumps(report))
+"""
+
+
+@pytest.mark.parametrize("strategy", ["single", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_ranks_import_next_to_nothing_themselves(make_run: Callable[..., Path], strategy: str) -> None:
+    path = make_run(f"imports-{strategy}", ranks=1, parallel__strategy=strategy, train__steps=1)
+    done = subprocess.run(
+        [sys.executable, "-c", REPORT, str(path)], env=rank_env(), capture_output=True, text=True, check=True
+    )
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["threads"] == 1, "a fork meets no thread"
+    assert report["asked_gpus"] == [], "nor an open GPU"
+    assert len(report["later"]) < 10, report["later"]
