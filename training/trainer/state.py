@@ -76,6 +76,7 @@ def restore(plan: RunPlan, *, rank: Rank, run_dir: Path, memory: HostMemory | No
     patient_group = dist.new_group(timeout=HASHING_TIMEOUT, backend="gloo")
     on_disk = _list_checkpoints(run_dir, rank, group=patient_group)
     copy = _newest_in_memory(memory, on_disk) if memory is not None else None
+    found: Path | None
     if memory is not None and copy is not None:
         unfilled, found = unfilled_model(plan), memory.whole_folder(copy)
     else:
