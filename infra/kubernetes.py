@@ -198,16 +198,8 @@ class Cluster:
     def _log_path(self, pod: str) -> str:
         return self._path("api/v1", "pods", f"{pod}/log")
 
-    def _json(
-        self,
-        method: str,
-        path: str,
-        *,
-        query: Mapping[str, Any] | None = None,
-        body: Object | None = None,
-        content: str = "application/json",
-    ) -> Object:
-        found: Object = json.loads(self._send(method, path, query=query, body=body, content=content))
+    def _json(self, method: str, path: str, **request: Any) -> Object:
+        found: Object = json.loads(self._send(method, path, **request))
         return found
 
     def _send(self, method: str, path: str, **request: Any) -> bytes:
