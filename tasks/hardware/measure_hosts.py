@@ -6,11 +6,11 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from infra.containers import start
 from infra.hosts import DockerHost, HostError, connect, on_all
@@ -43,6 +43,9 @@ class Limited(Protocol):
     def memory_gib(self) -> float: ...
 
 
+AnyLimited = TypeVar("AnyLimited", bound=Limited)
+
+
 def measure_hosts(
     hosts: Sequence[DockerHost],
     launch: LaunchConfig,
@@ -57,22 +60,37 @@ def measure_hosts(
     Hosts that are not in home/hardware.json are measured at once, in one container each. Rates measured beside other
     work are not saved. Raises HostError if a measurement fails, with the end of its output.
     """
+
+    def measure_host(host: DockerHost) -> Measured:
+        cores = usable_cores(host, facts[host.name])
+        return measure(host, launch, slots=slots[host.name], cores=cores, home=home, run_dir=run_dir)
+
     keys = {host.name: cache_key(host, facts[host.name], slots=slots[host.name]) for host in hosts}
+    no_gpu = "its container has {gpus} GPUs, but {why}, or set gpus=0 to train on its CPU"
+    return measured_once(hosts, measure_host, keys=keys, facts=facts, home=home, no_gpu=no_gpu)
+
+
+def measured_once(
+    hosts: Sequence[AnyLimited],
+    measure_host: Callable[[AnyLimited], Measured],
+    *,
+    keys: Mapping[str, dict[str, str]],
+    facts: Mapping[str, HostFacts],
+    home: Path,
+    no_gpu: str,
+) -> Inventory:
+    """The inventory of the hosts, of which those that home/hardware.json does not have under their key are measured.
+
+    `no_gpu`: the words about a host that has GPUs which cannot be used, {gpus} of them, and {why}.
+    """
     known = {name: found for name, key in keys.items() if (found := find_cached(home, key))}
-    unknown = [host for host in hosts if host.name not in known]
     begin = time.perf_counter()
-    new = on_all(
-        unknown,
-        lambda host: measure(
-            host, launch, slots=slots[host.name], cores=usable_cores(host, facts[host.name]), home=home, run_dir=run_dir
-        ),
-    )
+    new = on_all([host for host in hosts if host.name not in known], measure_host)
     if new:
         logger.info("hardware: measured %s in %.1f s", ", ".join(new), time.perf_counter() - begin)
     for name, measured in new.items():
         if facts[name].gpus and (why := why_no_gpu_is_used(measured, driver=facts[name].driver)):
-            cpu = "or set gpus=0 to train on its CPU"
-            raise HostError(f"{name}: its container has {len(facts[name].gpus)} GPUs, but {why}, {cpu}", hosts=(name,))
+            raise HostError(f"{name}: {no_gpu.format(gpus=len(facts[name].gpus), why=why)}", hosts=(name,))
         now = datetime.now(UTC).isoformat(timespec="seconds")
         known[name] = CachedMeasurement(key=keys[name], measured_at=now, measured=measured)
         if (busy := facts[name].busy_percent) <= BUSY_PERCENT:
@@ -86,11 +104,8 @@ def measure(host: DockerHost, launch: LaunchConfig, *, slots: int, cores: int, h
     """Run training.measure in a container on so many ranks; its record comes through the shared folder."""
     threads, name = max(1, cores // slots), f"measure-{os.urandom(4).hex()}"
     out = run_dir / f".{name}-{host.name}.json"
-    launcher = ("torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", f"--nproc-per-node={slots}", "-m")
-    program = (*(launcher if slots > 1 else ()), "training.measure", str(out), str(threads))
-    job = container_spec(
-        host, launch, home=home, run_id=run_dir.name, what=name, command=("python", "-m", *program), threads=threads
-    )
+    command = ("python", *measuring(out, slots=slots, threads=threads))
+    job = container_spec(host, launch, home=home, run_id=run_dir.name, what=name, command=command, threads=threads)
     try:
         with closing(connect(host)) as client:
             output = finish(client, start(client, job), timeout_s=MEASURE_TIMEOUT_S)
@@ -104,6 +119,12 @@ def measure(host: DockerHost, launch: LaunchConfig, *, slots: int, cores: int, h
         return Measured.read(out)
     finally:
         out.unlink(missing_ok=True)
+
+
+def measuring(out: Path, *, slots: int, threads: int) -> tuple[str, ...]:
+    """Python's arguments that measure on `slots` ranks and write the record `out`."""
+    launcher = ("torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", f"--nproc-per-node={slots}", "-m")
+    return ("-m", *(launcher if slots > 1 else ()), "training.measure", str(out), str(threads))
 
 
 def cache_key(host: Limited, facts: HostFacts, *, slots: int) -> dict[str, str]:

@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
 from infra import slurm
 from infra.hosts import HostError, on_all
 from infra.preflight import Probe
-from tasks.hardware.measure import (
-    BUSY_PERCENT,
-    MEASURE_TIMEOUT_S,
-    CachedMeasurement,
-    find_cached,
-    keep_cached,
-    last_lines,
-    why_no_gpu_is_used,
-)
-from tasks.hardware.measure_hosts import as_host, cache_key, strongest_first
+from tasks.hardware.measure import MEASURE_TIMEOUT_S, last_lines
+from tasks.hardware.measure_hosts import cache_key, measured_once, measuring
 from tasks.hardware.preflight import LEAST_DISK_GIB, HostFacts, HostsNotReady, read_facts, token, unseen_answers
 from tasks.workspace.paths import home
 from training.config.slurm import SlurmConfig
 from training.node.host_check import Asked
 from training.records.inventory import Inventory, Measured
-
-logger = logging.getLogger(__name__)
 
 CHECK_TIMEOUT_S = 120.0  # a container's first start there may unpack its image
 
@@ -187,21 +175,14 @@ def _how(code: int | None, timeout_s: float) -> str:
 def measure_nodes(nodes: JobNodes, *, facts: Mapping[str, HostFacts], slots: int) -> Inventory:
     """The nodes with one device per rank, strongest first. A machine that was measured before is not measured again."""
     keys = {host.name: _key(host, facts[host.name], slots=slots) for host in nodes.hosts}
-    known = {name: found for name, key in keys.items() if (found := find_cached(home(), key))}
-    unknown = [host for host in nodes.hosts if host.name not in known]
-    new = on_all(unknown, lambda host: _measure(nodes, host, slots=slots, cores=facts[host.name].cores))
-    for name, measured in new.items():
-        if facts[name].gpus and (why := why_no_gpu_is_used(measured, driver=facts[name].driver)):
-            raise HostError(f"{name}: the step has {len(facts[name].gpus)} GPUs, but {why}", hosts=(name,))
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        known[name] = CachedMeasurement(key=keys[name], measured_at=now, measured=measured)
-        if facts[name].busy_percent <= BUSY_PERCENT:
-            keep_cached(home(), known[name])
-        else:
-            logger.warning(
-                "hardware: other programs keep %s %.0f%% busy: its rates are not saved", name, facts[name].busy_percent
-            )
-    return Inventory(hosts=strongest_first([as_host(host, facts[host.name], known[host.name]) for host in nodes.hosts]))
+    return measured_once(
+        nodes.hosts,
+        lambda host: _measure(nodes, host, slots=slots, cores=facts[host.name].cores),
+        keys=keys,
+        facts=facts,
+        home=home(),
+        no_gpu="the step has {gpus} GPUs, but {why}",
+    )
 
 
 def _key(host: JobNode, facts: HostFacts, *, slots: int) -> dict[str, str]:
@@ -210,8 +191,7 @@ def _key(host: JobNode, facts: HostFacts, *, slots: int) -> dict[str, str]:
 
 def _measure(nodes: JobNodes, host: JobNode, *, slots: int, cores: int) -> Measured:
     threads, out = max(1, cores // slots), nodes.run_dir / f".measured-{host.name}-{os.urandom(4).hex()}.json"
-    torchrun = ("torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", f"--nproc-per-node={slots}", "-m")
-    words = ("-m", *(torchrun if slots > 1 else ()), "training.measure", str(out), str(threads))
+    words = measuring(out, slots=slots, threads=threads)
     try:
         code, output = run_step(nodes, host, *words, what="measure", timeout_s=MEASURE_TIMEOUT_S)
         if code != 0:
