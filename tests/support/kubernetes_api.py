@@ -588,101 +588,105 @@ def _expanded(word: str, environment: Mapping[str, str]) -> str:
 
 
 def _handler(api: KubernetesApi) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    return type("HandlerOfApi", (Handler,), {"api": api})
 
-        def log_message(self, *_: object) -> None:
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers the requests to one API."""
+
+    api: KubernetesApi
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _answer(self) -> None:
+        try:
+            self._route()
+        except Refused as refused:
+            self._send(
+                refused.status,
+                {"kind": "Status", "status": "Failure", "message": str(refused), "code": refused.status},
+            )
+        except (BrokenPipeError, ConnectionResetError):
             pass
 
-        def _answer(self) -> None:
-            try:
-                self._route()
-            except Refused as refused:
-                self._send(
-                    refused.status,
-                    {"kind": "Status", "status": "Failure", "message": str(refused), "code": refused.status},
-                )
-            except (BrokenPipeError, ConnectionResetError):
-                pass
+    do_GET = do_POST = do_DELETE = do_PATCH = _answer  # noqa: N815
 
-        do_GET = do_POST = do_DELETE = do_PATCH = _answer  # noqa: N815
+    def _route(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        body = json.loads(self.rfile.read(length)) if length else {}
+        parts = urlsplit(self.path)
+        query = {key: values[0] for key, values in parse_qs(parts.query).items()}
+        self.api.requests.append(f"{self.command} {self.path}")
+        if self.headers.get("Authorization") != f"Bearer {self.api.token}":
+            raise Refused(401, "Unauthorized")
+        path = parts.path.strip("/")
+        folder = next((folder for folder in FOLDERS if path == folder or path.startswith(f"{folder}/")), "")
+        if not folder or (folder.startswith("apis/jobset") and not self.api.jobsets):
+            raise Refused(404, "the server could not find the requested resource")
+        words = path.removeprefix(folder).strip("/").split("/")
+        if words == [""]:
+            return self._send(200, {"resources": [{"name": plural} for plural in FOLDERS[folder]]})
+        if words[:2] != ["namespaces", self.api.namespace] or words[2] not in FOLDERS[folder]:
+            raise Refused(404, "the server could not find the requested resource")
+        self._resource(folder, words[2], words[3:], query, body)
 
-        def _route(self) -> None:
-            length = int(self.headers.get("Content-Length") or 0)
-            body = json.loads(self.rfile.read(length)) if length else {}
-            parts = urlsplit(self.path)
-            query = {key: values[0] for key, values in parse_qs(parts.query).items()}
-            api.requests.append(f"{self.command} {self.path}")
-            if self.headers.get("Authorization") != f"Bearer {api.token}":
-                raise Refused(401, "Unauthorized")
-            path = parts.path.strip("/")
-            folder = next((folder for folder in FOLDERS if path == folder or path.startswith(f"{folder}/")), "")
-            if not folder or (folder.startswith("apis/jobset") and not api.jobsets):
-                raise Refused(404, "the server could not find the requested resource")
-            words = path.removeprefix(folder).strip("/").split("/")
-            if words == [""]:
-                return self._send(200, {"resources": [{"name": plural} for plural in FOLDERS[folder]]})
-            if words[:2] != ["namespaces", api.namespace] or words[2] not in FOLDERS[folder]:
-                raise Refused(404, "the server could not find the requested resource")
-            self._resource(folder, words[2], words[3:], query, body)
+    def _resource(self, folder: str, plural: str, words: list[str], query: dict[str, str], body: Object) -> None:
+        verbs = {"POST": "create", "PATCH": "patch", "GET": "get" if words else "list"}
+        verb = verbs.get(self.command, "delete" if words else "deletecollection")
+        group = folder.split("/")[1] if folder.startswith("apis/") else ""
+        self.api.check_rights(verb, group, "/".join([plural, *words[1:]]))
+        with self.api.lock:
+            if verb == "create":
+                return self._send(201, self.api.create(plural, body))
+            chosen = self.api.select(plural, query)
+            if words:
+                chosen = [each for each in chosen if each["metadata"]["name"] == words[0]]
+                if not chosen:
+                    raise Refused(404, f'{plural} "{words[0]}" not found')
+            if verb.startswith("delete"):
+                for each in chosen:
+                    self.api.delete(plural, each, body)
+                return self._send(200, {"kind": "Status", "status": "Success"})
+            if verb == "patch":
+                chosen[0]["metadata"] |= body["metadata"]
+            if verb == "list":
+                return self._send(200, {"items": chosen})
+            if words[1:] != ["log"]:
+                return self._send(200, chosen[0])
+        self._log(chosen[0], query)
 
-        def _resource(self, folder: str, plural: str, words: list[str], query: dict[str, str], body: Object) -> None:
-            verbs = {"POST": "create", "PATCH": "patch", "GET": "get" if words else "list"}
-            verb = verbs.get(self.command, "delete" if words else "deletecollection")
-            group = folder.split("/")[1] if folder.startswith("apis/") else ""
-            api.check_rights(verb, group, "/".join([plural, *words[1:]]))
-            with api.lock:
-                if verb == "create":
-                    return self._send(201, api.create(plural, body))
-                chosen = api.select(plural, query)
-                if words:
-                    chosen = [each for each in chosen if each["metadata"]["name"] == words[0]]
-                    if not chosen:
-                        raise Refused(404, f'{plural} "{words[0]}" not found')
-                if verb.startswith("delete"):
-                    for each in chosen:
-                        api.delete(plural, each, body)
-                    return self._send(200, {"kind": "Status", "status": "Success"})
-                if verb == "patch":
-                    chosen[0]["metadata"] |= body["metadata"]
-                if verb == "list":
-                    return self._send(200, {"items": chosen})
-                if words[1:] != ["log"]:
-                    return self._send(200, chosen[0])
-            self._log(chosen[0], query)
+    def _log(self, pod: Object, query: dict[str, str]) -> None:
+        container = self.api.containers.get(pod["metadata"]["uid"])
+        if container is None:
+            raise Refused(400, f'container "node" in pod "{pod["metadata"]["name"]}" is waiting to start')
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        since = query.get("sinceTime", "").rstrip("Z")
+        lines = container.log[-int(query.get("tailLines", 1_000_000)) :]
+        sent = len(container.log)
+        while True:
+            for stamp, line in lines:
+                if stamp >= since:
+                    text = stamp.encode() + b" " + line if query.get("timestamps") == "true" else line
+                    self.wfile.write(b"%x\r\n%s\r\n" % (len(text), text))
+            ended = container.over
+            lines = container.log[sent:]
+            sent += len(lines)
+            if not lines and (ended or query.get("follow") != "true"):
+                break
+            time.sleep(0.02)
+        self.wfile.write(b"0\r\n\r\n")
 
-        def _log(self, pod: Object, query: dict[str, str]) -> None:
-            container = api.containers.get(pod["metadata"]["uid"])
-            if container is None:
-                raise Refused(400, f'container "node" in pod "{pod["metadata"]["name"]}" is waiting to start')
-            self.send_response(200)
-            self.send_header("Transfer-Encoding", "chunked")
-            self.end_headers()
-            since = query.get("sinceTime", "").rstrip("Z")
-            lines = container.log[-int(query.get("tailLines", 1_000_000)) :]
-            sent = len(container.log)
-            while True:
-                for stamp, line in lines:
-                    if stamp >= since:
-                        text = stamp.encode() + b" " + line if query.get("timestamps") == "true" else line
-                        self.wfile.write(b"%x\r\n%s\r\n" % (len(text), text))
-                ended = container.over
-                lines = container.log[sent:]
-                sent += len(lines)
-                if not lines and (ended or query.get("follow") != "true"):
-                    break
-                time.sleep(0.02)
-            self.wfile.write(b"0\r\n\r\n")
-
-        def _send(self, status: int, body: Object) -> None:
-            content = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-    return Handler
+    def _send(self, status: int, body: Object) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
 
 
 def wait_for(api: KubernetesApi, happened: Callable[[], Any], what: str, *, within_s: float = 60) -> Any:
