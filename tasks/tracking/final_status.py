@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tasks.runs.history import note_end
-from tasks.runs.owner import end_orphans, owner_record, ranks_launcher
+from tasks.runs.owner import end_orphans, owner_record, ranks_may_work
 from tasks.tracking.client import registry_client
 from tasks.workspace.locks import AlreadyOwned, owned
 from tasks.workspace.paths import home, tracking_uri
 from tasks.workspace.processes import local_process
+from tasks.workspace.wait import until
 from training.records.record import Record
 from training.tracking.mlflow_sender import Sender
 from training.tracking.redaction import without_credentials
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 ENDING = "ending.json"
 CAUSE, ENDED_BY = "shardline.cause", "shardline.ended_by"  # tags of the MLflow run
 Status = Literal["FINISHED", "FAILED", "KILLED"]
+PATIENCE_S, TRY_EVERY_S = 120.0, 5.0  # while the disk is full and MLflow is away
 
 
 class RunStatus(Record):
@@ -61,14 +62,26 @@ class EndedRun(Record):
 def close(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: RunStatus) -> None:
     """Record `ending`, then send the rest of the metrics and the status. What fails, a later `reconcile` does."""
     note_end(folder, status=ending.status, cause=ending.cause, why=ending.why)
-    with suppress(OSError):  # a full disk: MLflow may be told all the same
-        ending.write(folder / ENDING)
+    until(lambda: _is_kept(client, folder, mlflow_run_id, ending), timeout_s=PATIENCE_S, every_s=TRY_EVERY_S)
     try:
         _report(client, folder, mlflow_run_id, ending)
     except Exception as error:
         why = without_credentials(str(error), uri=tracking_uri())
         said = "could not report the end of run %s to MLflow (%s): the next run or `shardline reconcile` will"
         logger.warning(said, folder.name, why)
+
+
+def _is_kept(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: RunStatus) -> bool:
+    """Record the status on the disk or, if that is full, in MLflow; without either the run would count as killed."""
+    try:
+        ending.write(folder / ENDING)
+    except OSError as error:
+        try:
+            client.set_terminated(mlflow_run_id, ending.status)
+        except Exception:
+            logger.warning("run %s is %s: neither the disk (%s) nor MLflow takes it", folder.name, ending.status, error)
+            return False
+    return True
 
 
 def _report(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: RunStatus) -> None:
@@ -149,8 +162,8 @@ def _settled(client: MlflowClient, folder: Path, mlflow_run_id: str) -> RunStatu
                 note_end(folder, status=ending.status, cause=ending.cause, why=ending.why)
             _report(client, folder, mlflow_run_id, ending)
             _log(folder.name, ending)
-            ranks_are_gone = ranks_launcher(folder) is None  # else they write rows yet: the next time sends those
-            ending = ending.model_copy(update={"mlflow_knows": ranks_are_gone})
+            # Ranks that live write rows yet: the next time sends those.
+            ending = ending.model_copy(update={"mlflow_knows": not ranks_may_work(folder)})
     if owner is None or not owner.flow_run:
         ending = ending.model_copy(update={"prefect_knows": True})
     ending.write(folder / ENDING)

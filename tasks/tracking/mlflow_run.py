@@ -156,17 +156,34 @@ def _opened(client: MlflowClient, config: RunConfig, *, run_id: str, begun_by: s
         if experiment
         else client.create_experiment(config.name, artifact_location=embedded_artifacts(), tags=TRAINING_PAGES)
     )
-    created = client.create_run(experiment_id, run_name=run_id, tags=_code_tags(config, run_id=run_id))
     run = TrackedRun(
         run_id=run_id,
-        mlflow_run_id=created.info.run_id,
+        mlflow_run_id=_created(client, experiment_id, run_id=run_id, tags=_code_tags(config, run_id=run_id)),
         experiment_id=experiment_id,
         begun_with=config,
         begun_by=begun_by,
     )
-    run.write(path)
+    try:
+        run.write(path)
+    except OSError:  # a full disk: nobody will know of this MLflow run
+        client.set_terminated(run.mlflow_run_id, "FAILED")
+        raise
     _log_config(client, run)
     return run
+
+
+def _created(client: MlflowClient, experiment_id: str, *, run_id: str, tags: dict[str, str]) -> str:
+    """Create the MLflow run and return its ID. If only the answer is lost, MLflow has the run, and its tag tells."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        created = client.create_run(experiment_id, run_name=run_id, tags=tags)
+    except MlflowException:
+        found = client.search_runs([experiment_id], f"tags.`{RUN_ID}` = '{run_id}'", max_results=1)
+        if not found:
+            raise
+        created = found[0]
+    return str(created.info.run_id)
 
 
 def _is_known(client: MlflowClient, mlflow_run_id: str) -> bool:
