@@ -34,11 +34,12 @@ def show(seed: int) -> int:
 
 def run(num_seeds: int) -> int:
     began, faults, endings, broken = time.perf_counter(), Counter[str](), Counter[str](), 0
-    attempts, simulated_s = 0, 0.0
+    attempts, taken_over, simulated_s = 0, 0, 0.0
     for outcome in simulate_many(range(num_seeds)):
         faults.update(outcome.faults)
         endings.update(outcome.endings)
-        attempts, simulated_s = attempts + outcome.attempts, simulated_s + outcome.seconds
+        attempts, taken_over = attempts + outcome.attempts, taken_over + outcome.taken_over
+        simulated_s += outcome.seconds
         if outcome.violations:
             broken += 1
             print(f"seed {outcome.seed}: {outcome.violations[0]}\n    {replay(outcome.seed)}", flush=True)
@@ -47,6 +48,7 @@ def run(num_seeds: int) -> int:
     print(f"| faults | {faults.total():,} of {len(faults)} kinds |")
     print(f"| starts of a run, by their end | {', '.join(f'{end} {n:,}' for end, n in endings.most_common())} |")
     print(f"| attempts | {attempts:,} |")
+    print(f"| standbys that took over | {taken_over:,} |")
     print(f"| simulated time | {simulated_s / 3600:.1f} h |")
     print(json.dumps({"seeds": num_seeds, "violations": broken, "seconds": round(seconds, 1)}))
     return 1 if broken else 0

@@ -1,14 +1,15 @@
 """Recovery under faults, simulated: the same seed gives the same faults at the same moments, and the same end.
 
-Real is what is above the launcher seam: `programs.train`, recovery, attempts, the choice of hosts, causes, leases,
-records of attempts, followed rows, the sender of metrics, the MLflow run with its final status and its reconciliation,
-and the files they keep, in a real folder. Real too is what ranks do without torch: their log of metrics, the choice of
-the newest whole checkpoint, and the deletion of old ones.
+Real is `programs.train`, recovery, attempts, the choice of hosts, causes, leases, standbys, the launcher of containers
+with its fencing, records of attempts, followed rows, the sender of metrics, the MLflow run with its final status and
+its reconciliation, and the files they keep, in a real folder. Real too is what ranks do without torch: their log of
+metrics, the choice of the newest whole checkpoint, and the deletion of old ones.
 
 Simulated are time (nothing sleeps; threads are greenlets that one scheduler wakes in order), hosts and their daemons,
 node programs, training, the disk's moods, MLflow's server, the planner's arithmetic for other hosts, and a user who
-resumes a run that did not come to its end. Not simulated: faults while a run is begun for the first time, before its
-MLflow run is recorded in run.json, and two launchers at a time, which the lock on the run's folder keeps out.
+resumes a run that did not come to its end. Not simulated: a launcher that is killed before its plan is written, when
+nothing runs yet (an MLflow run that is not in run.json by then stays open: nobody knows of it), and two launchers at a
+time, which the lock on the run's folder keeps out.
 
 `simulate(seed)` runs one seed and returns what it found to be wrong.
 """
@@ -19,6 +20,7 @@ import errno
 import functools
 import heapq
 import itertools
+import json
 import logging
 import math
 import multiprocessing
@@ -39,19 +41,30 @@ from unittest import mock
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
+from infra.containers import Job, State
 from infra.hosts import HostError
-from tasks.launch import attempt, fencing, host_set, launcher, lease, programs, rank_logs, recovery
-from tasks.launch.attempt import end_path
-from tasks.launch.failure import AttemptOutcome, NodeState
-from tasks.launch.launcher import ANSWER_S, Host, Node, Program
-from tasks.launch.lease import FENCE_S, withdraw_leases
+from tasks.launch import (
+    attempt,
+    docker_hosts,
+    fencing,
+    host_set,
+    launcher,
+    lease,
+    programs,
+    rank_logs,
+    recovery,
+    standby,
+)
+from tasks.launch.docker_hosts import ContainerNode, DockerLauncher
+from tasks.launch.launcher import ANSWER_S, STOPPED, Host, Program
+from tasks.launch.lease import FENCE_S
 from tasks.planning.plan import plan_run
+from tasks.runs import owner
 from tasks.runs.errors import RunFailed, RunStopped
-from tasks.runs.folder import read_plan
 from tasks.runs.owner import Owner
 from tasks.tracking import client, mlflow_run
 from tasks.tracking.final_status import ENDING, RunStatus, reconcile_mlflow
-from tasks.tracking.mlflow_run import tracked
+from tasks.tracking.mlflow_run import TrackedRun, tracked
 from tasks.workspace import wait
 from tests.support.configs import inventory, tiny_config
 from training.checkpoint.retention import prune, remove_leftovers
@@ -82,11 +95,14 @@ FOR_GOOD_S = 600.0  # so long that nobody waits for the end of a fault
 LIFE_S = 400.0  # a start of the run is to come to its end in this time
 LIVES = 8
 IMPATIENT = 4  # times that a user starts the run while faults last; then they wait until all is mended
-GIVES_UP = 0.08  # a user, after a start that failed
+GIVES_UP = 0.15  # a user, after a start that failed
 NODE_S = 0.5  # between two looks of a node at its ranks, its lease and its orders
 HEARTBEAT_S = 4.0  # a node without one for so long hangs
 RENDEZVOUS_S = 12.0  # that ranks wait for each other at the start
 COLLECTIVE_S = 6.0  # that a rank waits for another one's part of a step
+STANDBY_REFUSED, STANDBY_FAILS, STANDBY_DIES = 0.1, 0.05, 0.15  # shares of those that are asked for
+PATIENT_S = 100.0  # that a start tries at least to tell its end, while the disk is full and MLflow is away
+RANKS = 6  # of the run; the hosts share them
 GRACE_S = 8.0  # in place of tasks.launch.launcher.STOP_GRACE_S, so that less time passes
 SWITCHES = 400_000  # more than this many and something turns in circles
 
@@ -121,13 +137,17 @@ class Thread(greenlet):
         self.world, self.process, self.action = world, process, action
         self.token = 0  # a wake-up that carries an older one is void
         self.interruption: BaseException | None = None
+        self.was_started = False
         self.ended = Event(world)
         process.threads.append(self)
 
     def start(self) -> None:
+        self.was_started = True
         self.world.wake(self, self.world.now)
 
     def join(self, timeout: float | None = None) -> None:
+        if not self.was_started:
+            raise RuntimeError("cannot join thread before it is started")
         self.ended.wait(timeout)
 
     def is_alive(self) -> bool:
@@ -315,6 +335,7 @@ class Mlflow:
     def __init__(self, world: World) -> None:
         self.world = world
         self.runs: dict[str, ServedRun] = {}
+        self.searches_lost = 0  # after the answer to a creation was, so that nobody knows of that run
         self.away_until = self.loses_answers_until = self.slow_until = 0.0
 
     def client(self, tracking_uri: str = "", registry_uri: str = "") -> Mlflow:
@@ -343,8 +364,15 @@ class Mlflow:
 
     def create_run(self, experiment_id: str, *, run_name: str, tags: dict[str, str]) -> SimpleNamespace:
         run_id = f"mlflow-{len(self.runs)}"
-        self.runs[run_id] = ServedRun(tags=dict(tags))
+        self._request(lambda: self.runs.update({run_id: ServedRun(tags=dict(tags))}))
         return SimpleNamespace(info=SimpleNamespace(run_id=run_id))
+
+    def search_runs(self, experiment_ids: list[str], filter_string: str, max_results: int) -> list[SimpleNamespace]:
+        assert filter_string == f"tags.`{mlflow_run.RUN_ID}` = '{RUN_ID}'", "other runs are not simulated"
+        self.searches_lost += 1
+        found = self._request(lambda: [*self.runs])
+        self.searches_lost -= 1
+        return [SimpleNamespace(info=SimpleNamespace(run_id=run_id)) for run_id in found]
 
     def get_run(self, run_id: str) -> SimpleNamespace:
         run = self._request(lambda: self.runs[run_id])
@@ -381,6 +409,7 @@ class SimulatedHost:
     def __init__(self, world: World, number: int) -> None:
         self.world, self.name, self.address, self.interface = world, f"host{number}", f"10.0.0.{number + 1}", "eth0"
         self.away: defaultdict[str, float] = defaultdict(float)
+        self.gpu_ids = ()
         self.containers: list[Container] = []
 
     def lacks(self, *what: str) -> bool:
@@ -402,33 +431,63 @@ class SimulatedHost:
 
 
 class Container:
-    """A node program and its ranks on one host in one attempt.
+    """The node program and its ranks on one host in one attempt; one that stands by has no attempt until it gets one.
 
     It keeps the promises of training/node: it looks at its lease every NODE_S while its host sees the storage, stops
     its ranks in order on SIGTERM and when the lease is stale, kills them when the lease is gone, and leaves a record of
-    its end where the storage takes it, else lines in its log. Ranks of which one fails all fail.
+    its end where the storage takes it, else lines in its log. Ranks of which one fails all fail. A standby imports the
+    program of its task, says so with a file if the disk takes that, and ends if it is told to or its lease is gone.
     """
 
-    def __init__(self, world: World, host: SimulatedHost, task: NodeTask, attempt_number: int) -> None:
-        self.world, self.host, self.task, self.attempt = world, host, task, attempt_number
-        self.process = Process(world, f"node of attempt {attempt_number} on {host.name}")
+    def __init__(self, world: World, host: SimulatedHost, path: Path, *, name: str, stands_by: bool) -> None:
+        self.world, self.host, self.stands_by = world, host, stands_by
+        self.id = str(len(world.containers))
+        self.process = Process(world, f"{name} on {host.name}")
         self.running, self.exit_code, self.oom_killed = True, 0, False
-        self.is_ready = False  # its ranks have imported what they need
+        self.is_ready = False  # it has imported what its ranks need
         self.asked: StopCause = ""
         self.failure: RankFailure | None = None
         self.last_lines: tuple[str, ...] = ()
-        self.training = world.training(attempt_number, task)
-        self.training.containers.append(self)
-        self.lease_changed_at = world.now
+        self.attempt, self.training = 0, Training()
         self.frozen_since = 0.0
-        self.began_at = world.now
         self.alone_since: float | None = None  # since when a peer is missing
+        self.handed_over = Event(world)
+        self._take(path)
         host.containers.append(self)
+        world.containers.append(self)
         world.spawn(self.process, self._run)
+
+    def _take(self, path: Path) -> None:
+        self.task = NodeTask.read(path)
+        self.lease, self.began_at = Path(self.task.lease), self.world.now
+        self.lease_changed_at = self.world.now
+        if not self.stands_by:
+            self.attempt = int(path.parent.name)
+            self.training = self.world.training(self.attempt, self.task)
+            if any(each.host is self.host and each.running for each in self.training.containers):
+                self.world.violate(f"two nodes have the task of {self.host.name} in attempt {self.attempt}")
+            self.training.containers.append(self)
+
+    def hand_over(self, path: Path) -> None:
+        """It stands by no longer: it gets the task of an attempt."""
+        imported, self.stands_by = self.task, False
+        self._take(path)
+        self.world.tell(f"{self.process.name} takes over in attempt {self.attempt}")
+        if not standby.fits(imported, self.task):
+            self.world.violate(f"{self.process.name} takes over for ranks that it did not import for")
+        if self.hangs:
+            self.world.violate(f"{self.process.name} takes over, and hangs")
+        self.world.taken_over += 1
+        self.handed_over.set()
 
     @property
     def is_frozen(self) -> bool:
         return self.process.frozen_until > self.world.now
+
+    @property
+    def hangs(self) -> bool:
+        """Whether its heartbeat is too old."""
+        return self.running and self.is_frozen and self.world.now - self.frozen_since > HEARTBEAT_S
 
     @property
     def takes_part(self) -> bool:
@@ -446,7 +505,7 @@ class Container:
     def fail(self, cause: str, *, exit_code: int = 1) -> None:
         """One of its ranks fails."""
         if self.running and self.failure is None and not self.training.outcome:
-            self.failure = RankFailure(rank=self.task.node_rank, exit_code=exit_code, cause=cause, local_rank=0)
+            self.failure = RankFailure(rank=self.task.first_rank, exit_code=exit_code, cause=cause, local_rank=0)
             self.world.tell(f"{self.process.name}: its rank fails: {cause}")
 
     def terminate(self) -> None:
@@ -470,10 +529,13 @@ class Container:
 
     def _run(self) -> None:
         world = self.world
-        world.sleep(world.start_s * world.random.uniform(0.8, 1.5))
-        self.is_ready = True
+        if self.stands_by:
+            self._stand_by()
+        else:
+            self._import()
         if self.task.node_rank == 0:
-            world.spawn(self.process, Trainer(world, self).run)
+            runs = Trainer(world, self).run if self.task.module == "training.train" else self._run_other_program
+            world.spawn(self.process, runs)
         lease_seen, stop_by = b"", math.inf
         while True:
             world.sleep(NODE_S)
@@ -490,11 +552,50 @@ class Container:
             if self.failure is not None or world.now > stop_by:
                 self._leave("stopped" if self.failure else "killed", exit_code=130 if self.failure else 137)
 
+    def _import(self) -> None:
+        self.world.sleep(self.world.start_s * self.world.random.uniform(0.8, 1.5))
+        self.is_ready = True
+
+    def _stand_by(self) -> None:
+        """Return when a task was handed over."""
+        self.world.spawn(self.process, self._import_to_stand_by)
+        lease_seen = b""
+        while True:
+            self.handed_over.wait(NODE_S)
+            if self.handed_over.is_set() and not self.asked:
+                return
+            lease_seen = self._look_at_lease(lease_seen)
+            if self.asked == "lease withdrawn":
+                self.world.check_is_over(self)
+            if self.asked:
+                self.end(STOPPED)
+
+    def _import_to_stand_by(self) -> None:
+        """Import the program; perhaps fail at it, or die some time later, while nothing is handed over."""
+        world, ready, luck = self.world, Path(self.task.ready), self.world.random.random()
+        self._import()
+        if luck < STANDBY_FAILS and self.stands_by:
+            self.end(STOPPED)
+        if not self.host.lacks("storage") and world.now >= world.no_room_until and ready.parent.exists():
+            ready.touch()
+        if STANDBY_FAILS <= luck < STANDBY_FAILS + STANDBY_DIES:
+            world.sleep(world.random.uniform(0.0, 8.0))
+            if self.stands_by:
+                self.end(137)
+
+    def _run_other_program(self) -> None:
+        """Run a program that keeps nothing, such as the export: it takes a second."""
+        while not all(each.is_ready and each.takes_part for each in self.training.containers):
+            self.world.sleep(NODE_S / 2)
+        self.world.check_alone(self)
+        self.world.sleep(1.0)
+        self.training.outcome = "done"
+
     def _look_at_lease(self, seen: bytes) -> bytes:
         now = self.world.now
         if not self.host.lacks("storage"):
             try:
-                found = Path(self.task.lease).read_bytes()
+                found = self.lease.read_bytes()
             except FileNotFoundError:
                 self.asked = "lease withdrawn"
                 return seen
@@ -718,143 +819,119 @@ RESULT: dict[str, Any] = {
 # The launcher below the seam
 
 
-class SimulatedNode(Node):
-    """A container as its launcher sees it: as its daemon last said."""
-
-    def __init__(self, container: Container, *, path: Path) -> None:
-        super().__init__(container.host.name, end_path=path)
-        self.container, self.is_watched = container, True
-        self.seen: NodeState | None = None
-        self.unseen_until = 0.0
-
-    @property
-    def state(self) -> NodeState | None:
-        container = self.container
-        if self.is_watched and not self.gone and not container.host.lacks("power", "daemon"):
-            self._answered()
-            self.gone = container not in container.host.containers
-            if not self.gone:
-                since_s = container.world.now - container.frozen_since
-                self.seen = NodeState(
-                    running=container.running,
-                    exit_code=container.exit_code,
-                    oom_killed=container.oom_killed,
-                    hangs=container.running and container.is_frozen and since_s > HEARTBEAT_S,
-                )
-                self.last_lines = container.last_lines
-        return self.seen
-
-    def terminate(self) -> None:
-        self.container.host.answer()
-        self.container.terminate()
-
-    def remove(self) -> None:
-        if self.is_silent:
-            raise HostError(f"{self.host}: silent", hosts=(self.host,), unreachable=True)
-        self.container.host.answer()
-        self.container.remove()
-
-    def close(self) -> None:
-        self.is_watched = False
-
-    def _record(self) -> NodeEnd | None:
-        """A file server's client remembers for a while that a file was not there."""
-        world = self.container.world
-        found = super()._record() if world.now >= self.unseen_until else None
-        if found is None and world.now >= self.unseen_until:
-            self.unseen_until = world.now + world.shows_files_after_s
-        return found
-
-
-class SimulatedLauncher:
-    """A launcher of containers on simulated hosts, in the likeness of DockerLauncher and tasks/launch/fencing.py."""
-
-    pid_for_nodes = 0
-    heartbeat = "/tmp/heartbeat"
-    signals_are_the_users = False
+class Docker:
+    """infra.containers and `connect` over simulated daemons."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.ranks_send_metrics = world.ranks_send_metrics
 
-    def hosts(self) -> Sequence[SimulatedHost]:
+    def connect(self, host: SimulatedHost, *, timeout_s: float = 0.0) -> SimpleNamespace:
+        return SimpleNamespace(host=host, close=lambda: None)
+
+    def start(self, client: SimpleNamespace, job: Job, *, secret: bytes = b"") -> str:
+        host, stands_by = client.host, "--stand-by" in job.command
+        host.answer()
+        self.world.sleep(self.world.random.uniform(0.05, 0.3))
+        if stands_by and self.world.random.random() < STANDBY_REFUSED:
+            raise HostError(f"{host.name}: cannot start another container", hosts=(host.name,))
+        container = Container(self.world, host, Path(job.command[-1]), name=job.name, stands_by=stands_by)
+        if host.lacks("daemon"):  # it got the order, and its answer does not reach us
+            raise HostError(f"{host.name}: no answer to a start", hosts=(host.name,), unreachable=True)
+        return container.id
+
+    def give_input(self, client: SimpleNamespace, container_id: str, content: bytes) -> None:
+        container = self._container(client, container_id)
+        if not container.running:
+            raise HostError(f"{client.host.name}: it has ended", hosts=(client.host.name,))
+        container.hand_over(Path(json.loads(content)["task"]))
+        client.host.answer()
+
+    def find(self, client: SimpleNamespace, *, run: str) -> list[SimpleNamespace]:
+        client.host.answer()
+        status = {True: "running", False: "exited"}
+        return [SimpleNamespace(id=each.id, status=status[each.running]) for each in client.host.containers]
+
+    def state(self, client: SimpleNamespace, container_id: str) -> State | None:
+        host, container = client.host, self.world.containers[int(container_id)]
+        if host.lacks("power", "daemon"):
+            host.answer()
+        if container not in host.containers:
+            return None
+        return State(
+            status="running" if container.running else "exited",
+            exit_code=container.exit_code,
+            oom_killed=container.oom_killed,
+            health="unhealthy" if container.hangs else "healthy",
+            error="",
+            started_at="",
+            finished_at="",
+        )
+
+    def stop(self, client: SimpleNamespace, container_id: str, *, grace_s: float) -> None:
+        container, until = self._container(client, container_id), self.world.now + grace_s
+        container.terminate()
+        while container.running and self.world.now < until:
+            self.world.sleep(NODE_S)
+        container.end(137)
+
+    def terminate(self, client: SimpleNamespace, container_id: str) -> None:
+        self._container(client, container_id).terminate()
+
+    def kill(self, client: SimpleNamespace, container_id: str) -> None:
+        self._container(client, container_id).end(137)
+
+    def remove(self, client: SimpleNamespace, container_id: str) -> None:
+        self._container(client, container_id).remove()
+
+    def last_lines(self, client: SimpleNamespace, container_id: str, *, number: int) -> tuple[str, ...]:
+        return self._container(client, container_id).last_lines
+
+    def _container(self, client: SimpleNamespace, container_id: str) -> Container:
+        """The container, once its host's daemon has answered."""
+        client.host.answer()
+        return self.world.containers[int(container_id)]
+
+
+class SimulatedNode(ContainerNode):
+    """A container as its launcher sees it, where a file server's client remembers that a file was not there."""
+
+    def __init__(self, world: World, host: Any, container: str, **options: Any) -> None:
+        self.world, self.unseen_until = world, 0.0
+        super().__init__(host, container, **options)
+        simulated = world.containers[int(container)]
+        if simulated.stands_by:
+            world.violate(f"{simulated.process.name} counts as a node, and has no task")
+
+    def _record(self) -> NodeEnd | None:
+        found = super()._record() if self.world.now >= self.unseen_until else None
+        if found is None and self.world.now >= self.unseen_until:
+            self.unseen_until = self.world.now + self.world.shows_files_after_s
+        return found
+
+
+class SimulatedLauncher(DockerLauncher):
+    """The launcher of Docker hosts, whose hosts are simulated and whose files have no owners."""
+
+    def __init__(self, world: World, launch: LaunchConfig, **options: Any) -> None:
+        super().__init__(launch, **options)
+        self.world = world
+
+    def hosts(self) -> Sequence[Any]:
         return self.world.hosts
-
-    def master_port(self) -> int:
-        return 29_400
-
-    def take_over(self) -> None:
-        """No ranks of this machine's own."""
-
-    def stand_by(self, task: NodeTask, program: Program, host: Host) -> None:
-        """Nothing: what stands by is started by threads, which a simulation has not got (launch.standby_after_s)."""
-
-    def close(self) -> None:
-        """Nothing stands by."""
-
-    def fence(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
-        return self.remove(hosts, grace_s=0.0)
-
-    def remove(self, hosts: Sequence[Host], *, grace_s: float) -> dict[str, HostError]:
-        """As `remove_containers`: what is left of the run there; with `grace_s`, ranks save a checkpoint first."""
-        world = self.world
-
-        def stop_on(host: SimulatedHost) -> None:
-            host.answer()
-            for container in host.containers:
-                container.terminate()
-            until = world.now + grace_s
-            while any(each.running for each in host.containers) and world.now < until:
-                world.sleep(NODE_S)
-
-        def remove_on(host: SimulatedHost) -> None:
-            host.answer()
-            for container in [*host.containers]:
-                world.tell(f"{container.process.name} is removed")
-                container.remove()
-
-        mine = [host for host in world.hosts if host in hosts]
-        if grace_s:
-            fencing.ask_to_stop(world.run_dir)
-            world.on_each(mine, stop_on)
-        withdraw_leases(world.run_dir)
-        return {name: each for name, each in world.on_each(mine, remove_on).items() if isinstance(each, HostError)}
 
     def check(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
         unfit = [host for host in self.world.hosts if host in hosts and host.lacks("storage")]
         return {host.name: HostError(f"{host.name}: its storage is not mounted", hosts=(host.name,)) for host in unfit}
 
-    def environment(self) -> tuple[dict[str, str], dict[str, str]]:
-        return {}, {}
-
-    def compile_cache(self) -> None:
-        return None
+    def take_over(self) -> None:
+        """No ranks of this machine's own."""
 
     def prepare(self) -> None:
         """Files have no owners here."""
 
-    def start(
-        self, program: Program, tasks: Mapping[str, Path], *, add: Callable[[Node], None]
-    ) -> Mapping[str, HostError]:
-        world = self.world
-
-        def start_on(host: SimulatedHost) -> None:
-            host.answer()
-            world.sleep(world.random.uniform(0.05, 0.3))
-            path = tasks[host.name]
-            container = Container(world, host, NodeTask.read(path), int(path.parent.name))
-            if host.lacks("daemon"):  # it got the order, and its answer does not reach us
-                raise HostError(f"{host.name}: no answer to a start", hosts=(host.name,), unreachable=True)
-            add(SimulatedNode(container, path=end_path(path)))
-
-        started = world.on_each([host for host in world.hosts if host.name in tasks], start_on)
-        return {name: each for name, each in started.items() if isinstance(each, HostError)}
-
-    def log_path(self, host: str) -> Path:
-        return self.world.run_dir / "logs" / f"{host}.log"
-
-    def place(self, outcome: AttemptOutcome) -> str:
-        return outcome.host if outcome.gpu is None else f"{outcome.host}, GPU {outcome.gpu}"
+    def _job(self, program: Program, host: Any, *, what: str, command: tuple[str, ...]) -> Job:
+        name = what if what.startswith("standby") else f"node of attempt {what}"
+        return Job(image="image", command=command, name=name)
 
 
 # A run, its user, and what may happen to it
@@ -872,7 +949,11 @@ class Life:
     asked_to_stop: bool = False
     is_open: bool = False  # its MLflow run, so that it has a status to tell
     told: str = ""  # its status, as ending.json has it when it is over
+    told_mlflow: str = ""  # and as MLflow has it
+    closing_at: float = math.inf  # when its programs had ended
+    ended_at: float = 0.0
     first_attempt: int = 0
+    found_standbys: bool = False  # whether those of an earlier start may still have had their lease
     hosts_away: set[str] = field(default_factory=set)  # when it ended, or just before
 
 
@@ -900,7 +981,12 @@ class World(Scheduler):
         self.start_s = draw.choice([1.0, 1.0, 5.0])
         self.shows_files_after_s = draw.choice([0.0, 0.0, 0.5, 3.0])
         self.no_room_until = 0.0
+        self.docker = Docker(self)
+        self.containers: list[Container] = []
+        self.taken_over = 0  # standbys
+        self.plans: dict[bytes, RunPlan] = {}  # by their files
         self.trainings: dict[int, Training] = {}
+        self.modules: dict[int, str] = {}  # the program of each attempt
         self.checkpoints: dict[int, float] = {}  # step -> when it was last published
         self.damaged: set[int] = set()
         self.possible_causes: defaultdict[int, set[str]] = defaultdict(set)  # by attempt
@@ -914,7 +1000,7 @@ class World(Scheduler):
             wait_s=draw.choice([4.0, 15.0]),
             attempts=draw.choice([2, 3, 5]),
             backoff_s=0.5,
-            standby_after_s=None,
+            standby_after_s=draw.choice([None, 0.0, 0.0, 2.0]),
             lost_after_s=draw.choice([3.0, 6.0]),
             daemon_grace_s=draw.choice([8.0, 12.0]),
             lease_s=draw.choice([6.0, 10.0]),
@@ -971,7 +1057,7 @@ class World(Scheduler):
         WRITE(path, content)
 
     def _kill_by_name(self, process: Process) -> None:
-        container = next((each for each in self._containers() if each.process is process), None)
+        container = next((each for each in self.containers if each.process is process), None)
         if container is not None:
             container.end(137)
         self.kill(process)
@@ -984,16 +1070,19 @@ class World(Scheduler):
         return new
 
     def plan_for(self, hosts: tuple[str, ...], *, mlflow_run_id: str) -> RunPlan:
-        update = {"hosts": hosts, "ranks_per_host": (1,) * len(hosts), "mlflow_run_id": mlflow_run_id}
+        ranks = (RANKS // len(hosts),) * len(hosts)
+        update = {"hosts": hosts, "ranks_per_host": ranks, "mlflow_run_id": mlflow_run_id}
         return a_plan().model_copy(update=update | {"config": self.config, "steps": self.steps})
 
     def plan_in_force(self) -> RunPlan:
-        plan = read_plan(self.run_dir)
-        assert plan is not None
-        return plan
+        content = (self.run_dir / "plan.json").read_bytes()
+        if content not in self.plans:  # to parse it takes 2 ms
+            self.plans[content] = RunPlan.model_validate_json(content)
+        return self.plans[content]
 
     def training(self, attempt_number: int, task: NodeTask) -> Training:
         self.began_at.setdefault(attempt_number, self.now)
+        self.modules[attempt_number] = task.module
         return self.trainings.setdefault(attempt_number, Training())
 
     # the user
@@ -1003,6 +1092,8 @@ class World(Scheduler):
         for number in range(LIVES):
             life = self._live(number)
             self.judge(life)
+            if self.random.random() < 0.5:
+                self._reconcile()
             if life.ending == "done":
                 break
             if life.began_at > self.peace_at:
@@ -1022,7 +1113,13 @@ class World(Scheduler):
 
     def _live(self, number: int) -> Life:
         process = Process(self, "the launcher", cleans_up=True)
-        life = Life(self.now, process, first_attempt=len([*self.run_dir.glob("attempts/*")]) + 1)
+        attempts = self.run_dir / "attempts"
+        life = Life(
+            self.now,
+            process,
+            first_attempt=len([*attempts.glob("[0-9]*")]) + 1,
+            found_standbys=(attempts / standby.FOLDER / "lease").exists(),
+        )
         self.lives.append(life)
         life.main = self.spawn(process, functools.partial(self._start, life))
         self.tell(f"start {number + 1} of the run")
@@ -1030,6 +1127,7 @@ class World(Scheduler):
             for fault in self.faults:
                 self.at(self.now + fault.at, functools.partial(self.happen, fault))
         self._wait_for(life)
+        life.ended_at = self.now
         life.hosts_away = {
             host.name for host in self.hosts if any(until > self.now - 15.0 for until in host.away.values())
         }
@@ -1042,22 +1140,27 @@ class World(Scheduler):
             self.sleep(1.0)
         if not life.main.dead:
             self.violate(f"a start of the run has not come to its end within {LIFE_S:.0f} s")
-            self.kill(life.process)
+        self.kill(life.process)  # with its last thread the process ends
 
     def _start(self, life: Life) -> None:
-        """As the flow `pretrain` does, without what comes before and after training."""
+        """As the flow `pretrain` does: train, then run a program of one rank, which stands for the export."""
         try:
             reconcile_mlflow()
             with tracked(self.config, run_id=RUN_ID, tags={}) as run:
                 life.is_open = True
-                plan = read_plan(self.run_dir)
-                if plan is None:
+                if (self.run_dir / "plan.json").exists():
+                    plan = self.plan_in_force()
+                else:
                     plan = self.plan_for(tuple(host.name for host in self.hosts), mlflow_run_id=run.mlflow_run_id)
                     plan.write(self.run_dir / "plan.json")
                     names = {host.name for host in self.hosts}
                     measured = tuple(host for host in INVENTORY.hosts if host.name in names)
                     Inventory(hosts=measured).write(self.run_dir / "inventory.json")
-                programs.train(plan, run_dir=self.run_dir, on_row=lambda row: None)
+                try:
+                    programs.train(plan, run_dir=self.run_dir, on_row=lambda row: None)
+                    programs.run_program("training.export", plan=self.plan_in_force(), run_dir=self.run_dir, ranks=1)
+                finally:
+                    life.closing_at = self.now
             life.ending = "done"
         except RunStopped as stop:
             life.ending, life.error = "stopped", stop
@@ -1072,12 +1175,23 @@ class World(Scheduler):
 
     def stop_from_elsewhere(self) -> None:
         """`shardline stop`, on a machine where the launcher is not."""
-        SimulatedLauncher(self).remove(self.hosts, grace_s=GRACE_S)
+        self._remove_containers(grace_s=GRACE_S)
+
+    def _remove_containers(self, *, grace_s: float = 0.0) -> None:
+        hosts: list[Any] = [*self.hosts]
+        fencing.remove_containers(hosts, RUN_ID, self.run_dir, grace_s=grace_s)
+
+    def _reconcile(self) -> None:
+        """As the start of another run does."""
+        from mlflow.exceptions import MlflowException
+
+        with suppress(RuntimeError, OSError, MlflowException):  # MLflow is away, or the disk is full
+            reconcile_mlflow()
+
+    def lease_age_s(self, lease: Path) -> float:
+        return self.now - self.lives[-1].ended_at
 
     # faults
-
-    def _containers(self) -> list[Container]:
-        return [container for training in self.trainings.values() for container in training.containers]
 
     def happen(self, fault: Fault) -> None:
         host = self.hosts[fault.host]
@@ -1089,7 +1203,7 @@ class World(Scheduler):
 
     def _fail_rank(self, host: SimulatedHost, cause: str, error: str, *, exit_code: int = 1) -> None:
         for container in self._working(host):
-            if container.is_ready:
+            if container.is_ready and not container.stands_by:
                 self.possible_causes[container.attempt].add(cause)
                 container.fail(error, exit_code=exit_code)
 
@@ -1100,12 +1214,13 @@ class World(Scheduler):
 
     def run_out_of_memory(self, host: SimulatedHost, seconds: float) -> None:
         for container in self._working(host):
-            container.oom_killed = container.is_ready
+            container.oom_killed = container.is_ready and not container.stands_by
         self._fail_rank(host, "out of memory", SIGKILLED, exit_code=-9)
 
-    def end_containers(self, host: SimulatedHost, *, removed: bool) -> None:
+    def end_containers(self, host: SimulatedHost, *, removed: bool, standing_by: bool = False) -> None:
         for container in self._working(host):
-            container.remove() if removed else container.end(137)
+            if container.stands_by == standing_by:
+                container.remove() if removed else container.end(137)
 
     def freeze(self, host: SimulatedHost, seconds: float) -> None:
         for container in self._working(host):
@@ -1123,7 +1238,7 @@ class World(Scheduler):
         self.no_room_until = max(self.no_room_until, self.now + seconds)
 
     def _blame_on_disk(self) -> None:
-        for container in self._containers():
+        for container in self.containers:
             if container.running:
                 self.possible_causes[container.attempt].add("error")
 
@@ -1171,9 +1286,17 @@ class World(Scheduler):
 
     def check_alone(self, mine: Container) -> None:
         """When training begins, the ranks of other attempts are dead, unless they cannot see that they are to be."""
-        for other in self._containers():
-            if other.attempt != mine.attempt and other.running and other.free_for_s > FENCE_S:
+        for other in self.containers:
+            is_another = other.attempt != mine.attempt and not other.stands_by
+            if is_another and other.running and other.free_for_s > FENCE_S:
                 self.violate(f"attempts {other.attempt} and {mine.attempt} own the run at the same time")
+
+    def check_is_over(self, container: Container) -> None:
+        """When the lease of a standby is withdrawn, its launcher is through with the run, and could not remove it."""
+        life, away = self.lives[-1], container.host.away.values()
+        works = not life.process.dead and not life.asked_to_stop
+        if works and container.began_at > life.began_at and all(until < self.now - 15.0 for until in away):
+            self.violate(f"the lease of {container.process.name} is withdrawn while its launcher works")
 
     def judge(self, life: Life) -> None:
         """Whether a start of the run ended as what happened to it allows, and whether its status is told."""
@@ -1185,13 +1308,18 @@ class World(Scheduler):
             self.violate(f"an error ended the run: {_text(life.error)}")
         if life.ending == "interrupted" and not life.asked_to_stop:
             self.violate("the run was interrupted by nobody")
-        leases = [int(path.parent.name) for path in self.run_dir.glob("*/*/lease")]
-        if life.ending != "killed" and any(number >= life.first_attempt for number in leases):
+        leases = [path.parent.name for path in self.run_dir.glob("*/*/lease")]
+        if life.ending != "killed" and any(self._was_its_own(name, life) for name in leases):
             self.violate(f"leases of attempts {leases} are left")
         path = self.run_dir / ENDING
         life.told = RunStatus.read(path).status if life.is_open and path.exists() else ""
-        if life.is_open and life.told not in self._possible_status(life):
+        life.told_mlflow = next((run.status for run in self.mlflow.runs.values() if run.status != "RUNNING"), "")
+        nowhere_to_write = life.told == "" and self.no_room_until > life.began_at
+        if life.is_open and not nowhere_to_write and life.told not in self._possible_status(life):
             self.violate(f"ending.json says {life.told!r} of a start that ended as {life.ending}")
+
+    def _was_its_own(self, lease: str, life: Life) -> bool:
+        return not life.found_standbys if lease == standby.FOLDER else int(lease) >= life.first_attempt
 
     def _is_expected(self, error: BaseException | None) -> bool:
         """Whether it is MLflow's, away at the start, or a full disk's."""
@@ -1209,7 +1337,11 @@ class World(Scheduler):
             if failure.cause not in self.possible_causes[last]:
                 self.violate(f"the run failed by {failure.cause}, which nothing made: {_text(failure)}")
         elif "attempts without a new checkpoint" in str(failure):
-            since = sorted(at for number, at in self.began_at.items() if at >= life.began_at)
+            since = sorted(
+                at
+                for number, at in self.began_at.items()
+                if at >= life.began_at and self.modules[number] == self.modules[last]
+            )
             before = since[-launch.attempts] if len(since) >= launch.attempts else life.began_at
             news = [step for step, at in self.checkpoints.items() if before < at < since[-1]]
             if news and not self.damaged and max(news) == max(self.checkpoints):
@@ -1225,13 +1357,13 @@ class World(Scheduler):
         life = self.lives[-1]
         launch = self.config.launch
         self.sleep(max(0.0, self.peace_at - self.now) + launch.lease_s + GRACE_S + FENCE_S)
-        for container in self._containers():
+        for container in self.containers:
             if container.running:
                 self.violate(f"{container.process.name} is still alive")
             elif container in container.host.containers and self._was_to_go(container, life):
                 self.violate(f"{container.process.name} is left on its host")
         reconcile_mlflow()
-        SimulatedLauncher(self).fence(self.hosts)  # `shardline reap`
+        self._remove_containers()  # `shardline reap`
         if any(host.containers for host in self.hosts) or [*self.run_dir.glob("*/*/lease")]:
             self.violate("something is left after all was removed")
         self._check_status(life)
@@ -1240,23 +1372,26 @@ class World(Scheduler):
     def _possible_status(self, life: Life) -> set[str]:
         possible = {STATUS.get(life.ending, "KILLED")}
         if life.ending in {"killed", "interrupted"}:  # perhaps when it had told of its end
-            possible.add(life.told)
-        if self.no_room_until > life.began_at:  # if MLflow was away too, nobody knows how it ended
-            possible |= {"", "KILLED"}
+            possible |= {life.told, life.told_mlflow}
+        if life.ended_at - life.closing_at > PATIENT_S:  # neither the disk nor MLflow took its end
+            possible.add("KILLED")
         return possible
 
     def _was_to_go(self, container: Container, life: Life) -> bool:
-        """Whether the last start of the run fenced this host, and could; one that finds training done does not."""
-        fenced = any(number >= life.first_attempt for number in self.trainings)
-        return life.ending == "done" and fenced and container.host.name not in life.hosts_away
+        """Whether the last start of the run came to its end, and could reach this host when it did."""
+        return life.ending == "done" and container.host.name not in life.hosts_away
 
     def _check_status(self, life: Life) -> None:
         possible = {"KILLED"}
         for each in self.lives:  # one that was killed, or had no MLflow, may have ended before it could say so
             possible = self._possible_status(each) if each.is_open else possible | {"KILLED"}
-        for run_id, run in self.mlflow.runs.items():
-            if run.status not in possible:
-                self.violate(f"MLflow says {run.status} of {run_id}, whose last start ended as {life.ending}")
+        path = self.run_dir / "run.json"
+        ours = TrackedRun.read(path).mlflow_run_id if path.exists() else ""
+        if ours and (status := self.mlflow.runs[ours].status) not in possible:
+            self.violate(f"MLflow says {status} of {ours}, whose last start ended as {life.ending}")
+        unknown = [run_id for run_id, run in self.mlflow.runs.items() if run_id != ours and run.status == "RUNNING"]
+        if len(unknown) > self.mlflow.searches_lost:
+            self.violate(f"MLflow has runs that nobody knows: {unknown}")
         if life.ending == "done":
             result = TrainResult.read(self.run_dir / "result.json")
             if (result.step, result.stopped_by) != (self.steps, "steps"):
@@ -1265,11 +1400,13 @@ class World(Scheduler):
     def _check_rows(self, life: Life) -> None:
         """On the disk each step once, without a gap; in MLflow what is on the disk, once."""
         found = read_rows(self.run_dir / METRICS)
+        if not found and life.ending != "done":
+            return
         losses = [(row["step"], row["loss"]) for row in found if "loss" in row]
         last = self.steps if life.ending == "done" else len(losses)
         if losses != [(step, loss_at(step)) for step in range(1, last + 1)]:
             self.violate(f"rows on the disk are not those of steps 1 to {last}: {losses}")
-        (served,) = self.mlflow.runs.values()
+        served = self.mlflow.runs[TrackedRun.read(self.run_dir / "run.json").mlflow_run_id]
         sent = [(key, step) for key, step, _, _ in served.metrics]
         if doubled := sorted({each for each in sent if sent.count(each) > 1}):
             self.violate(f"rows are in MLflow twice: {doubled}")
@@ -1292,6 +1429,8 @@ FAULTS: dict[str, Callable[[World, SimulatedHost, float], object]] = {
     "network": lambda world, host, seconds: host.take_away("network", seconds=seconds),
     "container killed": lambda world, host, seconds: world.end_containers(host, removed=False),
     "container removed": lambda world, host, seconds: world.end_containers(host, removed=True),
+    "standby killed": lambda world, host, seconds: world.end_containers(host, removed=False, standing_by=True),
+    "standby removed": lambda world, host, seconds: world.end_containers(host, removed=True, standing_by=True),
     "container told to stop": lambda world, host, seconds: world.terminate(host),
     "container dies while writing": lambda world, host, seconds: world.die_while_writing(host),
     "rank killed": lambda world, host, seconds: world._fail_rank(host, "killed", SIGKILLED, exit_code=-9),
@@ -1326,7 +1465,12 @@ def faults_of(draw: random.Random, num_hosts: int, kinds: Sequence[str]) -> Iter
     """A few faults, often soon after one another."""
     at = 0.0
     for _ in range(draw.choice([0, 1, 2, 2, 3, 3, 4, 5, 6, 8])):
-        at = draw.uniform(1.0, FAULTS_UNTIL_S) if at == 0.0 or draw.random() < 0.5 else at + draw.uniform(0.0, 4.0)
+        if draw.random() < 0.05:
+            at = 0.0
+        elif at == 0.0 or draw.random() < 0.5:
+            at = draw.uniform(0.5, FAULTS_UNTIL_S)
+        else:
+            at += draw.uniform(0.0, 4.0)
         seconds = FOR_GOOD_S if draw.random() < 0.05 else draw.choice([1.0, 3.0, 7.0, 15.0, 25.0]) * draw.random()
         yield Fault(at, draw.choice(kinds), draw.randrange(num_hosts), seconds)
 
@@ -1350,6 +1494,7 @@ class Outcome:
     faults: tuple[str, ...]
     endings: tuple[str, ...]
     attempts: int
+    taken_over: int  # standbys, by attempts
     seconds: float  # simulated
     story: tuple[str, ...]
 
@@ -1366,6 +1511,7 @@ def simulate(seed: int, *, kinds: Sequence[str] = (), trace: bool = False) -> Ou
         faults=tuple(fault.kind for fault in world.faults),
         endings=tuple(life.ending for life in world.lives),
         attempts=len(world.trainings),
+        taken_over=world.taken_over,
         seconds=world.now,
         story=tuple(world.story),
     )
@@ -1403,15 +1549,30 @@ def _in_place_of_what_is_real(world: World) -> Iterator[None]:
         world.write(folder / "owner.json", Owner(process="0:0", children=()).model_dump_json())
 
     clocks = (attempt, host_set, launcher, metrics_log, recovery, rank_logs, rows, wait)
+
+    def no_log(*_: object) -> SimpleNamespace:
+        return SimpleNamespace(join=lambda timeout: None, close=lambda: None)
+
+    def tracking_for_ranks(launch: LaunchConfig, *, mlflow_run_id: str) -> tuple[dict[str, str], dict[str, str]]:
+        return ({"MLFLOW_RUN_ID": mlflow_run_id} if world.ranks_send_metrics else {}), {}
+
+    silent = SimpleNamespace(setLevel=lambda level: None)  # the real ones' levels are not to be set
     stand_ins: list[tuple[object, str, object]] = [
         *((module, "time", world) for module in clocks),
-        *((module, "threading", world.threading()) for module in (lease, metrics_log)),
+        *((module, "threading", world.threading()) for module in (lease, metrics_log, docker_hosts, standby)),
+        *((module, "containers", world.docker) for module in (docker_hosts, fencing)),
+        *((module, "connect", world.docker.connect) for module in (docker_hosts, fencing)),
+        *((module, "on_each", world.on_each) for module in (attempt, docker_hosts, fencing, standby)),
         *((module, "write_atomically", world.write) for module in (lease, mlflow_sender, record)),
-        (attempt, "on_each", world.on_each),
+        (docker_hosts, "last_lines", world.docker.last_lines),
+        (docker_hosts, "LogFollower", no_log),
+        (docker_hosts, "ContainerNode", functools.partial(SimulatedNode, world)),
+        (docker_hosts, "tracking_for_ranks", tracking_for_ranks),
         (host_set, "plan_for_hosts", world.plan_for_hosts),
         (launcher, "STOP_GRACE_S", GRACE_S),
-        (programs, "launcher_of", lambda *_: SimulatedLauncher(world)),
-        (client, "logging", SimpleNamespace(**vars(logging) | {"getLogger": logging.Logger})),  # or levels are set anew
+        (programs, "DockerLauncher", functools.partial(SimulatedLauncher, world)),
+        (owner, "lease_age_s", world.lease_age_s),
+        (client, "logging", SimpleNamespace(**vars(logging) | {"getLogger": lambda name: silent})),
         (mlflow_run, "claim", claim),
         (mlflow_run, "git_commit", lambda: ("unknown", False)),
         (mlflow, "MlflowClient", world.mlflow.client),

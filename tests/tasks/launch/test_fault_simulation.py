@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tasks.launch import attempt, recovery
+from infra.hosts import HostError
+from tasks.launch import attempt, docker_hosts, fencing, recovery
 from tasks.launch.attempt import Attempt
+from tasks.launch.docker_hosts import DockerLauncher
 from tasks.launch.failure import AttemptOutcome, classify
 from tasks.launch.host_set import _Candidates
-from tasks.launch.lease import Lease
-from tasks.tracking import mlflow_run
+from tasks.launch.launcher import Program
+from tasks.launch.lease import Lease, withdraw_leases
+from tasks.launch.standby import Standbys
+from tasks.tracking import final_status, mlflow_run
 from tests.support import fault_simulation
 from tests.support.fault_simulation import FAULTS, Outcome, replay, simulate, simulate_many
 from tests.support.repository import REPO
@@ -37,6 +44,7 @@ def test_faults_in_any_combination_end_in_a_run_that_is_as_it_should_be() -> Non
     assert {fault for outcome in outcomes for fault in outcome.faults} == FAULTS.keys()
     assert {ending for outcome in outcomes for ending in outcome.endings} >= {"done", "failed", "stopped", "killed"}
     assert max(outcome.attempts for outcome in outcomes) > 3
+    assert sum(outcome.taken_over for outcome in outcomes) > 20
 
 
 @pytest.mark.slow
@@ -70,6 +78,27 @@ def _killed_is_an_error(*arguments: Any, **options: Any) -> AttemptOutcome:
     return outcome.model_copy(update={"cause": "error"}) if outcome.cause == "killed" else outcome
 
 
+def _left_alone(self: Standbys) -> None:
+    self.wait()
+
+
+def _hand_over_unseen(self: DockerLauncher, host: Any, path: Path, program: Program) -> str:
+    container, _ = self.standbys.pop(host.name, ("", None))
+    with suppress(HostError):
+        if container:
+            client = docker_hosts.connect(host)
+            docker_hosts.containers.give_input(client, container, json.dumps({"task": str(path)}).encode())
+    return container
+
+
+def _lease_is_not_kept(run_dir: Path, *, keep: Path | None) -> bool:
+    return withdraw_leases(run_dir)
+
+
+def _created_without_asking(client: Any, experiment_id: str, *, run_id: str, tags: dict[str, str]) -> str:
+    return str(client.create_run(experiment_id, run_name=run_id, tags=tags).info.run_id)
+
+
 def _without_asking(sent: Sent, *_: object) -> Sent:
     return sent.model_copy(update={"in_doubt": ()})
 
@@ -90,7 +119,26 @@ MISTAKES: dict[str, tuple[object, str, Callable[..., object] | float, tuple[str,
     "the oldest checkpoint is loaded": (
         fault_simulation, "newest_intact", lambda folders, **_: newest_intact(folders[:1]), ("rank killed",), "newest"
     ),
+    "standbys are left at the end": (Standbys, "close", _left_alone, (), "leases of attempts"),
+    "a dead standby counts as ready": (
+        DockerLauncher, "_hand_over", _hand_over_unseen, ("rank killed", "standby killed"), "has no task"
+    ),
+    "a standby takes over whatever it imported for": (
+        docker_hosts, "fits", lambda *_: True, ("power", "silent daemon"), "did not import"
+    ),
+    "fencing withdraws the lease of what stands by": (
+        fencing, "withdraw_leases", _lease_is_not_kept, ("rank killed",), "while its launcher works"
+    ),
     "the end is not reported": (mlflow_run, "close", lambda *_: None, ("bad loss",), "ending.json says"),
+    "an end that nothing takes is given up at once": (
+        final_status, "PATIENCE_S", 0.0, ("disk full", "MLflow away", "bad loss"), "MLflow says KILLED"
+    ),
+    "rows of ranks that outlive their launcher are forgotten": (
+        final_status, "ranks_may_work", lambda folder: False, ("launcher killed",), "rows are not in MLflow"
+    ),
+    "an MLflow run whose ID was lost is left open": (
+        mlflow_run, "_created", _created_without_asking, ("MLflow loses answers",), "nobody knows"
+    ),
     "rows without an answer are sent again": (
         mlflow_sender, "_with_answer", _without_asking, ("MLflow loses answers", "rank killed"), "twice"
     ),
