@@ -103,6 +103,7 @@ COLLECTIVE_S = 6.0  # that a rank waits for another one's part of a step
 STANDBY_REFUSED, STANDBY_FAILS, STANDBY_DIES = 0.1, 0.05, 0.15  # shares of those that are asked for
 PATIENT_S = 100.0  # that a start tries at least to tell its end, while the disk is full and MLflow is away
 RANKS = 6  # of the run; the hosts share them
+POLL_S = 0.4  # in place of the launcher's 0.2 s, so that a seed takes four fifths of the time
 GRACE_S = 8.0  # in place of tasks.launch.launcher.STOP_GRACE_S, so that less time passes
 SWITCHES = 400_000  # more than this many and something turns in circles
 
@@ -1570,6 +1571,7 @@ def _in_place_of_what_is_real(world: World) -> Iterator[None]:
         (docker_hosts, "tracking_for_ranks", tracking_for_ranks),
         (host_set, "plan_for_hosts", world.plan_for_hosts),
         (launcher, "STOP_GRACE_S", GRACE_S),
+        *((module, "POLL_S", POLL_S) for module in (attempt, docker_hosts)),
         (programs, "DockerLauncher", functools.partial(SimulatedLauncher, world)),
         (owner, "lease_age_s", world.lease_age_s),
         (client, "logging", SimpleNamespace(**vars(logging) | {"getLogger": lambda name: silent})),
