@@ -1017,12 +1017,15 @@ class World(Scheduler):
     def on_each(self, hosts: Iterable[SimulatedHost], action: Callable[[Any], T]) -> dict[str, T | HostError]:
         """infra.hosts.on_each with simulated threads."""
         results: dict[str, T | HostError] = {}
+        errors: list[Exception] = []
 
         def act(host: SimulatedHost) -> None:
             try:
                 results[host.name] = action(host)
             except HostError as error:
                 results[host.name] = error
+            except Exception as error:
+                errors.append(error)
 
         hosts, interruption = list(hosts), None
         threads = [self.spawn(self.thread().process, functools.partial(act, host)) for host in hosts]
@@ -1034,6 +1037,8 @@ class World(Scheduler):
                     interruption = error
         if interruption is not None:
             raise interruption
+        if errors:
+            raise errors[0]
         return {host.name: results[host.name] for host in hosts}
 
     def check_room(self) -> None:
