@@ -27,6 +27,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ def main(module: str, ready: Path, args: Sequence[str]) -> int:
         imported.import_for(*args)
     gc.collect()
     gc.freeze()  # else each rank's first collection copies all pages of what was imported
-    ready.touch()
+    with suppress(OSError):  # a full disk: it stands by all the same
+        ready.touch()
     line = sys.stdin.readline()
     if not line:  # the node ended before it had a task
         return 0
