@@ -73,8 +73,10 @@ def _set_up_logging(*, verbose: bool) -> None:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; overrides may stand anywhere, also after an option, where argparse would refuse them."""
-    parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
+    parser, words = _parser(), list(sys.argv[1:] if arguments is None else arguments)
+    for place in [place for place, word in enumerate(words) if word == "--hosts"][::-1]:  # -1x8xT4 would be an option
+        words[place : place + 2] = ["=".join(words[place : place + 2])]
+    options, rest = parser.parse_known_args(words)
     if rest and not (hasattr(options, "overrides") and all("=" in part and part[0] != "-" for part in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:

@@ -109,7 +109,7 @@ def _inventory(config: Any, *, hosts: str | None) -> Any:
     from tasks.workspace.paths import home
     from training.planner.hypothetical_hosts import hypothetical_inventory
 
-    if hosts:
+    if hosts is not None:
         return hypothetical_inventory(hosts)
     return check_hardware(home=home(), ranks=1 if config.parallel.strategy == "single" else config.parallel.ranks)
 

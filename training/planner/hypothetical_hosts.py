@@ -29,7 +29,8 @@ DISK_GIB = 100_000.0  # a file system of its size: not what such a plan is about
 HYPOTHETICAL = "hypothetical"  # key in a host's versions
 EXAMPLE = "16x8xH100-80GB-SXM,400Gb, or 1x8xA100-80GB-SXM,200Gb+1x4xRTX-3090"
 GROUP = re.compile(r"(\d+)x(\d+)x([^,+]+)(?:,\s*(.+))?")
-NETWORK = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)\s*([MGT])(?:b|bit|bps|bit/s|b/s)", re.IGNORECASE)
+NETWORK = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)\s*([mMgGtT])(b|B|[bB]it|[bB]ps|[bB]it/s|[bB]/s)")
+OTHER_MAKERS = re.compile(r"\b(amd|instinct|radeon|mi\d{2,3}\w*|rx|gfx\d+|intel|gaudi\d?|arc|tpu|trainium\d?)\b")
 
 
 def hypothetical_inventory(text: str) -> Inventory:
@@ -77,6 +78,11 @@ def _group(text: str) -> tuple[int, int, KnownGpu, float]:
     if not int(number) or not int(num_gpus):
         raise ValueError(f"--hosts: {text!r} has no hosts or no GPUs: write at least 1x1x{name}")
     gpu = find_gpu(name.strip())
+    if gpu is None and OTHER_MAKERS.search(re.sub(r"[^a-z0-9]+", " ", name.lower())):
+        raise ValueError(
+            f"--hosts: {name!r} is none of NVIDIA's GPUs, and Shardline has rates of no others: name one of "
+            f"{', '.join(known_gpus())}"
+        )
     if gpu is None:
         near = nearest_names(name)
         raise ValueError(
@@ -91,8 +97,13 @@ def _network_gb_per_s(text: str) -> float:
     match = NETWORK.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"--hosts: {text!r} is no network: write what a host has, such as 400Gb, 8x400Gb or 100Mb")
-    adapters, number, unit = match.groups()
-    gbit = int(adapters or 1) * float(number) * {"M": 1e-3, "G": 1.0, "T": 1e3}[unit.upper()]
+    adapters, number, prefix, unit = match.groups()
+    gbit = int(adapters or 1) * float(number) * {"M": 1e-3, "G": 1.0, "T": 1e3}[prefix.upper()]
+    if unit.startswith("B") and not unit.startswith("Bit"):
+        raise ValueError(
+            f"--hosts: {text.strip()!r} are {gbit:g} gigabytes/s, {8 * gbit:g} gigabits/s, and networks are named by "
+            f"bits: write {8 * gbit:g}Gb if you mean that, or {gbit:g}Gb for {gbit:g} gigabits/s"
+        )
     return NETWORK_SHARE * gbit / 8
 
 

@@ -156,11 +156,22 @@ def test_a_host_alone_needs_no_network() -> None:
         ("0x8xT4", "no hosts or no GPUs"),
         ("2x8xT4", "need a network"),
         ("2x8xT4,fast", "such as 400Gb, 8x400Gb or 100Mb"),
+        ("2x8xT4,400GB", "write 3200Gb if you mean that, or 400Gb for 400 gigabits/s"),
+        ("1x8xMI300X", "'MI300X' is none of NVIDIA's GPUs"),
+        ("1x8xRadeon-RX-7900", "is none of NVIDIA's GPUs"),
+        ("", "'' is not HOSTSxGPUSxNAME,NETWORK"),
+        ("-1x8xT4", "'-1x8xT4' is not HOSTSxGPUSxNAME,NETWORK"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_the_cure(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         hypothetical_inventory(text)
+
+
+@pytest.mark.parametrize("text", ["", "-1x8xT4"])
+def test_the_command_says_so_in_our_words_and_plans_nothing(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["plan", "--hosts", text]) == 2
+    assert f"shardline: --hosts: {text!r} is not HOSTSxGPUSxNAME,NETWORK" in capsys.readouterr().err
 
 
 def test_nearest_names_are_those_with_all_its_words_first() -> None:
