@@ -30,8 +30,9 @@ from benchmarks.slow_link import slow_link
 from benchmarks.support.hosts import docker_hosts, home_and_tokens
 from tasks.launch.check_hosts import prepare_hosts
 from tests.support.configs import tiny_config
+from tests.support.launched_runs import train
 from tests.support.rig.rig import Rig
-from tests.support.rig.runs import docker_config, make_docker_run, train
+from tests.support.rig.runs import docker_config, make_docker_run
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
 from training.tracking.rows import read_rows

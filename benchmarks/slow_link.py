@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.hosts import docker_hosts, home_and_tokens
+from tests.support.launched_runs import train
 from tests.support.rig.network import INTERFACE, ip
 from tests.support.rig.rig import Rig
-from tests.support.rig.runs import docker_config, make_docker_run, train
+from tests.support.rig.runs import docker_config, make_docker_run
 from training.records.plan import RunPlan
 from training.tracking.rows import read_rows
 

@@ -1,7 +1,8 @@
-"""Fixtures of all tests: a tiny corpus as token shards, plans of runs on it, and exported runs."""
+"""Fixtures of all tests: a tiny corpus as token shards, plans of runs on it, exported runs, MLflow stores, hosts."""
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ from tests.support.made_once import made_once
 from tests.support.measured_hardware import measure
 from tests.support.tiny_run import exported_tiny_run
 from tests.support.tiny_shards import plan_tiny_run, write_tiny_shards
+
+pytest_plugins = ["tests.support.hosts"]
 
 SLOW_TIMEOUT_S = 900  # fixtures included: a module's set-up may be a whole pretrain
 
@@ -75,3 +78,26 @@ def exported_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 def exported_run(exported_runs: Callable[[str], Path]) -> Path:
     """runs/ID of a tiny Llama."""
     return exported_runs("llama")
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database with its tables: making them takes seconds, so it is done once and copied."""
+    return made_once(tmp_path_factory, "mlflow", make_tables) / "mlflow.db"
+
+
+def make_tables(folder: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    MlflowClient(f"sqlite:///{folder}/mlflow.db").search_registered_models()
+
+
+@pytest.fixture
+def embedded_home(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty SHARDLINE_HOME with the embedded MLflow."""
+    home = tmp_path / "home"
+    home.mkdir()
+    shutil.copy(empty_store, home / "mlflow.db")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("SHARDLINE_HOME", str(home))
+    return home

@@ -16,8 +16,9 @@ from mlflow import MlflowClient
 from tasks.launch.programs import run_custom_program
 from tasks.planning.custom_program import plan_custom_program
 from tests.support.configs import inventory
+from tests.support.launched_runs import causes
 from tests.support.rig.rig import Rig
-from tests.support.rig.runs import assert_nothing_is_left, causes, docker_config
+from tests.support.rig.runs import assert_nothing_is_left, docker_config
 from training.config.run import RunConfig
 
 SCRIPTS = Path(__file__).parents[1] / "programs" / "trainers"

@@ -16,22 +16,14 @@ from tasks.launch.docker_hosts import hosts_of
 from tasks.launch.fencing import remove_containers
 from tasks.launch.recovery import attempts_of
 from tasks.runs.errors import RunFailed
+from tests.support.launched_runs import at_step, causes, curve, train
 from tests.support.rig.rig import Rig, RigHost
-from tests.support.rig.runs import (
-    SLOW_STEPS,
-    assert_nothing_is_left,
-    at_step,
-    causes,
-    curve,
-    kill_containers,
-    make_slow_run,
-    train,
-)
+from tests.support.rig.runs import SLOW_STEPS, assert_nothing_is_left, kill_containers, make_slow_run
 from training.config.launch import LaunchConfig
 from training.records.plan import RunPlan
 
 BLIP_S, PARTITION_S, RESTART_S = 8.0, 45.0, 3.0
-Undisturbed = Callable[..., dict[int, float]]
+Undisturbed = Callable[[Path], dict[int, float]]
 
 
 @contextmanager
@@ -65,10 +57,11 @@ def statuses(rig: Rig, host: RigHost) -> list[str]:
 def test_a_blip_restarts_nothing(
     slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed
 ) -> None:
-    expected, host = undisturbed(), slow_rig.hosts[1]
+    host = slow_rig.hosts[1]
     # TCP comes back 6 to 10 s after the network, as a rule; once it took more than 22 s.
     patient = {"launch__lost_after_s": LaunchConfig().lost_after_s, "parallel__timeout_s": 120}
     run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "blip", **patient)
+    expected = undisturbed(run_dir)
     with outage(BLIP_S, lambda: slow_rig.partition(host), lambda: slow_rig.heal(host)) as strike:
         train(run_dir, on_row=at_step(8, strike))
     assert causes(run_dir) == ["done"]
@@ -79,8 +72,9 @@ def test_a_blip_restarts_nothing(
 def test_a_partition_is_fenced_and_the_run_taken_up(
     slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected, host = undisturbed(), slow_rig.hosts[1]
+    host = slow_rig.hosts[1]
     run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "partition")
+    expected = undisturbed(run_dir)
     before_heal: list[list[str]] = []
 
     def heal() -> None:
@@ -106,8 +100,9 @@ def test_a_partition_is_fenced_and_the_run_taken_up(
 def test_a_daemon_that_comes_back_restarts_nothing(
     slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed
 ) -> None:
-    expected, host = undisturbed(), slow_rig.hosts[1]
+    host = slow_rig.hosts[1]
     run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "daemon")
+    expected = undisturbed(run_dir)
     with outage(RESTART_S, lambda: slow_rig.kill_daemon(host), lambda: slow_rig.start_daemon(host)) as strike:
         train(run_dir, on_row=at_step(8, strike))
     assert causes(run_dir) == ["done"]
@@ -119,8 +114,9 @@ def test_a_daemon_that_comes_back_restarts_nothing(
 def test_a_host_that_reboots_is_waited_for_though_it_could_be_done_without(
     slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed
 ) -> None:
-    expected, host = undisturbed(), slow_rig.hosts[1]
+    host = slow_rig.hosts[1]
     run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "reboot", launch__min_hosts=1)
+    expected = undisturbed(run_dir)
 
     def go_down() -> None:
         kill_containers(slow_rig, host)
@@ -137,9 +133,10 @@ def test_a_host_that_reboots_is_waited_for_though_it_could_be_done_without(
 def test_a_daemon_that_stays_away_is_a_lost_host(
     slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed
 ) -> None:
-    expected, host = undisturbed(), slow_rig.hosts[0]
+    host = slow_rig.hosts[0]
     impatient = {"launch__lost_after_s": 2.0, "launch__daemon_grace_s": 2.0, "launch__wait_s": 1.0}
     run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "away", **impatient)
+    expected = undisturbed(run_dir)
     with pytest.raises(RunFailed, match=r"host0 of 2 hosts cannot take part.* start Docker.*launch\.wait_s") as failed:
         train(run_dir, on_row=at_step(4, lambda: slow_rig.kill_daemon(host)))
     assert failed.value.cause == "lost host"
@@ -157,8 +154,9 @@ def test_a_daemon_that_stays_away_is_a_lost_host(
 def test_a_daemon_that_is_away_when_training_ends_is_not_waited_for(
     slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected, host = undisturbed(), slow_rig.hosts[1]
+    host = slow_rig.hosts[1]
     run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "end")
+    expected = undisturbed(run_dir)
     train(run_dir, on_row=at_step(SLOW_STEPS - 8, lambda: slow_rig.kill_daemon(host)))
     assert causes(run_dir) == ["done"]
     assert curve(run_dir) == expected

@@ -24,9 +24,9 @@ from tasks.hardware.hosts import docker_hosts, read_hosts
 from tasks.hardware.preflight import container_spec
 from tasks.operations.gpu_queue import gpu_holder
 from tasks.workspace.processes import process_key
-from tests.rig.test_launcher import launcher, mlflow_status, reaches
+from tests.support.launched_runs import curve, launcher, mlflow_status, reaches
 from tests.support.rig.rig import Rig, RigHost
-from tests.support.rig.runs import assert_nothing_is_left, curve, make_docker_run
+from tests.support.rig.runs import assert_nothing_is_left, make_docker_run
 from tests.support.waiting import until
 from training.config.launch import LaunchConfig
 

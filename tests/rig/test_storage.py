@@ -10,13 +10,14 @@ import pytest
 
 from tasks.launch.recovery import attempts_of
 from tasks.runs.errors import RunFailed
+from tests.support.launched_runs import at_step, causes, curve, train
 from tests.support.rig.rig import Rig
-from tests.support.rig.runs import assert_nothing_is_left, at_step, causes, curve, kill_containers, make_slow_run, train
+from tests.support.rig.runs import assert_nothing_is_left, kill_containers, make_slow_run
 from training.records.checkpoint import damage, finished_checkpoints
 from training.records.plan import RunPlan
 
 DISK_MIB, SPARE_BYTES = 48, 200_000  # a checkpoint of the tiny model has 0.4 MB
-Undisturbed = Callable[..., dict[int, float]]
+Undisturbed = Callable[[Path], dict[int, float]]
 
 
 @pytest.mark.long
@@ -24,9 +25,10 @@ def test_a_host_that_is_gone_for_good_is_done_without_until_it_is_back(
     slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed
 ) -> None:
     """Without dropout: ranks draw other units when there are fewer of them."""
-    expected, (first, gone, _) = undisturbed(model__dropout=0.0), slow_rig.hosts
+    first, gone, _ = slow_rig.hosts
     fewer = {"launch__min_hosts": 1, "launch__lost_after_s": 5.0, "launch__daemon_grace_s": 5.0}
     run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "gone", model__dropout=0.0, **fewer)
+    expected = undisturbed(run_dir)
     planned = RunPlan.read(run_dir / "plan.json")
 
     def come_back() -> None:
@@ -77,9 +79,10 @@ def test_a_full_disk_is_named_and_leaves_the_last_checkpoint_whole(
     monkeypatch: pytest.MonkeyPatch,
     fill: Callable[[Path], None],
 ) -> None:
-    expected, disk = undisturbed(), slow_rig.make_home(size_mib=DISK_MIB)
+    disk = slow_rig.make_home(size_mib=DISK_MIB)
     monkeypatch.setenv("SHARDLINE_HOME", str(disk))
     run_dir = make_slow_run(slow_rig, disk, tiny_shards, "full")
+    expected = undisturbed(run_dir)
     with pytest.raises(RunFailed, match="No space left on device") as full:
         train(run_dir, on_row=at_step(8, lambda: fill(disk)))
     assert str(run_dir) in str(full.value)
@@ -99,8 +102,8 @@ def test_a_full_disk_is_named_and_leaves_the_last_checkpoint_whole(
 def test_a_truncated_checkpoint_is_passed_over(
     slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = undisturbed()
     run_dir = make_slow_run(slow_rig, shardline_home, tiny_shards, "truncated")
+    expected = undisturbed(run_dir)
     cut: list[Path] = []
 
     def strike() -> None:

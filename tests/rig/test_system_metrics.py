@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from tests.support.launched_runs import train
 from tests.support.rig.rig import Rig
-from tests.support.rig.runs import make_docker_run, train
+from tests.support.rig.runs import make_docker_run
 from training.records.plan import RunPlan
 from training.tracking.rows import read_rows
 

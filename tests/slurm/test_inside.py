@@ -11,9 +11,9 @@ import pytest
 from tasks.launch.recovery import attempts_of
 from tasks.launch.slurm_allocation import note_run, run_before_requeue
 from tests.support.configs import tiny_config
+from tests.support.launched_runs import causes, curve, mlflow_status
 from tests.support.repository import REPO
 from tests.support.slurm_cluster import SlurmCluster
-from tests.support.slurm_runs import causes, curve, mlflow_status
 from tests.support.waiting import until
 
 Make = Callable[..., tuple[Path, dict[int, float]]]

@@ -9,8 +9,8 @@ from infra import slurm
 from tasks.launch.slurm_allocation import Allocation
 from tasks.operations.ps import known_hosts, list_running
 from tasks.operations.stop import reap, stop
+from tests.support.launched_runs import causes, curve, launcher
 from tests.support.slurm_cluster import SlurmCluster
-from tests.support.slurm_runs import causes, curve, launcher
 from tests.support.waiting import until
 from training.records.plan import RunPlan
 

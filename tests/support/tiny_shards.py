@@ -13,6 +13,7 @@ from tests.support.configs import inventory, tiny_config
 from tests.support.device import DEVICE_KIND, on_device
 from tests.support.manifests import write_manifest
 from training.planner.plan import make_plan
+from training.records.inventory import Inventory
 from training.records.token_shards import SourceFile, Stretch, TokenShards
 from training.shards.format import write_shard
 from training.shards.packing import one_epoch
@@ -43,14 +44,19 @@ def write_tiny_shards(folder: Path) -> None:
     Tokenizer(models.WordLevel(vocabulary)).save(str(folder / "tokenizer" / "tokenizer.json"))
 
 
-def plan_tiny_run(folder: Path, *, shards_dir: Path, ranks: int = 1, **overrides: Any) -> Path:
-    """Write the plan of a run in `folder`, on the tiny shards; the path of its plan.json."""
+def plan_tiny_run(
+    folder: Path, *, shards_dir: Path, ranks: int = 1, machines: Inventory | None = None, **overrides: Any
+) -> Path:
+    """Write the plan of a run in `folder`, on the tiny shards; the path of its plan.json.
+
+    `machines`: the run's hosts, whose record is written too; without, one made-up host with so many ranks.
+    """
     if ranks > 1:
         overrides.setdefault("parallel__ranks", ranks)
-    config = tiny_config(**on_device(overrides, ranks=ranks))
+    config = tiny_config(**(overrides if machines else on_device(overrides, ranks=ranks)))
     plan = make_plan(
         config,
-        inventory(ranks, kind=DEVICE_KIND),
+        machines or inventory(ranks, kind=DEVICE_KIND),
         run_id=folder.name,
         shards=TokenShards.read(shards_dir / "manifest.json"),
         shards_dir=str(shards_dir),
@@ -58,4 +64,6 @@ def plan_tiny_run(folder: Path, *, shards_dir: Path, ranks: int = 1, **overrides
         hf_config=json.loads((Path(path) / "config.json").read_text()) if (path := config.model.path) else None,
     )
     plan.model_copy(update={"threads_per_rank": 1}).write(folder / "plan.json")
+    if machines:
+        Inventory(hosts=machines.hosts).write(folder / "inventory.json")
     return folder / "plan.json"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.made_once import made_once
 from tests.support.mlflow_store import Store
 
 
@@ -16,18 +15,6 @@ from tests.support.mlflow_store import Store
 def exported_masked_run(exported_runs: Callable[[str], Path]) -> Path:
     """runs/ID of a tiny BERT."""
     return exported_runs("bert")
-
-
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An MLflow database with its tables: making them takes seconds, so it is done once and copied."""
-    return made_once(tmp_path_factory, "mlflow", make_tables) / "mlflow.db"
-
-
-def make_tables(folder: Path) -> None:
-    from mlflow.tracking import MlflowClient
-
-    MlflowClient(f"sqlite:///{folder}/mlflow.db").search_registered_models()
 
 
 @pytest.fixture
