@@ -201,7 +201,7 @@ def with_micro_batches(plan: RunPlan, micro_batches: tuple[int, ...], *, invento
 def _planned_for(kept: RunPlan, inventory: Inventory, *, micro_batch: int) -> RunPlan:
     """The run's plan for other hosts, in its former layout if possible; `micro_batch` 0: the most that fits."""
     left_open, shards_dir = kept.config.model_dump(mode="json"), Path(kept.shards_dir)
-    asked = kept.config.parallel.ranks if kept.config.parallel.ranks <= _num_devices(inventory) else 0
+    asked = kept.config.parallel.ranks if kept.config.parallel.ranks <= inventory.num_devices else 0
     left_open["parallel"] |= {"precision": kept.precision, "ranks": asked}
     left_open["train"]["micro_batch"] = micro_batch
     # other replicas need other shares
@@ -217,7 +217,7 @@ def _planned_for(kept: RunPlan, inventory: Inventory, *, micro_batch: int) -> Ru
             shards_dir=shards_dir,
         )
 
-    if kept.config.parallel.strategy == "auto" and kept.strategy == "single" and _num_devices(inventory) > 1:
+    if kept.config.parallel.strategy == "auto" and kept.strategy == "single" and inventory.num_devices > 1:
         return planned(left_open)  # there was only one device before
     return _as_before(kept, left_open, planned)
 
@@ -233,10 +233,6 @@ def _as_before(kept: RunPlan, content: dict[str, Any], planned: Callable[[dict[s
     except ValueError as error:
         plan, why = planned(content), f"layout: chosen anew, because the former one is not possible here: {error}"
         return plan.model_copy(update={"reasons": (*plan.reasons, why)})
-
-
-def _num_devices(inventory: Inventory) -> int:
-    return sum(len(host.devices) for host in inventory.hosts)
 
 
 def _layout(plan: RunPlan) -> dict[str, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean
 from typing import Literal
 
@@ -20,6 +21,7 @@ ASSUMED = {
     "cpu": {"matmul": 0.1, "memory": 10.0, "inside": 1.0, "network": 0.1, "inside_us": 100.0, "network_us": 500.0},
     "cuda": {"matmul": 50.0, "memory": 900.0, "inside": 20.0, "network": 10.0, "inside_us": 20.0, "network_us": 60.0},
 }
+LINKS = ("allreduce_gb_per_s", "allreduce_latency_us", "network_gb_per_s", "network_latency_us")
 CPU_ATTENTION = 0.34  # of the rate of fp32 products, in any precision: 80 of 235 GFLOP/s a core, heads of 32 to 128
 CPU_SCALING = 0.9  # of n times a core's rate that n threads of one process reach (2 threads: 1.8, docs/planning.md)
 PCIE_GB_PER_S = 20.0  # host memory to a GPU and back, pinned, over 16 lanes of PCIe 4
@@ -68,9 +70,18 @@ class Cluster:
     def num_hosts(self) -> int:
         return len(self.ranks_per_host)
 
+    @cached_property
+    def num_ranks(self) -> int:
+        return sum(self.ranks_per_host)
+
+    @cached_property
+    def host_sizes(self) -> frozenset[int]:
+        """The different numbers of ranks that hosts have."""
+        return frozenset(self.ranks_per_host)
+
     @property
     def most_on_a_host(self) -> int:
-        return max(self.ranks_per_host)
+        return max(self.host_sizes)
 
     def link(self, ranks: int, *, stride: int = 1) -> Ring:
         """The link of a group of `ranks` ranks, each `stride` from the next.
@@ -100,7 +111,9 @@ def cluster_of(inventory: Inventory, ranks_per_host: Sequence[int], *, precision
 
     CPU ranks share their host's cores, so what was measured with one rank per "device" is spread over all of them.
     """
-    kind, hosts = inventory.device_kind, inventory.hosts[: len(ranks_per_host)]
+    kind, num_hosts = inventory.device_kind, len(ranks_per_host)
+    unlike = _unlike(inventory.hosts[:num_hosts], ranks_per_host)
+    hosts = [host for host, _ in unlike]
     guess, assumed = ASSUMED[kind], []
 
     def known(values: Sequence[float], what: str, default: float, *, needed: bool = True) -> float:
@@ -109,14 +122,14 @@ def cluster_of(inventory: Inventory, ranks_per_host: Sequence[int], *, precision
             assumed.append(f"{what} {default:g}")
         return found or default
 
-    shares = [_shares(host, ranks) for host, ranks in zip(hosts, ranks_per_host, strict=True)]
+    shares = [len(host.devices) / ranks for host, ranks in unlike]  # of the "devices" that were measured, per rank
     rates = [[matmul_tflops(device, precision) for device in host.devices] for host in hosts]
     slowest = known([_rate(each, kind) for each in rates], "TFLOP/s of matrix products", guess["matmul"])
     fp32 = min(device.matmul_tflops.get("fp32", 0.0) for host in hosts for device in host.devices)
     memory = known(
         [device.memory_gb_per_s for host in hosts for device in host.devices], "GB/s of memory", guess["memory"]
     )
-    inside, apart = max(ranks_per_host) > 1, len(hosts) > 1
+    inside, apart = max(ranks_per_host) > 1, num_hosts > 1
     links = {
         "inside": known(_links(hosts, "allreduce_gb_per_s"), "GB/s in a host", guess["inside"], needed=inside),
         "inside_us": known(
@@ -143,9 +156,13 @@ def cluster_of(inventory: Inventory, ranks_per_host: Sequence[int], *, precision
     )
 
 
-def _shares(host: Host, ranks: int) -> float:
-    """Return how many of the measured "devices" of a host each of its ranks gets."""
-    return len(host.devices) / ranks
+def _unlike(hosts: Sequence[Host], ranks_per_host: Sequence[int]) -> list[tuple[Host, int]]:
+    """Hosts, and the ranks on each, without those that are like an earlier one in all that is read here."""
+    found: dict[tuple[object, ...], tuple[Host, int]] = {}
+    for host, ranks in zip(hosts, ranks_per_host, strict=True):
+        links = (getattr(host, field) for field in LINKS)
+        found.setdefault((ranks, id(host.devices), *links), (host, ranks))
+    return [*found.values()]
 
 
 def _rate(rates: Sequence[float], kind: str) -> float:

@@ -150,6 +150,7 @@ def _row(line: str) -> KnownGpu:
 # Names
 
 
+@functools.cache
 def find_gpu(name: str) -> KnownGpu | None:
     """The GPU that NVML, torch or a user calls `name`.
 
@@ -194,31 +195,30 @@ def slow_devices(inventory: Inventory) -> dict[tuple[str, int], str]:
     Each is compared with the fastest of its name in the inventory, measured by the same program and driver, and with
     what others measured on such a GPU.
     """
-    gpus = [
-        (host.name, i, device)
+    gpus = {id(device): device for host in inventory.hosts for device in host.devices if device.kind == "cuda"}
+    best: dict[tuple[str, str], float] = {}  # by name and rate
+    for device in gpus.values():
+        for what, rate in _rates(device).items():
+            best[device.name, what] = max(rate, best.get((device.name, what), 0.0))
+    slow: dict[int, str] = {}
+    for key, device in gpus.items():
+        share, words = min((*_against(device, best), *_against_known(device)), default=(1.0, ""))
+        if share < SLOW:
+            slow[key] = words.format(percent=100 * (1 - share))
+    return {
+        (host.name, i): f"GPU {i} ({device.name}) is slow: {slow[id(device)]}; look at its temperature, power limit "
+        "and other users (nvidia-smi -q -d PERFORMANCE)"
         for host in inventory.hosts
-        for i, device in enumerate(host.devices)
-        if device.kind == "cuda"
-    ]
-    found = {}
-    for host, i, device in gpus:
-        alike = [other for _, _, other in gpus if other.name == device.name]
-        worst = min((*_against(device, alike), *_against_known(device)), default=None)
-        if worst is not None and worst[0] < SLOW:
-            share, words = worst
-            found[host, i] = (
-                f"GPU {i} ({device.name}) is slow: {words.format(percent=100 * (1 - share))}; look at its "
-                "temperature, power limit and other users (nvidia-smi -q -d PERFORMANCE)"
-            )
-    return found
+        for i, device in enumerate(host.devices if slow else ())
+        if id(device) in slow
+    }
 
 
-def _against(device: Device, alike: list[Device]) -> Iterator[tuple[float, str]]:
-    """Shares of the fastest one's rates, and sentences that leave the percentage open."""
+def _against(device: Device, best: Mapping[tuple[str, str], float]) -> Iterator[tuple[float, str]]:
+    """Shares of the best rates of GPUs of its name, and sentences that leave the percentage open."""
     for what, rate in _rates(device).items():
-        best = max(_rates(other).get(what, 0.0) for other in alike)
-        if best:
-            yield rate / best, f"{rate:.0f} {what}, {{percent:.0f}}% below another of its kind, {best:.0f}"
+        others = best[device.name, what]
+        yield rate / others, f"{rate:.0f} {what}, {{percent:.0f}}% below another of its kind, {others:.0f}"
 
 
 def _against_known(device: Device) -> Iterator[tuple[float, str]]:

@@ -43,10 +43,11 @@ def hypothetical_inventory(text: str) -> Inventory:
     hosts: list[Host] = []
     for number, num_gpus, gpu, gb_per_s in groups:
         slowest = gb_per_s or min(given, default=0.0)  # a group that says nothing is no faster than the others
-        for _ in range(number):
-            host = _host(f"hypothetical-{len(hosts)}", gpu, num_gpus)
+        host = _host(gpu, num_gpus)
+        if num_hosts > 1:
             network = {"network_gb_per_s": slowest, "network_latency_us": _network_latency_us(host, num_hosts)}
-            hosts.append(host.model_copy(update=network if num_hosts > 1 else {}))
+            host = host.model_copy(update=network)
+        hosts += [host.model_copy(update={"name": f"hypothetical-{len(hosts) + i}"}) for i in range(number)]
     return Inventory(hosts=tuple(hosts))
 
 
@@ -107,7 +108,7 @@ def _network_gb_per_s(text: str) -> float:
     return NETWORK_SHARE * gbit / 8
 
 
-def _host(name: str, gpu: KnownGpu, num_gpus: int) -> Host:
+def _host(gpu: KnownGpu, num_gpus: int) -> Host:
     device = Device(
         kind="cuda",
         name=gpu.name,
@@ -119,7 +120,7 @@ def _host(name: str, gpu: KnownGpu, num_gpus: int) -> Host:
     by_nvlink = _by_nvlink(gpu)
     share, link = (NVLINK_SHARE, gpu.nvlink_gb_per_s) if by_nvlink else (PCIE_SHARE, gpu.pcie_gb_per_s)
     return Host(
-        name=name,
+        name="hypothetical",
         cores=CORES_PER_GPU * num_gpus,
         memory_gib=HOST_MEMORY * num_gpus * gpu.memory_gib,
         disk_free_gib=DISK_GIB,

@@ -6,7 +6,6 @@ cost model makes of each device's measured rates of matrix products and of memor
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from training.planner.cluster import Cluster, cluster_of
 from training.planner.pricing import MEMORY_SHARE, seconds_of
 from training.planner.search import accumulation_refusal
 from training.planner.shares import Replica, Shares, choose_shares, largest_that_fits
-from training.records.inventory import Inventory
+from training.records.inventory import Device, Inventory
 
 COMPUTING = ("products", "attention", "memory-bound", "recomputing")  # parts of a step that grow with a replica's share
 
@@ -84,20 +83,20 @@ def split_batch(chosen: ChosenLayout, inventory: Inventory) -> BatchSplit:
 
 def _rank_devices(chosen: ChosenLayout, inventory: Inventory) -> list[RankDevice]:
     """The device of each rank. CPU ranks of one host share its cores, and so its rates; launching is their work too."""
-    names, alone = list[str](), list[Cluster]()
+    alone: dict[int, tuple[Device, Cluster]] = {}  # unlike devices, each as the cluster that it would be alone
+    keys = list[int]()
     for host, ranks in zip(inventory.hosts, chosen.cluster.ranks_per_host, strict=False):
-        names += [device.name for device in host.devices[:ranks]]
-        if inventory.device_kind == "cpu":
-            alone += [cluster_of(Inventory(hosts=(host,)), (ranks,), precision=chosen.precision)] * ranks
-            continue
         for device in host.devices[:ranks]:
-            only = Inventory(hosts=(host.model_copy(update={"devices": (device,)}),))
-            alone.append(cluster_of(only, (1,), precision=chosen.precision))
-    fastest = max(each.matmul_tflops for each in alone)
-    memory_known = all(device.memory_gb_per_s for host in inventory.hosts for device in host.devices)
-    return [
-        RankDevice(
-            name=name,
+            keys.append(id(host if inventory.device_kind == "cpu" else device))
+            if keys[-1] not in alone:
+                own = (host.devices, ranks) if inventory.device_kind == "cpu" else ((device,), 1)
+                only = Inventory(hosts=(host.model_copy(update={"devices": own[0]}),))
+                alone[keys[-1]] = device, cluster_of(only, (own[1],), precision=chosen.precision)
+    fastest = max(each.matmul_tflops for _, each in alone.values())
+    memory_known = all(device.memory_gb_per_s for device, _ in alone.values())
+    devices = {
+        key: RankDevice(
+            name=device.name,
             cluster=replace(
                 chosen.cluster,
                 matmul_tflops=each.matmul_tflops,
@@ -106,24 +105,29 @@ def _rank_devices(chosen: ChosenLayout, inventory: Inventory) -> list[RankDevice
             ),
             launch_slowdown=fastest / each.matmul_tflops if each.kind == "cpu" else 1.0,
         )
-        for name, each in zip(names, alone, strict=True)
-    ]
+        for key, (device, each) in alone.items()
+    }
+    return [devices[key] for key in keys]
 
 
 def _replicas(chosen: ChosenLayout, devices: Sequence[RankDevice]) -> list[ReplicaSpeed]:
     """The replicas in the order of the mesh's dp axis; ranks count through pp, dp and tp, innermost last."""
     dp, tp = chosen.layout.dp, chosen.layout.tp
-    speed = functools.cache(
-        lambda device: _sequences_per_s(chosen, device)
-    )  # thousands of ranks, a few kinds of device
-    max_micro_batch = functools.cache(lambda device: _max_micro_batch(chosen, device))
-    replicas = []
-    for number in range(dp):
-        own = [device for rank, device in enumerate(devices) if rank // tp % dp == number]
-        slowest = min(own, key=speed)
-        smallest = min(own, key=lambda device: device.cluster.memory_gib)
-        replicas.append(ReplicaSpeed(slowest.name, speed(slowest), max_micro_batch(smallest), slowest))
-    return replicas
+    own: list[dict[int, RankDevice]] = [{} for _ in range(dp)]  # the unlike devices of each replica
+    for rank, device in enumerate(devices):
+        own[rank // tp % dp][id(device)] = device
+    made: dict[tuple[int, ...], ReplicaSpeed] = {}  # of thousands of replicas a few are unlike
+    for each in own:
+        if tuple(each) not in made:
+            made[tuple(each)] = _replica(chosen, [*each.values()])
+    return [made[tuple(each)] for each in own]
+
+
+def _replica(chosen: ChosenLayout, devices: Sequence[RankDevice]) -> ReplicaSpeed:
+    """A replica on these devices."""
+    speed, slowest = min(((_sequences_per_s(chosen, device), device) for device in devices), key=lambda pair: pair[0])
+    smallest = min(devices, key=lambda device: device.cluster.memory_gib)
+    return ReplicaSpeed(slowest.name, speed, _max_micro_batch(chosen, smallest), slowest)
 
 
 def _sequences_per_s(chosen: ChosenLayout, device: RankDevice) -> float:
@@ -149,10 +153,11 @@ def _seconds(chosen: ChosenLayout, device: RankDevice, micro_batch: int, accumul
 
 def _slowest_step(chosen: ChosenLayout, replicas: Sequence[ReplicaSpeed], shares: Shares) -> dict[str, float]:
     """Seconds by part of the replica that finishes last; of several, the first in their order."""
-    different = dict.fromkeys(
-        (replica.slowest, size) for replica, size in zip(replicas, shares.micro_batches, strict=True)
-    )
-    priced = [_seconds(chosen, device, size, shares.accumulation) for device, size in different]
+    different = {
+        (id(replica.slowest), size): (replica.slowest, size)
+        for replica, size in zip(replicas, shares.micro_batches, strict=True)
+    }
+    priced = [_seconds(chosen, device, size, shares.accumulation) for device, size in different.values()]
     return max(priced, key=lambda parts: sum(parts.values()))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from training.config.parallel import OFFLOADS, WITH_PP, WITH_TP, StrategyName
 from training.config.run import RunConfig
-from training.planner.cluster import cluster_of
+from training.planner.cluster import Cluster, cluster_of
 from training.planner.job import KNOWN_ARCHITECTURES, Job, Layout, Offload, Recompute
 from training.planner.precision import fp8_refusal
 from training.planner.pricing import PricedLayout, job_of, price
@@ -65,7 +65,7 @@ def rank_layouts(config: RunConfig, shape: ModelShape, inventory: Inventory, *, 
         for mesh in meshes
         if refusals[mesh] is None
         for mesh_cluster in [cluster(ranks_per_host(config, inventory, mesh))]
-        for layout in _layouts(config, inventory, mesh)
+        for layout in _layouts(config, mesh_cluster, mesh)
     ]
     fitting = [each for each in priced if each.fits]
     if config.parallel.offload == "auto" and any(each.layout.offload == "none" for each in fitting):
@@ -154,7 +154,7 @@ def _tensor_sizes(shape: ModelShape, slots: list[int], num_devices: int) -> list
     """1, and every number that divides each host's devices and the model's heads and matrices."""
     if shape.architecture not in KNOWN_ARCHITECTURES:
         return [1]
-    divided = (shape.heads, shape.kv_heads, shape.mlp_width, *slots, num_devices)
+    divided = (shape.heads, shape.kv_heads, shape.mlp_width, *set(slots), num_devices)
     return [tp for tp in range(1, min(*slots, num_devices) + 1) if all(size % tp == 0 for size in divided)]
 
 
@@ -166,14 +166,14 @@ def _pipeline_sizes(shape: ModelShape, num_groups: int) -> list[int]:
     return [pp for pp in range(1, most + 1) if num_groups % pp == 0]
 
 
-def _layouts(config: RunConfig, inventory: Inventory, mesh: Mesh) -> Iterator[Layout]:
+def _layouts(config: RunConfig, cluster: Cluster, mesh: Mesh) -> Iterator[Layout]:
     """The layouts on a possible mesh: by micro-batch, recomputation and offload."""
-    ranks = ranks_per_host(config, inventory, mesh)
-    if mesh.tp > 1 and config.parallel.tp == 0 and any(on_host % mesh.tp for on_host in ranks):
+    sizes = cluster.host_sizes
+    if mesh.tp > 1 and config.parallel.tp == 0 and any(on_host % mesh.tp for on_host in sizes):
         return  # a tensor-parallel group would reach over hosts
-    if mesh.strategy == "hsdp" and config.parallel.strategy == "auto" and len(set(ranks)) > 1:
+    if mesh.strategy == "hsdp" and config.parallel.strategy == "auto" and len(sizes) > 1:
         return  # its groups are hosts, which must be equal
-    dp = sum(ranks) // mesh.model_ranks
+    dp = cluster.num_ranks // mesh.model_ranks
     for micro_batch, accumulation in _micro_batches(config, dp=dp, pp=mesh.pp):
         for recompute, offload in _savings(config, mesh.strategy):
             yield Layout(
@@ -219,7 +219,9 @@ def ranks_per_host(config: RunConfig, inventory: Inventory, mesh: Mesh) -> tuple
     """The ranks on each host, first hosts first: as many as have a device and an equal part of the global batch."""
     left, per_host = _num_ranks(config, inventory, mesh), list[int]()
     for host in inventory.hosts:
-        per_host.append(min(len(host.devices), left - sum(per_host)))
+        if left:
+            per_host.append(min(len(host.devices), left))
+            left -= per_host[-1]
     return tuple(ranks for ranks in per_host if ranks)
 
 
@@ -231,17 +233,13 @@ def _num_ranks(config: RunConfig, inventory: Inventory, mesh: Mesh) -> int:
 
 def _num_replicas(config: RunConfig, inventory: Inventory, mesh: Mesh) -> int:
     """The most that have devices, and equal parts of the global batch."""
-    batch, most = config.train.global_batch, _num_devices(inventory) // mesh.model_ranks
+    batch, most = config.train.global_batch, inventory.num_devices // mesh.model_ranks
     return next(n for n in range(min(most, batch), 0, -1) if batch % n == 0)
-
-
-def _num_devices(inventory: Inventory) -> int:
-    return sum(len(host.devices) for host in inventory.hosts)
 
 
 def _count_devices(inventory: Inventory) -> str:
     """`2 hosts with 16 devices`."""
-    hosts, devices = len(inventory.hosts), _num_devices(inventory)
+    hosts, devices = len(inventory.hosts), inventory.num_devices
     return f"{hosts} host{'s' if hosts > 1 else ''} with {devices} device{'s' if devices > 1 else ''}"
 
 
@@ -252,7 +250,7 @@ def why_ranks(config: RunConfig, inventory: Inventory, mesh: Mesh) -> str:
     if config.parallel.ranks:
         return "asked for by parallel.ranks"
     devices, ranks = _count_devices(inventory), _num_ranks(config, inventory, mesh)
-    idle = _num_devices(inventory) - ranks
+    idle = inventory.num_devices - ranks
     if not idle:
         return devices
     if mesh.model_ranks > 1:
@@ -274,7 +272,7 @@ def _refusal(config: RunConfig, shape: ModelShape, inventory: Inventory, mesh: M
 
 def _ranks_refusal(config: RunConfig, inventory: Inventory, mesh: Mesh) -> str | None:
     """Devices that the ranks need."""
-    asked, available = config.parallel.ranks, _num_devices(inventory)
+    asked, available = config.parallel.ranks, inventory.num_devices
     if mesh.strategy == "single":
         return None
     if asked > available:

@@ -81,6 +81,8 @@ def choose_shares(
 
     `possible` says whether a step may have so many micro-batches: a pipeline needs at least its stages.
     """
+    if len({(replica.speed, replica.max_micro_batch) for replica in replicas}) == 1:
+        return equal, 1.0
     speeds = [replica.speed for replica in replicas]
     max_micro_batches = [replica.max_micro_batch for replica in replicas]
     tried = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Literal
 
 from pydantic import Field
@@ -70,7 +71,11 @@ class Inventory(Record):
 
     hosts: tuple[Host, ...]
 
-    @property
+    @cached_property
+    def num_devices(self) -> int:
+        return sum(len(host.devices) for host in self.hosts)
+
+    @cached_property
     def device_kind(self) -> Literal["cpu", "cuda"]:
         """cuda if every device is a GPU; a single CPU rank would set the pace for all."""
         return "cuda" if all(device.kind == "cuda" for host in self.hosts for device in host.devices) else "cpu"

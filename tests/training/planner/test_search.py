@@ -132,3 +132,10 @@ def test_what_was_not_measured_is_assumed_and_said() -> None:
     (why,) = (reason for reason in plan.reasons if reason.startswith("not measured, assumed"))
     assert "GB/s between hosts" in why
     assert "matrix products" not in why
+
+
+def test_a_hundred_thousand_gpus_are_a_few_unlike_ones() -> None:
+    """This takes 0.4 s; work for each pair of devices, as there once was, would take a day."""
+    plan = planned(LLAMA_1B, "12500x8xH100-80GB-SXM,8x400Gb", batch=100_000)
+    assert (sum(plan.ranks_per_host), plan.mesh["dp"] * plan.mesh["pp"] * plan.mesh["tp"]) == (100_000, 100_000)
+    assert len(set(plan.micro_batches)) == 1
