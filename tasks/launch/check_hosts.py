@@ -18,7 +18,7 @@ from tasks.launch.fencing import remove_containers
 from tasks.launch.kubernetes import KubernetesLauncher, remove_pods
 from tasks.launch.launcher import Launcher, Program, grace_s
 from tasks.launch.rank_environment import NCCL, give_to_ranks
-from tasks.launch.slurm_launcher import prepare_nodes
+from tasks.launch.slurm import prepare_nodes
 from tasks.runs.folder import read_plan
 from tasks.workspace.paths import fresh, home
 from training.config.launch import HostConfig

@@ -13,7 +13,7 @@ from tasks.launch.docker_hosts import DockerLauncher, images_of
 from tasks.launch.kubernetes import KubernetesLauncher
 from tasks.launch.launcher import LaunchedPlan, Launcher
 from tasks.launch.local import LocalLauncher
-from tasks.launch.slurm_launcher import SlurmLauncher
+from tasks.launch.slurm import SlurmLauncher
 from tasks.runs.errors import RunFailed, RunStopped
 from tasks.runs.folder import read_plan
 from tasks.workspace.paths import fresh

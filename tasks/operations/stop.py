@@ -18,7 +18,7 @@ from tasks.launch.fencing import remove_containers
 from tasks.launch.kubernetes import remove_pods
 from tasks.launch.launcher import grace_s
 from tasks.launch.local import end_earlier_attempt
-from tasks.launch.slurm_launcher import end_job
+from tasks.launch.slurm import end_job
 from tasks.operations.ps import AskedHost, Namespace, OnHost, SlurmCluster, ask, hosts_of_run, launcher_of, run_folders
 from tasks.runs.folder import read_plan, steps_done
 from tasks.runs.owner import owner_process, ranks_launcher

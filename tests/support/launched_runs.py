@@ -17,8 +17,8 @@ from tasks.launch.docker_hosts import hosts_of
 from tasks.launch.fencing import remove_containers
 from tasks.launch.launcher import grace_s
 from tasks.launch.recovery import attempts_of
+from tasks.launch.slurm import stop_steps
 from tasks.launch.slurm_allocation import held_nodes
-from tasks.launch.slurm_launcher import stop_steps
 from tasks.runs.errors import RunStopped
 from tasks.runs.folder import read_plan
 from tasks.tracking.final_status import reconcile_mlflow

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from infra.slurm import explained
 from tasks.hardware.slurm_nodes import command, container_options
 from tasks.launch.failure import NodeState
+from tasks.launch.slurm import SlurmHost, StepNode
 from tasks.launch.slurm_allocation import Allocation, AllocationRecord, options_of
-from tasks.launch.slurm_launcher import SlurmHost, StepNode
 from training.config.launch import LaunchConfig
 from training.config.slurm import SlurmConfig
 from training.records.node import NodeEnd
