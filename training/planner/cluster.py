@@ -64,6 +64,7 @@ class Cluster:
     network: Ring
     assumed: tuple[str, ...] = ()
     is_measured: bool = True  # the rate of matrix products
+    host_memory_gib: float = float("inf")  # the smallest host's
     attention_tflops: float = 0.0  # of fused attention; 0: a share of the rate of products (cost_model.py)
 
     @property
@@ -146,6 +147,7 @@ def cluster_of(inventory: Inventory, ranks_per_host: Sequence[int], *, precision
         kind=kind,
         ranks_per_host=tuple(ranks_per_host),
         memory_gib=share * min(device.memory_gib for host in hosts for device in host.devices),
+        host_memory_gib=min(host.memory_gib for host in hosts),
         matmul_tflops=threads * slowest,
         memory_gb_per_s=threads * memory,
         inside=Ring(links["inside"], links["inside_us"]),

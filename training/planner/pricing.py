@@ -37,6 +37,7 @@ class PricedLayout:
     memory: Mapping[str, float]
     usable_gib: float
     seconds: Mapping[str, float]
+    host_missing_gib: float = 0.0  # what offloaded state misses in the hosts' memory
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -50,7 +51,7 @@ class PricedLayout:
 
     @property
     def fits(self) -> bool:
-        return self.needed_gib <= self.usable_gib
+        return self.missing_gib <= 0
 
     @property
     def step_s(self) -> float:
@@ -58,7 +59,7 @@ class PricedLayout:
 
     @property
     def missing_gib(self) -> float:
-        return self.needed_gib - self.usable_gib
+        return max(self.needed_gib - self.usable_gib, self.host_missing_gib)
 
 
 def job_of(config: RunConfig, shape: ModelShape, precision: str) -> Job:
@@ -140,8 +141,17 @@ def memory_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> 
 
 def price(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> PricedLayout:
     memory, usable = memory_of(config, job, layout, cluster), MEMORY_SHARE * cluster.memory_gib
-    fits = sum(memory.values()) <= usable
-    return PricedLayout(layout, cluster, memory, usable, seconds_of(config, job, layout, cluster) if fits else {})
+    host_missing = host_gib(config, job, layout, cluster) - MEMORY_SHARE * cluster.host_memory_gib
+    priced = PricedLayout(layout, cluster, memory, usable, {}, max(0.0, host_missing))
+    return replace(priced, seconds=seconds_of(config, job, layout, cluster)) if priced.fits else priced
+
+
+def host_gib(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> float:
+    """GiB of offloaded state in a host's memory: weights, gradients and AdamW's moments of its ranks, in fp32."""
+    if layout.offload == "none":
+        return 0.0
+    own = stage_parameters(job, layout, stage=0) / num_shards(config, layout, cluster)
+    return cluster.most_on_a_host * 16 * own / GIB
 
 
 def seconds_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> dict[str, float]:

@@ -68,8 +68,6 @@ def rank_layouts(config: RunConfig, shape: ModelShape, inventory: Inventory, *, 
         for layout in _layouts(config, mesh_cluster, mesh)
     ]
     fitting = [each for each in priced if each.fits]
-    if config.parallel.offload == "auto" and any(each.layout.offload == "none" for each in fitting):
-        fitting = [each for each in fitting if each.layout.offload == "none"]
     unfitting = sorted((each for each in priced if not each.fits), key=lambda each: each.missing_gib)
     refused = tuple(refusal for refusal in refusals.values() if refusal is not None)
     return Ranking(job, _best_first(fitting), tuple(unfitting), refused)
@@ -175,7 +173,7 @@ def _layouts(config: RunConfig, cluster: Cluster, mesh: Mesh) -> Iterator[Layout
         return  # its groups are hosts, which must be equal
     dp = cluster.num_ranks // mesh.model_ranks
     for micro_batch, accumulation in _micro_batches(config, dp=dp, pp=mesh.pp):
-        for recompute, offload in _savings(config, mesh.strategy):
+        for recompute, offload in _savings(config, mesh.strategy, cluster.kind):
             yield Layout(
                 mesh.strategy,
                 mesh.tp,
@@ -202,9 +200,11 @@ def _micro_batch_sizes(config: RunConfig, sequences: int) -> list[int]:
     return [asked] if asked else [size for size in range(sequences, 0, -1) if sequences % size == 0]
 
 
-def _savings(config: RunConfig, strategy: StrategyName) -> Iterator[tuple[Recompute, Offload]]:
-    """Ways to save memory: what the backward pass recomputes, and what lies in host memory."""
+def _savings(config: RunConfig, strategy: StrategyName, kind: str) -> Iterator[tuple[Recompute, Offload]]:
+    """Ways to save memory: what the backward pass recomputes, and what lies in host memory (which CPU ranks use)."""
     recompute, offload = config.train.activation_checkpointing, config.parallel.offload
+    if offload == "auto" and kind == "cpu":
+        offload = "none"
     possible = [each for each in OFFLOAD if each == "none" or each in OFFLOADS.get(strategy, ())]
     for recomputed in RECOMPUTE if recompute == "auto" else (recompute,):
         for offloaded in possible if offload == "auto" else (offload,):

@@ -260,8 +260,8 @@ def _update_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster, *, n
     if cluster.kind == "cuda" and layout.offload != "none":
         parts["optimizer"] = model.time.update_bytes * own / (HOST_ADAM_GB_PER_S * 1e9)
         moved = 8 * own  # gradients to the host, weights back
-        if layout.offload == "parameters":
-            moved += layout.accumulation * 2 * model.program.gather_bytes * own
+        if layout.offload == "parameters":  # each micro-batch: its fp32 shards twice, its gradients back
+            moved = layout.accumulation * (2 * model.program.weight_bytes + model.program.reduce_bytes) * own
         parts["offload"] = moved / (PCIE_GB_PER_S * 1e9)
     if sharing.gathers_update and layout.dp > 1:
         link = cluster.link(num_shards, stride=layout.tp)

@@ -59,6 +59,18 @@ def test_recomputing_and_offload_are_the_last_resorts_and_say_so() -> None:
     assert planned(LLAMA_1B, "1x1xA100-80GB-SXM", batch=8).offload == "none"
 
 
+def test_offload_is_taken_where_it_is_faster_and_the_host_has_room() -> None:
+    """Small GPUs on PCIe: without it only layouts that talk more fit."""
+    plan = planned(LLAMA_8B, "1x8xRTX-4090")
+    assert (plan.strategy, plan.mesh["dp"], plan.offload) == ("fsdp", 8, "parameters")
+    assert plan.predicted.step_ms < planned(LLAMA_8B, "1x8xRTX-4090", offload="none").predicted.step_ms
+    assert any(reason.startswith("offload parameters: without it the fastest that fits") for reason in plan.reasons)
+    machines = hypothetical_inventory("1x8xRTX-4090")
+    small = Inventory(hosts=tuple(host.model_copy(update={"memory_gib": 64.0}) for host in machines.hosts))
+    without_room = make_plan(plan.config, small)
+    assert without_room.offload == "none"
+
+
 def test_the_runner_up_and_its_distance_are_named() -> None:
     plan = planned(LLAMA_8B, "1x8xH100-80GB-SXM")
     first, second = plan.ranking[0], plan.ranking[1]
