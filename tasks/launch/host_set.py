@@ -17,7 +17,7 @@ from tasks.planning.plan import plan_for_hosts
 from tasks.runs.errors import RunFailed
 from training.records.evaluation_plan import EvaluationPlan
 from training.records.inventory import Inventory
-from training.records.plan import AnyPlan
+from training.records.plan import AnyPlan, RunPlan
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,8 @@ def choose_hosts(
     ready = {host.name: host for host in candidates.measured if host.name not in candidates.absent}
     if isinstance(plan, EvaluationPlan):  # on this machine: there are no other hosts to plan for
         return HostSet(plan=plan, hosts=tuple(ready.values()), absent=candidates.absent)
-    if not one_host and set(plan.hosts) != set(ready):
+    idle = plan.idle_hosts if isinstance(plan, RunPlan) else ()
+    if not one_host and set(plan.hosts) != set(ready) - set(idle):
         plan = _plan_for(ready, plan, run_dir=run_dir, absent={**candidates.absent, **left_out})
     hosts = tuple(ready[name] for name in plan.hosts if name in ready)
     return HostSet(plan=plan, hosts=hosts, absent=candidates.absent)

@@ -13,7 +13,16 @@ from training.planner.memory import GIB
 from training.planner.model_shape import flops_per_token
 from training.planner.precision import Precision, resolved_precision
 from training.planner.pricing import PricedLayout, memory_of
-from training.planner.search import Mesh, Ranking, best_by_kind, rank_layouts, why_ranks
+from training.planner.search import (
+    AS_FAST,
+    FewerHosts,
+    Mesh,
+    Ranking,
+    best_by_kind,
+    faster_on_fewer_hosts,
+    rank_layouts,
+    why_ranks,
+)
 from training.planner.step_time import exposed_s
 from training.records.inventory import Inventory
 from training.records.plan import ModelShape, RankedLayout
@@ -74,6 +83,14 @@ def choose_layout(config: RunConfig, shape: ModelShape, inventory: Inventory) ->
     ranking = rank_layouts(config, shape, inventory, precision=precision)
     if not ranking.fitting:
         raise DoesNotFit(_does_not_fit(ranking, inventory)) if ranking.unfitting else ValueError(ranking.refused[0])
+    why_network: tuple[str, ...] = ()
+    if (fewer := faster_on_fewer_hosts(config, shape, inventory, ranking, precision=precision)) is not None:
+        why_network = (
+            _why_fewer_hosts(config, ranking, fewer, inventory),
+            *_less_sent(config, shape, inventory, fewer),
+        )
+        if config.parallel.strategy == "auto":
+            ranking, inventory = fewer.ranking, fewer.inventory
     best = ranking.fitting[0]
     layout, mesh = best.layout, Mesh(best.layout.strategy, best.layout.tp, best.layout.pp)
     check_communication(config, dp=layout.dp, precision=precision)
@@ -87,6 +104,7 @@ def choose_layout(config: RunConfig, shape: ModelShape, inventory: Inventory) ->
         f"strategy {layout.strategy}: {why}",
         f"micro-batch {layout.micro_batch}: {_why_micro_batch(config, best)}",
         *([why_groups] if why_groups else []),
+        *why_network,
         *_why_rest(config, ranking),
     )
     return ChosenLayout(
@@ -129,6 +147,32 @@ def _why_best(ranking: Ranking) -> str:
     if slower < 0:
         return f"{speed}; {next_best.layout} is {-slower:.1%} faster, which is less than the prediction can tell apart"
     return f"the fastest that fits, {speed}; next is {next_best.layout}, {slower:.1%} slower"
+
+
+def _why_fewer_hosts(config: RunConfig, ranking: Ranking, fewer: FewerHosts, inventory: Inventory) -> str:
+    best, few = ranking.fitting[0], fewer.ranking.fitting[0]
+    link = best.cluster.network
+    all_, some = (f"{tokens_per_s(ranking, each):,.0f} tokens/s" for each in (best, few))
+    taken = "taken" if config.parallel.strategy == "auto" else f"parallel.ranks={few.layout.world_size} would take them"
+    return (
+        f"hosts: {few.cluster.num_hosts} of {len(inventory.hosts)} make {some}, all of them {all_} over a network of "
+        f"{link.gb_per_s:.3g} GB/s: {taken}"
+    )
+
+
+def _less_sent(config: RunConfig, shape: ModelShape, inventory: Inventory, fewer: FewerHosts) -> list[str]:
+    """What sending less would make of all hosts, where that is faster still. It changes what is learned."""
+    best_s, found = fewer.ranking.fitting[0].step_s, list[str]()
+    ways = {"parallel.strategy=local-sgd": {"strategy": "local-sgd"}}
+    ways["parallel.strategy=ddp parallel.compression=powersgd"] = {"strategy": "ddp", "compression": "powersgd"}
+    for way, fields in ways.items():
+        changed = config.model_copy(update={"parallel": config.parallel.model_copy(update=fields)})
+        ranking = rank_layouts(changed, shape, inventory, precision=fewer.ranking.job.precision)
+        if ranking.fitting and ranking.fitting[0].step_s * AS_FAST < best_s:
+            found.append(f"{way} {tokens_per_s(ranking, ranking.fitting[0]):,.0f} tokens/s")
+    if not found:
+        return []
+    return [f"all hosts would make, sending less: {', '.join(found)}; that changes what is learned, so it is not taken"]
 
 
 def _why_micro_batch(config: RunConfig, best: PricedLayout) -> str:

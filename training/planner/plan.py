@@ -85,6 +85,7 @@ def make_plan(
         device_kind=inventory.device_kind,
         **chosen.plan_fields(),
         hosts=tuple(host.name for host in hosts),
+        idle_hosts=tuple(host.name for host in inventory.hosts[len(hosts) :]),
         threads_per_rank=threads,
         micro_batches=split.micro_batches,
         largest_micro_batches=split.max_micro_batches,

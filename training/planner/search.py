@@ -73,6 +73,47 @@ def rank_layouts(config: RunConfig, shape: ModelShape, inventory: Inventory, *, 
     return Ranking(job, _best_first(fitting), tuple(unfitting), refused)
 
 
+@dataclass(frozen=True)
+class FewerHosts:
+    """Some of the hosts, and the layouts on them."""
+
+    inventory: Inventory
+    ranking: Ranking
+
+
+def faster_on_fewer_hosts(
+    config: RunConfig, shape: ModelShape, inventory: Inventory, ranking: Ranking, *, precision: str
+) -> FewerHosts | None:
+    """Half of the hosts, a quarter, …, one: the fastest of them, if that is faster than all hosts; None if not.
+
+    Only where the network between hosts was measured, hosts are alike, and the config leaves open how many take part.
+    """
+    best, num_hosts = ranking.fitting[0], len(inventory.hosts)
+    sizes = [num_hosts >> halving for halving in range(1, num_hosts.bit_length())]
+    if (
+        config.parallel.ranks
+        or any("between hosts" in rate for rate in best.cluster.assumed)
+        or not _are_alike(inventory)
+    ):
+        return None
+    tried = []
+    for size in sizes:
+        part = Inventory(hosts=inventory.hosts[:size])
+        found = rank_layouts(config, shape, part, precision=precision)
+        if size >= config.launch.min_hosts and found.fitting:
+            tried.append(FewerHosts(part, found))
+    fastest = min(tried, key=lambda each: each.ranking.fitting[0].step_s, default=None)
+    if fastest is None or AS_FAST * fastest.ranking.fitting[0].step_s >= best.step_s:
+        return None
+    return fastest
+
+
+def _are_alike(inventory: Inventory) -> bool:
+    """Whether all devices have one name: unlike ones get unequal shares, which are priced later (replicas.py)."""
+    devices = {id(device): device for host in inventory.hosts for device in host.devices}
+    return len({device.name for device in devices.values()}) == 1
+
+
 # The order
 
 

@@ -189,7 +189,8 @@ class RankPlan(Record):
 class RunPlan(RankPlan):
     """runs/ID/plan.json: everything that a rank needs to train, written once by the head node.
 
-    `hosts`: their names in the order of ranks; empty in plans made before they were recorded.
+    `hosts`: their names in the order of ranks; empty in plans made before they were recorded. `idle_hosts`: those that
+    were there, and which the plan does without.
     `largest_micro_batches`: how far rebalancing may raise each micro-batch.
     `ranking`: the possible layouts, the chosen one first; at the end some that do not fit.
     `sequences`: in all steps; fewer than steps x global batch if max_epochs ends within the last batch.
@@ -199,6 +200,7 @@ class RunPlan(RankPlan):
     """
 
     hosts: tuple[str, ...] = ()
+    idle_hosts: tuple[str, ...] = ()
     largest_micro_batches: tuple[int, ...]
     steps: int
     sequences: int

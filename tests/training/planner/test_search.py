@@ -127,7 +127,8 @@ def test_the_arithmetic_adds_up() -> None:
 
 
 def test_a_slow_network_costs_those_who_talk_over_it() -> None:
-    fast, slow = (planned(LLAMA_1B, f"2x8xA100-80GB-SXM,{network}") for network in ("8x200Gb", "1Gb"))
+    networks = ("8x200Gb", "1Gb")
+    fast, slow = (planned(LLAMA_1B, f"2x8xA100-80GB-SXM,{network}", strategy="fsdp") for network in networks)
     assert slow.predicted.tokens_per_s < 0.5 * fast.predicted.tokens_per_s
     assert slow.predicted.exposed_communication_s > 10 * fast.predicted.exposed_communication_s
 
@@ -144,6 +145,21 @@ def test_what_was_not_measured_is_assumed_and_said() -> None:
     (why,) = (reason for reason in plan.reasons if reason.startswith("not measured, assumed"))
     assert "GB/s between hosts" in why
     assert "matrix products" not in why
+
+
+def test_hosts_behind_a_slow_network_are_left_idle_and_what_sends_less_is_named() -> None:
+    slow, fast = "2x8xA100-80GB-SXM,1Gb", "2x8xA100-80GB-SXM,200Gb"
+    plan, alone = planned(LLAMA_1B, slow), planned(LLAMA_1B, "1x8xA100-80GB-SXM")
+    assert (plan.hosts, plan.idle_hosts) == (("hypothetical-0",), ("hypothetical-1",))
+    assert plan.predicted.step_ms == alone.predicted.step_ms
+    assert any(reason.startswith("hosts: 1 of 2 make") and reason.endswith(": taken") for reason in plan.reasons)
+    (why,) = (reason for reason in plan.reasons if reason.startswith("all hosts would make, sending less:"))
+    assert "parallel.strategy=local-sgd" in why
+    assert "compression=powersgd" in why
+    assert planned(LLAMA_1B, fast).idle_hosts == ()
+    asked = planned(LLAMA_1B, slow, strategy="ddp")
+    assert asked.idle_hosts == ()
+    assert any("parallel.ranks=8 would take them" in reason for reason in asked.reasons)
 
 
 def test_a_hundred_thousand_gpus_are_a_few_unlike_ones() -> None:
