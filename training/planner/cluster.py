@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Literal
@@ -28,12 +28,23 @@ PCIE_GB_PER_S = 20.0  # host memory to a GPU and back, pinned, over 16 lanes of 
 HOST_ADAM_GB_PER_S = 20.0  # bytes that an optimizer on the host moves
 
 
+# NCCL's own estimate of a ring's latency in us (NVIDIA/nccl, src/graph/tuning.cc): to start, then for each hop over
+# NVLink, over PCIe and between hosts. Its protocol Simple has all of the bandwidth, LL128 120 of each 128 bytes.
+SIMPLE_US, LL128_US, LL128_SHARE = (8.4, 3.4, 5.7, 14.0), (14.0, 1.9, 2.5, 4.0), 120 / 128
+NVLINK_FROM_GB_PER_S = 60.0  # rings in a host that are faster go over NVLink: 16 lanes of PCIe 5 carry 64
+
+
 @dataclass(frozen=True)
 class Ring:
-    """The link of a group of ranks: the bus bandwidth that its collectives get, and the latency of a small one."""
+    """The link of a group of ranks: the bus bandwidth that its collectives get, and the latency of a small all-reduce.
+
+    `hops`: in NCCL's ring, over NVLink, over PCIe and between hosts, for gathers, for which it has no trees; none for
+    gloo.
+    """
 
     gb_per_s: float
     latency_us: float
+    hops: tuple[int, int, int] = (0, 0, 0)
 
     def all_reduce_s(self, num_bytes: float, ranks: int, *, calls: float = 1) -> float:
         if ranks == 1:
@@ -41,8 +52,18 @@ class Ring:
         return 2 * (ranks - 1) / ranks * num_bytes / self.gb_per_s / 1e9 + calls * self.latency_us / 1e6
 
     def gather_s(self, num_bytes: float, ranks: int, *, calls: float = 1) -> float:
-        """Seconds of an all-gather or reduce-scatter of `num_bytes` in all: half of an all-reduce."""
-        return self.all_reduce_s(num_bytes, ranks, calls=calls) / 2
+        """Seconds of an all-gather or reduce-scatter of `num_bytes` in all: half of an all-reduce.
+
+        NCCL takes the protocol that is sooner done.
+        """
+        if ranks == 1 or not any(self.hops):
+            return self.all_reduce_s(num_bytes, ranks, calls=calls) / 2
+        sent_s = (ranks - 1) / ranks * num_bytes / self.gb_per_s / 1e9
+        return min(sent_s + calls * self._hops_s(SIMPLE_US), sent_s / LL128_SHARE + calls * self._hops_s(LL128_US))
+
+    def _hops_s(self, latencies_us: tuple[float, ...]) -> float:
+        start_us, *hop_us = latencies_us
+        return (start_us + sum(number * each for number, each in zip(self.hops, hop_us, strict=True))) / 1e6
 
     def send_s(self, num_bytes: float) -> float:
         return num_bytes / self.gb_per_s / 1e9 + self.latency_us / 2e6
@@ -91,12 +112,20 @@ class Cluster:
         """
         per_host = self.most_on_a_host
         if ranks * stride <= per_host or self.num_hosts == 1:
-            return self.inside
+            return replace(self.inside, hops=self._hops(ranks, num_hosts=1))
         num_sharing = min(stride, per_host)
         gb_per_s = self.network.gb_per_s / num_sharing
         if per_host > 1 and stride < per_host:
             gb_per_s = min(gb_per_s, self.inside.gb_per_s)
-        return Ring(gb_per_s, self.network.latency_us)
+        num_hosts = min(ranks, -(-ranks * stride // per_host))
+        return Ring(gb_per_s, self.network.latency_us, self._hops(ranks, num_hosts=num_hosts))
+
+    def _hops(self, ranks: int, *, num_hosts: int) -> tuple[int, int, int]:
+        if self.kind == "cpu":
+            return (0, 0, 0)
+        inside = ranks - num_hosts
+        by_nvlink = self.inside.gb_per_s >= NVLINK_FROM_GB_PER_S
+        return (inside if by_nvlink else 0, 0 if by_nvlink else inside, num_hosts - 1)
 
 
 def matmul_tflops(device: Device, precision: str) -> float:
