@@ -5,7 +5,11 @@
 What prices our own runs (memory.py and step_time.py in training/planner) price runs of Megatron-LM, DeepSpeed,
 torchtitan and MosaicML here, each by a cost model of that program. A few efficiencies were fitted, to the
 rows marked * in published.py; errors are those of all other rows. The last line is one JSON object:
-`median_throughput_error`, `median_memory_error`, `worst_error` (of both), `rows`, and the blind rows' median apart.
+`median_throughput_error`, `p90_throughput_error`, `median_memory_error`, `worst_error` (of both), `rows`, and the blind
+rows' median apart; `ranges` (measured / predicted times of four of five rows, by kind of mesh) and
+`coverage_of_ranges` (the share of rows within the range that the rows of all other sources give); `mean_regret` and
+`max_regret` (how many times as long as the fastest the layout takes that is predicted to be fastest, where one source
+measured several layouts of the same job on the same machines); `seconds_for_4096_gpus` (to plan llama-1b's run).
 """
 
 from __future__ import annotations
@@ -13,24 +17,30 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-from collections.abc import Mapping
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median, quantiles
 from typing import Any
 
 from benchmarks.support.published import SOURCES, Model, Row, models, rows
+from flows.presets import load_config
 from training.planner.cluster import Cluster, cluster_of
 from training.planner.cost_model import CostModel, Kept, MemoryCosts, Program, TimeCosts
 from training.planner.hypothetical_hosts import hypothetical_inventory
 from training.planner.job import Job, Layout
 from training.planner.memory import memory_gib
 from training.planner.model_shape import count_parameters
+from training.planner.plan import make_plan
+from training.planner.pricing import mesh_kind
 from training.planner.step_time import step_s
 from training.records.plan import NOT_ALLOCATED, ModelShape
 
 # GPU, network of a host as the sources say (A100S, A100I: assumed), and the share of the stand-in's rate of matrix
-# products that whole steps sustain: fitted, one number for A100, one for H100, one for H100 held at 500 W.
-A100, H100, H100_AT_500W = 0.90, 0.78, 0.70
+# products that whole steps sustain: fitted, one number for A100, one for H100, one for H100 held at 500 W, one for
+# H100 under NVIDIA's own programs, one for a B200 of which torchao says that its power was limited, and not to what.
+A100, H100, H100_AT_500W, H100_OF_NVIDIA, B200_LIMITED = 0.90, 0.78, 0.70, 0.93, 0.385
 MACHINES: dict[str, tuple[str, str, float]] = {
     "A100": ("A100-80GB-SXM", "8x200Gb", A100),  # Selene: Narayanan et al. 2021, section 5
     "A100S": ("A100-80GB-SXM", "4x400Gb", A100),
@@ -40,6 +50,12 @@ MACHINES: dict[str, tuple[str, str, float]] = {
     "H100M": ("H100-80GB-SXM", "8x400Gb", H100),
     "H100T": ("H100-80GB-SXM", "8x400Gb", H100_AT_500W),  # Grand Teton, HBM2e
     "V100": ("V100-32GB-SXM", "10Gb", 1.0),
+    "A100M40": ("A100-40GB-SXM", "1600Gb", A100),
+    "A100T40": ("A100-40GB-SXM", "1600Gb", A100),  # network assumed
+    "H100N": ("H100-80GB-SXM", "8x400Gb", H100_OF_NVIDIA),  # network assumed, as a DGX H100 has
+    "H200T": ("H200-141GB-SXM", "8x400Gb", H100),
+    "B200": ("B200-180GB-SXM", "8x400Gb", H100),  # one host
+    "B200L": ("B200-180GB-SXM", "8x400Gb", B200_LIMITED),
 }
 MEMORY_GB_PER_S = {"H100T": 0.88 * 2400}
 FP8_GAIN = 1.5  # of all products of a layer, over bf16: fitted
@@ -107,6 +123,14 @@ MPT = CostModel(
         op_us=6,
     ),
 )
+NEMO = MEGATRON.replaced(  # Transformer Engine, fused attention, all communication overlapped
+    kept=Kept(whole=10, split=8, kv=0, mlp=4),
+    sequence_parallel=True,
+    skips_masked=True,
+    attention_share=0.5,
+    tp_exposed=0.5,
+    hides_update=True,
+)
 COST_MODELS: dict[str, CostModel] = {
     "megatron21": MEGATRON,
     "megatron21l": LOCAL,
@@ -120,7 +144,17 @@ COST_MODELS: dict[str, CostModel] = {
     "mpt": MPT,
     "mpt16": MPT.replaced(weight_bytes=2, gradient_bytes=2, optimizer_bytes=4, reduce_bytes=2),
     "mpth": MPT.replaced(attention_share=0.32),
+    "mpth8": MPT.replaced(attention_share=0.32 / FP8_GAIN),
+    "tinyl": COMPILED.replaced(ops=40),  # fused kernels by hand
+    "nemo": NEMO,
+    "nemo8": NEMO.replaced(attention_share=NEMO.time.attention_share / FP8_GAIN),
+    "maxtext": COMPILED.replaced(products_kept=0.25),  # of a layer's products those of queries, keys and values
+    "maxtext8": COMPILED.replaced(products_kept=0.25, attention_share=TITAN.time.attention_share / FP8_GAIN),
 }
+COST_MODELS |= dict.fromkeys(("titan8r", "titanmx", "titanmxr"), COST_MODELS["titan8"])
+COST_MODELS |= dict.fromkeys(("bridge8", "bridgemx"), COST_MODELS["nemo8"])
+COST_MODELS["titan8a"] = COST_MODELS["titan8"].replaced(tp_exposed=0.5)  # asynchronous tensor parallelism
+IN_FP8 = {"titan8", "titan8a", "titan8r", "titanmx", "titanmxr", "mpth8", "nemo8", "maxtext8", "bridge8", "bridgemx"}
 
 
 @dataclass(frozen=True)
@@ -131,6 +165,7 @@ class Predicted:
     memory: Mapping[str, float]
 
 
+@functools.cache
 def predict(row: Row) -> Predicted:
     """Predict the row's rate, in its unit, and its memory in GiB, both with their parts."""
     shape = shape_of(row.model, models()[row.model], row.context)
@@ -179,7 +214,7 @@ def cluster_like(row: Row) -> Cluster:
     ring = found.network
     return replace(
         found,
-        matmul_tflops=share * found.matmul_tflops * (FP8_GAIN if row.program == "titan8" else 1),
+        matmul_tflops=share * found.matmul_tflops * (FP8_GAIN if row.program in IN_FP8 else 1),
         memory_gb_per_s=MEMORY_GB_PER_S.get(row.machines, found.memory_gb_per_s),
         network=replace(ring, gb_per_s=ring.gb_per_s * (ZERO3_NETWORK if row.program == "zero3" else 1)),
     )
@@ -221,6 +256,7 @@ def summary(table: list[dict[str, Any]]) -> dict[str, float]:
     memory = errors(table, "memory_error", "held out", "blind")
     return {
         "median_throughput_error": median(throughput),
+        "p90_throughput_error": quantiles(throughput, n=10, method="inclusive")[-1],
         "median_memory_error": median(memory),
         "worst_error": max(*throughput, *memory),
         "blind_median_throughput_error": median(errors(table, "throughput_error", "blind")),
@@ -228,6 +264,70 @@ def summary(table: list[dict[str, Any]]) -> dict[str, float]:
         "held_out_throughput_rows": len(throughput),
         "held_out_memory_rows": len(memory),
     }
+
+
+# How sure predictions are
+
+
+def time_ratio(row: Row) -> float:
+    """Measured / predicted time of a step."""
+    assert row.rate is not None
+    ratio = row.rate / predict(row).rate
+    return ratio if row.unit == "s" else 1 / ratio
+
+
+def likely_range(ratios: Sequence[float]) -> tuple[float, float]:
+    """The range that holds four of five of them."""
+    tenths = quantiles(ratios, n=10, method="inclusive")
+    return tenths[0], tenths[-1]
+
+
+def ranges(tested: Sequence[Row]) -> dict[str, tuple[float, float]]:
+    """By kind of mesh: training/planner/pricing.py has these figures."""
+    ratios = defaultdict(list)
+    for row in tested:
+        ratios[mesh_kind(row.strategy, tp=row.tp, pp=row.pp)].append(time_ratio(row))
+    return {kind: likely_range(each) for kind, each in sorted(ratios.items())}
+
+
+def coverage(tested: Sequence[Row]) -> float:
+    """The share of rows within the range that the rows of its kind from all other sources give."""
+    within = []
+    for row in tested:
+        kind = mesh_kind(row.strategy, tp=row.tp, pp=row.pp)
+        others = [each for each in tested if each.source != row.source]
+        least, most = ranges(others)[kind]
+        within.append(least <= time_ratio(row) <= most)
+    return fmean(within)
+
+
+# Choices
+
+
+def sweeps() -> list[list[Row]]:
+    """Rows of one source with the same job on the same machines, in layouts that the arithmetic tells apart."""
+    found = defaultdict(list)
+    for row in rows():
+        if row.rate is not None:
+            found[row.source, row.model, row.context, row.machines, row.gpus, row.program in IN_FP8].append(row)
+    return [each for each in found.values() if len({predict(row).rate for row in each}) == len(each) > 1]
+
+
+def regret(sweep: Sequence[Row]) -> float:
+    """How many times as long as the fastest takes the one that is predicted to be the fastest, per token."""
+
+    def token_s(row: Row, rate: float) -> float:
+        return rate / row.global_batch / row.context if row.unit == "s" else 1 / rate
+
+    chosen = min(sweep, key=lambda row: token_s(row, predict(row).rate))
+    return token_s(chosen, chosen.rate or 0.0) / min(token_s(row, row.rate or 0.0) for row in sweep)
+
+
+def seconds_for_gpus(number: int) -> float:
+    config = load_config("llama-1b", ["train.global_batch=4096"])
+    began = time.perf_counter()
+    make_plan(config, hypothetical_inventory(f"{number // 8}x8xH100-80GB-SXM,8x400Gb"))
+    return time.perf_counter() - began
 
 
 def show(row: Row, one: dict[str, Any], *, parts: bool) -> None:
@@ -260,9 +360,19 @@ def main() -> None:
     print("\npublished, then predicted; * fitted to, b blind")
     for source, where in SOURCES.items():
         print(f"{source:3} {where}")
-    found = summary(table)
+    tested = [row for row in rows() if row.rate is not None and row.role != "fitted"]
+    regrets = [regret(sweep) for sweep in sweeps()]
+    found = summary(table) | {
+        "coverage_of_ranges": coverage(tested),
+        "mean_regret": fmean(regrets),
+        "max_regret": max(regrets),
+        "sweeps": len(regrets),
+        "seconds_for_4096_gpus": seconds_for_gpus(4096),
+    }
+    for kind, (least, most) in ranges(tested).items():
+        print(f"{kind}: {least:.2f} to {most:.2f} times the predicted time in four of five rows")
     print(", ".join(f"{name} {value:.3g}" for name, value in found.items()))
-    print(json.dumps({**found, "rows": table}))
+    print(json.dumps({**found, "ranges": ranges(tested), "rows": table}))
 
 
 if __name__ == "__main__":

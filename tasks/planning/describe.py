@@ -48,11 +48,16 @@ def describe_plan(plan: RunPlan) -> list[tuple[str, str]]:
             f"{predicted.tokens_per_s:,.0f} tokens/s predicted{used}, {predicted.train_s / 60:,.1f} min in all",
         ),
         *_describe_cost(plan),
-        ("step", f"{1000 * step_s:,.1f} ms predicted ({shares})"),
+        ("step", f"{1000 * step_s:,.1f} ms predicted{_likely(plan)} ({shares})"),
         *(("layout", _describe_layout(layout)) for layout in plan.ranking[:LAYOUTS_SHOWN]),
         ("checkpoint", f"{predicted.checkpoint_gib:.2f} GiB each, {plan.config.checkpoint.keep_last} kept"),
         *(("because", reason) for reason in plan.reasons),
     ]
+
+
+def _likely(plan: RunPlan) -> str:
+    least, most = plan.predicted.step_range_ms
+    return f", {least:,.1f} to {most:,.1f} in four of five such runs" if most else ""
 
 
 def _describe_cost(plan: RunPlan) -> list[tuple[str, str]]:

@@ -55,7 +55,13 @@ def against_plan(plan: RunPlan, result: TrainResult) -> dict[str, float]:
     if not result.step_ms:
         return predicted | memory
     error = 100 * (result.step_ms / predicted["predicted_step_ms"] - 1)
-    return predicted | {"step_ms": result.step_ms, "step_error_percent": error} | memory
+    least, most = plan.predicted.step_range_ms
+    likely = {
+        "predicted_step_least_ms": least,
+        "predicted_step_most_ms": most,
+        "step_in_predicted_range": float(least <= result.step_ms <= most),
+    }
+    return predicted | {"step_ms": result.step_ms, "step_error_percent": error} | (likely if most else {}) | memory
 
 
 def _describe_against_plan(outcome: Outcome) -> str:
@@ -67,7 +73,10 @@ def _describe_against_plan(outcome: Outcome) -> str:
     if "step_ms" not in found:
         return memory
     step = f"step {found['step_ms']:,.1f} ms, {found['predicted_step_ms']:,.1f} predicted"
-    return f"{step} ({found['step_error_percent']:+.0f}%); {memory}"
+    within = {1.0: ", within the likely range", 0.0: ", beyond the likely range"}.get(
+        found.get("step_in_predicted_range", -1.0), ""
+    )
+    return f"{step} ({found['step_error_percent']:+.0f}%{within}); {memory}"
 
 
 def _describe_spent(spent: RunCost) -> str:

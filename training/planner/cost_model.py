@@ -142,6 +142,8 @@ class TimeCosts:
     hides_ops: bool = True  # launching goes on while the device computes
     across_bytes: float = 4.0  # per gradient and step, sent between groups
     hides: float = 0.8  # share of computing that communication can go on beside
+    tp_exposed: float = 1.0  # share of tensor parallelism's sums that nothing hides
+    hides_update: bool = False  # the updated weights travel beside the next step's forward pass
     contention: float = 0.5  # seconds that computing loses per second of communication beside it
     scatters_boundary: bool = False  # tp ranks send a tp-th each from stage to stage (Narayanan et al. 2021, 4.1)
     update_bytes: float = 40.0  # moved per parameter by clipping and AdamW

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from training.config.run import RunConfig
 from training.planner.cluster import PCIE_GB_PER_S, Cluster
 from training.planner.communication import communication_state_bytes, rank_checkpoint_bytes
-from training.planner.cost_model import SHARING, CostModel, our_cost_model
+from training.planner.cost_model import SHARING, ZERO_STAGE, CostModel, our_cost_model
 from training.planner.job import Job, Layout
 from training.planner.memory import GIB, memory_gib, stage_parameters
 from training.planner.model_shape import flops_per_token
@@ -26,6 +27,17 @@ COPIES_KEPT = 2  # in the memory of hosts: the newest whole one, and the one tha
 # GB per second of a core's time, as a Zen 5 does it: 0.26 GB in 0.33 s (SHA-256 most of that), and in 0.30 s.
 WRITTEN_GB_PER_S, EXCHANGED_GB_PER_S = 0.8, 0.9
 SHARED_MEMORY = "/dev/shm"
+
+# The range of measured / predicted times of a step that held 80% of runs, by kind of mesh. On GPUs the runs are those
+# of others, published with their layouts, that nothing was fitted to (`python -m benchmarks.planner_vs_published`
+# derives it). On CPUs they are ours: the eight of docs/planning.md, "Against the run", all of which lay within.
+MeshKind = Literal["replicated", "sharded", "divided"]
+LIKELY_ON_GPUS: dict[MeshKind, tuple[float, float]] = {
+    "replicated": (0.84, 1.05),
+    "sharded": (0.89, 1.07),
+    "divided": (0.89, 1.07),
+}
+LIKELY_ON_CPUS = (0.86, 1.22)
 
 
 @dataclass(frozen=True)
@@ -181,9 +193,12 @@ def predict(
     flops = flops_per_token(shape)
     tflops = tokens_per_s * flops / layout.world_size / 1e12
     own = rank_checkpoint_bytes(config, shape.parameters, group_ranks=num_shards(config, layout, cluster))
+    kind = mesh_kind(layout.strategy, tp=layout.tp, pp=layout.pp)
+    least, most = LIKELY_ON_CPUS if cluster.kind == "cpu" else LIKELY_ON_GPUS[kind]
     return Prediction(
         memory_gib=memory_of(config, job, largest, cluster),
         step_s=dict(seconds),
+        step_range_ms=(1000 * least * whole, 1000 * most * whole),
         exposed_communication_s=exposed_s(dict(seconds)),
         flops_per_token=flops,
         peak_tflops=peak,
@@ -194,6 +209,13 @@ def predict(
         train_s=num_steps * whole,
         checkpoint_gib=(12 * shape.parameters + layout.dp * own) / GIB,
     )
+
+
+def mesh_kind(strategy: str, *, tp: int, pp: int) -> MeshKind:
+    """divided: by tensor or pipeline parallelism. Else sharded or replicated: whether each rank has all weights."""
+    if tp > 1 or pp > 1:
+        return "divided"
+    return "sharded" if ZERO_STAGE[strategy] == 3 else "replicated"
 
 
 # Copies of the training state in the memory of hosts (checkpoint.memory_every_steps)

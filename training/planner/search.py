@@ -16,6 +16,7 @@ from training.planner.cluster import Cluster, cluster_of
 from training.planner.job import KNOWN_ARCHITECTURES, Job, Layout, Offload, Recompute
 from training.planner.precision import fp8_refusal
 from training.planner.pricing import PricedLayout, job_of, price
+from training.planner.step_time import exposed_s
 from training.records.inventory import Inventory
 from training.records.plan import ModelShape
 
@@ -89,15 +90,14 @@ def faster_on_fewer_hosts(
     Only where the network between hosts was measured, hosts are alike, and the config leaves open how many take part.
     """
     best, num_hosts = ranking.fitting[0], len(inventory.hosts)
-    sizes = [num_hosts >> halving for halving in range(1, num_hosts.bit_length())]
-    if (
-        config.parallel.ranks
-        or any("between hosts" in rate for rate in best.cluster.assumed)
-        or not _are_alike(inventory)
-    ):
+    is_guessed = any("between hosts" in rate for rate in best.cluster.assumed)
+    if config.parallel.ranks or is_guessed or not _are_alike(inventory):
+        return None
+    computing_s = min(each.step_s - exposed_s(dict(each.seconds)) for each in ranking.fitting)
+    if 2 * computing_s > best.step_s:  # half of the hosts take twice as long to compute alone
         return None
     tried = []
-    for size in sizes:
+    for size in [num_hosts >> halving for halving in range(1, num_hosts.bit_length())]:
         part = Inventory(hosts=inventory.hosts[:size])
         found = rank_layouts(config, shape, part, precision=precision)
         if size >= config.launch.min_hosts and found.fitting:

@@ -183,7 +183,7 @@ def tp_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster) -> float:
     num_bytes = layout.micro_batch * job.context * job.shape.width * job.width_bytes
     sums = stage_layers(job, layout) * (6 if layout.recompute == "full" else 4) + 2
     link = cluster.link(layout.tp)
-    return sums * link.all_reduce_s(num_bytes, layout.tp)
+    return model.time.tp_exposed * sums * link.all_reduce_s(num_bytes, layout.tp)
 
 
 def pp_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster) -> float:
@@ -263,7 +263,7 @@ def _update_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster, *, n
         if layout.offload == "parameters":  # each micro-batch: its fp32 shards twice, its gradients back
             moved = layout.accumulation * (2 * model.program.weight_bytes + model.program.reduce_bytes) * own
         parts["offload"] = moved / (PCIE_GB_PER_S * 1e9)
-    if sharing.gathers_update and layout.dp > 1:
+    if sharing.gathers_update and layout.dp > 1 and not model.time.hides_update:
         link = cluster.link(num_shards, stride=layout.tp)
         parts["dp exposed update"] = link.gather_s(model.program.weight_bytes * parameters, num_shards)
     return parts
