@@ -213,11 +213,16 @@ def unfilled_model(plan: RunPlan) -> tuple[LanguageModel, Mapping[str, Tensor]]:
 
 
 def import_model(plan: RunPlan) -> None:
-    """Import what building the plan's model imports, 3 s of a core; its weights are not made."""
+    """Import what building the plan's model imports, 3 s of a core; its weights are not made.
+
+    Of classes that are not ours only what all share: they may make weights that are no parameters (unfilled_model).
+    """
     from transformers.initialization import no_init_weights  # noqa: F401
 
-    with torch.device("meta"):
-        auto_class_of(plan.config.objective).from_config(hf_config(plan))
+    settings, auto_class = hf_config(plan), auto_class_of(plan.config.objective)
+    if settings.model_type in ARCHITECTURES:
+        with torch.device("meta"):
+            auto_class.from_config(settings)
 
 
 def _let_every_word_learn(hf: Any) -> None:
