@@ -104,7 +104,7 @@ def kill_rank(folder: Path) -> None:
     launcher = local_process(RanksLauncher.read(folder / "gang.json").launcher)
     assert launcher is not None
     family = [launcher, *launcher.children(recursive=True)]
-    next(it for it in family if it.name().startswith("rank ")).kill()
+    next(it for it in family if it.name().startswith("rank-")).kill()
 
 
 @pytest.fixture(scope="module")

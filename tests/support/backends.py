@@ -216,7 +216,7 @@ def ranks_of(run_dir: Path) -> list[psutil.Process]:
 def _ranks_below(node: psutil.Process) -> dict[str, psutil.Process]:
     with suppress(psutil.NoSuchProcess):
         named = {process.name(): process for process in node.children(recursive=True)}
-        return {name: process for name, process in named.items() if name.startswith("rank ")}
+        return {name: process for name, process in named.items() if name.startswith("rank-")}
     return {}
 
 

@@ -135,7 +135,7 @@ class ObservedRun:
 
 def _is_rank(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
-        return process.name().startswith("rank ")
+        return process.name().startswith("rank-")
     return False
 
 

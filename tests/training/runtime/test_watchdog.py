@@ -27,7 +27,7 @@ DEADLINE_S = 120
 def rank_process(launcher: int, rank: int) -> psutil.Process:
     """A rank that torchrun started has its number in its environment, a forked one in its name."""
     family = psutil.Process(launcher).children(recursive=True)
-    return next(it for it in family if it.name() == f"rank {rank}" or it.environ().get("RANK") == str(rank))
+    return next(it for it in family if it.name() == f"rank-{rank}" or it.environ().get("RANK") == str(rank))
 
 
 @pytest.mark.slow
