@@ -55,6 +55,10 @@ MACHINES: dict[str, tuple[str, str, float]] = {
     "H100N": ("H100-80GB-SXM", "8x400Gb", H100_OF_NVIDIA),  # network assumed, as a DGX H100 has
     "H200T": ("H200-141GB-SXM", "8x400Gb", H100),
     "B200": ("B200-180GB-SXM", "8x400Gb", H100),  # one host
+    # GB200, GB300: what one network of NVLink joins, up to 72 of them in hosts of 4, is a host here (64 are used).
+    "B200N": ("B200-180GB-SXM", "8x400Gb", H100_OF_NVIDIA),
+    "GB200": ("GB200-186GB", "64x400Gb", H100_OF_NVIDIA),
+    "GB300": ("GB300-288GB", "64x800Gb", H100_OF_NVIDIA),
     "B200L": ("B200-180GB-SXM", "8x400Gb", B200_LIMITED),
 }
 MEMORY_GB_PER_S = {"H100T": 0.88 * 2400}
@@ -206,7 +210,7 @@ def shape_of(name: str, model: Model, context: int) -> ModelShape:
 
 def cluster_like(row: Row) -> Cluster:
     gpu, network, share = MACHINES[row.machines]
-    per_host = min(8, row.gpus)
+    per_host = min(64 if row.machines in {"GB200", "GB300"} else 8, row.gpus)
     hosts = row.gpus // per_host
     text = f"{hosts}x{per_host}x{gpu}" + (f",{network}" if hosts > 1 else "")
     precision = "fp16" if row.machines == "V100" else "bf16"

@@ -33,6 +33,7 @@ SOURCES = {
     "D3": "github.com/NVIDIA/dgxc-benchmarking at 0b71cfd, nemotron/README_15b.md",
     "D4": "github.com/NVIDIA/dgxc-benchmarking at 143b90d, nemotron/README_340b.md (no recomputation assumed)",
     "D5": "github.com/NVIDIA/dgxc-benchmarking at 1f6d9f4, nemotron/README.md, H100",
+    "DG": "github.com/NVIDIA/dgxc-benchmarking at 1f6d9f4, nemotron/README.md, GB200",
     "DM": "github.com/NVIDIA/dgxc-benchmarking at 143b90d, maxtext/README_70b.md",
     "NE": "github.com/NVIDIA/NeMo at 070a0bb, docs/source/performance/performance_summary.md (24.07; no recomputation "
     "assumed)",
@@ -451,13 +452,44 @@ NE  nemotron-340b   4096 H100N    128 zero1 8  8 12   1   32 none      nemo8    
 NL  llama2-7b       4096 H100N      4 zero1 1  1  1   1 1024 none      nemo8       16671 tok/s - b
 NL  llama2-7b       8192 H100N      8 zero1 1  2  1   1  512 none      nemo8       13907 tok/s - b
 NL  llama2-7b      16384 H100N     16 zero1 2  1  1   1  256 none      nemo8       10082 tok/s - b
+DG  nemotron-340b   4096 GB200    128 zero1 8  4 12   1   32 none      nemo        2.189 s     - b
+DG  nemotron-340b   4096 GB200    256 zero1 8  4 12   1   64 none      nemo         2.19 s     - b
+DG  nemotron-340b   4096 GB200    512 zero1 8  4 12   1  128 none      nemo        2.229 s     - b
+DG  nemotron-340b   4096 GB200    128 zero1 8  4 12   1   32 none      nemo8       1.483 s     - b
+DG  nemotron-340b   4096 GB200    256 zero1 8  4 12   1   64 none      nemo8       1.517 s     - b
+DG  nemotron-340b   4096 GB200    512 zero1 8  4 12   1  128 none      nemo8       1.549 s     - b
+DG  nemotron-340b   4096 GB200    128 zero1 8  4 12   1  512 none      nemo        32.66 s     - b
+DG  nemotron-340b   4096 GB200    256 zero1 8  4 12   1  512 none      nemo        16.58 s     - b
+DG  nemotron-340b   4096 GB200    512 zero1 8  4 12   1  512 none      nemo        8.468 s     - b
+DG  nemotron-340b   4096 GB200    128 zero1 8  4 12   1  512 none      nemo8       21.83 s     - b
+DG  nemotron-340b   4096 GB200    256 zero1 8  4 12   1  512 none      nemo8       11.21 s     - b
+DG  nemotron-340b   4096 GB200    512 zero1 8  4 12   1  512 none      nemo8       5.668 s     - b
+B2  llama3-70b      8192 GB300     64 fsdp  1  1  1   2  256 none      bridge8      5003 tok/s - b
+B2  llama3-70b      8192 GB300     64 zero1 1  4  5   1  256 none      bridgemx     4596 tok/s - b
+B2  llama3-405b     8192 GB300    256 zero1 4  8  4   1 1536 none      bridge8       988 tok/s - b
+B2  llama3-70b      8192 GB200     64 fsdp  1  1  1   2  256 none      bridge8      4040 tok/s - b
+B2  llama3-70b      8192 GB200     64 zero1 2  4  5   1  256 none      bridgemx     3887 tok/s - b
+B2  llama3-405b     8192 GB200    256 zero1 4 16  4   1 1536 none      bridge8       793 tok/s - b
+B2  llama3-405b     8192 GB200    256 zero1 4 16  8   1 1536 none      bridgemx      786 tok/s - b
 B2  llama3-70b      8192 H100N     64 zero1 4  8  5   1  256 none      bridge8      1621 tok/s - b
-B1  llama3-8b       8192 B200       8 zero1 1  1  1   2  128 none      bridge8     30624 tok/s - b
-B1  llama3-8b       8192 B200       8 zero1 1  1  1   2  128 none      bridgemx    29521 tok/s - b
+B1  llama3-8b       8192 GB300      8 zero1 1  1  1   2  128 none      bridge8     37556 tok/s - b
+B1  llama3-8b       8192 GB300      8 zero1 1  1  1   2  128 none      bridgemx    36108 tok/s - b
+B1  llama3-70b      8192 GB300     64 fsdp  1  1  1   2  256 none      bridge8      4520 tok/s - b
+B1  llama3-8b       8192 GB200      8 zero1 1  1  1   2  128 none      bridge8     31508 tok/s - b
+B1  llama3-8b       8192 GB200      8 zero1 1  1  1   2  128 none      bridgemx    29789 tok/s - b
+B1  llama3-70b      8192 GB200     64 fsdp  1  1  1   2  256 none      bridge8      4312 tok/s - b
+B1  llama3-405b     8192 GB200    256 zero1 4 16  4   1 1536 none      bridge8       813 tok/s - b
+B1  llama3-8b       8192 B200N      8 zero1 1  1  1   2  128 none      bridge8     30624 tok/s - b
+B1  llama3-8b       8192 B200N      8 zero1 1  1  1   2  128 none      bridgemx    29521 tok/s - b
 B1  llama3-8b       8192 H100N      8 fsdp  1  1  1   1  128 none      bridge8     14451 tok/s - b
 B1  llama3-70b      8192 H100N     64 zero1 4  8  5   1  128 none      bridge8      1602 tok/s - b
-B0  llama3-8b       8192 B200       8 zero1 1  1  1   2  128 none      bridge8     29994 tok/s - b
-B0  llama3-8b       8192 B200       8 zero1 1  1  1   2  128 none      bridgemx    29388 tok/s - b
+B0  llama3-8b       8192 GB200      8 zero1 1  1  1   2  128 none      bridge8     31357 tok/s - b
+B0  llama3-8b       8192 GB200      8 zero1 1  1  1   2  128 none      bridgemx    29925 tok/s - b
+B0  llama3-70b      8192 GB200     64 fsdp  1  1  1   2  128 none      bridge8      3986 tok/s - b
+B0  llama3-70b      8192 GB200     64 zero1 2  4  5   2  128 none      bridgemx     3546 tok/s - b
+B0  llama3-405b     8192 GB200    128 fsdp  2  1  1   1   64 none      bridge8       729 tok/s - b
+B0  llama3-8b       8192 B200N      8 zero1 1  1  1   2  128 none      bridge8     29994 tok/s - b
+B0  llama3-8b       8192 B200N      8 zero1 1  1  1   2  128 none      bridgemx    29388 tok/s - b
 B0  llama3-8b       8192 H100N      8 fsdp  1  1  1   1  128 none      bridge8     14079 tok/s - b
 B0  llama3-70b      8192 H100N     64 zero1 4  8  5   1  128 none      bridge8      1619 tok/s - b
 PAI gpt-1.3b    1024 V100    4  ddp  1  1 1  1    4 none      megatron16 - seq/s 24.47

@@ -38,6 +38,8 @@ H20-96GB-SXM    9.0   95.1 4000  44.0    74  148  148  296 0.73 0.96 0.96 0.96  
 GH200-96GB      9.0   94.5 4000  67.0   495  989  989 1979 0.77 0.77 0.83 0.77   128    900 GH200  M
 B200-180GB-SXM  10.0 178.3 7700  75.0  1125 2250 2250 4500 0.88 0.75 0.75 0.72   128   1800 B200   T+M78
 B300-288GB-SXM  10.3 268.0 8000  75.0  1125 2250 2250 4500 0.88 0.75 0.75 0.72   128   1800 B300   =B200-180GB-SXM
+GB200-186GB     10.0 184.3 8000  80.0  1250 2500 2500 5000 0.88 0.75 0.75 0.72    64   1800 GB200  =B200-180GB-SXM
+GB300-288GB     10.3 276.0 8000  80.0  1250 2500 2500 5000 0.88 0.75 0.75 0.72    64   1800 GB300  =B200-180GB-SXM
 V100-16GB-SXM   7.0   15.7  900  15.7     -    -  125    - 0.88    -    - 0.78    32    300 V100   T140
 V100-32GB-SXM   7.0   31.7  900  15.7     -    -  125    - 0.88    -    - 0.78    32    300 V100   =V100-16GB-SXM
 V100-16GB-PCIe  7.0   15.7  900  14.0     -    -  112    - 0.83    -    - 0.68    32      - V100   =V100S-32GB-PCIe
@@ -72,6 +74,8 @@ SHEETS = {
     "Ada": "NVIDIA Ada GPU Architecture whitepaper, appendix A",
     "GA102": "NVIDIA Ampere GA102 GPU Architecture whitepaper, appendix A",
     "B300": "NVIDIA HGX B300 datasheet, an eighth of it",
+    "GB200": "NVIDIA GB200 NVL72 datasheet, a 72nd of it",
+    "GB300": "NVIDIA GB300 NVL72 datasheet, a 72nd of it",
     "PRO6000": "NVIDIA RTX PRO 6000 Blackwell Workstation Edition datasheet",
     "TU102": "NVIDIA Turing GPU Architecture whitepaper, appendix A",
     "GB202": "NVIDIA RTX Blackwell GPU Architecture whitepaper, appendix A",
@@ -92,6 +96,8 @@ ALSO = {  # what drivers call them, where the words differ
     "B200-180GB-SXM": ("B200", "B200 SXM"),
     "H20-96GB-SXM": ("H20",),
     "GH200-96GB": ("GH200 480GB", "GH200"),  # the driver's number is that of the CPU's memory
+    "GB200-186GB": ("GB200",),
+    "GB300-288GB": ("GB300",),
     "B300-288GB-SXM": ("B300", "B300 SXM", "B300 SXM6 AC"),
     "RTX-PRO-6000-Blackwell": ("RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Blackwell Server Edition"),
     "P100-16GB-SXM": ("P100 SXM",),

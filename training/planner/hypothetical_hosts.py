@@ -2,7 +2,8 @@
 
 HOSTSxGPUSxNAME[,NETWORK], several groups of unlike hosts joined by `+`. NETWORK is what one host has in all, in one
 direction, shared by its GPUs: `400Gb`, or `8x400Gb` where it has eight adapters. A number alone could mean either; we
-take the smaller, since a plan that runs faster than it said does less harm than one that runs slower.
+take the smaller, since a plan that runs faster than it said does less harm than one that runs slower. Where NVLink
+joins several hosts (72 GB200 in 18 of them), what it joins is one host here: `2x72xGB200,72x400Gb`.
 
 Rates are those that others measured on such GPUs (gpu_catalog.py), links what NCCL makes of the datasheet's:
 - NVLink: 0.80 of one direction; 370 of 450 GB/s on 8 H100 (NVIDIA/nccl-tests issue 212), 232 of 300 on 8 A100 (175).
