@@ -15,7 +15,7 @@ from training.config.serving import EvaluateConfig, ServeConfig, TritonConfig
 C = TypeVar("C", bound=BaseModel)
 
 PRETRAIN = "flows.pretrain.pretrain"
-PRESETS_FILE = Path(__file__).parents[1] / "prefect.yaml"
+PRESETS_FILE = Path(__file__).with_name("prefect.yaml")  # a link to the one at the top; in a wheel, the file
 
 
 def presets(path: Path = PRESETS_FILE) -> dict[str, dict[str, Any]]:

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
+CONSTRAINTS = Path(__file__).parent / "project" / "constraints.txt"
 TIMEOUT_S = 15
 
 

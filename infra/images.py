@@ -1,13 +1,15 @@
 """The training image: built by a host's daemon, pushed to a registry, pulled by digest.
 
 Built over the Docker API, so a daemon is all it takes, near or far. What goes there is pyproject.toml and the
-packages, not the whole folder.
+packages, not the whole folder. An installed wheel has the same files as a checkout, so it builds the same images:
+those at the top of the repository have links in infra/project/ and flows/, which a wheel holds as files.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -21,6 +23,12 @@ from infra.hosts import DockerHost, HostClient, HostError, host_errors
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = "infra/train.Dockerfile"
 PACKAGES = ("flows", "tasks", "training", "infra")
+AT_THE_TOP = {  # of the repository: where an installation has it, beside its packages
+    "pyproject.toml": "infra/project/project.toml",  # pyproject.toml: tools would take infra/project for a project
+    "constraints.txt": "infra/project/constraints.txt",
+    "README.md": "infra/project/README.md",
+    "prefect.yaml": "flows/prefect.yaml",
+}
 EXTRA = "extra"  # the folder of the context whose files train.Dockerfile copies beside pyproject.toml
 LAST_LINES = 15
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # the builder's, around what went to standard error
@@ -52,8 +60,8 @@ def build(
     """Build train.Dockerfile on the client's host; returns the image's id. `on_line` gets the builder's lines.
 
     `wheels` and `ca` (certificates that pip trusts) are there during the build only. `network`: Docker's for the
-    build, such as host. Raises ValueError for a folder that is no checkout or a password in an argument, HostError
-    with the last lines if the build fails.
+    build, such as host. Raises ValueError for a folder without Shardline's files or a password in an argument,
+    HostError with the last lines if the build fails.
     """
     arguments = {**(build_args or {}), **({"BASE_IMAGE": base_image} if base_image else {})}
     for name, value in arguments.items():
@@ -75,18 +83,27 @@ def build(
 def write_context(file: IO[bytes], *, root: Path = ROOT, wheels: Iterable[Path] = (), ca: Path | None = None) -> None:
     """A tar archive of the files that the Dockerfile copies; without owners and times, so that equal files are cached.
 
-    Raises ValueError if `root` is no checkout of Shardline.
+    `root` is a checkout, or the site-packages of an installed wheel. Raises ValueError if it is neither.
     """
-    if missing := [name for name in ("pyproject.toml", DOCKERFILE, *PACKAGES) if not (root / name).exists()]:
-        raise ValueError(f"{root} has no {', '.join(missing)}: build the image from a checkout of Shardline")
-    files = [root / name for name in ("pyproject.toml", "README.md", DOCKERFILE)]
-    files += [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
-    named = [(path, str(path.relative_to(root))) for path in files]
+    if missing := [name for name in (DOCKERFILE, *AT_THE_TOP.values(), *PACKAGES) if not (root / name).exists()]:
+        raise ValueError(f"{root} has no {', '.join(missing)}: build the image from a checkout or a wheel of Shardline")
+    named = [((root / AT_THE_TOP[name]).resolve(), name) for name in ("pyproject.toml", "README.md")]
+    files = [root / DOCKERFILE, *(path for package in PACKAGES for path in sorted((root / package).rglob("*.py")))]
+    named += [(path, str(path.relative_to(root))) for path in files]
     named += [(path, f"{EXTRA}/{path.name}") for path in wheels]
     named += [(ca, f"{EXTRA}/ca.pem")] if ca is not None else []
     with tarfile.open(fileobj=file, mode="w") as archive:
         for path, name in named:
             archive.add(path, name, filter=_without_circumstances)
+
+
+def copy_sources(folder: Path, *, root: Path = ROOT) -> None:
+    """Lay out in `folder`, as a checkout has it, what compose.yaml and the Dockerfiles read; older files there go."""
+    for package in PACKAGES:
+        shutil.rmtree(folder / package, ignore_errors=True)
+        shutil.copytree(root / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, source in AT_THE_TOP.items():
+        shutil.copyfile(root / source, folder / name)
 
 
 def _without_circumstances(info: tarfile.TarInfo) -> tarfile.TarInfo:

@@ -39,8 +39,8 @@ def make_pool(*, kind: str = "process", template: dict[str, Any] | None = None) 
 def deploy(environment: dict[str, str]) -> None:
     """Create or update prefect.yaml's deployments. Raises RuntimeError with what Prefect printed."""
     arguments = ["prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(PRESETS_FILE)]
-    command = [sys.executable, "-m", *arguments]
-    done = subprocess.run(command, env=environment, cwd=PRESETS_FILE.parent, capture_output=True, text=True)
+    command = [sys.executable, "-P", "-m", *arguments]
+    done = subprocess.run(command, env=environment, cwd=PRESETS_FILE.parents[1], capture_output=True, text=True)
     if done.returncode:
         lines = (done.stdout + done.stderr).strip().splitlines()[-NUM_LAST_LINES:]
         raise RuntimeError(f"`{' '.join(arguments)}` failed:\n" + "\n".join(line[:MAX_LINE_CHARS] for line in lines))

@@ -82,6 +82,7 @@ def _command(port: int) -> list[str]:
     application = ["--app-dir", app_dir, "--factory", "prefect.server.api.server:create_app"]
     return [
         sys.executable,
+        "-P",
         "-m",
         "uvicorn",
         *application,

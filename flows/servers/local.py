@@ -115,7 +115,11 @@ def _start(name: str, command: list[str], *, url: str) -> None:
     log_path = _folder() / f"{name}.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, *command], env=_environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            [sys.executable, "-P", *command],
+            env=_environment(),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     known = _read() | {name: {"url": url, "process": process_key(process.pid)}}
     write_atomically(home() / UP_FILE, json.dumps(known, indent=2))

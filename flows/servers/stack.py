@@ -14,13 +14,14 @@ import httpx
 
 from flows.servers.alerts import read_alerts, set_up_alerts
 from flows.servers.deploy import POOL, deploy, make_pool, worker_name
+from tasks.operations.images import copy_sources
 from tasks.operations.ps import known_hosts, list_running
 from tasks.operations.stop import stop
 from tasks.operations.worker_pool import job_template, remove_old_containers
 
 logger = logging.getLogger(__name__)
 
-INFRA = Path(__file__).parents[2] / "infra"
+ROOT = Path(__file__).parents[2]  # a checkout, or the site-packages of an installed wheel
 FOLDERS = ("postgres", "prefect", "artifacts", "home", "corpora", "triton", "prometheus", "grafana")
 ALERT_SECRETS = ("slack_webhook_url", "smtp_password", "alert_webhook_url")  # for home/alerts.yaml
 # By others; empty until you fill them in.
@@ -45,14 +46,13 @@ def init(folder: Path, *, docker: bool = False, pool: str = "") -> list[str]:
     """Make folders, secrets of random content (mode 0600) and .env, for `docker compose` to be called in `folder`.
 
     Secrets and settings that exist already stay as they are. Returns the secrets that were made. `pool`: process
-    or docker; if it is empty the pool of .env stays.
-    Raises ValueError for a path that .env cannot hold, or if there is no infra/ of a checkout.
+    or docker; if it is empty the pool of .env stays. Compose works in the checkout; where Shardline is installed as a
+    wheel, in a copy of its sources in `folder`, made anew each time.
+    Raises ValueError for a path that .env cannot hold.
     """
     folder = folder.absolute()
     if not re.fullmatch(r"[A-Za-z0-9._/-]+", str(folder)):
         raise ValueError(f"{folder}: take a path of letters, digits, `.`, `_`, `-`; Docker would read others otherwise")
-    if not (INFRA / "compose.yaml").exists():
-        raise ValueError(f"{INFRA / 'compose.yaml'} is not there: call this from a checkout of Shardline")
     known = _read_settings(folder / ".env")
     pool = pool or known.get("SHARDLINE_POOL", "process")
     docker = docker or pool == "docker"
@@ -64,7 +64,8 @@ def init(folder: Path, *, docker: bool = False, pool: str = "") -> list[str]:
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name).chmod(0o755 if name == "." else 0o700)
     made = [name for name in (*PASSWORDS, "prefect_auth", *GIVEN) if _make_secret(folder / "secrets" / name)]
-    compose = [INFRA / "compose.yaml", *([INFRA / "compose.docker.yaml"] if docker else [])]
+    infra = _sources(folder) / "infra"
+    compose = [infra / "compose.yaml", *([infra / "compose.docker.yaml"] if docker else [])]
     settings = {"SHARDLINE_UID": str(uid), "SHARDLINE_GID": str(gid), "SHARDLINE_MODEL": "quickstart@champion"}
     settings |= {"WORKER_CPUS": str(min(MOST_CPUS, os.cpu_count() or 1))}  # Docker refuses more than the machine has
     settings |= {"DOCKER_SOCKET": str(daemon), "DOCKER_GID": str(daemon.stat().st_gid)} if docker else {}
@@ -76,6 +77,14 @@ def init(folder: Path, *, docker: bool = False, pool: str = "") -> list[str]:
         for path in (*(folder / name for name in (*FOLDERS, "secrets")), *(folder / "secrets").iterdir()):
             os.chown(path, uid, gid)
     return made
+
+
+def _sources(folder: Path) -> Path:
+    """The folder that Compose builds images from: the checkout, or a copy of what an installed wheel has."""
+    if (ROOT / "pyproject.toml").exists():
+        return ROOT
+    copy_sources(folder / "sources")
+    return folder / "sources"
 
 
 def _make_secret(path: Path) -> bool:
@@ -113,7 +122,9 @@ def work() -> None:
     options = ["--pool", POOL, "--type", kind, "--name", worker_name(), "--with-healthcheck"]
     # The worker has a process session of its own, so that a stop signal reaches us first: it would leave its runs,
     # and they would be killed with the container.
-    worker = subprocess.Popen([sys.executable, "-m", "prefect", "worker", "start", *options], start_new_session=True)
+    worker = subprocess.Popen(
+        [sys.executable, "-P", "-m", "prefect", "worker", "start", *options], start_new_session=True
+    )
     try:
         sys.exit(worker.wait())
     finally:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from prefect import task
@@ -17,6 +18,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture, as_completed
 from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
 
+import tasks
 from tasks.data.engine import Task, check_of_worker, killed, start_worker
 from tasks.hardware.machine import usable_cores
 from training.config.data import DataConfig, EngineConfig
@@ -157,7 +159,20 @@ def _runner(config: EngineConfig, workers: int) -> TaskRunner[Any]:
         ) from None
     if config.address:
         return RayTaskRunner(address=config.address)
+    _check_folder_for_ray(Path.cwd())
     return RayTaskRunner(init_kwargs={"num_cpus": workers, "include_dashboard": False})
+
+
+def _check_folder_for_ray(folder: Path) -> None:
+    """Raises ValueError if modules of `folder`, which Ray puts first on its workers' path, would be taken for ours."""
+    ours = Path(tasks.__path__[0]).parent
+    names = ("flows", "infra", "tasks", "training")
+    found = [path.name for name in names for path in (folder / name, folder / f"{name}.py") if path.exists()]
+    if found and folder != ours:
+        raise ValueError(
+            f"data.engine.kind=ray: Ray's workers would import {', '.join(found)} of {folder} instead of Shardline's: "
+            "start this command from another folder, or set data.engine.kind=local"
+        )
 
 
 def _workers_of_dask(runner: Any) -> int:

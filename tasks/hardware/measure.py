@@ -230,8 +230,8 @@ def run_measure(ranks: int, threads: int, *, timeout_s: float = MEASURE_TIMEOUT_
                 command,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                cwd=Path(training.__path__[0]).parent,  # `-m` imports from here, not from the user's folder
-                env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+                # A folder named `training` where the user stands must not take our place.
+                env=os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"},
             )
             try:
                 status = f"exit code {process.wait(timeout_s)}"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from infra import images
 from infra.hosts import connect
+from infra.images import copy_sources as copy_sources  # for the stack, whose room does not import infra
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ flow first closes the runs whose owner is gone (tasks/tracking/final_status.py).
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import subprocess
 import time
@@ -204,22 +205,28 @@ def _code_tags(config: RunConfig, *, run_id: str) -> dict[str, str]:
         RUN_ID: run_id,
         "mlflow.source.git.commit": commit,
         "mlflow.source.name": "shardline",
+        "shardline.version": importlib.metadata.version("shardline"),
         "shardline.git_dirty": str(dirty).lower(),
         "shardline.config_sha256": sha256_config(config),
     }
 
 
 def git_commit() -> tuple[str, bool]:
-    """Commit of the code that runs, and whether the checkout differs from it; ("unknown", False) without a checkout."""
-    source = Path(__file__).parent
+    """Commit of the code that runs, and whether the checkout differs from it; ("unknown", False) without a checkout.
+
+    An installed wheel often lies inside another project's repository, whose commit is not ours.
+    """
+    source = Path(__file__)
 
     def git(*arguments: str) -> str | None:
         try:
-            done = subprocess.run(["git", "-C", str(source), *arguments], capture_output=True, text=True)
+            done = subprocess.run(["git", "-C", str(source.parent), *arguments], capture_output=True, text=True)
         except FileNotFoundError:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
+    if git("ls-files", "--error-unmatch", source.name) is None:
+        return "unknown", False
     commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
     return commit or "unknown", bool(changes)
 

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from flows.stages.engine import engine_of
 from tasks.data.corpus import prepare_corpus
 from tests.support.local_servers import LocalServers
 from tests.support.repository import REPO
@@ -44,6 +45,18 @@ def expected(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 @pytest.fixture
 def run(corpus: Path, tmp_path: Path, servers: LocalServers) -> Tokenization:
     return Tokenization(corpus, tmp_path / "tokens", servers.url("prefect"))
+
+
+def test_ray_is_refused_where_a_users_module_would_be_taken_for_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tasks.py").touch()
+    with (
+        pytest.raises(ValueError, match=r"Ray's workers would import tasks\.py of .* another folder"),
+        engine_of(DataConfig(engine=EngineConfig(kind="ray"), processes=2)) as engine,
+    ):
+        engine._start()
 
 
 @dataclass

@@ -45,8 +45,8 @@ def test_equal_files_make_an_equal_context_so_that_docker_finds_its_layers_again
     assert contexts[0] == contexts[1]
 
 
-def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no pyproject.toml.*build the image from a checkout"):
+def test_a_folder_without_the_sources_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no infra/train.Dockerfile.*build the image from a checkout"):
         names(root=tmp_path)
 
 

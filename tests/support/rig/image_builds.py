@@ -22,7 +22,7 @@ from tests.support.rig.image_tier import proxy, write_base
 from tests.support.rig.rig import USER
 
 BASE, BARE = "shardline-rig-python:1", "shardline-rig-bare:1"
-HEAD, SERVE = "shardline-head:0.1.0", "shardline-serve:0.1.0"  # as compose.yaml names them
+HEAD, SERVE = "shardline-head:0.2.0", "shardline-serve:0.2.0"  # as compose.yaml names them
 POSTGRES = "postgres:17.6-bookworm"
 LONG_S = 900.0
 
