@@ -17,7 +17,8 @@ from tasks.runs.folder import read_plan
 from tasks.tracking import mlflow_run
 from tasks.tracking.mlflow_run import TrackedRun
 from tasks.workspace.paths import fresh
-from training.planner.trial import smaller_micro_batches, wants_trial
+from training.planner.plan import wants_trial
+from training.planner.shares import split_by_speed
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
 from training.records.trial import MEASURED, TRIALS, Trial, TrialMeasured, Trials, read_trials
@@ -65,6 +66,23 @@ def _smaller(plan: RunPlan, trial: Trial) -> tuple[int, ...]:
             detail=trial.detail,
         )
     return less
+
+
+def smaller_micro_batches(plan: RunPlan) -> tuple[int, ...] | None:
+    """The next smaller micro-batches, in the proportions of the plan's; None if there are none.
+
+    Their number in a step divides the global batch evenly, and fills the stages of a pipeline.
+    """
+    batch, pp = plan.config.train.global_batch, plan.mesh["pp"]
+    for accumulation in range(plan.accumulation + 1, batch // plan.dp + 1):
+        if batch % accumulation or accumulation % pp or (not plan.is_unequal and batch % (accumulation * plan.dp)):
+            continue
+        if not plan.is_unequal:
+            return (batch // accumulation // plan.dp,) * plan.dp
+        smaller = split_by_speed(batch // accumulation, speeds=plan.micro_batches, max_micro_batches=plan.micro_batches)
+        if max(smaller) < plan.micro_batch:
+            return smaller
+    return None
 
 
 def _log(record: Trials, plan: RunPlan, run: TrackedRun) -> None:

@@ -14,6 +14,7 @@ from tasks.launch.kubernetes import KubernetesLauncher
 from tasks.launch.launcher import LaunchedPlan, Launcher
 from tasks.launch.local import LocalLauncher
 from tasks.launch.slurm import SlurmLauncher
+from tasks.planning.measured_runs import learn
 from tasks.runs.errors import RunFailed, RunStopped
 from tasks.runs.folder import read_plan
 from tasks.workspace.paths import fresh
@@ -59,7 +60,8 @@ def run_program(
 def train(plan: RunPlan, *, run_dir: Path, on_row: Callable[[dict[str, float]], None]) -> TrainResult:
     """Train, or go on training; `on_row` gets each new row of metrics. Skips what has come to its end under this plan.
 
-    Raises RunStopped if it was stopped with a checkpoint, RuntimeError with the failing rank's last lines.
+    What it measured corrects later plans for the same machine. Raises RunStopped if it was stopped with a checkpoint,
+    RuntimeError with the failing rank's last lines.
     """
     result_path = run_dir / "result.json"
     if result_path.exists():
@@ -83,6 +85,7 @@ def train(plan: RunPlan, *, run_dir: Path, on_row: Callable[[dict[str, float]], 
     if result.stopped_by == "signal":
         raise RunStopped(f"training was stopped at step {result.step}: `shardline resume {plan.run_id}` goes on")
     logger.info("training is done%s: step %d of %d, loss %.4f", _ended_by(result), result.step, plan.steps, result.loss)
+    learn(run_dir, result)
     return result
 
 

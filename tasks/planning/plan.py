@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.planning.custom_program import replan_custom_program
+from tasks.planning.measured_runs import read_measurements
 from tasks.planning.pretrained import hf_config
 from tasks.planning.price import price_per_hour
 from tasks.runs.folder import earlier_plans, read_plan
@@ -15,6 +16,7 @@ from tasks.runs.resume import Change, remember
 from tasks.store.local_copy import local_copies
 from tasks.tracking.mlflow_run import TrackedRun
 from training.config.run import RunConfig
+from training.planner.corrections import machine_of
 from training.planner.mixture import warn_of_repeats
 from training.planner.plan import make_plan
 from training.records.inventory import Inventory
@@ -49,6 +51,7 @@ def plan_run(
         shards_dir=str(shards_dir or ""),
         epoch=one_epoch(shards_dir, packing=config.train.packing, context=config.train.context) if shards_dir else None,
         hf_config=hf_config(config.model),
+        measurements=read_measurements(inventory),
     )
     price, why = price_per_hour(config.prices, inventory, plan.ranks_per_host)
     priced = {"price_per_hour": price, "reasons": (*plan.reasons, *([why] if why else []))}
@@ -79,8 +82,9 @@ def write_plan(
             "shards_dir": str(shards_dir),
             "mlflow_run_id": run.mlflow_run_id,
             "local_copies": local_copies(kept.config),
+            "priced": kept.priced if kept.priced and kept.priced.machine == machine_of(inventory) else None,
         }
-        if any(getattr(kept, field) != value for field, value in here.items()):  # it comes from another machine
+        if any(getattr(kept, field) != value for field, value in here.items()):  # another machine, or new rates
             kept = kept.model_copy(update=here)
             kept.write(run.folder / "plan.json")
         if not changes:

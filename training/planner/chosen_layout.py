@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from training.config.run import RunConfig
 from training.planner.cluster import Cluster
 from training.planner.communication import check_communication, choose_groups
+from training.planner.corrections import Corrections, corrections_of, describe_kind, machine_of, priced_as
 from training.planner.job import Job, Layout
 from training.planner.memory import GIB
 from training.planner.model_shape import flops_per_token
 from training.planner.precision import Precision, resolved_precision
-from training.planner.pricing import PricedLayout, memory_of
+from training.planner.pricing import PricedLayout, job_of, needed_memory
 from training.planner.search import (
     AS_FAST,
     FewerHosts,
@@ -24,6 +26,7 @@ from training.planner.search import (
     why_ranks,
 )
 from training.planner.step_time import exposed_s
+from training.records.correction import Measurement, Priced
 from training.records.inventory import Inventory
 from training.records.plan import ModelShape, RankedLayout
 
@@ -43,6 +46,7 @@ class ChosenLayout:
     job: Job
     best: PricedLayout
     ranking: tuple[RankedLayout, ...]
+    priced: Priced | None
     reasons: tuple[str, ...]
 
     @property
@@ -69,25 +73,31 @@ class ChosenLayout:
             "ranks_per_host": self.cluster.ranks_per_host,
             "precision": self.precision,
             "ranking": self.ranking,
+            "priced": self.priced,
         }
 
     def memory_gib(self, micro_batch: int) -> float:
         """Memory per rank with another micro-batch size."""
         layout = replace(self.layout, micro_batch=micro_batch)
-        return sum(memory_of(self.config, self.job, layout, self.cluster).values())
+        return sum(needed_memory(self.config, self.job, layout, self.cluster, self.best.correction).values())
 
 
-def choose_layout(config: RunConfig, shape: ModelShape, inventory: Inventory) -> ChosenLayout:
+def choose_layout(
+    config: RunConfig, shape: ModelShape, inventory: Inventory, *, measurements: Sequence[Measurement] = ()
+) -> ChosenLayout:
     """The best layout that fits. Raises ValueError, with the numbers and the cure, if none does."""
     precision, why_precision = resolved_precision(config, inventory)
-    ranking = rank_layouts(config, shape, inventory, precision=precision)
+    priced = priced_as(config, job_of(config, shape, precision), machine=machine_of(inventory))
+    corrections = corrections_of(measurements, priced)
+    ranking = rank_layouts(config, shape, inventory, precision=precision, corrections=corrections)
     if not ranking.fitting:
         raise DoesNotFit(_does_not_fit(ranking, inventory)) if ranking.unfitting else ValueError(ranking.refused[0])
     why_network: tuple[str, ...] = ()
-    if (fewer := faster_on_fewer_hosts(config, shape, inventory, ranking, precision=precision)) is not None:
+    fewer = faster_on_fewer_hosts(config, shape, inventory, ranking, precision=precision, corrections=corrections)
+    if fewer is not None:
         why_network = (
             _why_fewer_hosts(config, ranking, fewer, inventory),
-            *_less_sent(config, shape, inventory, fewer),
+            *_less_sent(config, shape, inventory, fewer, corrections),
         )
         if config.parallel.strategy == "auto":
             ranking, inventory = fewer.ranking, fewer.inventory
@@ -97,6 +107,7 @@ def choose_layout(config: RunConfig, shape: ModelShape, inventory: Inventory) ->
     group_ranks, why_groups = choose_groups(
         config.parallel, layout.strategy, dp=layout.dp, tp=layout.tp, ranks_per_host=best.cluster.ranks_per_host
     )
+    why_prices = corrections.reason(config, layout)
     why = "asked for by parallel.strategy" if config.parallel.strategy != "auto" else _why_best(ranking)
     reasons = (
         f"precision {precision}: {why_precision}",
@@ -104,6 +115,7 @@ def choose_layout(config: RunConfig, shape: ModelShape, inventory: Inventory) ->
         f"strategy {layout.strategy}: {why}",
         f"micro-batch {layout.micro_batch}: {_why_micro_batch(config, best)}",
         *([why_groups] if why_groups else []),
+        *([why_prices] if why_prices else []),
         *why_network,
         *_why_rest(config, ranking),
     )
@@ -113,6 +125,7 @@ def choose_layout(config: RunConfig, shape: ModelShape, inventory: Inventory) ->
         job=ranking.job,
         best=best,
         ranking=_table(ranking),
+        priced=priced.model_copy(update={"layout": describe_kind(config, layout)}) if priced.machine else None,
         reasons=reasons,
     )
 
@@ -160,14 +173,17 @@ def _why_fewer_hosts(config: RunConfig, ranking: Ranking, fewer: FewerHosts, inv
     )
 
 
-def _less_sent(config: RunConfig, shape: ModelShape, inventory: Inventory, fewer: FewerHosts) -> list[str]:
+def _less_sent(
+    config: RunConfig, shape: ModelShape, inventory: Inventory, fewer: FewerHosts, corrections: Corrections
+) -> list[str]:
     """What sending less would make of all hosts, where that is faster still. It changes what is learned."""
     best_s, found = fewer.ranking.fitting[0].step_s, list[str]()
     ways = {"parallel.strategy=local-sgd": {"strategy": "local-sgd"}}
     ways["parallel.strategy=ddp parallel.compression=powersgd"] = {"strategy": "ddp", "compression": "powersgd"}
     for way, fields in ways.items():
         changed = config.model_copy(update={"parallel": config.parallel.model_copy(update=fields)})
-        ranking = rank_layouts(changed, shape, inventory, precision=fewer.ranking.job.precision)
+        precision = fewer.ranking.job.precision
+        ranking = rank_layouts(changed, shape, inventory, precision=precision, corrections=corrections)
         if ranking.fitting and ranking.fitting[0].step_s * AS_FAST < best_s:
             found.append(f"{way} {tokens_per_s(ranking, ranking.fitting[0]):,.0f} tokens/s")
     if not found:
@@ -256,6 +272,6 @@ def _ranked(ranking: Ranking, each: PricedLayout) -> RankedLayout:
         step_s=each.step_s if each.fits else None,
         tokens_per_s=speed,
         matmul_share=speed * flops_per_token(ranking.job.shape) / peak if speed and cluster.is_measured else None,
-        exposed_communication_s=exposed_s(dict(each.seconds)) if each.fits else None,
+        exposed_communication_s=exposed_s(each.seconds) if each.fits else None,
         why_not="" if each.fits else f"{each.missing_gib:.2f} GiB too few",
     )

@@ -19,7 +19,7 @@ from training.planner.mixture import describe_sources, one_pass, plan_sources, w
 from training.planner.model_shape import ASSUMED_VOCAB, model_shape, vocab_size
 from training.planner.pricing import predict, price_memory_copies
 from training.planner.replicas import BatchSplit, split_batch
-from training.planner.trial import wants_trial
+from training.records.correction import Measurement
 from training.records.inventory import Host, Inventory
 from training.records.plan import MixturePhase, ModelShape, PlannedSource, Prediction, RunPlan
 from training.records.token_shards import TokenShards
@@ -35,12 +35,14 @@ def make_plan(
     shards_dir: str = "",
     epoch: Sequence[Epoch] | None = None,
     hf_config: Mapping[str, Any] | None = None,
+    measurements: Sequence[Measurement] = (),
 ) -> RunPlan:
     """The plan of `config` on `inventory`.
 
     `shards` gives the exact vocabulary; without them (a dry run) the config's is used. `epoch` (packing.one_epoch)
     is one of each source, with which max_epochs and shares are counted; without it both are left out. `hf_config` is
-    the content of config.json for `model.architecture=path` or pretrained weights.
+    the content of config.json for `model.architecture=path` or pretrained weights. `measurements`: of earlier runs, of
+    which those on this machine correct the prices (corrections.py).
     Raises ValueError, naming the numbers and the cure, for what cannot work.
     """
     shape = model_shape(config, vocab_size=vocab_size(config, shards, hf_config), hf_config=hf_config)
@@ -56,7 +58,7 @@ def make_plan(
             config.data, epoch, steps=steps, sequences=sequences, global_batch=config.train.global_batch
         )
         reasons += describe_sources(config.data, sources, steps=steps) + warn_of_repeats(sources)
-    chosen = choose_layout(config, shape, inventory)
+    chosen = choose_layout(config, shape, inventory, measurements=measurements)
     split = split_batch(chosen, inventory)
     hosts = inventory.hosts[: len(chosen.cluster.ranks_per_host)]
     predicted = _predicted(chosen, split, inventory, num_steps=steps)
@@ -113,6 +115,7 @@ def _predicted(chosen: ChosenLayout, split: BatchSplit, inventory: Inventory, *,
         seconds=split.seconds,
         peak_tflops=split.peak_tflops,
         datasheet_tflops=mean_datasheet_tflops(names, chosen.precision),
+        correction=chosen.best.correction,
     )
 
 
@@ -129,6 +132,13 @@ def _assumptions(config: RunConfig, shards: TokenShards | None, inventory: Inven
         reasons.append("micro-batch: predicted to fit; a trial of a few steps confirms it before training")
     slow = (f"{host}: {why}" for (host, _), why in slow_devices(inventory).items())
     return [*reasons, *assumptions(inventory), *slow]
+
+
+def wants_trial(config: RunConfig, device_kind: str) -> bool:
+    """Whether a trial precedes training, by train.micro_batch_trial; auto: on GPUs, if the plan chooses the size."""
+    if config.train.micro_batch_trial != "auto":
+        return config.train.micro_batch_trial == "always"
+    return device_kind == "cuda" and not config.train.micro_batch and isinstance(config.parallel.shares, str)
 
 
 def _check_shards(config: RunConfig, shards: TokenShards | None) -> None:

@@ -12,11 +12,13 @@ from typing import Literal
 from training.config.run import RunConfig
 from training.planner.cluster import PCIE_GB_PER_S, Cluster
 from training.planner.communication import communication_state_bytes, rank_checkpoint_bytes
+from training.planner.corrections import correct_memory, correct_seconds
 from training.planner.cost_model import SHARING, ZERO_STAGE, CostModel, our_cost_model
 from training.planner.job import Job, Layout
 from training.planner.memory import GIB, memory_gib, stage_parameters
 from training.planner.model_shape import flops_per_token
 from training.planner.step_time import exposed_s, step_s
+from training.records.correction import Correction
 from training.records.inventory import Host
 from training.records.plan import COPIES_IN_MEMORY, ModelShape, Prediction
 
@@ -27,6 +29,7 @@ COPIES_KEPT = 2  # in the memory of hosts: the newest whole one, and the one tha
 # GB per second of a core's time, as a Zen 5 does it: 0.26 GB in 0.33 s (SHA-256 most of that), and in 0.30 s.
 WRITTEN_GB_PER_S, EXCHANGED_GB_PER_S = 0.8, 0.9
 SHARED_MEMORY = "/dev/shm"
+UNCORRECTED = Correction()
 
 # The range of measured / predicted times of a step that held 80% of runs, by kind of mesh. On GPUs the runs are those
 # of others, published with their layouts, that nothing was fitted to (`python -m benchmarks.planner_vs_published`
@@ -42,13 +45,14 @@ LIKELY_ON_CPUS = (0.86, 1.22)
 
 @dataclass(frozen=True)
 class PricedLayout:
-    """A layout with its memory per rank in GiB by part, and the seconds of a step by part if it fits."""
+    """A layout with its memory per rank in GiB by part, and the seconds of a step by part if it fits, corrected."""
 
     layout: Layout
     cluster: Cluster
     memory: Mapping[str, float]
     usable_gib: float
     seconds: Mapping[str, float]
+    correction: Correction = UNCORRECTED
     host_missing_gib: float = 0.0  # what offloaded state misses in the hosts' memory
 
     @property
@@ -151,11 +155,23 @@ def memory_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> 
     return parts
 
 
-def price(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> PricedLayout:
-    memory, usable = memory_of(config, job, layout, cluster), MEMORY_SHARE * cluster.memory_gib
+def needed_memory(
+    config: RunConfig, job: Job, layout: Layout, cluster: Cluster, correction: Correction
+) -> dict[str, float]:
+    """The memory that must fit: a correction may only add to it."""
+    memory = memory_of(config, job, layout, cluster)
+    return correct_memory(memory, max(1.0, correction.memory), device_kind=cluster.kind)
+
+
+def price(
+    config: RunConfig, job: Job, layout: Layout, cluster: Cluster, correction: Correction = UNCORRECTED
+) -> PricedLayout:
+    memory, usable = needed_memory(config, job, layout, cluster, correction), MEMORY_SHARE * cluster.memory_gib
     host_missing = host_gib(config, job, layout, cluster) - MEMORY_SHARE * cluster.host_memory_gib
-    priced = PricedLayout(layout, cluster, memory, usable, {}, max(0.0, host_missing))
-    return replace(priced, seconds=seconds_of(config, job, layout, cluster)) if priced.fits else priced
+    priced = PricedLayout(layout, cluster, memory, usable, {}, correction, max(0.0, host_missing))
+    if not priced.fits:
+        return priced
+    return replace(priced, seconds=correct_seconds(seconds_of(config, job, layout, cluster), correction))
 
 
 def host_gib(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> float:
@@ -183,10 +199,12 @@ def predict(
     seconds: Mapping[str, float],
     peak_tflops: float,
     datasheet_tflops: float | None,
+    correction: Correction,
 ) -> Prediction:
-    """The plan's prediction. `seconds`: of a step by part, on the slowest replica. TFLOP/s: the ranks' means."""
+    """The plan's prediction. `seconds`: of a step by part, on the slowest replica, corrected. TFLOP/s: ranks' means."""
     shape = job.shape
     largest = replace(layout, micro_batch=largest_micro_batch)
+    memory = memory_of(config, job, largest, cluster)
     whole = sum(seconds.values())
     tokens_per_s = config.train.global_batch * config.train.context / whole
     peak = peak_tflops if cluster.is_measured else 0.0
@@ -196,7 +214,7 @@ def predict(
     kind = mesh_kind(layout.strategy, tp=layout.tp, pp=layout.pp)
     least, most = LIKELY_ON_CPUS if cluster.kind == "cpu" else LIKELY_ON_GPUS[kind]
     return Prediction(
-        memory_gib=memory_of(config, job, largest, cluster),
+        memory_gib=correct_memory(memory, correction.memory, device_kind=cluster.kind),
         step_s=dict(seconds),
         step_range_ms=(1000 * least * whole, 1000 * most * whole),
         exposed_communication_s=exposed_s(dict(seconds)),
@@ -208,6 +226,7 @@ def predict(
         tokens_per_s=tokens_per_s,
         train_s=num_steps * whole,
         checkpoint_gib=(12 * shape.parameters + layout.dp * own) / GIB,
+        correction=correction,
     )
 
 

@@ -13,6 +13,7 @@ from statistics import fmean
 
 from training.planner.chosen_layout import ChosenLayout
 from training.planner.cluster import Cluster, cluster_of
+from training.planner.corrections import correct_seconds
 from training.planner.pricing import MEMORY_SHARE, seconds_of
 from training.planner.search import accumulation_refusal
 from training.planner.shares import Replica, Shares, choose_shares, largest_that_fits
@@ -145,9 +146,10 @@ def _max_micro_batch(chosen: ChosenLayout, device: RankDevice) -> int:
 
 
 def _seconds(chosen: ChosenLayout, device: RankDevice, micro_batch: int, accumulation: int) -> dict[str, float]:
-    """Seconds of a step by part, if all replicas had such devices."""
+    """Seconds of a step by part, if all replicas had such devices; corrected as the layout is."""
     layout = replace(chosen.layout, micro_batch=micro_batch, accumulation=accumulation)
     parts = seconds_of(chosen.config, chosen.job, layout, device.cluster)
+    parts = correct_seconds(parts, chosen.best.correction)
     return {part: seconds * (device.launch_slowdown if part == "launching" else 1.0) for part, seconds in parts.items()}
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from training.config.parallel import OFFLOADS, WITH_PP, WITH_TP, StrategyName
 from training.config.run import RunConfig
 from training.planner.cluster import Cluster, cluster_of
+from training.planner.corrections import NO_CORRECTIONS, Corrections
 from training.planner.job import KNOWN_ARCHITECTURES, Job, Layout, Offload, Recompute
 from training.planner.precision import fp8_refusal
 from training.planner.pricing import PricedLayout, job_of, price
@@ -56,13 +57,20 @@ class Mesh:
         return self.tp * self.pp
 
 
-def rank_layouts(config: RunConfig, shape: ModelShape, inventory: Inventory, *, precision: str) -> Ranking:
+def rank_layouts(
+    config: RunConfig,
+    shape: ModelShape,
+    inventory: Inventory,
+    *,
+    precision: str,
+    corrections: Corrections = NO_CORRECTIONS,
+) -> Ranking:
     """Enumerates the layouts that the config leaves open, prices each of them, and puts them in order."""
     job, meshes = job_of(config, shape, precision), list(_meshes(config, shape, inventory))
     refusals = {mesh: _refusal(config, shape, inventory, mesh) for mesh in meshes}
     cluster = functools.cache(lambda ranks_per_host: cluster_of(inventory, ranks_per_host, precision=precision))
     priced = [
-        price(config, job, layout, mesh_cluster)
+        price(config, job, layout, mesh_cluster, corrections.of(config, layout))
         for mesh in meshes
         if refusals[mesh] is None
         for mesh_cluster in [cluster(ranks_per_host(config, inventory, mesh))]
@@ -83,23 +91,30 @@ class FewerHosts:
 
 
 def faster_on_fewer_hosts(
-    config: RunConfig, shape: ModelShape, inventory: Inventory, ranking: Ranking, *, precision: str
+    config: RunConfig,
+    shape: ModelShape,
+    inventory: Inventory,
+    ranking: Ranking,
+    *,
+    precision: str,
+    corrections: Corrections,
 ) -> FewerHosts | None:
     """Half of the hosts, a quarter, …, one: the fastest of them, if that is faster than all hosts; None if not.
 
     Only where the network between hosts was measured, hosts are alike, and the config leaves open how many take part.
+    `corrections` are those of all hosts.
     """
     best, num_hosts = ranking.fitting[0], len(inventory.hosts)
     is_guessed = any("between hosts" in rate for rate in best.cluster.assumed)
     if config.parallel.ranks or is_guessed or not _are_alike(inventory):
         return None
-    computing_s = min(each.step_s - exposed_s(dict(each.seconds)) for each in ranking.fitting)
+    computing_s = min(each.step_s - exposed_s(each.seconds) for each in ranking.fitting)
     if 2 * computing_s > best.step_s:  # half of the hosts take twice as long to compute alone
         return None
     tried = []
     for size in [num_hosts >> halving for halving in range(1, num_hosts.bit_length())]:
         part = Inventory(hosts=inventory.hosts[:size])
-        found = rank_layouts(config, shape, part, precision=precision)
+        found = rank_layouts(config, shape, part, precision=precision, corrections=corrections)
         if size >= config.launch.min_hosts and found.fitting:
             tried.append(FewerHosts(part, found))
     fastest = min(tried, key=lambda each: each.ranking.fitting[0].step_s, default=None)

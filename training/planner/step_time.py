@@ -8,6 +8,7 @@ rank that is the last to be done.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from training.planner.cluster import HOST_ADAM_GB_PER_S, PCIE_GB_PER_S, Cluster
@@ -76,8 +77,13 @@ def step_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster, *, num_
     return {part: seconds for part, seconds in parts.items() if seconds}
 
 
-def exposed_s(parts: dict[str, float]) -> float:
-    return sum(seconds for part, seconds in parts.items() if part.endswith("exposed"))
+def is_exposed(part: str) -> bool:
+    """Whether the part is communication that nothing hides."""
+    return part.endswith("exposed")
+
+
+def exposed_s(parts: Mapping[str, float]) -> float:
+    return sum(seconds for part, seconds in parts.items() if is_exposed(part))
 
 
 # Computing

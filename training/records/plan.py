@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from training.config.parallel import Precision, StrategyName
 from training.config.run import RunConfig
+from training.records.correction import Correction, Priced
 from training.records.record import Record, with_matmul_share
 
 TRAINER_PLAN = "trainer.json"  # in the run folder, where the user's program trains
@@ -44,7 +45,7 @@ class Prediction(Record):
     `step_range_ms`: four of five steps of such runs were within (training/planner/pricing.py); zeros in earlier plans.
     `exposed_communication_s` is already included in `step_s`. `mfu`: fraction of the
     datasheets' dense peak in the plan's precision (None: a device is in no catalogue); `matmul_share`: of the measured
-    rate of matrix products (None: not measured).
+    rate of matrix products (None: not measured). `correction`: the factors, from earlier runs, that all of it has.
     """
 
     memory_gib: dict[str, float]
@@ -59,6 +60,7 @@ class Prediction(Record):
     tokens_per_s: float
     train_s: float
     checkpoint_gib: float
+    correction: Correction = Correction()
 
     @model_validator(mode="before")
     @classmethod
@@ -71,8 +73,13 @@ class Prediction(Record):
 
     def peak_gib(self, device_kind: str) -> float:
         """Predicts TrainResult.peak_memory_gib: on a CPU all resident memory, on a GPU what torch allocates."""
-        unseen = NOT_ALLOCATED if device_kind == "cuda" else (COPIES_IN_MEMORY,)
+        unseen = unmeasured_parts(device_kind)
         return sum(gib for part, gib in self.memory_gib.items() if part not in unseen)
+
+
+def unmeasured_parts(device_kind: str) -> tuple[str, ...]:
+    """Parts of a rank's memory that are in no run's peak."""
+    return NOT_ALLOCATED if device_kind == "cuda" else (COPIES_IN_MEMORY,)
 
 
 class PlannedSource(Record):
@@ -199,6 +206,7 @@ class RunPlan(RankPlan):
     `sources`: those of data.sources, or the corpus as one; empty without shards, and in plans made before there were
     mixtures. `mixture`: by phase, empty where there is one source.
     `price_per_hour`: of all its devices together, in prices.currency; None if a device has no price.
+    `priced`: what the prices are of, by which the run's measurements correct later plans; None where they must not.
     """
 
     hosts: tuple[str, ...] = ()
@@ -209,6 +217,7 @@ class RunPlan(RankPlan):
     sources: tuple[PlannedSource, ...] = ()
     mixture: tuple[MixturePhase, ...] = ()
     predicted: Prediction
+    priced: Priced | None = None
     ranking: tuple[RankedLayout, ...]
     reasons: tuple[str, ...]
     price_per_hour: float | None = None

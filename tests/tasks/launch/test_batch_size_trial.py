@@ -13,14 +13,14 @@ import pytest
 from mlflow import MlflowClient
 
 from tasks.launch import batch_size_trial
+from tasks.launch.batch_size_trial import smaller_micro_batches
 from tasks.planning import plan as planning
 from tasks.runs.errors import RunFailed
 from tasks.tracking.mlflow_run import tracked
 from tasks.workspace.paths import tracking_uri
 from tests.support.configs import inventory, tiny_config
 from training.config.run import RunConfig
-from training.planner.plan import make_plan
-from training.planner.trial import smaller_micro_batches, wants_trial
+from training.planner.plan import make_plan, wants_trial
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
 from training.records.token_shards import TokenShards
