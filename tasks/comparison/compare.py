@@ -17,7 +17,7 @@ from tasks.runs.errors import RunFailed, RunStopped
 from training.config.launch import Cause
 from training.config.run import RunConfig
 from training.records.inventory import Inventory
-from training.records.plan import RunPlan
+from training.records.plan import RunPlan, describe_stages
 from training.records.record import Record
 from training.tracking.rows import read_rows
 
@@ -142,7 +142,8 @@ def plan_fields(plan: RunPlan) -> dict[str, Any]:
 
 def describe_layout(plan: RunPlan) -> str:
     """The layout that the plan chose, which may say more than the strategy's name."""
-    parts = [plan.strategy, " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1)]
+    sizes = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1)
+    parts = [plan.strategy, sizes + describe_stages(plan.stages)]
     if plan.activation_checkpointing != "none":
         parts.append(f"{plan.activation_checkpointing} recomputation")
     if plan.offload != "none":

@@ -45,7 +45,13 @@ def confirmed(plan: RunPlan, *, run: TrackedRun, inventory: Inventory) -> RunPla
             plan.write(run.folder / "plan.json")
     plan = plan.model_copy(update={"reasons": (*plan.reasons, *map(str, trials))})
     plan.write(run.folder / "plan.json")
-    record = Trials(strategy=plan.strategy, mesh=plan.mesh, ranks_per_host=plan.ranks_per_host, trials=tuple(trials))
+    record = Trials(
+        strategy=plan.strategy,
+        mesh=plan.mesh,
+        stages=plan.stages,
+        ranks_per_host=plan.ranks_per_host,
+        trials=tuple(trials),
+    )
     record.write(run.folder / TRIALS)
     _log(record, plan, run)
     return plan

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tasks.display.numbers import describe_utilisation, device_noun, format_amount, format_money
 from tasks.planning.price import per_1b
-from training.records.plan import RankedLayout, RunPlan
+from training.records.plan import RankedLayout, RunPlan, describe_stages
 
 LAYOUTS_SHOWN = 4
 
@@ -15,7 +15,7 @@ LAYOUTS_SHOWN = 4
 def _describe_layout(layout: RankedLayout) -> str:
     sizes = "".join(
         f" {axis} {size}" for axis, size in (("tp", layout.tp), ("pp", layout.pp), ("dp", layout.dp)) if size > 1
-    )
+    ) + describe_stages(layout.stages)
     saving = "" if layout.activation_checkpointing == "none" else f", {layout.activation_checkpointing} checkpointing"
     saving += "" if layout.offload == "none" else f", {layout.offload} offloaded"
     speed = layout.why_not if layout.tokens_per_s is None else f"{layout.tokens_per_s:,.0f} tokens/s"

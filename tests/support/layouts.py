@@ -23,6 +23,13 @@ TWO_RANKS: dict[str, Layout] = {
     "pp": (2, {"parallel__pp": 2}),
     "pp interleaved": (2, {"parallel__pp": 2, "parallel__pp_stages_per_rank": 2}),
 }
+# Replicas of unlike shape, and stages of unequal length.
+UNLIKE: dict[str, Layout] = {
+    "unequal pp": (2, {"parallel__stages": ((1, 3),)}),
+    "unlike": (3, {"parallel__stages": ((4,), (2, 2))}),
+    "unlike unequal": (3, {"parallel__stages": ((1, 3), (4,)), "parallel__shares": (3, 1)}),
+    "unlike x tp": (6, {"parallel__stages": ((4,), (1, 3)), "parallel__tp": 2}),
+}
 FOUR_RANKS: dict[str, Layout] = {
     "ddp 4": (4, {"parallel__strategy": "ddp"}),
     "hsdp 4": (4, {"parallel__strategy": "hsdp", "parallel__group_ranks": 2}),
@@ -41,4 +48,4 @@ EIGHT_RANKS: dict[str, Layout] = {
     "hsdp x tp": (8, {"parallel__strategy": "hsdp", "parallel__group_ranks": 2, "parallel__tp": 2}),
     "dp x tp x pp": (8, {"parallel__tp": 2, "parallel__pp": 2}),
 }
-LAYOUTS = TWO_RANKS | FOUR_RANKS | EIGHT_RANKS
+LAYOUTS = TWO_RANKS | UNLIKE | FOUR_RANKS | EIGHT_RANKS

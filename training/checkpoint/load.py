@@ -25,6 +25,7 @@ from torch import Tensor
 from training.checkpoint.safetensors_files import TensorFiles
 from training.models.language_model import LanguageModel
 from training.records.checkpoint import CHECKPOINT_MANIFEST, CheckpointManifest, damage
+from training.records.plan import RankPlan, describe_stages
 from training.runtime.process import Rank
 from training.strategies import Strategy
 
@@ -48,21 +49,23 @@ def weights_for(model: LanguageModel, folder: Path) -> TensorFiles:
     return weights
 
 
-def load_state(folder: Path, *, strategy: Strategy, rank: Rank, mesh: dict[str, int]) -> CheckpointManifest:
+def load_state(folder: Path, *, strategy: Strategy, rank: Rank, plan: RankPlan) -> CheckpointManifest:
     """Restore a checkpoint's optimizer moments, and on the same mesh each rank's generators and own state.
 
     On another mesh generators start fresh, because tp peers must draw the same numbers.
     """
     strategy.load_optimizer_state(TensorFiles(folder, "optimizer"))
     manifest = CheckpointManifest.read(folder / CHECKPOINT_MANIFEST)
-    if manifest.mesh == mesh:
+    if (manifest.mesh, manifest.stages) == (plan.mesh, plan.stages):
         _set_rng_state(load_file(folder / rng_name(rank)), rank.device)
         _load_rank_state(folder, strategy, rank)
     else:
         logger.warning(
-            "checkpoint of ranks %s loaded on %s: dropout continues with fresh generators%s; all else is restored",
+            "checkpoint of ranks %s%s loaded on %s%s: dropout continues with fresh generators%s; all else is restored",
             manifest.mesh,
-            mesh,
+            describe_stages(manifest.stages),
+            plan.mesh,
+            describe_stages(plan.stages),
             ", each rank's own state (compression, local-sgd) starts fresh"
             if (folder / rank_state_file(0)).exists()
             else "",

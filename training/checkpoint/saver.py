@@ -174,6 +174,7 @@ def unfilled_manifest(
         tokens=tokens,
         strategy=plan.strategy,
         mesh=plan.mesh,
+        stages=plan.stages,
         world_size=plan.world_size,
         config_sha256=sha256_config(plan.config),
         val_loss=val_loss,

@@ -24,6 +24,9 @@ ALIGNED_BYTES = 64
 ROUND_BYTES = 2**27  # what a rank receives at once, if no single tensor is larger: it takes room on the GPU
 
 
+Loads = dict[frozenset[int], dict[int, int]]  # by the ranks that hold the same tensors: what each of them writes
+
+
 @dataclass(frozen=True)
 class Owned:
     """A tensor of a checkpoint, and the rank that writes it."""
@@ -34,21 +37,21 @@ class Owned:
 
 
 class Staging:
-    """Copies of the tensors that this rank writes: of each whole tensor, one rank of the pipeline stage keeps one.
+    """Copies of the tensors that this rank writes: of each whole tensor, one of the ranks that hold it keeps one.
 
-    So each rank holds, and writes, 12 bytes per parameter / world size, and its own state; and it receives no more than
-    that, since ranks send their parts of a tensor to that one only. All checkpoints use the same buffers.
+    So each rank holds, and writes, 12 bytes per parameter / world size (where replicas are alike), and its own state;
+    and it receives no more than that, since ranks send their parts of a tensor to that one only. All checkpoints use
+    the same buffers.
     """
 
     def __init__(self, plan: RunPlan, rank: Rank) -> None:
         self.rank = rank
-        pp = plan.mesh["pp"]  # the outermost axis: a stage's ranks are neighbours
-        stages = torch.arange(rank.world_size).reshape(pp, -1).tolist()
-        self.stage: list[int] = stages[rank.rank // len(stages[0])]
+        groups = _exchange_groups(plan)
+        self.peers = next(ranks for ranks in groups if rank.rank in ranks)
         self.group = None  # the world
-        if pp > 1:  # every rank makes every group, in the same order
-            groups = {stage[0]: dist.new_group(stage, timeout=timeout(plan)) for stage in stages}
-            self.group = groups[self.stage[0]]
+        if len(groups) > 1 and len(self.peers) > 1:  # every rank makes every group, in the same order
+            made = [dist.new_group(ranks, timeout=timeout(plan)) for ranks in groups]
+            self.group = made[groups.index(self.peers)]
         self._buffers: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "rank": {}}
         self._block = torch.empty(0, dtype=torch.uint8)  # what is left of the newest one
 
@@ -60,11 +63,11 @@ class Staging:
         return {name: tensors for name, tensors in files.items() if tensors} | {rng_name(rank): rng_state(rank.device)}
 
     def fill(self, strategy: Strategy) -> dict[str, dict[str, Tensor]]:
-        """CPU copies of this rank's tensors by kind and name, as they are now. Collective within the stage.
+        """CPU copies of this rank's tensors by kind and name, as they are now. Collective.
 
         Returns when they are made: the next optimizer step overwrites what they were copied from.
         """
-        loads = dict.fromkeys(self.stage, 0)
+        loads: Loads = {}
         scalars = strategy.optimizer_scalars().items() if self.rank.rank == 0 else ()
         self._copy("model", self._kept(_dealt_out(strategy.weights(), loads)))
         self._copy("optimizer", itertools.chain(self._kept(_dealt_out(strategy.moments(), loads)), scalars))
@@ -110,13 +113,13 @@ class Staging:
                         expected[rank].append((owned.name, shape))
             elif me in row:
                 sent[owned.owner].append(self._on_device(owned.parts).flatten())
-        output_sizes = [sum(shape.numel() for _, shape in expected[rank]) for rank in self.stage]
-        input_sizes = [sum(part.numel() for part in sent[rank]) for rank in self.stage]
+        output_sizes = [sum(shape.numel() for _, shape in expected[rank]) for rank in self.peers]
+        input_sizes = [sum(part.numel() for part in sent[rank]) for rank in self.peers]
         empty = torch.empty(0, device=self.rank.device)
-        flat = torch.cat([empty, *(part for rank in self.stage for part in sent[rank])])
+        flat = torch.cat([empty, *(part for rank in self.peers for part in sent[rank])])
         output = flat.new_empty(sum(output_sizes))
         dist.all_to_all_single(output, flat, output_sizes, input_sizes, group=self.group)
-        arrived = [(name, rank, shape) for rank in self.stage for name, shape in expected[rank]]
+        arrived = [(name, rank, shape) for rank in self.peers for name, shape in expected[rank]]
         pieces = output.split([shape.numel() for _, _, shape in arrived])
         return {(name, rank): piece.view(shape) for (name, rank, shape), piece in zip(arrived, pieces, strict=True)}
 
@@ -134,11 +137,28 @@ class Staging:
         return taken.view(tensor.dtype).view(tensor.shape)
 
 
-def _dealt_out(tensors: Iterable[tuple[str, Parts]], loads: dict[int, int]) -> Iterator[Owned]:
-    """Each tensor goes to the rank that has the fewest bytes so far: on all ranks alike. Updates `loads`."""
+def _exchange_groups(plan: RunPlan) -> list[list[int]]:
+    """The ranks that exchange parts of tensors: those of a pipeline stage, which all hold parts of the same tensors.
+
+    Stages of unlike replicas hold different tensors, so that there a stage's tensor-parallel ranks are by themselves.
+    """
+    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank, place in enumerate(plan.places):
+        groups[(place.dp, place.pp) if plan.stages else (place.pp,)].append(rank)
+    return [*groups.values()]
+
+
+def _dealt_out(tensors: Iterable[tuple[str, Parts]], loads: Loads) -> Iterator[Owned]:
+    """Each tensor goes to that one of its ranks which has the fewest bytes so far of what the same ranks hold.
+
+    So all of them agree, whatever else they hold. Updates `loads`.
+    """
     for name, parts in tensors:
-        owner = min(loads, key=loads.__getitem__)
-        loads[owner] += parts.nbytes
+        of_ranks = loads.setdefault(frozenset(itertools.chain.from_iterable(parts.holders)), {})
+        if not of_ranks:
+            of_ranks |= dict.fromkeys(sorted(itertools.chain.from_iterable(parts.holders)), 0)
+        owner = min(of_ranks, key=of_ranks.__getitem__)
+        of_ranks[owner] += parts.nbytes
         yield Owned(name, parts, owner)
 
 

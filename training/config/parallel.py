@@ -10,6 +10,7 @@ from training.config.section import Section
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "local-sgd", "zero1", "zero2", "zero3"]
+Stages = tuple[tuple[int, ...], ...]  # layers of each pipeline stage, by data-parallel replica
 # Combinations that work: the config refuses all others, and the plan chooses among these.
 WITH_TP = ("ddp", "fsdp", "hsdp")
 WITH_PP = ("ddp",)
@@ -54,6 +55,13 @@ class ParallelConfig(Section):
         ge=1,
         le=64,
         description="Number of pipeline stages on each rank: 1 uses the 1F1B schedule, more use interleaved 1F1B.",
+    )
+    stages: Literal["auto", "even"] | Stages = Field(
+        "auto",
+        description="Number of layers of each pipeline stage, as one list for each data-parallel replica: "
+        "[[24], [10, 14]] is one device that holds 24 layers, and a pipeline of two. Replicas take the "
+        "devices in their order. even: equal replicas of equal stages. auto: even, unless devices are "
+        "unlike and replicas of unlike shape are predicted to be faster.",
     )
     offload: Literal["auto", "none", "optimizer", "parameters"] = Field(
         "auto",
@@ -159,16 +167,34 @@ class ParallelConfig(Section):
                 f"parallel.offload={self.offload} is not there for parallel.strategy={self.strategy}: "
                 f"it can have {', '.join(possible)}"
             )
-        if self.rebalance == "on" and self.pp > 1:
-            raise ValueError(
-                f"parallel.rebalance=on is not there for parallel.pp = {self.pp}: a pipeline's schedule is built for "
-                "one micro-batch; set parallel.rebalance=off, the plan's shares may still be unequal"
-            )
         if not isinstance(self.shares, str) and (not self.shares or min(self.shares) < 1):
             raise ValueError(
                 f"parallel.shares = {list(self.shares)}: each replica needs at least 1 sequence; give one number "
                 "for each, or set parallel.shares=auto"
             )
+        return self
+
+    @model_validator(mode="after")
+    def check_stages(self) -> ParallelConfig:
+        """Raises ValueError for stages that do not go with the other fields."""
+        if isinstance(self.stages, str):
+            return self
+        asked = f"parallel.stages = {[list(sizes) for sizes in self.stages]}"
+        if not self.stages or any(not sizes or min(sizes) < 1 for sizes in self.stages):
+            raise ValueError(f"{asked}: each replica needs a list, and each stage at least 1 layer")
+        if len({sum(sizes) for sizes in self.stages}) > 1:
+            sums = [sum(sizes) for sizes in self.stages]
+            raise ValueError(f"{asked}: replicas have {sums} layers, and must all have those of the model")
+        longest, ranks = max(map(len, self.stages)), max(1, self.tp) * sum(map(len, self.stages))
+        if self.strategy not in ("auto", *WITH_PP) or self.pp_stages_per_rank > 1 or self.pp not in (0, longest):
+            raise ValueError(
+                f"{asked} with parallel.strategy={self.strategy}, pp={self.pp}, pp_stages_per_rank="
+                f"{self.pp_stages_per_rank}: stages of given sizes run with ddp, pp={longest} (or 0), one stage a rank"
+            )
+        if self.ranks not in (0, ranks):
+            raise ValueError(f"{asked} are {ranks} ranks with tp, not parallel.ranks = {self.ranks}: set it to 0")
+        if self.compression != "none":
+            raise ValueError(f"{asked}: parallel.compression={self.compression} is not there for pipelines: set none")
         return self
 
     @model_validator(mode="after")

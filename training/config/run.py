@@ -127,13 +127,14 @@ class RunConfig(Section):
                 "random: set model.init=pretrained and model.path to that model, or leave it out"
             )
         model_ranks = max(1, parallel.tp) * max(1, parallel.pp)
-        if parallel.ranks % model_ranks:
+        is_whole_mesh = isinstance(parallel.stages, str)
+        if is_whole_mesh and parallel.ranks % model_ranks:
             raise ValueError(
                 f"parallel.ranks = {parallel.ranks} is not divisible by tp*pp = {model_ranks}: "
                 "change parallel.tp, parallel.pp or parallel.ranks"
             )
         replicas = parallel.ranks // model_ranks
-        if replicas and train.global_batch % replicas:
+        if is_whole_mesh and replicas and train.global_batch % replicas:
             raise ValueError(
                 f"train.global_batch = {train.global_batch} cannot be split evenly over {replicas} data-parallel ranks "
                 f"(parallel.ranks = {parallel.ranks}): make train.global_batch a multiple of {replicas}, "

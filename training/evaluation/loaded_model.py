@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from training.checkpoint.safetensors_files import TensorFiles, file_name, index_name
 from training.models.architectures import ARCHITECTURES
 from training.models.language_model import LanguageModel, auto_class_of
 from training.records.evaluation_plan import EvaluationPlan
-from training.runtime.mesh import build_mesh
+from training.runtime.mesh import Mesh, build_mesh
 from training.runtime.process import Rank
 from training.strategies import Strategy, parallelize
 
@@ -28,18 +27,19 @@ class Opened:
 
     plan: EvaluationPlan
     rank: Rank
-    mesh: DeviceMesh
+    mesh: Mesh
     model: LanguageModel
     strategy: Strategy
 
     @property
     def dp_rank(self) -> int:
-        return self.mesh["dp"].get_local_rank()
+        return self.plan.places[self.rank.rank].dp
 
     @property
     def counts(self) -> bool:
         """Whether this rank counts its batches' tokens; tp and pp peers have the same ones."""
-        return self.mesh["tp"].get_local_rank() == self.mesh["pp"].get_local_rank() == 0
+        place = self.plan.places[self.rank.rank]
+        return place.tp == place.pp == 0
 
 
 def open_model(plan: EvaluationPlan, folder: Path, *, rank: Rank) -> Opened:

@@ -16,6 +16,7 @@ from training.inference.kv_cache import KeyValues
 from training.inference.steps import SKIPPED, Extend, Forward, Move, Prefill
 from training.models.architectures import ARCHITECTURES, layers_of
 from training.models.language_model import LanguageModel
+from training.records.plan import even_stages, layer_numbers
 from training.strategies.pipeline import keep_stages
 from training.strategies.tensor import shard_matrices
 
@@ -140,7 +141,7 @@ def load_shard(
     model = LanguageModel(hf.eval(), precision="fp32")
     if tensor is not None:
         shard_matrices(model, tensor)
-    keep_stages(model, owned=[stage], stages=stages)
+    keep_stages(model, {stage: layer_numbers(even_stages(len(layers_of(hf)), stages))[stage]}, last=stages - 1)
     weights = TensorFiles(folder, "model")
     with torch.no_grad():
         for name, saved, parameter in _named(model):

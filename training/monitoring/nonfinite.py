@@ -74,7 +74,8 @@ class FiniteCheck:
         plan, step, at_fault = self.plan, outcome.step, outcome.nonfinite_ranks or range(self.plan.world_size)
         ranks = "ranks" if len(outcome.nonfinite_ranks) > 1 else "rank"
         where = f" on {ranks} {_listed(outcome.nonfinite_ranks, RANKS_NAMED)}" if outcome.nonfinite_ranks else ""
-        dp_ranks = sorted({rank // plan.mesh["tp"] % plan.dp for rank in at_fault})[:RANKS_NAMED]
+        places = plan.places
+        dp_ranks = sorted({places[rank].dp for rank in at_fault})[:RANKS_NAMED]
         documents = {
             number
             for dp_rank in dp_ranks

@@ -69,6 +69,7 @@ class ChosenLayout:
             "offload": parallel.offload,
             "activation_checkpointing": self.config.train.activation_checkpointing,
             "mesh": self.mesh,
+            "stages": self.layout.stages,
             "group_ranks": parallel.group_ranks,
             "ranks_per_host": self.cluster.ranks_per_host,
             "precision": self.precision,
@@ -120,17 +121,17 @@ def choose_layout(
         *_why_rest(config, ranking),
     )
     return ChosenLayout(
-        config=_resolved(config, layout, group_ranks=group_ranks),
+        config=resolve(config, layout, group_ranks=group_ranks),
         precision=precision,
         job=ranking.job,
         best=best,
-        ranking=_table(ranking),
+        ranking=table(ranking),
         priced=priced.model_copy(update={"layout": describe_kind(config, layout)}) if priced.machine else None,
         reasons=reasons,
     )
 
 
-def _resolved(config: RunConfig, layout: Layout, *, group_ranks: int) -> RunConfig:
+def resolve(config: RunConfig, layout: Layout, *, group_ranks: int) -> RunConfig:
     """`config` with the values of the layout in place of every `auto` and 0 that it decides."""
     parallel = {"strategy": layout.strategy, "tp": layout.tp, "pp": layout.pp, "offload": layout.offload}
     parallel |= {"group_ranks": group_ranks}
@@ -248,7 +249,7 @@ def _does_not_fit(ranking: Ranking, inventory: Inventory) -> str:
     )
 
 
-def _table(ranking: Ranking) -> tuple[RankedLayout, ...]:
+def table(ranking: Ranking) -> tuple[RankedLayout, ...]:
     fitting = best_by_kind(ranking.fitting)[:MAX_FITTING]
     unfitting = best_by_kind(ranking.unfitting)[:MAX_UNFITTING]
     return tuple(_ranked(ranking, each) for each in (*fitting, *unfitting))
@@ -263,6 +264,7 @@ def _ranked(ranking: Ranking, each: PricedLayout) -> RankedLayout:
         tp=layout.tp,
         pp=layout.pp,
         dp=layout.dp,
+        stages=layout.stages,
         micro_batch=layout.micro_batch,
         accumulation=layout.accumulation,
         activation_checkpointing=layout.recompute,

@@ -23,7 +23,7 @@ from training.planner.model_shape import flops_per_token
 from training.planner.step_time import exposed_s, is_exposed
 from training.records.correction import Correction, Measurement, Priced
 from training.records.inventory import Host, Inventory
-from training.records.plan import RunPlan, unmeasured_parts
+from training.records.plan import RunPlan, describe_stages, unmeasured_parts
 from training.records.train_result import TrainResult
 
 LEAST, MOST = 2 / 3, 3 / 2  # of a factor: what is further off is a defect, of the run or of the cost model
@@ -68,6 +68,7 @@ def describe_kind(config: RunConfig, layout: Layout) -> str:
     sizes = [f"{axis} {size}" for axis, size in (("tp", layout.tp), ("pp", layout.pp)) if size > 1]
     words = [" ".join([layout.strategy, *sizes, f"on {layout.world_size} rank{'s' * (layout.world_size > 1)}"])]
     words += [f"{layout.stages_per_rank} stages a rank"] if layout.stages_per_rank > 1 else []
+    words += [describe_stages(layout.stages).strip()] if layout.stages else []
     words += [f"{layout.recompute} activation checkpointing"] if layout.recompute != "none" else []
     words += [f"{layout.offload} offloaded"] if layout.offload != "none" else []
     words += [f"{config.parallel.compression} compression"] if config.parallel.compression != "none" else []
@@ -141,14 +142,15 @@ def _median(runs: Sequence[Measurement]) -> Correction:
 def _time_factors(run: Measurement) -> tuple[float, float]:
     """Factors on computing and on exposed communication that make the prediction what the run measured.
 
-    What of the communication is beyond the bounds counts as computing: on a CPU it is mostly a rank's wait for another.
-    Where no step was timed by phase, both are the whole step's.
+    What one of them is beyond its bounds the other takes: communication that takes far longer than predicted is mostly
+    a rank's wait for another's computing. Where no step was timed by phase, both are the whole step's.
     """
     whole = _bounded(run.step_s / (run.computing_s + run.communication_s))
     if run.exposed_share is None or not run.communication_s:
         return whole, whole if run.communication_s else 1.0
     communication = _bounded(run.exposed_share * run.step_s / run.communication_s)
-    return _bounded((run.step_s - communication * run.communication_s) / run.computing_s), communication
+    computing = _bounded((run.step_s - communication * run.communication_s) / run.computing_s)
+    return computing, _bounded((run.step_s - computing * run.computing_s) / run.communication_s)
 
 
 def _bounded(factor: float) -> float:

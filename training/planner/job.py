@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from training.config.parallel import Precision, StrategyName
-from training.records.plan import ModelShape
+from training.config.parallel import Precision, Stages, StrategyName
+from training.records.plan import ModelShape, describe_stages
 
 Offload = Literal["none", "optimizer", "parameters"]
 Recompute = Literal["none", "selective", "full"]
@@ -45,7 +45,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to run a job. Each replica makes `accumulation` micro-batches of `micro_batch` sequences in a step."""
+    """One way to run a job. Each replica makes `accumulation` micro-batches of `micro_batch` sequences in a step.
+
+    `stages`: the layers of each pipeline stage, by replica, where replicas are of unlike shape or stages unequal; such
+    a layout is priced rank by rank. `at`: the replica and the stage of the rank that is priced.
+    """
 
     strategy: StrategyName
     tp: int
@@ -56,10 +60,22 @@ class Layout:
     recompute: Recompute = "none"
     offload: Offload = "none"
     stages_per_rank: int = 1
+    stages: Stages = ()
+    at: tuple[int, int] | None = None
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * (sum(map(len, self.stages)) if self.stages else self.pp * self.dp)
+
+    @property
+    def own_layers(self) -> int:
+        """The layers of the rank that is priced."""
+        assert self.at is not None, "stages of given sizes are priced one by one"
+        return self.stages[self.at[0]][self.at[1]]
+
+    def priced_at(self, replica: int, stage: int) -> Layout:
+        """The layout as the ranks of this stage see it: a pipeline as long as theirs."""
+        return replace(self, pp=len(self.stages[replica]), at=(replica, stage))
 
     @property
     def is_undivided(self) -> bool:
@@ -70,6 +86,7 @@ class Layout:
         sizes = [f"{axis} {size}" for axis, size in (("tp", self.tp), ("pp", self.pp), ("dp", self.dp)) if size > 1]
         if self.stages_per_rank > 1:
             sizes.append(f"{self.stages_per_rank} stages a rank")
+        sizes += [describe_stages(self.stages).strip()] if self.stages else []
         words = [" ".join([self.strategy, *sizes]), f"micro-batch {self.micro_batch}"]
         words += [f"{self.recompute} activation checkpointing"] if self.recompute != "none" else []
         words += [f"{self.offload} offloaded"] if self.offload != "none" else []

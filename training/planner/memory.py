@@ -18,7 +18,7 @@ LAYERS_GATHERED = 2  # the one that computes, and the next
 
 def memory_gib(job: Job, layout: Layout, model: CostModel, *, num_shards: int) -> dict[str, float]:
     """Memory by part, in GiB, of the rank that holds most. `num_shards`: ranks over which a sharded state is spread."""
-    stages = {0, layout.pp - 1}
+    stages = {0, layout.pp - 1} if layout.at is None else {layout.at[1]}
     ranks = [_bytes_of_stage(job, layout, model, stage=stage, num_shards=num_shards) for stage in sorted(stages)]
     largest = max(ranks, key=lambda parts: sum(parts.values()))
     return {part: num_bytes / GIB for part, num_bytes in largest.items() if num_bytes}
@@ -35,13 +35,20 @@ def _outside_layers(shape: ModelShape) -> int:
 
 
 def stage_layers(job: Job, layout: Layout) -> int:
-    """Layers of the rank that has most; numpy.array_split gives the first stages one more."""
+    """Layers of the rank that has most; of stages that cannot be equal the first have one more."""
+    if layout.stages:
+        return layout.own_layers
     stages = layout.pp * layout.stages_per_rank
     return -(-job.shape.layers // stages) * layout.stages_per_rank
 
 
-def stage_parameters(job: Job, layout: Layout, *, stage: int) -> float:
-    """Parameters of one rank before data parallelism shards them. A tied embedding lies on the first and last stage."""
+def stage_parameters(job: Job, layout: Layout, *, stage: int = 0) -> float:
+    """Parameters of one rank before data parallelism shards them: of the first stage, which has most.
+
+    A tied embedding lies on the first and last stage.
+    """
+    if layout.at is not None:
+        stage = layout.at[1]
     outside = _outside_layers(job.shape) if layout.pp == 1 else job.shape.vocab_size * job.shape.width
     ends = outside if stage in (0, layout.pp - 1) else 0
     return (stage_layers(job, layout) * layer_parameters(job) + ends) / layout.tp

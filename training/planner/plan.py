@@ -11,14 +11,14 @@ from typing import Any
 
 from training.config.run import RunConfig
 from training.config.train import check_schedule
-from training.planner.chosen_layout import ChosenLayout, choose_layout
+from training.planner.chosen_layout import ChosenLayout
 from training.planner.gpu_catalog import mean_datasheet_tflops, slow_devices
 from training.planner.hypothetical_hosts import assumptions
 from training.planner.job import KNOWN_ARCHITECTURES
 from training.planner.mixture import describe_sources, one_pass, plan_sources, warn_of_repeats
 from training.planner.model_shape import ASSUMED_VOCAB, model_shape, vocab_size
 from training.planner.pricing import predict, price_memory_copies
-from training.planner.replicas import BatchSplit, split_batch
+from training.planner.replicas import BatchSplit, choose_replicas
 from training.records.correction import Measurement
 from training.records.inventory import Host, Inventory
 from training.records.plan import MixturePhase, ModelShape, PlannedSource, Prediction, RunPlan
@@ -58,8 +58,7 @@ def make_plan(
             config.data, epoch, steps=steps, sequences=sequences, global_batch=config.train.global_batch
         )
         reasons += describe_sources(config.data, sources, steps=steps) + warn_of_repeats(sources)
-    chosen = choose_layout(config, shape, inventory, measurements=measurements)
-    split = split_batch(chosen, inventory)
+    chosen, split = choose_replicas(config, shape, inventory, measurements=measurements)
     hosts = inventory.hosts[: len(chosen.cluster.ranks_per_host)]
     predicted = _predicted(chosen, split, inventory, num_steps=steps)
     _check_disk(config, predicted.checkpoint_gib, steps, hosts[0])
@@ -116,6 +115,7 @@ def _predicted(chosen: ChosenLayout, split: BatchSplit, inventory: Inventory, *,
         peak_tflops=split.peak_tflops,
         datasheet_tflops=mean_datasheet_tflops(names, chosen.precision),
         correction=chosen.best.correction,
+        memory=chosen.best.memory if chosen.layout.stages else None,
     )
 
 

@@ -138,7 +138,7 @@ def memory_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> 
     """Memory of a rank by part, in GiB, at the peak of a step."""
     model, shards = cost_model_of(config, job, layout, cluster), num_shards(config, layout, cluster)
     parts = memory_gib(job, layout, model, num_shards=shards)
-    parameters = stage_parameters(job, layout, stage=0)
+    parameters = stage_parameters(job, layout)
     state, own = (
         each(config, parameters, group_ranks=shards) for each in (communication_state_bytes, rank_checkpoint_bytes)
     )
@@ -178,7 +178,7 @@ def host_gib(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> f
     """GiB of offloaded state in a host's memory: weights, gradients and AdamW's moments of its ranks, in fp32."""
     if layout.offload == "none":
         return 0.0
-    own = stage_parameters(job, layout, stage=0) / num_shards(config, layout, cluster)
+    own = stage_parameters(job, layout) / num_shards(config, layout, cluster)
     return cluster.most_on_a_host * 16 * own / GIB
 
 
@@ -200,11 +200,15 @@ def predict(
     peak_tflops: float,
     datasheet_tflops: float | None,
     correction: Correction,
+    memory: Mapping[str, float] | None = None,
 ) -> Prediction:
-    """The plan's prediction. `seconds`: of a step by part, on the slowest replica, corrected. TFLOP/s: ranks' means."""
+    """The plan's prediction. `seconds`: of a step by part, on the slowest replica, corrected. TFLOP/s: ranks' means.
+
+    `memory`: of the rank that needs most, where ranks are priced one by one.
+    """
     shape = job.shape
-    largest = replace(layout, micro_batch=largest_micro_batch)
-    memory = memory_of(config, job, largest, cluster)
+    if memory is None:
+        memory = memory_of(config, job, replace(layout, micro_batch=largest_micro_batch), cluster)
     whole = sum(seconds.values())
     tokens_per_s = config.train.global_batch * config.train.context / whole
     peak = peak_tflops if cluster.is_measured else 0.0

@@ -179,7 +179,7 @@ def _meshes(config: RunConfig, shape: ModelShape, inventory: Inventory) -> Itera
     slots = [len(host.devices) for host in inventory.hosts]
     num_devices = parallel.ranks or sum(slots)
     pinned = parallel.strategy != "auto"
-    tps = [parallel.tp] if parallel.tp else [1] if pinned else _tensor_sizes(shape, slots, num_devices)
+    tps = [parallel.tp] if parallel.tp else [1] if pinned else tensor_sizes(shape, slots, num_devices)
     for tp in tps:
         pps = [parallel.pp] if parallel.pp else [1] if pinned else _pipeline_sizes(shape, num_devices // tp)
         for pp in pps:
@@ -204,7 +204,7 @@ def _strategies(config: RunConfig, *, num_ranks: int, num_hosts: int) -> tuple[S
     return tuple(strategy for strategy in alone if strategy == "single" or strategy in several)
 
 
-def _tensor_sizes(shape: ModelShape, slots: list[int], num_devices: int) -> list[int]:
+def tensor_sizes(shape: ModelShape, slots: list[int], num_devices: int) -> list[int]:
     """1, and every number that divides each host's devices and the model's heads and matrices."""
     if shape.architecture not in KNOWN_ARCHITECTURES:
         return [1]

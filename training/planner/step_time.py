@@ -97,6 +97,8 @@ def _passes(job: Job, layout: Layout, model: CostModel, cluster: Cluster) -> tup
     layers, tokens = stage_layers(job, layout), layout.micro_batch * job.context
     layer = _layer(job, layout, model, cluster, tokens)
     output = _output_layer(job, layout, model, cluster, tokens)
+    if layout.at is not None and layout.at[1] < layout.pp - 1:
+        output = output * 0
     attention = 2.5 if model.program.kept.scores == 0 else 2.0  # fused attention's backward recomputes its scores
     backward = Pass(2 * layer.products, attention * layer.attention, 2 * layer.memory, 1.5 * layer.ops)
     recompute = Pass(0, 0, 0, 0)
@@ -195,7 +197,7 @@ def tp_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster) -> float:
 def pp_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster) -> float:
     """Seconds of sending hidden states forward and gradients back between stages, half of which computing hides."""
     num_bytes = layout.micro_batch * job.context * job.shape.width * model.program.boundary_bytes
-    ranks_of_a_stage = layout.dp * layout.tp
+    ranks_of_a_stage = layout.tp if layout.stages else layout.dp * layout.tp
     link = cluster.link(layout.pp, stride=ranks_of_a_stage)
     if model.time.scatters_boundary:
         num_bytes /= layout.tp
@@ -222,9 +224,9 @@ def dp_s(
     if layout.dp == 1:
         return 0.0
     sharing = SHARING[layout.strategy]
-    parameters = stage_parameters(job, layout, stage=0)
+    parameters = stage_parameters(job, layout)
     layers = stage_layers(job, layout) + 1
-    link = cluster.link(num_shards, stride=layout.tp)
+    link = cluster.link(num_shards, stride=layout.tp * (layout.pp if layout.stages else 1))
     gather = link.gather_s(model.program.gather_bytes * parameters, num_shards, calls=layers)
     reduced_bytes = model.program.reduce_bytes * parameters
     if sharing.stage < 2:
@@ -237,7 +239,7 @@ def dp_s(
     across = between_groups.all_reduce_s(model.time.across_bytes * parameters / num_shards, num_groups)
     forward_comm = sharing.gathers / 2 * gather
     backward_comm = forward_comm + reduce
-    hides = model.time.hides if layout.pp == 1 else 0.0
+    hides = model.time.hides if layout.pp == 1 and not layout.stages else 0.0
     forward_hides, backward_hides = hides * forward.computing(), hides * backward.computing()
     if not sharing.reduces_each:
         return _exposed(reduce, backward_hides, model, layers) + across
@@ -260,7 +262,7 @@ def _exposed(communication: float, hides: float, model: CostModel, layers: int) 
 
 def _update_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster, *, num_shards: int) -> dict[str, float]:
     sharing = SHARING[layout.strategy]
-    parameters = stage_parameters(job, layout, stage=0)
+    parameters = stage_parameters(job, layout)
     own = parameters / (num_shards if sharing.stage >= 1 else 1)
     parts = {"optimizer": model.time.update_bytes * own / (cluster.memory_gb_per_s * 1e9)}
     if cluster.kind == "cuda" and layout.offload != "none":

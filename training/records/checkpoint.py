@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from training.config.parallel import Stages
 from training.config.run import CheckpointConfig
 from training.records.record import Record, sha256_file
 
@@ -38,14 +39,15 @@ class RankFile(Record):
 class CheckpointManifest(Record):
     """The record of a checkpoint: its step, its layout, and the hash of each file.
 
-    `val_loss`: of the newest validation at this step or before, nats per token; None: there was none yet.
-    `micro_batches`: by replica, as they were at this step.
+    `mesh`, `stages`: as in RankPlan, what each rank had of the model. `val_loss`: of the newest validation at this step
+    or before, nats per token; None: there was none yet. `micro_batches`: by replica, as they were at this step.
     """
 
     step: int
     tokens: int
     strategy: str
     mesh: dict[str, int]
+    stages: Stages = ()
     world_size: int
     config_sha256: str
     val_loss: float | None

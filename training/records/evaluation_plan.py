@@ -54,6 +54,7 @@ class EvaluationPlan(RankPlan):
         return self.model_copy(
             update={
                 "mesh": {"pp": 1, "dp": world_size, "tp": 1},
+                "stages": (),
                 "ranks_per_host": (world_size,),
                 "strategy": "single",
                 "offload": "none",

@@ -7,12 +7,14 @@ Launching needs the same of both: where their ranks are, the command that each o
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from pydantic import Field, model_validator
 
-from training.config.parallel import Precision, StrategyName
+from training.config.parallel import Precision, Stages, StrategyName
 from training.config.run import RunConfig
 from training.records.correction import Correction, Priced
 from training.records.record import Record, with_matmul_share
@@ -105,6 +107,7 @@ class RankedLayout(Record):
     tp: int
     pp: int
     dp: int
+    stages: Stages = ()
     micro_batch: int
     accumulation: int
     activation_checkpointing: Literal["none", "selective", "full"]
@@ -123,6 +126,15 @@ class RankedLayout(Record):
         return with_matmul_share(fields)
 
 
+class Place(NamedTuple):
+    """Where a rank is: in which data-parallel replica, at which of its pipeline's places, with which part of a layer's
+    matrices."""
+
+    dp: int
+    pp: int
+    tp: int
+
+
 class Command(TypedDict):
     """The command of every rank: a Python module, or else a script, with these arguments."""
 
@@ -131,11 +143,37 @@ class Command(TypedDict):
     args: tuple[str, ...]
 
 
+def places_of(mesh: Mapping[str, int], stages: Stages) -> list[Place]:
+    """The places of a plan's ranks, in their order."""
+    pp, dp, tp = (range(mesh[axis]) for axis in ("pp", "dp", "tp"))
+    if stages:
+        return [Place(replica, stage, t) for replica in dp for stage in range(len(stages[replica])) for t in tp]
+    return [Place(replica, stage, t) for stage in pp for replica in dp for t in tp]
+
+
+def even_stages(layers: int, stages: int) -> tuple[int, ...]:
+    """So many stages of as equal numbers of layers as there can be."""
+    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+
+
+def layer_numbers(sizes: Sequence[int]) -> list[range]:
+    """The numbers of the layers of stages of these sizes."""
+    return [range(end - size, end) for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
+
+
+def describe_stages(stages: Stages) -> str:
+    """` of 24 | 10 + 14 layers`: replicas and the layers of their stages; nothing for equal stages."""
+    return f" of {' | '.join(' + '.join(map(str, sizes)) for sizes in stages)} layers" if stages else ""
+
+
 class RankPlan(Record):
     """A plan's part that ranks read, to train or to evaluate: the model's text, its shape, and how they share both.
 
     `config` is what was asked for and the rest what was chosen; ranks follow the latter.
     `mesh`: sizes of the axes pp, dp and tp, outermost first; ranks that share a layer's matrices are neighbours.
+    `stages`: the number of layers of each pipeline stage, by data-parallel replica, where replicas are of unlike shape
+    or their stages unequal: ((24,), (10, 14)) is one rank with 24 layers, and a pipeline of two. Then ranks count
+    replica by replica, and pp is the longest pipeline. Empty: equal stages of a whole mesh.
     `micro_batches`: sequences per forward pass, by data-parallel replica; all make `accumulation` of them a step.
     `rebalance` lets the micro-batches change while training goes on. `local_copies`: of models that are named by URLs.
     """
@@ -153,6 +191,7 @@ class RankPlan(Record):
     offload: Literal["none", "optimizer", "parameters"]
     activation_checkpointing: Literal["none", "selective", "full"]
     mesh: dict[str, int]
+    stages: Stages = ()
     group_ranks: int = 0  # data-parallel ranks in a group, for hsdp and local-sgd
     ranks_per_host: tuple[int, ...]
     threads_per_rank: int
@@ -179,6 +218,16 @@ class RankPlan(Record):
     def micro_batch(self) -> int:
         """The largest of the replicas' micro-batches."""
         return max(self.micro_batches)
+
+    @property
+    def places(self) -> list[Place]:
+        """The place of each rank."""
+        return places_of(self.mesh, self.stages)
+
+    def replica_layers(self, replica: int) -> list[range]:
+        """The numbers of the layers of each of a replica's pipeline stages; of equal ones the first have one more."""
+        number = self.mesh["pp"] * self.config.parallel.pp_stages_per_rank
+        return layer_numbers(self.stages[replica] if self.stages else even_stages(self.shape.layers, number))
 
     def command(self, module: str, *, run_dir: Path) -> Command:
         """`python -m MODULE RUN_DIR/plan.json`; `module` is one of Shardline's programs, such as training.train."""
@@ -230,6 +279,7 @@ class RunPlan(RankPlan):
             "strategy": self.strategy,
             "tp": self.mesh["tp"],
             "pp": self.mesh["pp"],
+            "stages": self.stages or "even",
             "group_ranks": self.group_ranks,
             "offload": self.offload,
             "ranks": self.world_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from training.config.parallel import Stages
 from training.records.plan import RunPlan
 from training.records.record import Record
 
@@ -43,12 +44,14 @@ class Trials(Record):
 
     strategy: str
     mesh: dict[str, int]
+    stages: Stages = ()
     ranks_per_host: tuple[int, ...]
     trials: tuple[Trial, ...]
 
     def confirm(self, plan: RunPlan) -> bool:
         """Whether these trials found that this plan fits."""
-        same = (self.strategy, self.mesh, self.ranks_per_host) == (plan.strategy, plan.mesh, plan.ranks_per_host)
+        fields = ("strategy", "mesh", "stages", "ranks_per_host")
+        same = all(getattr(self, field) == getattr(plan, field) for field in fields)
         return same and self.trials[-1].micro_batches == plan.micro_batches
 
     @property

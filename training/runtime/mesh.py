@@ -1,9 +1,11 @@
-"""One DeviceMesh with named axes (pp, dp, tp), and the two collectives that tensor parallelism differentiates."""
+"""Process groups by the axes pp, dp and tp, and the two collectives that tensor parallelism differentiates."""
 
 from __future__ import annotations
 
 import datetime
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -11,16 +13,51 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from training.records.plan import RankPlan
+from training.records.plan import Place, RankPlan
 
 ACROSS, INSIDE = "across_groups", "inside_group"
 
+Mesh = Mapping[str, DeviceMesh]  # a rank's group of each axis
 
-def build_mesh(plan: RankPlan) -> DeviceMesh:
-    """The plan's mesh, axes in the plan's order; strategies take their sub-meshes from it by name."""
+
+def build_mesh(plan: RankPlan) -> Mesh:
+    """This rank's group of each of the plan's axes, by name. Collective.
+
+    Replicas of unlike shape make no whole mesh: for those there is no axis dp (training/strategies/pipeline.py).
+    """
+    if plan.stages:
+        return {axis: _axis_mesh(plan, axis) for axis in ("pp", "tp")}
     mesh = init_device_mesh(plan.device_kind, tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
     connect(plan, mesh)
+    return {axis: mesh[axis] for axis in plan.mesh}
+
+
+def _axis_mesh(plan: RankPlan, axis: Literal["pp", "tp"]) -> DeviceMesh:
+    """This rank's group of an axis: the ranks that share its place on all other axes."""
+    groups: dict[Place, list[int]] = defaultdict(list)
+    for rank, place in enumerate(plan.places):
+        groups[place._replace(**{axis: 0})].append(rank)
+    (group,) = make_groups(plan, map(tuple, groups.values())).values()
+    mesh = DeviceMesh.from_group(group, plan.device_kind, mesh_dim_names=(axis,))
+    if axis == "pp" and mesh.size() > 1:
+        _send_round(torch.ones(1, device=mesh.device_type), group)
     return mesh
+
+
+def make_groups(plan: RankPlan, groups: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Make a process group of each of these groups of ranks, connected (see `connect`); those that this rank is in.
+
+    Collective: all ranks pass the same groups in the same order.
+    """
+    own: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for ranks in groups:
+        group = dist.new_group(list(ranks), timeout=timeout(plan))
+        if dist.get_rank() in ranks:
+            own[ranks] = group
+    for ranks, group in own.items():
+        if len(ranks) > 1:
+            dist.all_reduce(torch.ones(1, device=plan.device_kind), group=group)
+    return own
 
 
 def group_mesh(plan: RankPlan) -> DeviceMesh:

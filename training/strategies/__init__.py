@@ -12,12 +12,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from training.data.batch import Batch, Share
 from training.models.architectures import layers_of
 from training.models.language_model import LanguageModel
 from training.records.plan import RankPlan
+from training.runtime.mesh import Mesh
 from training.runtime.tensor_cut import Parts
 from training.strategies import ddp, fsdp, local_sgd, pipeline, tensor, torch_strategy, zero
 from training.strategies.activation_checkpointing import compile_layers, recompute_in_backward
@@ -72,7 +72,7 @@ class Strategy(Protocol):
         """Load this rank's `rank_state`, on the same mesh; called after `load_optimizer_state`."""
 
 
-Build = Callable[[RankPlan, DeviceMesh, LanguageModel, Mapping[str, Tensor]], Strategy]
+Build = Callable[[RankPlan, Mesh, LanguageModel, Mapping[str, Tensor]], Strategy]
 
 STRATEGIES: dict[str, Build] = {
     "single": torch_strategy.build,
@@ -87,7 +87,7 @@ STRATEGIES: dict[str, Build] = {
 
 
 def parallelize(
-    plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, *, weights: Mapping[str, Tensor], device: torch.device
+    plan: RankPlan, mesh: Mesh, model: LanguageModel, *, weights: Mapping[str, Tensor], device: torch.device
 ) -> Strategy:
     """Apply tensor parallelism, fp8, activation checkpointing, compilation, then the pipeline or data parallelism.
 
@@ -97,7 +97,7 @@ def parallelize(
     if plan.mesh["tp"] > 1:
         tensor.shard_matrices(model, mesh["tp"])
     if plan.mesh["pp"] > 1:
-        pipeline.keep_own_stages(plan, mesh, model)
+        pipeline.keep_own_stages(plan, model)
     if plan.strategy not in {"fsdp", "hsdp", "zero3"}:
         model.to(device)
     if plan.precision == "fp8":

@@ -8,19 +8,19 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from training.data.batch import Batch, Share
 from training.models.language_model import LanguageModel
 from training.planner.communication import all_reduce_bytes
 from training.records.plan import RankPlan
+from training.runtime.mesh import Mesh
 from training.strategies.compression import Compression, compress
 from training.strategies.stats import StepStats
 from training.strategies.torch_strategy import TorchStrategy
 
 
-def build(plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Ddp:
+def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Ddp:
     return Ddp(plan, mesh, model, weights)
 
 
@@ -30,7 +30,7 @@ class Ddp(TorchStrategy):
     def __init__(
         self,
         plan: RankPlan,
-        mesh: DeviceMesh,
+        mesh: Mesh,
         model: LanguageModel,
         weights: Mapping[str, Tensor],
         *,

@@ -23,11 +23,11 @@ from training.models.architectures import layers_of
 from training.models.language_model import LanguageModel
 from training.planner.communication import all_reduce_bytes, gather_bytes
 from training.records.plan import RankPlan
-from training.runtime.mesh import INSIDE, group_mesh
+from training.runtime.mesh import INSIDE, Mesh, group_mesh
 from training.strategies.torch_strategy import TorchStrategy
 
 
-def build(plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Fsdp:
+def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Fsdp:
     groups = group_mesh(plan) if plan.strategy == "hsdp" else mesh["dp"]
     options: dict[str, Any] = {"mesh": groups}
     if plan.precision in {"bf16", "fp8"}:
@@ -67,7 +67,7 @@ class Fsdp(TorchStrategy):
     def __init__(
         self,
         plan: RankPlan,
-        mesh: DeviceMesh,
+        mesh: Mesh,
         model: LanguageModel,
         weights: Mapping[str, Tensor],
         *,

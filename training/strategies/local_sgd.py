@@ -19,13 +19,12 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from training.data.batch import Batch, Share
 from training.models.language_model import LanguageModel
 from training.planner.communication import all_reduce_bytes, gather_bytes
 from training.records.plan import RankPlan
-from training.runtime.mesh import ACROSS, INSIDE, group_mesh
+from training.runtime.mesh import ACROSS, INSIDE, Mesh, group_mesh
 from training.runtime.step_trace import phase
 from training.runtime.tensor_cut import Parts
 from training.strategies.compression import unpack
@@ -34,7 +33,7 @@ from training.strategies.optim import MOMENTS
 from training.strategies.stats import StepStats
 
 
-def build(plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> LocalSgd:
+def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> LocalSgd:
     return LocalSgd(plan, mesh, model, weights)
 
 
@@ -44,7 +43,7 @@ class LocalSgd(Ddp):
     A group's gradient is its part of the global batch's, times the number of groups: their mean is the whole one.
     """
 
-    def __init__(self, plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
         groups, parallel = group_mesh(plan), plan.config.parallel
         self.inside, self.across = groups[INSIDE].get_group(), groups[ACROSS].get_group()
         super().__init__(plan, mesh, model, weights, group=self.inside)

@@ -2,27 +2,28 @@
 
 1F1B (Narayanan et al. 2019) where a rank has one stage, interleaved 1F1B (Narayanan et al. 2021, section 2.2) where
 it has several. The step's accumulated micro-batches are the pipeline's. A tied embedding lives on the first and on
-the last stage; the two gradients are summed, so that both copies stay the same.
+the last stage; the gradients of all copies are summed, so that they stay the same.
+
+Data-parallel replicas may be cut at different layers, or one of them not at all (`plan.stages`). So what is summed
+over replicas are not stages but parameters: those that the same ranks hold travel together.
 """
 
 from __future__ import annotations
 
-import functools
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from training.data.batch import Batch, Share
-from training.models.architectures import layers_of
+from training.models.architectures import Architecture, layers_of
 from training.models.language_model import LanguageModel
-from training.records.plan import RankPlan
-from training.runtime.mesh import timeout
+from training.records.plan import Place, RankPlan
+from training.runtime.mesh import Mesh, make_groups
 from training.runtime.step_trace import phase
 from training.runtime.tensor_cut import Parts
 from training.strategies.optim import set_learning_rate
@@ -30,26 +31,74 @@ from training.strategies.stats import StepStats
 from training.strategies.torch_strategy import TorchStrategy
 
 
-def build(plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Pipeline:
+def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Pipeline:
     return Pipeline(plan, mesh, model, weights)
 
 
-def own_stages(plan: RankPlan, mesh: DeviceMesh) -> list[int]:
-    """This rank's stages of pp x pp_stages_per_rank: every pp-th, so that a micro-batch visits all ranks in turn."""
-    stages = plan.mesh["pp"] * plan.config.parallel.pp_stages_per_rank
-    return list(range(mesh["pp"].get_local_rank(), stages, plan.mesh["pp"]))
+class StageMap:
+    """The pipeline stages of all replicas: which layers each has, and which ranks of the world hold what of the model.
+
+    A rank has every so many-th stage of its pipeline, so that a micro-batch visits all ranks in turn.
+    """
+
+    def __init__(self, plan: RankPlan, architecture: Architecture) -> None:
+        self.architecture, self.tp = architecture, plan.mesh["tp"]
+        self.places = plan.places
+        self.rank_at = {place: rank for rank, place in enumerate(self.places)}
+        self.replicas = [plan.replica_layers(replica) for replica in range(plan.dp)]
+        self.lengths = [len(plan.stages[replica]) if plan.stages else plan.mesh["pp"] for replica in range(plan.dp)]
+        by_replica = [self._holders(replica) for replica in range(plan.dp)]
+        self.holders = [*zip(*by_replica, strict=True)]  # of each layer: ranks by replica and tp rank
+
+    def own_stages(self, rank: int) -> dict[int, range]:
+        """The numbers of a rank's layers, by stage."""
+        place = self.places[rank]
+        stages = enumerate(self.replicas[place.dp])
+        return {stage: layers for stage, layers in stages if stage % self.lengths[place.dp] == place.pp}
+
+    def last_stage(self, rank: int) -> int:
+        """The number of the last stage of a rank's pipeline."""
+        return len(self.replicas[self.places[rank].dp]) - 1
+
+    def _holders(self, replica: int) -> list[tuple[int, ...]]:
+        """The ranks of a replica that hold each layer, by tp rank."""
+        of_stages = [
+            tuple(self.rank_at[Place(replica, stage % self.lengths[replica], tp)] for tp in range(self.tp))
+            for stage in range(len(self.replicas[replica]))
+        ]
+        return [ranks for ranks, layers in zip(of_stages, self.replicas[replica], strict=True) for _ in layers]
+
+    def layer_of(self, name: str) -> int:
+        """The layer that a parameter is held with: its own, or else the first or the last one."""
+        prefix = f"{self.architecture.layers}."
+        if name.startswith(prefix):
+            return int(name.removeprefix(prefix).partition(".")[0])
+        return 0 if name.startswith(tuple(f"{first}." for first in self.architecture.first)) else -1
+
+    def groups_of(self, layer: int) -> list[tuple[int, ...]]:
+        """The ranks that sum a layer's gradients, by tp rank."""
+        return [*zip(*self.holders[layer], strict=True)]
+
+    def tied_groups(self) -> list[tuple[int, ...]]:
+        """The ranks that have a copy of a tied embedding, by tp rank."""
+        ends = (self.groups_of(layer) for layer in (0, -1))
+        return [tuple(sorted({*first, *last})) for first, last in zip(*ends, strict=True)]
 
 
-def keep_own_stages(plan: RankPlan, mesh: DeviceMesh, model: LanguageModel) -> None:
-    keep_stages(model, owned=own_stages(plan, mesh), stages=plan.mesh["pp"] * plan.config.parallel.pp_stages_per_rank)
-
-
-def keep_stages(model: LanguageModel, *, owned: Sequence[int], stages: int) -> None:
-    """Drop the layers of other ranks; those that stay keep their names. `model.stages`: own layers by stage."""
+def keep_own_stages(plan: RankPlan, model: LanguageModel) -> None:
     assert model.architecture is not None, "the plan refuses pp for such models"
-    layers, last = layers_of(model.hf), stages - 1
-    numbers = np.array_split(np.arange(len(layers)), stages)
-    model.stages = {stage: [layers[i] for i in numbers[stage]] for stage in owned}
+    stage_map, rank = StageMap(plan, model.architecture), dist.get_rank()
+    keep_stages(model, stage_map.own_stages(rank), last=stage_map.last_stage(rank))
+
+
+def keep_stages(model: LanguageModel, owned: Mapping[int, Sequence[int]], *, last: int) -> None:
+    """Drop the layers of other ranks; those that stay keep their names. `model.stages`: own layers by stage.
+
+    `owned`: the numbers of this rank's layers, by stage.
+    """
+    assert model.architecture is not None, "the plan refuses pp for such models"
+    layers = layers_of(model.hf)
+    model.stages = {stage: [layers[i] for i in numbers] for stage, numbers in owned.items()}
     kept = {id(layer) for stage in model.stages.values() for layer in stage}
     for number, layer in enumerate(layers):
         if id(layer) not in kept:
@@ -76,44 +125,67 @@ class Stage(nn.Module):
 
 
 class Pipeline(TorchStrategy):
-    def __init__(self, plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
-        self.plan, self.pp = plan, mesh["pp"]
-        self.last_stage = plan.mesh["pp"] * plan.config.parallel.pp_stages_per_rank - 1
+    def __init__(self, plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
+        assert model.architecture is not None
+        self.plan, self.pp, self.place = plan, mesh["pp"], plan.places[dist.get_rank()]
+        self.map = StageMap(plan, model.architecture)
+        self.last_stage = self.map.last_stage(dist.get_rank())
         self.stages = {
             stage: Stage(model, layers, first=stage == 0, last=stage == self.last_stage)
             for stage, layers in model.stages.items()
         }
         self.has_first, self.has_last = 0 in self.stages, self.last_stage in self.stages
-        self.tie_group = self._tie_group(mesh) if model.tied else None
-        self.has_tied_copy = model.tied and self.has_last
+        self.has_tied_copy = model.tied and self.has_last and not self.has_first
         super().__init__(plan, mesh, model, weights, module=model, norm_groups=(self.pp.get_group(),))
         if self.has_tied_copy:  # the first stage counts and saves the embedding
             self.norm_parameters = [
                 parameter for parameter in self.norm_parameters if parameter is not model.output()[0]
             ]
+        self.summed = self._summed(mesh)
         self.weight, self.losses = 0.0, list[Tensor]()
+        self.built: tuple[int, Schedule1F1B | ScheduleInterleaved1F1B] | None = None
 
     def saved_names(self) -> dict[str, nn.Parameter]:
         assert self.model.architecture is not None
         if not self.has_tied_copy:
             return super().saved_names()
-        copy, embedding = f"{self.model.architecture.output}.weight", f"{self.model.architecture.embedding}.weight"
+        copy, embedding = f"{self.model.architecture.output}.weight", self._embedding
         return {embedding if name == copy else name: parameter for name, parameter in super().saved_names().items()}
 
-    def _tie_group(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
-        """The first and the last rank of this rank's pipeline, if it is one of the two."""
-        own: dist.ProcessGroup | None = None
-        for pipeline in mesh.mesh.flatten(1).t().tolist():  # every rank makes every group, in the same order
-            group = dist.new_group([pipeline[0], pipeline[-1]], timeout=timeout(self.plan))
-            if dist.get_rank() in (pipeline[0], pipeline[-1]):
-                own = group
-        return own
+    @property
+    def _embedding(self) -> str:
+        return f"{self.map.architecture.embedding}.weight"
 
-    @functools.cached_property
-    def schedule(self) -> Schedule1F1B | ScheduleInterleaved1F1B:
-        """The micro-batches' schedule; shapes are given, as a trial forward pass would use up random numbers."""
+    def ranks_with(self, name: str) -> Tensor:
+        return torch.tensor(self.map.holders[self.map.layer_of(name)])
+
+    def _summed(self, mesh: Mesh) -> list[tuple[dist.ProcessGroup, list[nn.Parameter]]]:
+        """The groups over which this rank sums gradients, and of which parameters, in an order all ranks share."""
+        tied = self.map.tied_groups() if self.model.tied else []
+        layers = [ranks for layer in range(len(self.map.holders)) for ranks in self.map.groups_of(layer)]
+        in_order = [ranks for ranks in dict.fromkeys([*layers, *tied]) if len(ranks) > 1]
+        known = {} if self.plan.stages else {tuple(dist.get_process_group_ranks(mesh["dp"].get_group())): mesh["dp"]}
+        made = set(tied) if known else set(in_order)
+        groups = make_groups(self.plan, [ranks for ranks in in_order if ranks in made])
+        groups |= {ranks: dp.get_group() for ranks, dp in known.items()}
+        members = defaultdict[tuple[int, ...], list[nn.Parameter]](list)
+        for name, parameter in self.trained.items():
+            sharers = tied if tied and name == self._embedding else self.map.groups_of(self.map.layer_of(name))
+            members[sharers[self.place.tp]].append(parameter)
+        return [(groups[ranks], members[ranks]) for ranks in in_order if ranks in members]
+
+    def schedule(self, rows: int) -> Schedule1F1B | ScheduleInterleaved1F1B:
+        """The schedule of micro-batches of so many sequences, made anew where their number has changed.
+
+        Shapes are given, as a trial forward pass would use up random numbers.
+        """
+        if self.built is None or self.built[0] != rows:
+            self.built = rows, self._build_schedule(rows)
+        return self.built[1]
+
+    def _build_schedule(self, rows: int) -> Schedule1F1B | ScheduleInterleaved1F1B:
         plan, device = self.plan, next(self.model.parameters()).device
-        shape = (plan.micro_batches[self.mesh["dp"].get_local_rank()], plan.config.train.context)
+        shape = (rows, plan.config.train.context)
         ids = torch.empty(shape, dtype=torch.int64, device="meta")
         hidden = torch.empty((*shape, plan.shape.width), device="meta", requires_grad=True)
         stages = [
@@ -146,7 +218,7 @@ class Pipeline(TorchStrategy):
         inputs = (whole.inputs,) if self.has_first else ()
         arguments: dict[str, Any] = _arguments(whole)
         with phase("forward_backward"):  # the schedule mixes them
-            self.schedule.step(
+            self.schedule(len(share.batches[0].inputs)).step(
                 *inputs, target=whole.targets if self.has_last else None, return_outputs=False, **arguments
             )
             self._reduce_gradients()
@@ -155,11 +227,11 @@ class Pipeline(TorchStrategy):
             return self.update(losses.sum(), share.num_targets)
 
     def _reduce_gradients(self) -> None:
-        """Sum gradients over the dp ranks, bucket by bucket, and over the two copies of a tied embedding."""
-        if self.mesh["dp"].size() > 1:
-            for bucket in _buckets(self.gradients(self.parameters), self.plan.config.parallel.bucket_mib * 2**20):
+        """Sum gradients over the ranks that hold the same parameters, bucket by bucket."""
+        for group, parameters in self.summed:
+            for bucket in _buckets(self.gradients(parameters), self.plan.config.parallel.bucket_mib * 2**20):
                 flat = torch.cat([grad.flatten() for grad in bucket])
-                dist.all_reduce(flat, group=self.mesh["dp"].get_group())
+                dist.all_reduce(flat, group=group)
                 torch._foreach_copy_(
                     bucket,
                     [
@@ -167,10 +239,13 @@ class Pipeline(TorchStrategy):
                         for piece, grad in zip(flat.split([grad.numel() for grad in bucket]), bucket, strict=True)
                     ],
                 )
-        embedding = self.model.architecture.embedding if self.model.architecture else ""
-        tied = self.trained.get(f"{embedding}.weight") if self.tie_group is not None else None
-        if tied is not None:
-            dist.all_reduce(tied.grad, group=self.tie_group)
+
+    def global_norm(self) -> Tensor:
+        """As everywhere. Replicas of unlike shape add up in unlike orders, so all of them take the first one's sum."""
+        norm = super().global_norm()
+        if self.plan.stages:
+            dist.broadcast(norm, src=0)
+        return norm
 
     def loss(self, batch: Batch) -> Tensor:
         hidden = self._last_hidden(batch.inputs, **_arguments(batch))
@@ -223,9 +298,9 @@ class Pipeline(TorchStrategy):
 
     def _saved_here(self, tensors: Iterator[tuple[str, Parts]]) -> Iterator[tuple[str, Parts]]:
         """All but the last stage's copy of the embedding."""
-        assert self.model.architecture is not None
-        copy = f"{self.model.architecture.embedding}.weight"
-        return ((name, parts) for name, parts in tensors if not (self.has_tied_copy and name.startswith(copy)))
+        return (
+            (name, parts) for name, parts in tensors if not (self.has_tied_copy and name.startswith(self._embedding))
+        )
 
 
 def _concatenated(batches: list[Batch]) -> Batch:

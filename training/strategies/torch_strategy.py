@@ -8,19 +8,19 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from training.data.batch import Batch, Share
 from training.models.language_model import LanguageModel
 from training.records.plan import RankPlan
+from training.runtime.mesh import Mesh
 from training.runtime.step_trace import phase
 from training.runtime.tensor_cut import Parts, own_part, parts_of, sharded_like
 from training.strategies.optim import MOMENTS, LossScale, build_adamw, set_learning_rate
 from training.strategies.stats import StepStats
 
 
-def build(plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> TorchStrategy:
+def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> TorchStrategy:
     return TorchStrategy(plan, mesh, model, weights, module=model)
 
 
@@ -35,7 +35,7 @@ class TorchStrategy:
     def __init__(
         self,
         plan: RankPlan,
-        mesh: DeviceMesh,
+        mesh: Mesh,
         model: LanguageModel,
         weights: Mapping[str, Tensor],
         *,
@@ -50,7 +50,7 @@ class TorchStrategy:
         self.scale = LossScale(dynamic=plan.precision == "fp16")
         self.norm_groups = (*norm_groups, mesh["tp"].get_group()) if plan.mesh["tp"] > 1 else norm_groups
         self.counts_replicated = mesh["tp"].get_local_rank() == 0  # tp peers hold the same norms and biases
-        self.stage_ranks = mesh.mesh[mesh["pp"].get_local_rank()]  # [dp, tp]
+        self.all_ranks = torch.arange(plan.world_size).view(-1, plan.mesh["tp"])
         self.named = self.saved_names()  # once: while FSDP2 holds weights gathered, the model shows those instead
         self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
         self.parameters = list(self.trained.values())
@@ -181,7 +181,11 @@ class TorchStrategy:
 
     def parts(self, name: str, tensor: Tensor) -> Parts:
         """Which parts the ranks hold of a parameter, or of its moment."""
-        return parts_of(tensor, cut=self.model.cuts.get(name), ranks=self.stage_ranks)
+        return parts_of(tensor, cut=self.model.cuts.get(name), ranks=self.ranks_with(name))
+
+    def ranks_with(self, name: str) -> Tensor:
+        """The ranks that hold a parameter, [dp, tp]."""
+        return self.all_ranks
 
     def own(self, name: str, whole: Tensor, parameter: Tensor) -> Tensor:
         cut = self.model.cuts.get(name)

@@ -14,20 +14,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from training.data.batch import Batch, Share
 from training.models.init_weights import fill
 from training.models.language_model import LanguageModel
 from training.planner.cost_model import ZERO_STAGE
 from training.records.plan import RankPlan
+from training.runtime.mesh import Mesh
 from training.runtime.step_trace import phase
 from training.runtime.tensor_cut import Parts, flat_parts, whole_on_each
 from training.strategies.optim import MOMENTS, LossScale, build_adamw, set_learning_rate
 from training.strategies.stats import StepStats
 
 
-def build(plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Zero:
+def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Zero:
     if ZERO_STAGE[plan.strategy] < 3:
         fill(model.hf, weights)  # DeepSpeed copies them when it takes the model over
     return Zero(plan, mesh, model, weights)
@@ -109,7 +109,7 @@ class _InForward(nn.Module):
 
 
 class Zero:
-    def __init__(self, plan: RankPlan, mesh: DeviceMesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
         deepspeed = import_deepspeed(plan.device_kind)
         train = plan.config.train
         self.model, self.rank = model, mesh["dp"].get_local_rank()
@@ -121,7 +121,7 @@ class Zero:
             model=_InForward(model), optimizer=adamw, config=deepspeed_config(plan), dist_init_required=False
         )
         self.module, self.dp = self.engine, mesh["dp"].size()
-        self.ranks = mesh.mesh.flatten().tolist()  # tp and pp are 1
+        self.ranks = [*range(plan.world_size)]  # tp and pp are 1
         self.scale = LossScale(dynamic=plan.precision == "fp16")
         self.may_skip = train.on_nonfinite == "skip" or plan.precision == "fp16"
         self.optimizer.check_grad_overflow = self.may_skip  # then its step leaves out what is not finite

@@ -86,8 +86,10 @@ class Rebalancer:
         return [max(seconds) for seconds in self._by_replica(own)]
 
     def _by_replica(self, ranks: Sequence[float]) -> list[list[float]]:
-        tp, dp = self.plan.mesh["tp"], self.plan.mesh["dp"]
-        return [[value for rank, value in enumerate(ranks) if rank // tp % dp == replica] for replica in range(dp)]
+        found: list[list[float]] = [[] for _ in range(self.plan.dp)]
+        for value, place in zip(ranks, self.plan.places, strict=True):
+            found[place.dp].append(value)
+        return found
 
     def _limits(self) -> tuple[int, ...]:
         """The plan's, which are predicted; on GPUs no more than the peak of the steps before leaves room for either."""
@@ -126,7 +128,7 @@ def with_room(sizes: Sequence[int], *, room: Sequence[float], largest: Sequence[
 
 def sizes_in_force(plan: RunPlan, resumed: CheckpointManifest | None) -> tuple[int, ...]:
     """The checkpoint's micro-batches, where its ranks are the plan's and the sizes still fit; else the plan's."""
-    if resumed is None or not plan.rebalance or resumed.mesh != plan.mesh:
+    if resumed is None or not plan.rebalance or (resumed.mesh, resumed.stages) != (plan.mesh, plan.stages):
         return plan.micro_batches
     sizes = resumed.micro_batches
     if len(sizes) != plan.dp or sum(sizes) != sum(plan.micro_batches):

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from training.checkpoint import load
 from training.checkpoint.memory import HostMemory
@@ -24,7 +23,7 @@ from training.models.language_model import LanguageModel, unfilled_model
 from training.records.checkpoint import CheckpointManifest, damage, finished_checkpoints, newest_intact, reading
 from training.records.memory_checkpoint import MEMORY_RECORD, MemoryRecord
 from training.records.plan import RunPlan
-from training.runtime.mesh import build_mesh
+from training.runtime.mesh import Mesh, build_mesh
 from training.runtime.process import Rank
 from training.strategies import Strategy, parallelize
 from training.trainer.rebalance import sizes_in_force
@@ -43,7 +42,7 @@ class TrainingState:
     plan: RunPlan
     rank: Rank
     run_dir: Path
-    mesh: DeviceMesh
+    mesh: Mesh
     model: LanguageModel
     trainable_parameters: int  # of the whole model, whatever part of it this rank holds
     strategy: Strategy
@@ -102,11 +101,11 @@ def build_state(plan: RunPlan, unfilled: Unfilled, found: Path | None, *, rank: 
     strategy = parallelize(plan, mesh, model, weights=weights, device=rank.device)
     # Ranks must not drop the same units, but for tp peers, which share each unit's neighbours.
     torch.manual_seed(plan.config.train.seed + rank.rank // plan.mesh["tp"])
-    resumed = load.load_state(found, strategy=strategy, rank=rank, mesh=plan.mesh) if found is not None else None
+    resumed = load.load_state(found, strategy=strategy, rank=rank, plan=plan) if found is not None else None
     if found is None and plan.config.train.optimizer_path:
         load.load_moments(Path(plan.local(plan.config.train.optimizer_path)), strategy)
     micro_batches = MicroBatches(sizes_in_force(plan, resumed), plan.accumulation)
-    loader = Loader(plan, dp_rank=mesh["dp"].get_local_rank(), device=rank.device, micro_batches=micro_batches)
+    loader = Loader(plan, dp_rank=plan.places[rank.rank].dp, device=rank.device, micro_batches=micro_batches)
     return TrainingState(plan, rank, run_dir, mesh, model, num_trained, strategy, loader, micro_batches, resumed)
 
 

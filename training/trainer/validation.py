@@ -31,10 +31,10 @@ def validate(state: TrainingState) -> dict[str, float]:
     As `val_loss`; of a mixture also for each source alone, as `val_loss/NAME`.
     """
     plan, device = state.plan, state.rank.device
-    dp, limit = state.mesh["dp"], plan.config.evaluation.quick_sequences
-    counts = state.mesh["tp"].get_local_rank() == state.mesh["pp"].get_local_rank() == 0
+    place, limit = plan.places[state.rank.rank], plan.config.evaluation.quick_sequences
+    counts = place.tp == place.pp == 0
     totals = torch.zeros(max(1, len(plan.sources)), 2, dtype=torch.float64, device=device)
-    batches = held_out_by_source(plan, rank=dp.get_local_rank(), world_size=dp.size(), device=device, limit=limit)
+    batches = held_out_by_source(plan, rank=place.dp, world_size=plan.dp, device=device, limit=limit)
     for source, batch in batches:
         loss, targets = state.strategy.loss(batch), (batch.targets != IGNORED).sum()
         totals[source] += torch.stack([loss.double(), targets.double() * counts])

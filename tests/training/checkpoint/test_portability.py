@@ -12,7 +12,19 @@ from tests.support.ranks import losses, run_ranks
 from tests.training.strategies.test_strategies import LOSS_BOUND, WEIGHT_BOUND, final
 
 LEG_STEPS = 2
-CHAIN = ("ddp", "hsdp 4", "zero2", "dp x tp", "pp interleaved", "zero3", "fsdp x tp", "single", "zero1", "tp x pp")
+CHAIN = (
+    "ddp",
+    "hsdp 4",
+    "unlike",
+    "zero2",
+    "dp x tp",
+    "pp interleaved",
+    "zero3",
+    "fsdp x tp",
+    "single",
+    "zero1",
+    "tp x pp",
+)
 
 
 @pytest.mark.parametrize("packing", ["stream", pytest.param("padded", marks=pytest.mark.slow)])

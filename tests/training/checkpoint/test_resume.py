@@ -34,6 +34,7 @@ LONG = (
     "tp x pp",
     "fsdp x tp",
     "pp interleaved",
+    "unlike",
     "dp x pp",
     "zero3 offload",
 )

@@ -14,6 +14,7 @@ from tests.support.configs import inventory, tiny_config
 from training.planner.plan import make_plan
 from training.planner.replicas import COMPUTING
 from training.records.inventory import Inventory
+from training.records.plan import Place
 from training.shards.packing import Epoch
 
 EPOCH = (Epoch(sequences=100, tokens=1600),)
@@ -107,8 +108,7 @@ def test_a_replica_is_as_fast_as_its_slowest_device() -> None:
     config = tiny_config(train__global_batch=24, train__micro_batch=0, parallel__pp=2, parallel__strategy="ddp")
     plan = make_plan(config, unlike(0.2, 0.1, 0.2, 0.2))
     assert (plan.micro_batches, plan.accumulation) == ((8, 4), 2)
-    assert not plan.rebalance
-    assert any("a pipeline's schedule is built for one micro-batch" in reason for reason in plan.reasons)
+    assert plan.rebalance
 
 
 @pytest.mark.parametrize(
@@ -137,3 +137,97 @@ def test_the_prediction_does_not_depend_on_the_process() -> None:
     runs = [subprocess.run([sys.executable, "-c", code], env=env, capture_output=True) for env in environments]
     assert runs[0].stdout
     assert len({run.stdout for run in runs}) == 1
+
+
+# Replicas of unlike shape, and unequal stages
+
+LARGE: dict[str, Any] = {  # 0.38 GiB of weights, gradients and moments
+    "model__layers": 8,
+    "model__width": 512,
+    "train__context": 256,
+    "train__global_batch": 48,
+    "train__micro_batch": 0,
+}
+
+
+def small_beside_a_large_one(small_gib: float) -> Inventory:
+    """One host of full speed, two of half of it with so much memory each."""
+    machines = unlike(0.2, 0.1, 0.1)
+    small = [
+        host.model_copy(update={"devices": (host.devices[0].model_copy(update={"memory_gib": small_gib}),)})
+        for host in machines.hosts[1:]
+    ]
+    hosts = (machines.hosts[0], *small)
+    return Inventory(hosts=tuple(host.model_copy(update={"network_gb_per_s": 0.5}) for host in hosts))
+
+
+def test_two_small_devices_are_a_replica_beside_one_that_holds_the_model() -> None:
+    """Neither of the small ones can hold the model: sharded over all, it is gathered in each micro-batch."""
+    plan = make_plan(tiny_config(**LARGE), small_beside_a_large_one(1.25))
+    assert (plan.strategy, plan.mesh, plan.world_size) == ("ddp", {"pp": 2, "dp": 2, "tp": 1}, 3)
+    assert plan.stages[0] == (8,)
+    first, second = plan.stages[1]
+    assert (first + second, plan.places[1:]) == (8, [Place(1, 0, 0), Place(1, 1, 0)])
+    assert first >= second, "the last stage has the output layer besides"
+    assert sum(plan.micro_batches) * plan.accumulation == 48
+    assert plan.micro_batches[0] >= plan.micro_batches[1]
+    even = make_plan(tiny_config(**LARGE, parallel__stages="even"), small_beside_a_large_one(1.25))
+    assert not even.stages
+    gain = plan.predicted.tokens_per_s / even.predicted.tokens_per_s
+    assert gain > 1.05
+    (why,) = (reason for reason in plan.reasons if reason.startswith("strategy ddp: cpu alone, cpu in stages of"))
+    assert f"of one shape the fastest is {even.strategy}" in why
+    assert f"{gain - 1:.1%} slower" in why
+    assert plan.ranking[0].stages == plan.stages
+    assert not plan.ranking[1].stages
+
+
+def test_where_every_device_holds_the_model_replicas_stay_of_one_shape() -> None:
+    plan = make_plan(tiny_config(**LARGE), small_beside_a_large_one(12.0))
+    assert (plan.stages, plan.mesh) == ((), {"pp": 1, "dp": 3, "tp": 1})
+
+
+def test_stages_can_be_pinned_and_a_resume_keeps_them() -> None:
+    config = tiny_config(**LARGE, parallel__stages=((8,), (6, 2)))
+    plan = make_plan(config, unlike(0.2, 0.1, 0.1))
+    assert (plan.stages, plan.ranks_per_host, plan.config) == (((8,), (6, 2)), (1, 1, 1), config)
+    pinned = config.model_dump()
+    for section, chosen in plan.chosen.items():
+        pinned[section] |= chosen
+    again = make_plan(type(config).model_validate(pinned), unlike(0.1, 0.1, 0.3))
+    assert (again.stages, again.micro_batches, again.accumulation) == (
+        plan.stages,
+        plan.micro_batches,
+        plan.accumulation,
+    )
+
+
+def test_layers_of_a_pipeline_follow_the_speed_of_its_devices() -> None:
+    """No device holds the model, nor do the two small ones together."""
+    machines = small_beside_a_large_one(1.1)
+    first = machines.hosts[0].devices[0].model_copy(update={"memory_gib": 1.3})
+    machines = Inventory(hosts=(machines.hosts[0].model_copy(update={"devices": (first,)}), *machines.hosts[1:]))
+    plan = make_plan(tiny_config(**LARGE), machines)
+    assert (plan.mesh, plan.stages) == ({"pp": 3, "dp": 1, "tp": 1}, ((4, 2, 2),))
+    (why,) = (reason for reason in plan.reasons if "cpu in stages of 4 + 2 + 2 layers" in reason)
+    assert "replicas of one shape do not fit: ddp: the model does not fit on cpu of host" in why
+
+
+@pytest.mark.parametrize(
+    ("stages", "why"),
+    [
+        (((8,), (4, 3)), r"replicas have \[8, 7\] layers"),
+        (((7,), (4, 3)), "the 8 layers of the model together"),
+        (((8,), (8,)), "are 2 replicas of one stage each: set parallel.stages=even"),
+        (((8,), (2, 2, 2, 2)), "are 5 ranks with tp = 1, but there are 3 devices"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(stages: tuple[tuple[int, ...], ...], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        make_plan(tiny_config(**LARGE, parallel__stages=stages), unlike(0.2, 0.1, 0.1))
+
+
+def test_pinned_stages_that_do_not_fit_are_named_with_the_bytes() -> None:
+    why = r"\d layers need [\d.]+ GiB on cpu at micro-batch 1, 0.54 GiB usable: move layers to other stages"
+    with pytest.raises(ValueError, match=why):
+        make_plan(tiny_config(**LARGE, parallel__stages=((8,), (1, 7))), small_beside_a_large_one(0.6))

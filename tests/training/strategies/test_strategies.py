@@ -35,9 +35,10 @@ SLOW = {
     "dp x tp",
     "fsdp x tp",
     "hsdp 4",
+    "unlike unequal",
     *EIGHT_RANKS,
 }
-LONG = {"zero2 offload", "fsdp 4", "zero1 4", "zero2 4", "pp 4", "dp x pp interleaved", "hsdp x tp"}
+LONG = {"unlike x tp", "zero2 offload", "fsdp 4", "zero1 4", "zero2 4", "pp 4", "dp x pp interleaved", "hsdp x tp"}
 COMMON = {
     "model__dropout": 0.0,
     "model__layers": 4,
@@ -124,7 +125,7 @@ def test_ranks_that_accumulate_and_clip_equal_one_process(
 
 @pytest.mark.parametrize("packing", ["documents", "uneven"])
 @pytest.mark.parametrize(
-    "layout", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp x tp", "zero2")), "pp"]
+    "layout", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp x tp", "zero2", "unlike")), "pp"]
 )
 def test_document_masks_padding_and_an_uneven_last_batch(
     layout: str, packing: str, alone: Callable[..., Path], make_run: Callable[..., Path]
@@ -144,6 +145,7 @@ def test_document_masks_padding_and_an_uneven_last_batch(
     [
         pytest.param("tp", marks=pytest.mark.slow),
         "pp",
+        pytest.param("unlike", marks=pytest.mark.slow),
         pytest.param("tp x pp", marks=pytest.mark.long),
     ],
 )
@@ -157,7 +159,9 @@ def test_other_architectures_have_tensor_and_pipeline_plans(
     assert_equal_training(alone(architecture, **model), plan_path)
 
 
-@pytest.mark.parametrize("layout", ["fsdp", pytest.param("tp", marks=pytest.mark.slow), "pp"])
+@pytest.mark.parametrize(
+    "layout", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp", "unlike")), "pp"]
+)
 def test_an_untied_head_is_a_matrix_of_its_own(
     layout: str, alone: Callable[..., Path], make_run: Callable[..., Path]
 ) -> None:
@@ -258,6 +262,13 @@ def test_unequal_shares_make_the_update_of_one_process(
     one = {"train__micro_batch": 2 * sum(shares)}
     expected = alone(f"{packing} {sum(shares)}", **DATA[packing], **batch, **one)
     assert_equal_training(expected, plan_path)
+
+
+def test_replicas_of_unlike_shape_hold_the_same_bits(make_run: Callable[..., Path]) -> None:
+    """They add up the gradient's norm in unlike orders; dropout is on, so that the norm's last bits are any."""
+    ranks, overrides = LAYOUTS["unlike"]
+    plan_path = make_run("same bits", ranks=ranks, **(COMMON | {"model__dropout": 0.1}), **SMALL, **overrides)
+    run_ranks(plan_path, program="tests.programs.replicas_agree")
 
 
 def test_ddp_settings_change_no_result(alone: Callable[..., Path], make_run: Callable[..., Path]) -> None:
