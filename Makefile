@@ -3,18 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help setup pretrain test test-all test-gpu check style types map audit clean
+.PHONY: help setup pretrain test test-all test-gpu check style types map audit lock lock-check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup: $(INSTALLED) ## make .venv, install, and measure this machine
+setup: $(INSTALLED) ## make .venv, install with uv if it can be had (INSTALLER=pip: without), measure this machine
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"Shardline needs Python 3.11 or newer, $(PYTHON) is {sys.version.split()[0]}: make PYTHON=python3.11")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,orchestrate,eval,dev]'
+	$(PYTHON) -m infra.setup_venv $(INSTALLER)
 	$(BIN)/shardline doctor
 	@touch $@
 
@@ -44,6 +43,12 @@ map: $(INSTALLED) ## draw docs/code-map.svg again, after files have moved
 
 audit: $(INSTALLED) ## known holes in the pinned dependencies, where pip-audit reaches its data
 	$(BIN)/python -m infra.audit
+
+lock-check: $(INSTALLED) ## do pyproject.toml, constraints.txt and what is installed agree?
+	$(BIN)/python -m infra.lock_check
+
+lock: ## write constraints.txt from what is installed
+	$(BIN)/python -m infra.lock_check --write
 
 clean: ## remove the virtual environment; runs/ stays
 	rm -rf .venv

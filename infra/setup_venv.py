@@ -1,0 +1,111 @@
+"""`make setup`: .venv with Shardline and all that its tests need, at the versions of constraints.txt.
+
+By uv where it is on PATH or the package index has it, because it takes a fraction of pip's time; otherwise by pip,
+which also finishes what uv could not. uv does not read pip's settings (an index of your own, certificates), so it is
+handed them. Standard library only: this runs before anything is installed.
+
+    python -m infra.setup_venv [pip]      pip: without uv
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+VENV = Path(".venv")
+PYTHON = VENV / "bin" / "python"
+REQUIREMENT = ".[train,orchestrate,eval,dev]"
+CONSTRAINTS = "constraints.txt"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+ANSWERS_WITHIN_S = 5
+# pip's setting -> the variable by which uv has it; values of several words are split by what stands behind.
+OF_PIP = {
+    "index-url": ("UV_DEFAULT_INDEX", " "),
+    "extra-index-url": ("UV_EXTRA_INDEX_URL", " "),
+    "find-links": ("UV_FIND_LINKS", ","),
+    "trusted-host": ("UV_INSECURE_HOST", " "),
+    "cert": ("SSL_CERT_FILE", " "),
+    "timeout": ("UV_HTTP_TIMEOUT", " "),
+    "default-timeout": ("UV_HTTP_TIMEOUT", " "),
+}
+
+
+def main(installer: str = "") -> None:
+    subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
+    extra_index = cpu_index()
+    if extra_index:
+        print(f"no GPU here: torch's build for CPUs, from {extra_index}")
+    if installer != "pip" and (uv := find_uv()):
+        settings = {**uv_settings(pip_settings()), **os.environ}
+        if extra_index:
+            settings["UV_EXTRA_INDEX_URL"] = f"{settings.get('UV_EXTRA_INDEX_URL', '')} {extra_index}".strip()
+        # As pip chooses: the newest version of all indexes, so that torch 2.13.0+cpu is preferred to 2.13.0.
+        options = ["--quiet", "--index-strategy", "unsafe-best-match", "--python", str(PYTHON)]
+        command = [uv, "pip", "install", *options, "--constraint", CONSTRAINTS, "--editable", REQUIREMENT]
+        if subprocess.run(command, env=settings).returncode == 0:
+            return
+        print("uv could not install it: pip tries", file=sys.stderr)
+    index = ["--extra-index-url", extra_index] if extra_index else []
+    sys.exit(_pip("install", "--quiet", *index, "--constraint", CONSTRAINTS, "--editable", REQUIREMENT).returncode)
+
+
+def find_uv() -> str | None:
+    """The uv on PATH, or one installed into .venv; None if the index has none."""
+    ours = VENV / "bin" / "uv"
+    if found := shutil.which("uv"):
+        return found
+    if not ours.exists():
+        _pip("install", "--quiet", "--retries", "1", "--constraint", CONSTRAINTS, "uv")
+    return str(ours) if ours.exists() else None
+
+
+def pip_settings() -> dict[str, str]:
+    """pip's settings for installing. [install] counts before [global] in its files, and the environment before both."""
+    sections: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
+    for line in _pip("config", "list", output=subprocess.PIPE).stdout.splitlines():
+        key, _, value = line.partition("=")
+        section, _, name = key.partition(".")
+        if section in sections:
+            sections[section][name] = str(ast.literal_eval(value))
+    return {name: value for settings in sections.values() for name, value in settings.items()}
+
+
+def uv_settings(settings: dict[str, str]) -> dict[str, str]:
+    """The variables that tell uv what pip's settings tell pip."""
+    return {
+        variable: separator.join(settings[name].split())
+        for name, (variable, separator) in OF_PIP.items()
+        if settings.get(name)
+    }
+
+
+def cpu_index(*, url: str = CPU_INDEX, devices: Path = Path("/dev")) -> str:
+    """The index of torch's builds for CPUs; empty with a GPU here, on other systems, and where it has not our version.
+
+    PyPI's build for Linux brings CUDA's libraries, which a machine without a GPU downloads and stores for nothing.
+    """
+    gpus = [*devices.glob("nvidia[0-9]*"), *devices.glob("kfd"), *devices.glob("dxg")]
+    if gpus or platform.system() != "Linux":
+        return ""
+    (pinned,) = (line for line in Path(CONSTRAINTS).read_text().splitlines() if line.startswith("torch=="))
+    version = pinned.partition("==")[2]
+    try:
+        with urllib.request.urlopen(f"{url}/torch/", timeout=ANSWERS_WITHIN_S) as page:
+            return url if f"torch-{version}%2Bcpu".encode() in page.read() else ""
+    except OSError:
+        return ""
+
+
+def _pip(*words: str, output: int | None = None) -> subprocess.CompletedProcess[str]:
+    command = [str(PYTHON), "-m", "pip", *words, "--disable-pip-version-check"]
+    return subprocess.run(command, stdout=output, text=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,111 @@
+"""`make setup`, `make lock-check`: what uv is told of pip's settings, torch's build for CPUs, a lock that is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from infra import lock_check, setup_venv
+from infra.lock_check import differences, needed, read_pins, requirements
+
+
+class Silent(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[str]:
+    """The URL of a package index, of which tmp_path is the content."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Silent, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_uv_is_told_what_pip_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = tmp_path / "pip.conf"
+    settings.write_text("[global]\nindex-url = https://a/simple\nextra-index-url =\n  https://b/simple\n  https://c\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(settings))
+    monkeypatch.setenv("PIP_FIND_LINKS", "/wheels /more")
+    monkeypatch.setenv("PIP_INDEX_URL", "https://counts/simple")
+    monkeypatch.setattr(setup_venv, "PYTHON", Path(sys.executable))
+    told = setup_venv.uv_settings(setup_venv.pip_settings())
+    assert told["UV_DEFAULT_INDEX"] == "https://counts/simple"
+    assert told["UV_EXTRA_INDEX_URL"].split()[-2:] == ["https://b/simple", "https://c"]
+    assert told["UV_FIND_LINKS"] == "/wheels,/more"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "offered", "found"), [("", "2.13.0", True), ("nvidia0", "2.13.0", False), ("", "2.12.0", False)]
+)
+def test_torch_for_cpus_is_taken_where_there_is_no_gpu_and_the_index_has_our_version(
+    tmp_path: Path, index: str, gpu: str, offered: str, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "index.html").write_text(f"<a href=torch-{offered}%2Bcpu-cp311-linux.whl>torch</a>")
+    (tmp_path / "constraints.txt").write_text("numpy==2.0\ntorch==2.13.0\n")
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    if gpu:
+        (devices / gpu).touch()
+    monkeypatch.chdir(tmp_path)
+    assert setup_venv.cpu_index(url=index, devices=devices) == (index if found else "")
+
+
+def test_without_that_index_torch_is_what_the_others_offer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "constraints.txt").write_text("torch==2.13.0\n")
+    monkeypatch.chdir(tmp_path)
+    assert setup_venv.cpu_index(url="http://127.0.0.1:9", devices=tmp_path) == ""
+
+
+def test_the_lock_holds_what_is_needed_and_installed_and_nothing_else() -> None:
+    wanted, others = requirements(lock_check.PYPROJECT)
+    assert differences(read_pins(lock_check.CONSTRAINTS), wanted=wanted, others=others) == []
+
+
+@pytest.mark.parametrize(
+    ("pins", "wanted", "found"),
+    [
+        ({"pytest": "1.0"}, ["pytest>=8"], "pytest: pinned at 1.0, but pyproject.toml needs >=8"),
+        ({"pytest": "1.0"}, ["pytest"], "pytest: pinned at 1.0, but installed at "),
+        ({}, ["iniconfig"], "iniconfig: installed at "),
+        ({"no-such-package": "1.0"}, ["no_such.package"], "no-such-package: needed, but not installed"),
+        ({"torch": "2.0"}, [], "torch: pinned at 2.0, but nothing needs it"),
+    ],
+)
+def test_a_difference_is_named(pins: dict[str, str], wanted: list[str], found: str) -> None:
+    assert found in "\n".join(differences(pins, wanted=[Requirement(text) for text in wanted], others=[]))
+
+
+def test_an_extra_that_is_not_installed_here_must_fit_its_pin_too() -> None:
+    (line,) = differences({"uv": "1.0"}, wanted=[], others=[Requirement("uv<1")])
+    assert line == "uv: pinned at 1.0, but pyproject.toml needs <1"
+
+
+def test_what_the_needed_need_is_needed_but_for_other_extras_and_systems() -> None:
+    found = needed([Requirement("pytest"), Requirement("tomli; python_version < '3'")])
+    assert {"pytest", "iniconfig", "pluggy"} <= set(found)
+    assert not {"tomli", "hypothesis"} & set(found)  # hypothesis: of pytest's extra dev
+
+
+def test_the_command_fails_and_says_why(tmp_path: Path) -> None:
+    """On a copy of the lock in which one version is another one."""
+    subprocess.run(["cp", "-rL", str(lock_check.PROJECT), str(tmp_path / "project")], check=True)
+    pins = tmp_path / "project" / "constraints.txt"
+    pins.write_text(pins.read_text().replace("prefect==3", "prefect==2"))
+    program = "import sys, infra.lock_check as lock; from pathlib import Path; "
+    program += "lock.PYPROJECT, lock.CONSTRAINTS = (Path(word) for word in sys.argv[1:]); lock.main()"
+    command = [sys.executable, "-P", "-c", program, str(pins.with_name("project.toml")), str(pins)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "prefect: pinned at 2.8.8, but pyproject.toml needs <4,>=3.8" in done.stderr
