@@ -127,7 +127,7 @@ def plan_fields(plan: RunPlan) -> dict[str, Any]:
     return {
         "devices": plan.world_size,
         "layout": describe_layout(plan),
-        "precision": plan.precision,
+        "precision": plan.describe_precision,
         "warmup_steps": warmup(plan.steps),
         "micro_batches": plan.micro_batches,
         "accumulation": plan.accumulation,

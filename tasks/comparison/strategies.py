@@ -6,10 +6,10 @@ A comparison trains the same model in several ways: text, seed and global batch 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from training.config.run import RunConfig
 
@@ -143,7 +143,16 @@ def known_terms() -> dict[str, str]:
         section, _, field = path.partition(".")
         part: Any = RunConfig.model_fields[section].annotation
         if field in part.model_fields:
-            for value in get_args(part.model_fields[field].annotation):
+            for value in _words(part.model_fields[field].annotation):
                 if path == "parallel.strategy" or value not in {"none", "auto"}:
                     found.setdefault(value, f"{path}={value}")
     return found | OTHER_TERMS
+
+
+def _words(annotation: Any) -> Iterator[str]:
+    """The words that a field takes, beside what else it takes."""
+    for each in get_args(annotation):
+        if isinstance(each, str):
+            yield each
+        elif get_origin(each) is Literal:
+            yield from get_args(each)

@@ -35,7 +35,7 @@ def describe_plan(plan: RunPlan) -> list[tuple[str, str]]:
     return [
         ("model", f"{shape.architecture}, {shape.layers} layers x {shape.width}, {shape.parameters:,} parameters"),
         ("vocabulary, context", f"{plan.vocab_size:,} tokens, {plan.config.train.context} positions"),
-        ("strategy", f"{plan.strategy} on {layout} {plan.device_kind} ranks, {plan.precision}"),
+        ("strategy", f"{plan.strategy} on {layout} {plan.device_kind} ranks, {plan.describe_precision}"),
         (
             "global batch",
             f"{plan.config.train.global_batch} sequences = {plan.batch_tokens:,} tokens: {_micro_batches(plan)}",

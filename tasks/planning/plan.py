@@ -127,7 +127,7 @@ def _replanned(
         return plan_run(asked, inventory=inventory, run_id=kept.run_id, shards=shards, shards_dir=shards_dir)
 
     if "parallel.precision" not in fields:
-        pinned["parallel"]["precision"] = kept.precision
+        pinned["parallel"]["precision"] = kept.pinned_precision
     if exact:
         plan = planned(pinned | {section: pinned[section] | chosen for section, chosen in kept.chosen.items()})
     elif any(field.startswith("parallel.") or field.partition(".")[2] in LAYOUT_FIELDS for field in fields):
@@ -206,7 +206,7 @@ def _planned_for(kept: RunPlan, inventory: Inventory, *, micro_batch: int) -> Ru
     """The run's plan for other hosts, in its former layout if possible; `micro_batch` 0: the most that fits."""
     left_open, shards_dir = kept.config.model_dump(mode="json"), Path(kept.shards_dir)
     asked = kept.config.parallel.ranks if kept.config.parallel.ranks <= inventory.num_devices else 0
-    left_open["parallel"] |= {"precision": kept.precision, "ranks": asked}
+    left_open["parallel"] |= {"precision": kept.pinned_precision, "ranks": asked}
     left_open["train"]["micro_batch"] = micro_batch
     # other replicas need other shares
     left_open["parallel"]["shares"] = "equal" if kept.config.parallel.shares == "equal" else "auto"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from training.config.prices import PricesConfig, words
+from training.config.device_names import value_for
+from training.config.prices import PricesConfig
 from training.records.inventory import Device, Inventory
 from training.records.plan import AnyPlan
 from training.records.record import Record
@@ -50,11 +51,8 @@ class RunCost(Record):
 
 
 def price_of(device: Device, prices: PricesConfig) -> float | None:
-    """The price of the longest key whose words the device's name contains, else that of its kind; None without one."""
-    for name in (device.name, device.kind):
-        if matching := [key for key in prices.per_device_hour if words(key) in words(name)]:
-            return prices.per_device_hour[max(matching, key=lambda key: len(words(key)))]
-    return None
+    """The price of an hour of the device, by its name or else by its kind; None if it has none."""
+    return value_for(prices.per_device_hour, name=device.name, kind=device.kind)
 
 
 def price_per_hour(

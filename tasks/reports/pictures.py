@@ -123,7 +123,7 @@ def _stage_notes(
     bits = "" if report.bits_per_byte is None else f"\n{report.bits_per_byte:.2f} bits per byte"
     return {
         "tokenize": f"{plan.vocab_size:,} tokens\nvocabulary",
-        "hardware": f"{plan.world_size} {plan.device_kind} ranks\n{plan.precision}",
+        "hardware": f"{plan.world_size} {plan.device_kind} ranks\n{plan.describe_precision}",
         "plan": f"{plan.strategy}, {plan.shape.parameters / 1e6:.1f} M\nparameters",
         "train": f"{result.step:,} steps\n{result.tokens_per_s:,.0f} tokens/s",
         "evaluate": f"loss {report.loss:.3f}{bits}",

@@ -61,7 +61,7 @@ def _speed(data: RunData) -> Iterator[str]:
     plan, result = data.plan, data.result
     if plan is None or result is None:
         return
-    devices = f"{plan.world_size} {data.devices(plan.world_size)} ({plan.strategy}, {plan.precision})"
+    devices = f"{plan.world_size} {data.devices(plan.world_size)} ({plan.strategy}, {plan.describe_precision})"
     difference = ""
     if result.step_ms:
         error = result.step_ms / plan.predicted.step_ms - 1

@@ -259,7 +259,7 @@ def log_plan(plan: RunPlan, inventory: Inventory, shards: TokenShards) -> None:
     tags = {
         "shardline.dataset_fingerprint": shards.fingerprint,
         "shardline.tokenizer_sha256": shards.tokenizer_sha256,
-        "shardline.precision": plan.precision,
+        "shardline.precision": plan.describe_precision,
         "shardline.ranks": str(plan.world_size),
         "shardline.reasons": "; ".join(plan.reasons),
         "shardline.parameters": str(plan.shape.parameters),

@@ -26,6 +26,13 @@ def inventory(*hosts: int, kind: str = "cpu", memory_gib: float = 12.0, disk_gib
     )
 
 
+def unlike_hosts(*names: str, kind: str = "cpu") -> Inventory:
+    """Made-up hosts of one device each, alike but for these names."""
+    hosts = inventory(*(1 for _ in names), kind=kind).hosts
+    devices = [host.devices[0].model_copy(update={"name": name}) for host, name in zip(hosts, names, strict=True)]
+    return Inventory(hosts=tuple(h.model_copy(update={"devices": (d,)}) for h, d in zip(hosts, devices, strict=True)))
+
+
 def tiny_config(**overrides: Any) -> RunConfig:
     """A run of 8 steps of a tiny model; overrides as section__field=value."""
     config: dict[str, Any] = {

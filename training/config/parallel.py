@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from training.config.device_names import DeviceName, check_keys
 from training.config.section import Section
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
@@ -23,6 +24,7 @@ OFFLOADS: dict[str, tuple[str, ...]] = {
 }
 COMPRESSIONS: dict[str, tuple[str, ...]] = {"ddp": ("bf16", "topk", "powersgd"), "local-sgd": ("bf16",)}
 IN_GROUPS = ("hsdp", "local-sgd")
+WITH_PRECISIONS = ("ddp", "local-sgd")  # unlike ranks may compute in unlike precisions: they sum whole fp32 gradients
 
 
 class ParallelConfig(Section):
@@ -75,11 +77,12 @@ class ParallelConfig(Section):
         le=100_000,
         description="Number of processes that train; 0 means one per GPU, or up to two per host without GPUs.",
     )
-    precision: Literal["auto", Precision] = Field(
+    precision: Literal["auto", Precision] | dict[DeviceName, Precision] = Field(
         "auto",
         description="Precision of matrix products; weights and optimizer state stay in fp32. fp16: with dynamic "
         "loss scaling. fp8: for the layers' products only, with bf16 for the rest. auto: bf16, fp16 or "
-        "fp32, by what the devices support.",
+        "fp32, by what the devices support. By device, for ddp and local-sgd: {A100: bf16, V100: fp16}, with names "
+        "or kinds (cuda, cpu) that match as in prices.per_device_hour.",
     )
     shares: Literal["auto", "equal"] | tuple[int, ...] = Field(
         "auto",
@@ -167,6 +170,10 @@ class ParallelConfig(Section):
                 f"parallel.offload={self.offload} is not there for parallel.strategy={self.strategy}: "
                 f"it can have {', '.join(possible)}"
             )
+        if not isinstance(self.precision, str):
+            check_keys("parallel.precision", self.precision)
+            if not self.precision:
+                raise ValueError("parallel.precision = {} names no device: set parallel.precision=auto")
         if not isinstance(self.shares, str) and (not self.shares or min(self.shares) < 1):
             raise ValueError(
                 f"parallel.shares = {list(self.shares)}: each replica needs at least 1 sequence; give one number "

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, model_validator
 
+from training.config.device_names import DeviceName, check_keys
 from training.config.section import Section
 
-# A parameter of the MLflow run is named after it, so it holds nothing that MLflow refuses in a name.
-DeviceName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
 Price = Annotated[float, Field(ge=0)]
-
-
-def words(name: str) -> str:
-    """The words of a device's name, for comparison: `NVIDIA A100-SXM4-80GB` is ` nvidia a100 sxm4 80gb `."""
-    spaced = "".join(letter if letter.isalnum() else " " for letter in name.lower())
-    return f" {' '.join(spaced.split())} "
 
 
 class PricesConfig(Section):
@@ -33,10 +26,5 @@ class PricesConfig(Section):
 
     @model_validator(mode="after")
     def check(self) -> PricesConfig:
-        known: dict[str, str] = {}
-        for name in self.per_device_hour:
-            if (other := known.setdefault(words(name), name)) != name:
-                raise ValueError(
-                    f"prices.per_device_hour has {other} and {name}, which match the same devices: keep one"
-                )
+        check_keys("prices.per_device_hour", self.per_device_hour)
         return self

@@ -32,7 +32,8 @@ class LanguageModel(nn.Module):
 
     def __init__(self, hf: nn.Module, *, precision: str) -> None:
         super().__init__()
-        self.hf, self.dtype = hf, DTYPES[precision]
+        self.hf = hf
+        self.compute_in(precision)
         self.architecture = architecture_of(hf)
         self.causal = not type(hf).__name__.endswith("ForMaskedLM")
         self.tied = (
@@ -44,6 +45,10 @@ class LanguageModel(nn.Module):
         self.cuts: dict[str, Cut] = {}  # by parameter name
         self.first_token_id = 0
         self.tp_group: dist.ProcessGroup | None = None
+
+    def compute_in(self, precision: str) -> None:
+        """Make matrix products in this precision from now on."""
+        self.dtype = DTYPES[precision]
 
     def forward(
         self, inputs: Tensor, targets: Tensor, positions: Tensor | None = None, documents: Tensor | None = None

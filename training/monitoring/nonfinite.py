@@ -55,7 +55,7 @@ class FiniteCheck:
             self.in_a_row = self.in_a_row + 1 if outcome.skipped else 0
             if outcome.finite:
                 continue
-            adapts = outcome.skipped and self.plan.precision == "fp16" and not outcome.nonfinite_ranks
+            adapts = outcome.skipped and self.plan.scales_loss and not outcome.nonfinite_ranks
             if not adapts and not (outcome.skipped and self.plan.config.train.on_nonfinite == "skip"):
                 raise NonFiniteLoss(
                     f"{self._describe(outcome)}: {CURE}, or leave such steps out with train.on_nonfinite=skip; "

@@ -30,7 +30,7 @@ class StepReader:
         micro_batches: MicroBatches | None = None,
         rows: Sequence[Mapping[str, float]] = (),
     ) -> None:
-        self.rank, self.is_scaled = rank, plan.precision == "fp16"
+        self.rank, self.is_scaled = rank, plan.scales_loss
         skipped = next((int(row["skipped_steps"]) for row in reversed(rows) if "skipped_steps" in row), 0)
         self.finite = FiniteCheck(plan, warns=rank.is_metrics_rank, skipped=skipped, micro_batches=micro_batches)
         self.unread: list[tuple[int, StepStats]] = []

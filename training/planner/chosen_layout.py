@@ -13,7 +13,7 @@ from training.planner.corrections import Corrections, corrections_of, describe_k
 from training.planner.job import Job, Layout
 from training.planner.memory import GIB
 from training.planner.model_shape import flops_per_token
-from training.planner.precision import Precision, resolved_precision
+from training.planner.precision import ChosenPrecision, Precision, fp8_refusal, with_whole_gradients
 from training.planner.pricing import PricedLayout, job_of, needed_memory
 from training.planner.search import (
     AS_FAST,
@@ -39,10 +39,13 @@ class DoesNotFit(ValueError):
 
 @dataclass(frozen=True)
 class ChosenLayout:
-    """The best layout, its precision and why; `config` is what was asked for, with all that was left open decided."""
+    """The best layout, its precision and why; `config` is what was asked for, with all that was left open decided.
+
+    `job` is in the devices' common precision.
+    """
 
     config: RunConfig
-    precision: Precision
+    precision: ChosenPrecision
     job: Job
     best: PricedLayout
     ranking: tuple[RankedLayout, ...]
@@ -72,29 +75,45 @@ class ChosenLayout:
             "stages": self.layout.stages,
             "group_ranks": parallel.group_ranks,
             "ranks_per_host": self.cluster.ranks_per_host,
-            "precision": self.precision,
             "ranking": self.ranking,
             "priced": self.priced,
         }
 
-    def memory_gib(self, micro_batch: int) -> float:
-        """Memory per rank with another micro-batch size."""
+    def job_in(self, precision: Precision) -> Job:
+        return replace(self.job, precision=precision)
+
+    def memory_gib(self, micro_batch: int, precision: Precision) -> float:
+        """Memory per rank with another micro-batch size, in its own precision."""
         layout = replace(self.layout, micro_batch=micro_batch)
-        return sum(needed_memory(self.config, self.job, layout, self.cluster, self.best.correction).values())
+        return sum(
+            needed_memory(self.config, self.job_in(precision), layout, self.cluster, self.best.correction).values()
+        )
 
 
 def choose_layout(
-    config: RunConfig, shape: ModelShape, inventory: Inventory, *, measurements: Sequence[Measurement] = ()
+    config: RunConfig,
+    shape: ModelShape,
+    inventory: Inventory,
+    precision: ChosenPrecision,
+    *,
+    measurements: Sequence[Measurement] = (),
 ) -> ChosenLayout:
-    """The best layout that fits. Raises ValueError, with the numbers and the cure, if none does."""
-    precision, why_precision = resolved_precision(config, inventory)
-    priced = priced_as(config, job_of(config, shape, precision), machine=machine_of(inventory))
+    """The best layout that fits. Raises ValueError, with the numbers and the cure, if none does.
+
+    Unlike devices are priced in the precision that they have in common, as for the slowest of them.
+    """
+    possible, common = config, precision.common
+    if precision.is_mixed:
+        possible = config.model_copy(update={"parallel": with_whole_gradients(config.parallel, precision)})
+        if "fp8" in precision.own.values() and (refusal := fp8_refusal(shape, tp=1)):
+            raise ValueError(refusal)
+    priced = priced_as(config, job_of(config, shape, common), precision=str(precision), machine=machine_of(inventory))
     corrections = corrections_of(measurements, priced)
-    ranking = rank_layouts(config, shape, inventory, precision=precision, corrections=corrections)
+    ranking = rank_layouts(possible, shape, inventory, precision=common, corrections=corrections)
     if not ranking.fitting:
         raise DoesNotFit(_does_not_fit(ranking, inventory)) if ranking.unfitting else ValueError(ranking.refused[0])
     why_network: tuple[str, ...] = ()
-    fewer = faster_on_fewer_hosts(config, shape, inventory, ranking, precision=precision, corrections=corrections)
+    fewer = faster_on_fewer_hosts(config, shape, inventory, ranking, precision=common, corrections=corrections)
     if fewer is not None:
         why_network = (
             _why_fewer_hosts(config, ranking, fewer, inventory),
@@ -104,14 +123,16 @@ def choose_layout(
             ranking, inventory = fewer.ranking, fewer.inventory
     best = ranking.fitting[0]
     layout, mesh = best.layout, Mesh(best.layout.strategy, best.layout.tp, best.layout.pp)
-    check_communication(config, dp=layout.dp, precision=precision)
+    check_communication(config, dp=layout.dp, precision="fp16" if precision.scales_loss else common)
     group_ranks, why_groups = choose_groups(
         config.parallel, layout.strategy, dp=layout.dp, tp=layout.tp, ranks_per_host=best.cluster.ranks_per_host
     )
     why_prices = corrections.reason(config, layout)
     why = "asked for by parallel.strategy" if config.parallel.strategy != "auto" else _why_best(ranking)
+    if precision.is_mixed and config.parallel.strategy == "auto":
+        why = f"devices of unlike precision sum whole gradients; {why}"
     reasons = (
-        f"precision {precision}: {why_precision}",
+        f"precision {precision}: {precision.why}",
         f"ranks {layout.world_size}: {why_ranks(config, inventory, mesh)}",
         f"strategy {layout.strategy}: {why}",
         f"micro-batch {layout.micro_batch}: {_why_micro_batch(config, best)}",

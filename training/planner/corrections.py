@@ -52,12 +52,12 @@ def _describe_host(host: Host) -> str:
     return f"{host.name}: {counted}, {host.cores} cores, measured {host.measured_at}"
 
 
-def priced_as(config: RunConfig, job: Job, *, machine: tuple[str, ...]) -> Priced:
-    """What the prices of all layouts are of; `layout` is empty."""
+def priced_as(config: RunConfig, job: Job, *, precision: str, machine: tuple[str, ...]) -> Priced:
+    """What the prices of all layouts are of; `layout` is empty. `precision`: in words, where devices differ."""
     compiled = ", compiled" if config.train.compile else ""
     return Priced(
         machine=machine,
-        job=f"{job.shape.architecture}, {job.precision}{compiled}",
+        job=f"{job.shape.architecture}, {precision}{compiled}",
         step_flops=flops_per_token(job.shape) * job.global_batch * job.context,
         layout="",
     )

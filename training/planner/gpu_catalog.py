@@ -169,14 +169,19 @@ def find_gpu(name: str) -> KnownGpu | None:
     return None
 
 
-def mean_datasheet_tflops(names: Sequence[str], precision: str) -> float | None:
-    """The GPUs' mean dense peak, which MFU is a share of; None if one of them is not in TABLE, or has no such peak.
+def mean_datasheet_tflops(devices: Sequence[tuple[str, str]]) -> float | None:
+    """The mean dense peak of GPUs, each a name and a precision: what MFU is a share of.
 
-    In fp32 that of tf32, where a GPU has it: training uses it.
+    None if one of them is not in TABLE, or has no such peak. In fp32 that of tf32, where a GPU has it, as in training.
     """
-    found = [gpu.peak_tflops if (gpu := find_gpu(name)) is not None else {} for name in names]
-    peaks = [known.get("tf32" if precision == "fp32" and "tf32" in known else precision, 0.0) for known in found]
+    peaks = [_datasheet_tflops(name, precision) for name, precision in devices]
     return fmean(peaks) if all(peaks) else None
+
+
+def _datasheet_tflops(name: str, precision: str) -> float:
+    gpu = find_gpu(name)
+    peaks = gpu.peak_tflops if gpu is not None else {}
+    return peaks.get("tf32" if precision == "fp32" and "tf32" in peaks else precision, 0.0)
 
 
 def nearest_names(name: str) -> list[str]:

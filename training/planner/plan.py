@@ -17,8 +17,10 @@ from training.planner.hypothetical_hosts import assumptions
 from training.planner.job import KNOWN_ARCHITECTURES
 from training.planner.mixture import describe_sources, one_pass, plan_sources, warn_of_repeats
 from training.planner.model_shape import ASSUMED_VOCAB, model_shape, vocab_size
+from training.planner.precision import ChosenPrecision, own_precisions, resolved_precision, weakest_precision
 from training.planner.pricing import predict, price_memory_copies
 from training.planner.replicas import BatchSplit, choose_replicas
+from training.planner.search import AS_FAST
 from training.records.correction import Measurement
 from training.records.inventory import Host, Inventory
 from training.records.plan import MixturePhase, ModelShape, PlannedSource, Prediction, RunPlan
@@ -58,7 +60,7 @@ def make_plan(
             config.data, epoch, steps=steps, sequences=sequences, global_batch=config.train.global_batch
         )
         reasons += describe_sources(config.data, sources, steps=steps) + warn_of_repeats(sources)
-    chosen, split = choose_replicas(config, shape, inventory, measurements=measurements)
+    chosen, split, why_precision = _choose(config, shape, inventory, measurements)
     hosts = inventory.hosts[: len(chosen.cluster.ranks_per_host)]
     predicted = _predicted(chosen, split, inventory, num_steps=steps)
     _check_disk(config, predicted.checkpoint_gib, steps, hosts[0])
@@ -85,6 +87,9 @@ def make_plan(
         shape=shape,
         device_kind=inventory.device_kind,
         **chosen.plan_fields(),
+        precision=weakest_precision({*split.precisions}),
+        precisions=split.precisions if len({*split.precisions}) > 1 else (),
+        precision_by_device=dict(chosen.precision.own) if len({*split.precisions}) > 1 else {},
         hosts=tuple(host.name for host in hosts),
         idle_hosts=tuple(host.name for host in inventory.hosts[len(hosts) :]),
         threads_per_rank=threads,
@@ -97,23 +102,50 @@ def make_plan(
         sources=sources,
         mixture=mixture,
         predicted=predicted,
-        reasons=(*reasons, *chosen.reasons, *split.reasons),
+        reasons=(*reasons, *chosen.reasons, *why_precision, *split.reasons),
     )
+
+
+def _choose(
+    config: RunConfig, shape: ModelShape, inventory: Inventory, measurements: Sequence[Measurement]
+) -> tuple[ChosenLayout, BatchSplit, tuple[str, ...]]:
+    """The layout, the shares, and why each kind of device has a precision of its own, or not, where they are unlike."""
+    asked = resolved_precision(config, inventory)
+    chosen, split = choose_replicas(config, shape, inventory, asked, measurements=measurements)
+    other = ChosenPrecision(asked.common, asked.why) if asked.is_mixed else own_precisions(config, inventory)
+    if other is None:
+        return chosen, split, ()
+    try:
+        other_layout, other_split = choose_replicas(config, shape, inventory, other, measurements=measurements)
+    except ValueError as error:
+        return chosen, split, (f"precision {other} is not possible here: {error}",)
+    as_long = other_split.step_s / split.step_s
+    if not asked.is_mixed and AS_FAST * as_long < 1:
+        why = f"precision: with {asked} on all devices a step would take {1 / as_long:.2f}x as long"
+        return other_layout, other_split, (why,)
+    why = f"precision: with {other}{' on all devices' * asked.is_mixed} a step would take {as_long:.2f}x as long"
+    if as_long < 1:
+        why += ", which is less than the prediction can tell apart"
+    return chosen, split, (why,)
 
 
 def _predicted(chosen: ChosenLayout, split: BatchSplit, inventory: Inventory, *, num_steps: int) -> Prediction:
     per_host = zip(inventory.hosts, chosen.cluster.ranks_per_host, strict=False)
-    names = [device.name for host, ranks in per_host for device in host.devices[:ranks]]
+    devices = [device for host, ranks in per_host for device in host.devices[:ranks]]
+    micro_batch, precision = max(split.micro_batches), split.precisions[0]
+    if chosen.precision.is_mixed:
+        unlike = {*zip(split.micro_batches, split.precisions, strict=True)}
+        micro_batch, precision = max(unlike, key=lambda each: chosen.memory_gib(*each))
     return predict(
         chosen.config,
-        chosen.job,
+        chosen.job_in(precision),
         chosen.layout,
         chosen.cluster,
         num_steps=num_steps,
-        largest_micro_batch=max(split.micro_batches),
+        largest_micro_batch=micro_batch,
         seconds=split.seconds,
         peak_tflops=split.peak_tflops,
-        datasheet_tflops=mean_datasheet_tflops(names, chosen.precision),
+        datasheet_tflops=mean_datasheet_tflops([(each.name, chosen.precision.of(each)) for each in devices]),
         correction=chosen.best.correction,
         memory=chosen.best.memory if chosen.layout.stages else None,
     )

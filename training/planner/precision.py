@@ -1,10 +1,17 @@
-"""The precision of matrix products: what every device of a run supports, decided by the weakest, and why."""
+"""The precision of matrix products, and why: one that every device of a run supports, or each kind of device its own.
+
+Devices of their own precision add up whole gradients in fp32, so that they learn as one process does, within the
+rounding of each. Where one of them computes in fp16, all multiply their loss by its scale (strategies/optim.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
-from training.config.parallel import Precision
+from training.config.device_names import value_for
+from training.config.parallel import WITH_PRECISIONS, ParallelConfig, Precision
 from training.config.run import RunConfig
 from training.planner.job import KNOWN_ARCHITECTURES
 from training.records.inventory import Device, Inventory
@@ -13,20 +20,118 @@ from training.records.plan import ModelShape
 FP8_CAPABILITY = (8, 9)
 FP8_MULTIPLE = 16  # every dimension of a product is a multiple of this (torch._scaled_mm)
 BF16_GAIN_ON_CPU = 1.3  # below this bf16 is emulated or memory-bound, and fp32 costs nothing in accuracy
+BY_SUPPORT: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "fp8")  # a GPU that has one has those before it
 
 
-def resolved_precision(config: RunConfig, inventory: Inventory) -> tuple[Precision, str]:
-    """The precision that the config asks for, or the one chosen for it, and why.
+@dataclass(frozen=True)
+class ChosenPrecision:
+    """`common`: what all devices compute in, or could; `own`: by a device's name, where they differ, else empty."""
 
-    Raises ValueError for a precision that the weakest device does not support.
+    common: Precision
+    why: str
+    own: Mapping[str, Precision] = field(default_factory=dict)
+
+    def of(self, device: Device) -> Precision:
+        return self.own.get(device.name, self.common)
+
+    @property
+    def is_mixed(self) -> bool:
+        return bool(self.own)
+
+    @property
+    def scales_loss(self) -> bool:
+        return "fp16" in {self.common, *self.own.values()}
+
+    def __str__(self) -> str:
+        """`bf16`, or `bf16 on A100-80GB-SXM, fp16 on V100-32GB-SXM`."""
+        return ", ".join(f"{precision} on {name}" for name, precision in self.own.items()) or self.common
+
+
+def resolved_precision(config: RunConfig, inventory: Inventory) -> ChosenPrecision:
+    """The precision that the config asks for, or one for all devices that is chosen for it.
+
+    Raises ValueError for a precision that a device does not support, and for devices that the config leaves out.
     """
-    chosen, why = choose_precision(inventory)
     asked = config.parallel.precision
+    if isinstance(asked, str):
+        return ChosenPrecision(*_one_precision(asked, inventory))
+    alike, own = _by_name(inventory), dict[str, Precision]()
+    for name, part in alike.items():
+        found = value_for(asked, name=name, kind=inventory.device_kind)
+        if found is None:
+            raise ValueError(
+                f"parallel.precision = {_in_words(asked)} has none for {name}: add it, or "
+                f"{inventory.device_kind}: fp32 for all others"
+            )
+        own[name], _ = _one_precision(found, part)
+    return _chosen(own, "asked for by parallel.precision")
+
+
+def own_precisions(config: RunConfig, inventory: Inventory) -> ChosenPrecision | None:
+    """The precision that suits each kind of device; None if it is the same, or the config does not leave it open."""
+    parallel = config.parallel
+    if parallel.precision != "auto" or parallel.strategy not in ("auto", "ddp") or not _is_undivided(parallel):
+        return None
+    own = {name: choose_precision(part)[0] for name, part in _by_name(inventory).items()}
+    chosen = _chosen(own, "what each supports")
+    return chosen if chosen.is_mixed else None
+
+
+def with_whole_gradients(parallel: ParallelConfig, precision: ChosenPrecision) -> ParallelConfig:
+    """The config's layouts in which devices may compute in their own precisions. Raises ValueError if it has none."""
+    if parallel.strategy == "single":
+        return parallel
+    if parallel.strategy not in ("auto", *WITH_PRECISIONS) or not _is_undivided(parallel):
+        how = "parallel.stages" if not isinstance(parallel.stages, str) else f"parallel.strategy={parallel.strategy}"
+        raise ValueError(
+            f"parallel.precision: {precision} need ranks that hold and sum whole fp32 gradients, which {how} with "
+            f"tp = {max(1, parallel.tp)} and pp = {max(1, parallel.pp)} has not: set parallel.strategy=ddp with "
+            f"tp = pp = 1, or parallel.precision={precision.common} for all devices"
+        )
+    strategy = "ddp" if parallel.strategy == "auto" else parallel.strategy
+    return ParallelConfig(**parallel.model_dump() | {"strategy": strategy, "tp": 1, "pp": 1})
+
+
+def _is_undivided(parallel: ParallelConfig) -> bool:
+    return max(parallel.tp, parallel.pp) <= 1 and isinstance(parallel.stages, str)
+
+
+def weakest_precision(precisions: set[Precision]) -> Precision:
+    """The one of them that devices of all of them support."""
+    return min(precisions, key=BY_SUPPORT.index)
+
+
+def _chosen(own: Mapping[str, Precision], why: str) -> ChosenPrecision:
+    common = weakest_precision(set(own.values()))
+    return ChosenPrecision(common, why, own if len(set(own.values())) > 1 else {})
+
+
+def _by_name(inventory: Inventory) -> dict[str, Inventory]:
+    """The inventory's devices of each name."""
+    names = dict.fromkeys(device.name for host in inventory.hosts for device in host.devices)
+    if len(names) == 1:
+        return dict.fromkeys(names, inventory)
+    parts = {}
+    for name in names:
+        hosts = [(host, tuple(each for each in host.devices if each.name == name)) for host in inventory.hosts]
+        parts[name] = Inventory(
+            hosts=tuple(host.model_copy(update={"devices": devices}) for host, devices in hosts if devices)
+        )
+    return parts
+
+
+def _in_words(table: Mapping[str, Precision]) -> str:
+    return "{" + ", ".join(f"{name}: {precision}" for name, precision in table.items()) + "}"
+
+
+def _one_precision(asked: Literal["auto"] | Precision, inventory: Inventory) -> tuple[Precision, str]:
+    """One precision for all devices, and why. Raises ValueError if the weakest of them does not support it."""
+    chosen, why = choose_precision(inventory)
     if asked == "auto":
         return chosen, why
     if asked == "fp8":
         return asked, _check_fp8(inventory)
-    if inventory.device_kind == "cuda" and (asked, chosen) in {("bf16", "fp16"), ("bf16", "fp32"), ("fp16", "fp32")}:
+    if inventory.device_kind == "cuda" and BY_SUPPORT.index(asked) > BY_SUPPORT.index(chosen):
         raise ValueError(f"parallel.precision={asked}: {why}: use auto or fp32")
     return asked, "asked for by parallel.precision"
 

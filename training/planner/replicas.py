@@ -1,7 +1,7 @@
 """The data-parallel replicas of a layout: how fast each of them is, what its memory holds, and so its share of a batch.
 
 A replica is as fast as the slowest of its devices, and its memory is that of the smallest of them. Speeds are what the
-cost model makes of each device's measured rates of matrix products and of memory.
+cost model makes of each device's measured rates of matrix products, in its own precision, and of memory.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from training.config.parallel import Stages
+from training.config.parallel import Precision, Stages
 from training.config.run import RunConfig
 from training.planner.chosen_layout import ChosenLayout, DoesNotFit, choose_layout, resolve, table, tokens_per_s
 from training.planner.cluster import Cluster, cluster_of
 from training.planner.corrections import correct_seconds, corrections_of, describe_kind, machine_of, priced_as
 from training.planner.job import KNOWN_ARCHITECTURES, Job, Layout, Recompute
-from training.planner.precision import Precision, resolved_precision
+from training.planner.precision import ChosenPrecision, with_whole_gradients
 from training.planner.pricing import MEMORY_SHARE, PricedLayout, job_of, memory_of, seconds_of
 from training.planner.search import AS_FAST, RECOMPUTE, Ranking, accumulation_refusal, tensor_sizes
 from training.planner.shares import (
@@ -46,25 +46,31 @@ class BatchSplit:
     """The micro-batch of each data-parallel replica, and what the slowest replica's step takes.
 
     `max_micro_batches`: the largest that each replica's memory holds. `rebalance`: whether the micro-batches may change
-    during training, each up to its maximum. `seconds`: the slowest replica's step by part. `peak_tflops`: the mean over
-    ranks.
+    during training, each up to its maximum. `precisions`: of each replica. `seconds`: the slowest replica's step by
+    part. `peak_tflops`: the mean over ranks.
     """
 
     micro_batches: tuple[int, ...]
     accumulation: int
     max_micro_batches: tuple[int, ...]
     rebalance: bool
+    precisions: tuple[Precision, ...]
     seconds: Mapping[str, float]
     peak_tflops: float
     reasons: tuple[str, ...]
 
+    @property
+    def step_s(self) -> float:
+        return sum(self.seconds.values())
+
 
 @dataclass(frozen=True)
 class RankDevice:
-    """The device of one rank. `cluster`: the run's, as if all its devices were like this one. `launch_slowdown`: how
-    many times as long as on the fastest device it takes to launch operations."""
+    """The device of one rank, and its precision. `cluster`: the run's, as if all its devices were like this one.
+    `launch_slowdown`: how many times as long as on the fastest device it takes to launch operations."""
 
     name: str
+    precision: Precision
     cluster: Cluster
     launch_slowdown: float
 
@@ -81,10 +87,13 @@ def split_batch(chosen: ChosenLayout, inventory: Inventory) -> BatchSplit:
     dp, devices = chosen.layout.dp, rank_devices(inventory, chosen.cluster, precision=chosen.precision)
     shares = Shares((chosen.layout.micro_batch,) * dp, chosen.layout.accumulation)
     max_micro_batches, seconds, why_shares = shares.micro_batches, chosen.best.seconds, ""
-    if dp > 1:
+    precisions = (devices[0].precision,) * dp
+    if dp > 1 or chosen.precision.is_mixed:
         replicas = _replicas(chosen, devices)
         max_micro_batches = tuple(replica.max_micro_batch for replica in replicas)
+        precisions = tuple(replica.slowest.precision for replica in replicas)
         shares, why_shares = _shares(chosen, replicas, equal=shares)
+        _check_memory(replicas, shares)
         seconds = _slowest_step(chosen, replicas, shares)
     rebalance, why_rebalance = may_rebalance(chosen.config, shares, max_micro_batches)
     return BatchSplit(
@@ -92,6 +101,7 @@ def split_batch(chosen: ChosenLayout, inventory: Inventory) -> BatchSplit:
         accumulation=shares.accumulation,
         max_micro_batches=max_micro_batches,
         rebalance=rebalance,
+        precisions=precisions,
         seconds=seconds,
         peak_tflops=fmean(device.cluster.matmul_tflops for device in devices),
         reasons=tuple(reason for reason in (why_shares, why_rebalance) if reason),
@@ -102,35 +112,40 @@ def split_batch(chosen: ChosenLayout, inventory: Inventory) -> BatchSplit:
 
 
 def choose_replicas(
-    config: RunConfig, shape: ModelShape, inventory: Inventory, *, measurements: Sequence[Measurement] = ()
+    config: RunConfig,
+    shape: ModelShape,
+    inventory: Inventory,
+    precision: ChosenPrecision,
+    *,
+    measurements: Sequence[Measurement] = (),
 ) -> tuple[ChosenLayout, BatchSplit]:
     """The best layout that fits, of like replicas or of unlike ones, and each replica's share of the batch.
 
     Raises ValueError, with the numbers and the cure, if none does.
     """
     if not isinstance(config.parallel.stages, str):
-        return _pinned_stages(config, shape, inventory, measurements)
+        return _pinned_stages(config, shape, inventory, precision, measurements)
     try:
-        chosen = choose_layout(config, shape, inventory, measurements=measurements)
+        chosen = choose_layout(config, shape, inventory, precision, measurements=measurements)
     except DoesNotFit as error:
-        if (best := _best_unlike(config, shape, inventory, measurements)) is None:
+        if (best := _best_unlike(config, shape, inventory, precision, measurements)) is None:
             raise
         return best.chosen(f"replicas of one shape do not fit: {error}")
     split = split_batch(chosen, inventory)
-    best = _best_unlike(config, shape, inventory, measurements)
-    even_s = sum(split.seconds.values())
-    if best is None or AS_FAST * best.replicas.step_s >= even_s:
+    best = _best_unlike(config, shape, inventory, precision, measurements)
+    if best is None or AS_FAST * best.replicas.step_s >= split.step_s:
         return chosen, split
-    slower = even_s / best.replicas.step_s - 1
+    slower = split.step_s / best.replicas.step_s - 1
     return best.chosen(f"of one shape the fastest is {chosen.layout}, {slower:.1%} slower", others=chosen.ranking)
 
 
 # The speed and memory of devices and replicas
 
 
-def rank_devices(inventory: Inventory, run: Cluster, *, precision: str) -> list[RankDevice]:
+def rank_devices(inventory: Inventory, run: Cluster, *, precision: ChosenPrecision) -> list[RankDevice]:
     """The device of each rank. CPU ranks of one host share its cores, and so its rates; launching is their work too."""
-    alone: dict[int, tuple[Device, Cluster]] = {}  # unlike devices, each as the cluster that it would be alone
+    # Unlike devices, each as the cluster that it would be alone: in its own precision, and in the common one.
+    alone: dict[int, tuple[Device, Cluster, Cluster]] = {}
     keys = list[int]()
     for host, ranks in zip(inventory.hosts, run.ranks_per_host, strict=False):
         for device in host.devices[:ranks]:
@@ -138,12 +153,15 @@ def rank_devices(inventory: Inventory, run: Cluster, *, precision: str) -> list[
             if keys[-1] not in alone:
                 own = (host.devices, ranks) if inventory.device_kind == "cpu" else ((device,), 1)
                 only = Inventory(hosts=(host.model_copy(update={"devices": own[0]}),))
-                alone[keys[-1]] = device, cluster_of(only, (own[1],), precision=precision)
-    fastest = max(each.matmul_tflops for _, each in alone.values())
-    memory_known = all(device.memory_gb_per_s for device, _ in alone.values())
+                in_own = cluster_of(only, (own[1],), precision=precision.of(device))
+                in_common = cluster_of(only, (own[1],), precision=precision.common)
+                alone[keys[-1]] = device, in_own, in_common
+    fastest = max(common.matmul_tflops for *_, common in alone.values())
+    memory_known = all(device.memory_gb_per_s for device, *_ in alone.values())
     devices = {
         key: RankDevice(
             name=device.name,
+            precision=precision.of(device),
             cluster=replace(
                 run,
                 matmul_tflops=each.matmul_tflops,
@@ -151,9 +169,9 @@ def rank_devices(inventory: Inventory, run: Cluster, *, precision: str) -> list[
                 attention_tflops=each.attention_tflops,
                 memory_gib=each.memory_gib,
             ),
-            launch_slowdown=fastest / each.matmul_tflops if each.kind == "cpu" else 1.0,
+            launch_slowdown=fastest / common.matmul_tflops if each.kind == "cpu" else 1.0,
         )
-        for key, (device, each) in alone.items()
+        for key, (device, each, common) in alone.items()
     }
     return [devices[key] for key in keys]
 
@@ -189,13 +207,14 @@ def _max_micro_batch(chosen: ChosenLayout, device: RankDevice) -> int:
     """The largest micro-batch that fits; at least 1, because the layout fits the smallest device."""
     usable_gib = MEMORY_SHARE * device.cluster.memory_gib
     at_most = chosen.config.train.global_batch - (chosen.layout.dp - 1)
-    return max(1, largest_that_fits(lambda micro_batch: chosen.memory_gib(micro_batch) <= usable_gib, at_most))
+    needed_gib = functools.partial(chosen.memory_gib, precision=device.precision)
+    return max(1, largest_that_fits(lambda micro_batch: needed_gib(micro_batch) <= usable_gib, at_most))
 
 
 def _seconds(chosen: ChosenLayout, device: RankDevice, micro_batch: int, accumulation: int) -> dict[str, float]:
     """Seconds of a step by part, if all replicas had such devices; corrected as the layout is."""
     layout = replace(chosen.layout, micro_batch=micro_batch, accumulation=accumulation)
-    parts = seconds_of(chosen.config, chosen.job, layout, device.cluster)
+    parts = seconds_of(chosen.config, chosen.job_in(device.precision), layout, device.cluster)
     parts = correct_seconds(parts, chosen.best.correction)
     return {part: seconds * (device.launch_slowdown if part == "launching" else 1.0) for part, seconds in parts.items()}
 
@@ -211,6 +230,20 @@ def _slowest_step(chosen: ChosenLayout, replicas: Sequence[ReplicaSpeed], shares
 
 
 # Shares of the batch
+
+
+def _check_memory(replicas: Sequence[ReplicaSpeed], shares: Shares) -> None:
+    """Raises DoesNotFit for a share that its replica's precision needs too much memory for.
+
+    The layout fits in the common precision; in 16 bits a device holds a cast copy of the weights besides.
+    """
+    for replica, size in zip(replicas, shares.micro_batches, strict=True):
+        if size > replica.max_micro_batch:
+            raise DoesNotFit(
+                f"parallel.precision: in {replica.slowest.precision} the memory of {replica.device} holds "
+                f"{replica.max_micro_batch} of {size} sequences: set train.micro_batch={replica.max_micro_batch}, or "
+                "one precision for all devices"
+            )
 
 
 def _shares(chosen: ChosenLayout, replicas: Sequence[ReplicaSpeed], *, equal: Shares) -> tuple[Shares, str]:
@@ -505,6 +538,7 @@ def _described(
         accumulation=shares.accumulation,
         max_micro_batches=tuple(limits),
         rebalance=rebalance,
+        precisions=(prices.job.precision,) * layout.dp,
         seconds=prices.step(layout, replicas, shares),
         peak_tflops=fmean(device.cluster.matmul_tflops for device in prices.devices[: layout.world_size]),
         reasons=tuple(reason for reason in (why_shares, why_rebalance) if reason),
@@ -530,8 +564,7 @@ class UnlikeChoice:
     """Unlike replicas, and what a plan needs of them besides."""
 
     config: RunConfig
-    precision: Precision
-    why_precision: str
+    precision: ChosenPrecision
     job: Job
     run: Cluster
     replicas: UnlikeReplicas
@@ -554,7 +587,7 @@ class UnlikeChoice:
             ranking=(*table(ranking), *others),
             priced=self.priced if self.priced.machine else None,
             reasons=(
-                f"precision {self.precision}: {self.why_precision}",
+                f"precision {self.precision}: {self.precision.why}",
                 f"ranks {layout.world_size}: {devices} devices on {self.run.num_hosts} hosts",
                 f"strategy {layout.strategy}: {found.words}: "
                 f"{tokens_per_s(ranking, best):,.0f} tokens/s predicted; {why}",
@@ -566,10 +599,16 @@ class UnlikeChoice:
 
 
 def _pinned_stages(
-    config: RunConfig, shape: ModelShape, inventory: Inventory, measurements: Sequence[Measurement]
+    config: RunConfig,
+    shape: ModelShape,
+    inventory: Inventory,
+    precision: ChosenPrecision,
+    measurements: Sequence[Measurement],
 ) -> tuple[ChosenLayout, BatchSplit]:
     """The layout of `parallel.stages`. Raises ValueError if it cannot be."""
     stages = config.parallel.stages
+    if precision.is_mixed:
+        with_whole_gradients(config.parallel, precision)
     assert not isinstance(stages, str)
     if max(map(len, stages)) == 1:
         raise ValueError(
@@ -593,7 +632,8 @@ def _pinned_stages(
     for number in slots:
         ranks_per_host.append(min(number, left))
         left -= ranks_per_host[-1]
-    pricing = _UnlikePricing(config, shape, inventory, tuple(n for n in ranks_per_host if n), measurements)
+    per_host = tuple(n for n in ranks_per_host if n)
+    pricing = _UnlikePricing(config, shape, inventory, per_host, precision, measurements)
     tried = [price_unlike(pricing.prices, pricing.layout(tp, stages, recompute)) for recompute in pricing.recompute]
     fitting = [each for each in tried if not isinstance(each, str)]
     if not fitting:
@@ -602,16 +642,20 @@ def _pinned_stages(
 
 
 def _best_unlike(
-    config: RunConfig, shape: ModelShape, inventory: Inventory, measurements: Sequence[Measurement]
+    config: RunConfig,
+    shape: ModelShape,
+    inventory: Inventory,
+    precision: ChosenPrecision,
+    measurements: Sequence[Measurement],
 ) -> UnlikeChoice | None:
-    """The best of the replicas of unlike shape that the config leaves open on unlike devices."""
+    """The best of the replicas of unlike shape that the config leaves open on unlike devices, in one precision."""
     parallel, slots = config.parallel, tuple(len(host.devices) for host in inventory.hosts)
     fixed = parallel.ranks or parallel.pp or parallel.pp_stages_per_rank > 1 or parallel.compression != "none"
-    if parallel.stages != "auto" or parallel.strategy != "auto" or fixed or sum(slots) < 2:
+    if parallel.stages != "auto" or parallel.strategy != "auto" or fixed or sum(slots) < 2 or precision.is_mixed:
         return None
     if parallel.offload not in ("auto", "none") or shape.architecture not in KNOWN_ARCHITECTURES:
         return None
-    pricing = _UnlikePricing(config, shape, inventory, slots, measurements)
+    pricing = _UnlikePricing(config, shape, inventory, slots, precision, measurements)
     if not pricing.run.is_measured or len(_runs_of_alike(pricing.prices.devices)) == 1:
         return None
     tried = (price_unlike(pricing.prices, layout) for layout in pricing.candidates(slots))
@@ -635,15 +679,15 @@ class _UnlikePricing:
         shape: ModelShape,
         inventory: Inventory,
         ranks_per_host: tuple[int, ...],
+        precision: ChosenPrecision,
         measurements: Sequence[Measurement],
     ) -> None:
-        self.config = config
-        self.precision, self.why_precision = resolved_precision(config, inventory)
-        self.job = job_of(config, shape, self.precision)
-        self.run = cluster_of(inventory, ranks_per_host, precision=self.precision)
-        devices = rank_devices(inventory, self.run, precision=self.precision)
+        self.config, self.precision = config, precision
+        self.job = job_of(config, shape, precision.common)
+        self.run = cluster_of(inventory, ranks_per_host, precision=precision.common)
+        devices = rank_devices(inventory, self.run, precision=precision)
         self.prices = StagePrices(config, self.job, self.run, devices)
-        self.priced = priced_as(config, self.job, machine=machine_of(inventory))
+        self.priced = priced_as(config, self.job, precision=str(precision), machine=machine_of(inventory))
         self.corrections = corrections_of(measurements, self.priced)
         asked = config.train.activation_checkpointing
         self.recompute: tuple[Recompute, ...] = RECOMPUTE if asked == "auto" else (asked,)
@@ -658,9 +702,7 @@ class _UnlikePricing:
         correction = self.corrections.of(self.config, found.layout)
         seconds = correct_seconds(found.split.seconds, correction)
         found = replace(found, split=replace(found.split, seconds=seconds))
-        return UnlikeChoice(
-            self.config, self.precision, self.why_precision, self.job, self.run, found, correction, priced
-        )
+        return UnlikeChoice(self.config, self.precision, self.job, self.run, found, correction, priced)
 
     def candidates(self, slots: Sequence[int]) -> Iterator[Layout]:
         """Replicas of neighbouring devices that are alike, each as short a pipeline as can hold the model, or longer;

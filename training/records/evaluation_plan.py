@@ -41,6 +41,7 @@ class EvaluationPlan(RankPlan):
             "offload": plan.offload if is_sharded and plan.offload == "parameters" else "none",
             "activation_checkpointing": "none",
             "rebalance": False,
+            "precisions": (),
             "model": trained.checkpoint,
             "step": trained.step,
             "checkpoint_sha256": trained.checkpoint_sha256,

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 from pydantic import Field, model_validator
 
+from training.config.device_names import key_for
 from training.config.parallel import Precision, Stages, StrategyName
 from training.config.run import RunConfig
 from training.records.correction import Correction, Priced
@@ -176,6 +177,7 @@ class RankPlan(Record):
     replica by replica, and pp is the longest pipeline. Empty: equal stages of a whole mesh.
     `micro_batches`: sequences per forward pass, by data-parallel replica; all make `accumulation` of them a step.
     `rebalance` lets the micro-batches change while training goes on. `local_copies`: of models that are named by URLs.
+    `precision`: of matrix products; `precisions`: by replica, where they differ, and then the former is the weakest.
     """
 
     run_id: str  # the name of the plan's folder
@@ -199,6 +201,7 @@ class RankPlan(Record):
     accumulation: int
     rebalance: bool
     precision: Precision
+    precisions: tuple[Precision, ...] = ()
     local_copies: dict[str, str] = Field(default_factory=dict)
 
     def local(self, path: str) -> str:
@@ -208,6 +211,16 @@ class RankPlan(Record):
     @property
     def world_size(self) -> int:
         return sum(self.ranks_per_host)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled, on all ranks alike, since their gradients are added up: some rank has fp16."""
+        return "fp16" in (self.precision, *self.precisions)
+
+    @property
+    def describe_precision(self) -> str:
+        """`bf16`, or `bf16 + fp16`."""
+        return " + ".join(dict.fromkeys(self.precisions)) or self.precision
 
     @property
     def dp(self) -> int:
@@ -249,6 +262,7 @@ class RunPlan(RankPlan):
 
     `hosts`: their names in the order of ranks; empty in plans made before they were recorded. `idle_hosts`: those that
     were there, and which the plan does without.
+    `precision_by_device`: the precisions of devices by their names, where they differ.
     `largest_micro_batches`: how far rebalancing may raise each micro-batch.
     `ranking`: the possible layouts, the chosen one first; at the end some that do not fit.
     `sequences`: in all steps; fewer than steps x global batch if max_epochs ends within the last batch.
@@ -260,6 +274,7 @@ class RunPlan(RankPlan):
 
     hosts: tuple[str, ...] = ()
     idle_hosts: tuple[str, ...] = ()
+    precision_by_device: dict[str, Precision] = Field(default_factory=dict)
     largest_micro_batches: tuple[int, ...]
     steps: int
     sequences: int
@@ -283,7 +298,7 @@ class RunPlan(RankPlan):
             "group_ranks": self.group_ranks,
             "offload": self.offload,
             "ranks": self.world_size,
-            "precision": self.precision,
+            "precision": self.pinned_precision,
             "shares": self.micro_batches if self.is_unequal else "equal",
             "rebalance": "on" if self.rebalance else "off",
         }
@@ -292,6 +307,12 @@ class RunPlan(RankPlan):
             "activation_checkpointing": self.activation_checkpointing,
         }
         return {"parallel": parallel, "train": train}
+
+    @property
+    def pinned_precision(self) -> Precision | dict[str, Precision]:
+        """The value of parallel.precision that means the same on these devices; on others, what these all support."""
+        own = {key_for(name): precision for name, precision in self.precision_by_device.items()}
+        return own | {self.device_kind: self.precision} if own else self.precision
 
     @property
     def is_unequal(self) -> bool:

@@ -89,7 +89,8 @@ STRATEGIES: dict[str, Build] = {
 def parallelize(
     plan: RankPlan, mesh: Mesh, model: LanguageModel, *, weights: Mapping[str, Tensor], device: torch.device
 ) -> Strategy:
-    """Apply tensor parallelism, fp8, activation checkpointing, compilation, then the pipeline or data parallelism.
+    """Apply tensor parallelism, the rank's precision, activation checkpointing, compilation, then the pipeline or data
+    parallelism.
 
     `model` is on the host, unfilled; each rank takes its part of the whole `weights`. It moves to the device once it is
     cut: fsdp, hsdp and zero3 move it layer by layer, since a model they are chosen for would not fit whole.
@@ -100,7 +101,11 @@ def parallelize(
         pipeline.keep_own_stages(plan, model)
     if plan.strategy not in {"fsdp", "hsdp", "zero3"}:
         model.to(device)
-    if plan.precision == "fp8":
+    precision = plan.precision
+    if plan.precisions:
+        precision = plan.precisions[mesh["dp"].get_local_rank()]
+        model.compute_in(precision)
+    if precision == "fp8":
         use_float8(layers_of(model.hf))
     if plan.activation_checkpointing != "none":
         recompute_in_backward(model, plan.activation_checkpointing)

@@ -42,7 +42,8 @@ def set_learning_rate(groups: Iterable[dict[str, Any]], rate: float) -> None:
 
 class LossScale:
     """fp16's dynamic loss scale (Micikevicius et al. 2018, section 3.2): halved when the gradient overflows, doubled
-    after GROW_AFTER steps that did not. Other precisions need none: it stays 1.
+    after GROW_AFTER steps that did not. It stays 1 where no rank computes in fp16; where one does, all ranks have the
+    same, because their gradients are added up before they are divided by it.
     """
 
     GROW_AFTER = 2000

@@ -45,9 +45,9 @@ class TorchStrategy:
     ) -> None:
         train = plan.config.train
         self.model, self.module, self.mesh, self.averaged_over = model, module, mesh, averaged_over
-        self.clip_norm, self.may_skip = train.clip_norm, train.on_nonfinite == "skip" or plan.precision == "fp16"
+        self.clip_norm, self.may_skip = train.clip_norm, train.on_nonfinite == "skip" or plan.scales_loss
         self.optimizer = build_adamw(model, train, fused=True)
-        self.scale = LossScale(dynamic=plan.precision == "fp16")
+        self.scale = LossScale(dynamic=plan.scales_loss)
         self.norm_groups = (*norm_groups, mesh["tp"].get_group()) if plan.mesh["tp"] > 1 else norm_groups
         self.counts_replicated = mesh["tp"].get_local_rank() == 0  # tp peers hold the same norms and biases
         self.all_ranks = torch.arange(plan.world_size).view(-1, plan.mesh["tp"])

@@ -122,8 +122,8 @@ class Zero:
         )
         self.module, self.dp = self.engine, mesh["dp"].size()
         self.ranks = [*range(plan.world_size)]  # tp and pp are 1
-        self.scale = LossScale(dynamic=plan.precision == "fp16")
-        self.may_skip = train.on_nonfinite == "skip" or plan.precision == "fp16"
+        self.scale = LossScale(dynamic=plan.scales_loss)
+        self.may_skip = train.on_nonfinite == "skip" or plan.scales_loss
         self.optimizer.check_grad_overflow = self.may_skip  # then its step leaves out what is not finite
         self._create_moments()
         self.fragment_lengths = self._fragment_lengths() if self.stage < 3 else {}

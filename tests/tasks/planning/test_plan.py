@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tasks.planning.plan import replan
-from tests.support.configs import inventory, tiny_config
+from tests.support.configs import inventory, tiny_config, unlike_hosts
 from training.planner.plan import make_plan
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
@@ -23,9 +24,11 @@ def planned(
     strategy: str = "ddp",
     global_batch: int = 12,
     hosts: Inventory | None = None,
+    **overrides: Any,
 ) -> RunPlan:
     """On 2 + 1 ranks of two hosts, if they are not given."""
-    config = tiny_config(train__global_batch=global_batch, train__micro_batch=micro_batch, parallel__strategy=strategy)
+    batch = {"train__global_batch": global_batch, "train__micro_batch": micro_batch}
+    config = tiny_config(**batch, parallel__strategy=strategy, **overrides)
     plan = make_plan(
         config,
         hosts or inventory(2, 1),
@@ -96,3 +99,19 @@ def test_other_hosts_get_other_shares_and_those_that_come_back_their_own(tmp_pat
     now = replan(tmp_path, inventory=first_host(), why="host1 is away")
     assert (now.micro_batches, now.rebalance) == ((9, 9), False)
     assert replan(tmp_path, inventory=unlike, why="host1 came back") == before
+
+
+def test_other_hosts_compute_in_the_precisions_that_their_devices_had(tmp_path: Path, tiny_shards: Path) -> None:
+    hosts = unlike_hosts("fast", "slow", "slow")
+    table = {"fast": "bf16", "slow": "fp32"}
+    before = planned(tmp_path, tiny_shards, micro_batch=0, hosts=hosts, parallel__precision=table)
+    assert before.precisions == ("bf16", "fp32", "fp32")
+    now = replan(tmp_path, inventory=Inventory(hosts=hosts.hosts[:2]), why="a slow host is away")
+    assert (now.precisions, now.precision_by_device) == (("bf16", "fp32"), table)
+    now = replan(tmp_path, inventory=Inventory(hosts=hosts.hosts[:1]), why="both are away")
+    assert (now.precision, now.precisions) == ("bf16", ())
+    new = unlike_hosts("fast", "slow", "new")
+    assert planned(tmp_path / "2", tiny_shards, micro_batch=0, hosts=hosts, parallel__precision=table)
+    now = replan(tmp_path / "2", inventory=Inventory(hosts=new.hosts[1:]), why="another host came")
+    assert (now.precision, now.precisions) == ("fp32", ()), "what all devices supported"
+    assert replan(tmp_path, inventory=hosts, why="all came back") == before

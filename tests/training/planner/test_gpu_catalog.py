@@ -91,10 +91,12 @@ def test_datasheets() -> None:
 
 def test_mfu_is_of_the_mean_datasheet_and_unknown_where_one_gpu_is() -> None:
     mixed = ["NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 3090"]
-    assert mean_datasheet_tflops(mixed, "bf16") == (312 + 71) / 2
-    assert mean_datasheet_tflops(mixed, "fp32") == (156 + 35.6) / 2, "training uses tf32 where there is one"
-    assert mean_datasheet_tflops([*mixed, "NVIDIA GeForce RTX 4090 Laptop GPU"], "bf16") is None
-    assert mean_datasheet_tflops(["Tesla T4"], "bf16") is None
+    assert mean_datasheet_tflops([(name, "bf16") for name in mixed]) == (312 + 71) / 2
+    assert mean_datasheet_tflops([(name, "fp32") for name in mixed]) == (156 + 35.6) / 2, (
+        "training uses tf32 where there is one"
+    )
+    assert mean_datasheet_tflops([(name, "bf16") for name in (*mixed, "NVIDIA GeForce RTX 4090 Laptop GPU")]) is None
+    assert mean_datasheet_tflops([("Tesla T4", "bf16")]) is None
 
 
 # Slow devices

@@ -1,4 +1,7 @@
-"""bf16 and fp16 train like fp32, within their rounding; fp16's loss scale adapts and survives a resume."""
+"""bf16 and fp16 train like fp32, within their rounding; fp16's loss scale adapts and survives a resume.
+
+Ranks may have unlike precisions: the same bounds hold, and their weights are the same to the bit.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.configs import unlike_hosts
+from tests.support.device import DEVICE_KIND, on_device
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import losses, run_ranks
+from training.records.plan import RunPlan
 from training.strategies.optim import LossScale
 from training.tracking.rows import read_rows
 
@@ -67,7 +73,6 @@ def test_an_overflow_halves_the_scale_and_a_long_good_stretch_doubles_it() -> No
 def test_a_checkpoint_may_come_before_the_first_update(make_run: Callable[..., Path]) -> None:
     """fp16 leaves out its first steps while the scale adapts."""
     from training.models.language_model import unfilled_model
-    from training.records.plan import RunPlan
     from training.runtime.mesh import build_mesh
     from training.runtime.process import process_group
     from training.strategies import parallelize
@@ -81,3 +86,53 @@ def test_a_checkpoint_may_come_before_the_first_update(make_run: Callable[..., P
     assert all((parts.own == 0).all() for _, parts in moments)
     assert scalars["step"] == 0
     assert scalars["loss_scale"] == LossScale.FIRST
+
+
+UNLIKE = [("bf16", "fp32"), ("fp16", "bf16"), ("fp32", "fp16")]
+
+
+@pytest.fixture(scope="module")
+def unlike(make_run: Callable[..., Path]) -> Callable[..., Path]:
+    """The plan of two ranks of such precisions."""
+
+    def planned(precisions: tuple[str, str], name: str = "", **overrides: Any) -> Path:
+        table = dict(zip(("fast", "slow"), precisions, strict=True))
+        config: dict[str, Any] = {**COMMON, "parallel__strategy": "ddp", "parallel__precision": table, **overrides}
+        return make_run(
+            f"{'-'.join(precisions)}{name}",
+            machines=unlike_hosts("fast", "slow", kind=DEVICE_KIND),
+            **on_device(config, ranks=2),
+        )
+
+    return planned
+
+
+@pytest.mark.parametrize("precisions", UNLIKE)
+def test_ranks_of_unlike_precision_learn_as_one_in_fp32_does(
+    precisions: tuple[str, str], fp32: Path, unlike: Callable[..., Path]
+) -> None:
+    """And a resume goes on to the bit."""
+    plan_path = unlike(precisions)
+    plan = RunPlan.read(plan_path)
+    assert (plan.precisions, plan.scales_loss) == (precisions, "fp16" in precisions)
+    run_ranks(plan_path)
+    expected, got = losses(fp32), losses(plan_path)
+    assert max(abs(expected[step] - got[step]) for step in expected) < 0.02
+    assert got != expected, "the precisions were used"
+    shutil.rmtree(plan_path.parent / "checkpoints" / "00000008")
+    run_ranks(plan_path)
+    assert losses(plan_path) == got
+
+
+@pytest.mark.parametrize("precisions", UNLIKE)
+def test_ranks_of_unlike_precision_hold_the_same_weights(
+    precisions: tuple[str, str], unlike: Callable[..., Path]
+) -> None:
+    """Unequal micro-batches are accumulated, and the scale of fp16 adapts."""
+    shares = {"parallel__shares": (3, 1), "train__micro_batch": 0}
+    run_ranks(unlike(precisions, " shares", **shares), program="tests.programs.unlike_precisions")
+
+
+def test_local_sgd_has_unlike_precisions_too(unlike: Callable[..., Path]) -> None:
+    group = {"parallel__strategy": "local-sgd", "parallel__group_ranks": 2}
+    run_ranks(unlike(("bf16", "fp32"), " local-sgd", **group), program="tests.programs.unlike_precisions")
