@@ -8,7 +8,7 @@ rows marked * in published.py; errors are those of all other rows. The last line
 `median_throughput_error`, `p90_throughput_error`, `median_memory_error`, `worst_error` (of both), `rows`, and the blind
 rows' median apart; `ranges` (measured / predicted times of four of five rows, by kind of mesh) and
 `coverage_of_ranges` (the share of rows within the range that the rows of all other sources give); `mean_regret` and
-`max_regret` (how many times as long as the fastest the layout takes that is predicted to be fastest, where one source
+`max_regret` (how many times as long as the fastest the layout takes that the planner would choose, where one source
 measured several layouts of the same job on the same machines); `seconds_for_4096_gpus` (to plan llama-1b's run).
 """
 
@@ -34,6 +34,7 @@ from training.planner.memory import memory_gib
 from training.planner.model_shape import count_parameters
 from training.planner.plan import make_plan
 from training.planner.pricing import mesh_kind
+from training.planner.search import AS_FAST, simplicity
 from training.planner.step_time import step_s
 from training.records.plan import NOT_ALLOCATED, ModelShape
 
@@ -172,9 +173,17 @@ class Predicted:
 @functools.cache
 def predict(row: Row) -> Predicted:
     """Predict the row's rate, in its unit, and its memory in GiB, both with their parts."""
-    shape = shape_of(row.model, models()[row.model], row.context)
+    shape, layout = shape_of(row.model, models()[row.model], row.context), layout_of(row)
     job = Job(shape=shape, context=row.context, global_batch=row.global_batch, precision="bf16")
-    layout = Layout(
+    model, shards = COST_MODELS[row.program], min(8, row.dp) if row.strategy == "hsdp" else row.dp
+    seconds = step_s(job, layout, model, cluster_like(row), num_shards=shards)
+    memory = memory_gib(job, layout, model, num_shards=shards)
+    gib = sum(each for part, each in memory.items() if part not in NOT_ALLOCATED)
+    return Predicted(_in_unit(row, sum(seconds.values()), shape), gib, seconds, memory)
+
+
+def layout_of(row: Row) -> Layout:
+    return Layout(
         strategy=row.strategy,  # type: ignore[arg-type]
         tp=row.tp,
         pp=row.pp,
@@ -184,11 +193,6 @@ def predict(row: Row) -> Predicted:
         recompute=row.recompute,  # type: ignore[arg-type]
         stages_per_rank=row.stages_per_rank,
     )
-    model, shards = COST_MODELS[row.program], min(8, row.dp) if row.strategy == "hsdp" else row.dp
-    seconds = step_s(job, layout, model, cluster_like(row), num_shards=shards)
-    memory = memory_gib(job, layout, model, num_shards=shards)
-    gib = sum(each for part, each in memory.items() if part not in NOT_ALLOCATED)
-    return Predicted(_in_unit(row, sum(seconds.values()), shape), gib, seconds, memory)
 
 
 @functools.cache
@@ -318,12 +322,17 @@ def sweeps() -> list[list[Row]]:
 
 
 def regret(sweep: Sequence[Row]) -> float:
-    """How many times as long as the fastest takes the one that is predicted to be the fastest, per token."""
+    """How many times as long as the fastest takes the one that the planner would choose, per token.
+
+    It takes the simplest of those that are predicted to be within AS_FAST of the fastest.
+    """
 
     def token_s(row: Row, rate: float) -> float:
         return rate / row.global_batch / row.context if row.unit == "s" else 1 / rate
 
-    chosen = min(sweep, key=lambda row: token_s(row, predict(row).rate))
+    predicted = {row: token_s(row, predict(row).rate) for row in sweep}
+    as_fast = [row for row in sweep if predicted[row] <= AS_FAST * min(predicted.values())]
+    chosen = min(as_fast, key=lambda row: (simplicity(layout_of(row)), predicted[row]))
     return token_s(chosen, chosen.rate or 0.0) / min(token_s(row, row.rate or 0.0) for row in sweep)
 
 

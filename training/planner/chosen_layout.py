@@ -232,9 +232,26 @@ def _why_rest(config: RunConfig, ranking: Ranking) -> list[str]:
             if each.layout.is_undivided and each.layout.strategy not in fitting:
                 closest.setdefault(each.layout.strategy, each)
         reasons += [f"does not fit: {_misses(each)}" for each in closest.values()]
+        reasons += _why_fewer_bytes(ranking)
     if assumed := ranking.fitting[0].cluster.assumed:
         reasons.append(f"not measured, assumed: {', '.join(assumed)}")
     return reasons
+
+
+def _why_fewer_bytes(ranking: Ranking) -> list[str]:
+    """Why weights are sharded although each device could hold all of them, where fewer bytes moved are the reason."""
+    best = ranking.fitting[0]
+    whole = [each for each in ranking.fitting if each.layout.strategy in ("single", "ddp") and each.layout.is_undivided]
+    if best.layout.strategy not in ("fsdp", "hsdp") or not whole or ranking.job.precision not in ("bf16", "fp8"):
+        return []
+    other = min(whole, key=lambda each: each.step_s)
+    own_s, other_s = (each.seconds.get("memory-bound", 0.0) for each in (best, other))
+    if own_s >= other_s:
+        return []
+    return [
+        f"{best.layout.strategy} carries bf16 from layer to layer, {other.layout.strategy} fp32: what memory bounds "
+        f"takes {1000 * own_s:,.0f} ms of a step instead of {1000 * other_s:,.0f}"
+    ]
 
 
 def _without(ranking: Ranking, field: str) -> str:

@@ -140,9 +140,10 @@ def _best_first(fitting: list[PricedLayout]) -> tuple[PricedLayout, ...]:
     """
     if not fitting:
         return ()
-    by_time = sorted(fitting, key=lambda each: (each.step_s, _simplicity(each)))
+    by_time = sorted(fitting, key=lambda each: (each.step_s, simplicity(each.layout)))
     kinds = best_by_kind(by_time)
-    simplest = min((each for each in kinds if each.step_s <= AS_FAST * kinds[0].step_s), key=_simplicity)
+    as_fast = [each for each in kinds if each.step_s <= AS_FAST * kinds[0].step_s]
+    simplest = min(as_fast, key=lambda each: simplicity(each.layout))
     slowest_s = AS_FAST_OF_A_KIND * simplest.step_s
     alike = [each for each in by_time if each.kind == simplest.kind and each.step_s <= slowest_s]
     best = min(alike, key=lambda each: each.needed_gib)
@@ -157,10 +158,9 @@ def best_by_kind(layouts: Iterable[PricedLayout]) -> list[PricedLayout]:
     return list(found.values())
 
 
-def _simplicity(priced: PricedLayout) -> tuple[int, ...]:
+def simplicity(layout: Layout) -> tuple[int, ...]:
     """Sort key: prefer no offload, then no pipeline or tensor parallelism, then the simpler strategy, then no
     recomputation."""
-    layout = priced.layout
     return (
         OFFLOAD.index(layout.offload),
         layout.pp,

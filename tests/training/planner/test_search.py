@@ -14,6 +14,7 @@ from training.planner.plan import make_plan
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
 
+GPT2 = {"architecture": "gpt2", "layers": 12, "width": 768, "heads": 12}
 LLAMA_1B = {"layers": 22, "width": 2048, "heads": 32, "kv_heads": 8, "mlp_width": 5632, "tie_embeddings": False}
 LLAMA_8B = {"layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "mlp_width": 14336, "tie_embeddings": False}
 LLAMA_70B = {"layers": 80, "width": 8192, "heads": 64, "kv_heads": 8, "mlp_width": 28672, "tie_embeddings": False}
@@ -82,6 +83,19 @@ def test_the_runner_up_and_its_distance_are_named() -> None:
     assert first.tokens_per_s is not None
     assert f"{first.tokens_per_s / second.tokens_per_s - 1:.1%} slower" in why
     assert any(layout.why_not.endswith("GiB too few") for layout in plan.ranking)
+
+
+def test_sharding_what_every_device_could_hold_has_its_reason() -> None:
+    """Ours carries bf16 between layers under fsdp alone; in fp32 nothing is gained, and the simpler one is taken."""
+    how: dict[str, Any] = {"machines": "1x8xA100-80GB-SXM", "context": 1024}
+    plan, ddp = planned(GPT2, **how), planned(GPT2, **how, strategy="ddp")
+    assert plan.strategy == "fsdp"
+    (why,) = (reason for reason in plan.reasons if "carries bf16 from layer to layer" in reason)
+    own, other = (1000 * each.predicted.step_s["memory-bound"] for each in (plan, ddp))
+    assert why.endswith(f"takes {own:,.0f} ms of a step instead of {other:,.0f}")
+    fp32 = planned(GPT2, **how, precision="fp32")
+    assert fp32.strategy == "ddp"
+    assert not any("carries bf16" in reason for reason in fp32.reasons)
 
 
 def test_the_simplest_of_those_that_cannot_be_told_apart_is_taken() -> None:
