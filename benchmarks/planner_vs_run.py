@@ -5,7 +5,9 @@
 quickstart's model and batch, by several strategies on 1 and 2 ranks; each is planned with what training/measure.py
 found here, then trained by `python -m training.train`. A busy machine makes rates and steps unlike: before each it
 waits, for a minute at most, until 90% of the cores are idle. Errors are measured / predicted - 1, of the median step.
-The last line is one JSON object: `median_step_error`, `median_memory_error`, `rows`.
+Each layout runs twice: the second run's plan is corrected by what the first one measured, if its steps were steady.
+The last line is one JSON object: `median_step_error`, `median_memory_error`, both again of the second runs as
+`median_step_error_corrected` and `median_memory_error_corrected` (null where no run was steady), `rows`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,7 +29,9 @@ import psutil
 
 from benchmarks.support.workload import Size, measure, write_corpus, write_plan
 from training.measure import visible_cores
-from training.planner.pricing import TRACKING
+from training.planner.corrections import measurement_of
+from training.planner.pricing import TRACKING_GIB
+from training.records.correction import Measurement
 from training.records.inventory import Host, Inventory
 from training.records.train_result import TrainResult
 from training.tracking.rows import read_rows
@@ -34,6 +39,7 @@ from training.tracking.rows import read_rows
 MODEL = {"layers": 4, "width": 256, "heads": 8, "kv_heads": 4}
 VOCAB_SIZE, CONTEXT, BATCH = 2048, 256, 8
 STRATEGIES = {1: ("single",), 2: ("ddp", "fsdp", "zero2")}
+ERRORS = ("step_error", "memory_error")
 IDLE_PERCENT, WAIT_S, WAIT_QUICK_S = 90, 60, 10
 
 
@@ -53,15 +59,24 @@ def machine(folder: Path, *, ranks: int, threads: int) -> Inventory:
         devices=found.devices,
         allreduce_gb_per_s=found.allreduce_gb_per_s,
         allreduce_latency_us=found.allreduce_latency_us,
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     return Inventory(hosts=(host,))
 
 
 def compare(
-    folder: Path, inventory: Inventory, *, strategy: str, precision: str, steps: int, wait: Callable[[], None]
-) -> dict[str, Any]:
+    folder: Path,
+    inventory: Inventory,
+    *,
+    strategy: str,
+    precision: str,
+    steps: int,
+    wait: Callable[[], None],
+    measurements: Sequence[Measurement] = (),
+) -> tuple[dict[str, Any], Measurement | None]:
+    """The errors of one run, and what it teaches."""
     ranks = len(inventory.hosts[0].devices)
-    run_dir = folder / f"{strategy}-{precision}"
+    run_dir = folder / f"{strategy}-{precision}-{len(measurements)}"
     plan = write_plan(
         run_dir,
         size=Size("quickstart", MODEL, VOCAB_SIZE, CONTEXT, BATCH, BATCH // ranks, 1),
@@ -70,17 +85,18 @@ def compare(
         steps=steps,
         compiled=False,
         parallel={"strategy": strategy, "precision": precision},
+        measurements=measurements,
     )
     wait()
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *launcher, "-m", "training.train", str(run_dir / "plan.json")]
     env = os.environ | {"OMP_NUM_THREADS": str(plan.threads_per_rank), "MLFLOW_TRACKING_URI": ""}
     subprocess.run(command, env=env, check=True, capture_output=True)
-    rows = [row["step_ms"] for row in read_rows(run_dir / "metrics.jsonl") if "step_ms" in row]
-    step_ms, gib = median(rows[1:]), TrainResult.read(run_dir / "result.json").peak_memory_gib
-    predicted_ms, predicted_gib = plan.predicted.step_ms, plan.predicted.peak_gib(plan.device_kind)
-    predicted_gib -= plan.predicted.memory_gib[TRACKING]  # these runs log nowhere
-    return {
+    rows, result = read_rows(run_dir / "metrics.jsonl"), TrainResult.read(run_dir / "result.json")
+    step_ms, gib = median([row["step_ms"] for row in rows if "step_ms" in row][1:]), result.peak_memory_gib
+    predicted_ms = plan.predicted.step_ms
+    predicted_gib = plan.predicted.peak_gib(plan.device_kind) - TRACKING_GIB  # these runs log nowhere
+    row = {
         "strategy": strategy,
         "precision": precision,
         "ranks": ranks,
@@ -92,6 +108,12 @@ def compare(
         "predicted_gib": predicted_gib,
         "memory_error": gib / predicted_gib - 1,
     }
+    logging_too = result.model_copy(update={"peak_memory_gib": gib + TRACKING_GIB})
+    try:
+        return row, measurement_of(plan, logging_too, rows, ended_at="")
+    except ValueError as why:
+        print(f"{strategy} {precision}: {why}", flush=True)
+        return row, None
 
 
 def describe_row(row: dict[str, Any]) -> str:
@@ -114,12 +136,18 @@ def main() -> None:
             inventory = machine(folder, ranks=ranks, threads=max(1, visible_cores() // ranks))
             for precision in ("fp32",) if args.quick else ("fp32", "bf16"):
                 for strategy in strategies[: 1 if args.quick else None]:
-                    how = {"strategy": strategy, "precision": precision, "steps": 20 if args.quick else 60}
-                    row = compare(folder, inventory, **how, wait=wait)
-                    table.append(row)
+                    how = {"strategy": strategy, "precision": precision, "steps": 24 if args.quick else 60}
+                    row, measured = compare(folder, inventory, **how, wait=wait)
                     print(describe_row(row), flush=True)
-    errors = {f"median_{what}": median(abs(row[what]) for row in table) for what in ("step_error", "memory_error")}
-    print(json.dumps({**errors, "rows": table}))
+                    if measured is not None:
+                        again, _ = compare(folder, inventory, **how, wait=wait, measurements=[measured])
+                        row |= {f"{what}_corrected": again[what] for what in ERRORS}
+                        print(f"{describe_row(again)}, corrected by the first", flush=True)
+                    table.append(row)
+    whats = [*ERRORS, *(f"{what}_corrected" for what in ERRORS)]
+    errors = {what: [abs(row[what]) for row in table if what in row] for what in whats}
+    medians = {f"median_{what}": median(found) if found else None for what, found in errors.items()}
+    print(json.dumps({**medians, "rows": table}))
 
 
 if __name__ == "__main__":

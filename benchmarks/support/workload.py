@@ -6,6 +6,7 @@ import subprocess
 import sys
 import sysconfig
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 
 from training.config.run import RunConfig
 from training.planner.plan import make_plan
+from training.records.correction import Measurement
 from training.records.inventory import Host, Inventory, Measured
 from training.records.plan import RunPlan
 from training.records.token_shards import TokenShards
@@ -117,6 +119,7 @@ def write_plan(
     steps: int,
     compiled: bool,
     parallel: dict[str, Any],
+    measurements: Sequence[Measurement] = (),
 ) -> RunPlan:
     """Write RUN_DIR/plan.json. The learning rate is constant, because every contestant can do that in the same way.
 
@@ -148,7 +151,12 @@ def write_plan(
     }
     manifest = TokenShards.read(shards_dir / MANIFEST)
     plan = make_plan(
-        RunConfig.model_validate(config), inventory, run_id=run_dir.name, shards=manifest, shards_dir=str(shards_dir)
+        RunConfig.model_validate(config),
+        inventory,
+        run_id=run_dir.name,
+        shards=manifest,
+        shards_dir=str(shards_dir),
+        measurements=measurements,
     )
     plan.write(run_dir / "plan.json")
     return plan
