@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.support.repository import REPO
 from tests.test_imports import rows
 from training.config.run import RunConfig
 
-PAGES = (REPO / "README.md", *sorted((REPO / "docs").glob("*.md")))
+PAGES = (*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").glob("*.md")))
 FOLDERS = "flows|tasks|training|infra|benchmarks|tests|docs"
 SUFFIXES = "py|md|sh|svg|png|yaml|ini|Dockerfile"
 per_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -60,6 +61,16 @@ def test_commands_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {"pretrain", "serve"} <= commands
     text = page.read_text().replace("\n", " ")
     assert set(re.findall(r"(?<![./-])\bshardline ([a-z]+)", text)) - commands == set()
+
+
+def test_one_version_is_named_everywhere() -> None:
+    version = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["version"]
+    newest = re.search(r"^## ([\d.]+)", (REPO / "CHANGELOG.md").read_text(), re.M)
+    assert newest is not None
+    assert newest[1] == version
+    named = {"README.md": r"shardline-([\d.]+)-py3", "infra/compose.yaml": r"image: shardline-\w+:(\S+)"}
+    for name, pattern in named.items():
+        assert set(re.findall(pattern, (REPO / name).read_text())) == {version}, name
 
 
 def test_the_map_points_at_definitions() -> None:
