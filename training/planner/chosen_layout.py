@@ -102,11 +102,12 @@ def choose_layout(
 
     Unlike devices are priced in the precision that they have in common, as for the slowest of them.
     """
-    possible, common = config, precision.common
+    parallel, common = config.parallel, precision.common
     if precision.is_mixed:
-        possible = config.model_copy(update={"parallel": with_whole_gradients(config.parallel, precision)})
+        parallel = with_whole_gradients(parallel, precision)
         if "fp8" in precision.own.values() and (refusal := fp8_refusal(shape, tp=1)):
             raise ValueError(refusal)
+    possible = config.model_copy(update={"parallel": parallel.model_copy(update={"precision": common})})
     priced = priced_as(config, job_of(config, shape, common), precision=str(precision), machine=machine_of(inventory))
     corrections = corrections_of(measurements, priced)
     ranking = rank_layouts(possible, shape, inventory, precision=common, corrections=corrections)

@@ -91,6 +91,15 @@ def test_what_a_plan_chose_means_the_same_again_and_is_possible_on_other_devices
     assert {*other.precisions} == {"bf16", "fp32"}, "a device that was not there computes in what all supported"
 
 
+@pytest.mark.parametrize("weaker", ["H100-80GB-SXM", "A100-80GB-SXM"])
+def test_fp8_in_a_table_is_refused_as_fp8_for_all_is(weaker: str) -> None:
+    hosts = hypothetical_inventory(f"1x4xH100-80GB-SXM,200Gb+1x4x{weaker}")
+    table = {"H100": "fp8", "A100": "bf16"}
+    assert planned(hosts, table).describe_precision in ("fp8", "fp8 + bf16")
+    with pytest.raises(ValueError, match=r"multiples of 16, not train\.context = 1000"):
+        make_plan(tiny_config(**(LARGE | {"train__context": 1000}), parallel__precision=table), hosts)
+
+
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
