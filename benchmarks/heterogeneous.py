@@ -10,9 +10,23 @@ Llama of 1.3M parameters trains on one rank each under ddp, always on the same g
     rebalanced   equal shares at first, which follow the measured steps; timed in the second half of the run
 
 A step's time is the median over a run's steps, the speed-up the median over the repetitions. Twice the speed on one of
-two hosts can gain 1.5x at most. Then benchmarks/slow_link.py: compressed gradients at 100 Mbit.
+two hosts can gain 1.5x at most.
+
+Then replicas of unlike shape, on three hosts that may use 1.0, 0.5 and 0.5 cores. The small ones are planned with
+SMALL_GIB of memory, in which the model's training state does not fit, so that plain ddp is not possible:
+
+    pp           a pipeline of all three, of equal stages
+    fsdp         all three, each layer gathered when it is needed, with shares by speed
+    unlike       the first host alone, and the other two as a pipeline; shares by speed
+
+An equal pipeline is as fast as its slowest stage, which makes it 1.5 cores of the 2.0, and with n micro-batches a step
+it works n / (n + 2) of the time; `unlike` has a core that always works, and another that does n / (n + 1) of the time.
+So it can gain 2.0 / 1.5 = 1.33x where n is large, 1.5x at n = 8 there and 12 here. Over fsdp it gains what that sends
+more, and recomputes for want of memory. `--quick` runs the one of pp and fsdp that the plan takes to be the faster one.
+
+Then benchmarks/slow_link.py: compressed gradients at 100 Mbit.
 The last line is one JSON object: `speedup_planned_vs_equal`, `speedup_rebalanced_vs_equal`, `step_s` and `loss` (after
-the same tokens) by way, and all of slow_link's.
+the same tokens) by way, `speedup_unlike_replicas_vs_best_uniform` and `unlike_replicas`, and all of slow_link's.
 """
 
 from __future__ import annotations
@@ -21,6 +35,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +48,17 @@ from tests.support.configs import tiny_config
 from tests.support.launched_runs import train
 from tests.support.rig.rig import Rig
 from tests.support.rig.runs import docker_config, make_docker_run
-from training.records.inventory import Inventory
+from training.records.inventory import Device, Inventory
 from training.records.plan import RunPlan
 from training.tracking.rows import read_rows
 
 CPUS = (1.0, 0.5)
+UNLIKE_CPUS, SMALL_GIB = (1.0, 0.5, 0.5), 1.1
+UNIFORM: dict[str, dict[str, Any]] = {
+    "pp": {"parallel__strategy": "ddp", "parallel__pp": 3},
+    "fsdp": {"parallel__strategy": "fsdp"},
+}
+UNLIKE: dict[str, Any] = {"parallel__strategy": "ddp", "parallel__stages": ((8,), (4, 4))}
 VOCAB, GLOBAL_BATCH = 256, 48
 WARM_UP = 4  # steps: allocation, and what the first containers' start still takes of the cores
 SPLIT_EVERY = 2  # steps: shares move, half way at a time, after three of these
@@ -58,8 +79,8 @@ class Outcome:
     loss: float
 
 
-def settings(rig: Rig, *, steps: int) -> dict[str, Any]:
-    hosts = tuple(rig.host_config(i, slots=1, cpus=cpus) for i, cpus in enumerate(CPUS))
+def settings(rig: Rig, cpus: Sequence[float], *, steps: int) -> dict[str, Any]:
+    hosts = tuple(rig.host_config(i, slots=1, cpus=quota) for i, quota in enumerate(cpus))
     return {
         **docker_config(rig, hosts=hosts, lost_after_s=30.0, lease_s=120.0, collective_test=False),
         "model__layers": 4,
@@ -68,7 +89,7 @@ def settings(rig: Rig, *, steps: int) -> dict[str, Any]:
         "train__context": 128,
         "train__steps": steps,
         "train__global_batch": GLOBAL_BATCH,
-        "train__micro_batch": GLOBAL_BATCH // len(CPUS),
+        "train__micro_batch": GLOBAL_BATCH // len(cpus),
         "checkpoint__every_steps": 100_000,
         "evaluation__every_steps": 0,
         "profile__split_every_steps": SPLIT_EVERY,
@@ -95,10 +116,11 @@ def run_one(run_dir: Path) -> Outcome:
     )
 
 
-def unlike_speeds(rig: Rig, home: Path, shards: Path, *, steps: int, rounds: int) -> dict[str, Any]:
+def unlike_speeds(
+    rig: Rig, home: Path, shards: Path, machines: Inventory, *, steps: int, rounds: int
+) -> dict[str, Any]:
     """Measure what unequal shares gain; runs of each kind take turns, so that a slow minute hits all of them."""
-    common = settings(rig, steps=steps)
-    machines = measured(home, common)
+    common = settings(rig, CPUS, steps=steps)
     outcomes: dict[str, list[Outcome]] = {way: [] for way in WAYS}
     for number in range(rounds):
         for way, shares in WAYS.items():
@@ -123,10 +145,60 @@ def unlike_speeds(rig: Rig, home: Path, shards: Path, *, steps: int, rounds: int
     }
 
 
+def unlike_replicas(rig: Rig, home: Path, shards: Path, machines: Inventory, *, quick: bool) -> dict[str, Any]:
+    """Measure what a replica of two small hosts beside one large one gains over layouts whose replicas are alike."""
+    common = settings(rig, UNLIKE_CPUS, steps=9 if quick else 24) | {
+        "model__layers": 8,
+        "model__width": 384,
+        "model__heads": 8,
+        "train__global_batch": 24,
+        "train__micro_batch": 0,
+        "parallel__rebalance": "off",
+    }
+    large, *small = machines.hosts
+    small = [host.model_copy(update={"devices": (_with_memory(host.devices[0], SMALL_GIB),)}) for host in small]
+    planned_on = Inventory(hosts=(large, *small))
+
+    def run_dir_of(way: str, number: int, **layout: Any) -> Path:
+        name = f"replicas-{way}-{number}"
+        return make_docker_run(rig, home, shards, name, 1, 1, 1, machines=planned_on, **common | layout)
+
+    automatic = RunPlan.read(run_dir_of("auto", 0, parallel__strategy="auto") / "plan.json")
+    outcomes: dict[str, list[Outcome]] = {}
+    for number in range(1 if quick else 3):
+        made = {way: run_dir_of(way, number, **layout) for way, layout in UNIFORM.items()}
+        if quick:
+            best = min(made, key=lambda way: RunPlan.read(made[way] / "plan.json").predicted.step_ms)
+            made = {best: made[best]}
+        made["unlike"] = run_dir_of("unlike", number, **UNLIKE)
+        for way, run_dir in made.items():
+            outcomes.setdefault(way, []).append(run_one(run_dir))
+    step_s = {way: statistics.median(one.step_s for one in each) for way, each in outcomes.items()}
+    plans = {way: RunPlan.read(run_dir / "plan.json") for way, run_dir in made.items()}
+    best_uniform_s = min(seconds for way, seconds in step_s.items() if way != "unlike")
+    found = {
+        "step_s": {way: round(seconds, 3) for way, seconds in step_s.items()},
+        "predicted_step_s": {way: round(plan.predicted.step_ms / 1000, 3) for way, plan in plans.items()},
+        "micro_batches": {way: (plan.micro_batches, plan.accumulation) for way, plan in plans.items()},
+        "loss": {way: each[-1].loss for way, each in outcomes.items()},
+        "chosen_by_auto": automatic.stages,
+        "cpus": UNLIKE_CPUS,
+    }
+    speedup = round(best_uniform_s / step_s["unlike"], 3)
+    return {"speedup_unlike_replicas_vs_best_uniform": speedup, "unlike_replicas": found}
+
+
+def _with_memory(device: Device, memory_gib: float) -> Device:
+    return device.model_copy(update={"memory_gib": memory_gib})
+
+
 def run(rig: Rig, *, quick: bool) -> dict[str, Any]:
     with home_and_tokens(rig, vocab_size=VOCAB) as (home, shards):
-        shares = unlike_speeds(rig, home, shards, steps=28 if quick else 60, rounds=1 if quick else 3)
-        return shares | slow_link(rig, home, shards, quick=quick)
+        machines = measured(home, settings(rig, UNLIKE_CPUS, steps=1))
+        two = Inventory(hosts=machines.hosts[: len(CPUS)])
+        shares = unlike_speeds(rig, home, shards, two, steps=28 if quick else 60, rounds=1 if quick else 3)
+        replicas = unlike_replicas(rig, home, shards, machines, quick=quick)
+        return shares | replicas | slow_link(rig, home, shards, quick=quick)
 
 
 def show(result: dict[str, Any]) -> None:
@@ -135,6 +207,14 @@ def show(result: dict[str, Any]) -> None:
     for way, step_s in result["step_s"].items():
         sizes, gain = " + ".join(map(str, result["micro_batches"][way])), result["step_s"]["equal"] / step_s
         print(f"{way:12}{sizes:>12}{step_s:10.3f}{gain:10.2f}{result['loss'][way]:10.5f}")
+    replicas = result["unlike_replicas"]
+    print(f"\n{'replicas':12}{'micro-batches':>20}{'s a step':>10}{'predicted':>10}{'loss':>10}")
+    for way, step_s in replicas["step_s"].items():
+        sizes, accumulation = replicas["micro_batches"][way]
+        made = f"{accumulation} x ({' + '.join(map(str, sizes))})"
+        print(f"{way:12}{made:>20}{step_s:10.3f}{replicas['predicted_step_s'][way]:10.3f}{replicas['loss'][way]:10.5f}")
+    gain = result["speedup_unlike_replicas_vs_best_uniform"]
+    print(f"unlike replicas are {gain:.2f}x as fast as the best uniform layout")
 
 
 def main() -> None:

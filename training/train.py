@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 from training.checkpoint.memory import HostMemory
@@ -15,8 +16,8 @@ from training.checkpoint.memory_saver import MemorySaver
 from training.checkpoint.saver import Saver
 from training.models.language_model import import_model
 from training.records.plan import RunPlan
-from training.runtime.process import process_group
-from training.runtime.watchdog import hang_watchdog
+from training.runtime.process import Rank, leave_groups, process_group
+from training.runtime.watchdog import Watchdog, hang_watchdog
 from training.trainer.finish import finish
 from training.trainer.loop import fit
 from training.trainer.reporter import Reporter, earlier_rows
@@ -33,47 +34,66 @@ def import_for(plan_path: str) -> None:
 
 
 def main(plan_path: Path) -> None:
-    """Train the plan: restore, then report and save while it fits, then finish."""
+    """Train the plan, from its newest checkpoint; once more from there whenever layers moved to other stages."""
     plan, run_dir = RunPlan.read(plan_path), plan_path.parent
     with hang_watchdog(plan, run_dir) as watchdog, process_group(plan) as rank:
-        memory = HostMemory(plan, rank=rank, run_dir=run_dir) if plan.config.checkpoint.memory_every_steps else None
-        state = restore(plan, rank=rank, run_dir=run_dir, memory=memory)
-        rows = earlier_rows(state)
-        # Collective: no rank opens a file of rows, as the reporter does, before the first one has dropped old ones.
-        stopper = Stopper(plan, rank=rank, start=state.start, rows=rows)
-        with (
-            Reporter(state, rows=rows) as reporter,
-            (
-                MemorySaver(
-                    memory,
-                    plan=plan,
-                    strategy=state.strategy,
-                    micro_batches=state.micro_batches,
-                    loaded=state.copy,
-                )
-                if memory is not None
-                else nullcontext()
-            ) as memory_saver,
-            Saver(
-                run_dir,
+        stopper: Stopper | None = None
+        while not (trained := _train(plan, rank, run_dir, watchdog, before=stopper)).is_over:
+            stopper = trained.stopper
+            leave_groups()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One go at training. `is_over`: false if it goes on, with layers on other pipeline stages."""
+
+    is_over: bool
+    stopper: Stopper
+
+
+def _train(plan: RunPlan, rank: Rank, run_dir: Path, watchdog: Watchdog, *, before: Stopper | None) -> Trained:
+    """Restore, then report and save while it fits, then finish."""
+    memory = HostMemory(plan, rank=rank, run_dir=run_dir) if plan.config.checkpoint.memory_every_steps else None
+    state = restore(plan, rank=rank, run_dir=run_dir, memory=memory)
+    plan, rows = state.plan, earlier_rows(state)
+    # Collective: no rank opens a file of rows, as the reporter does, before the first one has dropped old ones.
+    stopper = Stopper(plan, rank=rank, start=state.start, rows=rows, before=before)
+    with (
+        Reporter(state, rows=rows) as reporter,
+        (
+            MemorySaver(
+                memory,
                 plan=plan,
                 strategy=state.strategy,
-                model=state.model,
-                rank=rank,
                 micro_batches=state.micro_batches,
-            ) as saver,
-        ):
-            if memory is not None and state.resumed is not None:
-                reporter.write(state.start, resumed_from_memory=float(state.copy is not None))
-            stopped_by = fit(
-                state,
-                reporter=reporter,
-                saver=saver,
-                memory_saver=memory_saver,
-                stopper=stopper,
-                watchdog=watchdog,
+                loaded=state.copy,
             )
+            if memory is not None
+            else nullcontext()
+        ) as memory_saver,
+        Saver(
+            run_dir,
+            plan=plan,
+            strategy=state.strategy,
+            model=state.model,
+            rank=rank,
+            micro_batches=state.micro_batches,
+        ) as saver,
+    ):
+        if memory is not None and state.resumed is not None:
+            reporter.write(state.start, resumed_from_memory=float(state.copy is not None))
+        stopped_by = fit(
+            state,
+            reporter=reporter,
+            saver=saver,
+            memory_saver=memory_saver,
+            stopper=stopper,
+            watchdog=watchdog,
+        )
+    if stopped_by is not None:
         finish(state, reporter.meter, stopped_by=stopped_by)
+    state.loader.close()
+    return Trained(stopped_by is not None, stopper)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tests.support import nccl_like
 from training.records.plan import RunPlan
@@ -16,7 +17,8 @@ def main(plan_path: Path) -> None:
     nccl_like.install()
     with process_group(plan) as rank:
         state = restore(plan, rank=rank, run_dir=plan_path.parent)
-        groups = [state.mesh[axis].get_group() for axis, size in plan.mesh.items() if size > 1]
+        groups: list[Any] = [axis.get_group() for axis in state.mesh.values() if axis.size() > 1]
+        groups += [group for group, _ in getattr(state.strategy, "summed", ())]  # of a pipeline
         before = [list(group.connections) for group in groups]
         assert all(before)
         for step in range(2):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from training.checkpoint.staging import Staging
 from training.checkpoint.writer import WriteFailure, Writer
+from training.config.parallel import Stages
 from training.data.batch import MicroBatches
 from training.models.language_model import LanguageModel
 from training.records.checkpoint import CheckpointManifest, checkpoint_folder
@@ -69,8 +70,10 @@ class Saver:
             if self.in_flight and self.writer is not None:
                 self.writer.abandon()
 
-    def save(self, step: int, *, tokens: int, val_loss: float | None) -> float:
+    def save(self, step: int, *, tokens: int, val_loss: float | None, stages: Stages | None = None) -> float:
         """Begin the checkpoint of `step`; returns the seconds that training stood still.
+
+        `stages`: with which training goes on from it, if not with the plan's.
 
         Raises RuntimeError if the checkpoint before it is still being written, and fails for good.
         """
@@ -80,6 +83,8 @@ class Saver:
         manifest = unfilled_manifest(
             self.plan, step=step, tokens=tokens, val_loss=val_loss, micro_batches=self.micro_batches
         )
+        if stages is not None:
+            manifest = manifest.model_copy(update={"stages": stages})
         folder = checkpoint_folder(self.run_dir, step)
         self.writer = Writer(self.plan, manifest, folder=folder, rank=self.rank, hf_config=self.hf_config)
         self.writer.start(self.staging.files(self.strategy))

@@ -95,6 +95,7 @@ def make_plan(
         threads_per_rank=threads,
         micro_batches=split.micro_batches,
         largest_micro_batches=split.max_micro_batches,
+        largest_stages=split.largest_stages,
         accumulation=split.accumulation,
         rebalance=split.rebalance,
         steps=steps,

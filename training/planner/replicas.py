@@ -45,9 +45,10 @@ COMPUTING = ("products", "attention", "memory-bound", "recomputing")  # parts of
 class BatchSplit:
     """The micro-batch of each data-parallel replica, and what the slowest replica's step takes.
 
-    `max_micro_batches`: the largest that each replica's memory holds. `rebalance`: whether the micro-batches may change
-    during training, each up to its maximum. `precisions`: of each replica. `seconds`: the slowest replica's step by
-    part. `peak_tflops`: the mean over ranks.
+    `max_micro_batches`: the largest that each replica's memory holds. `largest_stages`: likewise the layers of stages
+    of given sizes, with these micro-batches. `rebalance`: whether both may change during training, each up to its
+    maximum. `precisions`: of each replica. `seconds`: the slowest replica's step by part. `peak_tflops`: the mean over
+    ranks.
     """
 
     micro_batches: tuple[int, ...]
@@ -58,6 +59,7 @@ class BatchSplit:
     seconds: Mapping[str, float]
     peak_tflops: float
     reasons: tuple[str, ...]
+    largest_stages: Stages = ()
 
     @property
     def step_s(self) -> float:
@@ -404,6 +406,16 @@ class StagePrices:
         at_most = self.config.train.global_batch - (layout.dp - 1)
         return largest_that_fits(lambda size: sum(self.memory(layout, rank, size).values()) <= usable_gib, at_most)
 
+    def most_layers(self, layout: Layout, rank: StageOfRank, micro_batch: int) -> int:
+        """The layers that the rank's memory holds with such micro-batches; at least its own, which fit."""
+        usable_gib = MEMORY_SHARE * rank.device.cluster.memory_gib
+        others = rank.length - 1  # stages, of a layer at least
+
+        def fits(layers: int) -> bool:
+            return sum(self.memory(layout, replace(rank, layers=layers), micro_batch).values()) <= usable_gib
+
+        return max(rank.layers, largest_that_fits(fits, self.job.shape.layers - others))
+
     def slowest(
         self, layout: Layout, ranks: Iterable[StageOfRank], micro_batch: int, accumulation: int
     ) -> dict[str, float]:
@@ -532,7 +544,8 @@ def _described(
         for rank in ranks
     ]
     memory, usable_gib = max(memories, key=lambda each: sum(each[0].values()))
-    rebalance, why_rebalance = may_rebalance(prices.config, shares, tuple(limits))
+    wanted, are_uneven = prices.config.parallel.rebalance, any(len(set(sizes)) > 1 for sizes in layout.stages)
+    rebalance = wanted == "on" or (wanted == "auto" and (are_uneven or not shares.are_equal))
     split = BatchSplit(
         micro_batches=shares.micro_batches,
         accumulation=shares.accumulation,
@@ -541,11 +554,29 @@ def _described(
         precisions=(prices.job.precision,) * layout.dp,
         seconds=prices.step(layout, replicas, shares),
         peak_tflops=fmean(device.cluster.matmul_tflops for device in prices.devices[: layout.world_size]),
-        reasons=tuple(reason for reason in (why_shares, why_rebalance) if reason),
+        reasons=(
+            why_shares,
+            *(["shares and stages follow the steps' measured times during training"] if rebalance else []),
+        ),
+        largest_stages=tuple(
+            _most_layers(prices, layout, ranks, size)
+            for ranks, size in zip(replicas, shares.micro_batches, strict=True)
+        ),
     )
     named = (_describe_replica(ranks) for ranks in replicas)
     words = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in Counter(named).items())
     return UnlikeReplicas(layout, split, memory, usable_gib, words)
+
+
+def _most_layers(
+    prices: StagePrices, layout: Layout, ranks: Sequence[StageOfRank], micro_batch: int
+) -> tuple[int, ...]:
+    """The layers that each of a replica's stages can have; of unlike tensor-parallel ranks the fewest."""
+    most: dict[int, int] = {}
+    for rank in ranks:
+        layers = prices.most_layers(layout, rank, micro_batch)
+        most[rank.stage] = min(most.get(rank.stage, layers), layers)
+    return tuple(most[stage] for stage in sorted(most))
 
 
 def _describe_replica(ranks: Sequence[StageOfRank]) -> str:

@@ -263,7 +263,8 @@ class RunPlan(RankPlan):
     `hosts`: their names in the order of ranks; empty in plans made before they were recorded. `idle_hosts`: those that
     were there, and which the plan does without.
     `precision_by_device`: the precisions of devices by their names, where they differ.
-    `largest_micro_batches`: how far rebalancing may raise each micro-batch.
+    `largest_micro_batches`: how far rebalancing may raise each micro-batch. `largest_stages`: to how many layers it may
+    lengthen each of `stages`; empty where there are none, and in plans made before layers moved.
     `ranking`: the possible layouts, the chosen one first; at the end some that do not fit.
     `sequences`: in all steps; fewer than steps x global batch if max_epochs ends within the last batch.
     `sources`: those of data.sources, or the corpus as one; empty without shards, and in plans made before there were
@@ -276,6 +277,7 @@ class RunPlan(RankPlan):
     idle_hosts: tuple[str, ...] = ()
     precision_by_device: dict[str, Precision] = Field(default_factory=dict)
     largest_micro_batches: tuple[int, ...]
+    largest_stages: Stages = ()
     steps: int
     sequences: int
     sources: tuple[PlannedSource, ...] = ()

@@ -62,6 +62,15 @@ def process_group(plan: RankPlan) -> Iterator[Rank]:
     dist.destroy_process_group()
 
 
+def leave_groups() -> None:
+    """Destroy all process groups but the world, for what is made anew. Collective."""
+    gc.collect()  # what held them, and a model's memory
+    dist.barrier()  # their last messages have arrived
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
 def _device(kind: str) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")

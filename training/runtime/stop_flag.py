@@ -26,16 +26,19 @@ class StopFlag:
     step and read at the next, so that the device never waits.
     """
 
-    def __init__(self, *, seconds_left: float = float("inf")) -> None:
-        self._signalled = False
+    def __init__(self, *, seconds_left: float = float("inf"), before: StopFlag | None = None) -> None:
+        """`before`: the flag that this one replaces, which may have got a signal meanwhile."""
         self._asked: set[StopReason] = set()
         self._launcher = int(os.environ.get("SHARDLINE_LAUNCHER_PID", "0"))
         self._checked_at = time.monotonic()
         self._deadline = time.monotonic() + seconds_left
         self._flag = torch.zeros(1)
         self._work: dist.Work | None = None
+        self._signalled = False
         signal.signal(signal.SIGTERM, self._remember)
         signal.signal(signal.SIGINT, self._remember)
+        if before is not None and before._signalled:
+            self._signalled = True
 
     def _remember(self, signum: int, frame: FrameType | None) -> None:
         self._signalled = True

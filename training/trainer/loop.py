@@ -26,8 +26,11 @@ def fit(
     memory_saver: MemorySaver | None,
     stopper: Stopper,
     watchdog: Watchdog,
-) -> StoppedBy:
-    """Take batches, step, report, validate, save, stop. The last step always leaves a checkpoint."""
+) -> StoppedBy | None:
+    """Take batches, step, report, validate, save, stop. The last step always leaves a checkpoint.
+
+    None: layers move to other pipeline stages, and training goes on from the checkpoint that was just saved.
+    """
     plan, config, val_loss = state.plan, state.plan.config, state.val_loss
     meter, stopped_by = reporter.meter, stopper.at_start()
     for step in range(state.start + 1, plan.steps + 1) if stopped_by is None else ():
@@ -57,10 +60,13 @@ def fit(
             no_longer_improves = stopper.after_validation(step, val_loss)
             stopped_by = stopped_by or no_longer_improves
         if stopped_by or _every(step, config.checkpoint.every_steps):
+            stages = None if stopped_by else reporter.moved_stages(step)
             with meter.paused():
                 meter.read_steps()  # a checkpoint of a lost model would push a good one out
-                stalled_s = saver.save(step, tokens=meter.rates.tokens, val_loss=val_loss)
+                stalled_s = saver.save(step, tokens=meter.rates.tokens, val_loss=val_loss, stages=stages)
             reporter.write(step, checkpoint_stall_ms=1000 * stalled_s)
+            if stages is not None:
+                break
         if memory_saver is not None and not stopped_by and _every(step, config.checkpoint.memory_every_steps):
             with meter.paused():
                 meter.read_steps()
@@ -70,7 +76,6 @@ def fit(
         if stopped_by:
             break
     stopper.finish()
-    assert stopped_by is not None
     return stopped_by
 
 

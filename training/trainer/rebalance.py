@@ -1,27 +1,31 @@
 """Changes the micro-batches between two steps, so that each replica's share of the batch follows its measured speed.
 
-A rank's own time is a step's time less its exposed communication, which includes waiting for slower ranks. It comes
-from the steps that the profiler times anyway, so other steps pay nothing. The global batch and its order stay.
+Layers move likewise from slow pipeline stages to fast ones, at a checkpoint: training goes on from it. A rank's own
+time is a step's time less its exposed communication, which includes waiting for slower ranks. It comes from the steps
+that the profiler times anyway, so other steps pay nothing. The global batch and its order stay.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from training.config.parallel import Stages
 from training.data.batch import MicroBatches
 from training.monitoring.profiler import PhaseTimes
 from training.planner.shares import MIN_GAIN, rebalanced
 from training.records.checkpoint import CheckpointManifest
-from training.records.plan import RunPlan
+from training.records.plan import RunPlan, describe_stages
 from training.records.record import write_atomically
 from training.runtime.process import Rank
 from training.tracking.rows import read_rows
@@ -51,12 +55,32 @@ class Rebalance:
         )
 
 
+@dataclass(frozen=True)
+class LayerMove:
+    """One change of the stages, from the checkpoint of `step` on: in some replicas one layer, to another stage."""
+
+    step: int
+    before: Stages
+    after: Stages
+    own_s: list[list[float]]  # seconds of a step by replica and stage, without exposed communication
+    expected_gain: float
+
+    @property
+    def why(self) -> str:
+        own_ms = " | ".join(_listed([f"{1000 * own:.0f}" for own in replica]) for replica in self.own_s)
+        return (
+            f"stages took {own_ms} ms of a step without waiting for others; this cuts the slowest one's to "
+            f"{100 / self.expected_gain:.0f} %"
+        )
+
+
 class Rebalancer:
     """Decides on new micro-batches from the steps that were timed; never, where the plan does not rebalance."""
 
     def __init__(self, plan: RunPlan, *, micro_batches: MicroBatches, rank: Rank, start: int, run_dir: Path) -> None:
         self.plan, self.micro_batches, self.rank, self.path = plan, micro_batches, rank, run_dir / "rebalances.jsonl"
         self.own_s: list[list[float]] = []  # by replica, of the steps timed since the last decision
+        self.rank_s: list[list[float]] = []  # by rank, of the newest timed steps
         self.changed_at = start
         if plan.rebalance and rank.is_metrics_rank:
             forget_after(self.path, start)
@@ -68,7 +92,9 @@ class Rebalancer:
         """
         if not self.plan.rebalance or step == self.changed_at + 1:
             return None
-        self.own_s.append(self._own_seconds(times))
+        by_rank = [(ms["step"] - ms["exposed_communication"]) / 1000 for ms in times]
+        self.rank_s = [*self.rank_s[1 - TIMED_STEPS :], by_rank]
+        self.own_s.append([max(seconds) for seconds in self._by_replica(by_rank)])
         if len(self.own_s) < TIMED_STEPS:
             return None
         seconds = [statistics.median(replica) for replica in zip(*self.own_s, strict=True)]
@@ -80,10 +106,32 @@ class Rebalancer:
         self.changed_at = step
         return Rebalance(step, before, after, seconds, gain)
 
-    def _own_seconds(self, times: PhaseTimes) -> list[float]:
-        """Seconds by replica, of its slowest rank."""
-        own = [(ms["step"] - ms["exposed_communication"]) / 1000 for ms in times]
-        return [max(seconds) for seconds in self._by_replica(own)]
+    def move_layers(self, step: int) -> LayerMove | None:
+        """The move of layers that is due at the checkpoint of `step`, if there is one; on all ranks alike.
+
+        Only from the newest TIMED_STEPS timed steps: those that there are belong to the stages as they are.
+        """
+        plan = self.plan
+        if not plan.rebalance or not plan.largest_stages or len(self.rank_s) < TIMED_STEPS:
+            return None
+        medians = [statistics.median(seconds) for seconds in zip(*self.rank_s, strict=True)]
+        stages: list[list[float]] = [[0.0] * len(sizes) for sizes in plan.stages]
+        for seconds, place in zip(medians, plan.places, strict=True):
+            stages[place.dp][place.pp] = max(stages[place.dp][place.pp], seconds)
+        grown = [max(1.0, now / then) for now, then in zip(self.micro_batches.sizes, plan.micro_batches, strict=True)]
+        # The plan's limits are those of its micro-batches, and memory grows no faster than layers x micro-batch.
+        most = [
+            [int(layers / factor) for layers in limits]
+            for limits, factor in zip(plan.largest_stages, grown, strict=True)
+        ]
+        moves = [one_layer_moved(*each) for each in zip(plan.stages, stages, most, strict=True)]
+        gain = max(gain for _, gain in moves)
+        if gain < MIN_GAIN:
+            return None
+        after = tuple(
+            after if gain >= MIN_GAIN else sizes for sizes, (after, gain) in zip(plan.stages, moves, strict=True)
+        )
+        return LayerMove(step, plan.stages, after, stages, gain)
 
     def _by_replica(self, ranks: Sequence[float]) -> list[list[float]]:
         found: list[list[float]] = [[] for _ in range(self.plan.dp)]
@@ -102,6 +150,14 @@ class Rebalancer:
         room = [min(rooms) for rooms in self._by_replica(ranks)]
         return with_room(self.micro_batches.sizes, room=room, largest=largest)
 
+    def record_move(self, move: LayerMove) -> None:
+        """Write the move to the log and as a row of rebalances.jsonl; on one rank."""
+        logger.info(
+            "step %d: stages%s ->%s: %s", move.step, describe_stages(move.before), describe_stages(move.after), move.why
+        )
+        row = {"stages_before": move.before, "stages_after": move.after, "own_s": move.own_s}
+        self._write({"step": move.step} | row | {"expected_gain": move.expected_gain, "why": move.why})
+
     def record(self, change: Rebalance) -> None:
         """Write the change to the log and as a row of rebalances.jsonl; on one rank."""
         logger.info(
@@ -111,11 +167,13 @@ class Rebalancer:
             _listed(change.after),
             change.why,
         )
-        row = {"step": change.step, "time_ms": int(time.time() * 1000), "before": change.before, "after": change.after}
-        row |= {"own_s": change.own_s, "expected_gain": change.expected_gain, "why": change.why}
+        row = {"step": change.step, "before": change.before, "after": change.after}
+        self._write(row | {"own_s": change.own_s, "expected_gain": change.expected_gain, "why": change.why})
+
+    def _write(self, row: Mapping[str, Any]) -> None:
         try:
             with self.path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps({**row, "time_ms": int(time.time() * 1000)}) + "\n")
         except OSError as error:
             logger.warning("%s could not be written (%s); metrics have the micro-batches too", self.path, error)
 
@@ -124,6 +182,46 @@ def with_room(sizes: Sequence[int], *, room: Sequence[float], largest: Sequence[
     """The largest micro-batches where memory takes `room` times what it holds now: it grows no faster than they do."""
     limits = zip(sizes, room, largest, strict=True)
     return tuple(max(size, min(limit, int(size * times))) for size, times, limit in limits)
+
+
+def one_layer_moved(
+    sizes: Sequence[int], seconds: Sequence[float], most: Sequence[int]
+) -> tuple[tuple[int, ...], float]:
+    """A pipeline's stages after that move of one layer which helps most, and how many times as long the slowest stage
+    takes now; `most`: the layers that each stage can have.
+
+    >>> one_layer_moved((3, 1), (0.3, 0.1), (4, 4))
+    ((2, 2), 1.5)
+    """
+    best, slowest_s = tuple(sizes), max(seconds)
+    layer_s = [own / size for own, size in zip(seconds, sizes, strict=True)]
+    for giver, taker in itertools.permutations(range(len(sizes)), 2):
+        if sizes[giver] == 1 or sizes[taker] >= most[taker]:
+            continue
+        change = [(place == taker) - (place == giver) for place in range(len(sizes))]
+        after_s = max(own + each * n for own, each, n in zip(seconds, layer_s, change, strict=True))
+        if after_s < slowest_s:
+            best, slowest_s = tuple(size + n for size, n in zip(sizes, change, strict=True)), after_s
+    return best, max(seconds) / slowest_s
+
+
+def with_stages_in_force(plan: RunPlan, resumed: CheckpointManifest) -> RunPlan:
+    """The plan with the checkpoint's stages, where layers may move, its ranks are the plan's and they still fit.
+
+    What the plan says of memory holds for its own stages: micro-batches of others do not grow.
+    """
+    if not plan.rebalance or not plan.largest_stages or resumed.mesh != plan.mesh:
+        return plan
+    alike = [(len(sizes), sum(sizes)) for sizes in resumed.stages] == [(len(s), sum(s)) for s in plan.stages]
+    if not alike or any(
+        size > most
+        for sizes, limits in zip(resumed.stages, plan.largest_stages, strict=True)
+        for size, most in zip(sizes, limits, strict=True)
+    ):
+        return plan
+    sizes = zip(plan.largest_micro_batches, resumed.micro_batches, plan.stages, resumed.stages, strict=True)
+    largest = tuple(most if before == now else min(most, size) for most, size, before, now in sizes)
+    return plan.model_copy(update={"stages": resumed.stages, "largest_micro_batches": largest})
 
 
 def sizes_in_force(plan: RunPlan, resumed: CheckpointManifest | None) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
+from training.config.parallel import Stages
 from training.inference.samples import SampleLog
 from training.monitoring.meter import Meter
 from training.monitoring.profiler import Profiler, mean_times
@@ -90,6 +91,13 @@ class Reporter:
                     self.write(step, **size_metrics(self.micro_batches))
                     if self.rank.is_metrics_rank:
                         self.rebalancer.record(change)
+
+    def moved_stages(self, step: int) -> Stages | None:
+        """The stages from the checkpoint of this step on, if layers move there; on all ranks alike."""
+        move = self.rebalancer.move_layers(step)
+        if move is not None and self.rank.is_metrics_rank:
+            self.rebalancer.record_move(move)
+        return move.after if move is not None else None
 
     def write_samples(self, step: int) -> None:
         """Write samples of text that the model generates now, in eval mode. Collective."""

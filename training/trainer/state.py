@@ -20,13 +20,20 @@ from training.data.batch import MicroBatches
 from training.data.loader import Loader
 from training.models.freezing import trainable_parameters
 from training.models.language_model import LanguageModel, unfilled_model
-from training.records.checkpoint import CheckpointManifest, damage, finished_checkpoints, newest_intact, reading
+from training.records.checkpoint import (
+    CHECKPOINT_MANIFEST,
+    CheckpointManifest,
+    damage,
+    finished_checkpoints,
+    newest_intact,
+    reading,
+)
 from training.records.memory_checkpoint import MEMORY_RECORD, MemoryRecord
 from training.records.plan import RunPlan
 from training.runtime.mesh import Mesh, build_mesh
 from training.runtime.process import Rank
 from training.strategies import Strategy, parallelize
-from training.trainer.rebalance import sizes_in_force
+from training.trainer.rebalance import sizes_in_force, with_stages_in_force
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +46,7 @@ HASHING_TIMEOUT = datetime.timedelta(hours=6)  # while ranks hash a checkpoint: 
 class TrainingState:
     """Everything that training works on."""
 
-    plan: RunPlan
+    plan: RunPlan  # with the stages that are in force
     rank: Rank
     run_dir: Path
     mesh: Mesh
@@ -95,6 +102,7 @@ def build_state(plan: RunPlan, unfilled: Unfilled, found: Path | None, *, rank: 
     model, weights = unfilled
     if found is not None:
         weights = load.weights_for(model, found)
+        plan = with_stages_in_force(plan, CheckpointManifest.read(found / CHECKPOINT_MANIFEST))
     model.train()
     num_trained = trainable_parameters(model)
     mesh = build_mesh(plan)

@@ -15,14 +15,27 @@ from training.tracking.stop_rules import StopRules
 
 
 class Stopper:
-    """One decision for all ranks, which all call every method. `rows`: of earlier attempts, from the metrics rank."""
+    """One decision for all ranks, which all call every method. `rows`: of earlier attempts, from the metrics rank.
 
-    def __init__(self, plan: RunPlan, *, rank: Rank, start: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    `before`: the stopper that this one replaces in the same processes.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        *,
+        rank: Rank,
+        start: int,
+        rows: Sequence[Mapping[str, Any]],
+        before: Stopper | None = None,
+    ) -> None:
         self.rules = StopRules(plan, rows, decides=rank.is_metrics_rank)
         known: list[Any] = [self.rules.losses, self.rules.seconds_left <= 0]
         dist.broadcast_object_list(known, src=0)
         self.rules.losses, self.rules.hours_are_over = known
-        self.last_step, self.flag = plan.steps, StopFlag(seconds_left=self.rules.seconds_left)
+        replaced: StopFlag | None = before.flag if before is not None else None
+        self.flag: StopFlag = StopFlag(seconds_left=self.rules.seconds_left, before=replaced)
+        self.last_step = plan.steps
         self.is_done = start >= plan.steps
 
     @property

@@ -47,16 +47,18 @@ def memory_dir() -> Iterator[Path]:
         pytest.param("topk", marks=pytest.mark.long),
         pytest.param("tp x pp", marks=pytest.mark.long),
         pytest.param("hsdp 4", marks=pytest.mark.long),
+        pytest.param("unlike", marks=pytest.mark.long),
     ],
 )
 def make(
     request: pytest.FixtureRequest, make_run: Callable[..., Path], memory_dir: Path
 ) -> Callable[..., tuple[Path, list[str]]]:
-    """make("name") -> a plan, and each rank's host: half of the ranks are on a, the others on b."""
+    """make("name") -> a plan, and each rank's host: half of the ranks, or one more, are on a, the others on b."""
     ranks, layout = (LAYOUTS | OWN)[request.param]
 
     def make_named(name: str, **overrides: object) -> tuple[Path, list[str]]:
         settings = {
+            "model__layers": 4 if "parallel__stages" in layout else 2,
             "train__steps": STEPS,
             "train__micro_batch": 2 if layout.get("parallel__pp", 1) == 1 else 1,
             "checkpoint__every_steps": ON_DISK,
@@ -64,7 +66,7 @@ def make(
             "checkpoint__memory_dir": str(memory_dir),
         }
         plan_path = make_run(f"{request.param} {name}".replace(" ", "-"), ranks=ranks, **settings | layout | overrides)
-        return plan_path, ["a"] * (ranks // 2) + ["b"] * (ranks // 2)
+        return plan_path, ["a"] * (ranks - ranks // 2) + ["b"] * (ranks // 2)
 
     return make_named
 
@@ -272,7 +274,7 @@ def test_memory_that_is_too_small_is_told_and_the_run_goes_on(
     warnings = re.findall(r"WARNING (no copy of step 4 in .*)", ranks.log())
     assert len(warnings) == 1, ranks.log()
     assert re.fullmatch(
-        r"no copy of step 4 in the hosts' memory: b, rank [13]: OSError: \[Errno 28\] No space left on device; "
+        r"no copy of step 4 in the hosts' memory: b, rank [123]: OSError: \[Errno 28\] No space left on device; "
         r"[\d.]+ GiB are free in \S+; there is none before it",
         warnings[0],
     )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
+from tests.support.layouts import LAYOUTS
 from tests.support.ranks import Ranks, run_ranks
 from tests.support.tiny_run import tiny_run
 from tests.support.tiny_shards import END
@@ -47,6 +48,16 @@ def by_hand(plan_path: Path) -> tuple[np.ndarray, np.ndarray]:
         right.append((logits.argmax(-1) == tokens[1:]).numpy())
     assert sum(map(len, losses)) == len(stream) - 1
     return np.concatenate(losses), np.concatenate(right)
+
+
+def test_replicas_of_unlike_shape_give_the_figures_of_one_rank(make_run: Callable[..., Path]) -> None:
+    ranks, layout = LAYOUTS["unlike"]
+    settings = {"model__layers": 4, "train__steps": 2, "train__micro_batch": 1, "evaluation__sample_tokens": 5}
+    plan_path = make_run("unlike", ranks=ranks, **settings, **layout)
+    run_ranks(plan_path)
+    many, one = evaluate(plan_path, ranks=ranks), evaluate(plan_path, ranks=1)
+    assert many.loss == pytest.approx(one.loss, rel=1e-6)
+    assert (many.tokens, many.accuracy, many.samples) == (one.tokens, one.accuracy, one.samples)
 
 
 def test_one_and_two_ranks_give_the_figures_of_a_plain_loop(trained: Path, tmp_path: Path) -> None:

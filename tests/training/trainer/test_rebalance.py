@@ -14,14 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.ranks import Ranks, run_ranks
+from tests.support.ranks import Ranks, losses, run_ranks
+from tests.support.waiting import until
 from tests.training.strategies.test_strategies import assert_equal_training
 from training.data.batch import MicroBatches
-from training.records.checkpoint import CheckpointManifest
+from training.records.checkpoint import CheckpointManifest, checkpoint_folder
 from training.records.plan import RunPlan
+from training.records.train_result import TrainResult
 from training.runtime.process import Rank
 from training.tracking.rows import read_rows
-from training.trainer.rebalance import Rebalancer, sizes_in_force, with_room
+from training.trainer.rebalance import Rebalancer, one_layer_moved, sizes_in_force, with_room
 
 STEPS = 30
 COMMON: dict[str, Any] = {
@@ -116,6 +118,71 @@ def test_a_rank_that_is_slower_than_planned_gets_less_and_a_resumed_run_keeps_th
     alone = make_run(f"alone {strategy} {len(settings)}", **COMMON, parallel__strategy="single", train__micro_batch=64)
     run_ranks(alone)
     assert_equal_training(alone, plan_path)
+
+
+def test_layers_move_to_the_faster_stage_at_a_checkpoint_and_a_resumed_run_keeps_them_there(
+    make_run: Callable[..., Path],
+) -> None:
+    """Three layers take a stage longer than one takes the next; one moves, in the same processes."""
+    settings = {
+        **COMMON,
+        "parallel__stages": ((4,), (3, 1)),
+        "parallel__shares": "equal",
+        "parallel__rebalance": "on",
+        "checkpoint__every_steps": 10,
+        "train__steps": 10_000,
+        "train__decay_steps": 200,
+        "train__micro_batch": 16,
+    }
+    plan_path = make_run("moving layers", ranks=3, **settings)
+    ranks = Ranks(plan_path)
+    try:
+        moves = until(lambda: [row for row in rebalances(plan_path) if "stages_after" in row], "a layer moves")
+        until(lambda: newest_step(plan_path) > moves[0]["step"] + 2, "steps after the move")
+    finally:
+        ranks.signal(signal.SIGTERM)
+    ranks.finish()
+    assert (moves[0]["stages_before"], moves[0]["stages_after"]) == ([[4], [3, 1]], [[4], [2, 2]])
+    stopped = TrainResult.read(plan_path.parent / "result.json").step
+    manifest = CheckpointManifest.read(checkpoint_folder(plan_path.parent, stopped) / "manifest.json")
+    assert manifest.stages == ((4,), (2, 2))
+    last = stopped + 5
+    plan = RunPlan.read(plan_path)
+    plan.model_copy(update={"steps": last, "sequences": last * plan.config.train.global_batch}).write(plan_path)
+    run_ranks(plan_path)
+    newest = CheckpointManifest.read(checkpoint_folder(plan_path.parent, last) / "manifest.json")
+    assert newest.stages == ((4,), (2, 2))
+    assert list(losses(plan_path)) == list(range(1, last + 1))
+    single = {**COMMON, "parallel__strategy": "single", "train__micro_batch": 64, "train__decay_steps": 200}
+    alone = make_run("alone moving layers", **single | {"train__steps": last})
+    run_ranks(alone)
+    one, many = losses(alone), losses(plan_path)
+    assert max(abs(one[step] - many[step]) for step in one) < 1e-4
+
+
+def newest_step(plan_path: Path) -> int:
+    metrics = plan_path.parent / "metrics.jsonl"
+    return max(losses(plan_path), default=0) if metrics.exists() else 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds", "most", "expected"),
+    [
+        ((3, 1), (0.3, 0.1), (4, 4), ((2, 2), 1.5)),
+        ((3, 1), (0.3, 0.1), (4, 1), ((3, 1), 1.0)),  # no room
+        ((2, 2), (0.2, 0.2), (4, 4), ((2, 2), 1.0)),
+        ((4, 4, 4), (0.2, 0.2, 0.4), (8, 8, 8), ((5, 4, 3), 4 / 3)),
+        ((4,), (1.0,), (4,), ((4,), 1.0)),
+    ],
+)
+def test_one_layer_moves_where_it_helps_most(
+    sizes: tuple[int, ...],
+    seconds: tuple[float, ...],
+    most: tuple[int, ...],
+    expected: tuple[tuple[int, ...], float],
+) -> None:
+    after, gain = one_layer_moved(sizes, seconds, most)
+    assert (after, gain) == (expected[0], pytest.approx(expected[1]))
 
 
 def test_the_median_of_three_timed_steps_decides(make_run: Callable[..., Path]) -> None:
