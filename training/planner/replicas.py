@@ -33,10 +33,11 @@ from training.planner.shares import (
 from training.planner.shares import AS_FAST as SHARES_AS_FAST
 from training.records.correction import Correction, Measurement, Priced
 from training.records.inventory import Device, Inventory
-from training.records.plan import ModelShape, RankedLayout
+from training.records.plan import ModelShape, RankedLayout, even_stages
 
 MAX_LENGTH = 8  # stages of a replica of unlike shape
 LENGTHS_TRIED = 2  # of pipelines of devices that are alike, the shortest that hold the model
+RUNS_COMBINED = 4  # of more runs of devices that are alike only the shortest of each are tried
 ALIKE = 1.15  # devices of one name whose rates differ by less are alike: by chance equal ones do by 10%
 COMPUTING = ("products", "attention", "memory-bound", "recomputing")  # parts of a step that grow with a replica's share
 
@@ -134,11 +135,12 @@ def choose_replicas(
             raise
         return best.chosen(f"replicas of one shape do not fit: {error}")
     split = split_batch(chosen, inventory)
-    best = _best_unlike(config, shape, inventory, precision, measurements)
+    best = _best_unlike(config, shape, inventory, precision, measurements, even=chosen.layout)
     if best is None or AS_FAST * best.replicas.step_s >= split.step_s:
         return chosen, split
     slower = split.step_s / best.replicas.step_s - 1
-    return best.chosen(f"of one shape the fastest is {chosen.layout}, {slower:.1%} slower", others=chosen.ranking)
+    what = "of one shape" if len(set(best.replicas.layout.stages)) > 1 else "of equal stages, or none,"
+    return best.chosen(f"{what} the fastest is {chosen.layout}, {slower:.1%} slower", others=chosen.ranking)
 
 
 # The speed and memory of devices and replicas
@@ -678,8 +680,13 @@ def _best_unlike(
     inventory: Inventory,
     precision: ChosenPrecision,
     measurements: Sequence[Measurement],
+    *,
+    even: Layout | None = None,
 ) -> UnlikeChoice | None:
-    """The best of the replicas of unlike shape that the config leaves open on unlike devices, in one precision."""
+    """The best of the replicas of unlike shape that the config leaves open on unlike devices, in one precision.
+
+    Where devices are alike, and `even`, the best layout of equal stages, has some: the same with unequal ones.
+    """
     parallel, slots = config.parallel, tuple(len(host.devices) for host in inventory.hosts)
     fixed = parallel.ranks or parallel.pp or parallel.pp_stages_per_rank > 1 or parallel.compression != "none"
     if parallel.stages != "auto" or parallel.strategy != "auto" or fixed or sum(slots) < 2 or precision.is_mixed:
@@ -687,9 +694,15 @@ def _best_unlike(
     if parallel.offload not in ("auto", "none") or shape.architecture not in KNOWN_ARCHITECTURES:
         return None
     pricing = _UnlikePricing(config, shape, inventory, slots, precision, measurements)
-    if not pricing.run.is_measured or len(_runs_of_alike(pricing.prices.devices)) == 1:
+    if not pricing.run.is_measured:
         return None
-    tried = (price_unlike(pricing.prices, layout) for layout in pricing.candidates(slots))
+    if len(_runs_of_alike(pricing.prices.devices)) > 1:
+        layouts = pricing.candidates(slots)
+    elif even is not None and even.pp > 1 and even.world_size == sum(slots):
+        layouts = pricing.unequal(even)
+    else:
+        return None
+    tried = (price_unlike(pricing.prices, layout) for layout in layouts)
     fitting = [each for each in tried if not isinstance(each, str)]
     return pricing.choice(_best_of(fitting)) if fitting else None
 
@@ -744,7 +757,9 @@ class _UnlikePricing:
             if any(number % tp for number in slots):
                 continue
             units = devices[::tp]
-            options = [self._of_run(tp, run, recompute) for run in _runs_of_alike(units)]
+            runs = _runs_of_alike(units)
+            tried = LENGTHS_TRIED if len(runs) <= RUNS_COMBINED else 1
+            options = [self._of_run(tp, run, recompute)[:tried] for run in runs]
             found = [tuple(itertools.chain.from_iterable(each)) for each in itertools.product(*options)]
             if 1 < len(units) <= MAX_LENGTH and (sizes := self._cut(tp, units, recompute)) is not None:
                 found.append((sizes,))
@@ -758,7 +773,14 @@ class _UnlikePricing:
         for length in range(1, min(len(units), self.job.shape.layers, MAX_LENGTH) + 1):
             if len(units) % length == 0 and (sizes := self._cut(tp, units[:length], recompute)) is not None:
                 found.append((sizes,) * (len(units) // length))
-        return found[:LENGTHS_TRIED]
+        return found
+
+    def unequal(self, even: Layout) -> Iterator[Layout]:
+        """The pipelines of this layout with as many layers in each stage as make them equally long in time."""
+        units = self.prices.devices[:: even.tp][: even.pp]
+        sizes = self._cut(even.tp, units, even.recompute)
+        if sizes is not None and len(set(sizes)) > 1 and sizes != even_stages(self.job.shape.layers, even.pp):
+            yield self.layout(even.tp, (sizes,) * even.dp, even.recompute)
 
     def _cut(self, tp: int, units: Sequence[RankDevice], recompute: Recompute) -> tuple[int, ...] | None:
         any_sizes = ((1,) * len(units),) * 2
