@@ -66,9 +66,9 @@ def launched_on(*names: str, long: Collection[str] = ()) -> pytest.MarkDecorator
     return pytest.mark.parametrize("backend", [pytest.param(n, marks=marks[n]) for n in names], indirect=True)
 
 
-everywhere = launched_on("local", "docker", "slurm")
 only_local_in_ci = launched_on("local", "docker", "slurm", long=("docker", "slurm"))
 only_docker_in_ci = launched_on("local", "docker", "slurm", long=("local", "slurm"))
+not_slurm_in_ci = launched_on("local", "docker", "slurm", long=("slurm",))
 never_in_ci = launched_on("local", "docker", "slurm", long=("local", "docker", "slurm"))  # other tests show more
 
 
@@ -89,7 +89,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(backend: Backen
     backend.assert_nothing_is_left(run_dir)
 
 
-@everywhere
+@not_slurm_in_ci
 def test_a_killed_node_costs_seconds(backend: Backend, undisturbed: Undisturbed) -> None:
     run_dir = backend.make("node")
     expected, killed_at = undisturbed(run_dir), list[float]()
@@ -108,7 +108,7 @@ def test_a_killed_node_costs_seconds(backend: Backend, undisturbed: Undisturbed)
     backend.assert_nothing_is_left(run_dir)
 
 
-@everywhere
+@not_slurm_in_ci
 def test_standbys_take_over(backend: Backend, undisturbed: Undisturbed) -> None:
     run_dir = backend.make("standby", launch__standby_after_s=0.0)
     expected, hosts = undisturbed(run_dir), RunPlan.read(run_dir / "plan.json").hosts
@@ -268,7 +268,7 @@ def kill_launcher(backend: Backend, run_dir: Path) -> psutil.Process:
     return rank
 
 
-@everywhere
+@not_slurm_in_ci
 def test_ranks_end_with_their_launcher_and_the_next_start_goes_on(backend: Backend, undisturbed: Undisturbed) -> None:
     run_dir = backend.make("orphaned")
     expected = undisturbed(run_dir)
@@ -388,7 +388,7 @@ def test_after_two_faults_of_one_gpu_the_run_goes_on_without_its_host(
     backend.assert_nothing_is_left(run_dir)
 
 
-@launched_on("local", "docker", "slurm", long=("slurm",))
+@not_slurm_in_ci
 def test_without_a_host_to_spare_the_run_ends_and_names_the_gpu(backend: Backend) -> None:
     with pytest.raises(RunFailed) as failed:
         run_on_broken_gpu(backend)

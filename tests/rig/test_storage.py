@@ -99,6 +99,7 @@ def test_a_full_disk_is_named_and_leaves_the_last_checkpoint_whole(
     assert_nothing_is_left(slow_rig)
 
 
+@pytest.mark.long
 def test_a_truncated_checkpoint_is_passed_over(
     slow_rig: Rig, shardline_home: Path, tiny_shards: Path, undisturbed: Undisturbed, caplog: pytest.LogCaptureFixture
 ) -> None:

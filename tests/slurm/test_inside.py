@@ -28,6 +28,7 @@ wait $flow
 """
 
 
+@pytest.mark.long
 def test_a_job_that_is_told_to_stop_requeues_itself_and_goes_on(
     cluster: SlurmCluster, make: Make, tmp_path: Path
 ) -> None:

@@ -47,6 +47,7 @@ def test_a_cancelled_job_stops_the_run_with_a_checkpoint(slurm: Slurm, cluster: 
     assert curve(run_dir) == expected
 
 
+@pytest.mark.long
 def test_at_its_time_limit_the_run_asks_for_new_nodes(slurm: Slurm, cluster: SlurmCluster, make: Make) -> None:
     run_dir, expected = make("limited", parallel__timeout_s=120)
 
