@@ -41,7 +41,7 @@ def memory_dir() -> Iterator[Path]:
     scope="module",
     params=[
         "ddp 4",
-        pytest.param("fsdp", marks=pytest.mark.slow),
+        pytest.param("fsdp", marks=pytest.mark.long),
         pytest.param("zero1", marks=pytest.mark.long),
         pytest.param("zero3", marks=pytest.mark.long),
         pytest.param("topk", marks=pytest.mark.long),
@@ -133,7 +133,9 @@ def assert_equal_to_the_bit(plan_path: Path, undisturbed: Path) -> None:
     assert rows == sorted(set(rows)), "each step is logged once"
 
 
-@pytest.mark.parametrize("lost", [*(pytest.param(lost, marks=pytest.mark.slow) for lost in ("none", "b")), "a"])
+@pytest.mark.parametrize(
+    "lost", [pytest.param("none", marks=pytest.mark.long), "a", pytest.param("b", marks=pytest.mark.slow)]
+)
 def test_a_killed_run_goes_on_from_memory_to_the_bit(
     lost: str, make: Callable[..., tuple[Path, list[str]]], undisturbed: Path
 ) -> None:

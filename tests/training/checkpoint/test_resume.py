@@ -62,14 +62,16 @@ def weight_hashes(plan_path: Path) -> list[str]:
     return [str(file) for name, file in sorted(files.items()) if name.startswith(("model", "optimizer", "own"))]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        *FAST,
-        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
-        *(pytest.param(name, marks=pytest.mark.long) for name in LONG),
-    ],
-)
+KILL, STOP = signal.SIGKILL, signal.SIGTERM
+INTERRUPTED = [  # in CI every layout but those in LONG is killed, and those in FAST are stopped as well
+    *(pytest.param(name, signum) for name in FAST for signum in (KILL, STOP)),
+    *(pytest.param(name, KILL, marks=pytest.mark.slow) for name in SLOW),
+    *(pytest.param(name, STOP, marks=pytest.mark.long) for name in SLOW),
+    *(pytest.param(name, signum, marks=pytest.mark.long) for name in LONG for signum in (KILL, STOP)),
+]
+
+
+@pytest.fixture(scope="module")
 def make(request: pytest.FixtureRequest, make_run: Callable[..., Path]) -> Callable[[str], Path]:
     ranks, layout = (LAYOUTS | OWN).get(request.param, (1, {"parallel__strategy": "single"}))
 
@@ -98,7 +100,9 @@ def undisturbed(make: Callable[[str], Path]) -> Path:
     return plan_path
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM], ids=lambda signum: signum.name)
+@pytest.mark.parametrize(
+    ("make", "signum"), INTERRUPTED, indirect=["make"], ids=lambda value: getattr(value, "name", value)
+)
 def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(
     signum: signal.Signals, make: Callable[[str], Path], undisturbed: Path
 ) -> None:
@@ -112,6 +116,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(
     run_ranks(plan_path)
     got, expected = losses(plan_path), losses(undisturbed)
     assert got == expected, f"stopped at step {at_step}"
+    rows = [row["step"] for row in read_rows(plan_path.parent / "metrics.jsonl") if "loss" in row]
+    assert rows == list(range(1, STEPS + 1)), "each step is logged once"
     assert weight_hashes(plan_path) == weight_hashes(undisturbed)
     assert TrainResult.read(plan_path.parent / "result.json").loss == expected[STEPS]
     assert samples(plan_path) == samples(undisturbed)
@@ -120,8 +126,3 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(
 
 def samples(plan_path: Path) -> list[tuple[int, str]]:
     return [(row["step"], row["text"]) for row in read_rows(plan_path.parent / "samples.jsonl")]
-
-
-def test_every_step_is_logged_once_after_a_resume(undisturbed: Path) -> None:
-    rows = [line for line in (undisturbed.parent / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
-    assert len(rows) == STEPS

@@ -91,10 +91,10 @@ def test_a_run_learns_as_in_bf16(alone: dict[int, float], make_run: Callable[...
     [
         {"parallel__strategy": "ddp"},
         pytest.param({"parallel__strategy": "fsdp"}, marks=pytest.mark.slow),
-        pytest.param({"parallel__strategy": "zero3"}, marks=pytest.mark.slow),
+        pytest.param({"parallel__strategy": "zero3"}, marks=pytest.mark.long),
         pytest.param({"parallel__strategy": "ddp", "parallel__pp": 2}, marks=pytest.mark.slow),
-        pytest.param({"parallel__strategy": "ddp", "parallel__tp": 2}, marks=pytest.mark.slow),
-        pytest.param({"train__activation_checkpointing": "selective"}, marks=pytest.mark.slow),
+        pytest.param({"parallel__strategy": "ddp", "parallel__tp": 2}, marks=pytest.mark.long),
+        pytest.param({"train__activation_checkpointing": "selective"}, marks=pytest.mark.long),
         pytest.param({"train__compile": True}, marks=pytest.mark.long),
     ],
     ids=lambda overrides: " ".join(key.partition("__")[2] + "=" + str(value) for key, value in overrides.items()),

@@ -49,7 +49,15 @@ def test_the_moments_and_their_step_count_go_on(before: Path, continued: Callabl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "zero1", "zero3", "tp", "pp", "local-sgd"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "fsdp",
+        "zero3",
+        "pp",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("ddp", "zero1", "tp", "local-sgd")),
+    ],
+)
 def test_each_strategy_goes_on_as_one_rank_does(layout: str, continued: Callable[..., Path]) -> None:
     ranks, settings = LAYOUTS[layout]
     got, expected = continued(layout, ranks=ranks, **settings), continued(f"one rank, as {layout}")
