@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help setup pretrain test test-all test-gpu check style types map audit lock lock-check clean
+.PHONY: help setup pretrain test test-all test-gpu check style types docs map audit lock lock-check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -37,6 +37,9 @@ style: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(BIN)/mypy
+
+docs: $(INSTALLED) ## build the site of docs/ into site/; a broken link is an error (`.venv/bin/python -m mkdocs serve` shows it)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 map: $(INSTALLED) ## draw docs/code-map.svg again, after files have moved
 	$(BIN)/python -m tests.support.code_map

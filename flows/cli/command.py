@@ -25,7 +25,7 @@ DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parse(arguments)
+    options = parse_command(arguments)
     _set_up_logging(verbose=options.verbose)
     signal.signal(signal.SIGTERM, _interrupt)
     from tasks.runs.errors import RunStopped
@@ -71,9 +71,9 @@ def _set_up_logging(*, verbose: bool) -> None:
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # stdout is for results
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_command(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; overrides may stand anywhere, also after an option, where argparse would refuse them."""
-    parser, words = _parser(), list(sys.argv[1:] if arguments is None else arguments)
+    parser, words = make_parser(), list(sys.argv[1:] if arguments is None else arguments)
     for place in [place for place, word in enumerate(words) if word == "--hosts"][::-1]:  # -1x8xT4 would be an option
         words[place : place + 2] = ["=".join(words[place : place + 2])]
     options, rest = parser.parse_known_args(words)
@@ -84,7 +84,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="shardline", description="A corpus and machines in, a served language model out."
     )
