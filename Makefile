@@ -39,7 +39,8 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 docs: $(INSTALLED) ## build the site of docs/ into site/; a broken link is an error (`.venv/bin/python -m mkdocs serve` shows it)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	$(BIN)/python -m tests.support.docs_commands
 
 map: $(INSTALLED) ## draw docs/code-map.svg again, after files have moved
 	$(BIN)/python -m tests.support.code_map

@@ -15,7 +15,7 @@ from tests.support.repository import REPO
 from tests.test_imports import rows
 from training.config.run import RunConfig
 
-PAGES = (*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").glob("*.md")))
+PAGES = (*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md")))
 FOLDERS = "flows|tasks|training|infra|benchmarks|tests|docs"
 SUFFIXES = "py|md|sh|svg|png|yaml|ini|Dockerfile"
 per_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -95,7 +95,7 @@ def test_the_picture_has_every_package() -> None:
     assert drawn == {package.split(".")[1] for package in rows()} | {"infra"}
 
 
-def test_the_tree_of_the_readme_has_every_package() -> None:
-    tree = (REPO / "README.md").read_text().partition("## The tree")[2]
+def test_the_tree_has_every_package() -> None:
+    tree = (REPO / "docs" / "code-map.md").read_text().partition("## The tree")[2]
     folders = {package.split(".")[1] for package in rows() if (REPO / package.replace(".", "/")).is_dir()}
     assert {name for name in folders if f" {name}/" not in tree} == set()
