@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -80,12 +81,10 @@ def test_configs_are_accepted(fence: Fence) -> None:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, measured_hardware: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in which commands find the repository's folders, and which keeps what they make."""
     for name in ("docs", "training"):
         (tmp_path / name).symlink_to(REPO / name)
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "hardware.json").write_bytes(measured_hardware.read_bytes())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path / "runs"))
     return tmp_path
@@ -108,7 +107,9 @@ def test_commands_run(page: Path, checkout: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", sorted({fence.page for fence in SLOW}), ids=lambda page: page.name)
-def test_a_tutorial_runs_from_top_to_bottom(page: Path, checkout: Path) -> None:
+def test_a_tutorial_runs_from_top_to_bottom(page: Path, checkout: Path, measured_hardware: Path) -> None:
+    (checkout / "runs").mkdir()
+    shutil.copy(measured_hardware, checkout / "runs" / "hardware.json")
     program = checkout / "bin" / "shardline"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m flows.cli "$@"\n')
