@@ -137,8 +137,9 @@ def command_reference() -> str:
         "input, 1 failed, 130 stopped. [Which command is for what](../commands.md)",
     ]
     for name, parser in _commands(make_parser()):
-        lines += [f"## {name}", str(parser.description or "")]
-        lines.append("```text\n" + " ".join(parser.format_usage().removeprefix("usage: ").split()) + "\n```")
+        usage = " ".join(parser.format_usage().removeprefix("usage: ").split())
+        about = str(parser.description)
+        lines += [f"## {name}", f"{about[:1].upper()}{about[1:]}.", f"`{usage}`"]
         rows = [
             f"| `{_spelling(action)}` | {(action.help or '').replace('|', chr(92) + '|')} |"
             for action in parser._actions
