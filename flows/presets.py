@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from tasks.runs.folder import flattened
+from tasks.workspace.paths import command
 from training.config.run import RunConfig
 from training.config.serving import EvaluateConfig, ServeConfig, TritonConfig
 
@@ -54,6 +58,27 @@ def evaluate_config(content: dict[str, Any], overrides: Sequence[str]) -> Evalua
 def triton_config(overrides: Sequence[str]) -> TritonConfig:
     """Apply `field=value` to the defaults. Raises as `load_config` does."""
     return _validated(TritonConfig, {}, overrides)
+
+
+def command_for_all_steps(config: RunConfig) -> str:
+    """The command that trains `config` for all of train.steps, whatever train.target_minutes leaves of them.
+
+    It names the preset of the config's name, and what differs from it; empty if there is no such preset.
+    """
+    if config.name not in presets():
+        return ""
+    train = config.train.model_copy(update={"target_minutes": 0.0})
+    asked = dict(flattened(config.model_copy(update={"train": train}).model_dump(mode="json")))
+    known = dict(flattened(load_config(config.name).model_dump(mode="json")))
+    changed = [f"{field}={_as_yaml(field, value)}" for field, value in asked.items() if known.get(field) != value]
+    return shlex.join([command("shardline"), "pretrain", config.name, *changed])
+
+
+def _as_yaml(field: str, value: Any) -> str:
+    """The value as an override writes it: text as it stands, where that is read as the same text."""
+    if isinstance(value, str) and parse_override(f"{field}={value}")[1] == value:
+        return value
+    return json.dumps(value)
 
 
 def _validated(config: type[C], content: dict[str, Any], overrides: Sequence[str]) -> C:
@@ -105,12 +130,12 @@ def parse_override(override: str, config: type[BaseModel] = RunConfig) -> tuple[
 
 
 def _as_the_field_wants(key: str, value: str, config: type[BaseModel]) -> Any:
-    """Parse a value as YAML, unless its field takes only text: `name=2024` is a name."""
+    """Parse a value as YAML, unless its field takes it as text: `name=2024` is a name, `rebalance=on` the word."""
     part: Any = config
     for section in key.split("."):
         found = part.model_fields.get(section) if hasattr(part, "model_fields") else None
         part = found.annotation if found else None
-    return value if part is str else yaml.safe_load(value)
+    return value if part is str or value in get_args(part) else yaml.safe_load(value)
 
 
 def field_rows(part: type[BaseModel] = RunConfig, prefix: str = "") -> list[tuple[str, str]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 
-from flows.presets import PRESETS_FILE, load_config, presets
+from flows.presets import PRESETS_FILE, command_for_all_steps, load_config, presets
 from tasks.data.sources import SkippedDocuments, find_sources
 from tests.support.configs import inventory
 from training.config.run import RunConfig
@@ -54,6 +55,16 @@ def test_a_preset_without_a_corpus_says_what_to_set() -> None:
 def test_overrides_reach_their_field() -> None:
     config = load_config("quickstart", ["train.steps=7", "data.path=my_texts", "evaluation.prompts=[a, b]"])
     assert (config.train.steps, config.data.path, config.evaluation.prompts) == (7, "my_texts", ("a", "b"))
+
+
+def test_the_command_for_all_steps_means_the_same_config_without_minutes() -> None:
+    changed = ["data.path=my texts", "train.steps=2000", "parallel.rebalance=on", 'evaluation.prompts=["a", "b c"]']
+    config = load_config("quickstart", changed)
+    assert config.train.target_minutes
+    _, pretrain, preset, *overrides = shlex.split(command_for_all_steps(config))
+    assert (pretrain, preset) == ("pretrain", "quickstart")
+    assert load_config(preset, overrides) == load_config("quickstart", [*changed, "train.target_minutes=0"])
+    assert command_for_all_steps(config.model_copy(update={"name": "mine"})) == "", "its file is not known"
 
 
 def test_a_name_made_of_digits_is_a_name() -> None:

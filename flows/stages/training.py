@@ -17,6 +17,7 @@ from prefect.runtime import flow_run
 from flows.prefect_ui.artifacts import show_markdown, show_pairs, show_table
 from flows.prefect_ui.events import emit, report_refusal
 from flows.prefect_ui.links import prefect_page
+from flows.presets import command_for_all_steps
 from flows.servers.alerts import DISK_FILLS, RUN_STUCK
 from flows.stages.engine import engine_of
 from flows.stages.stage import stage, timed
@@ -203,6 +204,8 @@ def write_plan(
             config, run=run, inventory=inventory, shards=shards, shards_dir=shards_dir, changes=changes
         )
         made = batch_size_trial.confirmed(made, run=run, inventory=inventory)
+    if made.steps == made.steps_in_time < made.config.train.steps and (all_of_it := command_for_all_steps(made.config)):
+        logger.info("for all %s steps: %s", f"{made.config.train.steps:,}", all_of_it)
     wait_for_store()
     mlflow_run.log_plan(made, inventory, shards)
     mlflow_run.log_resumptions(run, made.config, resume.read_resumptions(run.folder))

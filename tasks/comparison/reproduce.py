@@ -102,6 +102,8 @@ def pinned(original: Original) -> RunConfig:
     content = json.loads(original.config.model_dump_json())
     content["parallel"] |= plan.chosen["parallel"]
     content["train"] |= plan.chosen["train"]
+    if plan.steps_in_time:
+        content["train"] |= {"steps": plan.steps, "target_minutes": 0}
     return RunConfig.model_validate(content)
 
 

@@ -26,6 +26,14 @@ class TrainConfig(Section):
         "counts validations, checkpoints, and earlier attempts up to the checkpoint that was resumed "
         "from, but not the time between attempts.",
     )
+    target_minutes: float = Field(
+        0.0,
+        ge=0,
+        le=1_000_000,
+        description="Take as many steps as fit into this many minutes by the plan's predicted step time: at most "
+        "train.steps, at least a fifth of them. The number is part of the plan, so a resumed run keeps it. 0 means no "
+        "such limit.",
+    )
     context: int = Field(256, ge=8, le=1_000_000, description="Number of tokens in a sequence.")
     global_batch: int = Field(
         16, ge=1, le=1_000_000, description="Number of sequences in one optimizer step, over all ranks."
