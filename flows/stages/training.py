@@ -23,7 +23,7 @@ from flows.stages.engine import engine_of
 from flows.stages.stage import stage, timed
 from tasks.data import corpus
 from tasks.display.markdown import escape_markdown
-from tasks.display.progress import step_progress
+from tasks.display.progress import step_progress, time_progress
 from tasks.evaluation import champion as champion_evaluation
 from tasks.evaluation.checks import check_prompts, check_tasks
 from tasks.evaluation.report import metrics_of, table_of
@@ -315,7 +315,7 @@ def measure_champion(plan: RunPlan, run: TrackedRun, shards: TokenShards) -> Non
 def register(run: TrackedRun) -> RegisteredModel:
     """Register the model; a version whose gates need a server or a person gets its verdict in a promotion."""
     wait_for_store()
-    with timed(run, "register"):
+    with timed(run, "register"), time_progress("registering the model"):
         model = register_model(run.folder, tracking_uri=tracking_uri())
     if is_refusal(model.verdict):
         report_refusal(model, run=run.run_id, flow_run_id=str(flow_run.root_flow_run_id or ""))
@@ -336,7 +336,7 @@ def generate(plan: RunPlan, run: TrackedRun, model: RegisteredModel) -> str:
         return ""
     wanted = plan.config.evaluation
     prompt = next((prompt for prompt in wanted.prompts if prompt), "")
-    with timed(run, "generate"):
+    with timed(run, "generate"), time_progress("generating from the registered model"):
         resolved = resolve(f"{model.name}/{model.version}", tracking_uri=tracking_uri(), cache_dir=home() / "models")
         text = TextGenerator(resolved.export_dir).generate(
             prompt,

@@ -31,7 +31,7 @@ from tasks.data.sources import EXAMPLES_KEPT, SkippedDocuments, Source, find_sou
 from tasks.data.split import SplitRule, choose_rule, split_pieces
 from tasks.data.survey import Survey, survey_corpus
 from tasks.data.tokenizer import Specials, content_hash, load_pretrained, save_tokenizer, special_tokens
-from tasks.display.progress import Progress, terminal_bar
+from tasks.display.progress import TextProgress, text_progress
 from tasks.planning.pretrained import same_vocabulary
 from tasks.store.shards import find_shards
 from tasks.workspace.locks import exclusive
@@ -68,7 +68,7 @@ def prepare_corpus(
     *,
     tokens_home: Path,
     objective: Literal["causal", "masked"] = "causal",
-    progress: Progress | None = None,
+    progress: TextProgress | None = None,
     store: StoreConfig = NO_STORE,
     engine: Engine | None = None,
 ) -> tuple[Path, TokenShards]:
@@ -78,13 +78,13 @@ def prepare_corpus(
 
     After an interrupted call, even a killed one, the next one continues; the shards are the same bytes whatever does
     the work: `engine`, or else data.processes of this machine. Without `progress` a bar is shown where stderr is a
-    terminal.
+    terminal, else a line is logged every 15 s.
     Raises ValueError, which names the place and the cure, for a corpus, a tokenizer or a split that cannot work.
     """
     pretrained = load_pretrained(data.tokenizer)
     specials = special_tokens(pretrained, masked=objective == "masked")
     with contextlib.ExitStack() as stack:
-        report = progress or stack.enter_context(terminal_bar())
+        report = progress or stack.enter_context(text_progress())
         engine = engine or LocalProcesses(data.processes)
         if not data.sources:
             return _prepare_one(
@@ -293,7 +293,7 @@ def _discard_other_mixture(folder: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _found(data: DataConfig, report: Progress, engine: Engine) -> Corpus:
+def _found(data: DataConfig, report: TextProgress, engine: Engine) -> Corpus:
     skipped = SkippedDocuments(data.on_error)
     return Corpus(data, find_sources(data, skipped), skipped, report, engine)
 
@@ -309,7 +309,7 @@ class Corpus:
     data: DataConfig
     sources: list[Source]
     skipped_sources: SkippedDocuments
-    report: Progress
+    report: TextProgress
     engine: Engine
     earlier: tuple[Corpus, ...] = ()
     survey_folder: Path | None = None

@@ -24,6 +24,7 @@ import psutil
 from pydantic import ValidationError
 
 import training
+from tasks.display.progress import time_progress
 from tasks.hardware.machine import (
     Gpu,
     cpu_model,
@@ -182,7 +183,8 @@ def same_place(one: dict[str, str], other: dict[str, str]) -> bool:
 def measure_ranks(*, cores: int, ranks: int) -> Measured:
     """So many ranks, each on the GPU of its number, or on its share of the cores where torch sees no GPU."""
     start = time.perf_counter()
-    measured = run_measure(ranks, max(1, cores // ranks))
+    with time_progress("measuring the hardware"):
+        measured = run_measure(ranks, max(1, cores // ranks))
     log.info("hardware: measured now (ranks: %d) in %.1f s", len(measured.devices), time.perf_counter() - start)
     return measured
 

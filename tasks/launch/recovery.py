@@ -22,7 +22,7 @@ from tasks.launch.failure import AttemptOutcome, cure_of
 from tasks.launch.host_set import choose_hosts, measured_hosts
 from tasks.launch.launcher import Host, LaunchedPlan, Launcher, Program, grace_s
 from tasks.launch.rank_environment import NCCL, SPINS
-from tasks.launch.rank_logs import Stacks, Steps, Warnings
+from tasks.launch.rank_logs import RankMessages, Stacks, Steps
 from tasks.launch.standby import Standbys
 from tasks.runs.errors import RunFailed, RunStopped
 from tasks.workspace.paths import fresh
@@ -235,7 +235,7 @@ class Attempts:
         """Start the attempt and wait for its end, while its steps and warnings are read from the run's folder."""
         mlflow_run_id = "" if self.launcher.ranks_send_metrics else getattr(self.plan, "mlflow_run_id", "")
         steps = Steps(self.run_dir, mlflow_run_id=mlflow_run_id)
-        warnings = Warnings({name: self.launcher.log_path(name) for name in attempt.program.ranks})
+        messages = RankMessages({name: self.launcher.log_path(name) for name in attempt.program.ranks})
 
         standby_after_s = self.launch.standby_after_s if self.module == "training.train" else None
         stand_by_at = time.monotonic() + (float("inf") if standby_after_s is None else standby_after_s)
@@ -245,7 +245,7 @@ class Attempts:
             nonlocal stand_by_at
             try:
                 self.on_poll()
-                warnings.look()
+                messages.look()
                 self.stacks.look()
                 made = steps.look()
                 if made and time.monotonic() > stand_by_at:
@@ -269,7 +269,7 @@ class Attempts:
             cause: Cause = "lost host" if error.unreachable else "daemon"
             return AttemptOutcome(cause=cause, host=", ".join(error.hosts), detail=str(error))
         finally:
-            warnings.look(now=True)
+            messages.look(now=True)
 
     def remove_remaining(self) -> None:
         """Remove what could not be removed before: its hosts may be back by now."""
