@@ -126,7 +126,7 @@ def test_a_registered_versions_evaluation_is_an_mlflow_run_tied_to_its_model(
     version = client.get_model_version(trained.name, str(trained.version))
     assert run.info.status == "FINISHED"
     assert run.data.metrics["eval/loss"] == printed["loss"]
-    assert run.data.tags["mlflow.parentRunId"] == version.tags["shardline.mlflow_run_id"]
+    assert run.data.tags["mlflow.parentRunId"] == version.run_id
     assert run.inputs.model_inputs[0].model_id == version.tags["shardline.model_id"]
     model = client.get_logged_model(version.tags["shardline.model_id"])
     assert printed["loss"] in [metric.value for metric in model.metrics if metric.key == "eval/loss"]
