@@ -122,7 +122,7 @@ def parse_override(override: str, config: type[BaseModel] = RunConfig) -> tuple[
     """section.field=value -> (section.field, value). Raises ValueError for what is not written so."""
     key, found, value = override.partition("=")
     if not found or not key:
-        raise ValueError(f"{override!r} is no override: write section.field=value, for example train.steps=100")
+        raise ValueError(f"{override!r} is not an override: write section.field=value, for example train.steps=100")
     try:
         return key, _as_the_field_wants(key, value, config)
     except yaml.YAMLError:
@@ -155,5 +155,5 @@ def _describe_problem(problem: Any) -> str:
     if problem["type"] == "value_error":  # of a section's `check`: it names the fields itself
         return message
     if problem["type"] == "extra_forbidden":
-        return f"{place} is no field of the config: `shardline plan --fields` lists them"
+        return f"{place} is not a field of the config: `shardline plan --fields` lists them"
     return f"{place} = {problem['input']!r}: {message}" if place else message

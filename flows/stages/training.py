@@ -247,7 +247,7 @@ def watched(plan: RunPlan, run: TrackedRun) -> RunWatch:
     shardline, link = command("shardline"), prefect_page(str(flow_run.root_flow_run_id or ""))
 
     def on_stuck(why: str) -> None:
-        logger.warning("training makes no step: %s", why)
+        logger.warning("training is stuck: %s", why)
         cure = (
             f"logs/ and stacks/ in {run.folder} say where its ranks are; a rank waits for another for at most "
             f"parallel.timeout_s = {plan.config.parallel.timeout_s:g} s; `{shardline} stop {run.run_id}` ends it"

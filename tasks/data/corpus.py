@@ -118,7 +118,7 @@ def _prepare_one(
         if found := _finished_manifest(folder) or _on_store(store, folder):  # of another process, while this one waited
             return folder, found
         for damage in discard_damaged(folder):
-            log.warning("%s: the file is deleted and made again", damage)
+            log.warning("%s: deleting the file and making it again", damage)
         corpus = corpus.surveyed_in(folder / SURVEY)
         rule = corpus.choose_rule()
         log.info("split: %s", rule.why)
@@ -402,7 +402,9 @@ def _on_store(store: StoreConfig, folder: Path) -> TokenShards | None:
     try:
         found = find_shards(store, folder)
     except OSError as error:
-        log.warning("store.url = %s does not say whether it has the token shards (%s): made here", store.url, error)
+        log.warning(
+            "could not ask store.url = %s whether it has the token shards (%s): making them here", store.url, error
+        )
         return None
     return read_manifest(folder) if found else None
 
@@ -476,7 +478,7 @@ def _tokenize(
     try:
         finished = _tokenize_all(corpus, rule, folder, tokenizer)
     except TokensDiffer as error:
-        log.warning("%s: all text is encoded again, by tokenizers alone", error)
+        log.warning("%s: encoding all text again, with the library tokenizers alone", error)
         write_atomically(folder / LIBRARY, f"tokenizers, since {error}\n")
         forget_chunks(folder)
         finished = _tokenize_all(corpus, rule, folder, replace(tokenizer, library="tokenizers"))
@@ -533,9 +535,9 @@ def _log_outcome(manifest: TokenShards, *, seconds: float) -> None:
         f"{(train + validation) / seconds:,.0f}",
     )
     if manifest.repeated:
-        log.info("%s documents have the text of an earlier one and are left out", f"{manifest.repeated:,}")
+        log.info("left out %s documents whose text repeats an earlier one", f"{manifest.repeated:,}")
     if manifest.filtered:
-        log.info("%s rows do not meet data.where and are left out", f"{manifest.filtered:,}")
+        log.info("left out %s rows for which data.where is false", f"{manifest.filtered:,}")
     if manifest.skipped:
         places = "; ".join(manifest.skipped_examples[:3])
         log.warning("%d documents skipped (data.on_error=skip), the first: %s", manifest.skipped, places)

@@ -93,7 +93,7 @@ def run_program(
 
 
 def goes_on(plan: LaunchedPlan) -> str:
-    """How a user goes on with what came to no end."""
+    """Say how the user continues a program that did not finish."""
     if isinstance(plan, EvaluationPlan):
         return "nothing was kept: evaluate again"
     if isinstance(plan, CustomProgramPlan):
@@ -177,7 +177,7 @@ class Attempts:
         if left < needed:
             why += f", and without {outcome.host} {left} hosts are left of the {needed} that are needed"
             raise self._failed(failure, why, outcome, cause="gpu fault")
-        logger.warning("%s: the run goes on without %s", why, outcome.host)
+        logger.warning("%s: continuing without %s", why, outcome.host)
 
     def _failed(self, failure: str, why: str, outcome: AttemptOutcome, *, cause: Cause) -> RunFailed:
         cure = f". Cure: {found}" if (found := cure_of(cause, outcome.detail)) else ""
@@ -198,8 +198,10 @@ class Attempts:
         self.standbys.wait()
         self.launcher.prepare()
         began_at, from_step = now(), newest_step(self.run_dir)
-        ranks_in_words = " + ".join(f"{name} ({number})" for name, number in ranks.items())
-        logger.info("%s on %s, from step %d (attempts/%s)", self.module, ranks_in_words, from_step, folder.name)
+        ranks_in_words = " + ".join(f"{name} ({number} rank{'s' * (number > 1)})" for name, number in ranks.items())
+        logger.info(
+            "starting %s on %s, from step %d (attempts/%s)", self.module, ranks_in_words, from_step, folder.name
+        )
         program = _program(self.module, self.plan, self.launcher, ranks, run_dir=self.run_dir)
         attempt = Attempt(program, hosts[: len(ranks)], self.launcher, self.launch, folder=folder)
         outcome = AttemptOutcome(cause="stopped", detail="the launcher was interrupted")
@@ -279,7 +281,7 @@ class Attempts:
         hosts = [host for host in self.launcher.hosts() if host.name in self.hosts_with_leftovers]
         for name, error in self.launcher.fence(hosts).items():
             cure = "`shardline reap` removes it when the host is back"
-            logger.warning("something of %s may be left on %s: %s (%s)", run_id, name, cure, error)
+            logger.warning("processes or containers of %s may be left on %s: %s (%s)", run_id, name, cure, error)
 
 
 def hosts_of_plan(plan: LaunchedPlan, launcher: Launcher) -> tuple[str, ...]:

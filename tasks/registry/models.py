@@ -49,7 +49,7 @@ def parse_ref(ref: str) -> tuple[str, str | int]:
             return name, CHAMPION
         if version.isdecimal():
             return name, int(version)
-    raise ValueError(f"{ref!r} names no model version: write NAME, NAME@champion or NAME/3")
+    raise ValueError(f"{ref!r} is not the name of a model version: write NAME, NAME@champion or NAME/3")
 
 
 def find_version(client: MlflowClient, ref: str) -> ModelVersion:

@@ -186,7 +186,7 @@ def test_a_damaged_folder_is_mended(
     assert prepare(tmp_path, source) == (folder, shards)
     assert contents(folder) == whole
     (message,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert re.search(rf"{warning}[^£]*: the file is deleted and made again", message)
+    assert re.search(rf"{warning}[^£]*: deleting the file and making it again", message)
 
 
 def test_only_the_damaged_stretch_is_made_again(tmp_path: Path) -> None:

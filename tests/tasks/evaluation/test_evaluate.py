@@ -137,7 +137,7 @@ def test_what_cannot_be_evaluated_is_said_with_the_cure(
 ) -> None:
     for arguments, message in (
         ([str(plain)], "give --data PATH"),
-        ([str(trained / "logs-of-nothing"), "--data", "x"], "names no model version"),
+        ([str(trained / "logs-of-nothing"), "--data", "x"], "is not the name of a model version"),
         ([str(trained.parent)], "neither a plan.json"),
         ([str(trained), "inference.degree=2"], "inference.parallel = none"),
         ([str(trained), "inference.parallel=tensor", "inference.degree=3"], "cannot be shared"),
