@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Self
 
 logger = logging.getLogger(__name__)
@@ -24,7 +26,9 @@ class Ticker:
         """`say`: what takes the line; None: nobody, and there is no thread."""
         self.line, self.say = line, say
         self.over = threading.Event()
-        self.thread = threading.Thread(target=self._run, daemon=True, name="progress")
+        # The copied context names the Prefect run that owns the log.
+        work = partial(contextvars.copy_context().run, self._run)
+        self.thread = threading.Thread(target=work, daemon=True, name="progress")
 
     def __enter__(self) -> Self:
         if self.say is not None:
