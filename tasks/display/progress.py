@@ -63,6 +63,8 @@ def step_progress(title: str, *, total: int) -> Iterator[Callable[[dict[str, Any
 
     def line() -> str:
         silent_s = time.monotonic() - made_at
+        if made_at == began:
+            return f"{title}: {note}, {silent_s:,.0f} s so far"
         return f"{title}: {note}" + (f"; no new figures for {silent_s:,.0f} s" if silent_s > SAY_EVERY_S else "")
 
     ticker = Ticker(line, None if bar.console.is_terminal else logger.info)

@@ -185,7 +185,8 @@ def measure_ranks(*, cores: int, ranks: int) -> Measured:
     start = time.perf_counter()
     with time_progress("measuring the hardware"):
         measured = run_measure(ranks, max(1, cores // ranks))
-    log.info("hardware: measured the rates of %d ranks in %.1f s", len(measured.devices), time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    log.info("hardware: measured the rates of this machine (ranks: %d) in %.1f s", len(measured.devices), seconds)
     return measured
 
 
