@@ -119,11 +119,18 @@ def _report_so_far(
         logger.warning("could not write a report of the strategies so far: %s", error)
 
 
+def all_steps(config: RunConfig) -> RunConfig:
+    """The config without train.target_minutes, which would give each strategy another number of steps."""
+    if config.train.target_minutes:
+        logger.info("each strategy trains all %s steps of train.steps, so that they compare", f"{config.train.steps:,}")
+    return config.model_copy(update={"train": config.train.model_copy(update={"target_minutes": 0.0})})
+
+
 class Children:
     """The child runs of a comparison: what they share, and the folder of each."""
 
     def __init__(self, config: RunConfig, parent: TrackedRun, shards_dir: Path, shards: TokenShards) -> None:
-        self.config, self.parent, self.shards_dir, self.shards = config, parent, shards_dir, shards
+        self.config, self.parent, self.shards_dir, self.shards = all_steps(config), parent, shards_dir, shards
         self.inventories: dict[int, Inventory] = {}  # by number of ranks, measured once for all strategies
 
     def run_id(self, strategy: ComparedStrategy) -> str:

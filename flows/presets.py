@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from tasks.runs.folder import flattened
+from tasks.workspace.paths import command
 from training.config.run import RunConfig
 from training.config.serving import EvaluateConfig, ServeConfig, TritonConfig
 
@@ -56,6 +60,27 @@ def triton_config(overrides: Sequence[str]) -> TritonConfig:
     return _validated(TritonConfig, {}, overrides)
 
 
+def command_for_all_steps(config: RunConfig) -> str:
+    """The command that trains `config` for all of train.steps, whatever train.target_minutes leaves of them.
+
+    It names the preset of the config's name, and what differs from it; empty if there is no such preset.
+    """
+    if config.name not in presets():
+        return ""
+    train = config.train.model_copy(update={"target_minutes": 0.0})
+    asked = dict(flattened(config.model_copy(update={"train": train}).model_dump(mode="json")))
+    known = dict(flattened(load_config(config.name).model_dump(mode="json")))
+    changed = [f"{field}={_as_yaml(field, value)}" for field, value in asked.items() if known.get(field) != value]
+    return shlex.join([command("shardline"), "pretrain", config.name, *changed])
+
+
+def _as_yaml(field: str, value: Any) -> str:
+    """The value as an override writes it: text as it stands, where that is read as the same text."""
+    if isinstance(value, str) and parse_override(f"{field}={value}")[1] == value:
+        return value
+    return json.dumps(value)
+
+
 def _validated(config: type[C], content: dict[str, Any], overrides: Sequence[str]) -> C:
     for override in overrides:
         _apply(content, override, config)
@@ -97,7 +122,7 @@ def parse_override(override: str, config: type[BaseModel] = RunConfig) -> tuple[
     """section.field=value -> (section.field, value). Raises ValueError for what is not written so."""
     key, found, value = override.partition("=")
     if not found or not key:
-        raise ValueError(f"{override!r} is no override: write section.field=value, for example train.steps=100")
+        raise ValueError(f"{override!r} is not an override: write section.field=value, for example train.steps=100")
     try:
         return key, _as_the_field_wants(key, value, config)
     except yaml.YAMLError:
@@ -105,12 +130,12 @@ def parse_override(override: str, config: type[BaseModel] = RunConfig) -> tuple[
 
 
 def _as_the_field_wants(key: str, value: str, config: type[BaseModel]) -> Any:
-    """Parse a value as YAML, unless its field takes only text: `name=2024` is a name."""
+    """Parse a value as YAML, unless its field takes it as text: `name=2024` is a name, `rebalance=on` the word."""
     part: Any = config
     for section in key.split("."):
         found = part.model_fields.get(section) if hasattr(part, "model_fields") else None
         part = found.annotation if found else None
-    return value if part is str else yaml.safe_load(value)
+    return value if part is str or value in get_args(part) else yaml.safe_load(value)
 
 
 def field_rows(part: type[BaseModel] = RunConfig, prefix: str = "") -> list[tuple[str, str]]:
@@ -130,5 +155,5 @@ def _describe_problem(problem: Any) -> str:
     if problem["type"] == "value_error":  # of a section's `check`: it names the fields itself
         return message
     if problem["type"] == "extra_forbidden":
-        return f"{place} is no field of the config: `shardline plan --fields` lists them"
+        return f"{place} is not a field of the config: `shardline plan --fields` lists them"
     return f"{place} = {problem['input']!r}: {message}" if place else message

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 
-from flows.presets import PRESETS_FILE, load_config, presets
+from flows.presets import PRESETS_FILE, command_for_all_steps, load_config, presets
 from tasks.data.sources import SkippedDocuments, find_sources
 from tests.support.configs import inventory
 from training.config.run import RunConfig
@@ -56,6 +57,16 @@ def test_overrides_reach_their_field() -> None:
     assert (config.train.steps, config.data.path, config.evaluation.prompts) == (7, "my_texts", ("a", "b"))
 
 
+def test_the_command_for_all_steps_means_the_same_config_without_minutes() -> None:
+    changed = ["data.path=my texts", "train.steps=2000", "parallel.rebalance=on", 'evaluation.prompts=["a", "b c"]']
+    config = load_config("quickstart", changed)
+    assert config.train.target_minutes
+    _, pretrain, preset, *overrides = shlex.split(command_for_all_steps(config))
+    assert (pretrain, preset) == ("pretrain", "quickstart")
+    assert load_config(preset, overrides) == load_config("quickstart", [*changed, "train.target_minutes=0"])
+    assert command_for_all_steps(config.model_copy(update={"name": "mine"})) == "", "its file is not known"
+
+
 def test_a_name_made_of_digits_is_a_name() -> None:
     assert load_config("quickstart", ["name=2024", "data.path=1"]).name == "2024"
 
@@ -80,7 +91,7 @@ def test_a_yaml_file_is_a_preset_too(tmp_path: Path) -> None:
         ("nope", [], "no preset 'nope': choose quickstart"),
         ("missing.yaml", [], "missing.yaml is not there"),
         ("quickstart", ["train.steps=0"], "train.steps = 0: Input should be greater than or equal to 1"),
-        ("quickstart", ["train.stpes=5"], "train.stpes is no field of the config"),
+        ("quickstart", ["train.stpes=5"], "train.stpes is not a field of the config"),
         ("quickstart", ["train.steps={a"], "the value is not YAML"),
         ("quickstart", ["steps"], "write section.field=value"),
         ("quickstart", ["name.x=1"], "name is a field, not a section"),

@@ -27,6 +27,7 @@ from training.records.results import EvalReport, Sample, SourceFigures, TaskScor
 from training.records.token_shards import TokenShards
 from training.runtime.process import process_group
 from training.shards.sources import HeldOutSources, held_out_sources
+from training.tracking.progress import Progress, to_rank_log
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,11 @@ def main(plan_path: Path) -> None:
     plan = read_evaluation_plan(plan_path).on_ranks(int(os.environ.get("WORLD_SIZE", "1")))
     folder = plan_path.parent / plan.model
     checkpoint = folder if (folder / CHECKPOINT_MANIFEST).exists() else None
-    with process_group(plan) as rank, reading(checkpoint):
+    with (
+        process_group(plan) as rank,
+        reading(checkpoint),
+        Progress(to_rank_log if rank.is_metrics_rank else None, part="loading the model") as progress,
+    ):
         started = time.perf_counter()
         if checkpoint is not None and rank.rank == 0:
             check_model(checkpoint)
@@ -48,8 +53,9 @@ def main(plan_path: Path) -> None:
                 "delete it to tokenize again",
                 plan.shards_dir,
             )
-        sums = held_out_sums(opened, sources)
-        task_scores = score_tasks(opened)
+        sums = held_out_sums(opened, sources, progress)
+        task_scores = score_tasks(opened, progress)
+        progress.begin("writing samples")
         samples = generate_samples(opened)
         if rank.rank == 0:
             figures = figures_of(sums.sum(0), manifest.text_bytes("validation"), causal=opened.model.causal)
@@ -66,7 +72,7 @@ def main(plan_path: Path) -> None:
 
 
 @torch.no_grad()
-def held_out_sums(opened: Opened, sources: HeldOutSources | None) -> np.ndarray:
+def held_out_sums(opened: Opened, sources: HeldOutSources | None, progress: Progress) -> np.ndarray:
     """fp64 [sources, 3] over all ranks: summed loss, right first guesses and predicted tokens of the validation split.
 
     A token counts for the source that it, the target, was read from: a sequence may hold several. Token losses are
@@ -75,12 +81,14 @@ def held_out_sums(opened: Opened, sources: HeldOutSources | None) -> np.ndarray:
     rank, plan = opened.rank, opened.plan
     sums = torch.zeros(len(sources.names) if sources else 1, 3, dtype=torch.float64, device=rank.device)
     batches = held_out_placed(plan, rank=opened.dp_rank, world_size=plan.dp, device=rank.device)
+    progress.begin("evaluating held-out text", total=len(batches), unit="batches")
     for batch, places in batches:
         losses, right = opened.strategy.scores(batch)
         predicted = (batch.targets.flatten() != IGNORED) & opened.counts
         numbers = sources.of(places) if sources else np.zeros_like(places)
         rows = torch.from_numpy(numbers.reshape(-1)).to(rank.device)
         sums.index_add_(0, rows, torch.stack([losses.double(), right.double(), predicted.double()], dim=1))
+        progress.advance()
     dist.all_reduce(sums)
     return sums.cpu().numpy()
 
@@ -111,12 +119,12 @@ def by_source(sums: np.ndarray, sources: HeldOutSources | None, *, causal: bool)
     )
 
 
-def score_tasks(opened: Opened) -> tuple[TaskScore, ...]:
+def score_tasks(opened: Opened, progress: Progress) -> tuple[TaskScore, ...]:
     if not opened.plan.config.evaluation.has_tasks:
         return ()
     from training.evaluation.lm_eval_model import task_scores  # it takes seconds to import, and needs an extra
 
-    return task_scores(opened)
+    return task_scores(opened, progress)
 
 
 def generate_samples(opened: Opened) -> tuple[Sample, ...]:

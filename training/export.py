@@ -34,6 +34,7 @@ from training.records.plan import RunPlan
 from training.records.record import sha256_file
 from training.records.results import ExportedModel
 from training.records.train_result import TrainResult
+from training.tracking.progress import Progress, to_rank_log
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +69,9 @@ def export_run(run_dir: Path) -> ExportedModel:
     started = time.perf_counter()
     checkpoint = run_dir / result.checkpoint
     with reading(checkpoint):
-        check_model(checkpoint)
-        exported = _write_export(plan, result, run_dir=run_dir, folder=part)
+        with Progress(to_rank_log, part="reading the checkpoint") as progress:
+            check_model(checkpoint)
+            exported = _write_export(plan, result, progress, run_dir=run_dir, folder=part)
         keep(checkpoint, why=f"exported to {target.name}/, and whatever is registered from there leads back to it")
     part.rename(target)
     logger.info(
@@ -84,13 +86,17 @@ def export_run(run_dir: Path) -> ExportedModel:
     return exported
 
 
-def _write_export(plan: RunPlan, result: TrainResult, *, run_dir: Path, folder: Path) -> ExportedModel:
+def _write_export(
+    plan: RunPlan, result: TrainResult, progress: Progress, *, run_dir: Path, folder: Path
+) -> ExportedModel:
     causal = plan.config.objective == "causal"
     with quiet():
         model = load_model(run_dir / result.checkpoint, plan).hf
+        progress.begin("writing the Hugging Face files")
         save_huggingface(model, folder, end_id=plan.end_id, causal=causal)
         shutil.copytree(Path(plan.shards_dir) / "tokenizer", folder, dirs_exist_ok=True)
         reloaded = load_model(folder, plan).hf
+        progress.begin("writing the ONNX graphs")
         skipped = save_graphs(reloaded, folder, causal=causal)
         if "fp16" in plan.config.export.precisions:
             half = load_model(folder, plan, dtype=torch.float16).hf
@@ -99,6 +105,7 @@ def _write_export(plan: RunPlan, result: TrainResult, *, run_dir: Path, folder: 
         skipped["tensorrt"] = why
     for name, why in skipped.items():
         logger.warning("left out %s: %s", name, why)
+    progress.begin("comparing the logits of the graphs with torch's")
     parity = check_parity(model, reloaded, folder, plan=plan)
     parity.write(run_dir / "parity.json")
     if not parity.passed:
@@ -117,8 +124,10 @@ def _write_export(plan: RunPlan, result: TrainResult, *, run_dir: Path, folder: 
     )
     exported.write(folder / "export.json")
     if "tensorrt" not in skipped:
+        progress.begin("building TensorRT engines")
         exported = _with_engines(exported, folder, plan=plan)
     if plan.config.export.latency_seconds:
+        progress.begin("measuring the latency of the graphs")
         with quiet():
             measure_latency(model, folder, plan=plan).write(folder / "latency.json")
     return exported

@@ -88,7 +88,7 @@ def _run_pretrain(config: Any, *, run_id: str, force: bool = False, as_json: boo
 
 
 def _plan(options: argparse.Namespace) -> None:
-    from flows.presets import field_rows, load_config
+    from flows.presets import command_for_all_steps, field_rows, load_config
     from tasks.planning.describe import describe_plan
     from tasks.planning.plan import plan_run
 
@@ -100,7 +100,9 @@ def _plan(options: argparse.Namespace) -> None:
     if options.json:
         print(plan.model_dump_json())
     else:
-        print_pairs(f"plan of {config.name}", describe_plan(plan))
+        fewer = plan.steps == plan.steps_in_time < config.train.steps
+        all_of_it = [("all its steps", command_for_all_steps(config))] if fewer else []
+        print_pairs(f"plan of {config.name}", describe_plan(plan) + all_of_it)
 
 
 def _inventory(config: Any, *, hosts: str | None) -> Any:

@@ -47,7 +47,7 @@ def _create_or_warn(create: Callable[..., Any], content: Any, *, key: str, descr
     try:
         create(content, key=key, description=description)
     except Exception as error:
-        logger.warning("Prefect did not take the artifact %r (%s)", key, error)
+        logger.warning("Prefect did not accept the artifact %r (%s)", key, error)
 
 
 def name_flow_run(name: str) -> None:
@@ -58,4 +58,4 @@ def name_flow_run(name: str) -> None:
         with get_client(sync_client=True) as client:
             client.update_flow_run(UUID(str(flow_run.id)), name=name)
     except Exception as error:
-        logger.warning("Prefect did not take the run's name, %s (%s)", name, error)
+        logger.warning("Prefect did not accept the run's name, %s (%s)", name, error)

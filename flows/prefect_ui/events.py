@@ -41,7 +41,7 @@ def emit(event: str, title: str, *, why: str, cure: str, about: str, run: str = 
     try:
         emit_event(event, resource=resource, payload=payload)
     except Exception as error:
-        logger.warning("Prefect did not take the event %s of %s (%s)", event, about, error)
+        logger.warning("Prefect did not accept the event %s of %s (%s)", event, about, error)
 
 
 def report_failure(flow_run_id: UUID, error: Exception) -> None:
@@ -51,7 +51,7 @@ def report_failure(flow_run_id: UUID, error: Exception) -> None:
         with get_client(sync_client=True) as client:
             report_end(client, RUN_FAILED, client.read_flow_run(flow_run_id), why=str(error), cure=cure or "")
     except Exception as refusal:
-        logger.warning("Prefect did not take that the flow run failed (%s): `reconcile` repeats it", refusal)
+        logger.warning("could not tell Prefect that the flow run failed (%s): `reconcile` tells it later", refusal)
 
 
 def report_end(client: SyncPrefectClient, event: str, flow_run: FlowRun, *, why: str, cure: str = "") -> None:

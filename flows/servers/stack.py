@@ -52,7 +52,7 @@ def init(folder: Path, *, docker: bool = False, pool: str = "") -> list[str]:
     """
     folder = folder.absolute()
     if not re.fullmatch(r"[A-Za-z0-9._/-]+", str(folder)):
-        raise ValueError(f"{folder}: take a path of letters, digits, `.`, `_`, `-`; Docker would read others otherwise")
+        raise ValueError(f"{folder}: use a path of letters, digits, `.`, `_` and `-`: Docker gives others a meaning")
     known = _read_settings(folder / ".env")
     pool = pool or known.get("SHARDLINE_POOL", "process")
     docker = docker or pool == "docker"
@@ -150,8 +150,8 @@ def _check_pool(kind: str) -> None:
             return
     if known != kind:
         raise ValueError(
-            f"the pool {POOL} is of type {known}, and Prefect changes no pool's type: to make it {kind}, wait until no "
-            f"run waits or is under way, then `prefect work-pool delete {POOL}`; this worker makes it new"
+            f"the work pool {POOL} has type {known}, which Prefect cannot change: to make it {kind}, wait until no "
+            f"run is queued or running, then `prefect work-pool delete {POOL}`; this worker creates it again"
         )
 
 

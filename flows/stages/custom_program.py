@@ -43,7 +43,7 @@ def train(plan: CustomProgramPlan, run: TrackedRun) -> CustomProgramOutcome:
         finally:
             stages.log_attempts(run)
     mlflow_client.wait_for_store()
-    logger.info("skipped, as stages of Shardline's own training: %s", ", ".join(SKIPPED))
+    logger.info("skipping the stages that belong to Shardline's own training: %s", ", ".join(SKIPPED))
     outcome = CustomProgramOutcome(
         run_id=run.run_id,
         mlflow_run_id=run.mlflow_run_id,

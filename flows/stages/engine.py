@@ -103,8 +103,8 @@ class PrefectEngine:
             self._submit(check).result()
         except ImportError as error:
             raise ValueError(
-                f"data.engine: a worker of {self._described} has not what the tasks need ({error}): install the same "
-                "version of Shardline there as here"
+                f"data.engine: a worker of {self._described} cannot import what the tasks need ({error}): install the "
+                "same version of Shardline there as here"
             ) from error
         finally:
             check.work.mark.unlink(missing_ok=True)
@@ -120,7 +120,7 @@ class PrefectEngine:
         except (OSError, ConnectionError) as error:
             raise ValueError(
                 f"data.engine.address={self.config.address}: no {self.config.kind} cluster answers there within "
-                f"{ANSWERS_WITHIN_S} s ({error}); start one ({HOW_TO_START[self.config.kind]}), or mend the address"
+                f"{ANSWERS_WITHIN_S} s ({error}); start one ({HOW_TO_START[self.config.kind]}), or correct the address"
             ) from error
 
     @contextmanager

@@ -17,12 +17,13 @@ from prefect.runtime import flow_run
 from flows.prefect_ui.artifacts import show_markdown, show_pairs, show_table
 from flows.prefect_ui.events import emit, report_refusal
 from flows.prefect_ui.links import prefect_page
+from flows.presets import command_for_all_steps
 from flows.servers.alerts import DISK_FILLS, RUN_STUCK
 from flows.stages.engine import engine_of
 from flows.stages.stage import stage, timed
 from tasks.data import corpus
 from tasks.display.markdown import escape_markdown
-from tasks.display.progress import step_progress
+from tasks.display.progress import step_progress, time_progress
 from tasks.evaluation import champion as champion_evaluation
 from tasks.evaluation.checks import check_prompts, check_tasks
 from tasks.evaluation.report import metrics_of, table_of
@@ -203,6 +204,8 @@ def write_plan(
             config, run=run, inventory=inventory, shards=shards, shards_dir=shards_dir, changes=changes
         )
         made = batch_size_trial.confirmed(made, run=run, inventory=inventory)
+    if made.steps == made.steps_in_time < made.config.train.steps and (all_of_it := command_for_all_steps(made.config)):
+        logger.info("for all %s steps: %s", f"{made.config.train.steps:,}", all_of_it)
     wait_for_store()
     mlflow_run.log_plan(made, inventory, shards)
     mlflow_run.log_resumptions(run, made.config, resume.read_resumptions(run.folder))
@@ -244,7 +247,7 @@ def watched(plan: RunPlan, run: TrackedRun) -> RunWatch:
     shardline, link = command("shardline"), prefect_page(str(flow_run.root_flow_run_id or ""))
 
     def on_stuck(why: str) -> None:
-        logger.warning("training makes no step: %s", why)
+        logger.warning("training is stuck: %s", why)
         cure = (
             f"logs/ and stacks/ in {run.folder} say where its ranks are; a rank waits for another for at most "
             f"parallel.timeout_s = {plan.config.parallel.timeout_s:g} s; `{shardline} stop {run.run_id}` ends it"
@@ -312,7 +315,7 @@ def measure_champion(plan: RunPlan, run: TrackedRun, shards: TokenShards) -> Non
 def register(run: TrackedRun) -> RegisteredModel:
     """Register the model; a version whose gates need a server or a person gets its verdict in a promotion."""
     wait_for_store()
-    with timed(run, "register"):
+    with timed(run, "register"), time_progress("registering the model"):
         model = register_model(run.folder, tracking_uri=tracking_uri())
     if is_refusal(model.verdict):
         report_refusal(model, run=run.run_id, flow_run_id=str(flow_run.root_flow_run_id or ""))
@@ -333,7 +336,7 @@ def generate(plan: RunPlan, run: TrackedRun, model: RegisteredModel) -> str:
         return ""
     wanted = plan.config.evaluation
     prompt = next((prompt for prompt in wanted.prompts if prompt), "")
-    with timed(run, "generate"):
+    with timed(run, "generate"), time_progress("generating from the registered model"):
         resolved = resolve(f"{model.name}/{model.version}", tracking_uri=tracking_uri(), cache_dir=home() / "models")
         text = TextGenerator(resolved.export_dir).generate(
             prompt,

@@ -91,7 +91,7 @@ def _require_one_config(tags: Mapping[str, str], ref: str) -> None:
 
 def _mlflow_run_id(ref: str) -> str:
     if "@" in ref or "/" in ref:
-        return str(find_version(connect(), ref).tags[f"{TAG}mlflow_run_id"])
+        return str(find_version(connect(), ref).run_id)
     record = run_folder(ref) / "run.json"
     return TrackedRun.read(record).mlflow_run_id if record.exists() else ref
 
@@ -102,6 +102,8 @@ def pinned(original: Original) -> RunConfig:
     content = json.loads(original.config.model_dump_json())
     content["parallel"] |= plan.chosen["parallel"]
     content["train"] |= plan.chosen["train"]
+    if plan.steps_in_time:
+        content["train"] |= {"steps": plan.steps, "target_minutes": 0}
     return RunConfig.model_validate(content)
 
 

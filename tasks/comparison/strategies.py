@@ -27,7 +27,7 @@ OTHER_TERMS = {"compile": "train.compile=true"}
 # What a strategy written in terms sets in `parallel` unless a term does: the config's values suit another strategy.
 DEFAULTS = ("tp=0", "pp=0", "pp_stages_per_rank=1", "offload=auto", "compression=none")
 SHARED_FIELDS = (
-    *("name", "data.*", "model.*", "trainer.*", "train.steps", "train.max_*"),
+    *("name", "data.*", "model.*", "trainer.*", "train.steps", "train.max_*", "train.target_minutes"),
     *("train.seed", "train.global_batch", "train.context", "train.packing"),
 )
 OUTSIDE_BRACKETS = re.compile(r",(?![^\[{]*[\]}])")

@@ -31,7 +31,7 @@ from tasks.data.sources import EXAMPLES_KEPT, SkippedDocuments, Source, find_sou
 from tasks.data.split import SplitRule, choose_rule, split_pieces
 from tasks.data.survey import Survey, survey_corpus
 from tasks.data.tokenizer import Specials, content_hash, load_pretrained, save_tokenizer, special_tokens
-from tasks.display.progress import Progress, terminal_bar
+from tasks.display.progress import TextProgress, text_progress
 from tasks.planning.pretrained import same_vocabulary
 from tasks.store.shards import find_shards
 from tasks.workspace.locks import exclusive
@@ -68,7 +68,7 @@ def prepare_corpus(
     *,
     tokens_home: Path,
     objective: Literal["causal", "masked"] = "causal",
-    progress: Progress | None = None,
+    progress: TextProgress | None = None,
     store: StoreConfig = NO_STORE,
     engine: Engine | None = None,
 ) -> tuple[Path, TokenShards]:
@@ -78,13 +78,13 @@ def prepare_corpus(
 
     After an interrupted call, even a killed one, the next one continues; the shards are the same bytes whatever does
     the work: `engine`, or else data.processes of this machine. Without `progress` a bar is shown where stderr is a
-    terminal.
+    terminal, else a line is logged every 15 s.
     Raises ValueError, which names the place and the cure, for a corpus, a tokenizer or a split that cannot work.
     """
     pretrained = load_pretrained(data.tokenizer)
     specials = special_tokens(pretrained, masked=objective == "masked")
     with contextlib.ExitStack() as stack:
-        report = progress or stack.enter_context(terminal_bar())
+        report = progress or stack.enter_context(text_progress())
         engine = engine or LocalProcesses(data.processes)
         if not data.sources:
             return _prepare_one(
@@ -118,7 +118,7 @@ def _prepare_one(
         if found := _finished_manifest(folder) or _on_store(store, folder):  # of another process, while this one waited
             return folder, found
         for damage in discard_damaged(folder):
-            log.warning("%s: the file is deleted and made again", damage)
+            log.warning("%s: deleting the file and making it again", damage)
         corpus = corpus.surveyed_in(folder / SURVEY)
         rule = corpus.choose_rule()
         log.info("split: %s", rule.why)
@@ -293,7 +293,7 @@ def _discard_other_mixture(folder: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _found(data: DataConfig, report: Progress, engine: Engine) -> Corpus:
+def _found(data: DataConfig, report: TextProgress, engine: Engine) -> Corpus:
     skipped = SkippedDocuments(data.on_error)
     return Corpus(data, find_sources(data, skipped), skipped, report, engine)
 
@@ -309,7 +309,7 @@ class Corpus:
     data: DataConfig
     sources: list[Source]
     skipped_sources: SkippedDocuments
-    report: Progress
+    report: TextProgress
     engine: Engine
     earlier: tuple[Corpus, ...] = ()
     survey_folder: Path | None = None
@@ -402,7 +402,9 @@ def _on_store(store: StoreConfig, folder: Path) -> TokenShards | None:
     try:
         found = find_shards(store, folder)
     except OSError as error:
-        log.warning("store.url = %s does not say whether it has the token shards (%s): made here", store.url, error)
+        log.warning(
+            "could not ask store.url = %s whether it has the token shards (%s): making them here", store.url, error
+        )
         return None
     return read_manifest(folder) if found else None
 
@@ -476,7 +478,7 @@ def _tokenize(
     try:
         finished = _tokenize_all(corpus, rule, folder, tokenizer)
     except TokensDiffer as error:
-        log.warning("%s: all text is encoded again, by tokenizers alone", error)
+        log.warning("%s: encoding all text again, with the library tokenizers alone", error)
         write_atomically(folder / LIBRARY, f"tokenizers, since {error}\n")
         forget_chunks(folder)
         finished = _tokenize_all(corpus, rule, folder, replace(tokenizer, library="tokenizers"))
@@ -533,9 +535,9 @@ def _log_outcome(manifest: TokenShards, *, seconds: float) -> None:
         f"{(train + validation) / seconds:,.0f}",
     )
     if manifest.repeated:
-        log.info("%s documents have the text of an earlier one and are left out", f"{manifest.repeated:,}")
+        log.info("left out %s documents whose text repeats an earlier one", f"{manifest.repeated:,}")
     if manifest.filtered:
-        log.info("%s rows do not meet data.where and are left out", f"{manifest.filtered:,}")
+        log.info("left out %s rows for which data.where is false", f"{manifest.filtered:,}")
     if manifest.skipped:
         places = "; ".join(manifest.skipped_examples[:3])
         log.warning("%d documents skipped (data.on_error=skip), the first: %s", manifest.skipped, places)

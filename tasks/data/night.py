@@ -19,14 +19,15 @@ from typing import Any
 from tasks.data.corpus import prepare_corpus
 from tasks.data.sources import SkippedDocuments, Source, find_sources
 from tasks.registry.models import ResolvedModel, aliases_of, resolve
-from tasks.registry.tags import CHAMPION, TAG
+from tasks.registry.tags import CHAMPION
 from tasks.tracking.client import registry_client
-from tasks.workspace.paths import home
+from tasks.workspace.paths import home, run_folder
 from training.config.data import SHARDS
 from training.config.run import RunConfig
 from training.records.plan import RunPlan
 from training.records.record import Record
 from training.records.token_shards import SourceFile, TokenShards
+from training.records.train_result import TrainResult
 from training.shards.format import MANIFEST, verify_hashes
 from training.store.urls import is_url
 
@@ -272,8 +273,9 @@ def continue_from(config: RunConfig, champion: ResolvedModel, *, corpus: Path) -
         | {"path": str(corpus), "tokenizer": config.data.tokenizer.model_dump() | tokenizer},
         "model": config.model.model_dump() | {"init": "pretrained", "path": folder},
     }
-    checkpoint = Path(champion.tags.get(f"{TAG}checkpoint", ""))
-    if checkpoint.is_absolute() and (checkpoint / "manifest.json").is_file():
+    run_id = RunPlan.read(champion.records_dir / "plan.json").run_id
+    checkpoint = run_folder(run_id) / TrainResult.read(champion.records_dir / "result.json").checkpoint
+    if (checkpoint / "manifest.json").is_file():
         changes["train"] = config.train.model_dump() | {"optimizer_path": str(checkpoint)}
     else:
         logger.info("the optimizer begins with empty moments: the champion's checkpoint is not on this machine")

@@ -284,7 +284,7 @@ def _folder_files(root: Path, skipped: SkippedDocuments) -> list[tuple[str, Path
     if not files:
         raise _no_texts(str(root), others)
     if others:
-        log.info("%s: left out %d files of other kinds: %s", root, others.total(), _kinds(others))
+        log.info("%s: left out %d files whose kind is not read as text: %s", root, others.total(), _kinds(others))
     return files
 
 

@@ -71,7 +71,7 @@ class Survey:
 
     @functools.cached_property
     def kept(self) -> list[np.ndarray]:
-        """For each chunk, which of its documents stay."""
+        """Return for each chunk which of its documents are kept."""
         if not self.deduplicate:
             return [np.ones(len(table), bool) for table in self.tables]
         before = [table for survey in self.earlier for table in survey.tables]

@@ -13,39 +13,43 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tasks.display.numbers import format_duration
+from training.tracking.progress import SAY_EVERY_S, Progress, Ticker
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
 
 logger = logging.getLogger(__name__)
 
-LOG_EVERY_S = 15.0  # between log lines where stderr is no terminal
 ARTIFACT_EVERY_S = 2.0  # between updates of Prefect's artifact; one costs about 7 ms
 LAST_UPDATE_S = 5.0  # how long the end of a stage waits for Prefect to take the last update
 
 
-class Progress(Protocol):
+class TextProgress(Protocol):
     """Takes the bytes of text that a phase (`tokenizer`, `tokens`) has done, and about how many there are, if known."""
 
     def __call__(self, phase: str, done_bytes: int, total_bytes: int | None) -> None: ...
 
 
 @contextmanager
-def terminal_bar() -> Iterator[Progress]:
-    """Shows one bar per phase on stderr if that is a terminal, else nothing."""
+def text_progress() -> Iterator[TextProgress]:
+    """Shows one bar per phase on stderr if that is a terminal, else a line every 15 s."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bars
 
     name = TextColumn("{task.description:9}")
     columns = (name, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Bars(*columns, console=Console(file=sys.stderr), disable=not sys.stderr.isatty(), transient=True) as bars:
+    console = Console(file=sys.stderr)
+    lines = Progress(None if console.is_terminal else logger.info, part="reading the corpus")
+    with Bars(*columns, console=console, disable=not console.is_terminal, transient=True) as bars, lines:
         tasks: dict[str, TaskID] = {}
 
         def report(phase: str, done_bytes: int, total_bytes: int | None) -> None:
+            total = max(done_bytes, total_bytes) if total_bytes else None  # a file's size only approximates its text's
             if phase not in tasks:
                 tasks[phase] = bars.add_task(phase)
-            total = max(done_bytes, total_bytes) if total_bytes else None  # a file's size only approximates its text's
+                lines.begin(f"tokenizing the corpus ({phase})", unit="MB of text")
+            lines.done, lines.total = done_bytes / 1e6, (total or 0) / 1e6
             bars.update(tasks[phase], completed=done_bytes, total=total)
 
         yield report
@@ -54,23 +58,31 @@ def terminal_bar() -> Iterator[Progress]:
 @contextmanager
 def step_progress(title: str, *, total: int) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yields show(row), which takes rows of metrics.jsonl and skips those without a loss."""
-    bar = _bar()
-    with ProgressArtifact(title) as artifact, bar:
-        task = bar.add_task(title, total=total, note="starting the ranks")
-        logged_at = time.monotonic()
+    bar, began = _bar(), time.monotonic()
+    note, made_at = "starting the ranks", began
+
+    def line() -> str:
+        silent_s = time.monotonic() - made_at
+        if made_at == began:
+            return f"{title}: {note}, {silent_s:,.0f} s so far"
+        return f"{title}: {note}" + (f"; no new figures for {silent_s:,.0f} s" if silent_s > SAY_EVERY_S else "")
+
+    ticker = Ticker(line, None if bar.console.is_terminal else logger.info)
+    with ProgressArtifact(title) as artifact, bar, ticker:
+        task = bar.add_task(title, total=total, note=note)
 
         def show(row: dict[str, Any]) -> None:
-            nonlocal logged_at
+            nonlocal note, made_at
             if "loss" not in row:
                 return
-            now, step = time.monotonic(), row["step"]
-            note = f"step {step:,}/{total:,}  loss {row['loss']:.3f}  {row['tokens_per_s']:,.0f} tokens/s"
-            bar.update(task, completed=step, note=note)
-            if not bar.console.is_terminal and (now > logged_at + LOG_EVERY_S or step == total):
-                logged_at = now
-                logger.info("%s: %s", title, note)
+            made_at, step = time.monotonic(), row["step"]
+            speed = f"step {step:,}/{total:,}  loss {row['loss']:.3f}  {row['tokens_per_s']:,.0f} tokens/s"
             left = f"  {format_duration(row['eta_s'])} left" if step < total and "eta_s" in row else ""
-            artifact.show(100 * step / total, f"{title}: {note}{left}")
+            note = speed + left
+            bar.update(task, completed=step, note=speed)
+            if step == total and not bar.console.is_terminal:
+                logger.info("%s: %s", title, note)
+            artifact.show(100 * step / total, f"{title}: {note}")
 
         yield show
 
@@ -79,19 +91,28 @@ def step_progress(title: str, *, total: int) -> Iterator[Callable[[dict[str, Any
 def row_progress(title: str) -> Iterator[Callable[[int, int, float], None]]:
     """Yields show(rows done, total rows, tokens/s)."""
     bar = _bar()
-    with bar:
+    lines = Progress(None if bar.console.is_terminal else logger.info, part=f"{title}: starting the engine")
+    with bar, lines:
         task = bar.add_task(title, total=None, note="")
-        logged_at = time.monotonic()
+        done_before: int | None = None
 
         def show(done: int, total: int, tokens_per_s: float) -> None:
-            nonlocal logged_at
+            nonlocal done_before
             note = f"{done:,}/{total:,} rows  {tokens_per_s:,.0f} tokens/s"
             bar.update(task, completed=done, total=total, note=note)
-            if not bar.console.is_terminal and time.monotonic() > logged_at + LOG_EVERY_S:
-                logged_at = time.monotonic()
-                logger.info("%s: %s", title, note)
+            if done_before is None:  # an interrupted call may have done some, in no time of this one
+                done_before = done - 1
+                lines.begin(title, total=total - done_before, unit="rows")
+            lines.done = done - done_before
 
         yield show
+
+
+@contextmanager
+def time_progress(what: str) -> Iterator[None]:
+    """Says every 15 s for how long something is being done whose parts cannot be seen."""
+    with Progress(logger.info, part=what):
+        yield
 
 
 def _bar() -> Bars:

@@ -22,7 +22,7 @@ def check_tasks(config: RunConfig) -> None:
         return
     if config.objective == "masked":
         raise ValueError(
-            "evaluation.tasks ask for the likelihood of a continuation, which a masked model has none of: "
+            "evaluation.tasks need the likelihood of a continuation, which a masked model cannot give: "
             "leave evaluation.tasks and evaluation.task_files empty, or train a causal model"
         )
     if config.launch.launcher in {"docker", "kubernetes"}:

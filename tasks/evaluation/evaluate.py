@@ -95,7 +95,7 @@ def find_subject(what: str) -> Subject:
 def _last_checkpoint(what: str, run_dir: Path) -> Subject:
     if not (run_dir / "result.json").exists():
         found = ", ".join(sorted(path.name for path in (run_dir / "checkpoints").glob("[0-9]*"))) or "none yet"
-        raise ValueError(f"{what} is not trained to its end: name a checkpoint, {run_dir}/checkpoints/STEP ({found})")
+        raise ValueError(f"{what} has not finished training: name a checkpoint, {run_dir}/checkpoints/STEP ({found})")
     return _checkpoint(what, run_dir / TrainResult.read(run_dir / "result.json").checkpoint, run_dir)
 
 

@@ -64,11 +64,11 @@ def log_to_mlflow(report: EvalReport, subject: Subject, *, text: str) -> str:
     from mlflow.entities import Dataset, DatasetInput, LoggedModelInput, Metric
 
     version = subject.version
-    if version is None:
+    if version is None or subject.plan is None:
         return ""
     client = registry_client(tracking_uri())
-    trained = client.get_run(version.tags[f"{TAG}mlflow_run_id"])
     name, model_id = f"{version.name}/{version.version}", version.tags[f"{TAG}model_id"]
+    trained = client.get_run(subject.plan.mlflow_run_id)
     source = text or "held-out text"
     tags = {
         "mlflow.parentRunId": trained.info.run_id,

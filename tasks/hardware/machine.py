@@ -125,7 +125,7 @@ def driver_gpus() -> tuple[Gpu, ...]:
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return ()
     except pynvml.NVMLError as error:
-        log.warning("hardware: the NVIDIA driver does not answer (%s): going on without GPUs", error)
+        log.warning("hardware: the NVIDIA driver does not answer (%s): continuing without GPUs", error)
         return ()
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]

@@ -24,6 +24,7 @@ import psutil
 from pydantic import ValidationError
 
 import training
+from tasks.display.progress import time_progress
 from tasks.hardware.machine import (
     Gpu,
     cpu_model,
@@ -96,7 +97,7 @@ def check_hardware(*, home: Path, ranks: int = 0, measure_again: bool = False) -
         if not busy:
             keep_cached(home, cached)
     else:
-        log.info("hardware: rates as measured at %s, from %s", cached.measured_at, home / "hardware.json")
+        log.info("hardware: using the rates measured at %s, from %s", cached.measured_at, home / "hardware.json")
     measured = cached.measured
     return Inventory(
         hosts=(
@@ -180,10 +181,12 @@ def same_place(one: dict[str, str], other: dict[str, str]) -> bool:
 
 
 def measure_ranks(*, cores: int, ranks: int) -> Measured:
-    """So many ranks, each on the GPU of its number, or on its share of the cores where torch sees no GPU."""
+    """Measure `ranks` ranks, each on the GPU of its number, or on its share of the cores if torch sees no GPU."""
     start = time.perf_counter()
-    measured = run_measure(ranks, max(1, cores // ranks))
-    log.info("hardware: measured now (ranks: %d) in %.1f s", len(measured.devices), time.perf_counter() - start)
+    with time_progress("measuring the hardware"):
+        measured = run_measure(ranks, max(1, cores // ranks))
+    seconds = time.perf_counter() - start
+    log.info("hardware: measured the rates of this machine (ranks: %d) in %.1f s", len(measured.devices), seconds)
     return measured
 
 

@@ -230,7 +230,7 @@ class DockerLauncher:
                 return container
             containers.remove(client, container)
         why = "it had imported for other ranks" if lives else "it has ended, or hangs"
-        logger.info("%s: what stood by cannot take over (%s): a new container is started", host.name, why)
+        logger.info("%s: its standby cannot take over (%s): starting a new container", host.name, why)
         return ""
 
     def close(self) -> None:

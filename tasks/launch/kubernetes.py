@@ -264,7 +264,7 @@ class KubernetesLauncher:
         """Nothing: a pod beside the one that works would ask for its GPUs too."""
 
     def close(self) -> None:
-        """Nothing stands by."""
+        """Do nothing: this launcher has no standbys."""
 
     def log_path(self, host: str) -> Path:
         return self.run_dir / "logs" / f"{host}.log"
@@ -318,6 +318,8 @@ def remove_pods(
     if found:
         logger.warning("removed %d pods of an earlier attempt at %s", len(found) - len(left), run_id)
     if left:
-        logger.warning("%s: its ranks end when they see that their lease is gone", "; ".join(map(_still_there, left)))
+        logger.warning(
+            "%s: its ranks stop when they find that their lease was withdrawn", "; ".join(map(_still_there, left))
+        )
         time.sleep(FENCE_S)
     return left

@@ -63,7 +63,7 @@ class Lease:
                 with self.path.open("r+b") as file:  # never made anew: who withdraws it has the last word
                     file.write(f"{count}\n".encode())
             except FileNotFoundError:
-                logger.warning("another launcher has withdrawn the lease %s and goes on with this run", self.path)
+                logger.warning("another launcher has withdrawn the lease %s and continues this run", self.path)
                 return
             except OSError as error:
                 logger.warning("could not renew the lease %s (%s)", self.path, error)

@@ -88,7 +88,7 @@ class ProcessNode(Node):
             _end_child(self.process)
 
     def close(self) -> None:
-        """Nothing watches it but questions."""
+        """Do nothing: the process is asked for its state, and no thread watches it."""
 
 
 class LocalLauncher:

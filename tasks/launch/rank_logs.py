@@ -1,4 +1,4 @@
-"""Follows ranks on other hosts through the run's folder: the steps that they make, and their warnings."""
+"""Follows ranks through the run's folder: the steps that they make, their warnings and lines of progress."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEND_EVERY_S = 5.0
 LOOK_EVERY_S = 1.0
 LOOK_BYTES = 2**20  # of one host's log at one look
 LONGEST_LINE = 65_536  # bytes; a progress bar may never end its line
-RANK_WARNING = re.compile(r"[\d-]+ [\d:,]+ WARNING (.*)")  # as training/runtime/process.py formats its log
+RANK_LINE = re.compile(r"[\d-]+ [\d:,]+ (WARNING|PROGRESS) (.*)")  # as training/runtime/process.py formats its log
 
 
 class Steps:
@@ -45,8 +45,11 @@ class Steps:
         return grown
 
 
-class Warnings:
-    """Logs the warnings in the hosts' logs from now on, each text once: several ranks give the same warnings."""
+class RankMessages:
+    """Logs the warnings and the lines of progress in the hosts' logs from now on.
+
+    Each warning is logged once: several ranks give the same ones.
+    """
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
         """`paths`: each host's log, by the host's name."""
@@ -67,10 +70,12 @@ class Warnings:
 
     def _log(self, name: str, text: str) -> None:
         for line in text.splitlines():
-            match = RANK_WARNING.match(line)
-            if match and match[1] not in self.logged:
-                self.logged.add(match[1])
-                logger.warning("%s: %s", name, match[1])
+            match = RANK_LINE.match(line)
+            if match and match[1] == "PROGRESS":
+                logger.info("%s", match[2])
+            elif match and match[2] not in self.logged:
+                self.logged.add(match[2])
+                logger.warning("%s: %s", name, match[2])
 
     def _new(self, name: str, path: Path) -> bytes:
         """The new whole lines; or all that is new, if a line has not ended for too long."""

@@ -22,7 +22,7 @@ from tasks.launch.failure import AttemptOutcome, cure_of
 from tasks.launch.host_set import choose_hosts, measured_hosts
 from tasks.launch.launcher import Host, LaunchedPlan, Launcher, Program, grace_s
 from tasks.launch.rank_environment import NCCL, SPINS
-from tasks.launch.rank_logs import Stacks, Steps, Warnings
+from tasks.launch.rank_logs import RankMessages, Stacks, Steps
 from tasks.launch.standby import Standbys
 from tasks.runs.errors import RunFailed, RunStopped
 from tasks.workspace.paths import fresh
@@ -93,7 +93,7 @@ def run_program(
 
 
 def goes_on(plan: LaunchedPlan) -> str:
-    """How a user goes on with what came to no end."""
+    """Say how the user continues a program that did not finish."""
     if isinstance(plan, EvaluationPlan):
         return "nothing was kept: evaluate again"
     if isinstance(plan, CustomProgramPlan):
@@ -177,7 +177,7 @@ class Attempts:
         if left < needed:
             why += f", and without {outcome.host} {left} hosts are left of the {needed} that are needed"
             raise self._failed(failure, why, outcome, cause="gpu fault")
-        logger.warning("%s: the run goes on without %s", why, outcome.host)
+        logger.warning("%s: continuing without %s", why, outcome.host)
 
     def _failed(self, failure: str, why: str, outcome: AttemptOutcome, *, cause: Cause) -> RunFailed:
         cure = f". Cure: {found}" if (found := cure_of(cause, outcome.detail)) else ""
@@ -198,8 +198,10 @@ class Attempts:
         self.standbys.wait()
         self.launcher.prepare()
         began_at, from_step = now(), newest_step(self.run_dir)
-        ranks_in_words = " + ".join(f"{name} ({number})" for name, number in ranks.items())
-        logger.info("%s on %s, from step %d (attempts/%s)", self.module, ranks_in_words, from_step, folder.name)
+        ranks_in_words = " + ".join(f"{name} ({number} rank{'s' * (number > 1)})" for name, number in ranks.items())
+        logger.info(
+            "starting %s on %s, from step %d (attempts/%s)", self.module, ranks_in_words, from_step, folder.name
+        )
         program = _program(self.module, self.plan, self.launcher, ranks, run_dir=self.run_dir)
         attempt = Attempt(program, hosts[: len(ranks)], self.launcher, self.launch, folder=folder)
         outcome = AttemptOutcome(cause="stopped", detail="the launcher was interrupted")
@@ -235,7 +237,7 @@ class Attempts:
         """Start the attempt and wait for its end, while its steps and warnings are read from the run's folder."""
         mlflow_run_id = "" if self.launcher.ranks_send_metrics else getattr(self.plan, "mlflow_run_id", "")
         steps = Steps(self.run_dir, mlflow_run_id=mlflow_run_id)
-        warnings = Warnings({name: self.launcher.log_path(name) for name in attempt.program.ranks})
+        messages = RankMessages({name: self.launcher.log_path(name) for name in attempt.program.ranks})
 
         standby_after_s = self.launch.standby_after_s if self.module == "training.train" else None
         stand_by_at = time.monotonic() + (float("inf") if standby_after_s is None else standby_after_s)
@@ -245,7 +247,7 @@ class Attempts:
             nonlocal stand_by_at
             try:
                 self.on_poll()
-                warnings.look()
+                messages.look()
                 self.stacks.look()
                 made = steps.look()
                 if made and time.monotonic() > stand_by_at:
@@ -269,7 +271,7 @@ class Attempts:
             cause: Cause = "lost host" if error.unreachable else "daemon"
             return AttemptOutcome(cause=cause, host=", ".join(error.hosts), detail=str(error))
         finally:
-            warnings.look(now=True)
+            messages.look(now=True)
 
     def remove_remaining(self) -> None:
         """Remove what could not be removed before: its hosts may be back by now."""
@@ -279,7 +281,7 @@ class Attempts:
         hosts = [host for host in self.launcher.hosts() if host.name in self.hosts_with_leftovers]
         for name, error in self.launcher.fence(hosts).items():
             cure = "`shardline reap` removes it when the host is back"
-            logger.warning("something of %s may be left on %s: %s (%s)", run_id, name, cure, error)
+            logger.warning("processes or containers of %s may be left on %s: %s (%s)", run_id, name, cure, error)
 
 
 def hosts_of_plan(plan: LaunchedPlan, launcher: Launcher) -> tuple[str, ...]:

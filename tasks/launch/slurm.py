@@ -139,7 +139,7 @@ class StepNode(Node):
         return [step.id for step in slurm.steps(self.job_id) if step.name == self.step]
 
     def close(self) -> None:
-        """Nothing watches it alone."""
+        """Do nothing: no thread or connection belongs to this node alone."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class SlurmLauncher:
         return HostError(f"{host.name} ({host.machine}): {state} ({info.state})", hosts=(host.name,), unreachable=True)
 
     def check(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
-        """Nothing more: slurmd checks its node itself, and ranks say what they lack."""
+        """Find no errors: slurmd checks its own node, and ranks report what is missing."""
         return {}
 
     def environment(self) -> tuple[dict[str, str], dict[str, str]]:
@@ -305,7 +305,7 @@ class SlurmLauncher:
         if standby is None or standby.process.poll() is not None:  # it ended with its job
             return None
         if not fits(standby.task, NodeTask.read(path)):
-            logger.info("%s: what stood by had imported for other ranks: a new step is started", host.name)
+            logger.info("%s: its standby was started for other ranks: starting a new step", host.name)
             end_srun(standby.process)
             return None
         order = {"task": str(path), "secrets": dict(program.secrets)}

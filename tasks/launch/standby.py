@@ -62,7 +62,7 @@ class Standbys:
                 self.launcher.prepare()  # our folder is to be written by the ranks' user
                 for name, result in on_each(hosts, start_on).items():
                     if isinstance(result, HostError):
-                        logger.info("nothing stands by on %s: %s", name, result)
+                        logger.info("no standby on %s: %s", name, result)
             except OSError as error:  # a full disk: training goes on without them
                 logger.warning("standbys could not be started (%s)", error)
 

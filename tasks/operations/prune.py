@@ -248,7 +248,7 @@ def _delete(item: Item) -> bool:
             aside = folder.with_name(f"{PRUNED}{folder.name}")
             folder.rename(aside)
     except (Locked, AlreadyOwned):
-        logger.info("%s is kept: somebody began to work on it", item.path)
+        logger.info("keeping %s, because a command has begun to work on it", item.path)
         return False
     shutil.rmtree(aside)
     return True

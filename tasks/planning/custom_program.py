@@ -67,7 +67,7 @@ def check_script(script: Path, launch: LaunchConfig) -> None:
         return
     targets = [mount.partition(":")[2] for mount in launch.mounts]
     if not any(script.is_relative_to(target) for target in targets):
-        logger.info("%s is neither in %s nor in launch.mounts: the image must have it", script, home())
+        logger.info("%s lies neither in %s nor in launch.mounts, so the image must contain it", script, home())
 
 
 def check_tracking(launch: LaunchConfig) -> None:

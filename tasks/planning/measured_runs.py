@@ -41,7 +41,7 @@ def learn(run_dir: Path, result: TrainResult) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         keep(measurement_of(plan, result, rows, ended_at=now))
     except ValueError as why:
-        logger.info("prices: later plans learn nothing of this run: %s", why)
+        logger.info("prices: this run does not correct later plans: %s", why)
     except OSError as error:
         logger.warning("prices: what this run measured could not be kept for later plans (%s)", error)
 

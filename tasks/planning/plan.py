@@ -12,7 +12,7 @@ from tasks.planning.measured_runs import read_measurements
 from tasks.planning.pretrained import hf_config
 from tasks.planning.price import price_per_hour
 from tasks.runs.folder import earlier_plans, read_plan
-from tasks.runs.resume import Change, remember
+from tasks.runs.resume import Change, remember, steps_in_time
 from tasks.store.local_copy import local_copies
 from tasks.tracking.mlflow_run import TrackedRun
 from training.config.run import RunConfig
@@ -39,6 +39,7 @@ def plan_run(
     run_id: str = "dry-run",
     shards: TokenShards | None = None,
     shards_dir: Path | None = None,
+    steps_in_time: int = 0,
 ) -> RunPlan:
     """Calls `make_plan`, with the model's config.json if it needs one. Raises ValueError for what cannot work."""
     if config.trainer.given:
@@ -52,6 +53,7 @@ def plan_run(
         epoch=one_epoch(shards_dir, packing=config.train.packing, context=config.train.context) if shards_dir else None,
         hf_config=hf_config(config.model),
         measurements=read_measurements(inventory),
+        steps_in_time=steps_in_time,
     )
     price, why = price_per_hour(config.prices, inventory, plan.ranks_per_host)
     priced = {"price_per_hour": price, "reasons": (*plan.reasons, *([why] if why else []))}
@@ -123,8 +125,14 @@ def _replanned(
     pinned = config.model_dump(mode="json")
 
     def planned(content: dict[str, Any]) -> RunPlan:
-        asked = RunConfig.model_validate(content)
-        return plan_run(asked, inventory=inventory, run_id=kept.run_id, shards=shards, shards_dir=shards_dir)
+        return plan_run(
+            RunConfig.model_validate(content),
+            inventory=inventory,
+            run_id=kept.run_id,
+            shards=shards,
+            shards_dir=shards_dir,
+            steps_in_time=steps_in_time(kept, config),
+        )
 
     if "parallel.precision" not in fields:
         pinned["parallel"]["precision"] = kept.pinned_precision
@@ -195,6 +203,7 @@ def with_micro_batches(plan: RunPlan, micro_batches: tuple[int, ...], *, invento
         run_id=plan.run_id,
         shards=TokenShards.read(shards_dir / MANIFEST),
         shards_dir=shards_dir,
+        steps_in_time=plan.steps_in_time,
     )
     update = {name: getattr(lower, name) for name in ("micro_batches", "accumulation", "predicted")}
     sizes = zip(micro_batches, plan.micro_batches, plan.largest_micro_batches, strict=True)
@@ -219,6 +228,7 @@ def _planned_for(kept: RunPlan, inventory: Inventory, *, micro_batch: int) -> Ru
             run_id=kept.run_id,
             shards=TokenShards.read(shards_dir / MANIFEST),
             shards_dir=shards_dir,
+            steps_in_time=kept.steps_in_time,
         )
 
     if kept.config.parallel.strategy == "auto" and kept.strategy == "single" and inventory.num_devices > 1:

@@ -38,7 +38,7 @@ def check_optimizer(config: RunConfig) -> None:
     folder = Path(local_copy(config.train.optimizer_path, field="train.optimizer_path"))
     if config.train.optimizer_path and not (folder / "manifest.json").is_file():
         raise ValueError(
-            f"train.optimizer_path = {config.train.optimizer_path} is no checkpoint, it has no manifest.json: give "
+            f"train.optimizer_path = {config.train.optimizer_path} is not a checkpoint, it has no manifest.json: give "
             "runs/ID/checkpoints/STEP, or leave it out to begin with moments of zero"
         )
 

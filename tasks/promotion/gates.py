@@ -100,7 +100,7 @@ def check_loss(challenger: Candidate, champion: Candidate | None, *, min_improve
 
 
 def check_sources(challenger: Candidate, champion: Candidate | None, *, gates: GatesConfig) -> Check:
-    """On no source of the same held-out text may the loss be further above the champion's than allowed."""
+    """Check that on no source of the same held-out text the loss exceeds the champion's by more than is allowed."""
     if champion is None:
         return Check("sources", True, "there is no champion yet that could be better on a source")
     new, old = challenger.by_source or {}, champion.by_source or {}

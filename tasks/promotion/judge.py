@@ -6,15 +6,19 @@ import datetime
 import json
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
 from tasks.promotion.gates import Candidate, Check, Verdict, gate
 from tasks.registry.models import aliases_of, local_folder
-from tasks.registry.tags import CHALLENGER, CHAMPION, GATE, LOSS_ON, TAG, TAG_CHARS, TERMS, VERDICT
+from tasks.registry.tags import CHALLENGER, CHAMPION, GATE, LOSS_ON, TAG, TAG_CHARS, TERMS, VERDICT, plain_tags
 from tasks.registry.versions import FinishedRun
+from tasks.workspace.paths import tracking_uri
 from training.config.promotion import GatesConfig, RolloutConfig
 from training.records.record import Record
 from training.records.results import EvalReport, RegisteredModel
@@ -27,13 +31,17 @@ logger = logging.getLogger(__name__)
 
 
 class Terms(Record):
-    """The terms on which a version may become champion: its config's gates and rollout, and what it scored."""
+    """The terms on which a version may become champion: its config's gates and rollout, and what it scored.
+
+    `by_source`: its loss on each source of its own held-out text.
+    """
 
     gates: GatesConfig = GatesConfig()
     rollout: RolloutConfig = RolloutConfig()
     scores: tuple[tuple[str, float], ...] = ()
     prompts: tuple[str, ...] = ("",)
     masked: bool = False
+    by_source: dict[str, float] = Field(default_factory=dict)
 
 
 def terms_of_run(run: FinishedRun) -> Terms:
@@ -44,6 +52,7 @@ def terms_of_run(run: FinishedRun) -> Terms:
         scores=_scores(run.evaluation),
         prompts=config.evaluation.prompts or ("",),
         masked=config.objective == "masked",
+        by_source=run.evaluation.loss_by_source,
     )
 
 
@@ -58,8 +67,7 @@ def terms_of(version: ModelVersion, *, tracking_uri: str) -> Terms:
 
     Only these sections are parsed, because the plans of older versions have other fields elsewhere.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        records = local_folder(version, tracking_uri=tracking_uri, part="artifacts/records", scratch=Path(scratch))
+    with _records(version, tracking_uri=tracking_uri) as records:
         plan = records / "plan.json"
         if not plan.is_file():
             raise ValueError(
@@ -76,8 +84,16 @@ def terms_of(version: ModelVersion, *, tracking_uri: str) -> Terms:
         rollout=RolloutConfig.model_validate(config.get("rollout", {})),
         scores=_scores(report),
         prompts=tuple(config.get("evaluation", {}).get("prompts") or ("",)),
-        masked=version.tags.get(f"{TAG}objective") == "masked",
+        masked=config.get("model", {}).get("architecture") == "bert",
+        by_source=report.loss_by_source,
     )
+
+
+@contextmanager
+def _records(version: ModelVersion, *, tracking_uri: str) -> Iterator[Path]:
+    """The version's artifacts/records, on this machine."""
+    with tempfile.TemporaryDirectory() as scratch:
+        yield local_folder(version, tracking_uri=tracking_uri, part="artifacts/records", scratch=Path(scratch))
 
 
 def _scores(report: EvalReport) -> tuple[tuple[str, float], ...]:
@@ -86,22 +102,34 @@ def _scores(report: EvalReport) -> tuple[tuple[str, float], ...]:
 
 def candidate(version: ModelVersion, terms: Terms | None = None) -> Candidate:
     """Read what the gates need from a version's tags. Raises ValueError if Shardline did not register it."""
-    tags = version.tags
-    if f"{TAG}val_loss" not in tags:
+    tags = plain_tags(version)
+    if "val_loss" not in tags:
         raise ValueError(
-            f"{version.name}/{version.version} was not registered by Shardline (no tag {TAG}val_loss), so the gates "
+            f"{version.name}/{version.version} was not registered by Shardline (no tag val_loss), so the gates "
             f"have nothing to compare: `shardline promote {version.name} --version N --force` skips them"
         )
     return Candidate(
         name=version.name,
         version=int(version.version),
-        dataset=tags[f"{TAG}dataset_fingerprint"],
-        loss=float(tags[f"{TAG}val_loss"]),
-        tokens=int(tags.get(f"{TAG}val_tokens", 0)),
-        parity_passed=tags[f"{TAG}parity_passed"] == "true",
+        dataset=tags["dataset_fingerprint"],
+        loss=float(tags["val_loss"]),
+        tokens=int(tags.get("val_tokens", 0)),
+        parity_passed=tags["parity_passed"] == "true",
         scores=dict(terms.scores) if terms else {},
-        by_source=json.loads(tags.get(f"{TAG}val_loss_by_source") or "{}"),
+        by_source=terms.by_source if terms else _loss_by_source(version),
     )
+
+
+def _loss_by_source(version: ModelVersion) -> dict[str, float]:
+    """The version's loss on each source of its own held-out text; nothing where its records cannot be read."""
+    if text := version.tags.get(f"{TAG}val_loss_by_source"):  # of a version of before 0.2.0
+        return dict(json.loads(text))
+    try:
+        with _records(version, tracking_uri=tracking_uri()) as records:
+            return EvalReport.read(records / "eval.json").loss_by_source
+    except Exception as error:  # of MLflow, of a store, of a record of another version
+        logger.info("%s/%s: its losses by source are not known (%s)", version.name, version.version, error)
+        return {}
 
 
 def judge_records(client: MlflowClient, version: ModelVersion, *, terms: Terms, champion: int | None) -> Verdict:

@@ -44,13 +44,15 @@ def register_model(run_dir: Path, *, tracking_uri: str) -> RegisteredModel:
     """
     run = read_finished_run(run_dir)
     client = registry_client(tracking_uri)
-    version = existing_version(client, run) or create_version(client, run)
+    registered_before = existing_version(client, run)
+    version = registered_before or create_version(client, run)
     name, number = version.name, int(version.version)
     if VERDICT in version.tags:
         logger.info("%s/%d is already registered from this checkpoint, and judged", name, number)
         return registered_model(client, name, number)
     terms = terms_of_run(run)
-    note_terms(client, version, terms)
+    if registered_before:  # a new version's records have them
+        note_terms(client, version, terms)
     with promotion_lock(client, name, what=f"registers {name}/{number}") as lock:
         return _judge(client, lock, version, terms=terms)
 

@@ -35,6 +35,7 @@ def logged_model(
     run: Run,
     *,
     tags: Mapping[str, str],
+    objective: str,
     figures: Mapping[str, float],
     run_dir: Path,
     shards_dir: Path,
@@ -49,10 +50,10 @@ def logged_model(
     if model is None:
         model = client.create_logged_model(
             run.info.experiment_id,
-            name=re.sub(r"[^A-Za-z0-9_-]", "-", f"{run_dir.name}-step-{tags[f'{TAG}step']}"),
+            name=re.sub(r"[^A-Za-z0-9_-]", "-", f"{run_dir.name}-step-{tags['step']}"),
             source_run_id=run.info.run_id,
             tags=dict(tags),
-            model_type=tags[f"{TAG}objective"],
+            model_type=objective,
         )
     if model.status == "READY":
         return model
@@ -139,7 +140,7 @@ def _link(
     """Log the model as the run's output, the data set as its input, and the figures with links to both."""
     from mlflow.entities import DatasetInput, LoggedModelOutput, Metric
 
-    step = int(tags[f"{TAG}step"])
+    step = int(tags["step"])
     outputs = {output.model_id for output in run.outputs.model_outputs} if run.outputs else set()
     if model.model_id not in outputs:  # MLflow refuses to log a model twice
         client.log_outputs(run.info.run_id, [LoggedModelOutput(model.model_id, step=step)])

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlparse
 from tasks.registry.tags import CHAMPION, GATE, REPLACES, TAG
 from tasks.tracking.client import registry_client
 from training.records.plan import RunPlan
-from training.records.record import sha256_file
+from training.records.record import sha256_config, sha256_file
 from training.records.results import EvalReport, ExportedModel
 from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult
@@ -49,7 +49,7 @@ def parse_ref(ref: str) -> tuple[str, str | int]:
             return name, CHAMPION
         if version.isdecimal():
             return name, int(version)
-    raise ValueError(f"{ref!r} names no model version: write NAME, NAME@champion or NAME/3")
+    raise ValueError(f"{ref!r} is not the name of a model version: write NAME, NAME@champion or NAME/3")
 
 
 def find_version(client: MlflowClient, ref: str) -> ModelVersion:
@@ -182,18 +182,19 @@ def lineage(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> di
     Everything comes from the registry, so it works without the run's folder.
     """
     model = resolve(ref, tracking_uri=tracking_uri, cache_dir=cache_dir)
-    run = registry_client(tracking_uri).get_run(model.tags[f"{TAG}mlflow_run_id"])
-    records = model.records_dir
+    records, tags = model.records_dir, model.tags  # versions of before 0.2.0 have more in their tags
     plan, result = RunPlan.read(records / "plan.json"), TrainResult.read(records / "result.json")
     shards = TokenShards.read(records / "manifest.json")
     evaluation = EvalReport.read(records / "eval.json")
     exported = ExportedModel.read(model.export_dir / "export.json")
+    run = registry_client(tracking_uri).get_run(plan.mlflow_run_id)
+    commit = run.data.tags.get("mlflow.source.git.commit", "unknown")
     return {
         "model": {"name": model.name, "version": model.version, "aliases": list(model.aliases)},
-        "verdict": model.tags.get(f"{TAG}verdict", ""),
+        "verdict": tags.get(f"{TAG}verdict", ""),
         "run": {"run_id": plan.run_id, "mlflow_run_id": run.info.run_id, "status": run.info.status},
-        "git_commit": model.tags[f"{TAG}git_commit"],
-        "config_sha256": model.tags[f"{TAG}config_sha256"],
+        "git_commit": tags.get(f"{TAG}git_commit", commit),
+        "config_sha256": tags.get(f"{TAG}config_sha256") or sha256_config(plan.config),
         "config": plan.config.model_dump(mode="json"),
         "dataset": {
             "path": plan.config.data.described,
@@ -211,9 +212,9 @@ def lineage(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> di
         "checkpoint": {"path": result.checkpoint, "sha256": result.checkpoint_sha256, "step": result.step},
         "evaluation": json.loads(evaluation.model_dump_json(exclude={"samples"})),
         "parity": json.loads(exported.parity.model_dump_json()),
-        "gates": {key.removeprefix(GATE): text for key, text in model.tags.items() if key.startswith(GATE)},
-        "replaces": model.tags.get(REPLACES, ""),
-        "licence": model.tags.get(f"{TAG}licence", ""),
-        "notes": model.tags.get(f"{TAG}notes", ""),
-        "reproduce": model.tags[f"{TAG}reproduce"],
+        "gates": {key.removeprefix(GATE): text for key, text in tags.items() if key.startswith(GATE)},
+        "replaces": tags.get(REPLACES, ""),
+        "licence": plan.config.registry.licence,
+        "notes": plan.config.registry.notes,
+        "reproduce": f"shardline reproduce {plan.run_id}",
     }

@@ -7,16 +7,23 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion
     from mlflow.tracking import MlflowClient
 
 CHAMPION, CHALLENGER = "champion", "challenger"
-# Tags of a version. Losses and differences are written with repr, so that they read back exactly.
+# Tags of a version. Its figures, which people filter by and compare, have no prefix, since MLflow's tables cut long
+# names off. Losses are written with repr, so that they read back exactly.
 TAG = "shardline."
 GATE, REPLACES = f"{TAG}gate.", f"{TAG}replaces"
 VERDICT, APPROVED = f"{TAG}verdict", f"{TAG}approved"
 LOSS_ON = f"{TAG}loss_on."
 TERMS = f"{TAG}terms"  # gates and rollout, where a resume changed them after the version was registered
 TAG_CHARS = 5000  # MLflow's limit for a version's tag
+
+
+def plain_tags(version: ModelVersion) -> dict[str, str]:
+    """The version's tags without the prefix: before 0.2.0 figures had it too."""
+    return {key.removeprefix(TAG): text for key, text in version.tags.items()}
 
 
 def note_evaluation(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tasks.display.markdown import escape_markdown
 from tasks.registry.logged_model import logged_model
-from tasks.registry.tags import TAG, TAG_CHARS
+from tasks.registry.tags import TAG
 from training.records.plan import RunPlan
 from training.records.record import sha256_config
 from training.records.results import EvalReport, ExportedModel
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 logger = logging.getLogger(__name__)
+
+GAP = "&emsp;"  # MLflow's page shows tables without a space between their columns
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,12 @@ def create_version(client: MlflowClient, run: FinishedRun) -> ModelVersion:
     from mlflow.exceptions import MlflowException
 
     name, mlflow_run = run.plan.config.model_name, client.get_run(run.plan.mlflow_run_id)
-    tags = version_tags(run, git_commit=mlflow_run.data.tags.get("mlflow.source.git.commit", "unknown"))
+    tags = version_tags(run)
     model = logged_model(
         client,
         mlflow_run,
         tags=tags,
+        objective=run.export.objective,
         figures=figures_of(run),
         run_dir=run.folder,
         shards_dir=Path(run.plan.shards_dir),
@@ -95,7 +98,7 @@ def create_version(client: MlflowClient, run: FinishedRun) -> ModelVersion:
         source=model.artifact_location,  # not models:/ID, which MLflow looks up in its global store
         run_id=run.plan.mlflow_run_id,
         tags={**tags, f"{TAG}model_id": model.model_id},
-        description=described(run),
+        description=described(run, git_commit=mlflow_run.data.tags.get("mlflow.source.git.commit", "unknown")),
         model_id=model.model_id,
     )
     link = json.dumps([{"name": name, "version": version.version}])
@@ -103,37 +106,23 @@ def create_version(client: MlflowClient, run: FinishedRun) -> ModelVersion:
     return version
 
 
-def version_tags(run: FinishedRun, *, git_commit: str) -> dict[str, str]:
-    """Everything that leads back from a version to what made it, and what the gate reads."""
-    plan, parity, bits_per_byte = run.plan, run.export.parity, run.evaluation.bits_per_byte
-    tags = {
-        "run_id": plan.run_id,
-        "mlflow_run_id": plan.mlflow_run_id,
-        "git_commit": git_commit,
-        "config_sha256": sha256_config(plan.config),
-        "dataset_fingerprint": run.shards.fingerprint,
-        "tokenizer_sha256": run.shards.tokenizer_sha256,
-        "checkpoint": str(run.folder.resolve() / run.result.checkpoint),
-        "checkpoint_sha256": run.result.checkpoint_sha256,
+def version_tags(run: FinishedRun) -> dict[str, str]:
+    """What people filter versions by and compare, and what leads back to the run and its data.
+
+    All else is in the version's description, for people, and in its artifacts/records, for the code.
+    """
+    report = run.evaluation
+    bits_per_byte = {} if report.bits_per_byte is None else {"bits_per_byte": repr(report.bits_per_byte)}
+    return {
+        "val_loss": repr(report.loss),
+        **bits_per_byte,
+        "val_tokens": str(report.tokens),
         "step": str(run.result.step),
-        "objective": run.export.objective,
-        "val_loss": repr(run.evaluation.loss),
-        "val_tokens": str(run.evaluation.tokens),
-        "val_loss_by_source": _within_a_tag(json.dumps(run.evaluation.loss_by_source)),
-        "bits_per_byte": "" if bits_per_byte is None else repr(bits_per_byte),
-        "parity_passed": "true" if parity.passed else "false",
-        "parity_max_logit_difference": repr(parity.max_logit_difference),
-        "parity_argmax_agreement": repr(parity.argmax_agreement),
-        "licence": plan.config.registry.licence,
-        "notes": plan.config.registry.notes[:TAG_CHARS],
-        "reproduce": f"shardline reproduce {plan.run_id}",
+        "parity_passed": "true" if run.export.parity.passed else "false",
+        f"{TAG}run_id": run.plan.run_id,
+        f"{TAG}checkpoint_sha256": run.result.checkpoint_sha256,
+        f"{TAG}dataset_fingerprint": run.shards.fingerprint,
     }
-    return {f"{TAG}{key}": value for key, value in tags.items()}
-
-
-def _within_a_tag(text: str) -> str:
-    """The text, or nothing where MLflow would refuse it."""
-    return text if len(text) <= TAG_CHARS else ""
 
 
 def figures_of(run: FinishedRun) -> dict[str, float]:
@@ -154,31 +143,53 @@ def figures_of(run: FinishedRun) -> dict[str, float]:
     return {f"registered/{name}": value for name, value in found.items() if value is not None}
 
 
-def described(run: FinishedRun) -> str:
-    """Describe the version in Markdown, which its page in MLflow renders."""
-    plan, report, parity = run.plan, run.evaluation, run.export.parity
-    registry = plan.config.registry
+def described(run: FinishedRun, *, git_commit: str) -> str:
+    """The version's card in Markdown, which its page in MLflow renders."""
+    plan, report, parity, config = run.plan, run.evaluation, run.export.parity, run.plan.config
+    shape, train = plan.shape, config.train
     bits = "" if report.bits_per_byte is None else f", {report.bits_per_byte:.4f} bits per byte"
-    lines = [
-        f"Run {plan.run_id}, step {run.result.step}: "
-        f"validation loss {report.loss:.4f} over {report.tokens:,} tokens{bits}",
-        "",
-        f"- data: {escape_markdown(plan.config.data.described)}, fingerprint `{run.shards.fingerprint[:12]}`",
-        f"- checkpoint: sha256 `{run.result.checkpoint_sha256[:12]}`",
-        f"- ONNX against torch: differs by at most {parity.max_logit_difference:.2g}, "
-        f"{parity.argmax_agreement:.2%} equal argmax, {'within' if parity.passed else 'out of'} bounds",
-        f"- licence: {escape_markdown(registry.licence) or 'none given'}",
-        f"- again: `shardline reproduce {plan.run_id}`",
+    commit = "unknown" if git_commit == "unknown" else f"`{git_commit[:12]}`"
+    rows = [
+        ("perplexity", f"{report.perplexity:,.1f}"),
+        ("measured on", f"{report.tokens:,} held-out tokens"),
+        (
+            "ONNX against torch",
+            f"{'within' if parity.passed else '**out of**'} the bounds: logits differ by at most "
+            f"{parity.max_logit_difference:.2g}, {parity.argmax_agreement:.2%} equal likeliest tokens",
+        ),
+        ("model", f"{shape.architecture}, {shape.layers} layers x {shape.width}, {shape.parameters:,} parameters"),
+        (
+            "training",
+            f"{run.result.step:,} steps of {train.global_batch} x {train.context} tokens, seed {train.seed}, "
+            f"{plan.describe_precision}",
+        ),
+        (
+            "corpus",
+            f"{escape_markdown(config.data.described)}, {run.shards.tokens('train'):,} tokens to train on, "
+            f"fingerprint `{run.shards.fingerprint[:12]}`",
+        ),
+        ("tokenizer", f"{escape_markdown(run.shards.tokenizer)}, sha256 `{run.shards.tokenizer_sha256[:12]}`"),
+        (
+            "checkpoint",
+            f"`{run.folder.resolve() / run.result.checkpoint}`, sha256 `{run.result.checkpoint_sha256[:12]}`",
+        ),
+        ("code and config", f"commit {commit}, config sha256 `{sha256_config(config)[:12]}`"),
+        ("licence", escape_markdown(config.registry.licence) or "none given"),
+        ("repeat it", f"`shardline reproduce {plan.run_id}`"),
     ]
-    if registry.notes:
-        lines += ["", registry.notes]
+    lines = [f"Loss {report.loss:.4f}{bits}. Made by run **{plan.run_id}**, step {run.result.step:,}.", ""]
+    lines += [f"{config.registry.notes}", ""] if config.registry.notes else []
+    lines += ["| | |", "|---|---|", *(f"| {name} | {GAP}{value} |" for name, value in rows if value)]
     if report.sources:
         lines += ["", "| source | loss | tokens |", "|---|---|---|"]
-        lines += [f"| {escape_markdown(each.source)} | {each.loss:.4f} | {each.tokens:,} |" for each in report.sources]
+        lines += [
+            f"| {escape_markdown(each.source)} | {GAP}{each.loss:.4f} | {GAP}{each.tokens:,} |"
+            for each in report.sources
+        ]
     if report.tasks:
         lines += ["", "| task | figure | value |", "|---|---|---|"]
         lines += [
-            f"| {escape_markdown(each.task)} | {escape_markdown(each.metric)} | {each.value:.4f} |"
+            f"| {escape_markdown(each.task)} | {GAP}{escape_markdown(each.metric)} | {GAP}{each.value:.4f} |"
             for each in report.tasks
         ]
     return "\n".join(lines)

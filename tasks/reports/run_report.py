@@ -197,7 +197,9 @@ def _commands(data: RunData) -> Iterator[tuple[str, str]]:
     """(purpose, command) of what a reader may want to do next with the run."""
     shardline, run_id, model = command("shardline"), shlex.quote(data.run.run_id), data.model
     if data.result and data.program is None and not data.stop_reason:
-        yield "train it for more steps", f"{shardline} resume {run_id} train.steps={2 * data.config.train.steps}"
+        settings = "train.target_minutes=0 " if data.config.train.target_minutes else ""
+        settings += f"train.steps={2 * data.config.train.steps}"
+        yield "train it for more steps", f"{shardline} resume {run_id} {settings}"
     elif data.program is None or data.stop_reason:
         yield "resume the run", f"{shardline} resume {run_id}"
     if data.result:

@@ -15,7 +15,7 @@ from tasks.runs.folder import flattened, latest_config, read_plan, steps_done
 from training.config.run import RunConfig
 from training.config.train import learning_rate
 from training.planner.mixture import plan_sources
-from training.planner.plan import length
+from training.planner.plan import length, steps_that_fit
 from training.records.plan import MixturePhase, RunPlan
 from training.records.record import Record
 from training.shards.packing import one_epoch
@@ -55,6 +55,7 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("train.steps", "schedule", ""),
     ("train.max_tokens", "schedule", ""),
     ("train.max_epochs", "schedule", ""),
+    ("train.target_minutes", "schedule", ""),
     ("train.learning_rate", "schedule", ""),
     ("train.min_learning_rate", "schedule", ""),
     ("train.schedule", "schedule", ""),
@@ -184,11 +185,11 @@ def _on_schedule(plan: RunPlan, config: RunConfig, *, done: int) -> tuple[Effect
     train, epoch = config.train, None
     if train.max_epochs or train.max_tokens or config.data.sources:
         epoch = one_epoch(Path(plan.shards_dir), packing=train.packing, context=train.context)
-    steps, sequences, _ = length(config, epoch)
+    steps, sequences, _ = length(config, epoch, steps_in_time=steps_in_time(plan, config))
     if steps < done:
         raise ValueError(
             f"the run is at step {done} already, by the new settings it would end at step {steps}: "
-            "raise train.steps, train.max_tokens or train.max_epochs"
+            "raise train.steps, train.max_tokens, train.max_epochs or train.target_minutes"
         )
     full = done * plan.config.train.global_batch
     if plan.sequences < full <= sequences:
@@ -208,6 +209,13 @@ def _on_schedule(plan: RunPlan, config: RunConfig, *, done: int) -> tuple[Effect
     return "breaks", rates + _cure(plan, config)
 
 
+def steps_in_time(plan: RunPlan, config: RunConfig) -> int:
+    """The limit by train.target_minutes of a resumed run: the plan's own, unless `config` has other minutes."""
+    if config.train.target_minutes == plan.config.train.target_minutes:
+        return plan.steps_in_time
+    return steps_that_fit(config.train, step_s=plan.predicted.step_ms / 1000)
+
+
 def _until(mixture: Sequence[MixturePhase], steps: int) -> list[MixturePhase]:
     return [phase for phase in mixture if phase.first_step < steps]
 
@@ -215,7 +223,7 @@ def _until(mixture: Sequence[MixturePhase], steps: int) -> list[MixturePhase]:
 def _cure(plan: RunPlan, config: RunConfig) -> str:
     """The setting that trains longer and keeps the decay as it is; empty if there is none."""
     kept = plan.config.train
-    wanted = {"steps", "max_tokens", "max_epochs"}
+    wanted = {"steps", "max_tokens", "max_epochs", "target_minutes"}
     same = kept.model_dump(exclude=wanted) == config.train.model_dump(exclude=wanted)
     return f"; train.decay_steps={plan.steps} keeps the decay as it was" if same and not kept.decay_steps else ""
 

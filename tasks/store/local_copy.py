@@ -50,7 +50,7 @@ def _copied(url: str, *, field: str) -> Path:
         place = store._strip_protocol(url)
         found = {name: info for name, info in store.find(url, detail=True).items() if info.get("type") != "directory"}
     if not found:
-        raise ValueError(f"{field} = {url}: there is no folder with files at this URL: mend it")
+        raise ValueError(f"{field} = {url}: there is no folder with files at this URL: correct it")
     content = sorted(
         (name, info.get("size"), str(info.get("ETag", info.get("mtime", "")))) for name, info in found.items()
     )

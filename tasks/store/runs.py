@@ -40,7 +40,7 @@ def run_of_url(url: str) -> str:
     check_url(url, field="run")
     parts = url.rstrip("/").split("/")
     if len(parts) < 3 or parts[-2] != "runs":
-        raise ValueError(f"{url} is no run on a store: give store.url/runs/RUN")
+        raise ValueError(f"{url} is not a run on a store: give store.url/runs/RUN")
     return parts[-1]
 
 
@@ -114,7 +114,7 @@ class RunOnStore:
             partial = folder.with_name(f".{folder.name}.part")
             shutil.rmtree(partial, ignore_errors=True)
             url = f"{self.url}/checkpoints/{folder.name}"
-            logger.info("bringing the checkpoint of step %d from %s", step, url)
+            logger.info("downloading the checkpoint of step %d from %s", step, url)
             try:
                 names = [*self._manifest(step).files, CHECKPOINT_MANIFEST]
                 download_all((f"{url}/{name}", partial / name) for name in names)
@@ -135,7 +135,7 @@ class RunOnStore:
         """Brings the run's small files. Raises ValueError if there is no such run."""
         names = [name for name in sizes(self.url) if "/" not in name]
         if "run.json" not in names:
-            raise ValueError(f"there is no run at {self.url}: it has no run.json; mend the URL")
+            raise ValueError(f"there is no run at {self.url}: it has no run.json; correct the URL")
         download_all((f"{self.url}/{name}", self.run_dir / name) for name in sorted(names) if name != "run.json")
         download_all([(f"{self.url}/run.json", self.run_dir / "run.json")])
 

@@ -67,7 +67,7 @@ def upload_shards(store: StoreConfig, folder: Path) -> None:
     names = [(path, path.relative_to(folder).as_posix()) for path in files]
     upload_all((path, f"{url}/{name}") for path, name in names if there.get(name) != path.stat().st_size)
     upload(folder / MANIFEST, f"{url}/{MANIFEST}")
-    logger.info("the token shards are kept on %s", url)
+    logger.info("copied the token shards to %s", url)
 
 
 def _parts(folder: Path, manifest: TokenShards) -> list[Path]:

@@ -99,7 +99,7 @@ class Uploads:
         self._progress_at = time.monotonic()
         seconds = time.perf_counter() - began
         logger.info(
-            "the checkpoint of step %d is on %s: %.1f MB in %.1f s", step, self.run.url, num_bytes / 1e6, seconds
+            "copied the checkpoint of step %d to %s: %.1f MB in %.1f s", step, self.run.url, num_bytes / 1e6, seconds
         )
         self.run.prune(self.config.checkpoint)
 
@@ -113,7 +113,7 @@ class Uploads:
                 if not away_since:
                     away_since = time.monotonic()
                     logger.warning(
-                        "%s does not take a copy (%s: %s): training goes on, the copy is tried again",
+                        "could not copy to %s (%s: %s): training continues, and the copy is tried again",
                         self.run.url,
                         type(error).__name__,
                         error,
@@ -123,7 +123,7 @@ class Uploads:
             else:
                 self._progress_at = time.monotonic()
                 if away_since:
-                    logger.info("%s takes copies again, after %.0f s", self.run.url, time.monotonic() - away_since)
+                    logger.info("%s accepts copies again, after %.0f s", self.run.url, time.monotonic() - away_since)
                 return
 
 

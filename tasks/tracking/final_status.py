@@ -79,7 +79,12 @@ def _is_kept(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: Run
         try:
             client.set_terminated(mlflow_run_id, ending.status)
         except Exception:
-            logger.warning("run %s is %s: neither the disk (%s) nor MLflow takes it", folder.name, ending.status, error)
+            logger.warning(
+                "run %s ended as %s, which could be written neither to the disk (%s) nor to MLflow",
+                folder.name,
+                ending.status,
+                error,
+            )
             return False
     return True
 

@@ -145,7 +145,7 @@ def _opened(client: MlflowClient, config: RunConfig, *, run_id: str, begun_by: s
             logger.info("continuing MLflow run %s", run.mlflow_run_id)
             return run
         logger.warning(
-            "MLflow at %s has no run %s, in which %s began: it goes on in a new one, which gets all of its metrics",
+            "MLflow at %s has no run %s, in which %s began: continuing in a new MLflow run, which gets all its metrics",
             mlflow_url(),
             run.mlflow_run_id,
             run_id,

@@ -384,7 +384,7 @@ def test_after_two_faults_of_one_gpu_the_run_goes_on_without_its_host(
     assert {(attempt["ending"]["host"], attempt["ending"]["gpu"]) for attempt in attempts_of(run_dir)[:2]} == {
         (last, 0)
     }
-    assert f"GPU 0 failed 2 times: the run goes on without {last}" in caplog.text
+    assert f"GPU 0 failed 2 times: continuing without {last}" in caplog.text
     backend.assert_nothing_is_left(run_dir)
 
 

@@ -16,7 +16,13 @@ import pytest
 from tests.support.ranks import losses
 from tests.support.user_folder import DEADLINE_S, UserFolder, wait_for_step
 
-SHORT = ("model.dropout=0", "train.steps=30", "train.log_every_steps=1", "evaluation.every_steps=0")
+SHORT = (
+    "model.dropout=0",
+    "train.steps=30",
+    "train.target_minutes=0.001",
+    "train.log_every_steps=1",
+    "evaluation.every_steps=0",
+)
 RECKLESS = "parallel.strategy=single,train.learning_rate=10,train.min_learning_rate=10,train.weight_decay=10"
 STRATEGIES = f"ddp,zero2,zero2+tp2,boom={RECKLESS},train.warmup_steps=0"
 
@@ -52,6 +58,7 @@ def test_strategies_side_by_side_with_failures_as_rows(user_folder: UserFolder) 
     assert "lower train.learning_rate" in rows["boom"]["cause"]
     for name in ("ddp", "zero2"):
         assert rows[name]["devices"] == 2
+        assert rows[name]["steps"] == rows["single"]["steps"] == 30, "not those that fit, which differ"
         assert rows[name]["loss_difference"] < 1e-5, "n ranks make the update of one"
         assert rows[name]["speedup"] == pytest.approx(rows[name]["samples_per_s"] / rows["single"]["samples_per_s"])
         assert rows[name]["exposed_communication_ms"] > 0

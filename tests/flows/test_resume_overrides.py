@@ -79,7 +79,7 @@ def test_mlflow_has_the_diff_and_the_new_config(
         ),
         (["model.layers=3", "--force"], ["start a new one: model.layers 2 -> 3 (cannot be changed"]),
         (["train.steps=30"], ["the run is at step 40 already, by the new settings it would end at step 30"]),
-        (["train.stpes=30"], ["train.stpes is no field of the config"]),
+        (["train.stpes=30"], ["train.stpes is not a field of the config"]),
     ],
 )
 def test_what_cannot_or_should_not_go_on_ends_with_2_and_changes_nothing(

@@ -106,7 +106,7 @@ def containers(stack: ComposeStack, first_run: str) -> ComposeStack:
     stack.init("--pool", "docker")
     stack.compose("up", "--detach", *SERVERS)
     deadline = time.monotonic() + TAKES_S
-    while b"the pool shardline is of type process" not in stack.service("worker").logs():
+    while b"the work pool shardline has type process" not in stack.service("worker").logs():
         assert time.monotonic() < deadline, stack.logs()
         time.sleep(0.5)
     status, text = stack.ask("prefect", "/api/work_pools/shardline", credentials=stack.secret("prefect_auth"))

@@ -60,7 +60,7 @@ SHARDS = "shards:"
 
 
 class SourceConfig(Section):
-    """One of several corpora that a model is trained on, and how much of what it sees comes from there."""
+    """One of several corpora, and how much of the training text comes from it."""
 
     path: str = Field(
         min_length=1,
@@ -161,18 +161,18 @@ def known_encoding(name: str) -> str:
 
 
 class EngineConfig(Section):
-    """Who tokenizes the corpus: this machine, or a cluster."""
+    """What tokenizes the corpus: this machine, or a cluster."""
 
     kind: Literal["local", "threads", "dask", "ray"] = Field(
         "local",
-        description="What does the work. local: processes of this machine. threads: threads of one process. dask, ray: "
-        "a cluster, whose workers have Shardline installed and see the corpus and SHARDLINE_HOME under the same paths. "
-        "The tokens are the same bytes from all of them.",
+        description="What tokenizes the corpus. local: processes on this machine. threads: threads of one "
+        "process. dask, ray: a cluster, whose workers have Shardline installed and see the corpus "
+        "and SHARDLINE_HOME under the same paths. All of them give the same tokens.",
     )
     address: str = Field(
         "",
-        description="The cluster's address, such as tcp://head:8786 (Dask) or ray://head:10001 (Ray); empty starts one "
-        "on this machine for the time of the work.",
+        description="Address of the cluster, such as tcp://head:8786 (Dask) or ray://head:10001 (Ray). Empty "
+        "starts a cluster on this machine and ends it when the work is done.",
     )
 
     @model_validator(mode="after")
@@ -196,16 +196,20 @@ class DataConfig(Section):
     )
     sources: tuple[SourceConfig, ...] = Field(
         (),
-        description="Several corpora instead of `path`, and how much is seen of each: a mixture.",
+        description="Several corpora, used instead of `path`, and how much of the training text comes from "
+        "each (a mixture).",
     )
     phases: tuple[PhaseConfig, ...] = Field(
-        (), description="Other weights of `sources` from some step on; before the first phase their own weights count."
+        (),
+        description="Changes of the sources' weights during training. Until the first phase begins, each "
+        "source has its own weight.",
     )
     column: str = Field("text", description="Name of the column or JSON key that holds the text.")
     where: str = Field(
         "",
-        description="Expression over the columns that a row of JSON, CSV or parquet must meet to be a document, in "
-        "Jinja's syntax: `metadata.score > 0.6 and lang == 'en'`. Empty takes all rows.",
+        description="Keep only the rows of JSON, CSV or parquet files for which this expression over their "
+        "columns is true, in Jinja's syntax: `metadata.score > 0.6 and lang == 'en'`. Empty keeps "
+        "all rows.",
     )
     text_unit: Literal["file", "line", "paragraph"] = Field(
         "file",
@@ -213,8 +217,8 @@ class DataConfig(Section):
     )
     encoding: str = Field(
         "utf-8",
-        description="Encoding of the text, JSON and CSV files, under a name that Python knows: utf-8, gb18030, utf-16, "
-        "latin-1. Parquet files and the hub have their own.",
+        description="Encoding of text, JSON and CSV files, by its name in Python: utf-8, gb18030, utf-16, "
+        "latin-1. It does not apply to parquet files and Hugging Face data sets.",
     )
     hub_config: str = Field("", description="Configuration name of a Hugging Face dataset; empty means its default.")
     hub_revision: str = Field("", description="Commit or tag of a Hugging Face dataset; empty means its newest commit.")
@@ -242,16 +246,18 @@ class DataConfig(Section):
     )
     deduplicate: Literal["off", "exact"] = Field(
         "off",
-        description="Whether a document whose text is that of an earlier one, from whatever file, is left out and "
-        "counted. exact: the same to the last character; it takes about 100 bytes of memory for each document.",
+        description="Whether to leave out a document whose text repeats an earlier document of any file. "
+        "exact: only if every character is equal; this takes about 100 bytes of memory per "
+        "document. The log has the number of documents left out.",
     )
     shard_mib: int = Field(8, ge=1, le=4096, description="Amount of text, in MiB, in one token shard.")
     processes: int = Field(
         0,
         ge=0,
         le=512,
-        description="Number of processes, or threads, of this machine that tokenize the corpus; 0 means one per core. "
-        "A cluster with an address has its own number of workers.",
+        description="Number of processes or threads on this machine that tokenize the corpus; 0 means one per "
+        "core. It does not apply to a cluster with an address, which has its own number of "
+        "workers.",
     )
     engine: EngineConfig = Field(EngineConfig(), description="Who tokenizes the corpus: this machine, or a cluster.")
 

@@ -111,9 +111,9 @@ class LaunchConfig(Section):
     )
     devices: Literal["auto"] | tuple[DevicePath, ...] = Field(
         "auto",
-        description="Device files or folders of the host that each container gets. auto: /dev/infiniband, where the "
-        "host has it; a host with InfiniBand adapters and without that is refused. An empty list means none, so that "
-        "NCCL uses TCP.",
+        description="Device files or folders of the host that each container gets. auto: /dev/infiniband if "
+        "the host has it; a host that has InfiniBand adapters but no /dev/infiniband is refused. "
+        "An empty list means none, so that NCCL uses TCP.",
     )
     pids: int = Field(4096, ge=64, description="Maximum number of processes and threads in a container.")
     nccl: dict[NcclName, str] = Field(
@@ -154,14 +154,15 @@ class LaunchConfig(Section):
     lease_s: float = Field(
         60.0,
         ge=5,
-        description="Seconds without a sign of life from the launcher after which containers stop by themselves.",
+        description="Seconds without a renewal by the launcher after which containers stop by themselves.",
     )
     standby_after_s: float | None = Field(
         60.0,
         ge=0,
-        description="Seconds of training after which each host starts a standby: a process that has imported the "
-        "training program and takes over when ranks fail, so that a restart need not import it again. It needs "
-        "about 0.5 GiB of memory. null means none. Local, Docker and Slurm launchers have it.",
+        description="Seconds of training after which each host starts a standby: a process that has already "
+        "imported the training program, and replaces failed ranks without the time of that "
+        "import. It needs about 0.5 GiB of memory. null means no standby. The kubernetes launcher "
+        "has none.",
     )
     collective_test: bool = Field(
         True,

@@ -41,11 +41,11 @@ class GatesConfig(Section):
     )
     max_regression: float | None = Field(
         None,
-        description="Maximum by which the loss on any one source of the held-out text may be above the champion's, "
-        "in nats per token; empty means that only the loss on all of it counts.",
+        description="How far the loss on any single source of the held-out text may lie above the champion's, "
+        "in nats per token. Empty means that only the loss on the whole text counts.",
     )
     max_regression_of: dict[str, float] = Field(
-        {}, description="The same for single sources, by name, where `max_regression` is not right for them."
+        {}, description="Bounds for single sources, by name, that replace `max_regression` for them."
     )
     tasks: tuple[TaskFloor, ...] = Field((), description="Minimum scores in downstream tasks.")
     max_p95_ms: float = Field(

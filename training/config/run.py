@@ -38,19 +38,20 @@ class CheckpointConfig(Section):
         3,
         ge=1,
         le=1000,
-        description="Number of attempts to write a checkpoint, after which the run fails.",
+        description="Number of failed attempts to write a checkpoint after which the run fails.",
     )
     memory_every_steps: int = Field(
         0,
         ge=0,
-        description="Steps between copies of the training state in the memory of each rank's host and of one other "
-        "host, from which a failed run continues where they are newer than the checkpoints on disk; 0 makes none.",
+        description="Steps between copies of the training state in the memory of each rank's host and of one "
+        "other host; 0 makes no copies. A failed run continues from such a copy if it is newer "
+        "than the checkpoints on disk.",
     )
     memory_dir: str = Field(
         "/dev/shm/shardline",
         pattern=r"^(/[A-Za-z0-9._-]+){3,}$",
-        description="Folder for these copies on each host, made if it is not there, in a folder that must be: a file "
-        "system in memory (tmpfs) such as /dev/shm.",
+        description="Folder for the copies in memory on each host. It is made if it is missing; the folder "
+        "above it must exist, on a file system in memory (tmpfs) such as /dev/shm.",
     )
 
 
@@ -61,8 +62,8 @@ class ProfileConfig(Section):
     split_every_steps: int = Field(
         0,
         ge=0,
-        description="Steps between two steps whose time is measured part by part (data, forward, …); 0 means about "
-        "ten of them in a run, and every tenth step if the run has fewer than 100.",
+        description="Steps between two steps whose time is measured part by part (data, forward, …). 0 means "
+        "about ten measured steps in a run, or every tenth step if the run has fewer than 100.",
     )
     nsys: bool = Field(False, description="Run the ranks under Nsight Systems, where it is installed.")
 
@@ -101,7 +102,7 @@ class RunConfig(Section):
         StoreConfig(), description="An object store where token shards and checkpoints outlive this machine."
     )
     prices: PricesConfig = Field(PricesConfig(), description="Prices of devices, to say what a run costs.")
-    alerts: AlertsConfig = Field(AlertsConfig(), description="When somebody is told that training is stuck.")
+    alerts: AlertsConfig = Field(AlertsConfig(), description="When a run counts as stuck, so that an alert is sent.")
     trainer: TrainerConfig = Field(TrainerConfig(), description="A training program to run instead of Shardline's own.")
 
     @property

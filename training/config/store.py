@@ -12,9 +12,9 @@ class StoreConfig(Section):
 
     url: str = Field(
         "",
-        description="URL of a folder (s3:// gs:// az:// file://): token shards go to URL/tokens, each run's records "
-        "and checkpoints to URL/runs/RUN, in the background. `shardline resume URL/runs/RUN` goes on with a run on a "
-        "machine that has never seen it. Empty keeps everything in SHARDLINE_HOME alone.",
+        description="URL of a folder (s3:// gs:// az:// file://) to which files are copied in the background: "
+        "token shards to URL/tokens, each run's records and checkpoints to URL/runs/RUN. "
+        "`shardline resume URL/runs/RUN` continues a run on any machine. Empty copies nothing.",
     )
     cache_gib: float = Field(
         50.0,

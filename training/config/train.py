@@ -26,6 +26,14 @@ class TrainConfig(Section):
         "counts validations, checkpoints, and earlier attempts up to the checkpoint that was resumed "
         "from, but not the time between attempts.",
     )
+    target_minutes: float = Field(
+        0.0,
+        ge=0,
+        le=1_000_000,
+        description="Take as many steps as fit into this many minutes by the plan's predicted step time: at most "
+        "train.steps, at least a fifth of them. The number is part of the plan, so a resumed run keeps it. 0 means no "
+        "such limit.",
+    )
     context: int = Field(256, ge=8, le=1_000_000, description="Number of tokens in a sequence.")
     global_batch: int = Field(
         16, ge=1, le=1_000_000, description="Number of sequences in one optimizer step, over all ranks."
@@ -39,8 +47,8 @@ class TrainConfig(Section):
     )
     micro_batch_trial: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="Run a few steps in a separate launch before training, and lower the micro-batch until it fits "
-        "in memory. auto: on GPUs, if micro_batch is 0.",
+        description="Whether to run a few steps before training, in a separate launch, and to lower the "
+        "micro-batch until it fits in memory. auto: on GPUs, if micro_batch is 0.",
     )
     packing: Literal["stream", "documents", "padded"] = Field(
         "stream",
@@ -83,8 +91,8 @@ class TrainConfig(Section):
     )
     optimizer_path: str = Field(
         "",
-        description="Folder, or URL, of a checkpoint whose AdamW moments training begins with, together with its "
-        "weights as model.path; empty means moments of zero.",
+        description="Folder or URL of a checkpoint from which training takes AdamW's moments; its weights are "
+        "given as model.path. Empty means moments of zero.",
     )
     mask_fraction: float = Field(
         0.15, gt=0, lt=1, description="Fraction of tokens that a masked language model must predict."
@@ -106,8 +114,9 @@ class TrainConfig(Section):
     )
     on_nonfinite: Literal["stop", "skip"] = Field(
         "stop",
-        description="What to do when a loss or gradient is NaN or infinite. stop: end the run. skip: leave out that "
-        "step's update; this reads the gradient norm in every step, so the host waits for the device.",
+        description="What to do when a loss or gradient is NaN or infinite. stop: end the run. skip: leave "
+        "out that step's update; the host then waits for the device in every step to read the "
+        "gradient norm.",
     )
     log_every_steps: int = Field(10, ge=1, description="Steps between two rows of metrics.")
     seed: int = Field(

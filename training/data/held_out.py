@@ -30,34 +30,54 @@ def held_out_by_source(
     total = sum(map(len, by_source))
     for number, sequences in enumerate(by_source):
         own_limit = max(1, round(limit * len(sequences) / total)) if limit else 0
-        for batch, _ in _batches(plan, stream, sequences, rank=rank, world_size=world_size, limit=own_limit):
-            yield number, batch.each(lambda tensor: tensor.to(device, non_blocking=True))
+        for batch, _ in HeldOut(
+            plan, stream, sequences, rank=rank, world_size=world_size, device=device, limit=own_limit
+        ):
+            yield number, batch
 
 
-def held_out_placed(
-    plan: RankPlan, *, rank: int, world_size: int, device: torch.device
-) -> Iterator[tuple[Batch, np.ndarray]]:
-    """The validation split once, in order: batches as above, here one may hold several sources.
+def held_out_placed(plan: RankPlan, *, rank: int, world_size: int, device: torch.device) -> HeldOut:
+    """The validation split once, in order: batches as above, here one may hold several sources."""
+    train, stream = plan.config.train, TokenStream(Path(plan.shards_dir), "validation")
+    sequences = sequences_of(stream, packing=train.packing, context=train.context, partial=True)
+    return HeldOut(plan, stream, sequences, rank=rank, world_size=world_size, device=device)
+
+
+class HeldOut:
+    """A rank's batches of these sequences; `len` is their number, the same on all ranks.
 
     Each comes with its targets' places in the split: int64 [sequences, context], any for padding.
     """
-    train, stream = plan.config.train, TokenStream(Path(plan.shards_dir), "validation")
-    sequences = sequences_of(stream, packing=train.packing, context=train.context, partial=True)
-    for batch, places in _batches(plan, stream, sequences, rank=rank, world_size=world_size):
-        yield batch.each(lambda tensor: tensor.to(device, non_blocking=True)), places
 
+    def __init__(
+        self,
+        plan: RankPlan,
+        stream: TokenStream,
+        sequences: Windows | Pieces,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        limit: int = 0,
+    ) -> None:
+        self.plan, self.stream, self.device = plan, stream, device
+        numbers = np.arange(len(sequences))
+        if limit and limit < len(sequences):
+            numbers = np.linspace(0, len(sequences) - 1, limit).astype(int)
+        micro_batches = plan.micro_batches if world_size == plan.dp else (min(plan.micro_batches),) * world_size
+        together = sum(micro_batches)
+        self.spans = np.zeros((-(-len(numbers) // together) * together, 3), np.int64)
+        self.spans[: len(numbers)] = sequences.spans(numbers)
+        self.firsts = range(sum(micro_batches[:rank]), len(self.spans), together)
+        self.micro_batch = micro_batches[rank]
 
-def _batches(
-    plan: RankPlan, stream: TokenStream, sequences: Windows | Pieces, *, rank: int, world_size: int, limit: int = 0
-) -> Iterator[tuple[Batch, np.ndarray]]:
-    context, numbers = plan.config.train.context, np.arange(len(sequences))
-    if limit and limit < len(sequences):
-        numbers = np.linspace(0, len(sequences) - 1, limit).astype(int)
-    micro_batches = plan.micro_batches if world_size == plan.dp else (min(plan.micro_batches),) * world_size
-    together = sum(micro_batches)
-    spans = np.zeros((-(-len(numbers) // together) * together, 3), np.int64)
-    spans[: len(numbers)] = sequences.spans(numbers)
-    for first in range(sum(micro_batches[:rank]), len(spans), together):
-        own = spans[first : first + micro_batches[rank]]
-        batch = make_batch(plan, stream, own, keys=own[:, 1].tolist(), partial=True)
-        yield batch, np.minimum(own[:, 1:2] + np.arange(context), len(stream) - 1)
+    def __len__(self) -> int:
+        return len(self.firsts)
+
+    def __iter__(self) -> Iterator[tuple[Batch, np.ndarray]]:
+        context = np.arange(self.plan.config.train.context)
+        for first in self.firsts:
+            own = self.spans[first : first + self.micro_batch]
+            batch = make_batch(self.plan, self.stream, own, keys=own[:, 1].tolist(), partial=True)
+            places = np.minimum(own[:, 1:2] + context, len(self.stream) - 1)
+            yield batch.each(lambda tensor: tensor.to(self.device, non_blocking=True)), places

@@ -29,22 +29,24 @@ from training.evaluation.loaded_model import Opened
 from training.inference.generate_uncached import continuations
 from training.inference.sampling import SamplingParams
 from training.records.results import TaskScore
+from training.tracking.progress import Progress
 
 BOOTSTRAP_SAMPLES = 1000  # for the standard error of metrics that are no mean
 ScoreRequest = tuple[Any, list[int], list[int]]  # text, and tokens of context and continuation
 
 
-def task_scores(opened: Opened) -> tuple[TaskScore, ...]:
+def task_scores(opened: Opened, progress: Progress) -> tuple[TaskScore, ...]:
     """Scores of the config's tasks and groups on the first rank, () on the others. Collective."""
     settings = opened.plan.config.evaluation
     # One rank after the other makes the data sets' caches, which ranks of one host share.
+    progress.begin("reading the documents of downstream tasks")
     loaded: dict[str, Any] = {}
     for turn in range(opened.rank.world_size):
         if turn == opened.rank.rank:
             loaded = load_tasks(settings)
         dist.barrier()
     found = evaluate(
-        lm=RanksModel(opened),
+        lm=RanksModel(opened, progress),
         task_dict=loaded,
         limit=settings.task_limit or None,
         bootstrap_iters=BOOTSTRAP_SAMPLES,
@@ -80,9 +82,9 @@ def _samples(found: Any, task: str) -> int:
 class RanksModel(TemplateLM):
     """The model as the harness calls it, on the ranks that share it."""
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: Opened, progress: Progress) -> None:
         super().__init__()
-        self.opened, self.plan = opened, opened.plan
+        self.opened, self.plan, self.progress = opened, opened.plan, progress
         self.tokenizer = Tokenizer.from_file(str(Path(self.plan.shards_dir) / "tokenizer" / "tokenizer.json"))
         self.max_length = self.plan.config.train.context
         self.rows = self.plan.micro_batches[opened.dp_rank]
@@ -116,9 +118,11 @@ class RanksModel(TemplateLM):
         """Log-likelihood of each continuation, and whether greedy decoding would give it."""
         order = sorted(range(len(requests)), key=lambda n: len(requests[n][1]) + len(requests[n][2]))
         answers: dict[int, tuple[float, bool]] = {}
+        self.progress.begin("scoring answers of downstream tasks", total=len(requests), unit="answers")
         for start in range(0, len(order), self.rows):
             numbers = order[start : start + self.rows]
             answers |= zip(numbers, self._scored([requests[n][1:] for n in numbers]), strict=True)
+            self.progress.advance(len(numbers))
         return [answers[n] for n in range(len(requests))]
 
     @torch.no_grad()
@@ -159,11 +163,13 @@ class RanksModel(TemplateLM):
         """Answers requests with the same settings together, some rows at a time."""
         asked = [(json.dumps(request.args[1], sort_keys=True), n) for n, request in enumerate(requests)]
         texts: dict[int, str] = {}
+        self.progress.begin("writing answers of downstream tasks", total=len(requests), unit="answers")
         for settings, group in groupby(sorted(asked), key=lambda each: each[0]):
             numbers = [n for _, n in group]
             for start in range(0, len(numbers), self.rows):
                 some = numbers[start : start + self.rows]
                 texts |= zip(some, self._texts([requests[n].args[0] for n in some], json.loads(settings)), strict=True)
+                self.progress.advance(len(some))
         return [texts[n] for n in range(len(requests))]
 
     def _texts(self, prompts: Sequence[str], settings: dict[str, Any]) -> list[str]:

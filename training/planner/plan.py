@@ -6,11 +6,12 @@ the head node, with the numbers and the cure. `reasons` says what was chosen and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from training.config.run import RunConfig
-from training.config.train import check_schedule
+from training.config.train import TrainConfig, check_schedule
 from training.planner.chosen_layout import ChosenLayout
 from training.planner.gpu_catalog import mean_datasheet_tflops, slow_devices
 from training.planner.hypothetical_hosts import assumptions
@@ -27,6 +28,10 @@ from training.records.plan import MixturePhase, ModelShape, PlannedSource, Predi
 from training.records.token_shards import TokenShards
 from training.shards.packing import Epoch
 
+FEWEST_STEPS = (
+    0.2  # share of train.steps: rates that were measured beside other programs can be a tenth of the true ones
+)
+
 
 def make_plan(
     config: RunConfig,
@@ -38,20 +43,26 @@ def make_plan(
     epoch: Sequence[Epoch] | None = None,
     hf_config: Mapping[str, Any] | None = None,
     measurements: Sequence[Measurement] = (),
+    steps_in_time: int = 0,
 ) -> RunPlan:
     """The plan of `config` on `inventory`.
 
     `shards` gives the exact vocabulary; without them (a dry run) the config's is used. `epoch` (packing.one_epoch)
     is one of each source, with which max_epochs and shares are counted; without it both are left out. `hf_config` is
     the content of config.json for `model.architecture=path` or pretrained weights. `measurements`: of earlier runs, of
-    which those on this machine correct the prices (corrections.py).
+    which those on this machine correct the prices (corrections.py). `steps_in_time`: the steps for which the run's
+    first plan found time in train.target_minutes; 0: by this plan's prediction.
     Raises ValueError, naming the numbers and the cure, for what cannot work.
     """
     shape = model_shape(config, vocab_size=vocab_size(config, shards, hf_config), hf_config=hf_config)
     _check_shards(config, shards)
     _check_packing(config, shape)
-    steps, sequences, limit = length(config, epoch)
+    chosen, split, why_precision = _choose(config, shape, inventory, measurements)
+    in_time = steps_in_time or steps_that_fit(config.train, step_s=split.step_s)
+    steps, sequences, limit = length(config, epoch, steps_in_time=in_time)
     check_schedule(config.train, steps=steps)
+    if steps == in_time:
+        limit += f"; {_time_limit(config.train, steps, split.step_s, is_kept=bool(steps_in_time))}"
     reasons = [f"{steps} steps: {limit}", *_assumptions(config, shards, inventory, steps=steps)]
     sources: tuple[PlannedSource, ...] = ()
     mixture: tuple[MixturePhase, ...] = ()
@@ -60,7 +71,6 @@ def make_plan(
             config.data, epoch, steps=steps, sequences=sequences, global_batch=config.train.global_batch
         )
         reasons += describe_sources(config.data, sources, steps=steps) + warn_of_repeats(sources)
-    chosen, split, why_precision = _choose(config, shape, inventory, measurements)
     hosts = inventory.hosts[: len(chosen.cluster.ranks_per_host)]
     predicted = _predicted(chosen, split, inventory, num_steps=steps)
     _check_disk(config, predicted.checkpoint_gib, steps, hosts[0])
@@ -99,6 +109,7 @@ def make_plan(
         accumulation=split.accumulation,
         rebalance=split.rebalance,
         steps=steps,
+        steps_in_time=in_time,
         sequences=sequences,
         sources=sources,
         mixture=mixture,
@@ -196,10 +207,30 @@ def _check_packing(config: RunConfig, shape: ModelShape) -> None:
         )
 
 
-def length(config: RunConfig, epoch: Sequence[Epoch] | None) -> tuple[int, int, str]:
+def steps_that_fit(train: TrainConfig, *, step_s: float) -> int:
+    """The number of steps of `step_s` seconds that train.target_minutes has time for; 0 without such a limit."""
+    if not train.target_minutes:
+        return 0
+    return max(math.ceil(FEWEST_STEPS * train.steps), int(60 * train.target_minutes / step_s))
+
+
+def _time_limit(train: TrainConfig, steps: int, step_s: float, *, is_kept: bool) -> str:
+    """Why train.target_minutes gives so many steps, and how to get all of them."""
+    if is_kept:
+        why = "as this run was planned first"
+    else:
+        why = f"a step takes {1000 * step_s:,.0f} ms as predicted for this machine"
+        if steps * step_s > 60 * train.target_minutes:
+            why += f", and {steps:,} is the least, {FEWEST_STEPS:.0%} of train.steps"
+    minutes = train.steps * step_s / 60
+    return f"{why}; train.target_minutes=0 takes all {train.steps:,}, about {minutes:,.0f} min of training"
+
+
+def length(config: RunConfig, epoch: Sequence[Epoch] | None, *, steps_in_time: int = 0) -> tuple[int, int, str]:
     """The number of steps, the sequences in all of them, and which of the limits known beforehand sets it.
 
     Batches are whole, except the last one under max_epochs, so that each pass takes every sequence once.
+    `steps_in_time`: the limit that train.target_minutes sets; 0: none.
     """
     train, sequence_tokens = config.train, float(config.train.context)
     if epoch is not None:
@@ -213,6 +244,9 @@ def length(config: RunConfig, epoch: Sequence[Epoch] | None) -> tuple[int, int, 
         sequences = max(1, round(train.max_epochs * whole.sequences))
         why = f"train.max_epochs = {train.max_epochs:g}, of {whole.sequences:,} sequences each"
         limits.append((-(-sequences // train.global_batch), sequences, why))
+    if steps_in_time:
+        why = f"train.target_minutes = {train.target_minutes:g}"
+        limits.append((steps_in_time, steps_in_time * train.global_batch, why))
     return min(limits)
 
 

@@ -266,6 +266,7 @@ class RunPlan(RankPlan):
     `largest_micro_batches`: how far rebalancing may raise each micro-batch. `largest_stages`: to how many layers it may
     lengthen each of `stages`; empty where there are none, and in plans made before layers moved.
     `ranking`: the possible layouts, the chosen one first; at the end some that do not fit.
+    `steps_in_time`: how many of them train.target_minutes has time for, as the run's first plan predicted; 0: no limit.
     `sequences`: in all steps; fewer than steps x global batch if max_epochs ends within the last batch.
     `sources`: those of data.sources, or the corpus as one; empty without shards, and in plans made before there were
     mixtures. `mixture`: by phase, empty where there is one source.
@@ -279,6 +280,7 @@ class RunPlan(RankPlan):
     largest_micro_batches: tuple[int, ...]
     largest_stages: Stages = ()
     steps: int
+    steps_in_time: int = 0
     sequences: int
     sources: tuple[PlannedSource, ...] = ()
     mixture: tuple[MixturePhase, ...] = ()

@@ -20,6 +20,7 @@ from tests.support.tiny_corpus import DOCUMENTS, all_documents, contents, decode
 from training.config.run import DataConfig
 from training.shards.format import SPLITS, verify_hashes
 from training.shards.stream import TokenStream
+from training.tracking import progress
 
 # Text to shards and back
 
@@ -37,6 +38,16 @@ def test_documents_come_back_as_they_went_in(tmp_path: Path, kind: str) -> None:
     assert tokens[-1] == shards.end_id
     assert tokens.max() < shards.vocab_size
     verify_hashes(folder)
+
+
+def test_without_a_terminal_the_log_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(progress, "SAY_EVERY_S", 0.001)
+    caplog.set_level(logging.INFO)
+    data = DataConfig(path=str(write_json_lines(tmp_path / "c.jsonl", DOCUMENTS)), tokenizer={"kind": "bytes"})
+    prepare_corpus(data, tokens_home=tmp_path / "tokens")
+    assert re.search(r"reading the corpus: \d s so far", caplog.text)
 
 
 def test_an_end_token_written_in_a_text_is_text(tmp_path: Path) -> None:
@@ -175,7 +186,7 @@ def test_a_damaged_folder_is_mended(
     assert prepare(tmp_path, source) == (folder, shards)
     assert contents(folder) == whole
     (message,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert re.search(rf"{warning}[^£]*: the file is deleted and made again", message)
+    assert re.search(rf"{warning}[^£]*: deleting the file and making it again", message)
 
 
 def test_only_the_damaged_stretch_is_made_again(tmp_path: Path) -> None:

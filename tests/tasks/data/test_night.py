@@ -20,6 +20,7 @@ from tests.support.mlflow_store import Store
 from training.config.run import RunConfig
 from training.records.plan import RunPlan
 from training.records.token_shards import TokenShards
+from training.records.train_result import TrainResult
 from training.shards.sources import held_out_sources
 
 TRAIN = {"steps": 10_000, "max_epochs": 1, "context": 16, "global_batch": 4}
@@ -27,7 +28,7 @@ TRAIN = {"steps": 10_000, "max_epochs": 1, "context": 16, "global_batch": 4}
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path / "runs"))
     folder = tmp_path / "texts"
     (folder / "2026").mkdir(parents=True)
     (folder / "2026" / "may.txt").write_text("the sea\n" * 100)
@@ -137,8 +138,9 @@ def test_a_file_that_grew_counts_from_where_it_had_ended(store: Store, corpus: P
 
 
 def test_the_optimizer_goes_on_from_the_champions_checkpoint(store: Store, corpus: Path) -> None:
-    register_model(store.finished_run("one", loss=3.0), tracking_uri=store.uri)
-    checkpoint = Path(resolve("tiny@champion", tracking_uri=store.uri).tags["shardline.checkpoint"])
+    run_dir = store.finished_run("one", loss=3.0)
+    register_model(run_dir, tracking_uri=store.uri)
+    checkpoint = run_dir / TrainResult.read(run_dir / "result.json").checkpoint
     night = night_of(config_of(corpus), store)
     assert night.config is not None
     assert night.config.train.optimizer_path == (str(checkpoint) if (checkpoint / "manifest.json").exists() else "")

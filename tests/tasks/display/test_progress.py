@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -14,6 +15,8 @@ import pytest
 from tasks.display import progress
 from tasks.display.numbers import format_duration
 from tasks.display.progress import ProgressArtifact, step_progress
+from tests.support.waiting import until
+from training.tracking.progress import Progress
 
 
 @pytest.fixture
@@ -60,6 +63,35 @@ def test_outside_a_flow_run_there_is_no_artifact_to_send() -> None:
     with ProgressArtifact("training") as artifact:
         artifact.show(50.0, "half")
     assert artifact.thread is None
+
+
+def test_without_a_terminal_training_says_where_it_is_also_when_no_step_comes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("training.tracking.progress.SAY_EVERY_S", 0.01)
+    caplog.set_level(logging.INFO)
+    with step_progress("training", total=50) as show:
+        until(lambda: "training: starting the ranks" in caplog.text, "a line before the first step")
+        show({"step": 7, "loss": 2.0, "tokens_per_s": 100.0, "eta_s": 60.0})
+        until(lambda: "training: step 7/50  loss 2.000  100 tokens/s  1 min left" in caplog.text, "the step")
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "line"),
+    [
+        (0, 400, "scoring: 30 s so far"),
+        (100, 400, "scoring: 100 of 400 answers (25%) in 30 s, about 90 s left"),
+        (10, 400, "scoring: 10 of 400 answers (2%) in 30 s, about 20 min left"),
+        (100, 0, "scoring: 100 answers in 30 s"),
+    ],
+)
+def test_progress_says_what_is_left(done: int, total: int, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = Progress(None)
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    said.begin("scoring", total=total, unit="answers")
+    said.advance(done)
+    monkeypatch.setattr(time, "monotonic", lambda: 1030.0)
+    assert said.line() == line
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_a_registered_versions_evaluation_is_an_mlflow_run_tied_to_its_model(
     version = client.get_model_version(trained.name, str(trained.version))
     assert run.info.status == "FINISHED"
     assert run.data.metrics["eval/loss"] == printed["loss"]
-    assert run.data.tags["mlflow.parentRunId"] == version.tags["shardline.mlflow_run_id"]
+    assert run.data.tags["mlflow.parentRunId"] == version.run_id
     assert run.inputs.model_inputs[0].model_id == version.tags["shardline.model_id"]
     model = client.get_logged_model(version.tags["shardline.model_id"])
     assert printed["loss"] in [metric.value for metric in model.metrics if metric.key == "eval/loss"]
@@ -137,7 +137,7 @@ def test_what_cannot_be_evaluated_is_said_with_the_cure(
 ) -> None:
     for arguments, message in (
         ([str(plain)], "give --data PATH"),
-        ([str(trained / "logs-of-nothing"), "--data", "x"], "names no model version"),
+        ([str(trained / "logs-of-nothing"), "--data", "x"], "is not the name of a model version"),
         ([str(trained.parent)], "neither a plan.json"),
         ([str(trained), "inference.degree=2"], "inference.parallel = none"),
         ([str(trained), "inference.parallel=tensor", "inference.degree=3"], "cannot be shared"),

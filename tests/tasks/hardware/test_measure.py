@@ -167,7 +167,7 @@ def test_measured_once_then_taken_from_the_cache_until_something_changes_and_not
     caplog.set_level(logging.INFO, logger="tasks.hardware.measure")
     home = tmp_path / "not" / "there" / "yet"
     first = check_hardware(home=home, ranks=1).hosts[0]
-    assert "measured now" in caplog.text
+    assert "measured the rates of" in caplog.text
     assert len(first.devices) == 1
     assert first.devices[0].memory_gib == first.memory_gib
     assert first.disk_free_gib > 0
@@ -178,8 +178,8 @@ def test_measured_once_then_taken_from_the_cache_until_something_changes_and_not
     again = check_hardware(home=home, ranks=1).hosts[0]
     assert again.devices[0].matmul_tflops["fp32"] == 123.0
     assert again.measured_at == first.measured_at
-    assert f"rates as measured at {first.measured_at}" in caplog.text
-    assert "measured now" not in caplog.text
+    assert f"using the rates measured at {first.measured_at}" in caplog.text
+    assert "measured the rates of" not in caplog.text
 
     outdated = HardwareCache(entries=(with_rate(entry, 123.0, torch="2.11.0"),))
     outdated.write(home / "hardware.json")
@@ -188,7 +188,7 @@ def test_measured_once_then_taken_from_the_cache_until_something_changes_and_not
     changed = check_hardware(home=home, ranks=1).hosts[0]
     assert 0 < changed.devices[0].matmul_tflops["fp32"] < 100
     assert "torch '2.11.0' ->" in caplog.text
-    assert "measured now" in caplog.text
+    assert "measured the rates of" in caplog.text
     assert "busy: rates will be low, so they are not kept and the next run measures again" in caplog.text
     assert read_cache(home) == outdated
 

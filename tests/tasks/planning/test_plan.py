@@ -46,8 +46,9 @@ def first_host() -> Inventory:
 
 
 def test_fewer_hosts_make_the_same_batches(tmp_path: Path, tiny_shards: Path) -> None:
-    before = planned(tmp_path, tiny_shards, micro_batch=2)
+    before = planned(tmp_path, tiny_shards, micro_batch=2, train__steps=90, train__target_minutes=0.01)
     now = replan(tmp_path, inventory=first_host(), why="host1 is away")
+    assert now.steps == before.steps < 90, "steps that fitted the minutes on the hosts there were"
     assert (now.hosts, now.world_size) == (("host0",), 2)
     assert now.batch_tokens == before.batch_tokens
     assert now.config == before.config

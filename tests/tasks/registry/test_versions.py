@@ -166,14 +166,20 @@ def test_mlflows_pages_tell_what_a_version_scored_and_on_what_terms(store: Store
     client = MlflowClient(store.uri)
     version = client.get_model_version("verse", "1")
     for sentence in (
-        "3.0000 over 399 tokens",
+        "Loss 3.0000, ",
+        "| measured on | &emsp;399 held-out tokens |",
+        "`shardline reproduce one`",
+        "commit `000000000000`",
         "CC0-1.0",
         "**verse**",
-        "| a/b.txt | 2.5000 |",
-        "| rhymes | acc | 0.7500 |",
+        "| a/b.txt | &emsp;2.5000 |",
+        "| rhymes | &emsp;acc | &emsp;0.7500 |",
     ):
         assert sentence in version.description
-    assert (version.tags["shardline.licence"], version.tags["shardline.notes"]) == ("CC0-1.0", "Writes **verse**.")
+    assert len(version.tags) == 9, f"what people filter by, its card has the rest: {version.tags}"
+    back = lineage("verse/1", tracking_uri=store.uri)
+    assert (back["licence"], back["notes"]) == ("CC0-1.0", "Writes **verse**.")
+    assert back["git_commit"] == "0" * 40
     assert terms_of(version, tracking_uri=store.uri).gates == gates
     logged = client.get_logged_model(version.tags["shardline.model_id"])
     metrics = {metric.key.removeprefix("registered/"): metric.value for metric in logged.metrics}

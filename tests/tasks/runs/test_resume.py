@@ -27,6 +27,7 @@ MIXTURE = {
 CONFIGS = [RunConfig(), RunConfig.model_validate({"data": MIXTURE})]
 FIELDS = sorted({name for config in CONFIGS for name, _ in flattened(config.model_dump(mode="json"))})
 STEPS = 100
+MINUTES = 0.014  # time for 78 of them
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -103,6 +104,9 @@ EXTENSIONS = [
     ({}, {"train__max_tokens": 60 * 128}, "breaks"),
     ({"train__warmup_steps": 50}, {"train__decay_steps": 90}, "exact"),
     ({}, {"train__max_hours": 2.0}, "exact"),
+    ({"train__target_minutes": MINUTES}, {"train__target_minutes": 0.0}, "breaks"),
+    ({"train__target_minutes": MINUTES}, {"train__target_minutes": 2 * MINUTES}, "breaks"),
+    ({"train__target_minutes": MINUTES, "train__schedule": "constant"}, {"train__target_minutes": 0.0}, "exact"),
 ]
 
 
@@ -268,6 +272,17 @@ def test_changes_that_are_not_about_it_keep_the_strategy_that_was_chosen(run: An
     assert again.config.parallel.strategy == "auto"
     anew = begun.replan(begun.with_overrides(train__seed=7, train__activation_checkpointing="none"), inventory(4))
     assert (anew.strategy, anew.activation_checkpointing) == ("ddp", "none")
+
+
+def test_steps_that_fitted_the_minutes_stay_whatever_machines_there_are(run: Any) -> None:
+    begun = run(train__target_minutes=MINUTES)
+    steps = read_plan(begun.folder).steps
+    assert 40 < steps < STEPS
+    for overrides in ({"checkpoint__every_steps": 9}, {"parallel__strategy": "fsdp"}, {"train__seed": 7}):
+        again = begun.replan(begun.with_overrides(**overrides), inventory(4))
+        assert (again.steps, again.steps_in_time) == (steps, steps)
+    assert "train.target_minutes" in again.reasons[0]
+    assert begun.replan(begun.with_overrides(train__target_minutes=0.0)).steps == STEPS
 
 
 def test_other_tokens_are_refused(run: Any) -> None:

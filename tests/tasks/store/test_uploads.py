@@ -195,13 +195,13 @@ def test_a_store_that_fails_delays_the_copy_and_is_said(
         until(lambda: steps_on(s3, url) == [10], "the first checkpoint is on the store")
         s3.faults.kind, s3.faults.count = fault, -1
         checkpoint(run_dir, 20)
-        until(lambda: "does not take a copy" in caplog.text, "the log says that the store fails")
+        until(lambda: "could not copy to" in caplog.text, "the log says that the store fails")
         assert steps_on(s3, url) == [10]
         s3.faults.count = 0
         until(lambda: 20 in steps_on(s3, url), "the second checkpoint is on the store")
-    assert "takes copies again, after" in caplog.text
+    assert "accepts copies again, after" in caplog.text
     assert not kept.behind
-    assert caplog.text.count("does not take a copy") == 1, "once, not at every try"
+    assert caplog.text.count("could not copy to") == 1, "once, not at every try"
 
 
 def test_a_run_ends_although_the_store_is_away_and_says_what_it_lacks(
@@ -255,7 +255,7 @@ def test_a_store_that_refuses_ends_the_run_before_it_begins(s3: S3Server, url: s
 def test_a_run_that_is_not_there_is_an_error_with_its_url(s3: S3Server, url: str, home: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no run at s3://.*: it has no run.json"):
         fetch_run(f"{url}/runs/verses-9")
-    with pytest.raises(ValueError, match=r"is no run on a store: give store\.url/runs/RUN"):
+    with pytest.raises(ValueError, match=r"is not a run on a store: give store\.url/runs/RUN"):
         run_of_url("s3://bucket")
     with pytest.raises(ValueError, match="came with credentials in it") as refused:
         run_of_url("s3://key:secret@bucket/runs/verses-1")

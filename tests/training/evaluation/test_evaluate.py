@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,8 +104,12 @@ def test_ranks_that_share_a_model_have_the_figures_of_one_rank(trained: Path, tm
 
 @torch.no_grad()
 def test_a_masked_model_has_the_loss_of_its_masked_tokens_and_no_bits_per_byte(tmp_path: Path) -> None:
+    """And the log says meanwhile how far the evaluation is."""
     run_dir = tiny_run(tmp_path / "run", architecture="bert")
-    run_ranks(run_dir / "plan.json", program="training.evaluate")
+    ranks = Ranks(run_dir / "plan.json", program="tests.programs.talkative_evaluate")
+    ranks.finish()
+    line = r"PROGRESS evaluating held-out text: \d+ of 2 batches \(\d+%\) in \d s, about \d s left"
+    assert re.search(line, ranks.log()), ranks.log()
     report, plan = EvalReport.read(run_dir / "eval.json"), RunPlan.read(run_dir / "plan.json")
     model, loss, count = AutoModelForMaskedLM.from_pretrained(run_dir / "checkpoints" / "8").eval(), 0.0, 0
     for _, batch in held_out_by_source(plan, rank=0, world_size=1, device=torch.device("cpu")):

@@ -1,0 +1,81 @@
+"""Lines in a log that say how far a long piece of work has come, for those who have no terminal with a bar."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Self
+
+logger = logging.getLogger(__name__)
+
+SAY_EVERY_S = 15.0
+# Level of these lines in the ranks' logs, which the head node passes on (tasks/launch/rank_logs.py). It is above
+# WARNING, because the export silences libraries up to that.
+PROGRESS = 35
+logging.addLevelName(PROGRESS, "PROGRESS")
+
+
+class Ticker:
+    """A thread that says `line()` every 15 s, and nothing of work that ends sooner."""
+
+    def __init__(self, line: Callable[[], str], say: Callable[[str], object] | None) -> None:
+        """`say`: what takes the line; None: nobody, and there is no thread."""
+        self.line, self.say = line, say
+        self.over = threading.Event()
+        # The copied context names the Prefect run that owns the log.
+        work = partial(contextvars.copy_context().run, self._run)
+        self.thread = threading.Thread(target=work, daemon=True, name="progress")
+
+    def __enter__(self) -> Self:
+        if self.say is not None:
+            self.thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.over.set()
+        if self.say is not None:
+            self.thread.join()
+
+    def _run(self) -> None:
+        assert self.say is not None
+        while not self.over.wait(SAY_EVERY_S):
+            self.say(self.line())
+
+
+class Progress(Ticker):
+    """Says which part of the work is being done, how much of that is done, and how long the rest will take."""
+
+    def __init__(self, say: Callable[[str], object] | None, *, part: str = "starting") -> None:
+        super().__init__(self._line, say)
+        self.begin(part)
+
+    def begin(self, part: str, *, total: float = 0, unit: str = "") -> None:
+        """Another part begins, of `total` units; 0: nobody knows, or it cannot be seen from here."""
+        self.part, self.total, self.unit = part, total, unit
+        self.done, self.began = 0.0, time.monotonic()
+
+    def advance(self, count: float = 1) -> None:
+        self.done += count
+
+    def _line(self) -> str:
+        seconds = time.monotonic() - self.began
+        if not self.done:
+            return f"{self.part}: {seconds:,.0f} s so far"
+        if not self.total:
+            return f"{self.part}: {self.done:,.0f} {self.unit} in {seconds:,.0f} s"
+        done = min(self.done, self.total)
+        left_s = seconds * (self.total - done) / done
+        left = f"{left_s:,.0f} s" if left_s < 120 else f"{left_s / 60:,.0f} min"
+        return (
+            f"{self.part}: {done:,.0f} of {self.total:,.0f} {self.unit} ({done / self.total:.0%}) in {seconds:,.0f} s, "
+            f"about {left} left"
+        )
+
+
+def to_rank_log(text: str) -> None:
+    """Write a line to the rank's log that the head node passes on."""
+    logger.log(PROGRESS, text)
