@@ -13,8 +13,9 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "local-sgd", "zero1", "zero2", "zero3"]
 Stages = tuple[tuple[int, ...], ...]  # layers of each pipeline stage, by data-parallel replica
 # Combinations that work: the config refuses all others, and the plan chooses among these.
-WITH_TP = ("ddp", "fsdp", "hsdp")
-WITH_PP = ("ddp",)
+WITH_TP = ("ddp", "fsdp", "hsdp", "zero1")
+WITH_PP = ("ddp", "fsdp", "zero1")
+WITH_STAGES = ("ddp",)  # pipelines of stages of given sizes
 OFFLOADS: dict[str, tuple[str, ...]] = {
     "zero1": ("optimizer",),
     "zero2": ("optimizer",),
@@ -193,7 +194,7 @@ class ParallelConfig(Section):
             sums = [sum(sizes) for sizes in self.stages]
             raise ValueError(f"{asked}: replicas have {sums} layers, and must all have those of the model")
         longest, ranks = max(map(len, self.stages)), max(1, self.tp) * sum(map(len, self.stages))
-        if self.strategy not in ("auto", *WITH_PP) or self.pp_stages_per_rank > 1 or self.pp not in (0, longest):
+        if self.strategy not in ("auto", *WITH_STAGES) or self.pp_stages_per_rank > 1 or self.pp not in (0, longest):
             raise ValueError(
                 f"{asked} with parallel.strategy={self.strategy}, pp={self.pp}, pp_stages_per_rank="
                 f"{self.pp_stages_per_rank}: stages of given sizes run with ddp, pp={longest} (or 0), one stage a rank"
