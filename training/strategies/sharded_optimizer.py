@@ -43,4 +43,6 @@ class ShardedOptimizer:
     def gather_weights(self) -> None:
         """Bring the updated rows of each rank to all of them. Collective."""
         for name, weight in self.weights.items():
-            weight.copy_(self.shards[name].full_tensor())
+            shard = self.shards[name]
+            assert isinstance(shard, DTensor)
+            weight.copy_(shard.full_tensor())
