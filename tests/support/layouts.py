@@ -43,9 +43,18 @@ FOUR_RANKS: dict[str, Layout] = {
     "dp x pp": (4, {"parallel__pp": 2}),
     "fsdp x tp": (4, {"parallel__strategy": "fsdp", "parallel__tp": 2}),
     "tp x pp": (4, {"parallel__tp": 2, "parallel__pp": 2}),
+    "fsdp x pp": (4, {"parallel__strategy": "fsdp", "parallel__pp": 2}),
+    "fsdp x pp interleaved": (
+        4,
+        {"parallel__strategy": "fsdp", "parallel__pp": 2, "parallel__pp_stages_per_rank": 2},
+    ),
+    "zero1 x tp": (4, {"parallel__strategy": "zero1", "parallel__tp": 2}),
+    "zero1 x pp": (4, {"parallel__strategy": "zero1", "parallel__pp": 2}),
 }
 EIGHT_RANKS: dict[str, Layout] = {
     "hsdp x tp": (8, {"parallel__strategy": "hsdp", "parallel__group_ranks": 2, "parallel__tp": 2}),
     "dp x tp x pp": (8, {"parallel__tp": 2, "parallel__pp": 2}),
+    "fsdp x tp x pp": (8, {"parallel__strategy": "fsdp", "parallel__tp": 2, "parallel__pp": 2}),
+    "zero1 x tp x pp": (8, {"parallel__strategy": "zero1", "parallel__tp": 2, "parallel__pp": 2}),
 }
 LAYOUTS = TWO_RANKS | UNLIKE | FOUR_RANKS | EIGHT_RANKS

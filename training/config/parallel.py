@@ -13,8 +13,9 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "local-sgd", "zero1", "zero2", "zero3"]
 Stages = tuple[tuple[int, ...], ...]  # layers of each pipeline stage, by data-parallel replica
 # Combinations that work: the config refuses all others, and the plan chooses among these.
-WITH_TP = ("ddp", "fsdp", "hsdp")
-WITH_PP = ("ddp",)
+WITH_TP = ("ddp", "fsdp", "hsdp", "zero1")
+WITH_PP = ("ddp", "fsdp", "zero1")
+WITH_STAGES = ("ddp",)  # pipelines of stages of given sizes
 OFFLOADS: dict[str, tuple[str, ...]] = {
     "zero1": ("optimizer",),
     "zero2": ("optimizer",),
@@ -27,6 +28,12 @@ IN_GROUPS = ("hsdp", "local-sgd")
 WITH_PRECISIONS = ("ddp", "local-sgd")  # unlike ranks may compute in unlike precisions: they sum whole fp32 gradients
 
 
+def offloads(strategy: str, *, tp: int, pp: int) -> tuple[str, ...]:
+    """What can be kept in host memory. A pipeline keeps its state on devices, and so does zero1 beside tp, which is not
+    DeepSpeed's."""
+    return () if pp > 1 or (strategy == "zero1" and tp > 1) else OFFLOADS.get(strategy, ())
+
+
 class ParallelConfig(Section):
     """The distribution of training over devices, and its precision."""
 
@@ -34,9 +41,9 @@ class ParallelConfig(Section):
         "auto",
         description="How data-parallel ranks share weights, gradients and optimizer state. single: one process. "
         "ddp: each rank holds everything. fsdp: each rank holds a shard (FSDP2). zero1, zero2, zero3: "
-        "DeepSpeed ZeRO by stage. hsdp: FSDP2 within groups of ranks that hold the same. local-sgd: DDP "
-        "within groups that synchronize only now and then (DiLoCo). auto: the fastest that is "
-        "predicted to fit in memory.",
+        "DeepSpeed ZeRO by stage; zero1 with tp or pp is our own: optimizer state in shards. hsdp: FSDP2 within groups "
+        "of ranks that hold the same. local-sgd: DDP within groups that synchronize only now and then (DiLoCo). auto: "
+        "the fastest that is predicted to fit in memory.",
     )
     tp: int = Field(
         0,
@@ -151,24 +158,27 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def check(self) -> ParallelConfig:
-        """Raises ValueError for combinations that do not work: pp needs ddp, tp ddp or fsdp, offload ZeRO or fsdp."""
+        """Raises ValueError for combinations that do not work, of strategy with pp, tp and offload."""
         anyhow = self.strategy == "auto"
         if self.pp > 1 and not (anyhow or self.strategy in WITH_PP):
             raise ValueError(
-                f"parallel.pp = {self.pp} runs with parallel.strategy=ddp, not {self.strategy}: "
-                "gradients must stay whole on each rank until the last micro-batch"
+                f"parallel.pp = {self.pp} runs with parallel.strategy={', '.join(WITH_PP)}, not {self.strategy}: "
+                "choose one of them (fsdp shards weights, zero1 moments only), or parallel.pp=1"
             )
         if self.pp <= 1 and self.pp_stages_per_rank > 1:
             raise ValueError(
                 f"parallel.pp_stages_per_rank = {self.pp_stages_per_rank} needs a pipeline: set parallel.pp above 1"
             )
         if self.tp > 1 and not (anyhow or self.strategy in WITH_TP):
-            raise ValueError(f"parallel.tp = {self.tp} runs with parallel.strategy=ddp or fsdp, not {self.strategy}")
-        possible = ("none", *OFFLOADS.get(self.strategy, ()))
+            raise ValueError(
+                f"parallel.tp = {self.tp} runs with parallel.strategy={', '.join(WITH_TP)}, not {self.strategy}: "
+                "choose one of them, or parallel.tp=1"
+            )
+        possible = ("none", *offloads(self.strategy, tp=self.tp, pp=self.pp))
         if self.offload not in ("auto", *possible) and not anyhow:
             raise ValueError(
-                f"parallel.offload={self.offload} is not there for parallel.strategy={self.strategy}: "
-                f"it can have {', '.join(possible)}"
+                f"parallel.offload={self.offload} is not there for parallel.strategy={self.strategy} with "
+                f"parallel.tp = {self.tp} and pp = {self.pp}: it can have {', '.join(possible)}"
             )
         if not isinstance(self.precision, str):
             check_keys("parallel.precision", self.precision)
@@ -193,7 +203,7 @@ class ParallelConfig(Section):
             sums = [sum(sizes) for sizes in self.stages]
             raise ValueError(f"{asked}: replicas have {sums} layers, and must all have those of the model")
         longest, ranks = max(map(len, self.stages)), max(1, self.tp) * sum(map(len, self.stages))
-        if self.strategy not in ("auto", *WITH_PP) or self.pp_stages_per_rank > 1 or self.pp not in (0, longest):
+        if self.strategy not in ("auto", *WITH_STAGES) or self.pp_stages_per_rank > 1 or self.pp not in (0, longest):
             raise ValueError(
                 f"{asked} with parallel.strategy={self.strategy}, pp={self.pp}, pp_stages_per_rank="
                 f"{self.pp_stages_per_rank}: stages of given sizes run with ddp, pp={longest} (or 0), one stage a rank"

@@ -38,6 +38,7 @@ SHARING: dict[str, Sharing] = {
     "single": Sharing(stage=0),
     "ddp": Sharing(stage=0),
     # DeepSpeed 0.19, overlap_comm unset: stages 1 and 2 reduce in line, stage 3 prefetches.
+    # Beside tp or pp zero1 is training/strategies/sharded_optimizer.py, which runs nothing in a layer's forward pass.
     "zero1": Sharing(stage=1, gathers_update=True, hides=False, ops=10),
     "zero2": Sharing(stage=2, reduces_each=True, gathers_update=True, hides=False, ops=10),
     "zero3": Sharing(stage=3, gathers=2, reduces_each=True, ops=100),
@@ -143,6 +144,7 @@ class TimeCosts:
     across_bytes: float = 4.0  # per gradient and step, sent between groups
     hides: float = 0.8  # share of computing that communication can go on beside
     tp_exposed: float = 1.0  # share of tensor parallelism's sums that nothing hides
+    scatters_sums: bool = False  # of stage 1: each rank gets only those gradients' sums whose weights it updates
     hides_update: bool = False  # the updated weights travel beside the next step's forward pass
     contention: float = 0.5  # seconds that computing loses per second of communication beside it
     scatters_boundary: bool = False  # tp ranks send a tp-th each from stage to stage (Narayanan et al. 2021, 4.1)
@@ -173,13 +175,17 @@ def our_cost_model(
     strategy: StrategyName,
     *,
     kind: Literal["cpu", "cuda"],
+    is_undivided: bool = True,
     compiled: bool = False,
     copies_gradients: bool = False,
     bucket_bytes: float = 0.0,
     reduce_bytes: float = 4.0,
     across_bytes: float = 4.0,
 ) -> CostModel:
-    """The cost model of our own training program (training/strategies/) under `strategy`."""
+    """The cost model of our own training program (training/strategies/) under `strategy`.
+
+    `is_undivided`: without tensor or pipeline parallelism.
+    """
     carried = "fp32" if job.precision == "fp32" else "16 bits" if _is_16_bit(strategy, job) else "autocast"
     architecture = job.shape.architecture if job.shape.architecture in KNOWN_ARCHITECTURES else "llama"
     kept = OUR_KEPT[architecture, carried]
@@ -189,7 +195,8 @@ def our_cost_model(
     if kind == "cuda" and (architecture, carried) == ("gpt2", "autocast"):
         kept = replace(kept, mlp=16)
     low = job.precision != "fp32"
-    sharing = SHARING[strategy]
+    by_deepspeed = strategy.startswith("zero") and is_undivided
+    is_ours = strategy == "zero1" and not is_undivided
     described = job.shape.architecture in KNOWN_ARCHITECTURES
     return CostModel(
         Program(
@@ -203,10 +210,10 @@ def our_cost_model(
             gradient_bytes=8.0 if copies_gradients else 4.0,
             bucket_bytes=bucket_bytes if strategy != "single" else 0.0,
             cast_bytes=2.0 if low else 0.0,
-            copy_bytes=4.0 if strategy in {"zero1", "zero2"} else 0.0,
+            copy_bytes=4.0 if by_deepspeed and strategy != "zero3" else 0.0,
             frees_before_gradients=strategy == "single",
             logit_bytes=8 + job.width_bytes if described else 12 + 2 * job.width_bytes,
-            process_gib=TORCH_GIB[kind] + (DEEPSPEED_GIB if kind == "cpu" and strategy.startswith("zero") else 0.0),
+            process_gib=TORCH_GIB[kind] + (DEEPSPEED_GIB if kind == "cpu" and by_deepspeed else 0.0),
             fragmentation=0.05 if kind == "cuda" else 0.0,
         ),
         TimeCosts(
@@ -214,11 +221,12 @@ def our_cost_model(
             sustained=SUSTAINED[kind] * (FP8_SUSTAINED if job.precision == "fp8" else 1.0),
             attention_share=0.5 / (FP8_GAIN if job.precision == "fp8" else 1.0),
             passes=PASSES[kind, compiled],
-            ops=(20.0 if compiled else 70.0) + sharing.ops,
+            ops=(20.0 if compiled else 70.0) + (0.0 if is_ours else SHARING[strategy].ops),
             op_us=8.0 if kind == "cuda" else 12.0,
             hides_ops=kind == "cuda",
             skips_masked=kind == "cuda",
-            hides=0.8 if kind == "cuda" and sharing.hides else 0.0,
+            scatters_sums=is_ours,
+            hides=0.8 if kind == "cuda" and SHARING[strategy].hides else 0.0,
         ),
     )
 

@@ -97,8 +97,8 @@ def _working_weights(job: Job, layout: Layout, model: CostModel, *, parameters: 
         return model.memory.cast_bytes * parameters
     layer, outside = layer_parameters(job) / layout.tp, _outside_layers(job.shape) / layout.tp
     casts = model.memory.cast_bytes if model.program.gather_bytes == 4 else 0.0
-    if layout.pp > 1:  # torchtitan: gathered, and gradients whole, until the last micro-batch; ours has no such pair
-        return parameters * (model.program.gather_bytes + model.program.reduce_bytes)
+    if layout.pp > 1:  # gathered, and gradients whole, until the last micro-batch
+        return parameters * (model.program.gather_bytes + casts + model.program.reduce_bytes)
     embedding = job.shape.vocab_size * job.shape.width / layout.tp
     travelling = (
         layer * (model.program.gather_bytes + model.program.reduce_bytes) + embedding * model.program.gather_bytes

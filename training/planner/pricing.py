@@ -94,6 +94,7 @@ def cost_model_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster)
         job,
         layout.strategy,
         kind=cluster.kind,
+        is_undivided=layout.is_undivided,
         compiled=config.train.compile,
         copies_gradients=layout.strategy == "ddp" and layout.pp == 1 and not parallel.gradient_as_bucket_view,
         bucket_bytes=2.0 * parallel.bucket_mib * 2**20,

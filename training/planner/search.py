@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from training.config.parallel import OFFLOADS, WITH_PP, WITH_TP, StrategyName
+from training.config.parallel import WITH_PP, WITH_TP, StrategyName, offloads
 from training.config.run import RunConfig
 from training.planner.cluster import Cluster, cluster_of
 from training.planner.corrections import NO_CORRECTIONS, Corrections
@@ -229,7 +229,7 @@ def _layouts(config: RunConfig, cluster: Cluster, mesh: Mesh) -> Iterator[Layout
         return  # its groups are hosts, which must be equal
     dp = cluster.num_ranks // mesh.model_ranks
     for micro_batch, accumulation in _micro_batches(config, dp=dp, pp=mesh.pp):
-        for recompute, offload in _savings(config, mesh.strategy, cluster.kind):
+        for recompute, offload in _savings(config, mesh, cluster.kind):
             yield Layout(
                 mesh.strategy,
                 mesh.tp,
@@ -256,12 +256,13 @@ def _micro_batch_sizes(config: RunConfig, sequences: int) -> list[int]:
     return [asked] if asked else [size for size in range(sequences, 0, -1) if sequences % size == 0]
 
 
-def _savings(config: RunConfig, strategy: StrategyName, kind: str) -> Iterator[tuple[Recompute, Offload]]:
+def _savings(config: RunConfig, mesh: Mesh, kind: str) -> Iterator[tuple[Recompute, Offload]]:
     """Ways to save memory: what the backward pass recomputes, and what lies in host memory (which CPU ranks use)."""
     recompute, offload = config.train.activation_checkpointing, config.parallel.offload
     if offload == "auto" and kind == "cpu":
         offload = "none"
-    possible = [each for each in OFFLOAD if each == "none" or each in OFFLOADS.get(strategy, ())]
+    there = ("none", *offloads(mesh.strategy, tp=mesh.tp, pp=mesh.pp))
+    possible = [each for each in OFFLOAD if each in there]
     for recomputed in RECOMPUTE if recompute == "auto" else (recompute,):
         for offloaded in possible if offload == "auto" else (offload,):
             if offloaded in possible:

@@ -229,7 +229,7 @@ def dp_s(
     link = cluster.link(num_shards, stride=layout.tp * (layout.pp if layout.stages else 1))
     gather = link.gather_s(model.program.gather_bytes * parameters, num_shards, calls=layers)
     reduced_bytes = model.program.reduce_bytes * parameters
-    if sharing.stage < 2:
+    if sharing.stage < 2 and not model.time.scatters_sums:
         reduce = link.all_reduce_s(reduced_bytes, num_shards, calls=max(1.0, reduced_bytes / BUCKET_BYTES))
     else:
         scatter = link.gather_s if cluster.kind == "cuda" else link.all_reduce_s  # gloo has no reduce-scatter
@@ -238,7 +238,7 @@ def dp_s(
     between_groups = cluster.link(num_groups, stride=num_shards * layout.tp)
     across = between_groups.all_reduce_s(model.time.across_bytes * parameters / num_shards, num_groups)
     forward_comm = sharing.gathers / 2 * gather
-    backward_comm = forward_comm + reduce
+    backward_comm = reduce + (forward_comm if layout.pp == 1 else 0.0)  # a pipeline's weights stay gathered
     hides = model.time.hides if layout.pp == 1 and not layout.stages else 0.0
     forward_hides, backward_hides = hides * forward.computing(), hides * backward.computing()
     if not sharing.reduces_each:

@@ -144,9 +144,13 @@ def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
         return whole.to(like.device, copy=True)
     result = torch.empty_like(like, dtype=whole.dtype)
     assert isinstance(result, DTensor)
-    shard = result.to_local()
-    rows = _rows_of_shards(len(whole), like.device_mesh.size(like.device_mesh.ndim - 1))
-    coordinate = like.device_mesh.get_coordinate()
-    assert coordinate is not None, "this rank is in the parameter's mesh"
-    shard.copy_(whole.narrow(0, sum(rows[: coordinate[-1]]), len(shard)))
+    result.to_local().copy_(own_rows(whole, like.device_mesh))
     return result
+
+
+def own_rows(whole: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's rows, a view, of a tensor whose rows are sharded over the mesh's last axis."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank is in the tensor's mesh"
+    rows = _rows_of_shards(len(whole), mesh.size(mesh.ndim - 1))
+    return whole.narrow(0, sum(rows[: coordinate[-1]]), rows[coordinate[-1]])

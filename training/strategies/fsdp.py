@@ -29,11 +29,7 @@ from training.strategies.torch_strategy import TorchStrategy
 
 def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Fsdp:
     groups = group_mesh(plan) if plan.strategy == "hsdp" else mesh["dp"]
-    options: dict[str, Any] = {"mesh": groups}
-    if plan.precision in {"bf16", "fp8"}:
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    if plan.offload == "parameters":
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=plan.device_kind == "cuda")
+    options = shard_options(plan, groups)
     inside = groups[INSIDE] if plan.strategy == "hsdp" else groups
     sent = _step_bytes(plan, model, inside=inside.size())
     for layer in layers_of(model.hf):
@@ -42,6 +38,21 @@ def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str
     for method in ("scores", "next_logits"):  # they gather weights as `forward` does
         register_fsdp_forward_method(model, method)
     return Fsdp(plan, mesh, model, weights, inside=inside, sent=sent)
+
+
+def travels_in(plan: RankPlan) -> torch.dtype:
+    """The type of gathered weights, and of what goes from layer to layer."""
+    return torch.bfloat16 if plan.precision in {"bf16", "fp8"} else torch.float32
+
+
+def shard_options(plan: RankPlan, mesh: DeviceMesh) -> dict[str, Any]:
+    """What `fully_shard` is told of every module: over which ranks, in which precision, and where shards lie."""
+    options: dict[str, Any] = {"mesh": mesh}
+    if travels_in(plan) == torch.bfloat16:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if plan.offload == "parameters":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=plan.device_kind == "cuda")
+    return options
 
 
 def _step_bytes(plan: RankPlan, model: LanguageModel, *, inside: int) -> int:

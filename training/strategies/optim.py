@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,18 +13,23 @@ from training.config.train import TrainConfig
 MOMENTS = ("exp_avg", "exp_avg_sq")  # the names of AdamW's state tensors
 
 
-def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(parameters: Sequence[nn.Parameter], *, weight_decay: float) -> list[dict[str, Any]]:
     """Decay on matrices, none on biases and norms (dimension < 2)."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
 
 
-def build_adamw(model: nn.Module, train: TrainConfig, *, fused: bool) -> torch.optim.AdamW:
-    """AdamW for the parameters that are trained; a model in eval mode is not: its optimizer holds nothing."""
-    groups = [group for group in parameter_groups(model, weight_decay=train.weight_decay) if group["params"]]
+def build_adamw(
+    model: nn.Module, train: TrainConfig, *, fused: bool, shards: Sequence[nn.Parameter] | None = None
+) -> torch.optim.AdamW:
+    """AdamW for the parameters that are trained; a model in eval mode is not: its optimizer holds nothing.
+
+    `shards`: of these parameters, which it updates in their place.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad] if shards is None else shards
+    groups = [group for group in parameter_groups(trained, weight_decay=train.weight_decay) if group["params"]]
     if not model.training:
         return torch.optim.AdamW([{"params": []}])
     if not groups:

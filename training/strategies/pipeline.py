@@ -6,10 +6,15 @@ the last stage; the gradients of all copies are summed, so that they stay the sa
 
 Data-parallel replicas may be cut at different layers, or one of them not at all (`plan.stages`). So what is summed
 over replicas are not stages but parameters: those that the same ranks hold travel together.
+
+fsdp shards each stage over the replicas' ranks that have it: a stage's weights are gathered once a step, before its
+first micro-batch, and its gradients kept whole and reduced after its last one (torch's schedules do that with FSDP2
+modules); gathering for each micro-batch would be exposed in every one of them.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from training.data.batch import Batch, Share
@@ -26,6 +32,7 @@ from training.records.plan import Place, RankPlan
 from training.runtime.mesh import Mesh, make_groups
 from training.runtime.step_trace import phase
 from training.runtime.tensor_cut import Parts
+from training.strategies.fsdp import shard_options, travels_in
 from training.strategies.optim import set_learning_rate
 from training.strategies.stats import StepStats
 from training.strategies.torch_strategy import TorchStrategy
@@ -84,6 +91,11 @@ class StageMap:
         ends = (self.groups_of(layer) for layer in (0, -1))
         return [tuple(sorted({*first, *last})) for first, last in zip(*ends, strict=True)]
 
+    def tied_pairs(self) -> list[tuple[int, ...]]:
+        """The first and the last stage's rank that have the same shard of a tied embedding, by replica and tp rank."""
+        first, last = (itertools.chain.from_iterable(self.holders[layer]) for layer in (0, -1))
+        return [*zip(first, last, strict=True)]
+
 
 def keep_own_stages(plan: RankPlan, model: LanguageModel) -> None:
     assert model.architecture is not None, "the plan refuses pp for such models"
@@ -109,19 +121,34 @@ def keep_stages(model: LanguageModel, owned: Mapping[int, Sequence[int]], *, las
 
 
 class Stage(nn.Module):
-    """One stage: takes token ids if it is the first, else hidden states; gives hidden states."""
+    """One stage: takes token ids if it is the first, else hidden states; gives hidden states in `dtype`.
 
-    def __init__(self, model: LanguageModel, layers: list[nn.Module], *, first: bool, last: bool) -> None:
+    Its submodules are those of the model that are its own, so that fsdp can shard them.
+    """
+
+    def __init__(
+        self, model: LanguageModel, layers: list[nn.Module], *, first: bool, last: bool, dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self.model, self.own, self.first, self.last = model, layers, first, last
+        assert model.architecture is not None
+        names = (*(model.architecture.first if first else ()), *(model.architecture.last if last else ()))
+        self.ends = nn.ModuleList(map(model.hf.get_submodule, names))
+        self.own = nn.ModuleList(layers)
+        self.whole, self.first, self.last, self.dtype = (model,), first, last, dtype  # a tuple: not a submodule
+
+    def shard(self, **options: Any) -> None:
+        """Shard layer by layer, then the embedding or the head; kept gathered from a step's first pass to its last."""
+        for layer in self.own:
+            fully_shard(layer, reshard_after_forward=False, **options)
+        fully_shard(self, reshard_after_forward=False, **options)
 
     def forward(self, x: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        model = self.model
+        (model,) = self.whole
         positions = model.positions(x, positions)
         with model.autocast(x.device):
             hidden = model.embed(x, positions) if self.first else x
-            hidden = model.layers(hidden, self.own, positions, documents)
-            return (model.finish(hidden) if self.last else hidden).float()
+            hidden = model.layers(hidden, [*self.own], positions, documents)
+            return (model.finish(hidden) if self.last else hidden).to(self.dtype)
 
 
 class Pipeline(TorchStrategy):
@@ -130,17 +157,33 @@ class Pipeline(TorchStrategy):
         self.plan, self.pp, self.place = plan, mesh["pp"], plan.places[dist.get_rank()]
         self.map = StageMap(plan, model.architecture)
         self.last_stage = self.map.last_stage(dist.get_rank())
+        self.is_sharded = plan.strategy == "fsdp"
+        self.dtype = travels_in(plan) if self.is_sharded else torch.float32  # of hidden states
         self.stages = {
-            stage: Stage(model, layers, first=stage == 0, last=stage == self.last_stage)
+            stage: Stage(model, layers, first=stage == 0, last=stage == self.last_stage, dtype=self.dtype)
             for stage, layers in model.stages.items()
         }
         self.has_first, self.has_last = 0 in self.stages, self.last_stage in self.stages
         self.has_tied_copy = model.tied and self.has_last and not self.has_first
-        super().__init__(plan, mesh, model, weights, module=model, norm_groups=(self.pp.get_group(),))
+        if self.is_sharded:
+            for buffer in model.buffers():  # fsdp moves what it shards
+                buffer.data = buffer.to(plan.device_kind)
+            for stage in self.stages.values():
+                stage.shard(**shard_options(plan, mesh["dp"]))
+        shares = [mesh["dp"].get_group()] if self.is_sharded else []
+        super().__init__(
+            plan,
+            mesh,
+            model,
+            weights,
+            module=model,
+            averaged_over=plan.dp if self.is_sharded else 1,
+            norm_groups=(self.pp.get_group(), *shares),
+            shard_optimizer=plan.strategy == "zero1",
+        )
         if self.has_tied_copy:  # the first stage counts and saves the embedding
-            self.norm_parameters = [
-                parameter for parameter in self.norm_parameters if parameter is not model.output()[0]
-            ]
+            copy = self.trained.get(self._embedding)
+            self.norm_parameters = [parameter for parameter in self.norm_parameters if parameter is not copy]
         self.summed = self._summed(mesh)
         self.weight, self.losses = 0.0, list[Tensor]()
         self.built: tuple[int, Schedule1F1B | ScheduleInterleaved1F1B] | None = None
@@ -161,6 +204,8 @@ class Pipeline(TorchStrategy):
 
     def _summed(self, mesh: Mesh) -> list[tuple[dist.ProcessGroup, list[nn.Parameter]]]:
         """The groups over which this rank sums gradients, and of which parameters, in an order all ranks share."""
+        if self.is_sharded or self.sharded is not None:  # each rank has the sums of its shards
+            return self._summed_pairs()
         tied = self.map.tied_groups() if self.model.tied else []
         layers = [ranks for layer in range(len(self.map.holders)) for ranks in self.map.groups_of(layer)]
         in_order = [ranks for ranks in dict.fromkeys([*layers, *tied]) if len(ranks) > 1]
@@ -173,6 +218,11 @@ class Pipeline(TorchStrategy):
             sharers = tied if tied and name == self._embedding else self.map.groups_of(self.map.layer_of(name))
             members[sharers[self.place.tp]].append(parameter)
         return [(groups[ranks], members[ranks]) for ranks in in_order if ranks in members]
+
+    def _summed_pairs(self) -> list[tuple[dist.ProcessGroup, list[nn.Parameter]]]:
+        pairs = self.map.tied_pairs() if self.model.tied else []
+        own = [self.trained[self._embedding]] if self._embedding in self.trained else []
+        return [(group, own) for group in make_groups(self.plan, pairs).values() if own]
 
     def schedule(self, rows: int) -> Schedule1F1B | ScheduleInterleaved1F1B:
         """The schedule of micro-batches of so many sequences, made anew where their number has changed.
@@ -187,7 +237,7 @@ class Pipeline(TorchStrategy):
         plan, device = self.plan, next(self.model.parameters()).device
         shape = (rows, plan.config.train.context)
         ids = torch.empty(shape, dtype=torch.int64, device="meta")
-        hidden = torch.empty((*shape, plan.shape.width), device="meta", requires_grad=True)
+        hidden = torch.empty((*shape, plan.shape.width), dtype=self.dtype, device="meta", requires_grad=True)
         stages = [
             PipelineStage(
                 stage,
@@ -212,7 +262,7 @@ class Pipeline(TorchStrategy):
 
     def step(self, share: Share, *, learning_rate: float) -> StepStats:
         set_learning_rate(self.optimizer.param_groups, learning_rate)
-        self.weight = self.scale.value / share.num_targets
+        self.weight = self.averaged_over * self.scale.value / share.num_targets
         self.losses.clear()
         whole = _concatenated(share.batches)
         inputs = (whole.inputs,) if self.has_first else ()
@@ -221,13 +271,14 @@ class Pipeline(TorchStrategy):
             self.schedule(len(share.batches[0].inputs)).step(
                 *inputs, target=whole.targets if self.has_last else None, return_outputs=False, **arguments
             )
-            self._reduce_gradients()
+            self.reduce_gradients()
         losses = torch.stack(self.losses) if self.losses else torch.zeros(1, device=whole.inputs.device)
         with phase("optimizer"):
             return self.update(losses.sum(), share.num_targets)
 
-    def _reduce_gradients(self) -> None:
+    def reduce_gradients(self) -> None:
         """Sum gradients over the ranks that hold the same parameters, bucket by bucket."""
+        super().reduce_gradients()
         for group, parameters in self.summed:
             for bucket in _buckets(self.gradients(parameters), self.plan.config.parallel.bucket_mib * 2**20):
                 flat = torch.cat([grad.flatten() for grad in bucket])
@@ -283,7 +334,7 @@ class Pipeline(TorchStrategy):
             if number not in self.stages:
                 continue
             if number > 0:
-                hidden = torch.empty((*inputs.shape, self.plan.shape.width), device=inputs.device)
+                hidden = torch.empty((*inputs.shape, self.plan.shape.width), dtype=self.dtype, device=inputs.device)
                 dist.recv(hidden, group=self.pp.get_group(), group_src=(number - 1) % size)
             hidden = self.stages[number](hidden, **arguments)
             if number < self.last_stage:

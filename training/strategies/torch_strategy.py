@@ -17,6 +17,7 @@ from training.runtime.mesh import Mesh
 from training.runtime.step_trace import phase
 from training.runtime.tensor_cut import Parts, own_part, parts_of, sharded_like
 from training.strategies.optim import MOMENTS, LossScale, build_adamw, set_learning_rate
+from training.strategies.sharded_optimizer import ShardedOptimizer
 from training.strategies.stats import StepStats
 
 
@@ -29,7 +30,8 @@ class TorchStrategy:
 
     The loss is summed, then divided by the number of targets of all ranks, so that unequal micro-batches get their due
     weight; `averaged_over` undoes the mean that the module's gradient reduction takes over its ranks.
-    Ranks of `norm_groups` hold different parts of the gradient: its global norm is summed over them.
+    Ranks of `norm_groups` hold different parts of the gradient: its global norm is summed over them. With
+    `shard_optimizer` the ranks of dp share the update of the weights that they all hold.
     """
 
     def __init__(
@@ -42,18 +44,23 @@ class TorchStrategy:
         module: nn.Module,
         averaged_over: int = 1,
         norm_groups: tuple[dist.ProcessGroup, ...] = (),
+        shard_optimizer: bool = False,
     ) -> None:
         train = plan.config.train
         self.model, self.module, self.mesh, self.averaged_over = model, module, mesh, averaged_over
         self.clip_norm, self.may_skip = train.clip_norm, train.on_nonfinite == "skip" or plan.scales_loss
-        self.optimizer = build_adamw(model, train, fused=True)
         self.scale = LossScale(dynamic=plan.scales_loss)
-        self.norm_groups = (*norm_groups, mesh["tp"].get_group()) if plan.mesh["tp"] > 1 else norm_groups
+        axes = (*(("dp",) if shard_optimizer else ()), *(("tp",) if plan.mesh["tp"] > 1 else ()))
+        self.norm_groups = (*norm_groups, *(mesh[axis].get_group() for axis in axes))
         self.counts_replicated = mesh["tp"].get_local_rank() == 0  # tp peers hold the same norms and biases
         self.all_ranks = torch.arange(plan.world_size).view(-1, plan.mesh["tp"])
         self.named = self.saved_names()  # once: while FSDP2 holds weights gathered, the model shows those instead
         self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
+        self.sharded = ShardedOptimizer(self.trained, mesh["dp"]) if shard_optimizer else None
+        if self.sharded is not None:
+            self.trained = self.sharded.shards
         self.parameters = list(self.trained.values())
+        self.optimizer = build_adamw(model, train, fused=True, shards=self.parameters)
         self.norm_parameters = [p for name, p in self.trained.items() if name in model.cuts or self.counts_replicated]
         self.load_weights(weights)
         for parameter in self.parameters:  # as AdamW would at its first step: a checkpoint may come before that
@@ -82,8 +89,14 @@ class TorchStrategy:
                 with phase("backward"):
                     (loss * weight).backward()
             losses.append(loss.detach())
+        self.reduce_gradients()
         with phase("optimizer"):
             return self.update(torch.stack(losses).sum(), share.num_targets)
+
+    def reduce_gradients(self) -> None:
+        """Sum over ranks, after the last micro-batch, what the module's backward does not sum by itself."""
+        if self.sharded is not None:
+            self.sharded.reduce_gradients()
 
     def update(self, loss_sum: Tensor, num_targets: int) -> StepStats:
         """Clip, update and free the gradients; or skip the update, on all ranks alike since the norm is global."""
@@ -96,6 +109,8 @@ class TorchStrategy:
             if self.clip_norm:
                 nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, norm)
             self.optimizer.step()
+            if self.sharded is not None:
+                self.sharded.gather_weights()
         self.optimizer.zero_grad(set_to_none=True)
         self.scale.update(overflow=skipped)
         return StepStats(

@@ -1,5 +1,7 @@
 """ZeRO stages 1, 2 and 3 by DeepSpeed: optimizer state, gradients and weights sharded over the ranks.
 
+Stage 1 beside tensor or pipeline parallelism is not DeepSpeed's, but training/strategies/sharded_optimizer.py.
+
 Weights stay fp32 and products are autocast inside LanguageModel, as in the other strategies, so that a run
 may change strategy without changing its arithmetic. DeepSpeed's JSON is derived here, never typed.
 """
@@ -25,9 +27,12 @@ from training.runtime.step_trace import phase
 from training.runtime.tensor_cut import Parts, flat_parts, whole_on_each
 from training.strategies.optim import MOMENTS, LossScale, build_adamw, set_learning_rate
 from training.strategies.stats import StepStats
+from training.strategies.torch_strategy import TorchStrategy
 
 
-def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Zero:
+def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> Zero | TorchStrategy:
+    if plan.mesh["tp"] > 1:
+        return TorchStrategy(plan, mesh, model, weights, module=model, shard_optimizer=True)
     if ZERO_STAGE[plan.strategy] < 3:
         fill(model.hf, weights)  # DeepSpeed copies them when it takes the model over
     return Zero(plan, mesh, model, weights)

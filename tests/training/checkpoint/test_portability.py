@@ -17,12 +17,14 @@ CHAIN = (
     "hsdp 4",
     "unlike",
     "zero2",
+    "fsdp x pp",
     "dp x tp",
     "pp interleaved",
     "zero3",
     "fsdp x tp",
     "single",
     "zero1",
+    "zero1 x pp",
     "tp x pp",
 )
 

@@ -33,6 +33,8 @@ LONG = (
     "fsdp",
     "tp x pp",
     "fsdp x tp",
+    "fsdp x pp",
+    "zero1 x pp",
     "pp interleaved",
     "unlike",
     "dp x pp",

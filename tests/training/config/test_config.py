@@ -51,17 +51,28 @@ COMBINATIONS = [
     ({"parallel__ranks": 3}, "train.global_batch = 8 cannot be split evenly over 3 data-parallel ranks"),
     ({"parallel__ranks": 3, "parallel__tp": 2}, r"parallel.ranks = 3 is not divisible by tp\*pp = 2"),
     ({"parallel__strategy": "single", "parallel__ranks": 2}, "single runs on 1 rank"),
-    ({"parallel__strategy": "single", "parallel__tp": 2}, "runs with parallel.strategy=ddp or fsdp, not single"),
-    ({"parallel__strategy": "zero1", "parallel__tp": 2}, "runs with parallel.strategy=ddp or fsdp, not zero1"),
-    ({"parallel__strategy": "fsdp", "parallel__pp": 2}, "parallel.pp = 2 runs with parallel.strategy=ddp, not fsdp"),
+    (
+        {"parallel__strategy": "single", "parallel__tp": 2},
+        "runs with parallel.strategy=ddp, fsdp, hsdp, zero1, not single",
+    ),
+    ({"parallel__strategy": "zero2", "parallel__tp": 2}, "parallel.strategy=ddp, fsdp, hsdp, zero1, not zero2"),
+    ({"parallel__strategy": "hsdp", "parallel__pp": 2}, "pp = 2 runs with parallel.strategy=ddp, fsdp, zero1, not"),
+    (
+        {"parallel__strategy": "fsdp", "parallel__pp": 2, "parallel__offload": "parameters"},
+        "offload=parameters is not there for parallel.strategy=fsdp with parallel.tp = 0 and pp = 2: it can have none",
+    ),
+    (
+        {"parallel__strategy": "fsdp", "parallel__stages": ((4,), (2, 2))},
+        "with parallel.strategy=fsdp, pp=0, pp_stages_per_rank=1: stages of given sizes run with ddp",
+    ),
     ({"parallel__pp_stages_per_rank": 2}, "pp_stages_per_rank = 2 needs a pipeline: set parallel.pp above 1"),
     (
         {"parallel__strategy": "ddp", "parallel__offload": "optimizer"},
-        "offload=optimizer is not there for parallel.strategy=ddp: it can have none",
+        "offload=optimizer is not there for parallel.strategy=ddp with parallel.tp = 0 and pp = 0: it can have none",
     ),
     (
         {"parallel__strategy": "zero2", "parallel__offload": "parameters"},
-        "offload=parameters is not there for parallel.strategy=zero2: it can have none, optimizer",
+        "offload=parameters is not there for parallel.strategy=zero2 with .*: it can have none, optimizer",
     ),
 ]
 

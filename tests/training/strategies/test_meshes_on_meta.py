@@ -33,11 +33,17 @@ MESHES = [
     ("8B", 64, "fsdp"),
     ("8B", 64, "hsdp"),
     ("8B", 64, "fsdp tp=8"),
+    ("8B", 16, "fsdp pp=4 pp_stages_per_rank=2"),
+    ("8B", 16, "zero1 tp=4"),
+    ("70B", 64, "fsdp pp=8"),
+    ("70B", 128, "zero1 tp=8 pp=4"),
     ("70B", 64, "ddp tp=8 pp=8"),
     ("70B", 128, "hsdp tp=2"),
     ("70B", 512, "fsdp"),
     ("405B", 256, "fsdp tp=8"),
     ("405B", 512, "ddp tp=8 pp=16"),
+    ("405B", 512, "fsdp tp=8 pp=16"),
+    ("405B", 512, "zero1 tp=8 pp=16"),
     ("405B", 512, "fsdp"),
 ]
 
@@ -86,10 +92,11 @@ def held_bytes(plan: RunPlan, rank: int) -> dict[str, int]:
         assert tensor.is_meta
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
 
+    weights_held = [parameter for parameter in strategy.named.values() if parameter.requires_grad]
     moments = [state[name] for state in strategy.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     return {
-        "weights": sum(map(num_bytes, strategy.parameters)),
-        "gradients": sum(map(num_bytes, strategy.parameters)),  # each is made like its parameter
+        "weights": sum(map(num_bytes, weights_held)),
+        "gradients": sum(map(num_bytes, weights_held)),  # each is made like its parameter
         "optimizer": sum(map(num_bytes, moments)),
     }
 

@@ -34,11 +34,24 @@ SLOW = {
     "dp x pp",
     "dp x tp",
     "fsdp x tp",
+    "fsdp x pp",
     "hsdp 4",
     "unlike unequal",
     *EIGHT_RANKS,
 }
-LONG = {"unlike x tp", "zero2 offload", "fsdp 4", "zero1 4", "zero2 4", "pp 4", "dp x pp interleaved", "hsdp x tp"}
+LONG = {
+    "unlike x tp",
+    "zero2 offload",
+    "fsdp 4",
+    "fsdp x pp interleaved",
+    "zero1 4",
+    "zero1 x tp",
+    "zero1 x pp",
+    "zero2 4",
+    "pp 4",
+    "dp x pp interleaved",
+    "hsdp x tp",
+}
 COMMON = {
     "model__dropout": 0.0,
     "model__layers": 4,
