@@ -144,13 +144,14 @@ def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
         return whole.to(like.device, copy=True)
     result = torch.empty_like(like, dtype=whole.dtype)
     assert isinstance(result, DTensor)
-    result.to_local().copy_(own_rows(whole, like.device_mesh))
+    shard = result.to_local()
+    shard.copy_(own_rows(whole, like.device_mesh, number=len(shard)))
     return result
 
 
-def own_rows(whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's rows, a view, of a tensor whose rows are sharded over the mesh's last axis."""
+def own_rows(whole: Tensor, mesh: DeviceMesh, *, number: int | None = None) -> Tensor:
+    """This rank's rows, a view, of a tensor whose rows are sharded over the mesh's last axis; `number` of them."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank is in the tensor's mesh"
     rows = _rows_of_shards(len(whole), mesh.size(mesh.ndim - 1))
-    return whole.narrow(0, sum(rows[: coordinate[-1]]), rows[coordinate[-1]])
+    return whole.narrow(0, sum(rows[: coordinate[-1]]), rows[coordinate[-1]] if number is None else number)

@@ -167,7 +167,7 @@ class Pipeline(TorchStrategy):
         self.has_tied_copy = model.tied and self.has_last and not self.has_first
         if self.is_sharded:
             for buffer in model.buffers():  # fsdp moves what it shards
-                buffer.data = buffer.to(plan.device_kind)
+                buffer.data = buffer if buffer.is_meta else buffer.to(plan.device_kind)
             for stage in self.stages.values():
                 stage.shard(**shard_options(plan, mesh["dp"]))
         shares = [mesh["dp"].get_group()] if self.is_sharded else []

@@ -226,7 +226,7 @@ def test_a_model_without_a_tensor_plan_is_told_which_strategies_it_can_have() ->
     ("overrides", "message"),
     [
         ({"parallel__strategy": "zero2", "parallel__pp": 2}, "parallel.pp = 2 runs with parallel.strategy=ddp"),
-        ({"parallel__strategy": "zero3", "parallel__tp": 2}, "parallel.tp = 2 runs with parallel.strategy=ddp or fsdp"),
+        ({"parallel__strategy": "zero3", "parallel__tp": 2}, "parallel.tp = 2 runs with parallel.strategy=ddp, fsdp"),
         ({"parallel__strategy": "ddp", "parallel__offload": "optimizer"}, "parallel.offload=optimizer is not there"),
         ({"parallel__pp_stages_per_rank": 2}, "needs a pipeline: set parallel.pp above 1"),
         ({"parallel__strategy": "zero3", "train__compile": True}, "train.compile=true cannot be had with"),
