@@ -45,6 +45,12 @@ class ParallelConfig(Section):
         description="Tensor parallelism: the number of ranks that split each layer's matrices; 0 lets the plan "
         "choose (1 if a strategy is set).",
     )
+    sequence_parallel: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="With tp, whether each of its ranks has a piece of every sequence between attention and MLP, where "
+        "norms, dropout and residuals would otherwise be computed and kept by all of them. auto: on GPUs, "
+        "where it sends no more; on CPUs where the plan predicts that it is faster or that nothing else fits.",
+    )
     pp: int = Field(
         0,
         ge=0,
@@ -164,6 +170,11 @@ class ParallelConfig(Section):
             )
         if self.tp > 1 and not (anyhow or self.strategy in WITH_TP):
             raise ValueError(f"parallel.tp = {self.tp} runs with parallel.strategy=ddp or fsdp, not {self.strategy}")
+        if self.sequence_parallel == "on" and (self.tp == 1 or (self.tp == 0 and not anyhow)):
+            raise ValueError(
+                f"parallel.sequence_parallel=on splits sequences over tp ranks, and parallel.tp = {self.tp} has "
+                "none to share with: set parallel.tp above 1, or sequence_parallel=auto"
+            )
         possible = ("none", *OFFLOADS.get(self.strategy, ()))
         if self.offload not in ("auto", *possible) and not anyhow:
             raise ValueError(

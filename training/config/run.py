@@ -133,6 +133,11 @@ class RunConfig(Section):
                 f"parallel.ranks = {parallel.ranks} is not divisible by tp*pp = {model_ranks}: "
                 "change parallel.tp, parallel.pp or parallel.ranks"
             )
+        if parallel.sequence_parallel == "on" and parallel.tp and train.context % parallel.tp:
+            raise ValueError(
+                f"train.context = {train.context} tokens make no equal pieces for parallel.tp = {parallel.tp} ranks: "
+                f"make train.context a multiple of {parallel.tp}, or set parallel.sequence_parallel=off"
+            )
         replicas = parallel.ranks // model_ranks
         if is_whole_mesh and replicas and train.global_batch % replicas:
             raise ValueError(

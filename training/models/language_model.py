@@ -17,7 +17,7 @@ from training.models.init_weights import FreshWeights, fill
 from training.models.linear_cross_entropy import linear_cross_entropy, linear_scores
 from training.planner.model_shape import dropout_fields
 from training.records.plan import RunPlan
-from training.runtime.mesh import copy_to_group
+from training.runtime.mesh import copy_to_group, gather_sequence
 from training.runtime.tensor_cut import Cut
 from training.shards.packing import PADDING
 
@@ -45,6 +45,7 @@ class LanguageModel(nn.Module):
         self.cuts: dict[str, Cut] = {}  # by parameter name
         self.first_token_id = 0
         self.tp_group: dist.ProcessGroup | None = None
+        self.sequence_pieces = 1  # tp ranks that have a piece of each sequence between blocks
 
     def compute_in(self, precision: str) -> None:
         """Make matrix products in this precision from now on."""
@@ -73,7 +74,7 @@ class LanguageModel(nn.Module):
         """int64 [batch, length] and [batch] -> fp32 [batch, vocab]: the logits of the word after each place."""
         with self.autocast(inputs.device):
             if self.architecture is not None:
-                return self.next_logits_from(self.hidden(inputs, None, None), places)
+                return self.next_logits_from(self.hidden(self.padded(inputs), None, None), places)
             return _at(self._logits(inputs, None, None).unflatten(0, inputs.shape), places)
 
     def autocast(self, device: torch.device) -> torch.autocast:
@@ -85,9 +86,16 @@ class LanguageModel(nn.Module):
         hidden = self.layers(self.embed(inputs, positions), layers_of(self.hf), positions, documents)
         return self.finish(hidden)
 
-    @staticmethod
-    def positions(inputs: Tensor, positions: Tensor | None) -> Tensor:
-        return torch.arange(inputs.shape[1], device=inputs.device)[None] if positions is None else positions
+    def positions(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        """Those of whole sequences; `x` are their inputs, or hidden states, perhaps of this rank's piece of them."""
+        if positions is not None:
+            return positions
+        length = x.shape[1] * (self.sequence_pieces if x.is_floating_point() else 1)
+        return torch.arange(length, device=x.device)[None]
+
+    def padded(self, inputs: Tensor) -> Tensor:
+        """`inputs` of a length that can be split, for causal models: what comes after a place does not change it."""
+        return nn.functional.pad(inputs, (0, -inputs.shape[1] % self.sequence_pieces))
 
     def embed(self, inputs: Tensor, positions: Tensor) -> Tensor:
         assert self.architecture is not None
@@ -114,20 +122,18 @@ class LanguageModel(nn.Module):
 
     def loss_from(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """`forward`'s loss, from the hidden states before the output layer."""
-        if self.tp_group is not None:
-            hidden = copy_to_group(hidden, self.tp_group)
-        loss: Tensor = self._over_vocabulary(linear_cross_entropy, hidden, targets)
+        loss: Tensor = self._over_vocabulary(linear_cross_entropy, self._for_output(hidden), targets)
         return loss
 
     def scores_from(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """`scores`, from the hidden states before the output layer."""
-        scores: tuple[Tensor, Tensor] = self._over_vocabulary(linear_scores, hidden, targets)
+        scores: tuple[Tensor, Tensor] = self._over_vocabulary(linear_scores, self._for_output(hidden), targets)
         return scores
 
     def next_logits_from(self, hidden: Tensor, places: Tensor) -> Tensor:
         """`next_logits`, from the hidden states; on all tp ranks alike, though each holds a share of the words."""
         weight, bias = self.output()
-        own = (_at(hidden, places).to(self.dtype) @ weight.to(self.dtype).t()).float()
+        own = (_at(self._for_output(hidden), places).to(self.dtype) @ weight.to(self.dtype).t()).float()
         own = own if bias is None else own + bias
         if self.tp_group is None:
             return own
@@ -135,6 +141,13 @@ class LanguageModel(nn.Module):
         logits[:, self.first_token_id : self.first_token_id + own.shape[1]] = own
         dist.all_reduce(logits, group=self.tp_group)
         return logits
+
+    def _for_output(self, hidden: Tensor) -> Tensor:
+        """Whole sequences of hidden states, for the words of this rank."""
+        if self.tp_group is None:
+            return hidden
+        collect = gather_sequence if self.sequence_pieces > 1 else copy_to_group
+        return collect(hidden, self.tp_group)
 
     def _over_vocabulary(self, function: Callable[..., Any], hidden: Tensor, targets: Tensor) -> Any:
         """Call a function of training/models/linear_cross_entropy.py with the words that this rank holds."""

@@ -48,7 +48,8 @@ class Layout:
     """One way to run a job. Each replica makes `accumulation` micro-batches of `micro_batch` sequences in a step.
 
     `stages`: the layers of each pipeline stage, by replica, where replicas are of unlike shape or stages unequal; such
-    a layout is priced rank by rank. `at`: the replica and the stage of the rank that is priced.
+    a layout is priced rank by rank. `at`: the replica and the stage of the rank that is priced. `sequence_parallel`:
+    tp ranks have pieces of each sequence between blocks.
     """
 
     strategy: StrategyName
@@ -62,6 +63,7 @@ class Layout:
     stages_per_rank: int = 1
     stages: Stages = ()
     at: tuple[int, int] | None = None
+    sequence_parallel: bool = False
 
     @property
     def world_size(self) -> int:
@@ -84,6 +86,8 @@ class Layout:
 
     def __str__(self) -> str:
         sizes = [f"{axis} {size}" for axis, size in (("tp", self.tp), ("pp", self.pp), ("dp", self.dp)) if size > 1]
+        if self.sequence_parallel:
+            sizes.append("sequence parallel")
         if self.stages_per_rank > 1:
             sizes.append(f"{self.stages_per_rank} stages a rank")
         sizes += [describe_stages(self.stages).strip()] if self.stages else []

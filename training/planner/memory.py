@@ -121,7 +121,8 @@ def _activations(job: Job, layout: Layout, model: CostModel, *, stage: int) -> f
     """Bytes of activations: all layers and micro-batches in flight, and some tensors around the output layer."""
     tokens, shape = _tokens(job, layout), job.shape
     shared = layout.tp if model.program.sequence_parallel else 1
-    ends = 3 * model.program.boundary_bytes * shape.width * tokens / shared if stage == layout.pp - 1 else 0.0
+    around_output = 2 / shared + 1 if model.program.kept.gathered else 3 / shared  # ours gathers what the words take
+    ends = around_output * model.program.boundary_bytes * shape.width * tokens if stage == layout.pp - 1 else 0.0
     layers = in_flight(layout, stage=stage) * stage_layers(job, layout)
     return layers * activation_bytes_per_token(job, layout, model) * tokens + ends
 

@@ -59,7 +59,7 @@ class PricedLayout:
     def kind(self) -> tuple[object, ...]:
         """The layout without its micro-batch."""
         layout = self.layout
-        return (layout.strategy, layout.tp, layout.pp, layout.recompute, layout.offload)
+        return (layout.strategy, layout.tp, layout.pp, layout.sequence_parallel, layout.recompute, layout.offload)
 
     @property
     def needed_gib(self) -> float:
@@ -95,6 +95,7 @@ def cost_model_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster)
         layout.strategy,
         kind=cluster.kind,
         compiled=config.train.compile,
+        sequence_parallel=layout.sequence_parallel,
         copies_gradients=layout.strategy == "ddp" and layout.pp == 1 and not parallel.gradient_as_bucket_view,
         bucket_bytes=2.0 * parallel.bucket_mib * 2**20,
         reduce_bytes=_reduce_bytes(config, layout, job.shape.width),

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 from training.config.parallel import Precision, Stages
 from training.config.run import RunConfig
@@ -21,7 +22,14 @@ from training.planner.corrections import correct_seconds, corrections_of, descri
 from training.planner.job import KNOWN_ARCHITECTURES, Job, Layout, Recompute
 from training.planner.precision import ChosenPrecision, with_whole_gradients
 from training.planner.pricing import MEMORY_SHARE, PricedLayout, job_of, memory_of, seconds_of
-from training.planner.search import AS_FAST, RECOMPUTE, Ranking, accumulation_refusal, tensor_sizes
+from training.planner.search import (
+    AS_FAST,
+    RECOMPUTE,
+    Ranking,
+    accumulation_refusal,
+    sequence_choices,
+    tensor_sizes,
+)
 from training.planner.shares import (
     ACCUMULATIONS_TRIED,
     Replica,
@@ -739,7 +747,9 @@ class _UnlikePricing:
     def layout(self, tp: int, stages: Stages, recompute: Recompute) -> Layout:
         longest, dp = max(map(len, stages)), len(stages)
         size = max(1, self.config.train.global_batch // (dp * longest))
-        return Layout("ddp", tp, longest, dp, size, longest, recompute=recompute, stages=stages)
+        split = sequence_choices(self.config, tp=tp, kind=self.run.kind)[0]
+        more: dict[str, Any] = {"recompute": recompute, "stages": stages, "sequence_parallel": split}
+        return Layout("ddp", tp, longest, dp, size, longest, **more)
 
     def choice(self, found: UnlikeReplicas) -> UnlikeChoice:
         priced = self.priced.model_copy(update={"layout": describe_kind(self.config, found.layout)})

@@ -7,6 +7,7 @@ A refusal is a sentence that says why something cannot be, with the numbers and 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -160,13 +161,14 @@ def best_by_kind(layouts: Iterable[PricedLayout]) -> list[PricedLayout]:
 
 def simplicity(layout: Layout) -> tuple[int, ...]:
     """Sort key: prefer no offload, then no pipeline or tensor parallelism, then the simpler strategy, then no
-    recomputation."""
+    recomputation, then whole sequences on all tp ranks."""
     return (
         OFFLOAD.index(layout.offload),
         layout.pp,
         layout.tp,
         AUTOMATIC.index(layout.strategy) if layout.strategy in AUTOMATIC else 0,
         RECOMPUTE.index(layout.recompute),
+        layout.sequence_parallel,
     )
 
 
@@ -228,8 +230,9 @@ def _layouts(config: RunConfig, cluster: Cluster, mesh: Mesh) -> Iterator[Layout
     if mesh.strategy == "hsdp" and config.parallel.strategy == "auto" and len(sizes) > 1:
         return  # its groups are hosts, which must be equal
     dp = cluster.num_ranks // mesh.model_ranks
+    split = sequence_choices(config, tp=mesh.tp, kind=cluster.kind)
     for micro_batch, accumulation in _micro_batches(config, dp=dp, pp=mesh.pp):
-        for recompute, offload in _savings(config, mesh.strategy, cluster.kind):
+        for (recompute, offload), is_split in itertools.product(_savings(config, mesh.strategy, cluster.kind), split):
             yield Layout(
                 mesh.strategy,
                 mesh.tp,
@@ -240,7 +243,16 @@ def _layouts(config: RunConfig, cluster: Cluster, mesh: Mesh) -> Iterator[Layout
                 recompute=recompute,
                 offload=offload,
                 stages_per_rank=config.parallel.pp_stages_per_rank,
+                sequence_parallel=is_split,
             )
+
+
+def sequence_choices(config: RunConfig, *, tp: int, kind: str) -> tuple[bool, ...]:
+    """Whether to try sequence parallelism; on a GPU it sends no more than without, so that it is always taken."""
+    asked = config.parallel.sequence_parallel
+    if tp == 1 or asked == "off" or config.train.context % tp:
+        return (False,)
+    return (True,) if asked == "on" or kind == "cuda" else (False, True)
 
 
 def _micro_batches(config: RunConfig, *, dp: int, pp: int) -> Iterator[tuple[int, int]]:
@@ -358,12 +370,25 @@ def _division_refusal(config: RunConfig, shape: ModelShape, mesh: Mesh) -> str |
     for what, size in sizes.items():
         if size % tp:
             return f"{size} {what} cannot be shared by parallel.tp = {tp}: choose a tp that divides {size}"
+    if config.parallel.sequence_parallel == "on" and (refusal := sequence_refusal(config, tp=tp)):
+        return refusal
     if shape.layers < stages:
         return (
             f"{shape.layers} layers cannot fill parallel.pp x pp_stages_per_rank = {stages} stages: "
             "lower parallel.pp or parallel.pp_stages_per_rank"
         )
     return fp8_refusal(shape, tp=tp) if config.parallel.precision == "fp8" else None
+
+
+def sequence_refusal(config: RunConfig, *, tp: int) -> str | None:
+    """Sequences that sequence parallelism cannot split into equal pieces."""
+    context = config.train.context
+    if context % tp == 0:
+        return None
+    return (
+        f"train.context = {context} tokens make no equal pieces for parallel.tp = {tp} ranks, {context % tp} are left "
+        f"over: set train.context={context // tp * tp}, another parallel.tp, or parallel.sequence_parallel=off"
+    )
 
 
 def _batch_refusal(config: RunConfig, inventory: Inventory, mesh: Mesh) -> str | None:

@@ -184,13 +184,15 @@ def tp_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster) -> float:
     """Seconds of tensor parallelism's sums in one micro-batch, which nothing hides.
 
     There are two a layer and direction (Shoeybi et al. 2019, section 3), and two more where whole layers are
-    recomputed. Under sequence parallelism each is two halves of a sum.
+    recomputed. Under sequence parallelism each is two halves of a sum, the first of which gloo makes as a whole one.
     """
     if layout.tp == 1:
         return 0.0
     num_bytes = layout.micro_batch * job.context * job.shape.width * job.width_bytes
     sums = stage_layers(job, layout) * (6 if layout.recompute == "full" else 4) + 2
     link = cluster.link(layout.tp)
+    if model.program.sequence_parallel and cluster.kind == "cpu":
+        sums *= 1.5
     return model.time.tp_exposed * sums * link.all_reduce_s(num_bytes, layout.tp)
 
 

@@ -41,6 +41,7 @@ class EvaluationPlan(RankPlan):
             "offload": plan.offload if is_sharded and plan.offload == "parameters" else "none",
             "activation_checkpointing": "none",
             "rebalance": False,
+            "sequence_parallel": False,  # texts are of any length
             "precisions": (),
             "model": trained.checkpoint,
             "step": trained.step,

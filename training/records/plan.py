@@ -109,6 +109,7 @@ class RankedLayout(Record):
     pp: int
     dp: int
     stages: Stages = ()
+    sequence_parallel: bool = False
     micro_batch: int
     accumulation: int
     activation_checkpointing: Literal["none", "selective", "full"]
@@ -175,6 +176,7 @@ class RankPlan(Record):
     `stages`: the number of layers of each pipeline stage, by data-parallel replica, where replicas are of unlike shape
     or their stages unequal: ((24,), (10, 14)) is one rank with 24 layers, and a pipeline of two. Then ranks count
     replica by replica, and pp is the longest pipeline. Empty: equal stages of a whole mesh.
+    `sequence_parallel`: between the blocks that tp ranks share, each has a piece of every sequence.
     `micro_batches`: sequences per forward pass, by data-parallel replica; all make `accumulation` of them a step.
     `rebalance` lets the micro-batches change while training goes on. `local_copies`: of models that are named by URLs.
     `precision`: of matrix products; `precisions`: by replica, where they differ, and then the former is the weakest.
@@ -194,6 +196,7 @@ class RankPlan(Record):
     activation_checkpointing: Literal["none", "selective", "full"]
     mesh: dict[str, int]
     stages: Stages = ()
+    sequence_parallel: bool = False
     group_ranks: int = 0  # data-parallel ranks in a group, for hsdp and local-sgd
     ranks_per_host: tuple[int, ...]
     threads_per_rank: int
@@ -296,6 +299,7 @@ class RunPlan(RankPlan):
             "strategy": self.strategy,
             "tp": self.mesh["tp"],
             "pp": self.mesh["pp"],
+            "sequence_parallel": "on" if self.sequence_parallel else "off",
             "stages": self.stages or "even",
             "group_ranks": self.group_ranks,
             "offload": self.offload,

@@ -1,4 +1,4 @@
-"""Process groups by the axes pp, dp and tp, and the two collectives that tensor parallelism differentiates."""
+"""Process groups by the axes pp, dp and tp, and the collectives that tensor and sequence parallelism differentiate."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from training.records.plan import Place, RankPlan
 
 ACROSS, INSIDE = "across_groups", "inside_group"
+SEQUENCE = 1  # the dimension of tokens in [batch, context, width]
+# Their names before torch 2.13 warn since.
+_all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+_reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
 
 Mesh = Mapping[str, DeviceMesh]  # a rank's group of each axis
 
@@ -119,6 +123,31 @@ def sum_over_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return result
 
 
+def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' pieces of each sequence as one; the gradient is the sum of theirs ("g" in Korthikanti et al. 2022)."""
+    result: Tensor = _GatherSequence.apply(x, group)
+    return result
+
+
+def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's piece of each sequence, of the sum of the ranks' `x`: half the work of sum_over_group."""
+    result: Tensor = _ScatterSum.apply(x, group)
+    return result
+
+
+def own_piece(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's piece of sequences that all ranks of the group have."""
+    return x.chunk(group.size(), SEQUENCE)[group.rank()]
+
+
+def all_reduce_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum tensors over the ranks, in place, as one message."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    sums = flat.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [piece.view_as(tensor) for piece, tensor in zip(sums, tensors, strict=True)])
+
+
 class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -138,3 +167,25 @@ class _SumOverGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return funcol.wait_tensor(_all_gather(x.contiguous(), SEQUENCE, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return funcol.wait_tensor(_reduce_scatter(grads[0].contiguous(), "sum", SEQUENCE, ctx.group)), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return funcol.wait_tensor(_reduce_scatter(x.contiguous(), "sum", SEQUENCE, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return funcol.wait_tensor(_all_gather(grads[0].contiguous(), SEQUENCE, ctx.group)), None

@@ -96,7 +96,7 @@ def parallelize(
     cut: fsdp, hsdp and zero3 move it layer by layer, since a model they are chosen for would not fit whole.
     """
     if plan.mesh["tp"] > 1:
-        tensor.shard_matrices(model, mesh["tp"])
+        tensor.shard_matrices(model, mesh["tp"], sequence_parallel=plan.sequence_parallel)
     if plan.mesh["pp"] > 1:
         pipeline.keep_own_stages(plan, model)
     if plan.strategy not in {"fsdp", "hsdp", "zero3"}:

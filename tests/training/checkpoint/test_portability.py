@@ -23,7 +23,7 @@ CHAIN = (
     "fsdp x tp",
     "single",
     "zero1",
-    "tp x pp",
+    "sp x pp",
 )
 
 

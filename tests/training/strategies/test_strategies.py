@@ -34,11 +34,22 @@ SLOW = {
     "dp x pp",
     "dp x tp",
     "fsdp x tp",
+    "fsdp x sp",
     "hsdp 4",
     "unlike unequal",
     *EIGHT_RANKS,
 }
-LONG = {"unlike x tp", "zero2 offload", "fsdp 4", "zero1 4", "zero2 4", "pp 4", "dp x pp interleaved", "hsdp x tp"}
+LONG = {
+    "unlike x tp",
+    "zero2 offload",
+    "fsdp 4",
+    "zero1 4",
+    "zero2 4",
+    "pp 4",
+    "dp x pp interleaved",
+    "hsdp x tp",
+    "sp x pp",
+}
 COMMON = {
     "model__dropout": 0.0,
     "model__layers": 4,
@@ -144,6 +155,7 @@ def test_document_masks_padding_and_an_uneven_last_batch(
     "layout",
     [
         pytest.param("tp", marks=pytest.mark.slow),
+        pytest.param("sp", marks=pytest.mark.slow),
         "pp",
         pytest.param("unlike", marks=pytest.mark.slow),
         pytest.param("tp x pp", marks=pytest.mark.long),
