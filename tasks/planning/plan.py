@@ -33,6 +33,7 @@ LAYOUT_FIELDS = {
     "strategy",
     "tp",
     "pp",
+    "cp",
     "stages",
     "sequence_parallel",
     "offload",

@@ -15,6 +15,7 @@ Stages = tuple[tuple[int, ...], ...]  # layers of each pipeline stage, by data-p
 # Combinations that work: the config refuses all others, and the plan chooses among these.
 WITH_TP = ("ddp", "fsdp", "hsdp")
 WITH_PP = ("ddp",)
+WITH_CP = ("ddp", "fsdp")
 OFFLOADS: dict[str, tuple[str, ...]] = {
     "zero1": ("optimizer",),
     "zero2": ("optimizer",),
@@ -44,6 +45,13 @@ class ParallelConfig(Section):
         le=1024,
         description="Tensor parallelism: the number of ranks that split each layer's matrices; 0 lets the plan "
         "choose (1 if a strategy is set).",
+    )
+    cp: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="Context parallelism, for long contexts: the number of ranks that share the tokens of each "
+        "sequence, each of which computes a part of it; 0 lets the plan choose (1, unless nothing else fits).",
     )
     sequence_parallel: Literal["auto", "on", "off"] = Field(
         "auto",
@@ -170,6 +178,11 @@ class ParallelConfig(Section):
             )
         if self.tp > 1 and not (anyhow or self.strategy in WITH_TP):
             raise ValueError(f"parallel.tp = {self.tp} runs with parallel.strategy=ddp or fsdp, not {self.strategy}")
+        if self.cp > 1 and (self.pp > 1 or not (anyhow or self.strategy in WITH_CP)):
+            raise ValueError(
+                f"parallel.cp = {self.cp} runs with parallel.strategy=ddp or fsdp, with or without tp, and without a "
+                f"pipeline; not with {self.strategy} and pp = {self.pp}: change them, or set parallel.cp to 1"
+            )
         if self.sequence_parallel == "on" and (self.tp == 1 or (self.tp == 0 and not anyhow)):
             raise ValueError(
                 f"parallel.sequence_parallel=on splits sequences over tp ranks, and parallel.tp = {self.tp} has "
@@ -198,6 +211,10 @@ class ParallelConfig(Section):
         if isinstance(self.stages, str):
             return self
         asked = f"parallel.stages = {[list(sizes) for sizes in self.stages]}"
+        if self.cp > 1:
+            raise ValueError(
+                f"{asked}: pipelines do not share sequences (parallel.cp = {self.cp}): set parallel.cp to 1"
+            )
         if not self.stages or any(not sizes or min(sizes) < 1 for sizes in self.stages):
             raise ValueError(f"{asked}: each replica needs a list, and each stage at least 1 layer")
         if len({sum(sizes) for sizes in self.stages}) > 1:

@@ -189,11 +189,11 @@ def rank_devices(inventory: Inventory, run: Cluster, *, precision: ChosenPrecisi
 
 
 def _replicas(chosen: ChosenLayout, devices: Sequence[RankDevice]) -> list[ReplicaSpeed]:
-    """The replicas in the order of the mesh's dp axis; ranks count through pp, dp and tp, innermost last."""
-    dp, tp = chosen.layout.dp, chosen.layout.tp
+    """The replicas in the order of the mesh's dp axis; ranks count through pp, dp, cp and tp, innermost last."""
+    dp, peers = chosen.layout.dp, chosen.layout.cp * chosen.layout.tp
     own: list[dict[int, RankDevice]] = [{} for _ in range(dp)]  # the unlike devices of each replica
     for rank, device in enumerate(devices):
-        own[rank // tp % dp][id(device)] = device
+        own[rank // peers % dp][id(device)] = device
     made: dict[tuple[int, ...], ReplicaSpeed] = {}  # of thousands of replicas a few are unlike
     for each in own:
         if tuple(each) not in made:

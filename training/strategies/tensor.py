@@ -77,7 +77,7 @@ def _split_sequences(model: LanguageModel, group: dist.ProcessGroup) -> None:
         return args, named | {"hidden_states": _gathered(named["hidden_states"], group)}
 
     for layer in layers_of(model.hf):
-        for path in model.architecture.blocks:
+        for path in (model.architecture.attention, model.architecture.mlp):
             layer.get_submodule(path).register_forward_pre_hook(gather, with_kwargs=True)
     for path in model.architecture.added:
         model.hf.get_submodule(path).register_forward_hook(lambda module, args, rows: own_piece(rows, group))
