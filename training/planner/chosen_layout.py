@@ -159,12 +159,8 @@ def choose_layout(
 
 def resolve(config: RunConfig, layout: Layout, *, group_ranks: int) -> RunConfig:
     """`config` with the values of the layout in place of every `auto` and 0 that it decides."""
-    parallel = {"strategy": layout.strategy, "tp": layout.tp, "pp": layout.pp, "offload": layout.offload}
-    parallel |= {
-        "cp": layout.cp,
-        "group_ranks": group_ranks,
-        "sequence_parallel": "on" if layout.sequence_parallel else "off",
-    }
+    parallel: dict[str, Any] = {field: getattr(layout, field) for field in ("strategy", "tp", "pp", "cp", "offload")}
+    parallel |= {"group_ranks": group_ranks, "sequence_parallel": "on" if layout.sequence_parallel else "off"}
     train = {"activation_checkpointing": layout.recompute}
     return config.model_copy(
         update={

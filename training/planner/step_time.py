@@ -191,10 +191,10 @@ def tp_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster) -> float:
         return 0.0
     num_bytes = layout.tokens(job) * job.shape.width * job.width_bytes
     sums = stage_layers(job, layout) * (6 if layout.recompute == "full" else 4) + 2
-    link = cluster.link(layout.tp)
+    each = cluster.link(layout.tp).all_reduce_s(num_bytes, layout.tp)
     if model.program.sequence_parallel and cluster.kind == "cpu":
-        sums *= 1.5
-    return model.time.tp_exposed * sums * link.all_reduce_s(num_bytes, layout.tp)
+        each *= 1.5
+    return model.time.tp_exposed * sums * each
 
 
 def cp_s(job: Job, layout: Layout, cluster: Cluster) -> float:

@@ -21,6 +21,7 @@ CHAIN = (
     "pp interleaved",
     "zero3",
     "fsdp x tp",
+    "fsdp x cp",
     "single",
     "zero1",
     "sp x pp",

@@ -68,10 +68,10 @@ def fake_ranks() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert"])
-def test_what_our_layers_keep_is_what_torch_saves(architecture: str, tp: int, fake_ranks: DeviceMesh) -> None:
-    """On tp ranks with sequence parallelism."""
+def test_what_our_layers_keep_is_what_torch_saves(architecture: str, tp: int, cp: int, fake_ranks: DeviceMesh) -> None:
+    """On tp ranks with sequence parallelism; on ranks that share each sequence."""
     config = tiny_config(
         model__architecture=architecture,
         model__width=128,
@@ -85,6 +85,8 @@ def test_what_our_layers_keep_is_what_torch_saves(architecture: str, tp: int, fa
     model = build_model(plan)
     if tp > 1:
         shard_matrices(model, fake_ranks, sequence_parallel=True)
+    if cp > 1:
+        model.share_context(fake_ranks.get_group())
     layer, saved, weights = layers_of(model.hf)[1], dict[int, int](), {p.data_ptr() for p in model.parameters()}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -105,7 +107,7 @@ def test_what_our_layers_keep_is_what_torch_saves(architecture: str, tp: int, fa
         model(ids, ids)
     job = Job(shape=plan.shape, context=64, global_batch=4, precision="fp32")
     costs = our_cost_model(job, "single", kind="cpu", sequence_parallel=tp > 1)
-    expected = activation_bytes_per_token(job, replace(ONE, tp=tp), costs) * ids.numel()
+    expected = activation_bytes_per_token(job, replace(ONE, tp=tp, cp=cp), costs) * ids.numel() / cp
     assert sum(saved.values()) == pytest.approx(expected, rel=0.03)
 
 

@@ -35,6 +35,7 @@ SLOW = {
     "dp x tp",
     "fsdp x tp",
     "fsdp x sp",
+    "fsdp x cp",
     "hsdp 4",
     "unlike unequal",
     *EIGHT_RANKS,
@@ -136,7 +137,8 @@ def test_ranks_that_accumulate_and_clip_equal_one_process(
 
 @pytest.mark.parametrize("packing", ["documents", "uneven"])
 @pytest.mark.parametrize(
-    "layout", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp x tp", "zero2", "unlike")), "pp"]
+    "layout",
+    ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp x tp", "zero2", "unlike", "cp")), "pp"],
 )
 def test_document_masks_padding_and_an_uneven_last_batch(
     layout: str, packing: str, alone: Callable[..., Path], make_run: Callable[..., Path]
@@ -156,6 +158,7 @@ def test_document_masks_padding_and_an_uneven_last_batch(
     [
         pytest.param("tp", marks=pytest.mark.slow),
         pytest.param("sp", marks=pytest.mark.slow),
+        pytest.param("cp", marks=pytest.mark.slow),
         "pp",
         pytest.param("unlike", marks=pytest.mark.slow),
         pytest.param("tp x pp", marks=pytest.mark.long),
