@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,9 @@ class LanguageModel(nn.Module):
 
     def padded(self, inputs: Tensor) -> Tensor:
         """`inputs` of a length that can be split, for causal models: what comes after a place does not change it."""
-        pieces = self.sequence_pieces * (1 if self.context is None else self.context.number)
+        pieces = self.sequence_pieces
+        if self.context is not None:
+            pieces = self.context.group.size() * math.lcm(2, pieces)
         return nn.functional.pad(inputs, (0, -inputs.shape[1] % pieces))
 
     def embed(self, inputs: Tensor, positions: Tensor) -> Tensor:

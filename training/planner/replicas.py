@@ -696,7 +696,8 @@ def _best_unlike(
     Where devices are alike, and `even`, the best layout of equal stages, has some: the same with unequal ones.
     """
     parallel, slots = config.parallel, tuple(len(host.devices) for host in inventory.hosts)
-    fixed = parallel.ranks or parallel.pp or parallel.pp_stages_per_rank > 1 or parallel.compression != "none"
+    fixed = parallel.ranks or parallel.pp or parallel.cp > 1 or parallel.pp_stages_per_rank > 1
+    fixed = fixed or parallel.compression != "none"
     if parallel.stages != "auto" or parallel.strategy != "auto" or fixed or sum(slots) < 2 or precision.is_mixed:
         return None
     if parallel.offload not in ("auto", "none") or shape.architecture not in KNOWN_ARCHITECTURES:
@@ -764,7 +765,7 @@ class _UnlikePricing:
         shape, devices = self.job.shape, self.prices.devices
         tps = [self.config.parallel.tp] if self.config.parallel.tp else tensor_sizes(shape, [*slots], sum(slots))
         for tp, recompute in itertools.product(tps, self.recompute):
-            if any(number % tp for number in slots):
+            if any(number % tp for number in slots) or not sequence_choices(self.config, tp=tp, kind=self.run.kind):
                 continue
             units = devices[::tp]
             runs = _runs_of_alike(units)

@@ -281,8 +281,10 @@ def _layouts(config: RunConfig, cluster: Cluster, mesh: Mesh) -> Iterator[Layout
 def sequence_choices(config: RunConfig, *, tp: int, cp: int = 1, kind: str) -> tuple[bool, ...]:
     """Whether to try sequence parallelism; on a GPU it sends no more than without, so that it is always taken."""
     asked = config.parallel.sequence_parallel
-    if tp == 1 or asked == "off" or config.train.context // cp % tp:
+    if tp == 1 or asked == "off":
         return (False,)
+    if config.train.context // cp % tp:
+        return () if asked == "on" else (False,)
     return (True,) if asked == "on" or kind == "cuda" else (False, True)
 
 
