@@ -55,7 +55,8 @@ def attend_over(hf: Any, architecture: Architecture, pieces: ContextPieces) -> N
     AttentionInterface.register(ATTENTION, _attention)
     hf.config._attn_implementation = ATTENTION
     for layer in layers_of(hf):
-        layer.get_submodule(architecture.attention).pieces = pieces
+        attention: Any = layer.get_submodule(architecture.attention)
+        attention.pieces = pieces
 
 
 def _attention(
@@ -75,7 +76,7 @@ def _attention(
     """
     pieces: Any = module.pieces
     key, value = pieces.gather(key, KEYS), pieces.gather(value, KEYS)
-    options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     if attention_mask is not None or not module.is_causal:
         result = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, **options)
     else:

@@ -141,9 +141,17 @@ def activation_bytes_per_token(job: Job, layout: Layout, model: CostModel) -> fl
 
 
 def _kept_per_token(job: Job, layout: Layout, model: CostModel) -> float:
-    """Bytes that a layer keeps per token without recomputation. Of all cp ranks' tokens it keeps keys and values."""
+    """Bytes that a layer keeps per token without recomputation.
+
+    Where cp ranks share a sequence: also keys and values of the others' tokens; a causal model's result of attention,
+    made in two pieces, as one; and GPT-2's own keys and values, which are views of one product.
+    """
     kept = model.program.kept.bytes_per_token(job, layout.tp, sequence_parallel=model.program.sequence_parallel)
-    return kept + (layout.cp - 1) * key_value_bytes(job, layout)
+    if layout.cp == 1:
+        return kept
+    gathered = layout.cp if job.shape.architecture == "gpt2" else layout.cp - 1
+    joined = job.width_bytes * job.shape.width / layout.tp if job.is_causal else 0.0
+    return kept + gathered * key_value_bytes(job, layout) + joined
 
 
 def key_value_bytes(job: Job, layout: Layout) -> float:
