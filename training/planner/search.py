@@ -29,6 +29,7 @@ OFFLOAD: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 AS_FAST = 1.05  # predictions of published runs are 4% off at the median: closer kinds of layout are not told apart
 AS_FAST_OF_A_KIND = 1.01  # layouts of one kind, which differ only in their micro-batch, share most of that error
 MAX_STAGES = 64
+LEAST_TOKENS = 1024  # of a sequence on each rank that shares it: fewer keep little memory, and no GPU busy
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,9 @@ def rank_layouts(
     found = _rank_meshes(config, shape, inventory, [config.parallel.cp or 1], precision, corrections)
     if found.fitting or config.parallel.cp or not found.unfitting:
         return found
-    num_devices = config.parallel.ranks or inventory.num_devices
-    shared = [cp for cp in range(2, num_devices + 1) if num_devices % cp == 0 and config.train.context % (2 * cp) == 0]
+    num_devices, context = config.parallel.ranks or inventory.num_devices, config.train.context
+    most = min(num_devices, context // LEAST_TOKENS)
+    shared = [cp for cp in range(2, most + 1) if num_devices % cp == 0 and context % (2 * cp) == 0]
     more = _rank_meshes(config, shape, inventory, shared, precision, corrections)
     return more if more.fitting else found
 
