@@ -14,7 +14,13 @@ from typing import Any, Literal, get_args, get_origin
 from training.config.run import RunConfig
 
 BASELINE = "single"
-NUMBERS = {"tp": "parallel.tp", "pp": "parallel.pp", "mb": "train.micro_batch", "ranks": "parallel.ranks"}
+NUMBERS = {
+    "tp": "parallel.tp",
+    "pp": "parallel.pp",
+    "cp": "parallel.cp",
+    "mb": "train.micro_batch",
+    "ranks": "parallel.ranks",
+}
 # A term such as `fsdp` is a value of one of these fields; if two fields have it, the first one is meant.
 TERM_FIELDS = (
     "parallel.strategy",

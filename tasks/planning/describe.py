@@ -14,8 +14,11 @@ LAYOUTS_SHOWN = 4
 
 def _describe_layout(layout: RankedLayout) -> str:
     sizes = "".join(
-        f" {axis} {size}" for axis, size in (("tp", layout.tp), ("pp", layout.pp), ("dp", layout.dp)) if size > 1
+        f" {axis} {size}"
+        for axis, size in (("tp", layout.tp), ("pp", layout.pp), ("cp", layout.cp), ("dp", layout.dp))
+        if size > 1
     ) + describe_stages(layout.stages)
+    sizes += ", sequence parallel" if layout.sequence_parallel else ""
     saving = "" if layout.activation_checkpointing == "none" else f", {layout.activation_checkpointing} checkpointing"
     saving += "" if layout.offload == "none" else f", {layout.offload} offloaded"
     speed = layout.why_not if layout.tokens_per_s is None else f"{layout.tokens_per_s:,.0f} tokens/s"

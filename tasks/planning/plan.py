@@ -29,7 +29,17 @@ from training.shards.packing import one_epoch
 logger = logging.getLogger(__name__)
 
 # Fields of a plan that a plan for other hosts takes over.
-LAYOUT_FIELDS = {"strategy", "tp", "pp", "stages", "offload", "group_ranks", "activation_checkpointing"}
+LAYOUT_FIELDS = {
+    "strategy",
+    "tp",
+    "pp",
+    "cp",
+    "stages",
+    "sequence_parallel",
+    "offload",
+    "group_ranks",
+    "activation_checkpointing",
+}
 
 
 def plan_run(

@@ -20,6 +20,8 @@ TWO_RANKS: dict[str, Layout] = {
     "zero2 offload": (2, {"parallel__strategy": "zero2", "parallel__offload": "optimizer"}),
     "zero3 offload": (2, {"parallel__strategy": "zero3", "parallel__offload": "parameters"}),
     "tp": (2, {"parallel__tp": 2}),
+    "cp": (2, {"parallel__strategy": "ddp", "parallel__cp": 2}),
+    "sp": (2, {"parallel__tp": 2, "parallel__sequence_parallel": "on"}),
     "pp": (2, {"parallel__pp": 2}),
     "pp interleaved": (2, {"parallel__pp": 2, "parallel__pp_stages_per_rank": 2}),
 }
@@ -50,11 +52,26 @@ FOUR_RANKS: dict[str, Layout] = {
     ),
     "zero1 x tp": (4, {"parallel__strategy": "zero1", "parallel__tp": 2}),
     "zero1 x pp": (4, {"parallel__strategy": "zero1", "parallel__pp": 2}),
+    "fsdp x sp": (4, {"parallel__strategy": "fsdp", "parallel__tp": 2, "parallel__sequence_parallel": "on"}),
+    "fsdp x cp": (4, {"parallel__strategy": "fsdp", "parallel__cp": 2}),
+    "sp x pp": (4, {"parallel__tp": 2, "parallel__pp": 2, "parallel__sequence_parallel": "on"}),
 }
 EIGHT_RANKS: dict[str, Layout] = {
     "hsdp x tp": (8, {"parallel__strategy": "hsdp", "parallel__group_ranks": 2, "parallel__tp": 2}),
+    "fsdp x cp x sp": (
+        8,
+        {"parallel__strategy": "fsdp", "parallel__cp": 2, "parallel__tp": 2, "parallel__sequence_parallel": "on"},
+    ),
     "dp x tp x pp": (8, {"parallel__tp": 2, "parallel__pp": 2}),
     "fsdp x tp x pp": (8, {"parallel__strategy": "fsdp", "parallel__tp": 2, "parallel__pp": 2}),
-    "zero1 x tp x pp": (8, {"parallel__strategy": "zero1", "parallel__tp": 2, "parallel__pp": 2}),
+    "zero1 x sp x pp": (
+        8,
+        {
+            "parallel__strategy": "zero1",
+            "parallel__tp": 2,
+            "parallel__pp": 2,
+            "parallel__sequence_parallel": "on",
+        },
+    ),
 }
 LAYOUTS = TWO_RANKS | UNLIKE | FOUR_RANKS | EIGHT_RANKS

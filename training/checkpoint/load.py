@@ -52,11 +52,13 @@ def weights_for(model: LanguageModel, folder: Path) -> TensorFiles:
 def load_state(folder: Path, *, strategy: Strategy, rank: Rank, plan: RankPlan) -> CheckpointManifest:
     """Restore a checkpoint's optimizer moments, and on the same mesh each rank's generators and own state.
 
-    On another mesh generators start fresh, because tp peers must draw the same numbers.
+    On another mesh generators start fresh, because tp peers must draw the same numbers (under sequence parallelism
+    others).
     """
     strategy.load_optimizer_state(TensorFiles(folder, "optimizer"))
     manifest = CheckpointManifest.read(folder / CHECKPOINT_MANIFEST)
-    if (manifest.mesh, manifest.stages) == (plan.mesh, plan.stages):
+    saved = (manifest.mesh, manifest.stages, manifest.sequence_parallel)
+    if saved == (plan.mesh, plan.stages, plan.sequence_parallel):
         _set_rng_state(load_file(folder / rng_name(rank)), rank.device)
         _load_rank_state(folder, strategy, rank)
     else:

@@ -180,6 +180,7 @@ def unfilled_manifest(
         strategy=plan.strategy,
         mesh=plan.mesh,
         stages=plan.stages,
+        sequence_parallel=plan.sequence_parallel,
         world_size=plan.world_size,
         config_sha256=sha256_config(plan.config),
         val_loss=val_loss,

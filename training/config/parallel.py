@@ -16,6 +16,7 @@ Stages = tuple[tuple[int, ...], ...]  # layers of each pipeline stage, by data-p
 WITH_TP = ("ddp", "fsdp", "hsdp", "zero1")
 WITH_PP = ("ddp", "fsdp", "zero1")
 WITH_STAGES = ("ddp",)  # pipelines of stages of given sizes
+WITH_CP = ("ddp", "fsdp")
 OFFLOADS: dict[str, tuple[str, ...]] = {
     "zero1": ("optimizer",),
     "zero2": ("optimizer",),
@@ -51,6 +52,19 @@ class ParallelConfig(Section):
         le=1024,
         description="Tensor parallelism: the number of ranks that split each layer's matrices; 0 lets the plan "
         "choose (1 if a strategy is set).",
+    )
+    cp: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="Context parallelism, for long contexts: the number of ranks that share the tokens of each "
+        "sequence, each of which computes a part of it; 0 lets the plan choose (1, unless nothing else fits).",
+    )
+    sequence_parallel: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="With tp, whether each of its ranks has a piece of every sequence between attention and MLP, where "
+        "norms, dropout and residuals would otherwise be computed and kept by all of them. auto: on GPUs, "
+        "where it sends no more; on CPUs where the plan predicts that it is faster or that nothing else fits.",
     )
     pp: int = Field(
         0,
@@ -174,6 +188,16 @@ class ParallelConfig(Section):
                 f"parallel.tp = {self.tp} runs with parallel.strategy={', '.join(WITH_TP)}, not {self.strategy}: "
                 "choose one of them, or parallel.tp=1"
             )
+        if self.cp > 1 and (self.pp > 1 or not (anyhow or self.strategy in WITH_CP)):
+            raise ValueError(
+                f"parallel.cp = {self.cp} runs with parallel.strategy=ddp or fsdp, with or without tp, and without a "
+                f"pipeline; not with {self.strategy} and pp = {self.pp}: change them, or set parallel.cp to 1"
+            )
+        if self.sequence_parallel == "on" and (self.tp == 1 or (self.tp == 0 and not anyhow)):
+            raise ValueError(
+                f"parallel.sequence_parallel=on splits sequences over tp ranks, and parallel.tp = {self.tp} has "
+                "none to share with: set parallel.tp above 1, or sequence_parallel=auto"
+            )
         possible = ("none", *offloads(self.strategy, tp=self.tp, pp=self.pp))
         if self.offload not in ("auto", *possible) and not anyhow:
             raise ValueError(
@@ -197,6 +221,10 @@ class ParallelConfig(Section):
         if isinstance(self.stages, str):
             return self
         asked = f"parallel.stages = {[list(sizes) for sizes in self.stages]}"
+        if self.cp > 1:
+            raise ValueError(
+                f"{asked}: pipelines do not share sequences (parallel.cp = {self.cp}): set parallel.cp to 1"
+            )
         if not self.stages or any(not sizes or min(sizes) < 1 for sizes in self.stages):
             raise ValueError(f"{asked}: each replica needs a list, and each stage at least 1 layer")
         if len({sum(sizes) for sizes in self.stages}) > 1:

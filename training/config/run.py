@@ -127,12 +127,25 @@ class RunConfig(Section):
                 f"train.optimizer_path = {train.optimizer_path} has moments of trained weights, and the weights are "
                 "random: set model.init=pretrained and model.path to that model, or leave it out"
             )
-        model_ranks = max(1, parallel.tp) * max(1, parallel.pp)
+        tp, cp = max(1, parallel.tp), max(1, parallel.cp)
+        model_ranks = tp * max(1, parallel.pp) * cp
+        axes = "tp*pp*cp" if cp > 1 else "tp*pp"
         is_whole_mesh = isinstance(parallel.stages, str)
         if is_whole_mesh and parallel.ranks % model_ranks:
             raise ValueError(
-                f"parallel.ranks = {parallel.ranks} is not divisible by tp*pp = {model_ranks}: "
-                "change parallel.tp, parallel.pp or parallel.ranks"
+                f"parallel.ranks = {parallel.ranks} is not divisible by {axes} = {model_ranks}: "
+                "change parallel.tp, parallel.pp, parallel.cp or parallel.ranks"
+            )
+        if cp > 1 and train.context % (2 * cp):
+            raise ValueError(
+                f"train.context = {train.context} tokens cannot be split over parallel.cp = {cp} ranks, each of which "
+                f"takes two of {2 * cp} equal pieces: make train.context a multiple of {2 * cp}, or change parallel.cp"
+            )
+        if parallel.sequence_parallel == "on" and (train.context // cp) % tp:
+            raise ValueError(
+                f"train.context = {train.context} tokens{f' / cp = {cp}' if cp > 1 else ''} make no equal pieces for "
+                f"parallel.tp = {tp} ranks: make train.context a multiple of {cp * tp}, or set "
+                "parallel.sequence_parallel=off"
             )
         replicas = parallel.ranks // model_ranks
         if is_whole_mesh and replicas and train.global_batch % replicas:
@@ -156,7 +169,7 @@ class RunConfig(Section):
             )
         if parallel.strategy == "single" and max(parallel.ranks, model_ranks) > 1:
             raise ValueError(
-                f"parallel.strategy=single runs on 1 rank, parallel.ranks = {parallel.ranks} and tp*pp = "
+                f"parallel.strategy=single runs on 1 rank, parallel.ranks = {parallel.ranks} and {axes} = "
                 f"{model_ranks}: choose ddp, fsdp or zero1-3, or set them to 1"
             )
         return self

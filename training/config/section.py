@@ -10,6 +10,7 @@ from pydantic.fields import ComputedFieldInfo, FieldInfo
 BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 UNITS = {"s": "s", "ms": "ms", "us": "µs", "mib": "MiB", "gib": "GiB"}  # how a field's name ends, and its form shows
 SPELLINGS = {
+    "cp": "CP",
     "cpus": "CPUs",
     "gpu": "GPU",
     "gpus": "GPUs",

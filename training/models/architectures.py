@@ -27,6 +27,9 @@ class Architecture:
     finish: Callable[[Any, Tensor], Tensor]  # model, hidden of the last layer -> what the output layer takes
     column: tuple[str, ...]  # linear layers split by outputs
     row: tuple[str, ...]  # linear layers split by inputs, their results summed
+    attention: str  # where queries meet keys
+    mlp: str  # what else takes hidden states to linear layers of `column`
+    added: tuple[str, ...] = ()  # embeddings that are added to those of the words
     fused: str | None = None  # the one of `column` that makes q, k and v in one
 
 
@@ -44,6 +47,8 @@ ARCHITECTURES = {
         finish=lambda hf, hidden: hf.model.norm(hidden),
         column=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
         row=("self_attn.o_proj", "mlp.down_proj"),
+        attention="self_attn",
+        mlp="mlp",
     ),
     "gpt2": Architecture(
         layers="transformer.h",
@@ -58,6 +63,9 @@ ARCHITECTURES = {
         finish=lambda hf, hidden: hf.transformer.ln_f(hidden),
         column=("attn.c_attn", "mlp.c_fc"),
         row=("attn.c_proj", "mlp.c_proj"),
+        attention="attn",
+        mlp="mlp",
+        added=("transformer.wpe",),
         fused="attn.c_attn",
     ),
     "bert": Architecture(
@@ -71,6 +79,9 @@ ARCHITECTURES = {
         finish=lambda hf, hidden: hf.cls.predictions.transform(hidden),
         column=("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
         row=("attention.output.dense", "output.dense"),
+        attention="attention.self",
+        mlp="intermediate",
+        added=("bert.embeddings.position_embeddings", "bert.embeddings.token_type_embeddings"),
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ from torch import Tensor, nn
 
 from training.data.batch import IGNORED, Batch
 from training.models.architectures import ARCHITECTURES, architecture_of, layers_of
+from training.models.context import ContextPieces, attend_over
 from training.models.freezing import freeze
 from training.models.init_weights import FreshWeights, fill
 from training.models.linear_cross_entropy import linear_cross_entropy, linear_scores
 from training.planner.model_shape import dropout_fields
 from training.records.plan import RunPlan
-from training.runtime.mesh import copy_to_group
+from training.runtime.mesh import copy_to_group, gather_sequence
 from training.runtime.tensor_cut import Cut
 from training.shards.packing import PADDING
 
@@ -45,26 +47,48 @@ class LanguageModel(nn.Module):
         self.cuts: dict[str, Cut] = {}  # by parameter name
         self.first_token_id = 0
         self.tp_group: dist.ProcessGroup | None = None
+        self.sequence_pieces = 1  # tp ranks that have a piece of each sequence between blocks
+        self.context: ContextPieces | None = None  # where cp ranks share each sequence
 
     def compute_in(self, precision: str) -> None:
         """Make matrix products in this precision from now on."""
         self.dtype = DTYPES[precision]
 
+    def share_context(self, group: dist.ProcessGroup) -> None:
+        """Compute only this rank's tokens of each sequence from now on; all ranks of the group are given whole ones."""
+        assert self.architecture is not None, "the plan refuses cp for such models"
+        self.context = ContextPieces(group)
+        attend_over(self.hf, self.architecture, self.context)
+
+    def _own(self, whole: Tensor) -> Tensor:
+        return whole if self.context is None else self.context.take(whole)
+
     def forward(
         self, inputs: Tensor, targets: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
     ) -> Tensor:
-        """The loss fp32 [], summed over targets; the arguments are int64 [batch, context], as in Batch."""
+        """The loss fp32 [], summed over targets; the arguments are int64 [batch, context], as in Batch.
+
+        Where cp ranks share sequences: over those of this rank's tokens.
+        """
         with self.autocast(inputs.device):
             if self.architecture is not None:
-                return self.loss_from(self.hidden(inputs, positions, documents), targets)
+                return self.loss_from(self.hidden(inputs, positions, documents), self._own(targets))
             return _losses(self._logits(inputs, positions, documents), targets.flatten()).sum()
 
     @torch.no_grad()
     def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Token by token, [batch x context]: the loss, fp32, and whether the likeliest word is the target, bool."""
+        """Token by token, [batch x context]: the loss, fp32, and whether the likeliest word is the target, bool.
+
+        Zeros for tokens of other cp ranks.
+        """
         with self.autocast(batch.inputs.device):
             if self.architecture is not None:
-                return self.scores_from(self.hidden(batch.inputs, batch.positions, batch.documents), batch.targets)
+                hidden, targets = self.hidden(batch.inputs, batch.positions, batch.documents), self._own(batch.targets)
+                losses, right = self.scores_from(hidden, targets)
+                if self.context is None:
+                    return losses, right
+                whole = [self.context.put(each.view_as(targets)).flatten() for each in (losses, right)]
+                return whole[0], whole[1]
             logits, targets = self._logits(batch.inputs, batch.positions, batch.documents), batch.targets.flatten()
             return _losses(logits, targets), logits.argmax(-1) == targets
 
@@ -73,21 +97,31 @@ class LanguageModel(nn.Module):
         """int64 [batch, length] and [batch] -> fp32 [batch, vocab]: the logits of the word after each place."""
         with self.autocast(inputs.device):
             if self.architecture is not None:
-                return self.next_logits_from(self.hidden(inputs, None, None), places)
+                return self.next_logits_from(self.hidden(self.padded(inputs), None, None), places)
             return _at(self._logits(inputs, None, None).unflatten(0, inputs.shape), places)
 
     def autocast(self, device: torch.device) -> torch.autocast:
         return torch.autocast(device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
     def hidden(self, inputs: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
-        """Embedding and all layers: what the output layer takes, [batch, context, width]."""
-        positions = self.positions(inputs, positions)
-        hidden = self.layers(self.embed(inputs, positions), layers_of(self.hf), positions, documents)
+        """Embedding and all layers: what the output layer takes, [batch, context, width], for this rank's tokens."""
+        positions = self._own(self.positions(inputs, positions))
+        hidden = self.layers(self.embed(self._own(inputs), positions), layers_of(self.hf), positions, documents)
         return self.finish(hidden)
 
-    @staticmethod
-    def positions(inputs: Tensor, positions: Tensor | None) -> Tensor:
-        return torch.arange(inputs.shape[1], device=inputs.device)[None] if positions is None else positions
+    def positions(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        """Those of whole sequences; `x` are their inputs, or hidden states, perhaps of this rank's piece of them."""
+        if positions is not None:
+            return positions
+        length = x.shape[1] * (self.sequence_pieces if x.is_floating_point() else 1)
+        return torch.arange(length, device=x.device)[None]
+
+    def padded(self, inputs: Tensor) -> Tensor:
+        """`inputs` of a length that can be split, for causal models: what comes after a place does not change it."""
+        pieces = self.sequence_pieces
+        if self.context is not None:
+            pieces = self.context.group.size() * math.lcm(2, pieces)
+        return nn.functional.pad(inputs, (0, -inputs.shape[1] % pieces))
 
     def embed(self, inputs: Tensor, positions: Tensor) -> Tensor:
         assert self.architecture is not None
@@ -96,7 +130,11 @@ class LanguageModel(nn.Module):
     def layers(self, hidden: Tensor, layers: list[nn.Module], positions: Tensor, documents: Tensor | None) -> Tensor:
         """`hidden` through some of the layers; tokens see their own document only, if `documents` are given."""
         assert self.architecture is not None
-        mask = None if documents is None else attention_mask(documents, causal=self.causal)
+        mask = None
+        if documents is not None:
+            mask = attention_mask(
+                documents, causal=self.causal, rows=None if self.context is None else self.context.take
+            )
         arguments = self.architecture.arguments(self.hf, hidden, positions)
         for layer in layers:
             hidden = layer(hidden, attention_mask=mask, **arguments)
@@ -114,20 +152,20 @@ class LanguageModel(nn.Module):
 
     def loss_from(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """`forward`'s loss, from the hidden states before the output layer."""
-        if self.tp_group is not None:
-            hidden = copy_to_group(hidden, self.tp_group)
-        loss: Tensor = self._over_vocabulary(linear_cross_entropy, hidden, targets)
+        loss: Tensor = self._over_vocabulary(linear_cross_entropy, self._for_output(hidden), targets)
         return loss
 
     def scores_from(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """`scores`, from the hidden states before the output layer."""
-        scores: tuple[Tensor, Tensor] = self._over_vocabulary(linear_scores, hidden, targets)
+        scores: tuple[Tensor, Tensor] = self._over_vocabulary(linear_scores, self._for_output(hidden), targets)
         return scores
 
     def next_logits_from(self, hidden: Tensor, places: Tensor) -> Tensor:
         """`next_logits`, from the hidden states; on all tp ranks alike, though each holds a share of the words."""
         weight, bias = self.output()
-        own = (_at(hidden, places).to(self.dtype) @ weight.to(self.dtype).t()).float()
+        whole = self._for_output(hidden)
+        whole = whole if self.context is None else self.context.gather(whole)
+        own = (_at(whole, places).to(self.dtype) @ weight.to(self.dtype).t()).float()
         own = own if bias is None else own + bias
         if self.tp_group is None:
             return own
@@ -135,6 +173,13 @@ class LanguageModel(nn.Module):
         logits[:, self.first_token_id : self.first_token_id + own.shape[1]] = own
         dist.all_reduce(logits, group=self.tp_group)
         return logits
+
+    def _for_output(self, hidden: Tensor) -> Tensor:
+        """Whole sequences of hidden states, for the words of this rank."""
+        if self.tp_group is None:
+            return hidden
+        collect = gather_sequence if self.sequence_pieces > 1 else copy_to_group
+        return collect(hidden, self.tp_group)
 
     def _over_vocabulary(self, function: Callable[..., Any], hidden: Tensor, targets: Tensor) -> Any:
         """Call a function of training/models/linear_cross_entropy.py with the words that this rank holds."""
@@ -169,10 +214,19 @@ def _at(rows: Tensor, places: Tensor) -> Tensor:
     return rows[torch.arange(len(places), device=places.device), places]
 
 
-def attention_mask(documents: Tensor, *, causal: bool) -> Tensor:
-    """[batch, context] -> bool [batch, 1, context, context]: True where a row's token attends to a column's."""
-    mask = documents[:, None, :, None] == documents[:, None, None, :]
-    return mask.tril() if causal else mask
+def attention_mask(documents: Tensor, *, causal: bool, rows: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """[batch, context] -> bool [batch, 1, context, context]: True where a row's token attends to a column's.
+
+    `rows`: takes the tokens that have rows, if not all have.
+    """
+    own = documents if rows is None else rows(documents)
+    mask = own[:, None, :, None] == documents[:, None, None, :]
+    if not causal:
+        return mask
+    if rows is None:
+        return mask.tril()
+    places = torch.arange(documents.shape[1], device=documents.device)
+    return mask & (rows(places[None])[0][:, None] >= places)
 
 
 def build_model(plan: RunPlan) -> LanguageModel:

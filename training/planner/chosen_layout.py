@@ -62,7 +62,10 @@ class ChosenLayout:
 
     @property
     def mesh(self) -> dict[str, int]:
-        return {"pp": self.layout.pp, "dp": self.layout.dp, "tp": self.layout.tp}
+        """The axis cp only where there is one: other plans are as they were before there was."""
+        layout = self.layout
+        cp = {"cp": layout.cp} if layout.cp > 1 else {}
+        return {"pp": layout.pp, "dp": layout.dp, **cp, "tp": layout.tp}
 
     def plan_fields(self) -> dict[str, Any]:
         """The fields of a RunPlan that the layout decides."""
@@ -73,6 +76,7 @@ class ChosenLayout:
             "activation_checkpointing": self.config.train.activation_checkpointing,
             "mesh": self.mesh,
             "stages": self.layout.stages,
+            "sequence_parallel": self.layout.sequence_parallel,
             "group_ranks": parallel.group_ranks,
             "ranks_per_host": self.cluster.ranks_per_host,
             "ranking": self.ranking,
@@ -123,8 +127,8 @@ def choose_layout(
         if config.parallel.strategy == "auto":
             ranking, inventory = fewer.ranking, fewer.inventory
     best = ranking.fitting[0]
-    layout, mesh = best.layout, Mesh(best.layout.strategy, best.layout.tp, best.layout.pp)
-    check_communication(config, dp=layout.dp, precision="fp16" if precision.scales_loss else common)
+    layout, mesh = best.layout, Mesh(best.layout.strategy, best.layout.tp, best.layout.pp, best.layout.cp)
+    check_communication(config, dp=layout.gradient_ranks, precision="fp16" if precision.scales_loss else common)
     group_ranks, why_groups = choose_groups(
         config.parallel, layout.strategy, dp=layout.dp, tp=layout.tp, ranks_per_host=best.cluster.ranks_per_host
     )
@@ -155,8 +159,8 @@ def choose_layout(
 
 def resolve(config: RunConfig, layout: Layout, *, group_ranks: int) -> RunConfig:
     """`config` with the values of the layout in place of every `auto` and 0 that it decides."""
-    parallel = {"strategy": layout.strategy, "tp": layout.tp, "pp": layout.pp, "offload": layout.offload}
-    parallel |= {"group_ranks": group_ranks}
+    parallel: dict[str, Any] = {field: getattr(layout, field) for field in ("strategy", "tp", "pp", "cp", "offload")}
+    parallel |= {"group_ranks": group_ranks, "sequence_parallel": "on" if layout.sequence_parallel else "off"}
     train = {"activation_checkpointing": layout.recompute}
     return config.model_copy(
         update={
@@ -224,6 +228,13 @@ def _why_rest(config: RunConfig, ranking: Ranking) -> list[str]:
     layout, reasons = ranking.fitting[0].layout, []
     if layout.recompute != "none" and config.train.activation_checkpointing == "auto":
         reasons.append(f"activation checkpointing {layout.recompute}: {_without(ranking, 'recompute')}")
+    if layout.cp > 1 and not config.parallel.cp:
+        reasons.append(
+            f"context parallel: no layout of whole sequences of {config.train.context} tokens fits; "
+            f"{layout.cp} ranks share each"
+        )
+    if layout.sequence_parallel and config.parallel.sequence_parallel == "auto":
+        reasons.append(f"sequence parallel: {_why_sequence_parallel(ranking)}")
     if layout.offload != "none" and config.parallel.offload == "auto":
         reasons.append(f"offload {layout.offload}: {_without(ranking, 'offload')}")
     if config.parallel.strategy == "auto":
@@ -265,6 +276,17 @@ def _without(ranking: Ranking, field: str) -> str:
     return f"nothing fits without it: {_misses(unfit)}" if unfit else "nothing is possible without it"
 
 
+def _why_sequence_parallel(ranking: Ranking) -> str:
+    best = ranking.fitting[0]
+    if best.cluster.kind == "cuda":
+        return f"between blocks each of the {best.layout.tp} tp ranks keeps its piece of a sequence, and sends no more"
+    same = replace(best.layout, sequence_parallel=False)
+    whole = [each for each in (*ranking.fitting, *ranking.unfitting) if each.layout == same]
+    if whole and not whole[0].fits:
+        return f"does not fit without: {_misses(whole[0])}"
+    return "predicted to be faster than whole sequences on each tp rank"
+
+
 def _misses(each: PricedLayout) -> str:
     return (
         f"{each.layout} needs {each.needed_gib:.1f} GiB per rank, {each.missing_gib:.1f} GiB more than the "
@@ -303,7 +325,9 @@ def _ranked(ranking: Ranking, each: PricedLayout) -> RankedLayout:
         tp=layout.tp,
         pp=layout.pp,
         dp=layout.dp,
+        cp=layout.cp,
         stages=layout.stages,
+        sequence_parallel=layout.sequence_parallel,
         micro_batch=layout.micro_batch,
         accumulation=layout.accumulation,
         activation_checkpointing=layout.recompute,

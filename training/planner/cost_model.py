@@ -55,7 +55,9 @@ class Kept:
 
     `whole` x width is on every tp rank, `split` x width, `kv` x key/value width and `mlp` x MLP width are shared out
     (Korthikanti et al. 2022, section 4.2, where whole = 10, split = 8, mlp = 4 and the MLP is 4 x wide). `scores`:
-    bytes kept per head and pair of tokens, their 5as/h; 0 where attention never stores them.
+    bytes kept per head and pair of tokens, their 5as/h; 0 where attention never stores them. `inputs`: of `whole`, what
+    goes into attention and MLP; of that, sequence parallelism keeps `gathered` x width on every rank (the paper gathers
+    it once more in backward, and keeps none).
     """
 
     whole: float
@@ -63,27 +65,31 @@ class Kept:
     kv: float
     mlp: float
     scores: float = 0.0
+    inputs: float = 0.0
+    gathered: float = 0.0
 
     def bytes_per_token(self, job: Job, tp: int, *, sequence_parallel: bool) -> float:
         shape = job.shape
         shared = self.split * shape.width + self.kv * job.kv_width + self.mlp * shape.mlp_width
         shared += self.scores * shape.heads * job.context
-        return self.whole * shape.width / (tp if sequence_parallel else 1) + shared / tp
+        if not sequence_parallel or tp == 1:
+            return self.whole * shape.width + shared / tp
+        return ((self.whole - self.inputs) / tp + self.gathered) * shape.width + shared / tp
 
 
 # Ours, by architecture and by what carries a layer's numbers: all fp32; fp32 between layers and 16 bits inside them
 # (autocast); 16 bits in both (fsdp). Measured with torch's saved_tensors_hooks on transformers 5.23's classes, exact
 # for widths from 64 to 192; a GPU keeps gpt2's 16 x mlp under autocast, whose power of 3 is made in fp32 there.
 OUR_KEPT: dict[tuple[str, str], Kept] = {
-    ("llama", "fp32"): Kept(24, 8, 8, 16),
-    ("llama", "autocast"): Kept(26, 4, 4, 8),
-    ("llama", "16 bits"): Kept(16, 4, 4, 8),
-    ("gpt2", "fp32"): Kept(16, 16, 0, 20),
-    ("gpt2", "autocast"): Kept(12, 8, 0, 10),
-    ("gpt2", "16 bits"): Kept(8, 8, 0, 10),
-    ("bert", "fp32"): Kept(16, 16, 0, 8),
-    ("bert", "autocast"): Kept(16, 8, 0, 4),
-    ("bert", "16 bits"): Kept(8, 8, 0, 4),
+    ("llama", "fp32"): Kept(24, 8, 8, 16, inputs=8, gathered=8),
+    ("llama", "autocast"): Kept(26, 4, 4, 8, inputs=10, gathered=4),
+    ("llama", "16 bits"): Kept(16, 4, 4, 8, inputs=4, gathered=4),
+    ("gpt2", "fp32"): Kept(16, 16, 0, 20, inputs=8, gathered=8),
+    ("gpt2", "autocast"): Kept(12, 8, 0, 10, inputs=4, gathered=4),
+    ("gpt2", "16 bits"): Kept(8, 8, 0, 10, inputs=4, gathered=4),
+    ("bert", "fp32"): Kept(16, 16, 0, 8, inputs=8, gathered=8),
+    ("bert", "autocast"): Kept(16, 8, 0, 4, inputs=8, gathered=4),
+    ("bert", "16 bits"): Kept(8, 8, 0, 4, inputs=4, gathered=4),
 }
 DROPOUT_KEPT = {"gpt2": 8.0, "bert": 8.0}  # bytes x width more; llama's is on attention only
 CPU_SCORES = 12.0  # bytes per head and pair of tokens: with dropout, attention on a CPU keeps its scores
@@ -177,6 +183,7 @@ def our_cost_model(
     kind: Literal["cpu", "cuda"],
     is_undivided: bool = True,
     compiled: bool = False,
+    sequence_parallel: bool = False,
     copies_gradients: bool = False,
     bucket_bytes: float = 0.0,
     reduce_bytes: float = 4.0,
@@ -203,6 +210,7 @@ def our_cost_model(
             kept=replace(kept, mlp=kept.mlp * 0.8) if compiled else kept,
             reduce_bytes=reduce_bytes,
             boundary_bytes=2.0 if carried == "16 bits" else 4.0,
+            sequence_parallel=sequence_parallel,
             chunked_logits=described,
             gather_bytes=2.0 if carried == "16 bits" else 4.0,
         ),

@@ -48,7 +48,8 @@ class Layout:
     """One way to run a job. Each replica makes `accumulation` micro-batches of `micro_batch` sequences in a step.
 
     `stages`: the layers of each pipeline stage, by replica, where replicas are of unlike shape or stages unequal; such
-    a layout is priced rank by rank. `at`: the replica and the stage of the rank that is priced.
+    a layout is priced rank by rank. `at`: the replica and the stage of the rank that is priced. `sequence_parallel`:
+    tp ranks have pieces of each sequence between blocks. `cp`: ranks that share the tokens of each sequence.
     """
 
     strategy: StrategyName
@@ -62,10 +63,21 @@ class Layout:
     stages_per_rank: int = 1
     stages: Stages = ()
     at: tuple[int, int] | None = None
+    sequence_parallel: bool = False
+    cp: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.tp * (sum(map(len, self.stages)) if self.stages else self.pp * self.dp)
+        return self.tp * (sum(map(len, self.stages)) if self.stages else self.pp * self.gradient_ranks)
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Ranks that hold the same of the model, or shards of it, and sum its gradients."""
+        return self.dp * self.cp
+
+    def tokens(self, job: Job) -> float:
+        """A rank's tokens of a micro-batch."""
+        return self.micro_batch * job.context / self.cp
 
     @property
     def own_layers(self) -> int:
@@ -79,11 +91,17 @@ class Layout:
 
     @property
     def is_undivided(self) -> bool:
-        """Whether each rank has all layers, and all of each."""
-        return self.tp == self.pp == 1
+        """Whether each rank has all layers, all of each, and whole sequences."""
+        return self.tp == self.pp == self.cp == 1
 
     def __str__(self) -> str:
-        sizes = [f"{axis} {size}" for axis, size in (("tp", self.tp), ("pp", self.pp), ("dp", self.dp)) if size > 1]
+        sizes = [
+            f"{axis} {size}"
+            for axis, size in (("tp", self.tp), ("pp", self.pp), ("cp", self.cp), ("dp", self.dp))
+            if size > 1
+        ]
+        if self.sequence_parallel:
+            sizes.append("sequence parallel")
         if self.stages_per_rank > 1:
             sizes.append(f"{self.stages_per_rank} stages a rank")
         sizes += [describe_stages(self.stages).strip()] if self.stages else []

@@ -78,7 +78,7 @@ def _bytes_of_stage(job: Job, layout: Layout, model: CostModel, *, stage: int, n
         if states_on_host
         else model.memory.optimizer_bytes * parameters / (n if sharing.stage >= 1 else 1),
         "optimizer's copy of the weights": model.memory.copy_bytes * parameters / n,
-        "buckets": model.memory.bucket_bytes if layout.dp > 1 else 0.0,
+        "buckets": model.memory.bucket_bytes if layout.gradient_ranks > 1 else 0.0,
         "gathered or cast weights": working,
         **passing,
     }
@@ -106,10 +106,6 @@ def _working_weights(job: Job, layout: Layout, model: CostModel, *, parameters: 
     return (LAYERS_GATHERED * layer + outside) * (model.program.gather_bytes + casts) + travelling
 
 
-def _tokens(job: Job, layout: Layout) -> int:
-    return layout.micro_batch * job.context
-
-
 def in_flight(layout: Layout, *, stage: int = 0) -> float:
     """Micro-batches whose activations a rank holds: 1F1B, and interleaved (Korthikanti et al. 2022, section 4.2.3)."""
     held = min(layout.pp - stage, layout.accumulation)
@@ -119,9 +115,10 @@ def in_flight(layout: Layout, *, stage: int = 0) -> float:
 
 def _activations(job: Job, layout: Layout, model: CostModel, *, stage: int) -> float:
     """Bytes of activations: all layers and micro-batches in flight, and some tensors around the output layer."""
-    tokens, shape = _tokens(job, layout), job.shape
+    tokens, shape = layout.tokens(job), job.shape
     shared = layout.tp if model.program.sequence_parallel else 1
-    ends = 3 * model.program.boundary_bytes * shape.width * tokens / shared if stage == layout.pp - 1 else 0.0
+    around_output = 2 / shared + 1 if model.program.kept.gathered else 3 / shared  # ours gathers what the words take
+    ends = around_output * model.program.boundary_bytes * shape.width * tokens if stage == layout.pp - 1 else 0.0
     layers = in_flight(layout, stage=stage) * stage_layers(job, layout)
     return layers * activation_bytes_per_token(job, layout, model) * tokens + ends
 
@@ -130,7 +127,7 @@ def activation_bytes_per_token(job: Job, layout: Layout, model: CostModel) -> fl
     """Bytes that a layer keeps per token from its forward to its backward pass."""
     shape, tp = job.shape, layout.tp
     boundary = model.program.boundary_bytes * shape.width / (tp if model.program.sequence_parallel else 1)
-    everything = model.program.kept.bytes_per_token(job, tp, sequence_parallel=model.program.sequence_parallel)
+    everything = _kept_per_token(job, layout, model)
     if layout.recompute == "none":
         return everything
     if layout.recompute == "full":
@@ -143,24 +140,43 @@ def activation_bytes_per_token(job: Job, layout: Layout, model: CostModel) -> fl
     return boundary + selected + 4 * shape.heads / tp
 
 
+def _kept_per_token(job: Job, layout: Layout, model: CostModel) -> float:
+    """Bytes that a layer keeps per token without recomputation.
+
+    Where cp ranks share a sequence: also keys and values of the others' tokens; a causal model's result of attention,
+    made in two pieces, as one; and GPT-2's own keys and values, which are views of one product.
+    """
+    kept = model.program.kept.bytes_per_token(job, layout.tp, sequence_parallel=model.program.sequence_parallel)
+    if layout.cp == 1:
+        return kept
+    gathered = layout.cp if job.shape.architecture == "gpt2" else layout.cp - 1
+    joined = job.width_bytes * job.shape.width / layout.tp if job.is_causal else 0.0
+    return kept + gathered * key_value_bytes(job, layout) + joined
+
+
+def key_value_bytes(job: Job, layout: Layout) -> float:
+    """Bytes of a token's keys and values in one layer, on one tp rank."""
+    return 2 * job.kv_width * job.width_bytes / layout.tp
+
+
 def _recomputed(job: Job, layout: Layout, model: CostModel) -> float:
     """Bytes of one layer's activations that its backward pass recomputes."""
     if layout.recompute == "none":
         return 0.0
-    whole = model.program.kept.bytes_per_token(job, layout.tp, sequence_parallel=model.program.sequence_parallel)
-    return _tokens(job, layout) * max(0.0, whole - activation_bytes_per_token(job, layout, model))
+    whole = _kept_per_token(job, layout, model)
+    return layout.tokens(job) * max(0.0, whole - activation_bytes_per_token(job, layout, model))
 
 
 def _gathered_sequence(job: Job, layout: Layout, model: CostModel) -> float:
     """Bytes of a layer's inputs and outputs, and their gradients, which sequence parallelism gathers whole."""
     if not model.program.sequence_parallel or layout.tp == 1:
         return 0.0
-    return 4 * model.program.boundary_bytes * job.shape.width * _tokens(job, layout)
+    return 4 * model.program.boundary_bytes * job.shape.width * layout.tokens(job)
 
 
 def _logits(job: Job, layout: Layout, model: CostModel) -> float:
     """Bytes of all logits; or of a chunk with its gradient, and the output layer's fp32 gradient."""
-    vocab_rows, tokens = job.shape.vocab_size / layout.tp, _tokens(job, layout)
+    vocab_rows, tokens = job.shape.vocab_size / layout.tp, layout.tokens(job)
     if not model.program.chunked_logits:
         return vocab_rows * tokens * model.memory.logit_bytes
     return vocab_rows * (min(tokens, CHUNK_TOKENS) * model.memory.logit_bytes + 4 * job.shape.width)

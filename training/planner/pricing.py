@@ -59,7 +59,8 @@ class PricedLayout:
     def kind(self) -> tuple[object, ...]:
         """The layout without its micro-batch."""
         layout = self.layout
-        return (layout.strategy, layout.tp, layout.pp, layout.recompute, layout.offload)
+        axes = (layout.tp, layout.pp, layout.cp, layout.sequence_parallel)
+        return (layout.strategy, *axes, layout.recompute, layout.offload)
 
     @property
     def needed_gib(self) -> float:
@@ -96,6 +97,7 @@ def cost_model_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster)
         kind=cluster.kind,
         is_undivided=layout.is_undivided,
         compiled=config.train.compile,
+        sequence_parallel=layout.sequence_parallel,
         copies_gradients=layout.strategy == "ddp" and layout.pp == 1 and not parallel.gradient_as_bucket_view,
         bucket_bytes=2.0 * parallel.bucket_mib * 2**20,
         reduce_bytes=_reduce_bytes(config, layout, job.shape.width),
@@ -118,7 +120,7 @@ def _reduce_bytes(config: RunConfig, layout: Layout, width: int) -> float:
     if parallel.compression == "bf16":
         return 2.0
     if parallel.compression == "topk":  # an index and a value each, to all others
-        return min(4.0, parallel.topk_ratio * 8 * layout.dp / 2)
+        return min(4.0, parallel.topk_ratio * 8 * layout.gradient_ranks / 2)
     if parallel.compression == "powersgd":
         return min(4.0, 8.0 * parallel.powersgd_rank / max(MIN_ROWS, width))
     return 4.0
@@ -128,7 +130,7 @@ def num_shards(config: RunConfig, layout: Layout, cluster: Cluster) -> int:
     """The number of ranks that shard state or sum gradients at every step: all replicas, or those of a group."""
     asked = config.parallel.group_ranks
     if not SHARING[layout.strategy].in_groups or (cluster.num_hosts == 1 and not asked):
-        return layout.dp
+        return layout.gradient_ranks
     if asked and layout.dp % asked == 0:
         return asked
     here = max(1, cluster.most_on_a_host // layout.tp)
@@ -148,9 +150,9 @@ def memory_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster) -> 
     if cluster.kind == "cpu":
         parts[TRACKING] = TRACKING_GIB
     if cluster.kind == "cpu" and config.checkpoint.asynchronous:  # on a GPU host they are not the device's
-        parts["checkpoint being written"] = (12 * parameters / layout.dp + own) / GIB
+        parts["checkpoint being written"] = (12 * parameters / layout.gradient_ranks + own) / GIB
     if cluster.kind == "cpu" and config.checkpoint.memory_every_steps:
-        whole = (12 * job.shape.parameters + layout.dp * own) / GIB
+        whole = (12 * job.shape.parameters + layout.gradient_ranks * own) / GIB
         parts["copy in memory being made"] = whole / layout.world_size
         parts[COPIES_IN_MEMORY] = rank_copies_gib(whole, cluster.ranks_per_host)
     return parts
@@ -216,7 +218,7 @@ def predict(
     flops = flops_per_token(shape)
     tflops = tokens_per_s * flops / layout.world_size / 1e12
     own = rank_checkpoint_bytes(config, shape.parameters, group_ranks=num_shards(config, layout, cluster))
-    kind = mesh_kind(layout.strategy, tp=layout.tp, pp=layout.pp)
+    kind = mesh_kind(layout.strategy, tp=layout.tp, pp=layout.pp, cp=layout.cp)
     least, most = LIKELY_ON_CPUS if cluster.kind == "cpu" else LIKELY_ON_GPUS[kind]
     return Prediction(
         memory_gib=correct_memory(memory, correction.memory, device_kind=cluster.kind),
@@ -230,14 +232,14 @@ def predict(
         mfu=tflops / datasheet_tflops if datasheet_tflops else None,
         tokens_per_s=tokens_per_s,
         train_s=num_steps * whole,
-        checkpoint_gib=(12 * shape.parameters + layout.dp * own) / GIB,
+        checkpoint_gib=(12 * shape.parameters + layout.gradient_ranks * own) / GIB,
         correction=correction,
     )
 
 
-def mesh_kind(strategy: str, *, tp: int, pp: int) -> MeshKind:
-    """divided: by tensor or pipeline parallelism. Else sharded or replicated: whether each rank has all weights."""
-    if tp > 1 or pp > 1:
+def mesh_kind(strategy: str, *, tp: int, pp: int, cp: int = 1) -> MeshKind:
+    """divided: by tp, pp or cp. Else sharded or replicated: whether each rank has all weights."""
+    if max(tp, pp, cp) > 1:
         return "divided"
     return "sharded" if ZERO_STAGE[strategy] == 3 else "replicated"
 

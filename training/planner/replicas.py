@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 from training.config.parallel import Precision, Stages
 from training.config.run import RunConfig
@@ -21,7 +22,14 @@ from training.planner.corrections import correct_seconds, corrections_of, descri
 from training.planner.job import KNOWN_ARCHITECTURES, Job, Layout, Recompute
 from training.planner.precision import ChosenPrecision, with_whole_gradients
 from training.planner.pricing import MEMORY_SHARE, PricedLayout, job_of, memory_of, seconds_of
-from training.planner.search import AS_FAST, RECOMPUTE, Ranking, accumulation_refusal, tensor_sizes
+from training.planner.search import (
+    AS_FAST,
+    RECOMPUTE,
+    Ranking,
+    accumulation_refusal,
+    sequence_choices,
+    tensor_sizes,
+)
 from training.planner.shares import (
     ACCUMULATIONS_TRIED,
     Replica,
@@ -181,11 +189,11 @@ def rank_devices(inventory: Inventory, run: Cluster, *, precision: ChosenPrecisi
 
 
 def _replicas(chosen: ChosenLayout, devices: Sequence[RankDevice]) -> list[ReplicaSpeed]:
-    """The replicas in the order of the mesh's dp axis; ranks count through pp, dp and tp, innermost last."""
-    dp, tp = chosen.layout.dp, chosen.layout.tp
+    """The replicas in the order of the mesh's dp axis; ranks count through pp, dp, cp and tp, innermost last."""
+    dp, peers = chosen.layout.dp, chosen.layout.cp * chosen.layout.tp
     own: list[dict[int, RankDevice]] = [{} for _ in range(dp)]  # the unlike devices of each replica
     for rank, device in enumerate(devices):
-        own[rank // tp % dp][id(device)] = device
+        own[rank // peers % dp][id(device)] = device
     made: dict[tuple[int, ...], ReplicaSpeed] = {}  # of thousands of replicas a few are unlike
     for each in own:
         if tuple(each) not in made:
@@ -688,7 +696,8 @@ def _best_unlike(
     Where devices are alike, and `even`, the best layout of equal stages, has some: the same with unequal ones.
     """
     parallel, slots = config.parallel, tuple(len(host.devices) for host in inventory.hosts)
-    fixed = parallel.ranks or parallel.pp or parallel.pp_stages_per_rank > 1 or parallel.compression != "none"
+    fixed = parallel.ranks or parallel.pp or parallel.cp > 1 or parallel.pp_stages_per_rank > 1
+    fixed = fixed or parallel.compression != "none"
     if parallel.stages != "auto" or parallel.strategy != "auto" or fixed or sum(slots) < 2 or precision.is_mixed:
         return None
     if parallel.offload not in ("auto", "none") or shape.architecture not in KNOWN_ARCHITECTURES:
@@ -739,7 +748,9 @@ class _UnlikePricing:
     def layout(self, tp: int, stages: Stages, recompute: Recompute) -> Layout:
         longest, dp = max(map(len, stages)), len(stages)
         size = max(1, self.config.train.global_batch // (dp * longest))
-        return Layout("ddp", tp, longest, dp, size, longest, recompute=recompute, stages=stages)
+        split = sequence_choices(self.config, tp=tp, kind=self.run.kind)[0]
+        more: dict[str, Any] = {"recompute": recompute, "stages": stages, "sequence_parallel": split}
+        return Layout("ddp", tp, longest, dp, size, longest, **more)
 
     def choice(self, found: UnlikeReplicas) -> UnlikeChoice:
         priced = self.priced.model_copy(update={"layout": describe_kind(self.config, found.layout)})
@@ -754,7 +765,7 @@ class _UnlikePricing:
         shape, devices = self.job.shape, self.prices.devices
         tps = [self.config.parallel.tp] if self.config.parallel.tp else tensor_sizes(shape, [*slots], sum(slots))
         for tp, recompute in itertools.product(tps, self.recompute):
-            if any(number % tp for number in slots):
+            if any(number % tp for number in slots) or not sequence_choices(self.config, tp=tp, kind=self.run.kind):
                 continue
             units = devices[::tp]
             runs = _runs_of_alike(units)

@@ -7,10 +7,11 @@ A refusal is a sentence that says why something cannot be, with the numbers and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from training.config.parallel import WITH_PP, WITH_TP, StrategyName, offloads
+from training.config.parallel import WITH_CP, WITH_PP, WITH_TP, StrategyName, offloads
 from training.config.run import RunConfig
 from training.planner.cluster import Cluster, cluster_of
 from training.planner.corrections import NO_CORRECTIONS, Corrections
@@ -28,6 +29,7 @@ OFFLOAD: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 AS_FAST = 1.05  # predictions of published runs are 4% off at the median: closer kinds of layout are not told apart
 AS_FAST_OF_A_KIND = 1.01  # layouts of one kind, which differ only in their micro-batch, share most of that error
 MAX_STAGES = 64
+LEAST_TOKENS = 1024  # of a sequence on each rank that shares it: fewer keep little memory, and no GPU busy
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,16 @@ class Mesh:
     strategy: StrategyName
     tp: int
     pp: int
+    cp: int = 1
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that hold one replica of the model together."""
-        return self.tp * self.pp
+        """Ranks that take the same sequences: they hold one replica of the model together, or share tokens."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def axes(self) -> str:
+        return "tp*pp*cp" if self.cp > 1 else "tp*pp"
 
 
 def rank_layouts(
@@ -65,8 +72,30 @@ def rank_layouts(
     precision: str,
     corrections: Corrections = NO_CORRECTIONS,
 ) -> Ranking:
-    """Enumerates the layouts that the config leaves open, prices each of them, and puts them in order."""
-    job, meshes = job_of(config, shape, precision), list(_meshes(config, shape, inventory))
+    """Enumerates the layouts that the config leaves open, prices each of them, and puts them in order.
+
+    Ranks share the tokens of a sequence only where nothing fits without.
+    """
+    found = _rank_meshes(config, shape, inventory, [config.parallel.cp or 1], precision, corrections)
+    if found.fitting or config.parallel.cp or not found.unfitting:
+        return found
+    num_devices, context = config.parallel.ranks or inventory.num_devices, config.train.context
+    most = min(num_devices, context // LEAST_TOKENS)
+    shared = [cp for cp in range(2, most + 1) if num_devices % cp == 0 and context % (2 * cp) == 0]
+    more = _rank_meshes(config, shape, inventory, shared, precision, corrections)
+    return more if more.fitting else found
+
+
+def _rank_meshes(
+    config: RunConfig,
+    shape: ModelShape,
+    inventory: Inventory,
+    cps: Sequence[int],
+    precision: str,
+    corrections: Corrections,
+) -> Ranking:
+    job = job_of(config, shape, precision)
+    meshes = [mesh for cp in cps for mesh in _meshes(config, shape, inventory, cp=cp)]
     refusals = {mesh: _refusal(config, shape, inventory, mesh) for mesh in meshes}
     cluster = functools.cache(lambda ranks_per_host: cluster_of(inventory, ranks_per_host, precision=precision))
     priced = [
@@ -159,21 +188,23 @@ def best_by_kind(layouts: Iterable[PricedLayout]) -> list[PricedLayout]:
 
 
 def simplicity(layout: Layout) -> tuple[int, ...]:
-    """Sort key: prefer no offload, then no pipeline or tensor parallelism, then the simpler strategy, then no
-    recomputation."""
+    """Sort key: prefer no offload, then no context, pipeline or tensor parallelism, then the simpler strategy, then no
+    recomputation, then whole sequences on all tp ranks."""
     return (
         OFFLOAD.index(layout.offload),
+        layout.cp,
         layout.pp,
         layout.tp,
         AUTOMATIC.index(layout.strategy) if layout.strategy in AUTOMATIC else 0,
         RECOMPUTE.index(layout.recompute),
+        layout.sequence_parallel,
     )
 
 
 # The candidates
 
 
-def _meshes(config: RunConfig, shape: ModelShape, inventory: Inventory) -> Iterator[Mesh]:
+def _meshes(config: RunConfig, shape: ModelShape, inventory: Inventory, *, cp: int) -> Iterator[Mesh]:
     """Every strategy with every tp and pp that the config leaves open, whether or not they are possible."""
     parallel = config.parallel
     slots = [len(host.devices) for host in inventory.hosts]
@@ -183,9 +214,12 @@ def _meshes(config: RunConfig, shape: ModelShape, inventory: Inventory) -> Itera
     for tp in tps:
         pps = [parallel.pp] if parallel.pp else [1] if pinned else _pipeline_sizes(shape, num_devices // tp)
         for pp in pps:
-            for strategy in _strategies(config, num_ranks=max(num_devices, tp * pp), num_hosts=len(slots)):
-                if pinned or ((tp == 1 or strategy in WITH_TP) and (pp == 1 or strategy in WITH_PP)):
-                    yield Mesh(strategy, tp, pp)
+            if cp > 1 and pp > 1:
+                continue
+            for strategy in _strategies(config, num_ranks=max(num_devices, tp * pp * cp), num_hosts=len(slots)):
+                goes_with_cp = cp == 1 or strategy in WITH_CP
+                if (pinned or ((tp == 1 or strategy in WITH_TP) and (pp == 1 or strategy in WITH_PP))) and goes_with_cp:
+                    yield Mesh(strategy, tp, pp, cp)
 
 
 def _strategies(config: RunConfig, *, num_ranks: int, num_hosts: int) -> tuple[StrategyName, ...]:
@@ -228,8 +262,9 @@ def _layouts(config: RunConfig, cluster: Cluster, mesh: Mesh) -> Iterator[Layout
     if mesh.strategy == "hsdp" and config.parallel.strategy == "auto" and len(sizes) > 1:
         return  # its groups are hosts, which must be equal
     dp = cluster.num_ranks // mesh.model_ranks
+    split = sequence_choices(config, tp=mesh.tp, cp=mesh.cp, kind=cluster.kind)
     for micro_batch, accumulation in _micro_batches(config, dp=dp, pp=mesh.pp):
-        for recompute, offload in _savings(config, mesh, cluster.kind):
+        for (recompute, offload), is_split in itertools.product(_savings(config, mesh, cluster.kind), split):
             yield Layout(
                 mesh.strategy,
                 mesh.tp,
@@ -240,7 +275,19 @@ def _layouts(config: RunConfig, cluster: Cluster, mesh: Mesh) -> Iterator[Layout
                 recompute=recompute,
                 offload=offload,
                 stages_per_rank=config.parallel.pp_stages_per_rank,
+                sequence_parallel=is_split,
+                cp=mesh.cp,
             )
+
+
+def sequence_choices(config: RunConfig, *, tp: int, cp: int = 1, kind: str) -> tuple[bool, ...]:
+    """Whether to try sequence parallelism; on a GPU it sends no more than without, so that it is always taken."""
+    asked = config.parallel.sequence_parallel
+    if tp == 1 or asked == "off":
+        return (False,)
+    if config.train.context // cp % tp:
+        return () if asked == "on" else (False,)
+    return (True,) if asked == "on" or kind == "cuda" else (False, True)
 
 
 def _micro_batches(config: RunConfig, *, dp: int, pp: int) -> Iterator[tuple[int, int]]:
@@ -312,7 +359,7 @@ def why_ranks(config: RunConfig, inventory: Inventory, mesh: Mesh) -> str:
         return devices
     if mesh.model_ranks > 1:
         replicas = _num_replicas(config, inventory, mesh)
-        return f"{devices}, used as {replicas} x tp*pp = {mesh.model_ranks}; {idle} stay idle"
+        return f"{devices}, used as {replicas} x {mesh.axes} = {mesh.model_ranks}; {idle} stay idle"
     return f"{devices}, of which {ranks} divide train.global_batch = {config.train.global_batch}; {idle} stay idle"
 
 
@@ -340,8 +387,8 @@ def _ranks_refusal(config: RunConfig, inventory: Inventory, mesh: Mesh) -> str |
             f"{len(inventory.hosts)} nodes x {min(slots)} devices" if len(slots) == 1 else _count_devices(inventory)
         )
         return (
-            f"{devices} = {asked or available} ranks, not divisible by tp*pp = {mesh.model_ranks}: "
-            "change parallel.tp, parallel.pp or the host list"
+            f"{devices} = {asked or available} ranks, not divisible by {mesh.axes} = {mesh.model_ranks}: "
+            "change parallel.tp, parallel.pp, parallel.cp or the host list"
         )
     return None
 
@@ -351,20 +398,34 @@ def _division_refusal(config: RunConfig, shape: ModelShape, mesh: Mesh) -> str |
     tp, stages = mesh.tp, mesh.pp * config.parallel.pp_stages_per_rank
     if mesh.model_ranks > 1 and shape.architecture not in KNOWN_ARCHITECTURES:
         return (
-            f"a {shape.architecture} model has no tensor or pipeline plan (there is one for "
-            f"{', '.join(KNOWN_ARCHITECTURES)}): set parallel.tp=1 parallel.pp=1 and use ddp, fsdp, zero1, zero2 or "
-            "zero3"
+            f"a {shape.architecture} model has no tensor, pipeline or context plan (there is one for "
+            f"{', '.join(KNOWN_ARCHITECTURES)}): set parallel.tp=1 parallel.pp=1 parallel.cp=1 and use ddp, fsdp, "
+            "zero1, zero2 or zero3"
         )
     sizes = {"attention heads": shape.heads, "key/value heads": shape.kv_heads, "MLP width": shape.mlp_width}
     for what, size in sizes.items():
         if size % tp:
             return f"{size} {what} cannot be shared by parallel.tp = {tp}: choose a tp that divides {size}"
+    if config.parallel.sequence_parallel == "on" and (refusal := _sequence_refusal(config, mesh)):
+        return refusal
     if shape.layers < stages:
         return (
             f"{shape.layers} layers cannot fill parallel.pp x pp_stages_per_rank = {stages} stages: "
             "lower parallel.pp or parallel.pp_stages_per_rank"
         )
     return fp8_refusal(shape, tp=tp) if config.parallel.precision == "fp8" else None
+
+
+def _sequence_refusal(config: RunConfig, mesh: Mesh) -> str | None:
+    """Sequences that sequence parallelism cannot split into equal pieces."""
+    context, tp = config.train.context // mesh.cp, mesh.tp
+    if context % tp == 0:
+        return None
+    return (
+        f"{context} tokens of a rank's sequence (train.context = {config.train.context}, cp = {mesh.cp}) make no equal "
+        f"pieces for parallel.tp = {tp} ranks: make train.context a multiple of {mesh.cp * tp}, or set another "
+        "parallel.tp, or parallel.sequence_parallel=off"
+    )
 
 
 def _batch_refusal(config: RunConfig, inventory: Inventory, mesh: Mesh) -> str | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from training.planner.cluster import HOST_ADAM_GB_PER_S, PCIE_GB_PER_S, Cluster
 from training.planner.cost_model import SHARING, CostModel
 from training.planner.job import CHUNK_TOKENS, Job, Layout
-from training.planner.memory import stage_layers, stage_parameters
+from training.planner.memory import key_value_bytes, stage_layers, stage_parameters
 
 BUCKET_BYTES = 25 * 2**20
 TP_OPS = 20.0  # two sums a layer, each of which takes the host some ten operations' time
@@ -56,7 +56,7 @@ def step_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster, *, num_
     """Seconds of a step by part; they add up. "… exposed" is communication that nothing hides."""
     forward, recompute, backward = _passes(job, layout, model, cluster)
     per_micro_batch = forward + recompute + backward
-    tp_comm = tp_s(job, layout, model, cluster)
+    tp_comm, cp_comm = tp_s(job, layout, model, cluster), cp_s(job, layout, cluster)
     n = layout.accumulation
     parts = {
         "products": n * per_micro_batch.products - n * recompute.products,
@@ -65,6 +65,7 @@ def step_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster, *, num_
         "recomputing": n * recompute.computing(),
         "launching": n * per_micro_batch.waiting(model),
         "tp exposed": n * tp_comm,
+        "cp exposed": n * cp_comm,
     }
     if layout.pp > 1:
         micro_batch_s = per_micro_batch.seconds(model) + tp_comm
@@ -94,7 +95,7 @@ def _passes(job: Job, layout: Layout, model: CostModel, cluster: Cluster) -> tup
 
     Backward makes two products for each of forward's, and moves twice its bytes.
     """
-    layers, tokens = stage_layers(job, layout), layout.micro_batch * job.context
+    layers, tokens = stage_layers(job, layout), layout.tokens(job)
     layer = _layer(job, layout, model, cluster, tokens)
     output = _output_layer(job, layout, model, cluster, tokens)
     if layout.at is not None and layout.at[1] < layout.pp - 1:
@@ -138,7 +139,7 @@ def product_s(rows: float, inner: float, columns: float, job: Job, model: CostMo
     return flops / (model.time.sustained * cluster.matmul_tflops * 1e12) + moved / (cluster.memory_gb_per_s * 1e9)
 
 
-def _layer(job: Job, layout: Layout, model: CostModel, cluster: Cluster, tokens: int) -> Pass:
+def _layer(job: Job, layout: Layout, model: CostModel, cluster: Cluster, tokens: float) -> Pass:
     """The forward pass of one layer on one tp rank."""
     shape, tp = job.shape, layout.tp
     width, mlp = shape.width, shape.mlp_width / tp
@@ -161,7 +162,7 @@ def _layer(job: Job, layout: Layout, model: CostModel, cluster: Cluster, tokens:
     )
 
 
-def _output_layer(job: Job, layout: Layout, model: CostModel, cluster: Cluster, tokens: int) -> Pass:
+def _output_layer(job: Job, layout: Layout, model: CostModel, cluster: Cluster, tokens: float) -> Pass:
     """The forward pass of the output layer and the loss; ours makes the gradient at once, chunk by chunk."""
     words, width = job.shape.vocab_size / layout.tp, job.shape.width
     num_products = 3 if _makes_gradient(model) else 1
@@ -184,14 +185,31 @@ def tp_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster) -> float:
     """Seconds of tensor parallelism's sums in one micro-batch, which nothing hides.
 
     There are two a layer and direction (Shoeybi et al. 2019, section 3), and two more where whole layers are
-    recomputed. Under sequence parallelism each is two halves of a sum.
+    recomputed. Under sequence parallelism each is two halves of a sum, the first of which gloo makes as a whole one.
     """
     if layout.tp == 1:
         return 0.0
-    num_bytes = layout.micro_batch * job.context * job.shape.width * job.width_bytes
+    num_bytes = layout.tokens(job) * job.shape.width * job.width_bytes
     sums = stage_layers(job, layout) * (6 if layout.recompute == "full" else 4) + 2
-    link = cluster.link(layout.tp)
-    return model.time.tp_exposed * sums * link.all_reduce_s(num_bytes, layout.tp)
+    each = cluster.link(layout.tp).all_reduce_s(num_bytes, layout.tp)
+    if model.program.sequence_parallel and cluster.kind == "cpu":
+        each *= 1.5
+    return model.time.tp_exposed * sums * each
+
+
+def cp_s(job: Job, layout: Layout, cluster: Cluster) -> float:
+    """Seconds of context parallelism's gathers and sums in one micro-batch, which nothing hides.
+
+    A layer gathers keys and values, once more where it is recomputed, and scatters the sums of their gradients.
+    """
+    if layout.cp == 1:
+        return 0.0
+    link = cluster.link(layout.cp, stride=layout.tp)
+    num_bytes = layout.micro_batch * job.context * key_value_bytes(job, layout)
+    gathers = 1 if layout.recompute == "none" else 2
+    scatter = link.gather_s if cluster.kind == "cuda" else link.all_reduce_s  # gloo has no reduce-scatter
+    seconds = gathers * link.gather_s(num_bytes, layout.cp, calls=2) + scatter(num_bytes, layout.cp, calls=2)
+    return stage_layers(job, layout) * seconds
 
 
 def pp_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster) -> float:
@@ -221,7 +239,7 @@ def dp_s(
     the last one's reduction; a pipeline reduces after its schedule. Groups add up in hsdp's last backward, and agree
     after local-sgd's update.
     """
-    if layout.dp == 1:
+    if layout.gradient_ranks == 1:
         return 0.0
     sharing = SHARING[layout.strategy]
     parameters = stage_parameters(job, layout)
@@ -234,7 +252,7 @@ def dp_s(
     else:
         scatter = link.gather_s if cluster.kind == "cuda" else link.all_reduce_s  # gloo has no reduce-scatter
         reduce = scatter(reduced_bytes, num_shards, calls=layers)
-    num_groups = layout.dp // num_shards
+    num_groups = layout.gradient_ranks // num_shards
     between_groups = cluster.link(num_groups, stride=num_shards * layout.tp)
     across = between_groups.all_reduce_s(model.time.across_bytes * parameters / num_shards, num_groups)
     forward_comm = sharing.gathers / 2 * gather
@@ -271,7 +289,7 @@ def _update_s(job: Job, layout: Layout, model: CostModel, cluster: Cluster, *, n
         if layout.offload == "parameters":  # each micro-batch: its fp32 shards twice, its gradients back
             moved = layout.accumulation * (2 * model.program.weight_bytes + model.program.reduce_bytes) * own
         parts["offload"] = moved / (PCIE_GB_PER_S * 1e9)
-    if sharing.gathers_update and layout.dp > 1 and not model.time.hides_update:
+    if sharing.gathers_update and layout.gradient_ranks > 1 and not model.time.hides_update:
         link = cluster.link(num_shards, stride=layout.tp)
         parts["dp exposed update"] = link.gather_s(model.program.weight_bytes * parameters, num_shards)
     return parts

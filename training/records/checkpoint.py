@@ -39,8 +39,9 @@ class RankFile(Record):
 class CheckpointManifest(Record):
     """The record of a checkpoint: its step, its layout, and the hash of each file.
 
-    `mesh`, `stages`: as in RankPlan, what each rank had of the model. `val_loss`: of the newest validation at this step
-    or before, nats per token; None: there was none yet. `micro_batches`: by replica, as they were at this step.
+    `mesh`, `stages`, `sequence_parallel`: as in RankPlan, what each rank had of the model. `val_loss`: of the newest
+    validation at this step or before, nats per token; None: there was none yet. `micro_batches`: by replica, as they
+    were at this step.
     """
 
     step: int
@@ -48,6 +49,7 @@ class CheckpointManifest(Record):
     strategy: str
     mesh: dict[str, int]
     stages: Stages = ()
+    sequence_parallel: bool = False
     world_size: int
     config_sha256: str
     val_loss: float | None

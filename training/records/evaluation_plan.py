@@ -31,8 +31,11 @@ class EvaluationPlan(RankPlan):
 
     @classmethod
     def of_run(cls, plan: RunPlan, trained: TrainResult) -> Self:
-        """The run's last checkpoint on its own held-out text, sharded if training sharded the model."""
-        is_sharded = plan.dp > 1 and plan.strategy in SHARDED
+        """The run's last checkpoint on its own held-out text, sharded if training sharded the model.
+
+        Without gradients no rank needs others for its sequences: what were cp peers take sequences of their own.
+        """
+        is_sharded = plan.gradient_ranks > 1 and plan.strategy in SHARDED
         train = plan.config.train.model_copy(update={"compile": False})
         shared: dict[str, Any] = {name: getattr(plan, name) for name in RankPlan.model_fields}
         changed: dict[str, Any] = {
@@ -40,7 +43,10 @@ class EvaluationPlan(RankPlan):
             "strategy": "fsdp" if is_sharded else "single",
             "offload": plan.offload if is_sharded and plan.offload == "parameters" else "none",
             "activation_checkpointing": "none",
+            "mesh": {"pp": plan.mesh["pp"], "dp": plan.gradient_ranks, "tp": plan.mesh["tp"]},
+            "micro_batches": tuple(size for size in plan.micro_batches for _ in range(plan.cp)),
             "rebalance": False,
+            "sequence_parallel": False,  # texts are of any length
             "precisions": (),
             "model": trained.checkpoint,
             "step": trained.step,

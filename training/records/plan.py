@@ -108,7 +108,9 @@ class RankedLayout(Record):
     tp: int
     pp: int
     dp: int
+    cp: int = 1
     stages: Stages = ()
+    sequence_parallel: bool = False
     micro_batch: int
     accumulation: int
     activation_checkpointing: Literal["none", "selective", "full"]
@@ -129,11 +131,12 @@ class RankedLayout(Record):
 
 class Place(NamedTuple):
     """Where a rank is: in which data-parallel replica, at which of its pipeline's places, with which part of a layer's
-    matrices."""
+    matrices, and with which part of each sequence."""
 
     dp: int
     pp: int
     tp: int
+    cp: int = 0
 
 
 class Command(TypedDict):
@@ -146,10 +149,10 @@ class Command(TypedDict):
 
 def places_of(mesh: Mapping[str, int], stages: Stages) -> list[Place]:
     """The places of a plan's ranks, in their order."""
-    pp, dp, tp = (range(mesh[axis]) for axis in ("pp", "dp", "tp"))
+    pp, dp, cp, tp = (range(mesh.get(axis, 1)) for axis in ("pp", "dp", "cp", "tp"))
     if stages:
         return [Place(replica, stage, t) for replica in dp for stage in range(len(stages[replica])) for t in tp]
-    return [Place(replica, stage, t) for stage in pp for replica in dp for t in tp]
+    return [Place(replica, stage, t, c) for stage in pp for replica in dp for c in cp for t in tp]
 
 
 def even_stages(layers: int, stages: int) -> tuple[int, ...]:
@@ -171,10 +174,12 @@ class RankPlan(Record):
     """A plan's part that ranks read, to train or to evaluate: the model's text, its shape, and how they share both.
 
     `config` is what was asked for and the rest what was chosen; ranks follow the latter.
-    `mesh`: sizes of the axes pp, dp and tp, outermost first; ranks that share a layer's matrices are neighbours.
+    `mesh`: sizes of the axes pp, dp and tp, outermost first; ranks that share a layer's matrices are neighbours. Where
+    ranks share each sequence there is an axis cp besides, between dp and tp.
     `stages`: the number of layers of each pipeline stage, by data-parallel replica, where replicas are of unlike shape
     or their stages unequal: ((24,), (10, 14)) is one rank with 24 layers, and a pipeline of two. Then ranks count
     replica by replica, and pp is the longest pipeline. Empty: equal stages of a whole mesh.
+    `sequence_parallel`: between the blocks that tp ranks share, each has a piece of every sequence.
     `micro_batches`: sequences per forward pass, by data-parallel replica; all make `accumulation` of them a step.
     `rebalance` lets the micro-batches change while training goes on. `local_copies`: of models that are named by URLs.
     `precision`: of matrix products; `precisions`: by replica, where they differ, and then the former is the weakest.
@@ -194,6 +199,7 @@ class RankPlan(Record):
     activation_checkpointing: Literal["none", "selective", "full"]
     mesh: dict[str, int]
     stages: Stages = ()
+    sequence_parallel: bool = False
     group_ranks: int = 0  # data-parallel ranks in a group, for hsdp and local-sgd
     ranks_per_host: tuple[int, ...]
     threads_per_rank: int
@@ -226,6 +232,16 @@ class RankPlan(Record):
     def dp(self) -> int:
         """Data-parallel ranks: each holds (with its tp and pp peers) the whole model and takes its share of a batch."""
         return self.mesh["dp"]
+
+    @property
+    def cp(self) -> int:
+        """Ranks that share the tokens of each sequence."""
+        return self.mesh.get("cp", 1)
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Ranks that hold the same of the model, or shards of it, and sum its gradients: dp x cp."""
+        return self.dp * self.cp
 
     @property
     def micro_batch(self) -> int:
@@ -298,6 +314,8 @@ class RunPlan(RankPlan):
             "strategy": self.strategy,
             "tp": self.mesh["tp"],
             "pp": self.mesh["pp"],
+            "cp": self.cp,
+            "sequence_parallel": "on" if self.sequence_parallel else "off",
             "stages": self.stages or "even",
             "group_ranks": self.group_ranks,
             "offload": self.offload,

@@ -1,4 +1,4 @@
-"""Process groups by the axes pp, dp and tp, and the two collectives that tensor parallelism differentiates."""
+"""Process groups by the axes pp, dp, cp and tp, and the collectives between tp and cp ranks with gradients."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from training.records.plan import Place, RankPlan
 
 ACROSS, INSIDE = "across_groups", "inside_group"
+SEQUENCE = 1  # the dimension of tokens in [batch, context, width]
+# Their names before torch 2.13 warn since.
+_all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+_reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
 
 Mesh = Mapping[str, DeviceMesh]  # a rank's group of each axis
 
@@ -23,16 +27,19 @@ Mesh = Mapping[str, DeviceMesh]  # a rank's group of each axis
 def build_mesh(plan: RankPlan) -> Mesh:
     """This rank's group of each of the plan's axes, by name. Collective.
 
+    cp ranks hold the same and sum its gradients: of strategies they are ranks of dp like any other.
     Replicas of unlike shape make no whole mesh: for those there is no axis dp (training/strategies/pipeline.py).
     """
     if plan.stages:
         return {axis: _axis_mesh(plan, axis) for axis in ("pp", "tp")}
-    mesh = init_device_mesh(plan.device_kind, tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
+    sizes = {"pp": plan.mesh["pp"], "dp": plan.gradient_ranks, "tp": plan.mesh["tp"]}
+    mesh = init_device_mesh(plan.device_kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     connect(plan, mesh)
-    return {axis: mesh[axis] for axis in plan.mesh}
+    found = {axis: mesh[axis] for axis in sizes}
+    return found | {"cp": _axis_mesh(plan, "cp")} if plan.cp > 1 else found
 
 
-def _axis_mesh(plan: RankPlan, axis: Literal["pp", "tp"]) -> DeviceMesh:
+def _axis_mesh(plan: RankPlan, axis: Literal["pp", "tp", "cp"]) -> DeviceMesh:
     """This rank's group of an axis: the ranks that share its place on all other axes."""
     groups: dict[Place, list[int]] = defaultdict(list)
     for rank, place in enumerate(plan.places):
@@ -119,6 +126,31 @@ def sum_over_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return result
 
 
+def gather_sequence(x: Tensor, group: dist.ProcessGroup, dim: int = SEQUENCE) -> Tensor:
+    """The ranks' pieces of each sequence as one; the gradient is the sum of theirs ("g" in Korthikanti et al. 2022)."""
+    result: Tensor = _GatherSequence.apply(x, group, dim)
+    return result
+
+
+def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's piece of each sequence, of the sum of the ranks' `x`: half the work of sum_over_group."""
+    result: Tensor = _ScatterSum.apply(x, group)
+    return result
+
+
+def own_piece(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's piece of sequences that all ranks of the group have."""
+    return x.chunk(group.size(), SEQUENCE)[group.rank()]
+
+
+def all_reduce_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum tensors over the ranks, in place, as one message."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    sums = flat.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [piece.view_as(tensor) for piece, tensor in zip(sums, tensors, strict=True)])
+
+
 class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -138,3 +170,25 @@ class _SumOverGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return funcol.wait_tensor(_all_gather(x.contiguous(), dim, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return funcol.wait_tensor(_reduce_scatter(grads[0].contiguous(), "sum", ctx.dim, ctx.group)), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return funcol.wait_tensor(_reduce_scatter(x.contiguous(), "sum", SEQUENCE, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return funcol.wait_tensor(_all_gather(grads[0].contiguous(), SEQUENCE, ctx.group)), None

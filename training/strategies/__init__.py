@@ -89,21 +89,23 @@ STRATEGIES: dict[str, Build] = {
 def parallelize(
     plan: RankPlan, mesh: Mesh, model: LanguageModel, *, weights: Mapping[str, Tensor], device: torch.device
 ) -> Strategy:
-    """Apply tensor parallelism, the rank's precision, activation checkpointing, compilation, then the pipeline or data
-    parallelism.
+    """Apply tensor and context parallelism, the rank's precision, activation checkpointing, compilation, then the
+    pipeline or data parallelism.
 
     `model` is on the host, unfilled; each rank takes its part of the whole `weights`. It moves to the device once it is
     cut: fsdp, hsdp and zero3 move it layer by layer, since a model they are chosen for would not fit whole.
     """
     if plan.mesh["tp"] > 1:
-        tensor.shard_matrices(model, mesh["tp"])
+        tensor.shard_matrices(model, mesh["tp"], sequence_parallel=plan.sequence_parallel)
+    if plan.cp > 1:
+        model.share_context(mesh["cp"].get_group())
     if plan.mesh["pp"] > 1:
         pipeline.keep_own_stages(plan, model)
     if plan.strategy not in {"fsdp", "hsdp", "zero3"}:
         model.to(device)
     precision = plan.precision
     if plan.precisions:
-        precision = plan.precisions[mesh["dp"].get_local_rank()]
+        precision = plan.precisions[mesh["dp"].get_local_rank() // plan.cp]
         model.compute_in(precision)
     if precision == "fp8":
         use_float8(layers_of(model.hf))

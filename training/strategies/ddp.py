@@ -49,7 +49,7 @@ class Ddp(TorchStrategy):
                 broadcast_buffers=False,  # none of them changes while training
                 init_sync=False,  # every rank loads the same weights
             )
-        super().__init__(plan, mesh, model, weights, module=module, averaged_over=plan.dp)
+        super().__init__(plan, mesh, model, weights, module=module, averaged_over=plan.gradient_ranks)
         self.compression: Compression | None = None
         if plan.strategy == "ddp" and parallel.compression != "none" and isinstance(module, DistributedDataParallel):
             self.compression = compress(module, parallel, trained=self.trained)

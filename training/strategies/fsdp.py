@@ -71,7 +71,7 @@ def _step_bytes(plan: RankPlan, model: LanguageModel, *, inside: int) -> int:
     width_bytes = 2 if plan.precision == "bf16" else 4
     reduced = gather_bytes(4 * trained, inside) * (2 if plan.device_kind == "cpu" else 1)
     micro_batch = gather_bytes(width_bytes * gathered, inside) + reduced
-    return plan.accumulation * micro_batch + all_reduce_bytes(4 * trained, plan.dp // inside)
+    return plan.accumulation * micro_batch + all_reduce_bytes(4 * trained, plan.gradient_ranks // inside)
 
 
 class Fsdp(TorchStrategy):
@@ -86,8 +86,10 @@ class Fsdp(TorchStrategy):
         sent: int,
     ) -> None:
         norm_groups = (inside.get_group(),)
-        super().__init__(plan, mesh, model, weights, module=model, averaged_over=plan.dp, norm_groups=norm_groups)
-        self.sent, self.several_groups = sent, inside.size() < plan.dp
+        super().__init__(
+            plan, mesh, model, weights, module=model, averaged_over=plan.gradient_ranks, norm_groups=norm_groups
+        )
+        self.sent, self.several_groups = sent, inside.size() < plan.gradient_ranks
 
     def backward_context(self, *, last: bool) -> AbstractContextManager[None]:
         """Groups add up their gradients after the last micro-batch."""

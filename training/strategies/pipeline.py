@@ -29,7 +29,7 @@ from training.data.batch import Batch, Share
 from training.models.architectures import Architecture, layers_of
 from training.models.language_model import LanguageModel
 from training.records.plan import Place, RankPlan
-from training.runtime.mesh import Mesh, make_groups
+from training.runtime.mesh import Mesh, all_reduce_together, make_groups
 from training.runtime.step_trace import phase
 from training.runtime.tensor_cut import Parts
 from training.strategies.fsdp import shard_options, travels_in
@@ -237,7 +237,7 @@ class Pipeline(TorchStrategy):
         plan, device = self.plan, next(self.model.parameters()).device
         shape = (rows, plan.config.train.context)
         ids = torch.empty(shape, dtype=torch.int64, device="meta")
-        hidden = torch.empty((*shape, plan.shape.width), dtype=self.dtype, device="meta", requires_grad=True)
+        hidden = torch.empty(self._hidden_shape(*shape), dtype=self.dtype, device="meta", requires_grad=True)
         stages = [
             PipelineStage(
                 stage,
@@ -253,6 +253,10 @@ class Pipeline(TorchStrategy):
         if len(stages) == 1:
             return Schedule1F1B(stages[0], plan.accumulation, loss_fn=self._weighted_loss, scale_grads=False)
         return ScheduleInterleaved1F1B(stages, plan.accumulation, loss_fn=self._weighted_loss, scale_grads=False)  # type: ignore[arg-type]
+
+    def _hidden_shape(self, rows: int, length: int) -> tuple[int, int, int]:
+        """What goes from stage to stage: under sequence parallelism, each tp rank's piece."""
+        return rows, length // self.model.sequence_pieces, self.plan.shape.width
 
     def _weighted_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         with self.model.autocast(hidden.device):
@@ -281,15 +285,7 @@ class Pipeline(TorchStrategy):
         super().reduce_gradients()
         for group, parameters in self.summed:
             for bucket in _buckets(self.gradients(parameters), self.plan.config.parallel.bucket_mib * 2**20):
-                flat = torch.cat([grad.flatten() for grad in bucket])
-                dist.all_reduce(flat, group=group)
-                torch._foreach_copy_(
-                    bucket,
-                    [
-                        piece.view_as(grad)
-                        for piece, grad in zip(flat.split([grad.numel() for grad in bucket]), bucket, strict=True)
-                    ],
-                )
+                all_reduce_together(bucket, group)
 
     def global_norm(self) -> Tensor:
         """As everywhere. Replicas of unlike shape add up in unlike orders, so all of them take the first one's sum."""
@@ -315,7 +311,7 @@ class Pipeline(TorchStrategy):
         return self.counted_once(losses), self.counted_once(right)
 
     def next_logits(self, inputs: Tensor, places: Tensor) -> Tensor:
-        hidden = self._last_hidden(inputs)
+        hidden = self._last_hidden(self.model.padded(inputs))
         if hidden is None:
             logits = torch.empty((len(inputs), self.model.num_words), device=inputs.device)
         else:
@@ -334,7 +330,7 @@ class Pipeline(TorchStrategy):
             if number not in self.stages:
                 continue
             if number > 0:
-                hidden = torch.empty((*inputs.shape, self.plan.shape.width), dtype=self.dtype, device=inputs.device)
+                hidden = torch.empty(self._hidden_shape(*inputs.shape), dtype=self.dtype, device=inputs.device)
                 dist.recv(hidden, group=self.pp.get_group(), group_src=(number - 1) % size)
             hidden = self.stages[number](hidden, **arguments)
             if number < self.last_stage:

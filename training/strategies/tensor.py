@@ -3,6 +3,11 @@
 A layer's first matrices are split by outputs, so each rank has whole attention heads and whole MLP units; the last
 ones by inputs, and the ranks' partial results are summed: one all-reduce per block and direction. Parameters stay
 plain tensors under their own names, so that DDP, FSDP2 and pipelines take them as any others.
+
+With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) each rank has its piece of every sequence between
+these blocks: norms, dropout and residuals are computed and kept once, not by every rank. A block's inputs are gathered,
+and its sums scattered, which together sends what the all-reduce did. What is not cut (norms, some biases) gets its
+gradient from this rank's piece alone; training/strategies/torch_strategy.py sums those over the ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from training.models.architectures import layers_of
 from training.models.language_model import LanguageModel
-from training.runtime.mesh import copy_to_group, sum_over_group
+from training.runtime.mesh import copy_to_group, gather_sequence, own_piece, scatter_sum, sum_over_group
 from training.runtime.tensor_cut import Cut
 
 
-def shard_matrices(model: LanguageModel, mesh: DeviceMesh) -> None:
+def shard_matrices(model: LanguageModel, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> None:
     """Replace the model's matrices by this rank's pieces; `model.cuts` records how, by parameter name."""
     assert model.architecture is not None, "the plan refuses tp for such models"
     architecture, group = model.architecture, mesh.get_group()
@@ -39,7 +44,9 @@ def shard_matrices(model: LanguageModel, mesh: DeviceMesh) -> None:
         for path in (*architecture.column, *architecture.row):
             matrix = layer.get_submodule(path)
             column, blocks = path in architecture.column, 3 if path == architecture.fused else 1
-            layer.set_submodule(path, _ShardedLinear(matrix, cut, column=column, blocks=blocks, group=group))
+            sharded = _ShardedLinear(matrix, cut, column=column, blocks=blocks, group=group)
+            sharded.sequence_parallel = sequence_parallel
+            layer.set_submodule(path, sharded)
     if hf.config.model_type == "gpt2":
         for layer in hf.transformer.h:
             layer.attn.split_size //= mesh.size()  # by which it cuts the fused q, k, v
@@ -50,7 +57,37 @@ def shard_matrices(model: LanguageModel, mesh: DeviceMesh) -> None:
     if output.bias is not None:
         _shard_bias(hf, output.bias, cut(output.bias, 0))
     weight = output.weight if model.tied else cut(embedding.weight, 0)
-    hf.set_submodule(architecture.embedding, _ShardedEmbedding(weight, model.first_token_id, group))
+    sharded_embedding = _ShardedEmbedding(weight, model.first_token_id, group)
+    sharded_embedding.sequence_parallel = sequence_parallel
+    hf.set_submodule(architecture.embedding, sharded_embedding)
+    if sequence_parallel:
+        model.sequence_pieces = mesh.size()
+        _split_sequences(model, group)
+
+
+def _split_sequences(model: LanguageModel, group: dist.ProcessGroup) -> None:
+    """Gather what goes into each block of a layer, and take this rank's piece of what is added to the words."""
+    assert model.architecture is not None
+
+    def gather(
+        block: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (_gathered(args[0], group), *args[1:]), named
+        return args, named | {"hidden_states": _gathered(named["hidden_states"], group)}
+
+    for layer in layers_of(model.hf):
+        for path in (model.architecture.attention, model.architecture.mlp):
+            layer.get_submodule(path).register_forward_pre_hook(gather, with_kwargs=True)
+    for path in model.architecture.added:
+        model.hf.get_submodule(path).register_forward_hook(lambda module, args, rows: own_piece(rows, group))
+
+
+def _gathered(hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Under autocast in the products' precision, in which the linear layers would cast it one by one."""
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    return gather_sequence(hidden, group)
 
 
 def _shard_bias(hf: nn.Module, whole: nn.Parameter, piece: nn.Parameter) -> None:
@@ -70,6 +107,7 @@ class _ShardedLinear(nn.Module):
         super().__init__()
         self.column, self.group, self.transposed = column, group, not isinstance(whole, nn.Linear)
         self.linear = F.linear  # or what training/strategies/float8.py puts in its place
+        self.sequence_parallel = False
         self.weight: nn.Parameter = cut(whole.weight, int(column == self.transposed), blocks)
         keeps_bias = whole.bias is None or not column
         self.bias: nn.Parameter | None = whole.bias if keeps_bias else cut(whole.bias, 0, blocks)
@@ -77,8 +115,9 @@ class _ShardedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self.transposed else self.weight
         if self.column:
-            return self.linear(copy_to_group(x, self.group), weight, self.bias)
-        result = sum_over_group(self.linear(x, weight), self.group)
+            return self.linear(x if self.sequence_parallel else copy_to_group(x, self.group), weight, self.bias)
+        collect = scatter_sum if self.sequence_parallel else sum_over_group
+        result = collect(self.linear(x, weight), self.group)
         return result if self.bias is None else result + self.bias
 
 
@@ -88,9 +127,11 @@ class _ShardedEmbedding(nn.Module):
     def __init__(self, weight: nn.Parameter, first_token_id: int, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.weight, self.first_token_id, self.group = weight, first_token_id, group
+        self.sequence_parallel = False
 
     def forward(self, inputs: Tensor) -> Tensor:
         words = inputs - self.first_token_id
         here = (words >= 0) & (words < len(self.weight))
         rows = F.embedding(torch.where(here, words, 0), self.weight)
-        return sum_over_group(torch.where(here.unsqueeze(-1), rows, 0.0), self.group)
+        collect = scatter_sum if self.sequence_parallel else sum_over_group
+        return collect(torch.where(here.unsqueeze(-1), rows, 0.0), self.group)

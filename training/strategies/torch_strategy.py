@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from training.data.batch import Batch, Share
 from training.models.language_model import LanguageModel
 from training.records.plan import RankPlan
-from training.runtime.mesh import Mesh
+from training.runtime.mesh import Mesh, all_reduce_together
 from training.runtime.step_trace import phase
 from training.runtime.tensor_cut import Parts, own_part, parts_of, sharded_like
 from training.strategies.optim import MOMENTS, LossScale, build_adamw, set_learning_rate
@@ -62,6 +62,9 @@ class TorchStrategy:
         self.parameters = list(self.trained.values())
         self.optimizer = build_adamw(model, train, fused=True, shards=self.parameters)
         self.norm_parameters = [p for name, p in self.trained.items() if name in model.cuts or self.counts_replicated]
+        self.of_pieces: list[nn.Parameter] = []  # whose gradient comes from this tp rank's pieces of sequences alone
+        if model.sequence_pieces > 1:
+            self.of_pieces = [p for name, p in self.trained.items() if name not in model.cuts]
         self.load_weights(weights)
         for parameter in self.parameters:  # as AdamW would at its first step: a checkpoint may come before that
             self.optimizer.state[parameter] = {
@@ -101,6 +104,8 @@ class TorchStrategy:
     def update(self, loss_sum: Tensor, num_targets: int) -> StepStats:
         """Clip, update and free the gradients; or skip the update, on all ranks alike since the norm is global."""
         scale = self.scale.value
+        if self.of_pieces:
+            all_reduce_together(self.gradients(self.of_pieces), self.mesh["tp"].get_group())
         if scale != 1.0:
             torch._foreach_div_(self.gradients(self.parameters), scale)
         norm = self.global_norm()

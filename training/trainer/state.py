@@ -107,8 +107,9 @@ def build_state(plan: RunPlan, unfilled: Unfilled, found: Path | None, *, rank: 
     num_trained = trainable_parameters(model)
     mesh = build_mesh(plan)
     strategy = parallelize(plan, mesh, model, weights=weights, device=rank.device)
-    # Ranks must not drop the same units, but for tp peers, which share each unit's neighbours.
-    torch.manual_seed(plan.config.train.seed + rank.rank // plan.mesh["tp"])
+    # Ranks must not drop the same units, but for tp peers, which share each unit's neighbours, if not its sequence.
+    alike = 1 if plan.sequence_parallel else plan.mesh["tp"]
+    torch.manual_seed(plan.config.train.seed + rank.rank // alike)
     resumed = load.load_state(found, strategy=strategy, rank=rank, plan=plan) if found is not None else None
     if found is None and plan.config.train.optimizer_path:
         load.load_moments(Path(plan.local(plan.config.train.optimizer_path)), strategy)

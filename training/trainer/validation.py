@@ -32,7 +32,7 @@ def validate(state: TrainingState) -> dict[str, float]:
     """
     plan, device = state.plan, state.rank.device
     place, limit = plan.places[state.rank.rank], plan.config.evaluation.quick_sequences
-    counts = place.tp == place.pp == 0
+    counts = place.tp == place.pp == place.cp == 0
     totals = torch.zeros(max(1, len(plan.sources)), 2, dtype=torch.float64, device=device)
     batches = held_out_by_source(plan, rank=place.dp, world_size=plan.dp, device=device, limit=limit)
     for source, batch in batches:

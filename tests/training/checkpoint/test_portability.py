@@ -22,10 +22,11 @@ CHAIN = (
     "pp interleaved",
     "zero3",
     "fsdp x tp",
+    "fsdp x cp",
     "single",
     "zero1",
     "zero1 x pp",
-    "tp x pp",
+    "sp x pp",
 )
 
 

@@ -25,7 +25,7 @@ OWN: dict[str, Layout] = {  # ranks hold what no other has
     "groups": (2, {"parallel__strategy": "local-sgd", "parallel__group_ranks": 1, "parallel__outer_every_steps": 7}),
     "groups 4": (4, {"parallel__strategy": "local-sgd", "parallel__group_ranks": 2, "parallel__outer_every_steps": 7}),
 }
-SLOW = ("ddp 4", "zero1", "zero2", "zero3", "tp", "pp", "topk", "groups")
+SLOW = ("ddp 4", "zero1", "zero2", "zero3", "tp", "sp", "cp", "pp", "topk", "groups")
 LONG = (
     "powersgd",
     "groups 4",
@@ -35,6 +35,7 @@ LONG = (
     "fsdp x tp",
     "fsdp x pp",
     "zero1 x pp",
+    "fsdp x cp",
     "pp interleaved",
     "unlike",
     "dp x pp",

@@ -74,6 +74,19 @@ COMBINATIONS = [
         {"parallel__strategy": "zero2", "parallel__offload": "parameters"},
         "offload=parameters is not there for parallel.strategy=zero2 with .*: it can have none, optimizer",
     ),
+    (
+        {"parallel__strategy": "ddp", "parallel__cp": 2, "parallel__pp": 2},
+        "cp = 2 runs with .*ddp or fsdp, .*not with ddp and pp = 2: .*set parallel.cp to 1",
+    ),
+    (
+        {"parallel__cp": 3, "train__context": 32},
+        "context = 32 tokens cannot be split over parallel.cp = 3 ranks, .*two of 6 equal pieces: .*multiple of 6",
+    ),
+    ({"parallel__sequence_parallel": "on", "parallel__tp": 1}, "parallel.tp = 1 has none .*set parallel.tp above 1"),
+    (
+        {"parallel__sequence_parallel": "on", "parallel__tp": 2, "train__context": 33},
+        "context = 33 tokens make no equal pieces for parallel.tp = 2 ranks: .*multiple of 2",
+    ),
 ]
 
 

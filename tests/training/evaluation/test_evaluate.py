@@ -89,11 +89,12 @@ def test_one_and_two_ranks_give_the_figures_of_a_plain_loop(trained: Path, tmp_p
 
 
 def test_ranks_that_share_a_model_have_the_figures_of_one_rank(trained: Path, tmp_path: Path) -> None:
-    """Under fsdp as training had it, without optimizer state."""
+    """Under fsdp as training had it, without optimizer state; what were cp peers take sequences of their own."""
     losses, right = by_hand(trained)
     shutil.copytree(trained.parent, tmp_path / "run")
     plan = RunPlan.read(trained)
-    shared = {"mesh": {"pp": 1, "dp": 2, "tp": 1}, "ranks_per_host": (2,), "micro_batches": (2, 2), "strategy": "fsdp"}
+    mesh = {"pp": 1, "dp": 1, "cp": 2, "tp": 1}
+    shared = {"mesh": mesh, "ranks_per_host": (2,), "micro_batches": (2,), "strategy": "fsdp"}
     plan.model_copy(update=shared).write(tmp_path / "run" / "plan.json")
     run_ranks(tmp_path / "run" / "plan.json", program="training.evaluate")
     report = EvalReport.read(tmp_path / "run" / "eval.json")

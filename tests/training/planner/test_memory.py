@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.planner_vs_published import MEGATRON, compared, coverage, ranges, shape_of, summary
 from benchmarks.support.published import models, rows
@@ -21,6 +25,7 @@ from training.planner.memory import activation_bytes_per_token, memory_gib, stag
 from training.planner.plan import make_plan
 from training.planner.pricing import LIKELY_ON_GPUS
 from training.planner.step_time import step_s
+from training.strategies.tensor import shard_matrices
 
 GPT3 = Job(shape=shape_of("gpt-175b", models()["gpt-175b"], 2048), context=2048, global_batch=64, precision="bf16")
 ONE = Layout("ddp", tp=1, pp=1, dp=1, micro_batch=1, accumulation=64)
@@ -55,8 +60,18 @@ def test_states_of_a_7_5b_model_by_zero() -> None:
         assert states * 2**30 / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
+@pytest.fixture
+def fake_ranks() -> Iterator[DeviceMesh]:
+    """Two tp ranks, of which the other neither computes nor sends."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert"])
-def test_what_our_layers_keep_is_what_torch_saves(architecture: str) -> None:
+def test_what_our_layers_keep_is_what_torch_saves(architecture: str, tp: int, cp: int, fake_ranks: DeviceMesh) -> None:
+    """On tp ranks with sequence parallelism; on ranks that share each sequence."""
     config = tiny_config(
         model__architecture=architecture,
         model__width=128,
@@ -68,6 +83,10 @@ def test_what_our_layers_keep_is_what_torch_saves(architecture: str) -> None:
     )
     plan = make_plan(config, inventory(1))
     model = build_model(plan)
+    if tp > 1:
+        shard_matrices(model, fake_ranks, sequence_parallel=True)
+    if cp > 1:
+        model.share_context(fake_ranks.get_group())
     layer, saved, weights = layers_of(model.hf)[1], dict[int, int](), {p.data_ptr() for p in model.parameters()}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,7 +106,8 @@ def test_what_our_layers_keep_is_what_torch_saves(architecture: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(ids, ids)
     job = Job(shape=plan.shape, context=64, global_batch=4, precision="fp32")
-    expected = activation_bytes_per_token(job, ONE, our_cost_model(job, "single", kind="cpu")) * ids.numel()
+    costs = our_cost_model(job, "single", kind="cpu", sequence_parallel=tp > 1)
+    expected = activation_bytes_per_token(job, replace(ONE, tp=tp, cp=cp), costs) * ids.numel() / cp
     assert sum(saved.values()) == pytest.approx(expected, rel=0.03)
 
 

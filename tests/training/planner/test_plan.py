@@ -217,7 +217,7 @@ def test_a_model_without_a_tensor_plan_is_told_which_strategies_it_can_have() ->
     config = tiny_config(model__architecture="path", model__path="somewhere", model__dropout=0.0, parallel__tp=2)
     neox = {"model_type": "gpt_neox", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     with pytest.raises(
-        ValueError, match=r"a gpt_neox model has no tensor or pipeline plan.*ddp, fsdp, zero1, zero2 or"
+        ValueError, match=r"a gpt_neox model has no tensor, pipeline or context plan.*ddp, fsdp, zero1, zero2 or"
     ):
         make_plan(config, inventory(2), hf_config=neox | {"vocab_size": 61})
 

@@ -182,3 +182,18 @@ def test_a_hundred_thousand_gpus_are_a_few_unlike_ones() -> None:
     plan = planned(LLAMA_1B, "12500x8xH100-80GB-SXM,8x400Gb", batch=100_000)
     assert (sum(plan.ranks_per_host), plan.mesh["dp"] * plan.mesh["pp"] * plan.mesh["tp"]) == (100_000, 100_000)
     assert len(set(plan.micro_batches)) == 1
+
+
+def test_ranks_share_a_sequence_only_where_no_whole_one_fits() -> None:
+    """Of 131,072 tokens tp ranks have pieces between blocks; of a million all ranks of the host, throughout."""
+    whole = planned(LLAMA_8B, "1x8xH100-80GB-SXM", context=131_072, batch=8)
+    assert (whole.mesh, whole.sequence_parallel) == ({"pp": 1, "dp": 4, "tp": 2}, True)
+    pinned: dict[str, Any] = {"strategy": "fsdp", "tp": 2, "sequence_parallel": "off"}
+    without = planned(LLAMA_8B, "1x8xH100-80GB-SXM", context=131_072, batch=8, **pinned)
+    assert without.predicted.step_ms > whole.predicted.step_ms
+    assert sum(without.predicted.memory_gib.values()) > sum(whole.predicted.memory_gib.values())
+    shared = planned(LLAMA_8B, "1x8xH100-80GB-SXM", context=1_000_000, batch=8)
+    assert shared.mesh["cp"] == 8
+    assert any("no layout of whole sequences of 1000000 tokens fits" in reason for reason in shared.reasons)
+    with pytest.raises(ValueError, match="does not fit"):
+        planned(LLAMA_8B, "1x8xH100-80GB-SXM", context=1_000_000, batch=8, cp=1)

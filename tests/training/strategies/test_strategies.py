@@ -35,6 +35,8 @@ SLOW = {
     "dp x tp",
     "fsdp x tp",
     "fsdp x pp",
+    "fsdp x sp",
+    "fsdp x cp",
     "hsdp 4",
     "unlike unequal",
     *EIGHT_RANKS,
@@ -51,6 +53,7 @@ LONG = {
     "pp 4",
     "dp x pp interleaved",
     "hsdp x tp",
+    "sp x pp",
 }
 COMMON = {
     "model__dropout": 0.0,
@@ -138,7 +141,8 @@ def test_ranks_that_accumulate_and_clip_equal_one_process(
 
 @pytest.mark.parametrize("packing", ["documents", "uneven"])
 @pytest.mark.parametrize(
-    "layout", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp x tp", "zero2", "unlike")), "pp"]
+    "layout",
+    ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp x tp", "zero2", "unlike", "cp")), "pp"],
 )
 def test_document_masks_padding_and_an_uneven_last_batch(
     layout: str, packing: str, alone: Callable[..., Path], make_run: Callable[..., Path]
@@ -157,6 +161,8 @@ def test_document_masks_padding_and_an_uneven_last_batch(
     "layout",
     [
         pytest.param("tp", marks=pytest.mark.slow),
+        pytest.param("sp", marks=pytest.mark.slow),
+        pytest.param("cp", marks=pytest.mark.slow),
         "pp",
         pytest.param("unlike", marks=pytest.mark.slow),
         pytest.param("tp x pp", marks=pytest.mark.long),

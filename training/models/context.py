@@ -1,0 +1,91 @@
+"""Context parallelism: ranks share the tokens of each sequence, and gather keys and values in each attention.
+
+By all-gather rather than in a ring (Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.2): any mask is
+possible, and with fewer key/value heads than heads there is little to gather. Of twice as many pieces of a sequence as
+ranks, each takes one from its beginning and one from its end, so that causal attention is as much work for all.
+torch.distributed.tensor.experimental.context_parallel, which has a ring, has no attention on CPUs and no masks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+
+from training.models.architectures import Architecture, layers_of
+from training.runtime.mesh import SEQUENCE, gather_sequence
+
+ATTENTION = "context_parallel"  # its name among those of transformers
+KEYS = 2  # the dimension of tokens in [batch, heads, context, head width]
+
+
+class ContextPieces:
+    """This rank's two pieces of every sequence."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.number = group, 2 * group.size()
+        self.own = group.rank(), self.number - 1 - group.rank()
+
+    def take(self, whole: Tensor) -> Tensor:
+        """[batch, context, …] -> this rank's tokens."""
+        pieces = whole.chunk(self.number, SEQUENCE)
+        return torch.cat([pieces[piece] for piece in self.own], SEQUENCE)
+
+    def gather(self, own: Tensor, dim: int = SEQUENCE) -> Tensor:
+        """What `take` took, of all ranks, in the order of tokens. The gradient is the sum of the ranks'."""
+        pieces = gather_sequence(own, self.group, dim).chunk(self.number, dim)
+        return torch.cat([*pieces[::2], *pieces[::-2]], dim)
+
+    def put(self, own: Tensor) -> Tensor:
+        """[batch, own tokens] -> [batch, context], with zeros for the tokens of other ranks."""
+        pieces = [torch.zeros_like(piece) for piece in own.chunk(2, SEQUENCE) for _ in range(self.number // 2)]
+        for place, piece in zip(self.own, own.chunk(2, SEQUENCE), strict=True):
+            pieces[place] = piece
+        return torch.cat(pieces, SEQUENCE)
+
+
+def attend_over(hf: Any, architecture: Architecture, pieces: ContextPieces) -> None:
+    """Let each layer's attention see the tokens of all ranks."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, _attention)
+    hf.config._attn_implementation = ATTENTION
+    for layer in layers_of(hf):
+        attention: Any = layer.get_submodule(architecture.attention)
+        attention.pieces = pieces
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **named: Any,
+) -> tuple[Tensor, None]:
+    """Attention of own queries [batch, heads, own tokens, head width] over everybody's keys, as transformers calls it.
+
+    Without a mask a causal model's pieces see all before them, and themselves up to each token.
+    """
+    pieces: Any = module.pieces
+    key, value = pieces.gather(key, KEYS), pieces.gather(value, KEYS)
+    options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    if attention_mask is not None or not module.is_causal:
+        result = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, **options)
+    else:
+        parts = []
+        for piece, own in zip(pieces.own, query.chunk(2, KEYS), strict=True):
+            seen = (piece + 1) * own.shape[KEYS]
+            mask = causal_lower_right(own.shape[KEYS], seen)
+            parts.append(
+                F.scaled_dot_product_attention(own, key[:, :, :seen], value[:, :, :seen], attn_mask=mask, **options)
+            )
+        result = torch.cat(parts, KEYS)
+    return result.transpose(1, 2).contiguous(), None
