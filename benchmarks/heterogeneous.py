@@ -54,7 +54,7 @@ from training.records.plan import RunPlan
 from training.tracking.rows import read_rows
 
 CPUS = (1.0, 0.5)
-UNLIKE_CPUS, SMALL_GIB = (1.0, 0.5, 0.5), 1.1
+UNLIKE_CPUS, SMALL_GIB = (1.0, 0.5, 0.5), 1.05
 UNIFORM: dict[str, dict[str, Any]] = {
     "pp": {"parallel__strategy": "ddp", "parallel__pp": 3},
     "fsdp": {"parallel__strategy": "fsdp"},

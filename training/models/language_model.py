@@ -16,7 +16,7 @@ from training.models.architectures import ARCHITECTURES, architecture_of, layers
 from training.models.context import ContextPieces, attend_over
 from training.models.freezing import freeze
 from training.models.init_weights import FreshWeights, fill
-from training.models.linear_cross_entropy import linear_cross_entropy, linear_scores
+from training.models.linear_cross_entropy import Softmax, linear_cross_entropy, linear_scores, softmax_
 from training.planner.model_shape import dropout_fields
 from training.records.plan import RunPlan
 from training.runtime.mesh import copy_to_group, gather_sequence
@@ -42,6 +42,7 @@ class LanguageModel(nn.Module):
             self.architecture is not None and self.output()[0] is hf.get_submodule(self.architecture.embedding).weight
         )
         self.num_words = 0 if self.architecture is None else len(self.output()[0])
+        self.softmax: Softmax = softmax_  # of the loss; where layers are compiled for GPUs, a compiled one
         self.stages: dict[int, list[nn.Module]] = {}  # set by strategies/pipeline.py: own layers by stage
         # Set by strategies/tensor.py, where ranks share matrices and the vocabulary:
         self.cuts: dict[str, Cut] = {}  # by parameter name
@@ -152,7 +153,8 @@ class LanguageModel(nn.Module):
 
     def loss_from(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """`forward`'s loss, from the hidden states before the output layer."""
-        loss: Tensor = self._over_vocabulary(linear_cross_entropy, self._for_output(hidden), targets)
+        hidden = self._for_output(hidden)
+        loss: Tensor = self._over_vocabulary(linear_cross_entropy, hidden, targets, softmax=self.softmax)
         return loss
 
     def scores_from(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,7 +183,7 @@ class LanguageModel(nn.Module):
         collect = gather_sequence if self.sequence_pieces > 1 else copy_to_group
         return collect(hidden, self.tp_group)
 
-    def _over_vocabulary(self, function: Callable[..., Any], hidden: Tensor, targets: Tensor) -> Any:
+    def _over_vocabulary(self, function: Callable[..., Any], hidden: Tensor, targets: Tensor, **options: Any) -> Any:
         """Call a function of training/models/linear_cross_entropy.py with the words that this rank holds."""
         weight, bias = self.output()
         return function(
@@ -192,6 +194,7 @@ class LanguageModel(nn.Module):
             dtype=self.dtype,
             first_token_id=self.first_token_id,
             group=self.tp_group,
+            **options,
         )
 
     def _logits(self, inputs: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:

@@ -1,12 +1,14 @@
 """The summed cross-entropy of a linear output layer, without ever holding all logits.
 
 Logits of a large vocabulary are by far the largest tensor of a step: 8 x 2048 tokens x 128,256 words are 7.8 GiB in
-fp32. Here they exist for CHUNK_TOKENS tokens at a time; the gradient with respect to them is used up at once, in the
-forward pass (the idea of Liger Kernel's fused linear cross-entropy, Hsu et al. 2024, arXiv:2410.10989).
+fp32. Here they exist for `chunk_tokens` tokens at a time; the gradient with respect to them is written over them and
+used up at once, in the forward pass (the idea of Liger Kernel's fused linear cross-entropy, Hsu et al. 2024,
+arXiv:2410.10989).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from training.data.batch import IGNORED
-from training.planner.job import CHUNK_TOKENS
+from training.planner.job import chunk_tokens
+from training.runtime.onednn import products_take_new_memory
 
 FP16_HEADROOM = 32.0  # a chunk's sum of gradients could pass fp16's 65,504, and comes before any loss scale
+BLOCK_LOGITS = {"cpu": 2**20, "cuda": 2**26}  # of 16 bits that are fp32 at one time: in the cache; 256 MiB
+
+Softmax = Callable[[Tensor, float], Tensor]
 
 
 def linear_cross_entropy(
@@ -29,15 +35,19 @@ def linear_cross_entropy(
     dtype: torch.dtype = torch.float32,
     first_token_id: int = 0,
     group: dist.ProcessGroup | None = None,
+    softmax: Softmax | None = None,
 ) -> Tensor:
     """hidden [tokens, width], weight [vocab, width], targets int64 [tokens] -> fp32 [], summed over targets.
 
     Products are made in `dtype`, the rest in fp32. With a `group` each of its ranks holds the rows of the tokens
-    from `first_token_id` on, and all get the same loss (Shoeybi et al. 2019, section 3).
+    from `first_token_id` on, and all get the same loss (Shoeybi et al. 2019, section 3). `softmax`: a compiled
+    `fused_softmax_`, instead of `softmax_`.
     """
     if not torch.is_grad_enabled():  # an autograd function cannot see it
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, dtype, first_token_id, group)
+    loss: Tensor = _LinearCrossEntropy.apply(
+        hidden, weight, bias, targets, dtype, first_token_id, group, softmax or softmax_
+    )
     return loss
 
 
@@ -52,26 +62,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         first_token_id: int,
         group: dist.ProcessGroup | None,
+        softmax: Softmax,
     ) -> Tensor:
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         loss = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        grad_weight: Tensor | None = None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias and bias is not None else None
-        cast, headroom = weight.to(dtype), FP16_HEADROOM if dtype == torch.float16 else 1
-        for start in range(0, len(hidden), CHUNK_TOKENS):
-            chunk = slice(start, start + CHUNK_TOKENS)
-            rows = hidden[chunk].to(dtype)
-            chunk_loss, grad = _cross_entropy(_logits(rows, cast, bias), targets[chunk], first_token_id, group)
-            loss = loss + chunk_loss
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            low = (grad / headroom).to(dtype)
+        cast, headroom = weight.to(dtype), FP16_HEADROOM if dtype == torch.float16 else 1.0
+        size = min(len(hidden), chunk_tokens(dtype.itemsize))
+        logits = None if products_take_new_memory(cast) else cast.new_empty(size, len(cast))
+        for start in range(0, len(hidden), size):
+            chunk = slice(start, start + size)
+            rows, predicted = hidden[chunk].to(dtype), (targets[chunk] != IGNORED).unsqueeze(-1)
+            grad = _logits(rows, cast, bias, out=None if logits is None else logits[: len(rows)])
+            loss = loss + _to_gradient(grad, targets[chunk], first_token_id, group, softmax, 1 / headroom)
+            # What predicts nothing gets no gradient: masked in what is `width` wide, not in what has all words.
             if grad_hidden is not None:
-                grad_hidden[chunk] = low @ cast
-            if grad_weight is not None:
-                grad_weight += low.t() @ rows
-        for scaled in (grad_hidden, grad_weight):
+                grad_hidden[chunk] = (grad @ cast).mul_(predicted)
+            if wants_weight:
+                grad_weight = _add_product(grad_weight, grad.t(), rows * predicted)
+            if grad_bias is not None:
+                grad_bias += grad.mul_(predicted).sum(0, dtype=torch.float32)
+            del grad  # where it is not `logits`: before the next chunk's are made
+        for scaled in (grad_hidden, grad_weight, grad_bias):
             if scaled is not None and headroom != 1:
                 scaled *= headroom
         if grad_hidden is not None:
@@ -86,49 +100,95 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for gradient in saved:
             if gradient is not None:
                 gradient.mul_(grads[0].to(gradient.dtype))
-        return (*saved, None, None, None, None)
+        return (*saved, None, None, None, None, None)
 
 
-def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    logits = (rows @ weight.t()).float()
-    return logits if bias is None else logits + bias
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
+    """In `out`, memory of the chunk before: the kernel takes longer to find new pages than a CPU for the softmax."""
+    if bias is None:
+        return torch.mm(rows, weight.t(), out=out)
+    return torch.addmm(bias.to(rows.dtype), rows, weight.t(), out=out)
 
 
-def _cross_entropy(
-    logits: Tensor, targets: Tensor, first_token_id: int, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
-    """fp32 [tokens, words] -> summed loss [], and its gradient, written over the logits."""
-    predicted = targets != IGNORED
-    exponentials, words, here, picked, total = _softmax_parts(logits, targets, first_token_id, group)
-    loss = torch.where(predicted, total.log() - picked, 0.0).sum()
-    grad = exponentials.mul_((predicted / total).unsqueeze(-1))
-    grad.scatter_add_(-1, words.unsqueeze(-1), -here.to(grad.dtype).unsqueeze(-1))
-    return loss, grad
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """fp32 total + a @ b, written over `total`; None stands for 0, which is neither written nor read."""
+    if a.is_cuda and a.dtype != torch.float32:  # products of 16 bits, summed in fp32 where they are made
+        if total is None:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    product = a @ b
+    return product.float() if total is None else total.add_(product)
 
 
-def _softmax_parts(
-    logits: Tensor, targets: Tensor, first_token_id: int, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A softmax over all words, whatever share of them this rank holds.
+def _to_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    first_token_id: int,
+    group: dist.ProcessGroup | None,
+    softmax: Softmax,
+    scale: float,
+) -> Tensor:
+    """[tokens, words] -> the summed loss fp32 []; its gradient times `scale` is written over the logits.
 
-    Returns the exponentials of the logits less the largest, written over the logits; each target's column here, and
-    whether this rank has it; the target's logit; and the sum of exponentials.
+    In the rows of targets that are ignored it is not 0 but the softmax.
     """
-    largest = logits.amax(-1)
+    words, here = _own_words(logits, targets, first_token_id)
+    picked = logits.gather(-1, words).squeeze(-1).float()
+    own = softmax(logits, scale)
+    total, picked = _over_all_words(own, picked, here, group)
     if group is not None:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    logits = logits.sub_(largest.unsqueeze(-1))
+        logits.mul_((own - total).exp().unsqueeze(-1))
+    at_target = torch.expm1(picked - total).mul(scale).to(logits.dtype).unsqueeze(-1)  # p - 1, not rounded before
+    logits.scatter_(-1, words, torch.where(here.unsqueeze(-1), at_target, logits.gather(-1, words)))
+    return torch.where(targets != IGNORED, total - picked, 0.0).sum()
+
+
+def softmax_(logits: Tensor, scale: float = 1.0) -> Tensor:
+    """[tokens, words] -> fp32 [tokens]: the logarithm of the sum of exponentials.
+
+    The softmax times `scale` is written over the logits; numbers of 16 bits are fp32 on the way, some rows at a time.
+    """
+    logarithms = []
+    in_place = logits.dtype == torch.float32
+    num_rows = len(logits) if in_place else max(1, BLOCK_LOGITS[logits.device.type] // logits.shape[-1])
+    for block in logits.split(num_rows):
+        largest = block.amax(-1).float()
+        shares = torch.softmax(block, -1, dtype=torch.float32, out=block if in_place else None)
+        logarithms.append(largest - shares.amax(-1).log())  # the largest share is 1 / (sum of exp(logit - largest))
+        if scale != 1:
+            shares.mul_(scale)
+        if not in_place:
+            block.copy_(shares)
+    return torch.cat(logarithms)
+
+
+def fused_softmax_(logits: Tensor, scale: float = 1.0) -> Tensor:
+    """`softmax_` to compile: one kernel that holds fp32 in registers only, of logits of any width."""
+    numbers = logits.float()
+    logarithms = numbers.logsumexp(-1)
+    logits.copy_((numbers - logarithms.unsqueeze(-1)).exp() * scale)
+    return logarithms
+
+
+def _own_words(logits: Tensor, targets: Tensor, first_token_id: int) -> tuple[Tensor, Tensor]:
+    """Each target's column here, int64 [tokens, 1], and whether this rank has it, bool [tokens]."""
     words = targets - first_token_id
     here = (words >= 0) & (words < logits.shape[-1]) & (targets != IGNORED)
-    words = torch.where(here, words, 0)
-    picked = torch.where(here, logits.gather(-1, words.unsqueeze(-1)).squeeze(-1), 0.0)
-    exponentials = logits.exp_()
-    total = exponentials.sum(-1)
-    if group is not None:
-        both = torch.stack([picked, total])
-        dist.all_reduce(both, group=group)
-        picked, total = both.unbind()
-    return exponentials, words, here, picked, total
+    return torch.where(here, words, 0).unsqueeze(-1), here
+
+
+def _over_all_words(
+    logarithms: Tensor, picked: Tensor, here: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """From a rank's words to those of all: the logarithm of the sum of exponentials, and the target's logit."""
+    picked = torch.where(here, picked, 0.0)
+    if group is None:
+        return logarithms, picked
+    largest = logarithms.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    both = torch.stack([picked, (logarithms - largest).exp()])
+    dist.all_reduce(both, group=group)
+    return largest + both[1].log(), both[0]
 
 
 @torch.no_grad()
@@ -144,12 +204,11 @@ def linear_scores(
 ) -> tuple[Tensor, Tensor]:
     """Each token's loss, fp32 [tokens], and whether the target is the likeliest word, bool [tokens]."""
     losses, right, cast = [], [], weight.to(dtype)
-    for start in range(0, len(hidden), CHUNK_TOKENS):
-        chunk = slice(start, start + CHUNK_TOKENS)
-        logits = _logits(hidden[chunk].to(dtype), cast, bias)
+    for rows, wanted in zip(hidden.split(chunk_tokens(4)), targets.split(chunk_tokens(4)), strict=True):
+        logits = _logits(rows.to(dtype), cast, bias).float()
         likeliest = _likeliest(logits, first_token_id, group)
-        right.append((likeliest == targets[chunk]) & (targets[chunk] != IGNORED))
-        losses.append(_cross_entropy_by_token(logits, targets[chunk], first_token_id, group))
+        right.append((likeliest == wanted) & (wanted != IGNORED))
+        losses.append(_cross_entropy_by_token(logits, wanted, first_token_id, group))
     return torch.cat(losses), torch.cat(right)
 
 
@@ -171,5 +230,7 @@ def _cross_entropy_by_token(
 ) -> Tensor:
     if group is None:
         return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
-    *_, picked, total = _softmax_parts(logits, targets, first_token_id, group)
-    return torch.where(targets != IGNORED, total.log() - picked, 0.0)
+    words, here = _own_words(logits, targets, first_token_id)
+    picked = logits.gather(-1, words).squeeze(-1)
+    total, picked = _over_all_words(logits.logsumexp(-1), picked, here, group)
+    return torch.where(targets != IGNORED, total - picked, 0.0)

@@ -220,7 +220,7 @@ def our_cost_model(
             cast_bytes=2.0 if low else 0.0,
             copy_bytes=4.0 if by_deepspeed and strategy != "zero3" else 0.0,
             frees_before_gradients=strategy == "single",
-            logit_bytes=8 + job.width_bytes if described else 12 + 2 * job.width_bytes,
+            logit_bytes=job.width_bytes if described else 12 + 2 * job.width_bytes,
             process_gib=TORCH_GIB[kind] + (DEEPSPEED_GIB if kind == "cpu" and by_deepspeed else 0.0),
             fragmentation=0.05 if kind == "cuda" else 0.0,
         ),

@@ -11,7 +11,7 @@ from training.records.plan import ModelShape, describe_stages
 Offload = Literal["none", "optimizer", "parameters"]
 Recompute = Literal["none", "selective", "full"]
 KNOWN_ARCHITECTURES = ("llama", "gpt2", "bert")  # those with an entry in training/models/architectures.py
-CHUNK_TOKENS = 2048  # the loss makes logits for this many tokens at a time
+CHUNK_BYTES = 8192  # of each word: the loss makes logits for this many tokens at a time
 
 
 @dataclass(frozen=True)
@@ -109,3 +109,8 @@ class Layout:
         words += [f"{self.recompute} activation checkpointing"] if self.recompute != "none" else []
         words += [f"{self.offload} offloaded"] if self.offload != "none" else []
         return ", ".join(words)
+
+
+def chunk_tokens(width_bytes: int) -> int:
+    """The number of tokens for which the loss makes logits at one time: 2,048 in fp32, 4,096 in 16 bits."""
+    return CHUNK_BYTES // width_bytes

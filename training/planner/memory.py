@@ -9,7 +9,7 @@ added.
 from __future__ import annotations
 
 from training.planner.cost_model import SHARING, CostModel
-from training.planner.job import CHUNK_TOKENS, Job, Layout
+from training.planner.job import Job, Layout, chunk_tokens
 from training.records.plan import ModelShape
 
 GIB = 2**30
@@ -175,8 +175,10 @@ def _gathered_sequence(job: Job, layout: Layout, model: CostModel) -> float:
 
 
 def _logits(job: Job, layout: Layout, model: CostModel) -> float:
-    """Bytes of all logits; or of a chunk with its gradient, and the output layer's fp32 gradient."""
+    """Bytes of all logits; or of a chunk's, the output layer's fp32 gradient, and what a chunk adds to it."""
     vocab_rows, tokens = job.shape.vocab_size / layout.tp, layout.tokens(job)
     if not model.program.chunked_logits:
         return vocab_rows * tokens * model.memory.logit_bytes
-    return vocab_rows * (min(tokens, CHUNK_TOKENS) * model.memory.logit_bytes + 4 * job.shape.width)
+    chunk = chunk_tokens(job.width_bytes)
+    added = job.width_bytes if tokens > chunk else 0
+    return vocab_rows * (min(tokens, chunk) * model.memory.logit_bytes + (4 + added) * job.shape.width)

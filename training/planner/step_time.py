@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from training.planner.cluster import HOST_ADAM_GB_PER_S, PCIE_GB_PER_S, Cluster
 from training.planner.cost_model import SHARING, CostModel
-from training.planner.job import CHUNK_TOKENS, Job, Layout
+from training.planner.job import Job, Layout, chunk_tokens
 from training.planner.memory import key_value_bytes, stage_layers, stage_parameters
 
 BUCKET_BYTES = 25 * 2**20
@@ -166,9 +166,10 @@ def _output_layer(job: Job, layout: Layout, model: CostModel, cluster: Cluster, 
     """The forward pass of the output layer and the loss; ours makes the gradient at once, chunk by chunk."""
     words, width = job.shape.vocab_size / layout.tp, job.shape.width
     num_products = 3 if _makes_gradient(model) else 1
-    chunks = -(-tokens // CHUNK_TOKENS) if model.program.chunked_logits else 1
+    chunks = -(-tokens // chunk_tokens(job.width_bytes)) if model.program.chunked_logits else 1
     rows = tokens / chunks
-    moved = tokens * words * (24 if _makes_gradient(model) else 12)  # fp32 logits, read and written three times
+    # fp32 logits, read and written three times; ours, in the products' width, are read four times and written once
+    moved = tokens * words * (5 * job.width_bytes if _makes_gradient(model) else 12)
     moved += chunks * 8 * words * width if _makes_gradient(model) else 0  # the gradient's sum over chunks
     return Pass(
         products=num_products * chunks * product_s(rows, width, words, job, model, cluster),

@@ -57,6 +57,11 @@ def prefer_onednn() -> bool:
     return True
 
 
+def products_take_new_memory(a: Tensor) -> bool:
+    """Whether `out` of `mm` saves no memory for operands like `a`: oneDNN's product has none."""
+    return a.device.type == "cpu" and a.dtype is torch.float32 and prefer_onednn()
+
+
 _LIBRARY = torch.library.Library("aten", "IMPL")  # what is registered lives as long as this does
 
 

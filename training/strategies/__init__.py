@@ -112,7 +112,7 @@ def parallelize(
     if plan.activation_checkpointing != "none":
         recompute_in_backward(model, plan.activation_checkpointing)
     if plan.config.train.compile:
-        compile_layers(model, one_shape=not plan.rebalance)
+        compile_layers(model, one_shape=not plan.rebalance, device_kind=plan.device_kind)
     if plan.mesh["pp"] > 1:
         return pipeline.build(plan, mesh, model, weights)
     return STRATEGIES[plan.strategy](plan, mesh, model, weights)

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from training.models.architectures import layers_of
 from training.models.language_model import LanguageModel
+from training.models.linear_cross_entropy import fused_softmax_
 
 # Dear to compute, small to keep: matrix products, attention, and what other ranks had to send.
 KEPT = {
@@ -42,15 +43,17 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def compile_layers(model: LanguageModel, *, one_shape: bool) -> None:
+def compile_layers(model: LanguageModel, *, one_shape: bool, device_kind: str) -> None:
     """Compile layer by layer, then what follows: equal layers share one graph, so start-up does not grow with depth.
 
     `fullgraph`: a graph break is an error, not a hidden slow-down. Only `forward`, so that hooks (FSDP2 gathers
     weights in them) stay outside. Where micro-batches change (not `one_shape`), the first change compiles once more,
-    for any number of sequences.
+    for any number of sequences. The softmax of the loss is compiled for GPUs; a CPU's own holds a row in its cache.
     """
     layers, dynamic = layers_of(model.hf), False if one_shape else None
     torch._dynamo.config.recompile_limit = max(8, 4 * len(layers))  # layers may differ by a constant (GPT-2's can)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=dynamic)
     model.finish = torch.compile(model.finish, fullgraph=True, dynamic=dynamic)  # type: ignore[method-assign]
+    if device_kind == "cuda":
+        model.softmax = torch.compile(fused_softmax_, fullgraph=True, dynamic=dynamic)

@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from training.data.batch import IGNORED
-from training.models.linear_cross_entropy import linear_cross_entropy, linear_scores
-from training.planner.job import CHUNK_TOKENS
+from training.models.linear_cross_entropy import Softmax, fused_softmax_, linear_cross_entropy, linear_scores, softmax_
+from training.planner.job import chunk_tokens
+
+CHUNK_TOKENS = chunk_tokens(4)
 
 
 def made(tokens: int, width: int, vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -42,6 +44,40 @@ def test_value_and_gradients_are_those_of_cross_entropy(tokens: int, with_bias: 
     expected_losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
     torch.testing.assert_close(scored, expected_losses, rtol=1e-5, atol=1e-6)
     assert torch.equal(right, logits.argmax(-1) == targets)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("softmax", [softmax_, fused_softmax_])
+def test_in_16_bits_only_the_products_are_rounded(dtype: torch.dtype, softmax: Softmax) -> None:
+    """Several chunks, and blocks of a chunk. A target that is nearly sure keeps its small gradient, p - 1."""
+    hidden, weight, bias, targets = made(chunk_tokens(2) + 3, 8, 2050)
+    sure = (torch.arange(len(targets)) % 5 == 0) & (targets != IGNORED)
+    with torch.no_grad():
+        weight.mul_(0.3)
+        hidden[sure] = 1.5 * weight[targets[sure]] / weight[targets[sure]].square().mean(-1, keepdim=True)
+    loss = linear_cross_entropy(hidden, weight, bias, targets, dtype=dtype, softmax=softmax)
+    got = torch.autograd.grad(loss, (hidden, weight, bias))
+    logits = torch.addmm(bias.to(dtype), hidden.to(dtype), weight.to(dtype).t()).float()
+    expected_loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    expected = torch.autograd.grad(expected_loss, (hidden, weight, bias))
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert (ours - theirs).norm() < 0.01 * theirs.norm()
+    assert not got[0][targets == IGNORED].any()
+    assert (got[0][sure] - expected[0][sure]).norm() < 0.03 * expected[0][sure].norm()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_is_compiled_and_sums_the_weight_gradient_in_fp32() -> None:
+    hidden, weight, _, targets = (tensor.cuda().detach() for tensor in made(3 * chunk_tokens(2), 64, 515))
+    compiled = torch.compile(fused_softmax_, fullgraph=True)
+    found = []
+    for softmax in (softmax_, compiled):
+        rows, words = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        loss = linear_cross_entropy(rows, words, None, targets, dtype=torch.bfloat16, softmax=softmax)
+        found.append(torch.autograd.grad(loss, (rows, words)))
+    for eager, fused in zip(*found, strict=True):
+        assert (eager - fused).norm() < 0.01 * eager.norm()
 
 
 def test_a_frozen_output_layer_gets_no_gradient() -> None:

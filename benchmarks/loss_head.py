@@ -1,0 +1,137 @@
+"""The loss of a linear output layer, forward and backward: as it was, as it is, and by torch over all logits.
+
+    python -m benchmarks.loss_head [--quick]
+
+before    benchmarks/baselines/chunked_loss.py: 2,048 tokens at a time, 14 passes over fp32 logits
+after     training/models/linear_cross_entropy.py
+torch     torch.nn.functional.cross_entropy over the logits of all tokens, what a user would write
+
+All get the same fp32 numbers on one thread, in turns. Time is CPU time, which other programs disturb least; memory is
+the peak that the kernel counts, less what was there before: logits and gradients. WIDTH is small because this is a CPU:
+at 128 a product takes it about as many times as long as a pass over the logits as at 4,096 an H100 takes in bf16. On
+wider models products take a larger part of the time, and the ratio is nearer to 1 (without --quick: 768 too).
+
+`after` also runs with the vocabulary padded to a multiple of 128 words, as GPUs do it.
+
+The last line is one JSON object: `time_ratio` and `memory_ratio` (before / after), `time_ratio_vs_torch` and
+`memory_ratio_vs_torch`, and `padding_time_ratio` (not padded / padded), each by vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.baselines import chunked_loss
+from training.models.linear_cross_entropy import linear_cross_entropy
+
+VOCABULARIES = (32_000, 50_257, 128_000)
+WIDTH, TOKENS, MULTIPLE = 128, 4096, 128
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def by_torch(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(hidden @ weight.t(), targets, reduction="sum")
+
+
+WAYS: dict[str, Loss] = {
+    "before": lambda hidden, weight, targets: chunked_loss.linear_cross_entropy(hidden, weight, None, targets),
+    "after": lambda hidden, weight, targets: linear_cross_entropy(hidden, weight, None, targets),
+    "torch": by_torch,
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    seconds: float
+    memory_mib: float
+    loss: float
+
+
+def memory_mib(field: str) -> float:
+    """`VmRSS`, what the process holds, or `VmHWM`, the most that it held."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) / 1024
+
+
+def measure(loss_of: Loss, hidden: Tensor, weight: Tensor, targets: Tensor) -> Cost:
+    """Measure a forward and a backward pass."""
+    hidden.grad = weight.grad = None
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    held, began = memory_mib("VmRSS"), time.process_time()
+    loss = loss_of(hidden, weight, targets)
+    loss.backward()
+    return Cost(time.process_time() - began, memory_mib("VmHWM") - held, loss.item() / len(targets))
+
+
+def race(vocabulary: int, width: int, *, rounds: int) -> dict[str, Cost]:
+    """Medians over rounds, in each of which every way has its turn."""
+    torch.manual_seed(0)
+    hidden = torch.randn(TOKENS, width, requires_grad=True)
+    rows = {"padded": -(-vocabulary // MULTIPLE) * MULTIPLE}
+    weights = {way: torch.randn(rows.get(way, vocabulary), width).mul_(0.05).requires_grad_() for way in ("", "padded")}
+    targets = torch.randint(vocabulary, (TOKENS,))
+    turns = {way: functools.partial(measure, loss_of, hidden, weights[""], targets) for way, loss_of in WAYS.items()}
+    if rows["padded"] != vocabulary:
+        turns["padded"] = functools.partial(measure, WAYS["after"], hidden, weights["padded"], targets)
+    found: dict[str, list[Cost]] = {way: [] for way in turns}
+    for _ in range(rounds):
+        for way, turn in turns.items():
+            found[way].append(turn())
+    return {
+        way: Cost(*(statistics.median(getattr(cost, field) for cost in costs) for field in Cost.__annotations__))
+        for way, costs in found.items()
+    }
+
+
+def ratios(costs: dict[str, Cost]) -> dict[str, float]:
+    before, after, plain = (costs[way] for way in WAYS)
+    found = {
+        "time_ratio": before.seconds / after.seconds,
+        "memory_ratio": before.memory_mib / after.memory_mib,
+        "time_ratio_vs_torch": plain.seconds / after.seconds,
+        "memory_ratio_vs_torch": plain.memory_mib / after.memory_mib,
+    }
+    if "padded" in costs:
+        found["padding_time_ratio"] = after.seconds / costs["padded"].seconds
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="once, and one width; under 2 minutes")
+    parser.add_argument("--vocabularies", type=int, nargs="*", default=VOCABULARIES)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    race(256, WIDTH, rounds=1)  # what is made at first use
+    figures: dict[str, Any] = {}
+    print(f"{TOKENS:,} tokens{'':4}{'words':>10}{'width':>7}{'CPU s':>8}{'peak MiB':>10}{'loss':>12}")
+    for width in (WIDTH,) if args.quick else (WIDTH, 768):
+        for vocabulary in args.vocabularies:
+            costs = race(vocabulary, width, rounds=1 if args.quick else 3)
+            for way, cost in costs.items():
+                print(
+                    f"{way:16}{vocabulary:10,}{width:7}{cost.seconds:8.2f}{cost.memory_mib:10.0f}{cost.loss:12.6f}",
+                    flush=True,
+                )
+            found = ratios(costs)
+            for name, ratio in found.items():
+                key = name if width == WIDTH else f"{name}_width_{width}"
+                figures.setdefault(key, {})[str(vocabulary)] = round(ratio, 3)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
