@@ -23,6 +23,8 @@ from training.runtime.onednn import products_take_new_memory
 FP16_HEADROOM = 32.0  # a chunk's sum of gradients could pass fp16's 65,504, and comes before any loss scale
 BLOCK_LOGITS = {"cpu": 2**20, "cuda": 2**26}  # of 16 bits that are fp32 at one time: in the cache; 256 MiB
 
+MULTIPLE = 128  # of words: products of odd sizes are slower, on GPUs and by a quarter on CPUs (benchmarks/loss_head.py)
+
 Softmax = Callable[[Tensor, float], Tensor]
 
 
@@ -36,17 +38,19 @@ def linear_cross_entropy(
     first_token_id: int = 0,
     group: dist.ProcessGroup | None = None,
     softmax: Softmax | None = None,
+    multiple: int = MULTIPLE,
 ) -> Tensor:
     """hidden [tokens, width], weight [vocab, width], targets int64 [tokens] -> fp32 [], summed over targets.
 
     Products are made in `dtype`, the rest in fp32. With a `group` each of its ranks holds the rows of the tokens
     from `first_token_id` on, and all get the same loss (Shoeybi et al. 2019, section 3). `softmax`: a compiled
-    `fused_softmax_`, instead of `softmax_`.
+    `fused_softmax_`, instead of `softmax_`. Products are made for a multiple of `multiple` words, if that is less than
+    1% more; those that are not there have a probability of 0, and no gradient.
     """
     if not torch.is_grad_enabled():  # an autograd function cannot see it
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     loss: Tensor = _LinearCrossEntropy.apply(
-        hidden, weight, bias, targets, dtype, first_token_id, group, softmax or softmax_
+        hidden, weight, bias, targets, dtype, first_token_id, group, softmax or softmax_, multiple
     )
     return loss
 
@@ -63,33 +67,41 @@ class _LinearCrossEntropy(torch.autograd.Function):
         first_token_id: int,
         group: dist.ProcessGroup | None,
         softmax: Softmax,
+        multiple: int,
     ) -> Tensor:
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         loss = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight: Tensor | None = None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias and bias is not None else None
-        cast, headroom = weight.to(dtype), FP16_HEADROOM if dtype == torch.float16 else 1.0
+        num_words, more = len(weight), -len(weight) % multiple
+        more = more if 100 * more < num_words else 0
+        cast = F.pad(weight.to(dtype), (0, 0, 0, more)) if more else weight.to(dtype)
+        padded_bias = F.pad(bias, (0, more)) if more and bias is not None else bias
+        headroom = FP16_HEADROOM if dtype == torch.float16 else 1.0
         size = min(len(hidden), chunk_tokens(dtype.itemsize))
         logits = None if products_take_new_memory(cast) else cast.new_empty(size, len(cast))
         for start in range(0, len(hidden), size):
             chunk = slice(start, start + size)
             rows, predicted = hidden[chunk].to(dtype), (targets[chunk] != IGNORED).unsqueeze(-1)
-            grad = _logits(rows, cast, bias, out=None if logits is None else logits[: len(rows)])
-            loss = loss + _to_gradient(grad, targets[chunk], first_token_id, group, softmax, 1 / headroom)
+            grad = _logits(rows, cast, padded_bias, out=None if logits is None else logits[: len(rows)])
+            grad[:, num_words:] = -torch.inf
+            here = _here(targets[chunk], first_token_id, num_words)
+            loss = loss + _to_gradient(grad, targets[chunk], here, first_token_id, group, softmax, 1 / headroom)
             # What predicts nothing gets no gradient: masked in what is `width` wide, not in what has all words.
             if grad_hidden is not None:
                 grad_hidden[chunk] = (grad @ cast).mul_(predicted)
             if wants_weight:
                 grad_weight = _add_product(grad_weight, grad.t(), rows * predicted)
             if grad_bias is not None:
-                grad_bias += grad.mul_(predicted).sum(0, dtype=torch.float32)
+                grad_bias += grad.mul_(predicted).sum(0, dtype=torch.float32)[:num_words]
             del grad  # where it is not `logits`: before the next chunk's are made
         for scaled in (grad_hidden, grad_weight, grad_bias):
             if scaled is not None and headroom != 1:
                 scaled *= headroom
         if grad_hidden is not None:
             grad_hidden += loss - loss  # 0, or NaN: a loss that is not finite must not pass for a good step
+        grad_weight = None if grad_weight is None else grad_weight[:num_words]
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         return loss
 
@@ -100,7 +112,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for gradient in saved:
             if gradient is not None:
                 gradient.mul_(grads[0].to(gradient.dtype))
-        return (*saved, None, None, None, None, None)
+        return (*saved, None, None, None, None, None, None)
 
 
 def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
@@ -123,6 +135,7 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 def _to_gradient(
     logits: Tensor,
     targets: Tensor,
+    here: Tensor,
     first_token_id: int,
     group: dist.ProcessGroup | None,
     softmax: Softmax,
@@ -130,9 +143,10 @@ def _to_gradient(
 ) -> Tensor:
     """[tokens, words] -> the summed loss fp32 []; its gradient times `scale` is written over the logits.
 
+    `here`: whether this rank has the target's word.
     In the rows of targets that are ignored it is not 0 but the softmax.
     """
-    words, here = _own_words(logits, targets, first_token_id)
+    words = torch.where(here, targets - first_token_id, 0).unsqueeze(-1)
     picked = logits.gather(-1, words).squeeze(-1).float()
     own = softmax(logits, scale)
     total, picked = _over_all_words(own, picked, here, group)
@@ -170,11 +184,9 @@ def fused_softmax_(logits: Tensor, scale: float = 1.0) -> Tensor:
     return logarithms
 
 
-def _own_words(logits: Tensor, targets: Tensor, first_token_id: int) -> tuple[Tensor, Tensor]:
-    """Each target's column here, int64 [tokens, 1], and whether this rank has it, bool [tokens]."""
-    words = targets - first_token_id
-    here = (words >= 0) & (words < logits.shape[-1]) & (targets != IGNORED)
-    return torch.where(here, words, 0).unsqueeze(-1), here
+def _here(targets: Tensor, first_token_id: int, num_words: int) -> Tensor:
+    """Whether this rank has each target's word, bool [tokens]."""
+    return (targets >= first_token_id) & (targets < first_token_id + num_words) & (targets != IGNORED)
 
 
 def _over_all_words(
@@ -230,7 +242,7 @@ def _cross_entropy_by_token(
 ) -> Tensor:
     if group is None:
         return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
-    words, here = _own_words(logits, targets, first_token_id)
-    picked = logits.gather(-1, words).squeeze(-1)
+    here = _here(targets, first_token_id, logits.shape[-1])
+    picked = logits.gather(-1, torch.where(here, targets - first_token_id, 0).unsqueeze(-1)).squeeze(-1)
     total, picked = _over_all_words(logits.logsumexp(-1), picked, here, group)
     return torch.where(targets != IGNORED, total - picked, 0.0)

@@ -67,6 +67,16 @@ def test_in_16_bits_only_the_products_are_rounded(dtype: torch.dtype, softmax: S
     assert (got[0][sure] - expected[0][sure]).norm() < 0.03 * expected[0][sure].norm()
 
 
+def test_words_that_only_fill_up_to_a_multiple_of_128_cannot_be_told() -> None:
+    hidden, weight, bias, targets = made(40, 8, 12_929)
+    found = []
+    for multiple in (1, 128):
+        loss = linear_cross_entropy(hidden, weight, bias, targets, multiple=multiple)
+        found.append((loss, *torch.autograd.grad(loss, (hidden, weight, bias))))
+    for plain, padded in zip(*found, strict=True):
+        torch.testing.assert_close(padded, plain, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_it_is_compiled_and_sums_the_weight_gradient_in_fp32() -> None:
     hidden, weight, _, targets = (tensor.cuda().detach() for tensor in made(3 * chunk_tokens(2), 64, 515))
