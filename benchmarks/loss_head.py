@@ -34,7 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.baselines import chunked_loss
-from training.models.linear_cross_entropy import MULTIPLE, linear_cross_entropy
+from training.models.linear_cross_entropy import linear_cross_entropy
+from training.planner.job import padding_words
 
 VOCABULARIES = (32_000, 50_257, 128_000)
 WIDTH, TOKENS = 128, 4096
@@ -83,7 +84,7 @@ def race(vocabulary: int, width: int, *, rounds: int) -> dict[str, Cost]:
     hidden = torch.randn(TOKENS, width, requires_grad=True)
     weight = torch.randn(vocabulary, width).mul_(0.05).requires_grad_()
     targets = torch.randint(vocabulary, (TOKENS,))
-    ways = {way: loss_of for way, loss_of in WAYS.items() if way != "unpadded" or vocabulary % MULTIPLE}
+    ways = {way: loss_of for way, loss_of in WAYS.items() if way != "unpadded" or padding_words(vocabulary)}
     turns = {way: functools.partial(measure, loss_of, hidden, weight, targets) for way, loss_of in ways.items()}
     found: dict[str, list[Cost]] = {way: [] for way in turns}
     for _ in range(rounds):

@@ -17,13 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from training.data.batch import IGNORED
-from training.planner.job import chunk_tokens
+from training.planner.job import WORDS_MULTIPLE, chunk_tokens, padding_words
 from training.runtime.onednn import products_take_new_memory
 
 FP16_HEADROOM = 32.0  # a chunk's sum of gradients could pass fp16's 65,504, and comes before any loss scale
 BLOCK_LOGITS = {"cpu": 2**20, "cuda": 2**26}  # of 16 bits that are fp32 at one time: in the cache; 256 MiB
-
-MULTIPLE = 128  # of words: products of odd sizes are slower, on GPUs and by a quarter on CPUs (benchmarks/loss_head.py)
 
 Softmax = Callable[[Tensor, float], Tensor]
 
@@ -38,7 +36,7 @@ def linear_cross_entropy(
     first_token_id: int = 0,
     group: dist.ProcessGroup | None = None,
     softmax: Softmax | None = None,
-    multiple: int = MULTIPLE,
+    multiple: int = WORDS_MULTIPLE,
 ) -> Tensor:
     """hidden [tokens, width], weight [vocab, width], targets int64 [tokens] -> fp32 [], summed over targets.
 
@@ -74,8 +72,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight: Tensor | None = None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias and bias is not None else None
-        num_words, more = len(weight), -len(weight) % multiple
-        more = more if 100 * more < num_words else 0
+        num_words, more = len(weight), padding_words(len(weight), multiple)
         cast = F.pad(weight.to(dtype), (0, 0, 0, more)) if more else weight.to(dtype)
         padded_bias = F.pad(bias, (0, more)) if more and bias is not None else bias
         headroom = FP16_HEADROOM if dtype == torch.float16 else 1.0

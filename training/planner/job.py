@@ -11,6 +11,7 @@ from training.records.plan import ModelShape, describe_stages
 Offload = Literal["none", "optimizer", "parameters"]
 Recompute = Literal["none", "selective", "full"]
 KNOWN_ARCHITECTURES = ("llama", "gpt2", "bert")  # those with an entry in training/models/architectures.py
+WORDS_MULTIPLE = 128  # products of odd sizes are slower, on GPUs and by a fifth on CPUs (benchmarks/loss_head.py)
 CHUNK_BYTES = 8192  # of each word: the loss makes logits for this many tokens at a time
 
 
@@ -109,6 +110,12 @@ class Layout:
         words += [f"{self.recompute} activation checkpointing"] if self.recompute != "none" else []
         words += [f"{self.offload} offloaded"] if self.offload != "none" else []
         return ", ".join(words)
+
+
+def padding_words(num_words: int, multiple: int = WORDS_MULTIPLE) -> int:
+    """How many words more the output layer's products are made for: up to the multiple, if that is less than 1%."""
+    more = -num_words % multiple
+    return more if 100 * more < num_words else 0
 
 
 def chunk_tokens(width_bytes: int) -> int:

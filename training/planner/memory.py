@@ -9,7 +9,7 @@ added.
 from __future__ import annotations
 
 from training.planner.cost_model import SHARING, CostModel
-from training.planner.job import Job, Layout, chunk_tokens
+from training.planner.job import Job, Layout, chunk_tokens, padding_words
 from training.records.plan import ModelShape
 
 GIB = 2**30
@@ -181,4 +181,6 @@ def _logits(job: Job, layout: Layout, model: CostModel) -> float:
         return vocab_rows * tokens * model.memory.logit_bytes
     chunk = chunk_tokens(job.width_bytes)
     added = job.width_bytes if tokens > chunk else 0
+    if job.width_bytes == 4 and padding_words(int(vocab_rows)):  # a copy; in 16 bits it is the cast one
+        added += 4
     return vocab_rows * (min(tokens, chunk) * model.memory.logit_bytes + (4 + added) * job.shape.width)
