@@ -42,7 +42,7 @@ class Engine(Protocol):
         """The continuation of `prompt` in one piece."""
 
     def score(self, ids: Sequence[int], *, top: int = 0) -> list[TokenLogprob]:
-        """Log-probabilities of `ids[1:]`, each behind all before it, with the `top` likeliest tokens in each place.
+        """Log-probability of each of `ids` behind those before it, with the `top` likeliest tokens in its place.
 
         Raises ValueError for more than `context` + 1 tokens, and where the engine has no log-probabilities.
         """

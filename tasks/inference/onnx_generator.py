@@ -67,7 +67,7 @@ class TokenLogprob:
     """A token's log-probability by the model itself: without temperature, penalties, bias and grammar."""
 
     token: int
-    logprob: float
+    logprob: float | None  # None: nothing comes before it
     top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens and theirs, in falling order
 
 
@@ -313,12 +313,12 @@ class TextGenerator:
         return stream
 
     def score(self, ids: Sequence[int], *, top: int = 0) -> list[TokenLogprob]:
-        """Log-probabilities of `ids[1:]`, each behind all before it, with the `top` likeliest tokens in each place."""
+        """Log-probability of each of `ids` behind those before it, with the `top` likeliest tokens in its place."""
         if len(ids) > self.context + 1:
             raise ValueError(
                 f"{len(ids)} tokens cannot be scored: the model sees {self.context}, give one more at most"
             )
-        scores: list[TokenLogprob] = []
+        scores = [TokenLogprob(token, None) for token in ids[:1]]
         past = self.graph.empty(1)
         for start in range(0, len(ids) - 1, SCORED_TOKENS):
             read = np.array([ids[start : min(start + SCORED_TOKENS, len(ids) - 1)]], dtype=np.int64)
