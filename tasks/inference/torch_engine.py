@@ -28,23 +28,18 @@ class TorchEngine:
     def __init__(self, export_dir: Path | str, inference: InferenceConfig) -> None:
         folder = Path(export_dir)
         self.context, self.end_id, self.tokenizer = open_export(folder)
-        device_kind, deepspeed = device_kind_of(inference.degree), inference.engine == "deepspeed"
-        check_inference(folder, inference, device_kind=device_kind)
-        # DeepSpeed's kernels keep the keys and values of one sequence.
-        rows = 1 if deepspeed and device_kind == "cuda" else ROWS
+        check_inference(folder, inference)
         self.plan = DecodePlan(
             folder=str(folder.absolute()),
             parallel=inference.parallel,
             degree=inference.degree,
-            device_kind=device_kind,
+            device_kind=device_kind_of(inference.degree),
             precision=inference.precision,
-            deepspeed=deepspeed,
-            rows=rows,
             context=self.context,
             threads_per_rank=max(1, usable_cores() // inference.degree),
         )
         copies = 1 if inference.parallel in {"none", "tensor"} else inference.degree
-        self.concurrent = rows * copies  # requests that are decoded at the same time
+        self.concurrent = ROWS * copies  # requests that are decoded at the same time
         self.numbers = itertools.count()
         self.changed = threading.Condition()  # notified when the ranks have restarted, failed or closed
         self.closed, self.restarted, self.failed, self.why_not = False, False, False, ""
