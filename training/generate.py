@@ -60,9 +60,7 @@ def main(plan_path: Path) -> None:
         ranks.follow()
     else:
         channel = Channel(plan_path.with_name(CHANNEL))
-        channel.send(
-            RanksReady(rank=rank, device=str(device), precision=precision, why=why, implementation=ranks.implementation)
-        )
+        channel.send(RanksReady(rank=rank, device=str(device), precision=precision, why=why))
         lead(ranks, channel, plan)
     if is_shared:
         dist.destroy_process_group()  # not by a rank that raised above: its peers still wait for it
@@ -125,8 +123,6 @@ def _precision(plan: DecodePlan, device: torch.device) -> tuple[str, str]:
 def _load(plan: DecodePlan, *, dtype: torch.dtype, device: torch.device) -> SingleRank:
     """Load this rank's share of the model; return the rank that runs it."""
     folder = Path(plan.folder)
-    if plan.deepspeed:
-        return _load_with_deepspeed(plan, dtype=dtype, device=device)
     if not is_described(folder):
         return SingleRank(WholeModel(load_whole(folder, dtype=dtype).to(device), vocab_size=_vocab_size(plan)))
     sizes = {"rows": plan.rows, "context": plan.context}
@@ -142,20 +138,6 @@ def _load(plan: DecodePlan, *, dtype: torch.dtype, device: torch.device) -> Sing
         return PipelineRanks(shard, wire_size=wire_size(**sizes))
     model = load_shard(folder, dtype=dtype).to(device)
     return SingleRank(ModelShard(model, batches=1, first=True, last=True, **sizes))
-
-
-def _load_with_deepspeed(plan: DecodePlan, *, dtype: torch.dtype, device: torch.device) -> SingleRank:
-    from training.inference.deepspeed import deepspeed_model
-
-    vocab_size = _vocab_size(plan)
-    hf, implementation = deepspeed_model(
-        Path(plan.folder), dtype=dtype, device=device, degree=plan.degree, context=plan.context
-    )
-    whole = WholeModel(hf, vocab_size=vocab_size)
-    if plan.degree == 1:
-        return SingleRank(whole, implementation=implementation)
-    size = wire_size(rows=plan.rows, context=plan.context)
-    return TensorParallelRanks(whole, wire_size=size, vocab_size=vocab_size, implementation=implementation)
 
 
 def _vocab_size(plan: DecodePlan) -> int:

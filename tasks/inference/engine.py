@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from tasks.inference.onnx_generator import TextStream
+from tokenizers import Tokenizer
+
+from tasks.inference.onnx_generator import TextStream, TokenLogprob
 
 
 class EngineDied(RuntimeError):
@@ -19,6 +22,8 @@ class Engine(Protocol):
 
     context: int  # tokens that the model sees at most
     concurrent: int  # requests that are decoded at the same time
+    tokenizer: Tokenizer
+    end_id: int  # the token between documents
 
     @property
     def ready(self) -> bool:
@@ -27,11 +32,20 @@ class Engine(Protocol):
     def wait_ready(self, timeout_s: float) -> bool:
         """Waits while the engine restarts; returns whether it is ready then."""
 
-    def stream(self, prompt: str, **sampling: Any) -> TextStream:
-        """The continuation of `prompt`, in pieces as they come. Raises ValueError for a wrong argument at the call."""
+    def stream(self, prompt: str | Sequence[int], **sampling: Any) -> TextStream:
+        """The continuation of a text or of token IDs, in pieces as they come.
 
-    def generate(self, prompt: str, **sampling: Any) -> str:
+        Raises ValueError at the call for a wrong argument, and for one that this engine cannot serve.
+        """
+
+    def generate(self, prompt: str | Sequence[int], **sampling: Any) -> str:
         """The continuation of `prompt` in one piece."""
+
+    def score(self, ids: Sequence[int], *, top: int = 0) -> list[TokenLogprob]:
+        """Log-probability of each of `ids` behind those before it, with the `top` likeliest tokens in its place.
+
+        Raises ValueError for more than `context` + 1 tokens, and where the engine has no log-probabilities.
+        """
 
     def close(self) -> None:
         """Ends the engine's processes and frees its memory; running requests end."""

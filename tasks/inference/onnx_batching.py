@@ -11,14 +11,14 @@ import collections
 import logging
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from tasks.inference.onnx_generator import Sampling, TextGenerator, TextStream, choose_token, shortened
+from tasks.inference.onnx_generator import Sampling, TextGenerator, TextStream, TokenChooser, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,8 @@ CHUNK_TOKENS = 128
 class Row(Iterator[int]):
     """One text: the engine's thread appends its tokens, another one takes them."""
 
-    def __init__(self, prompt_ids: list[int], sampling: Sampling) -> None:
-        self.seen, self.sampling = prompt_ids, sampling
-        self.random = np.random.default_rng(sampling.seed)
+    def __init__(self, prompt_ids: list[int], chooser: TokenChooser) -> None:
+        self.seen, self.chooser, self.sampling = prompt_ids, chooser, chooser.sampling
         self.only_full_text = False  # the reader wants only the full text, so it is not woken for every token
         self.cancelled = False
         self._ids: list[int] = []
@@ -54,7 +53,7 @@ class Row(Iterator[int]):
 
     def choose(self, logits: np.ndarray, *, end_id: int, context: int) -> bool:
         """Append the next token; returns whether another one is wanted."""
-        token = choose_token(logits, self.sampling, random=self.random)
+        token = self.chooser.choose(logits)
         if token == end_id and self.sampling.stop_at_end:
             return False
         self._ids.append(token)
@@ -76,7 +75,7 @@ class Row(Iterator[int]):
 class BatchedStream(TextStream):
     def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], row: Row) -> None:
         super().__init__(tokenizer, prompt_ids, row, row.sampling)
-        self._row = row
+        self._row, self.logprobs = row, row.chooser.logprobs
 
     def read(self) -> str:
         self._row.only_full_text = not self._row.sampling.stop
@@ -131,10 +130,10 @@ class BatchedGenerator(TextGenerator):
         self._thread = threading.Thread(target=self._run, name="onnx steps", daemon=True)
         self._thread.start()
 
-    def stream(self, prompt: str, **sampling: Any) -> TextStream:
-        params, prompt_ids = Sampling(**sampling), self.encode(prompt)
-        row = Row(prompt_ids[-self.context :], params)
-        if not params.new_tokens:
+    def stream(self, prompt: str | Sequence[int], **sampling: Any) -> TextStream:
+        prompt_ids, chooser = self.encode(prompt), self.chooser(Sampling(**sampling))
+        row = Row(prompt_ids[-self.context :], chooser)
+        if not row.sampling.new_tokens:
             row.end()
         else:
             with self._wake:

@@ -44,7 +44,7 @@ def open_engine(export_dir: Path | str, inference: InferenceConfig | None = None
 def choose_engine(
     inference: InferenceConfig, *, has_decode_graph: bool, gpus: Sequence[Gpu], has_torch: bool
 ) -> tuple[str, str]:
-    """`onnx`, `torch` or `deepspeed`, and why. Raises ValueError, with the cure, for what the engine cannot do."""
+    """`onnx` or `torch`, and why. Raises ValueError, with the cure, for what the engine cannot do."""
     if inference.engine == "onnx" and inference.parallel != "none":
         raise ValueError(
             f"inference.parallel = {inference.parallel} needs ranks of torch: set inference.engine=torch or auto"

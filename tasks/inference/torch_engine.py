@@ -5,19 +5,21 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tasks.hardware.machine import device_kind_of, usable_cores
 from tasks.inference.engine import EngineDied
-from tasks.inference.onnx_generator import Sampling, TextStream, encode_prompt, open_export
+from tasks.inference.onnx_generator import Sampling, TextStream, TokenLogprob, encode_prompt, open_export
 from tasks.inference.torch_ranks import Tokens, TorchRanks
 from training.config.serving import InferenceConfig
 from training.planner.inference import check_inference
 from training.records.decoding import ROWS, DecodePlan, DecodeRequest
 
 logger = logging.getLogger(__name__)
+
+OTHER_ENGINE = "serve with inference.engine=onnx"
 
 
 class TorchEngine:
@@ -26,23 +28,18 @@ class TorchEngine:
     def __init__(self, export_dir: Path | str, inference: InferenceConfig) -> None:
         folder = Path(export_dir)
         self.context, self.end_id, self.tokenizer = open_export(folder)
-        device_kind, deepspeed = device_kind_of(inference.degree), inference.engine == "deepspeed"
-        check_inference(folder, inference, device_kind=device_kind)
-        # DeepSpeed's kernels keep the keys and values of one sequence.
-        rows = 1 if deepspeed and device_kind == "cuda" else ROWS
+        check_inference(folder, inference)
         self.plan = DecodePlan(
             folder=str(folder.absolute()),
             parallel=inference.parallel,
             degree=inference.degree,
-            device_kind=device_kind,
+            device_kind=device_kind_of(inference.degree),
             precision=inference.precision,
-            deepspeed=deepspeed,
-            rows=rows,
             context=self.context,
             threads_per_rank=max(1, usable_cores() // inference.degree),
         )
         copies = 1 if inference.parallel in {"none", "tensor"} else inference.degree
-        self.concurrent = rows * copies  # requests that are decoded at the same time
+        self.concurrent = ROWS * copies  # requests that are decoded at the same time
         self.numbers = itertools.count()
         self.changed = threading.Condition()  # notified when the ranks have restarted, failed or closed
         self.closed, self.restarted, self.failed, self.why_not = False, False, False, ""
@@ -57,12 +54,17 @@ class TorchEngine:
         with self.changed:
             return self.changed.wait_for(lambda: self.ready or self.closed or self.failed, timeout_s) and self.ready
 
-    def generate(self, prompt: str, **sampling: Any) -> str:
+    def generate(self, prompt: str | Sequence[int], **sampling: Any) -> str:
         return "".join(self.stream(prompt, **sampling))
 
-    def stream(self, prompt: str, **sampling: Any) -> TextStream:
+    def score(self, ids: Sequence[int], *, top: int = 0) -> list[TokenLogprob]:
+        raise ValueError(f"the torch engine gives no log-probabilities: {OTHER_ENGINE}")
+
+    def stream(self, prompt: str | Sequence[int], **sampling: Any) -> TextStream:
         """Like TextGenerator.stream; also raises EngineDied, at the call or while the text comes."""
         params = Sampling(**sampling)
+        if not params.is_plain:
+            raise ValueError(f"the torch engine has no log-probabilities, penalties, bias or grammar: {OTHER_ENGINE}")
         prompt_ids = encode_prompt(self.tokenizer, prompt) or [self.end_id]
         request = DecodeRequest(
             number=next(self.numbers),

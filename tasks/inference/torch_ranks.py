@@ -141,9 +141,12 @@ class TorchRanks:
                 match read_from_ranks(line):
                     case RanksReady() as ready:
                         logger.info(
-                            "rank %d has loaded the model on %s in %s (%s), run by %s",
-                            ready.rank, ready.device, ready.precision, ready.why, ready.implementation,
-                        )  # fmt: skip
+                            "rank %d has loaded the model on %s in %s (%s)",
+                            ready.rank,
+                            ready.device,
+                            ready.precision,
+                            ready.why,
+                        )
                     case RequestRefused(number=request, why=why):
                         self._end_text(channel, request, ValueError(why))
                     case NewTokens(tokens=new, ended=ended):

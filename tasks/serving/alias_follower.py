@@ -8,11 +8,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 from tasks.inference.engine import Engine
 from tasks.inference.open_engine import open_engine
 from tasks.registry.models import find_version, parse_ref, replaced_by, resolve
+from tasks.serving.chat_template import ChatTemplate
 from tasks.tracking.client import registry_client
 from training.config.serving import InferenceConfig
 from training.tracking.redaction import without_credentials
@@ -25,8 +27,8 @@ IDLE_S = 300  # without a request for so long, the previous version is closed
 class ServedVersion:
     """A model version with an open engine. Once retired, it is closed when its last request has ended."""
 
-    def __init__(self, name: str, version: int, engine: Engine) -> None:
-        self.name, self.version, self.engine = name, version, engine
+    def __init__(self, name: str, version: int, engine: Engine, folder: Path) -> None:
+        self.name, self.version, self.engine, self.folder = name, version, engine, folder
         self.loaded_at = int(time.time())
         self._used_at = time.monotonic()
         self._users, self._retired, self._lock = 0, False, threading.Lock()
@@ -52,6 +54,11 @@ class ServedVersion:
         if self._retired and not self._users:  # in a thread, because ranks of torch take seconds to end
             threading.Thread(target=self.engine.close, name=f"close version {self.version}").start()
 
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """Raises LookupError if its tokenizer has none."""
+        return ChatTemplate(self.folder)
+
     @property
     def idle_s(self) -> float:
         return 0.0 if self._users else time.monotonic() - self._used_at
@@ -72,7 +79,8 @@ class AliasFollower:
 
     def _load(self, ref: str) -> ServedVersion:
         model = resolve(ref, tracking_uri=self.tracking_uri, cache_dir=self.cache_dir)
-        return ServedVersion(model.name, model.version, open_engine(model.export_dir, self.inference, rows=self.rows))
+        engine = open_engine(model.export_dir, self.inference, rows=self.rows)
+        return ServedVersion(model.name, model.version, engine, model.export_dir)
 
     def refresh(self) -> None:
         """Loads and switches to another version if the reference names one now."""

@@ -21,6 +21,7 @@ from tasks.serving.kserve_api import add_kserve
 from tasks.serving.metrics import ServerMetrics
 from tasks.serving.middleware import AdmissionControl, Refused, refusal
 from tasks.serving.openai_api import add_openai
+from tasks.serving.tokenizer_api import add_tokenizer
 from training.config.serving import ServingConfig
 
 DEMO_PAGE = Path(__file__).with_name("demo_page.html")
@@ -68,6 +69,7 @@ def build_app(follower: AliasFollower, *, limits: ServingConfig) -> ASGIApp:
     app.exception_handler(ClientDisconnected)(_client_disconnected)
     _add_generate(app, follower, text)
     add_openai(app, follower, text)
+    add_tokenizer(app, follower, text)
     add_kserve(app, follower, text)
     _add_health(app, follower, metrics)
     return AdmissionControl(app, follower=follower, limits=limits, metrics=metrics)

@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from tasks.inference.onnx_generator import TextStream
+from tasks.inference.onnx_generator import TextStream, TokenLogprob, encode_prompt
 from tasks.serving.alias_follower import ServedVersion
 from tasks.serving.metrics import ServerMetrics
 from tasks.serving.middleware import Refused
 from training.config.serving import ServingConfig
 
 T = TypeVar("T")
+Prompt = str | Sequence[int]  # text or token IDs
 TIMEOUT = "timeout"  # a finish_reason that becomes an error before a client sees it
 
 
@@ -32,6 +33,8 @@ class Completion:
     finish_reason: str
     prompt_tokens: int
     new_tokens: int
+    logprobs: Sequence[TokenLogprob] = ()  # of the new tokens, if they were asked for
+    prompt_logprobs: Sequence[TokenLogprob] = ()
 
 
 class TextService:
@@ -48,7 +51,7 @@ class TextService:
 
     @asynccontextmanager
     async def stream(
-        self, served: ServedVersion, prompt: str, sampling: dict[str, Any], *, admitted: bool = False
+        self, served: ServedVersion, prompt: Prompt, sampling: dict[str, Any], *, admitted: bool = False
     ) -> AsyncIterator[TextStream]:
         """Opens a stream of text in a free slot; after the block no further token is generated.
 
@@ -79,23 +82,43 @@ class TextService:
                 self.metrics.prompt_tokens.labels(*labels).inc(stream.prompt_tokens)
 
     async def write(
-        self, served: ServedVersion, prompt: str, sampling: dict[str, Any], *, admitted: bool = False
+        self,
+        served: ServedVersion,
+        prompt: Prompt,
+        sampling: dict[str, Any],
+        *,
+        score_prompt: bool = False,
+        admitted: bool = False,
     ) -> Completion:
+        """`score_prompt`: with the log-probabilities of the prompt's tokens as well."""
+        loop, scores = asyncio.get_running_loop(), list[TokenLogprob]()
         async with self.stream(served, prompt, sampling, admitted=admitted) as stream:
-            text = await asyncio.get_running_loop().run_in_executor(self._pool, stream.read)
+            if score_prompt:
+                ids = encode_prompt(served.engine.tokenizer, prompt)
+                score = partial(served.engine.score, ids, top=sampling["logprobs"])
+                try:
+                    scores = await loop.run_in_executor(self._pool, score)
+                except ValueError as error:
+                    raise Refused(400, str(error)) from None
+            text = await loop.run_in_executor(self._pool, stream.read)
             self._check_time(stream)
-        return Completion(text, stream.finish_reason, stream.prompt_tokens, stream.new_tokens)
+        new, logprobs = stream.new_tokens, stream.logprobs[: stream.new_tokens]
+        return Completion(text, stream.finish_reason, stream.prompt_tokens, new, logprobs, scores)
 
-    async def write_all(self, served: ServedVersion, asked: Sequence[tuple[str, dict[str, Any]]]) -> list[Completion]:
+    async def write_all(
+        self, served: ServedVersion, asked: Sequence[tuple[Prompt, dict[str, Any]]], *, score_prompts: bool = False
+    ) -> list[Completion]:
         """Generates the texts of one request concurrently; the first error ends all of them."""
         if len(asked) == 1:
-            return [await self.write(served, *asked[0])]
+            return [await self.write(served, *asked[0], score_prompt=score_prompts)]
         for prompt, sampling in asked:
             self.check(prompt, sampling)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self.write(served, prompt, sampling, admitted=index > 0))
+                    group.create_task(
+                        self.write(served, prompt, sampling, score_prompt=score_prompts, admitted=index > 0)
+                    )
                     for index, (prompt, sampling) in enumerate(asked)
                 ]
         except ExceptionGroup as errors:
@@ -129,11 +152,16 @@ class TextService:
             )
             raise Refused(504, f"{limit}: ask for fewer, or stream them")
 
-    def check(self, prompt: str, sampling: dict[str, Any]) -> None:
+    def check_prompt(self, prompt: Prompt) -> None:
+        limit = self.limits.max_prompt_chars
+        if len(prompt) > limit:
+            unit = "characters" if isinstance(prompt, str) else "tokens"
+            why = f"at most {limit} are accepted (serving.max_prompt_chars)"
+            raise Refused(400, f"the prompt has {len(prompt)} {unit}; {why}")
+
+    def check(self, prompt: Prompt, sampling: dict[str, Any]) -> None:
         limits = self.limits
-        if len(prompt) > limits.max_prompt_chars:
-            limit = f"at most {limits.max_prompt_chars} are accepted (serving.max_prompt_chars)"
-            raise Refused(400, f"the prompt has {len(prompt)} characters; {limit}")
+        self.check_prompt(prompt)
         if sampling["new_tokens"] > limits.max_new_tokens:
             limit = f"at most {limits.max_new_tokens} are allowed (serving.max_new_tokens)"
             raise Refused(400, f"the request asks for {sampling['new_tokens']} new tokens; {limit}")

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/", "/metrics")  # like health, they need no token, because none shows text
 HEALTH = ("/health", "/v2/health")
-TEXT_PATHS = ("/generate", "/previous/generate", "/v1/completions")  # and /v2/models/NAME/infer
+TEXT_PATHS = ("/generate", "/previous/generate", "/v1/completions", "/v1/chat/completions")  # and /v2/models/NAME/infer
 
 
 class Refused(Exception):

@@ -1,99 +1,39 @@
-"""OpenAI's completions: POST /v1/completions, streamed or not, and GET /v1/models.
-
-Fields and errors follow OpenAI's API reference (platform.openai.com/docs/api-reference/completions). The server refuses
-a field that it does not support instead of ignoring it, except `user`, which does not affect the model.
-"""
+"""OpenAI's completions and chat completions, streamed or not, and GET /v1/models."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import secrets
-import time
+import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
-from tasks.inference.onnx_generator import TextStream
+from tasks.inference.onnx_generator import TextStream, decode, encode_prompt
 from tasks.serving.alias_follower import AliasFollower, ServedVersion
-from tasks.serving.completions import TextService, unless_disconnected
+from tasks.serving.completions import Completion, Prompt, TextService, unless_disconnected
 from tasks.serving.middleware import Refused, refusal
-
-MAX_CHOICES = 128  # per request, over all its prompts
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> the values that have no effect
-    "logprobs": (None,),
-    "suffix": (None, ""),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "logit_bias": (None, {}),
-}
+from tasks.serving.openai_replies import ChatReply, CompletionReply, Placed, TokenOffsets, usage
+from tasks.serving.openai_requests import ChatRequest, CompletionRequest, Message, SamplingBody
 
 
-class StreamOptions(BaseModel):
-    include_usage: bool = False
+@dataclass(frozen=True)
+class Asked:
+    """A request as the engines take it. `texts`: prompt and sampling of each text, those of one prompt together."""
 
+    body: SamplingBody
+    texts: list[tuple[Prompt, dict[str, Any]]]
+    reply: CompletionReply
+    echo: bool = False
 
-class CompletionRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    model: str
-    prompt: str | list[str] = "<|endoftext|>"
-    max_tokens: int | None = Field(16, ge=1)
-    temperature: float | None = Field(1.0, ge=0, le=10)
-    top_p: float | None = Field(1.0, gt=0, le=1)
-    top_k: int | None = Field(0, ge=0, le=1_000_000, description="Not a field of OpenAI's; other servers have it too.")
-    n: int | None = Field(1, ge=1)
-    best_of: int | None = None
-    stop: str | list[str] | None = Field(None)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    echo: bool | None = False
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    user: str | None = None
-    logprobs: int | None = None
-    suffix: str | None = None
-    presence_penalty: float | None = 0
-    frequency_penalty: float | None = 0
-    logit_bias: dict[str, float] | None = None
-
-    def sampling(self, choice: int) -> dict[str, Any]:
-        """Return the engine's arguments for one choice; the choices of a prompt get consecutive seeds."""
-        seed = secrets.randbits(32) if self.seed is None else self.seed % 2**64
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return {
-            "new_tokens": 16 if self.max_tokens is None else self.max_tokens,
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": self.top_p or 1.0,
-            "top_k": self.top_k or 0,
-            "seed": seed + choice,
-            "stop": tuple(stop),
-        }
-
-
-class CompletionHeader:
-    """The fields that every part of a reply starts with."""
-
-    def __init__(self, served: ServedVersion) -> None:
-        self.served, self.id, self.created = served, f"cmpl-{secrets.token_hex(12)}", int(time.time())
-
-    def part(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        head = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.served.name}
-        return {**head, "system_fingerprint": f"version-{self.served.version}", "choices": choices, **more}
-
-
-def _choice(index: int, text: str, reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
-
-
-def _usage(prompt_tokens: Sequence[int], new_tokens: Sequence[int], *, n: int) -> dict[str, int]:
-    """Counts each prompt once, however many texts continue it."""
-    prompt, new = sum(prompt_tokens[::n]), sum(new_tokens)
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    @property
+    def shows_logprobs(self) -> bool:
+        return self.body.shows_logprobs
 
 
 def add_openai(app: FastAPI, follower: AliasFollower, text: TextService) -> None:
@@ -108,22 +48,28 @@ def add_openai(app: FastAPI, follower: AliasFollower, text: TextService) -> None
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
-        _check(body, follower)
-        with follower.current() as served:
-            request.scope["request_outcome"]["version"] = served.version
-            if not body.stream:
-                return await unless_disconnected(request, _whole(body, served, text))
+        return await reply(request, body)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request, body: ChatRequest) -> Response:
+        return await reply(request, body)
+
+    async def reply(request: Request, body: CompletionRequest | ChatRequest) -> Response:
+        _check_model(body.model, follower)
+        body.check(num_prompts=len(body.prompts) if isinstance(body, CompletionRequest) else 1)
         stack = AsyncExitStack()
         try:
             served = stack.enter_context(follower.current())
             request.scope["request_outcome"]["version"] = served.version
+            asked = _chat(body, served, text) if isinstance(body, ChatRequest) else _completion(body, served)
+            if not body.stream:
+                return await unless_disconnected(request, _whole(asked, served, text))
             # The first stream opens before the reply starts, so that a refusal has its own status.
-            events = CompletionEvents(body, served, text, outcome=request.scope["request_outcome"])
-            events.first = await stack.enter_async_context(text.stream(served, *events.asked[0]))
-        except BaseException:
+            events = CompletionEvents(asked, served, text, outcome=request.scope["request_outcome"])
+            events.first = await stack.enter_async_context(text.stream(served, *asked.texts[0]))
+            return EventStream(events.lines(), stack.pop_all())
+        finally:
             await stack.aclose()
-            raise
-        return EventStream(events.lines(), stack)
 
 
 def _model(served: ServedVersion) -> dict[str, Any]:
@@ -135,61 +81,103 @@ def _check_model(name: str, follower: AliasFollower) -> None:
         raise Refused(404, f"this server has no model {name!r}: it serves {follower.served.name!r}")
 
 
-def _check(body: CompletionRequest, follower: AliasFollower) -> None:
-    """Raises Refused for a request that this server cannot do as asked."""
-    _check_model(body.model, follower)
-    for name, harmless in UNSUPPORTED.items():
-        if getattr(body, name) not in harmless:
-            raise Refused(400, f"{name} is not supported by this server: leave it out")
-    if body.best_of not in (None, body.n or 1):
-        raise Refused(400, "best_of is not supported by this server: leave it out")
-    if isinstance(body.stop, list) and len(body.stop) > 4:
-        raise Refused(400, f"stop has {len(body.stop)} texts; at most 4 are accepted")
-    count = (body.n or 1) * (1 if isinstance(body.prompt, str) else len(body.prompt))
-    if not 1 <= count <= MAX_CHOICES:
-        raise Refused(400, f"n and prompt ask for {count} texts: ask for 1 to {MAX_CHOICES}")
+def _completion(body: CompletionRequest, served: ServedVersion) -> Asked:
+    new_tokens = 16 if body.max_tokens is None else body.max_tokens
+    texts = [(prompt, sampling) for prompt in body.prompts for sampling in body.sampling(new_tokens)]
+    return Asked(body, texts, CompletionReply(served), echo=bool(body.echo))
 
 
-def _asked(body: CompletionRequest) -> list[tuple[str, dict[str, Any]]]:
-    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    return [(prompt, body.sampling(number)) for prompt in prompts for number in range(body.n or 1)]
+def _chat(body: ChatRequest, served: ServedVersion, text: TextService) -> Asked:
+    prompt = chat_prompt(served, body.messages)
+    text.check_prompt(prompt)
+    new_tokens = body.max_completion_tokens or body.max_tokens
+    if new_tokens is None:  # what the context has left
+        left = served.engine.context - len(encode_prompt(served.engine.tokenizer, prompt))
+        new_tokens = max(1, min(left, text.limits.max_new_tokens))
+    return Asked(body, [(prompt, sampling) for sampling in body.sampling(new_tokens)], ChatReply(served))
 
 
-async def _whole(body: CompletionRequest, served: ServedVersion, text: TextService) -> Response:
-    asked = _asked(body)
-    completions = await text.write_all(served, asked)
-    choices = [
-        _choice(index, prompt * bool(body.echo) + one.text, one.finish_reason)
-        for index, ((prompt, _), one) in enumerate(zip(asked, completions, strict=True))
-    ]
-    usage = _usage([one.prompt_tokens for one in completions], [one.new_tokens for one in completions], n=body.n or 1)
-    return JSONResponse(CompletionHeader(served).part(choices, usage=usage))
+def chat_prompt(served: ServedVersion, messages: Sequence[Message]) -> str:
+    """The text of a chat. Raises Refused: 404 where the version has no chat template."""
+    try:
+        return served.chat_template.render([message.for_template() for message in messages])
+    except LookupError as error:
+        raise Refused(404, f"{served.name} version {served.version} cannot chat: {error}") from None
+    except ValueError as error:
+        raise Refused(400, str(error)) from None
+
+
+async def _whole(asked: Asked, served: ServedVersion, text: TextService) -> Response:
+    score_prompts = asked.echo and asked.shows_logprobs
+    written = await text.write_all(served, asked.texts, score_prompts=score_prompts)
+    counts = [one.prompt_tokens for one in written], [one.new_tokens for one in written]
+    made = asked.body.num_candidates
+    total = usage(*counts, per_prompt=made)
+    pairs = list(zip([prompt for prompt, _ in asked.texts], written, strict=True))
+    of_prompts = [pairs[first : first + made] for first in range(0, len(pairs), made)]
+    chosen = [pair for of_prompt in of_prompts for pair in _best(of_prompt, asked.body.n or 1)]
+    choices = [_choice(asked, served, index, *pair) for index, pair in enumerate(chosen)]
+    return JSONResponse(asked.reply.whole(choices, usage=total))
+
+
+def _best(pairs: Sequence[tuple[Prompt, Completion]], n: int) -> Sequence[tuple[Prompt, Completion]]:
+    """Those whose tokens have the highest mean log-probability; all in their order, where no more were made than n."""
+
+    def mean(pair: tuple[Prompt, Completion]) -> float:
+        found = [one.logprob or 0.0 for one in pair[1].logprobs]
+        return sum(found) / len(found) if found else -math.inf
+
+    return pairs if len(pairs) == n else sorted(pairs, key=mean, reverse=True)[:n]
+
+
+def _choice(asked: Asked, served: ServedVersion, index: int, prompt: Prompt, one: Completion) -> dict[str, Any]:
+    tokenizer = served.engine.tokenizer
+    echoed = _text(served, prompt) if asked.echo else ""
+    tokens: list[Placed] | None = None
+    if asked.shows_logprobs:
+        offsets = TokenOffsets(tokenizer, () if asked.echo else encode_prompt(tokenizer, prompt))
+        offsets.add([*one.prompt_logprobs, *one.logprobs])
+        tokens = offsets.take(len(echoed) + len(one.text) if _may_be_cut(asked, one.finish_reason) else None)
+    return asked.reply.choice(index, echoed + one.text, one.finish_reason, tokens)
+
+
+def _may_be_cut(asked: Asked, reason: str) -> bool:
+    """Whether the text may have ended before its last tokens, at a stop text."""
+    return reason == "stop" and bool(asked.texts[0][1]["stop"])
+
+
+def _text(served: ServedVersion, prompt: Prompt) -> str:
+    return prompt if isinstance(prompt, str) else decode(served.engine.tokenizer, prompt)
 
 
 class CompletionEvents:
     """The texts of one request as server-sent events, in the order in which their pieces are generated."""
 
-    def __init__(
-        self, body: CompletionRequest, served: ServedVersion, text: TextService, *, outcome: dict[str, Any]
-    ) -> None:
-        self.body, self.served, self.text, self.outcome = body, served, text, outcome
-        self.asked = _asked(body)
-        for prompt, sampling in self.asked:
+    def __init__(self, asked: Asked, served: ServedVersion, text: TextService, *, outcome: dict[str, Any]) -> None:
+        self.asked, self.served, self.text, self.outcome = asked, served, text, outcome
+        for prompt, sampling in asked.texts:
             text.check(prompt, sampling)
-        self.answer = CompletionHeader(served)
         self.first: TextStream | None = None  # the stream of the first text, if it is open already
         self.streams: dict[int, TextStream] = {}
         self.pieces: asyncio.Queue[tuple[int, str | Exception | None]] = asyncio.Queue()  # None: that text is complete
+        self.lengths = [0] * len(asked.texts)  # characters that were sent
+        self.offsets: dict[int, TokenOffsets] = {}
+        if asked.shows_logprobs:
+            tokenizer = served.engine.tokenizer
+            before = [encode_prompt(tokenizer, prompt) for prompt, _ in asked.texts]
+            self.offsets = {index: TokenOffsets(tokenizer, ids) for index, ids in enumerate(before)}
 
     async def lines(self) -> AsyncIterator[bytes]:
-        writing = [asyncio.create_task(self._write(index)) for index in range(len(self.asked))]
+        writing = [asyncio.create_task(self._write(index)) for index in range(len(self.asked.texts))]
+        body, reply = self.asked.body, self.asked.reply
+        without_usage = {"usage": None} if body.wants_usage_in_stream else {}
         try:
             async for choice in self._choices():
-                yield _event(self.answer.part([choice]))
-            if self.body.stream_options and self.body.stream_options.include_usage:
+                yield _event(reply.part([choice], **without_usage))
+            if body.wants_usage_in_stream:
                 streams = [self.streams[index] for index in sorted(self.streams)]
                 counts = [stream.prompt_tokens for stream in streams], [stream.new_tokens for stream in streams]
-                yield _event(self.answer.part([], usage=_usage(*counts, n=self.body.n or 1)))
+                yield _event(reply.part([], usage=usage(*counts, per_prompt=body.num_candidates)))
             yield b"data: [DONE]\n\n"
         except Exception as error:  # the status is sent already, so the client gets the error as an event
             status = error.status if isinstance(error, Refused) else 500
@@ -204,19 +192,31 @@ class CompletionEvents:
             await asyncio.gather(*writing, return_exceptions=True)
 
     async def _choices(self) -> AsyncIterator[dict[str, Any]]:
-        running = len(self.asked)
-        if self.body.echo:
-            for index, (prompt, _) in enumerate(self.asked):
-                yield _choice(index, prompt, None)
+        running, reply = len(self.asked.texts), self.asked.reply
+        for index, (prompt, _) in enumerate(self.asked.texts):
+            for choice in reply.beginning(index):
+                yield choice
+            if self.asked.echo:
+                yield reply.piece(index, _text(self.served, prompt), None, None)
         while running:
             index, piece = await self.pieces.get()
             if isinstance(piece, Exception):
                 raise piece
             if piece is None:
                 running -= 1
-                yield _choice(index, "", self.streams[index].finish_reason)
+                reason = self.streams[index].finish_reason
+                yield reply.piece(index, "", reason, self._tokens(index, at_end=not _may_be_cut(self.asked, reason)))
             else:
-                yield _choice(index, piece, None)
+                self.lengths[index] += len(piece)
+                yield reply.piece(index, piece, None, self._tokens(index))
+
+    def _tokens(self, index: int, *, at_end: bool = False) -> list[Placed] | None:
+        """The tokens of the text that was sent by now and not before; at the end all that are left."""
+        if (offsets := self.offsets.get(index)) is None:
+            return None
+        stream = self.streams[index]
+        offsets.add(stream.logprobs[offsets.count : stream.new_tokens])
+        return offsets.take(None if at_end else self.lengths[index])
 
     async def _write(self, index: int) -> None:
         def put(piece: str) -> None:
@@ -227,7 +227,7 @@ class CompletionEvents:
                 self.streams[index] = self.first
                 await self.text.pump(self.first, put)
             else:
-                async with self.text.stream(self.served, *self.asked[index], admitted=True) as stream:
+                async with self.text.stream(self.served, *self.asked.texts[index], admitted=True) as stream:
                     self.streams[index] = stream
                     await self.text.pump(stream, put)
             self.pieces.put_nowait((index, None))

@@ -14,11 +14,10 @@ from training.config.section import Section
 class InferenceConfig(Section):
     """The engine and the devices that run a trained model."""
 
-    engine: Literal["auto", "onnx", "torch", "deepspeed"] = Field(
+    engine: Literal["auto", "onnx", "torch"] = Field(
         "auto",
         description="Engine that runs the model. onnx: ONNX Runtime on the CPU. torch: PyTorch processes. "
-        "deepspeed: PyTorch processes with DeepSpeed-Inference. auto: torch if there are GPUs or "
-        "`parallel` is set, else onnx.",
+        "auto: torch if there are GPUs or `parallel` is set, else onnx.",
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto",

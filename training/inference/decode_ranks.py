@@ -18,12 +18,12 @@ from training.inference.steps import Extend, Forward, Move, Prefill, Step, Stop,
 
 
 class SingleRank:
-    """One rank, which leads itself. `implementation`: the code that runs the model, for the log."""
+    """One rank, which leads itself."""
 
     max_in_flight = 1
 
-    def __init__(self, runner: StepRunner, *, implementation: str = "the transformers class") -> None:
-        self.runner, self.implementation = runner, implementation
+    def __init__(self, runner: StepRunner) -> None:
+        self.runner = runner
         self.submitted: deque[Forward] = deque()
 
     def submit(self, step: Step) -> None:
@@ -44,10 +44,8 @@ class SingleRank:
 class TensorParallelRanks(SingleRank):
     """One of several ranks that each have pieces of every matrix. `wire_size`: numbers in the tensor of a step."""
 
-    def __init__(
-        self, runner: StepRunner, *, wire_size: int, vocab_size: int, implementation: str = "the transformers class"
-    ) -> None:
-        super().__init__(runner, implementation=implementation)
+    def __init__(self, runner: StepRunner, *, wire_size: int, vocab_size: int) -> None:
+        super().__init__(runner)
         self.wire_size, self.vocab_size, self.world_size = wire_size, vocab_size, dist.get_world_size()
 
     def submit(self, step: Step) -> None:
@@ -75,8 +73,6 @@ class TensorParallelRanks(SingleRank):
 
     def _gather_words(self, piece: Tensor) -> Tensor:
         """All words' logits on the leader. The first ranks may have one word more than the others."""
-        if piece.shape[1] == self.vocab_size:
-            return piece
         rows, most = len(piece), -(-self.vocab_size // self.world_size)
         padded = torch.nn.functional.pad(piece, (0, most - piece.shape[1]))
         gathered = [torch.empty_like(padded) for _ in range(self.world_size)] if dist.get_rank() == 0 else None

@@ -26,7 +26,6 @@ class DecodePlan(Record):
     degree: int
     device_kind: Literal["cpu", "cuda"]
     precision: Literal["auto", "fp32", "bf16", "fp16"]
-    deepspeed: bool = False
     context: int
     rows: int = ROWS
     threads_per_rank: int
@@ -57,14 +56,13 @@ class CancelRequest(Record):
 
 
 class RanksReady(Record):
-    """The first message of a leading rank: the model is loaded. `implementation`: the code that runs it."""
+    """The first message of a leading rank: the model is loaded."""
 
     kind: Literal["ready"] = "ready"
     rank: int
     device: str
     precision: str
     why: str
-    implementation: str
 
 
 class RequestRefused(Record):

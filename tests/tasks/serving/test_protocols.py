@@ -68,8 +68,10 @@ def openai_client(address: str, generator: TextGenerator) -> None:
 
     with pytest.raises(openai.NotFoundError, match="no model 'other': it serves 'tiny'"):
         client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.NotFoundError, match="tiny version 1 cannot chat: its tokenizer has no chat template"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
     wrong = {
-        "logprobs is not supported": {"logprobs": 3},
+        "suffix is not supported": {"suffix": "x"},
         "at most 40 are allowed": {"max_tokens": 41},
         "the prompt has 51 characters": {"prompt": "x" * 51},
         "temperature: Input should be greater than or equal to 0": {"temperature": -1},

@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tasks.hardware.machine import driver_gpus
 from tasks.inference.onnx_generator import Sampling, choose_token
 from tests.support.ranks import Ranks
 from tests.support.tiny_run import tiny_run
@@ -146,18 +145,6 @@ def test_copies_give_the_text_of_the_plain_model(folder: Path, start: Start) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", ["llama"], indirect=True)
-def test_deepspeeds_tensor_parallelism_gives_the_text_of_the_plain_model(folder: Path, start: Start) -> None:
-    same_as_the_plain_model(start(folder, "tensor", 2, deepspeed=True), folder)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not driver_gpus(), reason="no NVIDIA driver")
-def test_deepspeed_on_a_gpu_gives_the_text_of_the_plain_model(folder: Path, start: Start) -> None:
-    same_as_the_plain_model(start(folder, deepspeed=True, device_kind="cuda", precision="fp32", rows=1), folder)
-
-
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_class_that_is_not_described_runs_whole(start: Start, tmp_path: Path) -> None:
     from transformers import MistralConfig, MistralForCausalLM
@@ -217,5 +204,3 @@ def test_what_cannot_be_shared_is_refused_with_the_numbers(folder: Path) -> None
     assert "2 layers cannot fill inference.degree = 3 stages: lower it to 2" in refused("pipeline", 3)
     assert "inference.parallel = none: set inference.parallel" in refused("none", 2)
     check_inference(folder, InferenceConfig(parallel="tensor", degree=2))
-    with pytest.raises(ValueError, match="kernels need CUDA, and no GPU is visible"):
-        check_inference(folder, InferenceConfig(engine="deepspeed"))

@@ -1,0 +1,234 @@
+"""Bodies of OpenAI's completions and chat completions: what they may ask for, and what is refused with which reason.
+
+Fields follow OpenAI's API reference (platform.openai.com/docs/api-reference). A field that the server cannot serve is
+refused, never ignored; only labels, which no model sees, have no effect. docs/serving.md has the table.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tasks.serving.completions import Prompt
+from tasks.serving.middleware import Refused
+
+MAX_CHOICES = 128  # per request, over all its prompts
+MAX_TOP_LOGPROBS = 20
+LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}  # for bills and statistics
+NO_TOOLS = "the server calls no tools: describe them in a message, and hold the reply to a schema by response_format"
+ONLY_TEXT = "the models read and write text only"
+NOTHING_KEPT = "the server keeps neither replies nor prompts"
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class StreamOptions(_Part):
+    include_usage: bool = False
+
+
+class JsonSchema(_Part):
+    name: str = ""
+    description: str = ""
+    json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None  # the text follows the schema either way
+
+
+class ResponseFormat(_Part):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(_Part):
+    """vLLM's field; one of the two."""
+
+    json_schema: dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+
+
+class SamplingBody(BaseModel):
+    """What both kinds of request may ask for."""
+
+    model_config = ConfigDict(extra="allow")  # `check` refuses the rest, with the reason
+
+    refused: ClassVar[dict[str, tuple[str, tuple[Any, ...]]]] = {}  # field -> why, and values that ask for nothing
+
+    model: str
+    temperature: float | None = Field(1.0, ge=0, le=10)
+    top_p: float | None = Field(1.0, gt=0, le=1)
+    top_k: int | None = Field(0, ge=0, le=1_000_000, description="Not a field of OpenAI's; other servers have it too.")
+    n: int | None = Field(1, ge=1)
+    stop: str | list[str] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    presence_penalty: Penalty | None = 0
+    frequency_penalty: Penalty | None = 0
+    logit_bias: dict[int, Bias] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def top_logprobs_wanted(self) -> int | None:
+        """How many of the likeliest tokens are listed beside each; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def shows_logprobs(self) -> bool:
+        return self.top_logprobs_wanted is not None
+
+    @property
+    def num_candidates(self) -> int:
+        """Texts that are made for each prompt, of which n are returned."""
+        return self.n or 1
+
+    @property
+    def wants_usage_in_stream(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def sampling(self, new_tokens: int) -> list[dict[str, Any]]:
+        """The engine's arguments for each text of a prompt; they get consecutive seeds."""
+        seed = secrets.randbits(32) if self.seed is None else self.seed % 2**64
+        wanted = {
+            "new_tokens": new_tokens,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": self.top_p or 1.0,
+            "top_k": self.top_k or 0,
+            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            "presence_penalty": self.presence_penalty or 0.0,
+            "frequency_penalty": self.frequency_penalty or 0.0,
+            "logit_bias": self.logit_bias or {},
+            "logprobs": self.top_logprobs_wanted,
+            "grammar": self.grammar(),
+        }
+        return [wanted | {"seed": seed + number} for number in range(self.num_candidates)]
+
+    def grammar(self) -> dict[str, Any]:
+        """What the text must follow, as the engines take it; {} for any text. Raises Refused where it is unclear."""
+        asked: list[dict[str, Any]] = []
+        if self.response_format and self.response_format.type == "json_object":
+            asked.append({"json": {"type": "object"}})
+        elif self.response_format and self.response_format.type == "json_schema":
+            if not self.response_format.json_schema:
+                raise Refused(400, "response_format has type json_schema and no json_schema: send the schema")
+            asked.append({"json": self.response_format.json_schema.json_schema})
+        given = self.structured_outputs or StructuredOutputs()
+        asked += [{"json": given.json_schema}] if given.json_schema is not None else []
+        asked += [{"regex": given.regex}] if given.regex is not None else []
+        if len(asked) > 1:
+            raise Refused(400, f"the request holds the text to {len(asked)} forms: send one schema or one regex")
+        return asked[0] if asked else {}
+
+    def check(self, *, num_prompts: int) -> None:
+        """Raises Refused for a request that this server cannot do as asked."""
+        for name, value in (self.model_extra or {}).items():
+            if name in LABELS:
+                continue
+            if name not in self.refused:
+                raise Refused(400, f"{name} is not a field of this request: leave it out")
+            why, harmless = self.refused[name]
+            if value not in (None, *harmless):
+                raise Refused(400, f"{name} is not supported: {why}")
+        if isinstance(self.stop, list) and len(self.stop) > 4:
+            raise Refused(400, f"stop has {len(self.stop)} texts; at most 4 are accepted")
+        if self.stream_options and not self.stream:
+            raise Refused(400, "stream_options belong to streams: set stream, or leave them out")
+        if not 1 <= (count := num_prompts * self.num_candidates) <= MAX_CHOICES:
+            raise Refused(400, f"n, best_of and prompt ask for {count} texts: ask for 1 to {MAX_CHOICES}")
+
+
+class CompletionRequest(SamplingBody):
+    refused: ClassVar = {"suffix": ("the models continue texts, they do not fill gaps in them", ("",))}
+
+    prompt: str | list[int] | list[str] | list[list[int]] = "<|endoftext|>"
+    max_tokens: int | None = Field(
+        16, ge=0, description="0: nothing new, for the log-probabilities of an echoed prompt."
+    )
+    best_of: int | None = Field(None, ge=1)
+    echo: bool | None = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        is_one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        return cast(Sequence[Prompt], [self.prompt] if is_one else self.prompt)
+
+    @property
+    def num_candidates(self) -> int:
+        return max(self.best_of or 1, self.n or 1)
+
+    @property
+    def shows_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    @property
+    def top_logprobs_wanted(self) -> int | None:
+        """The best of several texts are found by their tokens' log-probabilities, so the engine must tell them."""
+        return 0 if self.logprobs is None and self.num_candidates > (self.n or 1) else self.logprobs
+
+    def check(self, *, num_prompts: int) -> None:
+        super().check(num_prompts=num_prompts)
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise Refused(
+                400, f"best_of = {self.best_of} is below n = {self.n}: it counts the texts that n are taken of"
+            )
+        if self.stream and self.num_candidates > (self.n or 1):
+            raise Refused(400, "best_of cannot be streamed: the best text is known at the end. Leave out one of them")
+        if self.stream and self.echo and self.logprobs is not None:
+            raise Refused(400, "echo with logprobs cannot be streamed: set stream to false")
+
+
+class TextPart(_Part):
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Part):
+    role: str
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
+
+
+class ChatRequest(SamplingBody):
+    refused: ClassVar = {
+        **dict.fromkeys(("tools", "functions"), (NO_TOOLS, ([],))),
+        **dict.fromkeys(("tool_choice", "function_call"), (NO_TOOLS, ("none",))),
+        "parallel_tool_calls": (NO_TOOLS, (False,)),
+        "web_search_options": (NO_TOOLS, ()),
+        "audio": (ONLY_TEXT, ()),
+        "modalities": (ONLY_TEXT, (["text"],)),
+        "moderation": ("the server has no moderation model", ()),
+        "prediction": ("the engines do not decode speculatively", ()),
+        "reasoning_effort": ("the models do not reason before they reply", ("none",)),
+        "verbosity": ("the models know no such setting: limit max_completion_tokens", ()),
+        "service_tier": ("the server has one tier", ("auto", "default")),
+        "store": (NOTHING_KEPT, (False,)),
+        **dict.fromkeys(("prompt_cache_options", "prompt_cache_retention"), (NOTHING_KEPT, ())),
+    }
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, description="The older name of max_completion_tokens.")
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @property
+    def top_logprobs_wanted(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self, *, num_prompts: int) -> None:
+        super().check(num_prompts=num_prompts)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Refused(400, "top_logprobs needs logprobs: set it to true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise Refused(400, "max_tokens and max_completion_tokens differ: send one of them")

@@ -1,0 +1,73 @@
+"""The model's tokenizer over HTTP, as vLLM serves it: lm-eval's `local-completions` and other clients use it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tasks.inference.onnx_generator import check_tokens, encode_prompt
+from tasks.serving.alias_follower import AliasFollower
+from tasks.serving.completions import TextService
+from tasks.serving.middleware import Refused
+from tasks.serving.openai_api import chat_prompt
+from tasks.serving.openai_requests import Message
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None  # a server has one
+
+
+class TokenizeRequest(_Body):
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: Literal[False] = False  # the server adds none to a prompt
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_text(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("send either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(_Body):
+    tokens: list[int]
+
+
+def add_tokenizer(app: FastAPI, follower: AliasFollower, text: TextService) -> None:
+    @app.post("/tokenize")
+    def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        with follower.current() as served:
+            prompt = chat_prompt(served, body.messages) if body.messages else body.prompt or ""
+            text.check_prompt(prompt)
+            try:
+                ids = encode_prompt(served.engine.tokenizer, prompt)
+            except ValueError as error:
+                raise Refused(400, str(error)) from None
+            names = [served.engine.tokenizer.id_to_token(token) for token in ids] if body.return_token_strs else None
+            return {"tokens": ids, "count": len(ids), "max_model_len": served.engine.context, "token_strs": names}
+
+    @app.post("/detokenize")
+    def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        text.check_prompt(body.tokens)
+        with follower.current() as served:
+            try:
+                check_tokens(served.engine.tokenizer, body.tokens)
+            except ValueError as error:
+                raise Refused(400, str(error)) from None
+            return {"prompt": served.engine.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+    @app.get("/tokenizer_info")
+    def tokenizer_info() -> dict[str, Any]:
+        """The token behind which documents start is the one that ends the document before."""
+        with follower.current() as served:
+            end = served.engine.tokenizer.id_to_token(served.engine.end_id)
+            try:
+                template = served.chat_template.source
+            except LookupError:
+                template = None
+            return {"eos_token": end, "bos_token": end, "chat_template": template}
