@@ -159,7 +159,7 @@ def test_of_many_slices_the_first_and_a_fixed_choice_are_kept(store: Store, corp
         night = night_of(config, store, max_slices=3)
         assert night.config is not None
         kept.append({source.name for source in night.config.data.sources[1:]})
-        trained(store, f"night {number}", night.config)
+        trained(store, f"night-{number}", night.config)
     assert [len(names) for names in kept] == [1, 2, 3, 3, 3]
     assert all("first" in names for names in kept)
     gone = [earlier - later for earlier, later in itertools.pairwise(kept)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,8 +127,9 @@ def test_the_program_exports_quietly_and_replaces_the_export_of_another_checkpoi
     assert (run_dir.parent / "stdout").read_text() == ""
     *before, last = (run_dir.parent / "stderr").read_text().splitlines()
     assert "exported step 8" in last
-    # the one thing that is left out, why, and what helps
-    assert ["left out tensorrt" in line and "python -m training.build_engine" in line for line in before] == (
+    # besides progress, on a slow machine: the one thing that is left out, why, and what helps
+    notes = [line for line in before if not re.search(r" s( so far|, about .* left)?$", line)]
+    assert ["left out tensorrt" in line and "python -m training.build_engine" in line for line in notes] == (
         [True] if why_no_tensorrt() else []
     )
     assert not (run_dir / "export" / "stale.txt").exists()

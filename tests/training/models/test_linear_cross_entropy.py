@@ -78,6 +78,7 @@ def test_words_that_only_fill_up_to_a_multiple_of_128_cannot_be_told() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_a_gpu_it_is_compiled_and_sums_the_weight_gradient_in_fp32() -> None:
     hidden, weight, _, targets = (tensor.cuda().detach() for tensor in made(3 * chunk_tokens(2), 64, 515))
     compiled = torch.compile(fused_softmax_, fullgraph=True)

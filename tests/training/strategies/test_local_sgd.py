@@ -178,7 +178,7 @@ def test_a_resume_with_other_groups_starts_from_the_mean_and_logs_it(make_run: C
         ((2, 2), {"parallel__precision": "fp16"}, "local-sgd lets each group see its own gradient only"),
         ((2, 2), {"parallel__compression": "topk"}, "it can have none, bf16"),
         ((2, 2), {"parallel__strategy": "fsdp", "parallel__group_ranks": 2}, "group_ranks = 2 would not be used"),
-        ((2, 2), {"parallel__tp": 2}, "parallel.tp = 2 runs with parallel.strategy=ddp or fsdp"),
+        ((2, 2), {"parallel__tp": 2}, "parallel.tp = 2 runs with parallel.strategy=ddp, fsdp, hsdp, zero1, not local"),
     ],
 )
 def test_impossible_groups_are_refused_with_the_cure(
