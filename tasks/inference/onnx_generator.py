@@ -140,7 +140,7 @@ class Detokenizer:
         return piece
 
     def rest(self) -> str:
-        """What waits when no more tokens come."""
+        """Return the text that was held back, once no more tokens come."""
         return self._decode()[self._shown :]
 
     def _decode(self) -> str:

@@ -107,7 +107,7 @@ def create_version(client: MlflowClient, run: FinishedRun) -> ModelVersion:
 
 
 def version_tags(run: FinishedRun) -> dict[str, str]:
-    """What people filter versions by and compare, and what leads back to the run and its data.
+    """Return the tags that people filter and compare versions by, and those that lead back to the run and its data.
 
     All else is in the version's description, for people, and in its artifacts/records, for the code.
     """

@@ -13,7 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class ChatTemplate:
-    """As transformers renders it, in a sandbox: a template is text that came with a tokenizer.
+    """Renders a chat as transformers does, but in a sandbox: the template is text that came with a tokenizer.
 
     Raises LookupError, with what to do, for an export without one.
     """

@@ -64,7 +64,7 @@ class CompletionReply:
         return {**self.whole(choices, **more), "object": self.part_kind}
 
     def beginning(self, index: int) -> list[dict[str, Any]]:
-        """What a stream says of a text before its first piece."""
+        """Return the choices that a stream sends before the first piece of a text."""
         return []
 
     def choice(self, index: int, text: str, reason: str | None, tokens: Sequence[Placed] | None) -> dict[str, Any]:

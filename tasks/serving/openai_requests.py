@@ -53,7 +53,7 @@ class StructuredOutputs(_Part):
 
 
 class SamplingBody(BaseModel):
-    """What both kinds of request may ask for."""
+    """The fields that requests for completions and for chats share."""
 
     model_config = ConfigDict(extra="allow")  # `check` refuses the rest, with the reason
 
@@ -110,7 +110,10 @@ class SamplingBody(BaseModel):
         return [wanted | {"seed": seed + number} for number in range(self.num_candidates)]
 
     def grammar(self) -> dict[str, Any]:
-        """What the text must follow, as the engines take it; {} for any text. Raises Refused where it is unclear."""
+        """Return the schema or expression that the text must follow, as engines take it; {} allows any text.
+
+        Raises Refused where it asks for several, or for a schema that it does not hold.
+        """
         asked: list[dict[str, Any]] = []
         if self.response_format and self.response_format.type == "json_object":
             asked.append({"json": {"type": "object"}})

@@ -30,8 +30,10 @@ WITH_PRECISIONS = ("ddp", "local-sgd")  # unlike ranks may compute in unlike pre
 
 
 def offloads(strategy: str, *, tp: int, pp: int) -> tuple[str, ...]:
-    """What can be kept in host memory. A pipeline keeps its state on devices, and so does zero1 beside tp, which is not
-    DeepSpeed's."""
+    """Return what a strategy can keep in host memory.
+
+    A pipeline keeps its state on devices, and so does zero1 beside tp, which is not DeepSpeed's.
+    """
     return () if pp > 1 or (strategy == "zero1" and tp > 1) else OFFLOADS.get(strategy, ())
 
 

@@ -36,7 +36,7 @@ class ContextPieces:
         return torch.cat([pieces[piece] for piece in self.own], SEQUENCE)
 
     def gather(self, own: Tensor, dim: int = SEQUENCE) -> Tensor:
-        """What `take` took, of all ranks, in the order of tokens. The gradient is the sum of the ranks'."""
+        """Join the pieces that `take` gave to all ranks, in the order of tokens. The gradient is the ranks' sum."""
         pieces = gather_sequence(own, self.group, dim).chunk(self.number, dim)
         return torch.cat([*pieces[::2], *pieces[::-2]], dim)
 

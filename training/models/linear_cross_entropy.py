@@ -189,7 +189,7 @@ def _here(targets: Tensor, first_token_id: int, num_words: int) -> Tensor:
 def _over_all_words(
     logarithms: Tensor, picked: Tensor, here: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """From a rank's words to those of all: the logarithm of the sum of exponentials, and the target's logit."""
+    """Combine the ranks' parts of a vocabulary: the logarithm of the sum of exponentials, and the target's logit."""
     picked = torch.where(here, picked, 0.0)
     if group is None:
         return logarithms, picked
