@@ -78,6 +78,7 @@ def test_what_benchmarks_import_of_ours_is_there() -> None:
     assert missing == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [marked(name) for name in benchmarks()])
 def test_a_benchmark_ends_with_the_figures_it_promises(name: str) -> None:

@@ -22,6 +22,8 @@ from training.records.plan import RunPlan
 from training.records.record import sha256_file
 from training.records.train_result import TrainResult, train_failure
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def user_folder(tmp_path_factory: pytest.TempPathFactory, measured_hardware: Path) -> UserFolder:
@@ -168,7 +170,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], di
     return train
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "signum",
     [pytest.param(signal.SIGINT, id="SIGINT"), pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.long)],
@@ -209,7 +210,6 @@ def killed(user_folder: UserFolder) -> Path:
     return run_dir
 
 
-@pytest.mark.slow
 def test_after_a_kill_9_resume_takes_over_and_every_status_is_true(
     user_folder: UserFolder, undisturbed: Callable[[Path], dict[int, float]], killed: Path
 ) -> None:
@@ -245,7 +245,6 @@ def test_bad_input_ends_with_2_and_one_clear_line(
     assert all(user_folder.mlflow_run(run_dir).info.status != "RUNNING" for run_dir in user_folder.run_dirs())
 
 
-@pytest.mark.slow
 def test_a_failing_rank_ends_with_1_and_its_cause(user_folder: UserFolder) -> None:
     known = user_folder.run_dirs()
     reckless = ("learning_rate=10", "min_learning_rate=10", "weight_decay=10", "warmup_steps=0", "steps=400")

@@ -188,6 +188,7 @@ class Backwards:
             yield task.run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -158,6 +158,7 @@ def test_text_that_differs_late_in_documents_is_found(tmp_path: Path) -> None:
         encode(saved, passages(*texts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_tokens_that_differ_are_made_again_by_tokenizers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, processes: int

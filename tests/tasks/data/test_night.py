@@ -23,6 +23,8 @@ from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult
 from training.shards.sources import held_out_sources
 
+pytestmark = pytest.mark.slow
+
 TRAIN = {"steps": 10_000, "max_epochs": 1, "context": 16, "global_batch": 4}
 
 

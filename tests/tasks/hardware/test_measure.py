@@ -159,6 +159,7 @@ def with_rate(entry: CachedMeasurement, fp32: float, **key: str) -> CachedMeasur
     return entry.model_copy(update={"key": entry.key | key, "measured": measured})
 
 
+@pytest.mark.slow
 def test_measured_once_then_taken_from_the_cache_until_something_changes_and_not_kept_if_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -221,6 +222,7 @@ def test_a_failed_measurement_says_why(tmp_path: Path, monkeypatch: pytest.Monke
         run_measure(1, 1)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed = "import os\nif os.environ.get('LOCAL_RANK') == '1':\n    os.kill(os.getpid(), 9)\n"
     (tmp_path / "sitecustomize.py").write_text(killed)

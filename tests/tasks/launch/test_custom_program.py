@@ -133,6 +133,7 @@ def test_it_goes_on_with_the_hosts_that_are_left(shardline_home: Path) -> None:
     assert again == plan == read_any_plan(shardline_home / "run")
 
 
+@pytest.mark.slow
 def test_ranks_have_torchruns_environment_and_the_run_in_mlflow(shardline_home: Path) -> None:
     plan, run_dir = plan_for(shardline_home, TELLS, ranks=2), shardline_home / "run"
     assert plan.command("", run_dir=run_dir)["args"] == (str(run_dir),)
@@ -156,6 +157,7 @@ def test_a_failure_is_told_with_its_cause(shardline_home: Path) -> None:
     assert not is_done(run_dir)
 
 
+@pytest.mark.slow
 def test_no_file_of_the_run_holds_a_password(shardline_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:s3cr3t%21@10.0.0.9:5000")
     monkeypatch.setenv("HF_TOKEN", "hf_verses")

@@ -38,6 +38,7 @@ def found_in(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(f"{replay(outcome.seed)}: {'; '.join(outcome.violations)}" for outcome in broken)
 
 
+@pytest.mark.slow
 def test_faults_in_any_combination_end_in_a_run_that_is_as_it_should_be() -> None:
     outcomes = [simulate(seed) for seed in range(FEW)]
     assert found_in(outcomes) == ""

@@ -69,6 +69,7 @@ def test_a_file_that_is_not_the_one_that_was_registered_is_refused(store: Store)
     assert resolve("tiny@champion", tracking_uri=store.uri).export_dir == weights.parent
 
 
+@pytest.mark.slow
 def test_an_mlflow_that_is_away_is_named_soon_in_one_line_and_without_the_password(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -224,6 +224,7 @@ def test_mlflow_loads_it_and_says_the_same_text(store: Store, monkeypatch: pytes
     assert loaded.input_example is not None
 
 
+@pytest.mark.slow
 def test_a_masked_model_is_registered_and_says_what_it_cannot_do(
     store: Store, exported_masked_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,7 @@ def chatting(store: Store) -> Iterator[tuple[str, TextGenerator]]:
         yield str(client.base_url), TextGenerator(run / "export", threads=1)
 
 
+@pytest.mark.slow
 def test_what_it_sends_is_done_as_documented(chatting: tuple[str, TextGenerator]) -> None:
     address, model = chatting
     client = openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)

@@ -25,6 +25,7 @@ def address(champion: Store) -> Iterator[str]:
         yield str(client.base_url)
 
 
+@pytest.mark.slow
 def test_they_get_the_text_that_the_model_makes(champion: Store, address: str) -> None:
     generator = TextGenerator(resolve("tiny", tracking_uri=champion.uri).export_dir)
     openai_client(address, generator)

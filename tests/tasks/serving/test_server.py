@@ -29,6 +29,7 @@ from tests.support.mlflow_store import Store
 from tests.support.serving import server
 
 
+@pytest.mark.slow
 def test_it_serves_the_champion_refuses_what_is_out_of_bounds_and_stops_in_order(champion: Store) -> None:
     generator = TextGenerator(resolve("tiny", tracking_uri=champion.uri).export_dir)
     with server(champion) as (client, process):
@@ -68,6 +69,7 @@ def test_it_serves_the_champion_refuses_what_is_out_of_bounds_and_stops_in_order
         assert list((champion.folder / "servers").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_limits_and_tokens_are_kept_and_requests_counted(champion: Store) -> None:
     tokens = champion.folder / "tokens"
     tokens.write_text("first-secret\nsecond-secret\n")
@@ -112,6 +114,7 @@ def test_limits_and_tokens_are_kept_and_requests_counted(champion: Store) -> Non
         assert local_process(record.process) is None, "the record of a killed server names a dead process"
 
 
+@pytest.mark.slow
 def test_it_follows_the_alias_without_a_failed_request(champion: Store) -> None:
     deadline = time.monotonic() + 60
     with server(champion) as (client, _), ThreadPoolExecutor(2) as pool:
@@ -135,6 +138,7 @@ def test_it_follows_the_alias_without_a_failed_request(champion: Store) -> None:
         assert client.get("/health").json()["version"] == 2
 
 
+@pytest.mark.slow
 def test_a_version_goes_on_while_its_alias_is_gone(champion: Store) -> None:
     from mlflow.tracking import MlflowClient
 

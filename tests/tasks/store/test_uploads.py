@@ -133,6 +133,7 @@ def test_an_empty_machine_goes_on_from_the_newest_checkpoint(
     assert fetch_run(f"{url}/runs/verses-1/") == "verses-1", "the second time there is nothing to bring"
 
 
+@pytest.mark.slow
 def test_the_store_keeps_what_the_config_keeps_also_after_the_machine_is_lost(
     s3: S3Server, url: str, run_dir: Path, shards: Path
 ) -> None:
@@ -186,6 +187,7 @@ def test_what_was_copied_in_part_or_is_damaged_is_never_brought(
         RunOnStore(f"{url}/runs/verses-1", run_dir).fetch()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["away", "500", "full", "denied"])
 def test_a_store_that_fails_delays_the_copy_and_is_said(
     fault: Any, s3: S3Server, url: str, run_dir: Path, shards: Path, caplog: pytest.LogCaptureFixture

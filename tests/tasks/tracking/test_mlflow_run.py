@@ -60,6 +60,7 @@ def working(run_id: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+@pytest.mark.slow
 def test_a_run_that_somebody_works_on_cannot_be_opened_and_is_left_as_it_is(home: Path) -> None:
     with working("r1") as other:
         with pytest.raises(ValueError, match=f"run r1 is being worked on by pid {other.pid} on "):
@@ -82,6 +83,7 @@ def test_rows_that_a_full_disk_kept_from_mlflow_at_the_end_are_sent_by_the_next_
     assert status(home, "r1") == ("FINISHED", "")
 
 
+@pytest.mark.slow
 def test_a_killed_owners_run_is_closed_by_the_next_reconcile_once(home: Path) -> None:
     with working("r1") as other:
         other.kill()

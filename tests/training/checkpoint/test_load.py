@@ -24,6 +24,8 @@ from training.records.plan import RunPlan
 from training.records.record import sha256_config
 from training.tracking.rows import read_rows
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def trained(make_run: Callable[..., Path]) -> Path:

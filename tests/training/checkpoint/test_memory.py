@@ -25,6 +25,8 @@ from training.records.plan import RunPlan
 from training.records.train_result import TrainResult
 from training.tracking.rows import read_rows
 
+pytestmark = pytest.mark.slow
+
 STEPS, EVERY, ON_DISK = 60, 4, 25
 DEADLINE_S = 100
 OWN = {"topk": (2, {"parallel__strategy": "ddp", "parallel__compression": "topk"})}
@@ -184,7 +186,6 @@ def test_without_a_whole_copy_it_goes_on_from_the_disk(
     assert [(row["step"], row["resumed_from_memory"]) for row in used] == [(ON_DISK, 0.0)]
 
 
-@pytest.mark.slow
 def test_a_copy_that_was_not_whole_when_the_run_died_is_not_used(
     make: Callable[..., tuple[Path, list[str]]], undisturbed: Path
 ) -> None:
@@ -198,7 +199,6 @@ def test_a_copy_that_was_not_whole_when_the_run_died_is_not_used(
     assert_equal_to_the_bit(plan_path, undisturbed)
 
 
-@pytest.mark.slow
 def test_copies_of_a_past_that_was_given_up_are_not_used(
     make: Callable[..., tuple[Path, list[str]]], undisturbed: Path
 ) -> None:
@@ -214,7 +214,6 @@ def test_copies_of_a_past_that_was_given_up_are_not_used(
     shutil.rmtree(away)
 
 
-@pytest.mark.slow
 def test_fewer_ranks_go_on_from_the_copies_of_more(make_run: Callable[..., Path], memory_dir: Path) -> None:
     """A run of four ranks under fsdp loses a host, and goes on with two ranks under ddp on the other one."""
     settings: dict[str, Any] = {
@@ -239,7 +238,6 @@ def test_fewer_ranks_go_on_from_the_copies_of_more(make_run: Callable[..., Path]
     assert after[STEPS] == pytest.approx(losses(undisturbed)[STEPS], abs=1e-4)
 
 
-@pytest.mark.slow
 def test_a_config_that_changed_makes_the_copies_useless(make: Callable[..., tuple[Path, list[str]]]) -> None:
     plan_path, hosts = make("changed")
     copy = kill(plan_path, hosts, at_step=30)
@@ -266,7 +264,6 @@ def test_one_rank_that_dies_leaves_no_other_waiting_for_its_copy(
     shutil.rmtree(memory_of(plan_path))
 
 
-@pytest.mark.slow
 def test_memory_that_is_too_small_is_told_and_the_run_goes_on(
     make: Callable[..., tuple[Path, list[str]]], undisturbed: Path
 ) -> None:

@@ -30,7 +30,8 @@ CHAIN = (
 )
 
 
-@pytest.mark.parametrize("packing", ["stream", pytest.param("padded", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["stream", "padded"])
 def test_a_run_that_changes_its_layout_every_few_steps_is_the_run_of_one_process(
     packing: str, make_run: Callable[..., Path]
 ) -> None:

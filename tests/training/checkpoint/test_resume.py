@@ -18,14 +18,14 @@ from training.tracking.rows import read_rows
 
 STEPS = 60
 DEADLINE_S = 100
-FAST = ("single", "ddp")
+FAST = ("single",)
 OWN: dict[str, Layout] = {  # ranks hold what no other has
     "topk": (2, {"parallel__strategy": "ddp", "parallel__compression": "topk"}),
     "powersgd": (2, {"parallel__strategy": "ddp", "parallel__compression": "powersgd", "parallel__powersgd_rank": 2}),
     "groups": (2, {"parallel__strategy": "local-sgd", "parallel__group_ranks": 1, "parallel__outer_every_steps": 7}),
     "groups 4": (4, {"parallel__strategy": "local-sgd", "parallel__group_ranks": 2, "parallel__outer_every_steps": 7}),
 }
-SLOW = ("ddp 4", "zero1", "zero2", "zero3", "tp", "sp", "cp", "pp", "topk", "groups")
+SLOW = ("ddp", "ddp 4", "zero1", "zero2", "zero3", "tp", "sp", "cp", "pp", "topk", "groups")
 LONG = (
     "powersgd",
     "groups 4",
@@ -66,10 +66,11 @@ def weight_hashes(plan_path: Path) -> list[str]:
 
 
 KILL, STOP = signal.SIGKILL, signal.SIGTERM
-INTERRUPTED = [  # in CI every layout but those in LONG is killed, and those in FAST are stopped as well
+INTERRUPTED = [  # in CI every layout but those in LONG is killed, and single and ddp are stopped as well
     *(pytest.param(name, signum) for name in FAST for signum in (KILL, STOP)),
     *(pytest.param(name, KILL, marks=pytest.mark.slow) for name in SLOW),
-    *(pytest.param(name, STOP, marks=pytest.mark.long) for name in SLOW),
+    pytest.param("ddp", STOP, marks=pytest.mark.slow),
+    *(pytest.param(name, STOP, marks=pytest.mark.long) for name in SLOW if name != "ddp"),
     *(pytest.param(name, signum, marks=pytest.mark.long) for name in LONG for signum in (KILL, STOP)),
 ]
 

@@ -14,11 +14,12 @@ from tests.support.ranks import Ranks, run_ranks
 from training.checkpoint.safetensors_files import TensorFiles
 from training.records.checkpoint import checkpoint_folder
 
+pytestmark = pytest.mark.slow
+
 MODEL = {"model__width": 256, "model__layers": 4, "model__heads": 4}  # 3.3M parameters: pages are small beside them
 BESIDES = 1.1  # messages' headers, barriers
 
 
-@pytest.mark.slow
 def test_a_rank_receives_no_more_of_a_checkpoint_than_it_writes(make_run: Callable[..., Path]) -> None:
     """Measured by the kernel, in all layouts of four ranks; where every rank gets every tensor it is 3 to 6 times."""
     layouts = {

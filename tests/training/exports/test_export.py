@@ -30,7 +30,10 @@ from training.records.train_result import TrainResult
 AUTO_CLASS = {"llama": AutoModelForCausalLM, "gpt2": AutoModelForCausalLM, "bert": AutoModelForMaskedLM}
 
 
-@pytest.fixture(scope="module", params=AUTO_CLASS)
+@pytest.fixture(
+    scope="module",
+    params=["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "bert"))],
+)
 def exported(request: pytest.FixtureRequest, exported_runs: Callable[[str], Path]) -> Path:
     return exported_runs(request.param)
 
@@ -138,6 +141,7 @@ def test_the_program_exports_quietly_and_replaces_the_export_of_another_checkpoi
     assert (run_dir / "checkpoints" / "8" / "keep").exists(), "pruning must not take what was exported"
 
 
+@pytest.mark.slow
 def test_out_of_bounds_there_is_no_export_but_a_report_and_the_cure(tmp_path: Path) -> None:
     run_dir = tiny_run(tmp_path / "run", architecture="bert", max_logit_difference=1e-12)
     with pytest.raises(SystemExit) as stopped:
@@ -166,6 +170,7 @@ def test_a_checkpoint_that_was_exchanged_after_training_is_not_exported(tmp_path
     assert not (run_dir / "export").exists()
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

@@ -14,6 +14,8 @@ from tests.support.repository import REPO
 from training.hardware.check_network import sockets_despite_adapters
 from training.records.node import CollectiveReport
 
+pytestmark = pytest.mark.slow
+
 NODES = (2, 1, 1)  # ranks of each
 
 

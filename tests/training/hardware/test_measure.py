@@ -41,6 +41,7 @@ def measure(out: Path, *, ranks: int, threads: int) -> Measured:
     return Measured.read(out)
 
 
+@pytest.mark.slow
 @on_cpu
 def test_one_rank_agrees_with_an_independent_timing(tmp_path: Path) -> None:
     measured = measure(tmp_path / "one.json", ranks=1, threads=1)

@@ -128,6 +128,7 @@ def same_as_the_plain_model(client: Client, folder: Path) -> None:
     assert client.ask(requests) == expected
 
 
+@pytest.mark.slow
 def test_ranks_that_split_the_matrices_give_the_text_of_the_plain_model(folder: Path, start: Start) -> None:
     same_as_the_plain_model(start(folder, "tensor", 2, rows=3), folder)  # fewer rows than there are prompts
 

@@ -21,6 +21,7 @@ def losses(plan_path: Path) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_compiled_layers_train_as_eager_ones_do_and_nothing_is_compiled_again_after_the_first_step_and_validation(
     make_run: Callable[..., Path],
 ) -> None:

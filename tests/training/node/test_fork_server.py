@@ -32,7 +32,8 @@ print(json.dumps(report))
 """
 
 
-@pytest.mark.parametrize("strategy", ["single", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
 def test_ranks_import_next_to_nothing_themselves(make_run: Callable[..., Path], strategy: str) -> None:
     path = make_run(f"imports-{strategy}", ranks=1, parallel__strategy=strategy, train__steps=1)
     done = subprocess.run(

@@ -129,6 +129,7 @@ def pids(folder: Path) -> list[int]:
     return [int(pid) for path in folder.glob("rank-*.pids") for pid in path.read_text().split()]
 
 
+@pytest.mark.slow
 def test_two_hosts_with_unlike_numbers_of_ranks_get_torchruns_environment_and_the_secrets(
     start: Callable[..., Node], tmp_path: Path
 ) -> None:
@@ -177,6 +178,7 @@ def test_ranks_that_do_not_listen_are_killed_after_the_grace_with_all_they_start
     assert not any(map(psutil.pid_exists, pids(tmp_path)))
 
 
+@pytest.mark.slow
 def test_ranks_outlive_a_lease_that_is_renewed_and_stop_when_it_is_not(
     start: Callable[..., Node], tmp_path: Path
 ) -> None:
@@ -213,6 +215,7 @@ def test_a_withdrawn_lease_ends_ranks_at_once(start: Callable[..., Node], tmp_pa
     assert not any(map(psutil.pid_exists, pids(tmp_path)))
 
 
+@pytest.mark.slow
 def test_the_record_names_the_rank_that_failed_and_why_without_secrets(
     start: Callable[..., Node], tmp_path: Path
 ) -> None:
@@ -223,6 +226,7 @@ def test_the_record_names_the_rank_that_failed_and_why_without_secrets(
     assert SECRET not in "\n".join(path.read_text() for path in tmp_path.glob("*.json"))
 
 
+@pytest.mark.slow
 def test_siblings_of_a_rank_that_failed_are_not_waited_for(start: Callable[..., Node]) -> None:
     """torchrun gives them 30 s, as long as they do not listen; and reports that they died of a signal too."""
     node = start(DEAF, num_ranks=3)
@@ -235,6 +239,7 @@ def test_siblings_of_a_rank_that_failed_are_not_waited_for(start: Callable[..., 
     assert [(each.rank, each.exit_code, each.cause) for each in end.failures] == [(1, 1, "KeyError: 'verses'")], output
 
 
+@pytest.mark.slow
 def test_the_record_says_which_signal_ended_a_rank(start: Callable[..., Node]) -> None:
     code, end, output = start(FAIL, num_ranks=2, args=("killed",)).finish()
     assert (code, end.ending) == (1, "failed"), output
@@ -242,6 +247,7 @@ def test_the_record_says_which_signal_ended_a_rank(start: Callable[..., Node]) -
     assert (killed.exit_code, killed.cause) == (-9, "ended by signal 9")
 
 
+@pytest.mark.slow
 def test_ranks_do_not_wait_for_a_log_that_nobody_reads(start: Callable[..., Node]) -> None:
     """As when dockerd is killed: 64 KiB later every print would block. 7 MB are printed, the end of it is kept."""
     node = start(PRINT)

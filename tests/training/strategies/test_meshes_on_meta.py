@@ -70,7 +70,10 @@ def planned(model: str, ranks: int, mesh: str) -> RunPlan:
     return make_plan(config, hypothetical_inventory(f"{ranks // 8}x8xB300,8x400Gb"))
 
 
-@pytest.fixture(params=MESHES, ids=lambda each: " ".join(map(str, each)))
+@pytest.fixture(
+    params=[pytest.param(mesh, marks=[] if mesh[0] == "8B" else pytest.mark.slow) for mesh in MESHES],
+    ids=lambda each: " ".join(map(str, each)),
+)
 def plan(request: pytest.FixtureRequest) -> Iterator[RunPlan]:
     yield planned(*request.param)
     if dist.is_initialized():

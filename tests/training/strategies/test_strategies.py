@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.device import LOOSER
-from tests.support.layouts import EIGHT_RANKS, LAYOUTS
+from tests.support.layouts import LAYOUTS
 from tests.support.ranks import losses, run_ranks
 from tests.support.repository import REPO
 from training.checkpoint.safetensors_files import TensorFiles
@@ -26,21 +26,7 @@ STEPS = 8
 WEIGHT_BOUND = 2e-5 * LOOSER
 LOSS_BOUND = 2e-6 * LOOSER
 
-SLOW = {
-    "zero1",
-    "zero3 offload",
-    "ddp 4",
-    "zero3 4",
-    "dp x pp",
-    "dp x tp",
-    "fsdp x tp",
-    "fsdp x pp",
-    "fsdp x sp",
-    "fsdp x cp",
-    "hsdp 4",
-    "unlike unequal",
-    *EIGHT_RANKS,
-}
+QUICK = {"ddp", "fsdp", "pp"}
 LONG = {
     "unlike x tp",
     "zero2 offload",
@@ -126,7 +112,7 @@ def test_every_strategy_has_a_layout() -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(name, marks=[*[pytest.mark.slow] * (name in SLOW), *[pytest.mark.long] * (name in LONG)])
+        pytest.param(name, marks=[*[pytest.mark.slow] * (name not in QUICK), *[pytest.mark.long] * (name in LONG)])
         for name in LAYOUTS
     ],
 )
