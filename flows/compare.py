@@ -1,4 +1,4 @@
-"""Strategies side by side: each is a child run of one parent, on the same tokens, seed and global batch; one report."""
+"""Compares strategies on the same tokens, seed and global batch: a child run for each, one report in their parent."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def compare(
     """
     check_comparable(config)
     if run_id and mlflow_run.read_run(run_id).begun_with != config:
-        raise ValueError(f"comparison {run_id} began with another config, which it keeps: start a new comparison")
+        raise ValueError(
+            f"comparison {run_id} was started with another config, which cannot change: start a new comparison"
+        )
     compared = read_strategies(strategies, baseline=baseline)
     request = CompareRequest(strategies=tuple(strategies), target_loss=target_loss, baseline=baseline)
     reconcile_statuses()
@@ -82,11 +84,11 @@ def _compared(strategies: Sequence[ComparedStrategy], request: CompareRequest, c
                 "strategy %d of %d, %s: %s", place, len(strategies), strategy.name, " ".join(strategy.overrides)
             )
             outcomes[strategy.name] = _outcome(children, strategy)
-    except BaseException as stop:  # Ctrl-C, mostly as the RunStopped that stage Train makes of it
+    except BaseException as stop:  # Ctrl-C, which the stage Train usually turns into RunStopped
         outcomes[strategy.name] = children.ended(strategy, RunStopped("interrupted"))
         _report_so_far(children, strategies, outcomes, request)
         if isinstance(stop, RunStopped):
-            raise RunStopped(f"stopped at {strategy.name}: `shardline resume {parent.run_id}` goes on") from None
+            raise RunStopped(f"stopped at {strategy.name}: `shardline resume {parent.run_id}` continues") from None
         raise
     comparison = report(children, strategies, outcomes, request)
     if not comparison.succeeded:
@@ -120,14 +122,14 @@ def _report_so_far(
 
 
 def all_steps(config: RunConfig) -> RunConfig:
-    """The config without train.target_minutes, which would give each strategy another number of steps."""
+    """Return the config without train.target_minutes, which would give each strategy another number of steps."""
     if config.train.target_minutes:
         logger.info("each strategy trains all %s steps of train.steps, so that they compare", f"{config.train.steps:,}")
     return config.model_copy(update={"train": config.train.model_copy(update={"target_minutes": 0.0})})
 
 
 class Children:
-    """The child runs of a comparison: what they share, and the folder of each."""
+    """The child runs of a comparison: the settings that they share, and the folder of each."""
 
     def __init__(self, config: RunConfig, parent: TrackedRun, shards_dir: Path, shards: TokenShards) -> None:
         self.config, self.parent, self.shards_dir, self.shards = all_steps(config), parent, shards_dir, shards
@@ -140,11 +142,11 @@ class Children:
         return run_folder(self.run_id(strategy))
 
     def config_of(self, strategy: ComparedStrategy) -> RunConfig:
-        """The config with the strategy's overrides. Raises ValueError for what does not go together."""
+        """Return the config with the strategy's overrides. Raises ValueError for settings that exclude each other."""
         return with_overrides(self.config.model_dump(mode="json"), strategy.overrides)
 
     def inventory(self, config: RunConfig, run: TrackedRun) -> Inventory:
-        """Measure once for all; a single process gets one of those devices. Other hosts are checked each time."""
+        """Measure this machine once for all strategies; a run on one device gets one of them. Check hosts each time."""
         one, parallel = config.parallel.strategy == "single", config.parallel
         if one:
             parallel = self.config.parallel.model_copy(update={"strategy": "auto"})

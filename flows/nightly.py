@@ -17,7 +17,7 @@ from training.config.run import RunConfig
 
 @shardline_flow("Pretrain nightly", run_name="{config.name}, what is new")
 def pretrain_nightly(config: RunConfig, min_new_mib: float = 0.0, replay: float = 0.25, max_slices: int = 50) -> Any:
-    """Continue the champion of `config`'s model on the text of data.path that it has not seen; none: skipped.
+    """Continue the champion of `config`'s model on the text of data.path that it has not seen; skip if there is none.
 
     config: as for pretrain; its data.path is the folder that grows. min_new_mib: skip a night with less new text.
     replay: share of the night's tokens that come from the text of earlier nights. max_slices: most earlier nights
@@ -26,7 +26,7 @@ def pretrain_nightly(config: RunConfig, min_new_mib: float = 0.0, replay: float 
     night = find_new_text(
         config, min_new_mib=min_new_mib, replay=replay, max_slices=max_slices, tracking_uri=tracking_uri()
     )
-    show_markdown(escape_markdown(night.why), key="new-text", description="What is new in the corpus")
+    show_markdown(escape_markdown(night.why), key="new-text", description="New text in the corpus")
     if night.config is None:
         skipped: State[Any] = Completed(name="Skipped", message=night.why)
         return skipped

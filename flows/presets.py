@@ -19,11 +19,11 @@ from training.config.serving import EvaluateConfig, ServeConfig, TritonConfig
 C = TypeVar("C", bound=BaseModel)
 
 PRETRAIN = "flows.pretrain.pretrain"
-PRESETS_FILE = Path(__file__).with_name("prefect.yaml")  # a link to the one at the top; in a wheel, the file
+PRESETS_FILE = Path(__file__).with_name("prefect.yaml")  # in a checkout a link to the one at the top; in a wheel a file
 
 
 def presets(path: Path = PRESETS_FILE) -> dict[str, dict[str, Any]]:
-    """Name -> config of every deployment that trains one."""
+    """Return NAME -> config for every deployment that trains."""
     content = yaml.safe_load(path.read_text())
     return {
         deployment["name"]: deployment["parameters"]["config"]
@@ -33,7 +33,7 @@ def presets(path: Path = PRESETS_FILE) -> dict[str, dict[str, Any]]:
 
 
 def load_config(preset: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The config of a preset's name or a YAML file's path, with `section.field=value` overrides.
+    """Return the config of a preset or of a YAML file, with `section.field=value` overrides.
 
     Raises ValueError naming each wrong field, its value and the cure.
     """
@@ -61,9 +61,9 @@ def triton_config(overrides: Sequence[str]) -> TritonConfig:
 
 
 def command_for_all_steps(config: RunConfig) -> str:
-    """The command that trains `config` for all of train.steps, whatever train.target_minutes leaves of them.
+    """Return the command that trains `config` for all of train.steps, without the limit of train.target_minutes.
 
-    It names the preset of the config's name, and what differs from it; empty if there is no such preset.
+    It names the preset that has the config's name, and the settings that differ from it; empty without such a preset.
     """
     if config.name not in presets():
         return ""
@@ -75,7 +75,7 @@ def command_for_all_steps(config: RunConfig) -> str:
 
 
 def _as_yaml(field: str, value: Any) -> str:
-    """The value as an override writes it: text as it stands, where that is read as the same text."""
+    """Return the value as an override writes it. Text stays as it is, where YAML reads it as the same text."""
     if isinstance(value, str) and parse_override(f"{field}={value}")[1] == value:
         return value
     return json.dumps(value)
@@ -96,11 +96,11 @@ def _read(preset: str) -> dict[str, Any]:
         try:
             content = yaml.safe_load(path.read_text())
         except FileNotFoundError:
-            raise ValueError(f"{path} is not there: give a preset's name or the path of a YAML file") from None
+            raise ValueError(f"{path} does not exist: give a preset's name or the path of a YAML file") from None
         except (OSError, UnicodeError, yaml.YAMLError) as error:
             raise ValueError(f"{path} cannot be read as YAML: {error}") from None
         if not isinstance(content, dict):
-            raise ValueError(f"{path} holds no mapping of sections: see the presets in prefect.yaml")
+            raise ValueError(f"{path} is not a mapping of sections: see the presets in prefect.yaml")
         return content
     known = presets()
     if preset not in known:
@@ -119,7 +119,7 @@ def _apply(content: dict[str, Any], override: str, config: type[BaseModel]) -> N
 
 
 def parse_override(override: str, config: type[BaseModel] = RunConfig) -> tuple[str, Any]:
-    """section.field=value -> (section.field, value). Raises ValueError for what is not written so."""
+    """Split section.field=value into (section.field, value). Raises ValueError for text of another form."""
     key, found, value = override.partition("=")
     if not found or not key:
         raise ValueError(f"{override!r} is not an override: write section.field=value, for example train.steps=100")
@@ -130,7 +130,7 @@ def parse_override(override: str, config: type[BaseModel] = RunConfig) -> tuple[
 
 
 def _as_the_field_wants(key: str, value: str, config: type[BaseModel]) -> Any:
-    """Parse a value as YAML, unless its field takes it as text: `name=2024` is a name, `rebalance=on` the word."""
+    """Parse a value as YAML, unless its field is text: name=2024 stays "2024", and rebalance=on stays "on"."""
     part: Any = config
     for section in key.split("."):
         found = part.model_fields.get(section) if hasattr(part, "model_fields") else None
@@ -139,7 +139,7 @@ def _as_the_field_wants(key: str, value: str, config: type[BaseModel]) -> Any:
 
 
 def field_rows(part: type[BaseModel] = RunConfig, prefix: str = "") -> list[tuple[str, str]]:
-    """(section.field, default and description) of every field, for people who write overrides."""
+    """Return (section.field, default and description) of every field, for people who write overrides."""
     rows = []
     for name, field in part.model_fields.items():
         if isinstance(field.default, BaseModel):

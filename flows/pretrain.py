@@ -1,6 +1,5 @@
-"""The whole story: text in, served model out. Each line is a stage, each stage leaves a record for the next.
-
-With the ID of a run, every stage looks for its record first and goes on from there.
+"""The whole story: text in, served model out. Each line is a stage, and each stage leaves a record for the next one.
+With the ID of a run, every stage looks for its record first and continues from there.
 """
 
 from __future__ import annotations

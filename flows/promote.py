@@ -1,6 +1,6 @@
-"""From challenger to champion: judged by its gates, approved, switched on every server, watched; or taken back.
+"""Makes a challenger champion: gates, approval, the switch on every server, a watch; a rollback if that fails.
 
-It can be interrupted anywhere: the next promotion of the model first finishes, or takes back, what this one began.
+It may be interrupted anywhere: the next promotion of the model first finishes or undoes an interrupted one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from training.records.results import RegisteredModel
 def promote(
     model: str, version: int | None = None, force: bool = False, overrides: tuple[str, ...] = (), by: str = ""
 ) -> RegisteredModel:
-    """Make a version champion if its gates pass, and take it back if its servers fail or slow down.
+    """Make a version champion if its gates pass, and roll it back if its servers fail or slow down.
 
     version: default the challenger. force: skip the gates. overrides: gates.x=y, rollout.x=y. by: who asks.
     """

@@ -11,9 +11,9 @@ from tasks.operations.prune import prune as prune_home
 
 @shardline_flow("Prune", run_name="older than {older_than_days} days, the newest {keep_newest} stay")
 def prune(older_than_days: float = 30, keep_newest: int = 10, dry_run: bool = True) -> dict[str, Any]:
-    """Delete what is old and what no registered version needs; with dry_run, only say what that would be.
+    """Delete old runs and files that no registered version needs; with dry_run, only list them.
 
-    older_than_days: younger runs and shards stay. keep_newest: so many runs stay, however old.
+    older_than_days: younger runs and shards stay. keep_newest: this many runs stay, however old they are.
     """
     done = prune_home(older_than_days=older_than_days, keep_newest=keep_newest, dry_run=dry_run)
     deleted = "would be deleted" if dry_run else "deleted"
@@ -27,5 +27,5 @@ def prune(older_than_days: float = 30, keep_newest: int = 10, dry_run: bool = Tr
         for item in done.items
     ]
     if rows:
-        show_table(rows, key="pruned", description="What takes room in SHARDLINE_HOME, and what was deleted of it")
+        show_table(rows, key="pruned", description="Sizes in SHARDLINE_HOME, and what was deleted")
     return done.model_dump()

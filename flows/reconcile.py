@@ -1,4 +1,4 @@
-"""Every few minutes: reports how runs ended whose process was killed, and removes containers without a launcher."""
+"""Every few minutes: reports the end of runs whose process was killed; removes containers without a launcher."""
 
 from __future__ import annotations
 

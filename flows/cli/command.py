@@ -1,7 +1,7 @@
 """The `shardline` command. Exit codes: 0 done, 2 bad input, 1 failed, 130 stopped.
 
-Results go to stdout (one JSON object with --json), logs and bars to stderr. Heavy libraries are imported by the
-command that needs them, so that --help answers at once.
+Results go to stdout (one JSON object with --json), logs and bars to stderr. Each command imports the heavy libraries
+that it needs by itself, so that --help answers at once.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_bad_input(error: Exception) -> bool:
-    """Whether the user got it wrong: a ValueError, but not one from parsing a record or an answer."""
+    """Whether the user caused the error: it is a ValueError, but not one from parsing a record or an answer."""
     return isinstance(error, ValueError) and type(error).__name__ not in {"JSONDecodeError", "ValidationError"}
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """Treat SIGTERM like Ctrl-C: its default would end us before embedded servers stop and statuses are written."""
+    """Treat SIGTERM like Ctrl-C: by default it ends the process before servers are stopped and statuses written."""
     raise KeyboardInterrupt
 
 
 def _set_up_logging(*, verbose: bool) -> None:
-    """Show our own log and others' warnings; Prefect's only with --verbose, because its errors repeat ours."""
+    """Show Shardline's log and warnings of libraries; Prefect's only with --verbose, because its errors repeat ours."""
 
     def is_for_people(record: logging.LogRecord) -> bool:
         room = record.name.partition(".")[0]
@@ -74,7 +74,7 @@ def _set_up_logging(*, verbose: bool) -> None:
 def parse_command(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; overrides may stand anywhere, also after an option, where argparse would refuse them."""
     parser, words = make_parser(), list(sys.argv[1:] if arguments is None else arguments)
-    for place in [place for place, word in enumerate(words) if word == "--hosts"][::-1]:  # -1x8xT4 would be an option
+    for place in [place for place, word in enumerate(words) if word == "--hosts"][::-1]:  # -1x8xT4 is no option
         words[place : place + 2] = ["=".join(words[place : place + 2])]
     options, rest = parser.parse_known_args(words)
     if rest and not (hasattr(options, "overrides") and all("=" in part and part[0] != "-" for part in rest)):
@@ -86,7 +86,7 @@ def parse_command(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="shardline", description="A corpus and machines in, a served language model out."
+        prog="shardline", description="From a corpus and machines to a trained, evaluated and served language model."
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="debug logs, and tracebacks of errors")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -1,4 +1,4 @@
-"""`shardline lineage|evaluate|generate|serve|triton`: what is done with a model."""
+"""`shardline lineage|evaluate|generate|serve|triton`: the commands that use a model."""
 
 from __future__ import annotations
 
@@ -11,24 +11,33 @@ from typing import Any
 
 from flows.cli.tables import print_pairs, print_table
 
-ROWS_AT_A_TIME = 16  # of a file of prompts, by ONNX Runtime; torch's ranks have as many each
+ROWS_AT_A_TIME = (
+    16  # of a prompts file, completed at the same time by ONNX Runtime; the torch engine has its own number
+)
 
 
 def add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add these commands. `command` adds one to the parser, as in flows/cli/command.py."""
+    """Add the commands above. `command` adds one to the parser, as in flows/cli/command.py."""
     _add_evaluate_command(command)
-    lineage = command("lineage", _lineage, "from a model version back to run, code, data and checkpoint", "MODEL@ALIAS")
+    lineage = command(
+        "lineage", _lineage, "show the run, code, data and checkpoint that a model version was made from", "MODEL@ALIAS"
+    )
     lineage.add_argument("--json", action="store_true", help="one JSON object on stdout")
     about = "print text from a registered model, or complete a file of prompts (--prompts, --out)"
     generate = command("generate", _generate, about, "MODEL@ALIAS")
     generate.add_argument("prompt", metavar="PROMPT", nargs="?", default="")
-    generate.add_argument("--prompts", metavar="FILE.jsonl", type=Path, help='a {"prompt": ...} a line')
-    generate.add_argument("--out", metavar="FILE.jsonl", type=Path, help="their completions, in the same order")
+    generate.add_argument("--prompts", metavar="FILE.jsonl", type=Path, help='JSON lines, each with a "prompt"')
+    generate.add_argument("--out", metavar="FILE.jsonl", type=Path, help="file for the completions, in the same order")
     generate.add_argument("--tokens", type=int, default=100)
     generate.add_argument("--temperature", type=float, default=0.8)
     generate.add_argument("--top-k", type=int, default=50)
     generate.add_argument("--seed", type=int, default=1337)
-    serve = command("serve", _serve, "serve a registered model over HTTP; follows the alias", "MODEL@ALIAS")
+    serve = command(
+        "serve",
+        _serve,
+        "serve a registered model over HTTP; switch when its alias moves to another version",
+        "MODEL@ALIAS",
+    )
     serve.add_argument("--host", default="127.0.0.1")
     serve.add_argument("--port", type=int, default=8000)
     serve.add_argument("--stop-with-parent", action="store_true", help="stop when the process that started it ends")
@@ -36,7 +45,7 @@ def add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         help = "inference.field=value" + (", serving.field=value" if added is serve else "")
         added.add_argument("overrides", nargs="*", metavar="section.field=value", help=help)
 
-    about = "write a Triton model repository of a registered model, or of an export folder"
+    about = "write a Triton model repository from a registered model or an export folder"
     triton = command("triton", _triton, about, "MODEL@ALIAS", "DIR")
     triton.add_argument(
         "overrides", nargs="*", metavar="field=value", help="max_batch_size=16 device=gpu gpus=[0,1] ..."
@@ -44,7 +53,7 @@ def add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _add_evaluate_command(command: Callable[..., argparse.ArgumentParser]) -> None:
-    about = "exact figures by source, and tasks, of any checkpoint, registered version or Hugging Face folder"
+    about = "measure any checkpoint, registered version or Hugging Face folder: loss on each source, scores of tasks"
     evaluate = command("evaluate", _evaluate, about)
     evaluate.add_argument(
         "what", metavar="WHAT", help="RUN, runs/RUN/checkpoints/STEP, MODEL@alias, MODEL/3, or a folder"
@@ -102,7 +111,7 @@ def _generate(options: argparse.Namespace) -> int:
     from tasks.registry.models import resolve
     from tasks.workspace.paths import home, tracking_uri
 
-    if options.prompts is not None and options.prompt:  # argparse takes the first override for the prompt
+    if options.prompts is not None and options.prompt:  # argparse puts the first override into `prompt`
         options.overrides.insert(0, options.prompt)
     inference = serve_config(options.overrides).inference
     model = resolve(options.model, tracking_uri=tracking_uri(), cache_dir=home() / "models")
@@ -146,7 +155,7 @@ def _generate_file(options: argparse.Namespace, opened: Any, model: Any, samplin
 def _serve(options: argparse.Namespace) -> None:
     from tasks.workspace.processes import stop_with_parent
 
-    if options.stop_with_parent:  # before the imports below, which take seconds: the parent may be killed meanwhile
+    if options.stop_with_parent:  # first: the imports below take seconds, and the parent may be killed meanwhile
         stop_with_parent()
     from flows.presets import serve_config
     from tasks.serving.server import serve

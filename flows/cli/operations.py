@@ -1,4 +1,4 @@
-"""`shardline ps|stop|reap|reconcile|prune|metrics|image`: what runs, stopping it, cleaning up, the training image."""
+"""`shardline ps|stop|reap|reconcile|prune|metrics|image`: list and stop runs, clean up, build the training image."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ COLUMNS = ("run", "attempt", "host", "ranks", "status", "health", "since", "step
 
 
 def add_operation_commands(command: Callable[..., argparse.ArgumentParser], commands: Any) -> None:
-    """Add these commands. `command` adds one to the parser; `commands`: its subparsers, as in flows/cli/command.py."""
-    ps = command("ps", _ps, "list what runs: containers on all hosts, Slurm jobs, and runs of this machine")
+    """Add the commands above. `command` adds one to the parser; `commands`: its subparsers (flows/cli/command.py)."""
+    ps = command("ps", _ps, "list everything that runs: containers on all hosts, Slurm jobs, and runs of this machine")
     stop = command("stop", _stop, "stop a run on all its hosts, with a checkpoint", "RUN")
     reap = command("reap", _reap, "remove containers and Slurm jobs whose launcher is gone")
     about = "file with the hosts (default: the hosts of all runs in SHARDLINE_HOME)"
@@ -26,14 +26,16 @@ def add_operation_commands(command: Callable[..., argparse.ArgumentParser], comm
     reap.add_argument("--dry-run", action="store_true", help="only list them")
     prune = command("prune", _prune, "delete old runs, checkpoints and token shards that no registered version needs")
     prune.add_argument("--older-than-days", type=float, default=30, metavar="N", help="default: 30")
-    prune.add_argument("--keep-newest", type=int, default=10, metavar="N", help="so many runs stay (default: 10)")
     prune.add_argument(
-        "--dry-run", action="store_true", help="only say what would be deleted, and what is kept and why"
+        "--keep-newest", type=int, default=10, metavar="N", help="number of the newest runs that are kept (default: 10)"
+    )
+    prune.add_argument(
+        "--dry-run", action="store_true", help="delete nothing; list what would be deleted, and what is kept and why"
     )
     metrics = command("metrics", _metrics, "serve metrics of the runs in SHARDLINE_HOME, for Prometheus")
     metrics.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     metrics.add_argument("--port", type=int, default=9464, help="default: 9464")
-    about = "hours for which a run that has ended is still shown (default: 1)"
+    about = "show a run for this many hours after its end (default: 1)"
     metrics.add_argument("--keep-hours", type=float, default=1, metavar="N", help=about)
     for added in (ps, stop, reap, reconcile, prune):
         added.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -61,7 +63,7 @@ def _cells(row: Any) -> tuple[str, ...]:
     return (row.run, row.attempt, row.host, ranks, row.status, row.health, ago(row.since), step, row.launcher)
 
 
-def _print_silent(silent: Mapping[str, str], *, meaning: str = "so what runs there is unknown") -> None:
+def _print_silent(silent: Mapping[str, str], *, meaning: str = "so it is unknown what runs there") -> None:
     for name, error in silent.items():
         print(f"{name} did not answer, {meaning}: {error}", file=sys.stderr)
 
@@ -167,11 +169,11 @@ def _reap(options: argparse.Namespace) -> int:
 
 
 def _add_image_commands(commands: Any) -> None:
-    about = "the training image: build it, push it to a registry"
+    about = "build the training image, or push it to a registry"
     actions = commands.add_parser("image", help=about, description=about).add_subparsers(
         required=True, metavar="ACTION"
     )
-    about = "build infra/train.Dockerfile by the daemon that `docker` would use"
+    about = "build infra/train.Dockerfile with the daemon that the `docker` command would use"
     build = actions.add_parser("build", help=about, description=about)
     build.set_defaults(call=_build_image)
     build.add_argument("--base", default="", metavar="IMAGE", help="base image (default: NVIDIA's PyTorch image)")
@@ -179,7 +181,9 @@ def _add_image_commands(commands: Any) -> None:
     build.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE", help=about)
     build.add_argument("--wheels", default="", metavar="FOLDER", help="wheels that pip may take, if no index has them")
     build.add_argument("--ca", default="", metavar="FILE", help="certificates that pip trusts, during the build only")
-    build.add_argument("--network", default="", help="network of the build, as docker build has it, e.g. host")
+    build.add_argument(
+        "--network", default="", help="network of the build, as in docker build --network, for example host"
+    )
     about = "push it, and print NAME@sha256:… for launch.image"
     push = actions.add_parser("push", help=about, description=about)
     push.set_defaults(call=_push_image)

@@ -12,15 +12,17 @@ DONE, FAILED = 0, 1
 
 
 def add_promotion_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add these commands. `command` adds one to the parser, as in flows/cli/command.py."""
+    """Add the commands above. `command` adds one to the parser, as in flows/cli/command.py."""
     promote = command("promote", _promote, "make a model version champion if it passes its gates", "MODEL")
-    promote.add_argument("--version", type=int, help="default: the challenger; judged again if it was judged")
+    promote.add_argument(
+        "--version", type=int, help="default: the challenger; a version that was judged before is judged again"
+    )
     promote.add_argument("--force", action="store_true", help="skip the gates")
-    promote.add_argument("--by", default="", help="who asks, as recorded (default: you)")
+    promote.add_argument("--by", default="", help="the name that is recorded with the promotion (default: yours)")
     about = "gates and rollout, for example rollout.watch_minutes=1"
     promote.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=about)
-    rollback = command("rollback", _rollback, "make the version before champion again, at once", "MODEL")
-    rollback.add_argument("--to", type=int, metavar="VERSION", help="default: the one that the champion replaced")
+    rollback = command("rollback", _rollback, "make the previous champion champion again, at once", "MODEL")
+    rollback.add_argument("--to", type=int, metavar="VERSION", help="default: the version that the champion replaced")
     rollback.add_argument("--why", default="asked for", help="recorded with the move")
     history = command("history", _history, "list every change of a model's champion: who, what, when, why", "MODEL")
     watch = command("watch", _watch, "promote every version that gets the alias `challenger` in the registry")

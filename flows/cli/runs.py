@@ -1,4 +1,4 @@
-"""`shardline pretrain|resume|reproduce|compare|plan|doctor`: training runs, and what is asked before one."""
+"""`shardline pretrain|resume|reproduce|compare|plan|doctor`: start training runs; plan and measure before one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ DONE, FAILED = 0, 1
 
 
 def add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add these commands. `command` adds one to the parser, as in flows/cli/command.py."""
-    pretrain = command("pretrain", _pretrain, "run the whole pipeline: text in, served model out")
-    plan = command("plan", _plan, "show what a run would do, here or on other machines (--hosts), without doing it")
+    """Add the commands above. `command` adds one to the parser, as in flows/cli/command.py."""
+    pretrain = command(
+        "pretrain", _pretrain, "run the whole pipeline, from text to a registered model that can be served"
+    )
+    plan = command("plan", _plan, "show the plan of a run, here or on other machines (--hosts), without starting it")
     for added in (pretrain, plan):
         nargs = "?" if added is plan else None
         about = "a preset's name, or the path of a YAML file"
@@ -24,16 +26,22 @@ def add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         about = "for example data.path=my_texts"
         added.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=about)
     plan.add_argument("--fields", action="store_true", help="list every field of the config, with its default")
-    about = "plan for machines that are not there, for example 16x8xH100-80GB-SXM,400Gb (docs/hardware.md)"
+    about = "plan for machines that you do not have, for example 16x8xH100-80GB-SXM,400Gb (docs/hardware.md)"
     plan.add_argument("--hosts", metavar="HOSTSxGPUSxNAME,NETWORK", help=about)
-    doctor = command("doctor", _doctor, "measure this machine and show what that means for a run")
+    doctor = command("doctor", _doctor, "measure this machine and show how fast and how large a run on it could be")
     doctor.add_argument("--again", action="store_true", help="measure again instead of using earlier measurements")
     doctor.add_argument("--ranks", type=int, default=0, help="CPU ranks to measure with (default: up to two)")
     resume = command("resume", _resume, "go on with a run that was stopped or killed, or train it longer", "RUN")
     about = "settings that change, for example train.steps=2000"
     resume.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=about)
-    resume.add_argument("--force", action="store_true", help="also with settings that break exactness")
-    reproduce = command("reproduce", _reproduce, "run a run (or MODEL@champion) again, and compare the losses", "RUN")
+    resume.add_argument(
+        "--force",
+        action="store_true",
+        help="allow settings with which the results differ from a run that never stopped",
+    )
+    reproduce = command(
+        "reproduce", _reproduce, "repeat a run (or the run of MODEL@champion), and compare the losses", "RUN"
+    )
     for added in (pretrain, plan, doctor, resume, reproduce):
         added.add_argument("--json", action="store_true", help="one JSON object on stdout")
     _add_compare_command(command)
@@ -80,7 +88,7 @@ def _run_pretrain(config: Any, *, run_id: str, force: bool = False, as_json: boo
 
         print_pairs(f"run {outcome.run_id} is done", custom_program_rows(outcome))
         return DONE
-    assert isinstance(outcome, Outcome), "a plan only of a dry run"
+    assert isinstance(outcome, Outcome), "only a dry run returns a plan"
     if outcome.generated:
         print(f"\n{outcome.generated}\n")
     print_pairs(f"run {outcome.run_id} is done", outcome_rows(outcome))
@@ -153,7 +161,7 @@ def _add_compare_command(command: Callable[..., argparse.ArgumentParser]) -> Non
     compare.add_argument("--strategies", action="append", required=True, metavar="LIST", help=about)
     about = "train on these Docker hosts (launch.launcher=docker, launch.hosts_file=FILE); needs launch.image=…"
     compare.add_argument("--hosts", default="", metavar="FILE", help=about)
-    about = "count the steps to this loss (default: to the lowest that all have reached)"
+    about = "compare the number of steps to this loss (default: to the lowest loss that all have reached)"
     compare.add_argument("--target-loss", type=float, default=0.0, metavar="NATS", help=about)
     compare.add_argument("--no-baseline", action="store_true", help="leave out the run on one device")
     compare.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -182,7 +190,7 @@ def _is_comparison(run_dir: Path) -> bool:
 
 
 def _resume_comparison(run: Any, options: argparse.Namespace) -> int:
-    """Resume a comparison: finished strategies stay, stopped ones go on, failed ones run again. `run`: the parent."""
+    """Resume a comparison: finished strategies stay, stopped ones continue, failed ones start again. `run`: parent."""
     from tasks.comparison.compare import REQUEST, CompareRequest
 
     if options.overrides:

@@ -11,20 +11,28 @@ from flows.cli.tables import print_pairs
 
 
 def add_server_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add these commands. `command` adds one to the parser, as in flows/cli/command.py."""
-    up = command("up", _up, "start Prefect, MLflow and a worker on this machine; again: start what is missing")
+    """Add the commands above. `command` adds one to the parser, as in flows/cli/command.py."""
+    up = command(
+        "up", _up, "start Prefect, MLflow and a worker on this machine; services that run already are left alone"
+    )
     up.add_argument("--prefect-port", type=int, default=4200)
     up.add_argument("--mlflow-port", type=int, default=5000)
-    down = command("down", _down, "stop what `up` started; runs under way must be stopped before")
-    down.add_argument("--force", action="store_true", help="stop runs under way as well, with a checkpoint")
-    alerts = command("alerts", _alerts, "make Prefect tell the receivers of SHARDLINE_HOME/alerts.yaml; `up` does too")
-    alerts.add_argument("--test", action="store_true", help="send each a test, and say whether it was delivered")
+    down = command("down", _down, "stop the services that `up` started; stop all runs first, or use --force")
+    down.add_argument("--force", action="store_true", help="also stop the runs under way; each saves a checkpoint")
+    alerts = command(
+        "alerts", _alerts, "make Prefect send alerts to the receivers in SHARDLINE_HOME/alerts.yaml; `up` does this too"
+    )
+    alerts.add_argument(
+        "--test", action="store_true", help="send a test alert to each receiver, and say whether it was delivered"
+    )
     stack = command(
         "stack", _stack, "init: make the folder of infra/compose.yaml's stack (docs/operations.md)", "ACTION"
     )
     stack.add_argument("folder", metavar="DIR", nargs="?", default="/srv/shardline", help="default: /srv/shardline")
     stack.add_argument("--docker", action="store_true", help="init: its worker may use this machine's Docker daemon")
-    made_in = "init: each run is a process in the worker's container (process), or a container of its own (docker)"
+    made_in = (
+        "init: run each run as a process in the worker's container (process), or in a container of its own (docker)"
+    )
     stack.add_argument("--pool", choices=("process", "docker"), help=made_in)
     for added in (up, down, alerts, stack):
         added.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -73,7 +81,7 @@ def _alerts(options: argparse.Namespace) -> int:
 
     if not prefect_url():
         raise ValueError(
-            "alerts are sent by a Prefect server, and none runs: `shardline up`, or set PREFECT_API_URL to one"
+            "a Prefect server sends the alerts, and none runs: start one with `shardline up`, or set PREFECT_API_URL"
         )
     from flows.servers.embedded import start_prefect_server
 
@@ -86,12 +94,12 @@ def _alerts(options: argparse.Namespace) -> int:
     elif outcomes:
         print_pairs("alerts", list(outcomes.items()))
     else:
-        print(f"{home() / FILE} is not there: nobody is told anything (docs/alerts.md has an example)")
+        print(f"{home() / FILE} does not exist: no alerts are sent (docs/alerts.md has an example)")
     return int(options.test and any(outcome != "delivered" for outcome in outcomes.values()))
 
 
 def _stack(options: argparse.Namespace) -> None:
-    """`worker` is what the stack's worker container runs; nobody else needs it."""
+    """Handle `shardline stack`. Only the stack's worker container calls `worker`."""
     from flows.servers.stack import init, work
 
     if options.action == "worker":

@@ -39,7 +39,7 @@ def _create_for(flow_run_id: str, text: str, *, key: str, description: str) -> N
 
 
 def as_picture(path: Path, *, alt: str) -> str:
-    """Markdown with the PNG itself inside: a browser elsewhere cannot read a path of this machine."""
+    """Return Markdown that contains the PNG: a browser elsewhere cannot read a path of this machine."""
     return f"![{alt}](data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()})"
 
 
@@ -51,7 +51,7 @@ def _create_or_warn(create: Callable[..., Any], content: Any, *, key: str, descr
 
 
 def name_flow_run(name: str) -> None:
-    """Rename the flow run: Prefect needs a name before the flow's first line, when the run has no ID yet."""
+    """Rename the flow run. Prefect names it before the flow's first line, when the run has no ID yet."""
     if not flow_run.id:
         return
     try:

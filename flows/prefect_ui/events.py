@@ -1,6 +1,6 @@
-"""Events in Prefect of what somebody should know; automations send them on (flows/servers/alerts.py).
+"""Emits events in Prefect that people should hear of; automations forward them (flows/servers/alerts.py).
 
-That Prefect does not take an event is logged, and changes nothing else.
+If Prefect does not accept an event, that is logged and has no other effect.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from training.tracking.redaction import without_secrets
 
 logger = logging.getLogger(__name__)
 
-REPORTED = "shardline.reported"  # label of a flow run: of which of its starts it was said how that ended
-MAX_CHARS = 2000  # of a reason: the last lines of a log are in the run's page
+REPORTED = "shardline.reported"  # label of a flow run: the number of the start whose end was reported last
+MAX_CHARS = 2000  # length of a reason; the run's page has the last lines of the log
 
 
 def emit(event: str, title: str, *, why: str, cure: str, about: str, run: str = "", link: str = "") -> None:
-    """Emit an event. `about`: the run or model that it is about; `why` and `cure` are sentences for people."""
+    """Emit an event. `about`: the run or model; `why` and `cure`: sentences for people."""
     payload = {
         "title": title,
         "run": run,
@@ -45,17 +45,19 @@ def emit(event: str, title: str, *, why: str, cure: str, about: str, run: str = 
 
 
 def report_failure(flow_run_id: UUID, error: Exception) -> None:
-    """Say that a flow run failed, whose process ends with this error."""
+    """Report that a flow run failed: its process ends with this error."""
     cure = cure_of(error.cause, error.detail) if isinstance(error, RunFailed) else None
     try:
         with get_client(sync_client=True) as client:
             report_end(client, RUN_FAILED, client.read_flow_run(flow_run_id), why=str(error), cure=cure or "")
     except Exception as refusal:
-        logger.warning("could not tell Prefect that the flow run failed (%s): `reconcile` tells it later", refusal)
+        logger.warning(
+            "could not report to Prefect that the flow run failed (%s): `reconcile` reports it later", refusal
+        )
 
 
 def report_end(client: SyncPrefectClient, event: str, flow_run: FlowRun, *, why: str, cure: str = "") -> None:
-    """Say that a flow run failed or crashed, once for each of its starts, whoever sees it first."""
+    """Report that a flow run failed or crashed, once for each of its starts, whichever process sees it first."""
     if flow_run.labels.get(REPORTED) == flow_run.run_count:
         return
     run = run_of(flow_run)
@@ -73,7 +75,7 @@ def report_end(client: SyncPrefectClient, event: str, flow_run: FlowRun, *, why:
 
 
 def run_of(flow_run: FlowRun) -> str:
-    """ID of the run that an outermost flow run works on; empty if there is none in SHARDLINE_HOME."""
+    """Return the ID of the run that an outermost flow run works on; empty if SHARDLINE_HOME has none."""
     for path in home().glob("*/run.json"):
         if flow_run.name == path.parent.name or f'"begun_by":"{flow_run.id}"' in path.read_text().replace(" ", ""):
             return path.parent.name
@@ -81,7 +83,7 @@ def run_of(flow_run: FlowRun) -> str:
 
 
 def report_refusal(model: RegisteredModel, *, run: str = "", flow_run_id: str = "") -> None:
-    """Say that the gates refused a version."""
+    """Report that the gates refused a version."""
     shardline = command("shardline")
     emit(
         GATE_REFUSED,
@@ -96,12 +98,12 @@ def report_refusal(model: RegisteredModel, *, run: str = "", flow_run_id: str = 
 
 
 def report_taken_back(model: str, *, version: int, now: int, why: str, flow_run_id: str = "") -> None:
-    """Say that a champion was taken back."""
+    """Report that a champion was rolled back."""
     emit(
         TAKEN_BACK,
         f"{model}/{version} is no longer champion, {model}/{now} is",
         why=why,
-        cure=f"`{command('shardline')} history {model}` has the figures; a version that is better is promoted as any",
+        cure=f"`{command('shardline')} history {model}` has the figures; a better version can be promoted as usual",
         about=f"{model}/{version}",
         link=prefect_page(flow_run_id),
     )

@@ -1,4 +1,4 @@
-"""The decorator of our flows: what Prefect's `flow` does, and what each of them needs beside it."""
+"""The decorator of Shardline's flows: Prefect's `flow` with the error handling that each of them needs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROCESS = "shardline.process"  # label of a flow run: the process that runs it, 
 def shardline_flow(name: str, *, run_name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A Prefect flow. A RunStopped inside it ends it as Cancelled in Prefect, and is raised again to its caller.
 
-    Any other error is told to Prefect's automations, by the outermost flow: one failure is one message.
+    Any other error is reported to Prefect's automations by the outermost flow, so that one failure is one message.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -47,12 +47,12 @@ def shardline_flow(name: str, *, run_name: str) -> Callable[[Callable[P, R]], Ca
                     report_failure(context.flow_run.id, error)
                 raise
 
-        # Prefect validates parameters by this signature; as text it could not resolve the types in it from here.
+        # Prefect validates parameters by this signature. If its types were text, Prefect could not resolve them here.
         cancelled_if_stopped.__signature__ = inspect.signature(function, eval_str=True)  # type: ignore[attr-defined]
         made = StoppableFlow(
             cancelled_if_stopped,
             name=name,
-            version=file_hash(str(inspect.getsourcefile(function))),  # Prefect would take this file's
+            version=file_hash(str(inspect.getsourcefile(function))),  # otherwise Prefect takes this file
             flow_run_name=run_name,
             on_running=[prepare_process],
             validate_parameters=True,
@@ -71,7 +71,7 @@ class StoppableFlow(Flow[P, R]):
 
 
 def prepare_process(flow: Any, flow_run: Any, state: Any) -> None:
-    """Label the flow run with its process, and prepare that; what fails here Prefect logs, and the run goes on."""
+    """Label the flow run with its process, and prepare that. Prefect logs an error in here, and the run continues."""
     keep_password_apart()
     Console.on_broken_pipe = _mute  # type: ignore[method-assign, assignment]
     with get_client(sync_client=True) as client:
@@ -79,7 +79,7 @@ def prepare_process(flow: Any, flow_run: Any, state: Any) -> None:
 
 
 def _mute(console: Console) -> None:
-    """Discard all output from now on: if the worker that reads it was killed, rich would end this process."""
+    """Discard all further output: if the worker that reads it was killed, rich would end this process."""
     console.quiet = True
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):

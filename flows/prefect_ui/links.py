@@ -13,7 +13,7 @@ from tasks.workspace.paths import command, mlflow_url
 
 
 def prefect_tags() -> dict[str, str]:
-    """Tags of the MLflow run that lead to the Prefect run."""
+    """Return tags for the MLflow run that lead to the Prefect run."""
     tags = {
         mlflow_run.FLOW_RUN: flow_run.id,
         mlflow_run.FLOW_RUN_STARTS: flow_run.run_count,
@@ -25,13 +25,13 @@ def prefect_tags() -> dict[str, str]:
 
 
 def prefect_page(flow_run_id: str) -> str:
-    """URL of a flow run in Prefect's UI; empty without one, or if the server ends with this process."""
+    """Return the URL of a flow run in Prefect's UI; empty without one, or if the server ends with this process."""
     uri = PREFECT_UI_URL.value()
     return f"{uri}/flow-runs/flow-run/{flow_run_id}" if uri and flow_run_id and not is_embedded() else ""
 
 
 def link(run: TrackedRun) -> None:
-    """Show the MLflow run on the Prefect run's page, and rename the Prefect run to the run's ID, known only now."""
+    """Show the MLflow run on the Prefect run's page, and rename the Prefect run to the run's ID."""
     page = mlflow_page(run)
     where = f"[MLflow run {run.run_id}]({page})" if page else f"MLflow run `{run.mlflow_run_id}`: `{open_mlflow()}`"
     show_markdown(f"{where}\n\nRun folder: `{run.folder}`", key="mlflow-run", description="MLflow run")
@@ -39,7 +39,7 @@ def link(run: TrackedRun) -> None:
 
 
 def mlflow_page(run: TrackedRun, tab: str = "") -> str:
-    """URL of the run in MLflow's UI (its training pages, not those of GenAI); empty without a server."""
+    """Return the URL of the run in MLflow's UI (its training pages, not those of GenAI); empty without a server."""
     uri, page = mlflow_url(), f"/#/experiments/{run.experiment_id}/runs/{run.mlflow_run_id}{tab}"
     return f"{uri}{page}?workflowType=machine_learning" if uri.startswith("http") else ""
 

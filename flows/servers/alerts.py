@@ -1,4 +1,4 @@
-"""Turns SHARDLINE_HOME/alerts.yaml, which says who is told of which events, into Prefect's blocks and automations.
+"""Turns SHARDLINE_HOME/alerts.yaml (who gets which events) into Prefect's blocks and automations.
 
 Each receiver is a block, which holds its address, and one automation that sends it the events. Both are Prefect's own
 kinds, so any Prefect server runs them. Secrets are named in the file (env:NAME, file:PATH), never written there.
@@ -44,7 +44,7 @@ Event = Literal[
     "shardline.champion.taken-back",
 ]
 EVENTS: tuple[Event, ...] = get_args(Event)
-AUTOMATION, BLOCK = "Shardline tells ", "shardline-alerts-"  # what the names begin with
+AUTOMATION, BLOCK = "Shardline tells ", "shardline-alerts-"  # the names begin with this
 DELIVERED_WITHIN_S = 60.0
 POLL_S = 0.5
 
@@ -60,8 +60,8 @@ Secret = Annotated[
     str,
     Field(
         pattern=r"^(env|file):.+$",
-        description="env:NAME, a variable of the environment, or file:PATH, a file beside alerts.yaml or elsewhere. "
-        "The secret itself is not written here.",
+        description="env:NAME, an environment variable, or file:PATH, a file beside alerts.yaml or elsewhere. "
+        "Never write the secret itself here.",
     ),
 ]
 
@@ -71,18 +71,18 @@ class Part(BaseModel):
 
 
 class Receiver(Part):
-    events: tuple[Event, ...] = Field(EVENTS, min_length=1, description="The events that it is told of.")
+    events: tuple[Event, ...] = Field(EVENTS, min_length=1, description="The events that this receiver gets.")
 
 
 class Slack(Receiver):
-    """A channel of Slack, by its incoming webhook."""
+    """A channel of Slack, reached by its incoming webhook."""
 
     kind: Literal["slack"]
     url: Secret
 
 
 class Email(Receiver):
-    """Addresses, by a mail server that speaks SMTP."""
+    """Mail addresses, reached by a mail server that speaks SMTP."""
 
     kind: Literal["email"]
     to: tuple[str, ...] = Field(min_length=1, description="The addresses that get the message.")
@@ -109,12 +109,12 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")]
 
 
 class AlertsFile(Part):
-    alerts: dict[Name, AnyReceiver] = Field(description="Receivers by a name of yours.")
+    alerts: dict[Name, AnyReceiver] = Field(description="Receivers, each under a name that you choose.")
 
 
 @dataclass(frozen=True)
 class Address:
-    """A receiver with its secrets, ready for Prefect; not shown by repr, so that no log can hold it."""
+    """A receiver with its secrets, ready for Prefect. repr does not show it, so that no log contains secrets."""
 
     events: tuple[Event, ...]
     save_block: Callable[[str], UUID]
@@ -122,10 +122,10 @@ class Address:
 
 
 def read_alerts(path: Path | None = None) -> dict[str, Address]:
-    """Read SHARDLINE_HOME/alerts.yaml and the secrets it names; empty if it is not there. Call it before Prefect's use.
+    """Read SHARDLINE_HOME/alerts.yaml and its secrets; empty without the file. Call this before Prefect is used.
 
     Variables that it names are removed from this process's environment, so that no run inherits them.
-    Raises ValueError for what is wrong, with the cure.
+    Raises ValueError, with the cure, for a wrong file or a missing secret.
     """
     path = path or home() / FILE
     if not path.exists():
@@ -144,7 +144,7 @@ def read_alerts(path: Path | None = None) -> dict[str, Address]:
 
 
 class Secrets:
-    """Reads what references of alerts.yaml stand for."""
+    """Reads the secrets that references in alerts.yaml name."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.variables = path, set[str]()
@@ -187,7 +187,7 @@ def _address(name: str, receiver: AnyReceiver, secrets: Secrets) -> Address:
         url = _email_url(receiver, password=password)
 
     def save_notification(block: str) -> UUID:
-        # Prefect has no block for SMTP; that for Slack hands any URL to Apprise, which knows mail too.
+        # Prefect has no block for SMTP. Its block for Slack passes any URL to Apprise, which sends mail too.
         from prefect.blocks.notifications import SlackWebhook
 
         return _saved(SlackWebhook(url=url), block)
@@ -201,7 +201,7 @@ def _saved(block: Any, name: str) -> UUID:
 
 
 def _email_url(receiver: Email, *, password: str) -> str:
-    """The mail server as a URL of Apprise."""
+    """Return the mail server as a URL of Apprise."""
     sign_in = f"{quote(receiver.user, safe='')}:{quote(password, safe='')}@" if receiver.user else ""
     scheme = "mailto" if receiver.security == "none" else "mailtos"
     mode = {"starttls": "starttls", "tls": "ssl", "none": "insecure"}[receiver.security]
@@ -262,7 +262,7 @@ def _automation(name: str, address: Address, *, block: UUID) -> AutomationCore:
 
 
 def send_test() -> dict[str, str]:
-    """Send a test event to every receiver; returns receiver -> what became of it, as Prefect's automations say."""
+    """Send a test event to every receiver; return receiver -> whether it arrived, as Prefect's automations report."""
     from prefect.client.orchestration import get_client
     from prefect.events import emit_event
 

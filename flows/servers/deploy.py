@@ -1,4 +1,4 @@
-"""Prepares a Prefect server: the work pool, its queue that trains one run at a time, prefect.yaml's deployments."""
+"""Prepares a Prefect server: the work pool, a queue that trains one run at a time, the deployments of prefect.yaml."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from flows.presets import PRESETS_FILE
 
 POOL, TRAINING_QUEUE = "shardline", "training"
-NUM_LAST_LINES, MAX_LINE_CHARS = 20, 500  # of what `prefect deploy` printed: a refused template comes back whole
+NUM_LAST_LINES, MAX_LINE_CHARS = 20, 500  # `prefect deploy` prints a refused template whole
 
 
 def worker_name() -> str:
-    """Name of this machine's worker, which Prefect puts on the runs that it submits, as a label."""
+    """Return the name of this machine's worker. Prefect labels the runs that the worker submits with it."""
     return f"shardline-{socket.gethostname()}"
 
 

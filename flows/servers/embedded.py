@@ -1,9 +1,9 @@
-"""A Prefect server of our own on loopback, for as long as a command runs, where there is no other.
+"""Starts a Prefect server on loopback for the time of one command, if no other server is configured.
 
-Others: one that PREFECT_API_URL names, or one of `shardline up`.
+Other servers are the one that PREFECT_API_URL names, and the one that `shardline up` started.
 
-Prefect's own ephemeral server shares our terminal's process group: a Ctrl-C ends it first, and the flow can then
-no longer say how it ended. Ours has a session to itself, and starts while we import.
+Prefect's own ephemeral server shares our terminal's process group: a Ctrl-C ends it first, and the flow can then no
+longer report its final state. This one has a session of its own, and starts while Python imports the flow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tasks.workspace.paths import home, up_url
 from tasks.workspace.processes import end_process, free_port
 from tasks.workspace.wait import until
 
-READY_WITHIN_S = 120  # a first start migrates a database: 10 s and more
+READY_WITHIN_S = 120  # a first start migrates a database, which takes 10 s and more
 POLL_S = 0.05
 STOP_WITHIN_S = 5
 EMBEDDED = "SHARDLINE_EMBEDDED_PREFECT"
@@ -70,7 +70,7 @@ def start_prefect_server() -> Callable[[], None]:
 
 
 def is_embedded() -> bool:
-    """Whether the server ends with this process, so that links to it would be dead afterwards."""
+    """Whether the server ends with this process, so that links to it break afterwards."""
     return EMBEDDED in os.environ
 
 
@@ -98,7 +98,7 @@ def _command(port: int) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """The environment of Prefect's own ephemeral server (prefect/server/api/server.py, SubprocessASGIServer)."""
+    """Return the environment as Prefect sets it (SubprocessASGIServer in prefect/server/api/server.py)."""
     return {
         **os.environ,
         "PREFECT_UI_ENABLED": "0",
@@ -112,7 +112,7 @@ def _wait(server: subprocess.Popen[bytes], port: int, log_path: Path) -> None:
     import httpx  # only here, so that it loads while the server starts
 
     url = f"http://127.0.0.1:{port}/api/health"
-    # One client: each new one loads certificates. trust_env: a proxy in the environment does not reach this machine.
+    # One client, because each new one loads certificates. trust_env: a proxy would not reach this machine's loopback.
     with httpx.Client(timeout=5, trust_env=False) as client:
 
         def answers_or_ended() -> bool:

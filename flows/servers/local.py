@@ -1,7 +1,8 @@
 """`shardline up`: a Prefect server, an MLflow server and a worker of this machine, on loopback, until `shardline down`.
 
-Their state, logs and up.json are under SHARDLINE_HOME, and are the embedded ones': runs made before are seen, and runs
-made after `down` go on without servers. While they run every command uses them (tasks/workspace/paths.py, `up_url`).
+Their databases, logs and up.json are in SHARDLINE_HOME. Embedded servers use the same databases, so earlier runs are
+listed, and runs after `down` work without these servers. While these servers run, every command uses them
+(tasks/workspace/paths.py, `up_url`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ TITLES = {"prefect": "Prefect", "mlflow": "MLflow", "worker": "worker"}
 
 
 def up(*, prefect_port: int, mlflow_port: int) -> dict[str, str]:
-    """Start what does not run yet, wait until it is ready, deploy prefect.yaml, and make the alerts of alerts.yaml.
+    """Start the services that do not run yet, wait until they are ready, deploy prefect.yaml, and set up alerts.yaml.
 
     Returns service -> URL or pool.
 
@@ -89,22 +90,22 @@ def _command(name: str, port: int) -> list[str]:
         return ["-m", "prefect", "server", "start", *address]
     artifacts = embedded_artifacts(always=True)
     assert artifacts is not None
-    # Not through the server: clients are on this machine, and large files fail on their way through its proxy.
+    # Artifacts bypass the server: clients are on this machine, and large files fail in the server's proxy.
     store = ["--backend-store-uri", f"sqlite:///{home()}/mlflow.db", "--default-artifact-root", artifacts]
     return ["-m", "mlflow", "server", *store, "--no-serve-artifacts", *address, "--workers", "1"]
 
 
 def _environment() -> dict[str, str]:
-    """The environment of servers and worker; what the user set in it stays."""
+    """Return the environment of servers and worker. Variables that the user has set stay."""
     defaults = {
         "PREFECT_HOME": str(home() / "prefect"),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_SERVER_UI_API_URL": "/api",  # or the page would look for port 4200
-        # Held in memory the slots of runs would be lost with the server.
+        "PREFECT_SERVER_UI_API_URL": "/api",  # otherwise the page calls port 4200
+        # If the server held the slots of runs in memory, a restart would lose them.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks",
-        "PREFECT_WORKER_QUERY_SECONDS": "2",  # 10 would leave the devices idle for 5 s between two queued runs
-        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # 8 processes and 1.6 GB that we have no use for
+        "PREFECT_WORKER_QUERY_SECONDS": "2",  # with 10, devices are idle for 5 s between two queued runs
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # saves 8 processes and 1.6 GB; no job is used
         "SHARDLINE_HOME": str(home()),
     }
     prefect = up_url("prefect")
@@ -144,7 +145,7 @@ def _deploy(*, worker_is_missing: bool) -> None:
 
 
 def _reconcile_now() -> None:
-    """Start a run of `reconcile`: runs that an earlier stop of the servers cut off should not wait for its schedule."""
+    """Start a run of `reconcile`: runs that ended while the servers were stopped need not wait for its schedule."""
     from prefect.client.orchestration import get_client
     from prefect.exceptions import PrefectException
 
@@ -193,7 +194,7 @@ def _check_port(name: str, port: int) -> None:
     if not 0 < port < 65536:
         raise ValueError(f"--{name}-port {port}: choose one from 1 to 65535")
     with socket.socket() as probe:
-        # As servers do: the port of a server that has just ended is free.
+        # Servers bind the same way: the port of a server that has just ended counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
@@ -205,7 +206,7 @@ def _check_port(name: str, port: int) -> None:
 
 
 def _listener(port: int) -> str:
-    """The program that listens on a port, as far as we may see it."""
+    """Describe the program that listens on a port, as far as this user may see it."""
     for connection in psutil.net_connections("tcp"):
         local_port = getattr(connection.laddr, "port", 0)
         if connection.status == psutil.CONN_LISTEN and local_port == port and connection.pid:

@@ -21,10 +21,10 @@ from tasks.operations.worker_pool import job_template, remove_old_containers
 
 logger = logging.getLogger(__name__)
 
-ROOT = Path(__file__).parents[2]  # a checkout, or the site-packages of an installed wheel
+ROOT = Path(__file__).parents[2]  # the checkout, or the site-packages of an installed wheel
 FOLDERS = ("postgres", "prefect", "artifacts", "home", "corpora", "triton", "prometheus", "grafana")
 ALERT_SECRETS = ("slack_webhook_url", "smtp_password", "alert_webhook_url")  # for home/alerts.yaml
-# By others; empty until you fill them in.
+# secrets from other services; empty until you fill them in
 GIVEN = ("hf_token", "aws_access_key_id", "aws_secret_access_key", *ALERT_SECRETS)
 PASSWORDS = (
     "postgres_password",
@@ -37,17 +37,17 @@ PASSWORDS = (
     "grafana_admin_password",
 )
 PREFECT_USER, SERVING_USER = "shardline", "serving"
-NOBODY_ELSE = 10001  # the user of the containers if root makes the stack; our images use the same one
+NOBODY_ELSE = 10001  # user of the containers if root makes the stack; Shardline's images use the same one
 REQUEST_S = 30
-MOST_CPUS = 4  # the worker gets at most so many, unless .env sets WORKER_CPUS
+MOST_CPUS = 4  # the worker's limit of cores, unless .env sets WORKER_CPUS
 
 
 def init(folder: Path, *, docker: bool = False, pool: str = "") -> list[str]:
     """Make folders, secrets of random content (mode 0600) and .env, for `docker compose` to be called in `folder`.
 
-    Secrets and settings that exist already stay as they are. Returns the secrets that were made. `pool`: process
-    or docker; if it is empty the pool of .env stays. Compose works in the checkout; where Shardline is installed as a
-    wheel, in a copy of its sources in `folder`, made anew each time.
+    Existing secrets and settings stay as they are. Returns the secrets that were made. `pool`: process
+    or docker; if it is empty the pool of .env stays. Compose builds from the checkout. If Shardline is installed as a
+    wheel, it builds from a copy of the sources in `folder`, which each call makes anew.
     Raises ValueError for a path that .env cannot hold.
     """
     folder = folder.absolute()
@@ -80,7 +80,7 @@ def init(folder: Path, *, docker: bool = False, pool: str = "") -> list[str]:
 
 
 def _sources(folder: Path) -> Path:
-    """The folder that Compose builds images from: the checkout, or a copy of what an installed wheel has."""
+    """Return the folder that Compose builds images from: the checkout, or a copy of an installed wheel's sources."""
     if (ROOT / "pyproject.toml").exists():
         return ROOT
     copy_sources(folder / "sources")
@@ -112,7 +112,7 @@ def work() -> None:
         make_user(SERVING_USER, password)
     kind, alerts = os.environ.pop("SHARDLINE_POOL", "process"), read_alerts()
     for name in ALERT_SECRETS:
-        os.environ.pop(name.upper(), None)  # runs inherit the environment, and need none of these
+        os.environ.pop(name.upper(), None)  # runs would inherit these variables and do not need them
     _check_pool(kind)
     make_pool(kind=kind, template=job_template() if kind == "docker" else None)
     deploy(dict(os.environ))
@@ -120,8 +120,8 @@ def work() -> None:
     if kind == "docker":
         remove_old_containers()
     options = ["--pool", POOL, "--type", kind, "--name", worker_name(), "--with-healthcheck"]
-    # The worker has a process session of its own, so that a stop signal reaches us first: it would leave its runs,
-    # and they would be killed with the container.
+    # The worker has a process session of its own, so that a stop signal reaches this process first. The worker would
+    # leave its runs behind, and they would be killed with the container.
     worker = subprocess.Popen(
         [sys.executable, "-P", "-m", "prefect", "worker", "start", *options], start_new_session=True
     )
@@ -156,7 +156,7 @@ def _check_pool(kind: str) -> None:
 
 
 def make_user(name: str, password: str) -> None:
-    """Create a user of MLflow's basic-auth app, or give it that password; by default such a user may only read."""
+    """Create a user of MLflow's basic-auth app, or set its password; by default such a user may only read."""
     body = {"username": name, "password": password}
     auth = os.environ["MLFLOW_TRACKING_USERNAME"], os.environ["MLFLOW_TRACKING_PASSWORD"]
     users = f"{os.environ['MLFLOW_TRACKING_URI']}/api/2.0/mlflow/users"

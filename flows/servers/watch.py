@@ -1,7 +1,7 @@
-"""`shardline watch`: promotions are started by the registry's alias `challenger`, however it was set.
+"""`shardline watch`: starts a promotion for each version that gets the alias `challenger`, however it was set.
 
-Through Prefect's deployment `promote` where there is a server, with a key per model and version, so that two of these
-processes start one run; else as a `shardline promote` of its own, which goes on when this process ends.
+Where there is a Prefect server, it starts the deployment `promote`, with a key per model and version, so that two such
+processes start only one run. Otherwise it starts `shardline promote`, which continues when this process ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tasks.workspace.paths import command, prefect_url, tracking_uri
 logger = logging.getLogger(__name__)
 
 DEPLOYMENT = "Promote/promote"
-MAX_RUNS = 5  # of Prefect for one version, each after one that ended without a verdict
+MAX_RUNS = 5  # runs in Prefect for one version, each after one that ended without a verdict
 
 
 def watch(
@@ -90,7 +90,7 @@ def start_in_prefect(due: DuePromotion) -> Callable[[], bool]:
         if run.state is None or not run.state.is_final():
             run_id = run.id
             return lambda: _is_under_way(run_id)
-        key = f"promote {due.model}/{due.version} after {run.id}"  # that one ended without a verdict
+        key = f"promote {due.model}/{due.version} after {run.id}"  # the earlier run ended without a verdict
     logger.warning(
         "%s/%d has no verdict after %d runs in Prefect: look at their logs", due.model, due.version, MAX_RUNS
     )

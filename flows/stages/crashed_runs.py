@@ -1,4 +1,4 @@
-"""Reports how runs ended that could not report it: their process was killed, or a server did not answer.
+"""Reports the end of runs that could not report it: their process was killed, or a server did not answer.
 
 First the runs of SHARDLINE_HOME, by their own records. Then flow runs that were killed before they had a record: those
 that still count as running in Prefect although their process on this machine is gone.
@@ -40,15 +40,15 @@ from training.tracking.redaction import without_credentials
 logger = logging.getLogger(__name__)
 
 ALIVE = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
-SETTLED_S = 60.0  # until a busy machine has started the process of a new state
-REPORTED_WITHIN_S = 3600.0  # nobody wants to hear of older ends
+SETTLED_S = 60.0  # a busy machine needs this long to start the process of a new state
+REPORTED_WITHIN_S = 3600.0  # older ends are not reported
 REPORTED_LATER = "reported later, by another process"
 
 
 def reconcile_statuses() -> list[EndedRun]:
-    """Report the true statuses to MLflow, then to Prefect; returns the runs that Prefect had wrong.
+    """Report the true statuses to MLflow, then to Prefect; return the runs whose status Prefect had wrong.
 
-    Then somebody is told of flow runs that failed or crashed without being able to say so.
+    Then emit events for flow runs that failed or crashed and could not emit one themselves.
     """
     corrected = report_ended_runs(final_status.reconcile_mlflow())
     mark_crashed_flow_runs()
@@ -57,7 +57,7 @@ def reconcile_statuses() -> list[EndedRun]:
 
 
 def report_ended_runs(runs: Sequence[EndedRun]) -> list[EndedRun]:
-    """Write the pages of runs that were killed before they could, then report all to Prefect; returns as that does."""
+    """Write the missing pages of killed runs, then report all to Prefect; return the runs that it had wrong."""
     for run in runs:
         if run.found:
             _write_page(run)
@@ -83,7 +83,7 @@ def mark_crashed_flow_runs() -> None:
 
 
 def report_unreported_ends() -> None:
-    """Emit the events of outermost flow runs of ours that ended in the last hour, unless they did so themselves."""
+    """Emit events for Shardline's outermost flow runs that ended in the last hour and did not emit one themselves."""
     ended = FlowRunFilter(
         state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.FAILED, StateType.CRASHED])),
         end_time=FlowRunFilterEndTime(after_=datetime.now(UTC) - timedelta(seconds=REPORTED_WITHIN_S)),
@@ -103,14 +103,14 @@ def has_crashed(run: FlowRun) -> bool:
     """
     if run.state is None or (datetime.now(UTC) - run.state.timestamp).total_seconds() < SETTLED_S:
         return False
-    if run.state.type == StateType.PENDING:  # submitted by our worker, and never started
+    if run.state.type == StateType.PENDING:  # this machine's worker submitted it, and it never started
         return run.labels.get("prefect.worker.name") == worker_name() and str(run.id) not in _ids_of_processes()
     process = str(run.labels.get(PROCESS, ""))
     return is_local(process) and local_process(process) is None
 
 
 def _ids_of_processes() -> set[str]:
-    """IDs of the flow runs that processes of this machine were started for."""
+    """Return the IDs of the flow runs that processes of this machine work on."""
     found = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -119,7 +119,7 @@ def _ids_of_processes() -> set[str]:
 
 
 def report_to_prefect(runs: Sequence[EndedRun]) -> list[EndedRun]:
-    """Set the final states of flow runs that have none, or a guessed one; returns those that were set.
+    """Set the final states of flow runs that have none, or that Prefect guessed; return the runs that were set.
 
     A flow run that was started again since is left alone: its new process reports for it.
     """
@@ -142,13 +142,13 @@ def report_to_prefect(runs: Sequence[EndedRun]) -> list[EndedRun]:
 
 
 def _is_started_again(flow_run: FlowRun, run: EndedRun) -> bool:
-    """Whether Retry in Prefect's pages started it again: it waits, or runs and has not resumed its run yet."""
+    """Whether Retry in Prefect started the flow run again: it waits, or runs and has not resumed its run yet."""
     waits = flow_run.state is not None and (flow_run.state.is_scheduled() or flow_run.state.is_pending())
     return waits or 0 < run.prefect_starts < flow_run.run_count
 
 
 def is_guess(state: State[Any], run: EndedRun) -> bool:
-    """Whether Prefect only saw the process fail: one that could not report its end looks failed or crashed."""
+    """Whether Prefect guessed the state: a process that could not report its end looks failed or crashed."""
     known = run.ending.cause not in {"", "killed"}
     return known and state.type in {StateType.CRASHED, StateType.FAILED} and state.type != _state(run).type
 

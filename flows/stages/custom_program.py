@@ -1,4 +1,4 @@
-"""The stage Train where the config names a program of the user's; what needs a checkpoint of ours is left out."""
+"""The stage Train for a training program of the user's. Stages that need Shardline's checkpoints are skipped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def train_by_program(config: RunConfig, run: TrackedRun) -> CustomProgramOutcome:
-    """Check hardware, plan ranks, run the program; its results are where it wrote them. Raises as it does."""
+    """Check hardware, plan ranks and run the program, which keeps its own results. Its errors are raised."""
     check_custom_program(config)
     inventory = stages.hardware(config, run)
     name = mlflow_client.connect().get_experiment(run.experiment_id).name
@@ -58,10 +58,10 @@ def train(plan: CustomProgramPlan, run: TrackedRun) -> CustomProgramOutcome:
     outcome.write(run.folder / "outcome.json")
     mlflow_run.log_files(run, run.folder / "outcome.json")
     client = mlflow_client.connect()
-    client.update_run(run.mlflow_run_id, name=run.run_id)  # programs may have given it a name of theirs
+    client.update_run(run.mlflow_run_id, name=run.run_id)  # the program may have named the MLflow run itself
     client.set_tag(run.mlflow_run_id, "shardline.trainer", plan.program)
     client.set_tag(run.mlflow_run_id, "shardline.skipped", ", ".join(SKIPPED))
-    show_pairs(custom_program_rows(outcome), key="outcome", description="What the run came to")
+    show_pairs(custom_program_rows(outcome), key="outcome", description="Results of the run")
     return outcome
 
 

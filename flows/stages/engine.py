@@ -1,6 +1,6 @@
 """Tokenization by Prefect's task runners: processes and threads of this machine, Dask and Ray clusters (data.engine).
 
-Each task is one of Prefect's, so its page shows what is done where. Few tasks are done without any runner.
+Each task is a Prefect task, so Prefect's page shows where it runs. A small number of tasks runs without a runner.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def do_task(title: str, run: Callable[[], list[tuple[int, Any]]]) -> list[tuple[
 
 @contextmanager
 def engine_of(data: DataConfig) -> Iterator[PrefectEngine]:
-    """The engine of `data.engine`. Its runner starts with the first work that needs one, and ends with the block."""
+    """Yield the engine of `data.engine`. Its runner starts with the first work that needs it; ends with the block."""
     with ExitStack() as stack:
         yield PrefectEngine(data.engine, data.processes or usable_cores(), stack)
 
@@ -61,7 +61,7 @@ class PrefectEngine:
         return _workers_of_dask(self.runner) if self.config.kind == "dask" else _workers_of_ray()
 
     def run(self, tasks: Sequence[Task]) -> Iterator[list[tuple[int, Any]]]:
-        # As for tasks.data.engine.LocalProcesses; a cluster that was asked for is used.
+        # As in tasks.data.engine.LocalProcesses; but a cluster is always used if the config names one.
         if not self.is_cluster and (self.processes == 1 or len(tasks) <= self.processes):
             yield from (each.run() for each in tasks)
             return
@@ -75,12 +75,12 @@ class PrefectEngine:
                 for future in as_completed([self._submit(each) for each in tasks]):
                     yield future.result()
             except BaseException:
-                self._stop()  # what is not begun is not done
+                self._stop()  # tasks that have not started are cancelled
                 raise
 
     def _submit(self, each: Task) -> PrefectFuture[list[tuple[int, Any]]]:
         assert self.runner is not None
-        # Its method: in a dataclass Prefect would look for futures, for minutes if there is much in it.
+        # The bound method is passed: Prefect would search a dataclass for futures, which takes minutes if it is large.
         return self.runner.submit(do_task, {"title": each.title, "run": each.run})
 
     def _start(self) -> None:
@@ -89,7 +89,7 @@ class PrefectEngine:
             with self._unreachable():
                 started: Any = self.stack.enter_context(runner)
                 if self.config.kind == "dask":
-                    # Connects. Tasks are not pure: to find the same one again Dask would hash all of Prefect's context.
+                    # This connects. pure=False: otherwise Dask hashes all of Prefect's context to find equal tasks.
                     started.client.submit = partial(started.client.submit, pure=False)
                 self.runner = started
 
@@ -137,7 +137,7 @@ class PrefectEngine:
 
 
 def _runner(config: EngineConfig, workers: int) -> TaskRunner[Any]:
-    """The task runner, not started. Raises ValueError if its library is missing."""
+    """Return the task runner, not started. Raises ValueError if its library is missing."""
     match config.kind:
         case "local":
             return ProcessPoolTaskRunner(max_workers=workers, initializer=start_worker)
@@ -164,7 +164,7 @@ def _runner(config: EngineConfig, workers: int) -> TaskRunner[Any]:
 
 
 def _check_folder_for_ray(folder: Path) -> None:
-    """Raises ValueError if modules of `folder`, which Ray puts first on its workers' path, would be taken for ours."""
+    """Raise ValueError if `folder`, which Ray puts first on its workers' path, has modules named like Shardline's."""
     ours = Path(tasks.__path__[0]).parent
     names = ("flows", "infra", "tasks", "training")
     found = [path.name for name in names for path in (folder / name, folder / f"{name}.py") if path.exists()]
@@ -191,7 +191,7 @@ def _workers_of_ray() -> int:
 
 
 def _errors_of_cluster(kind: str) -> tuple[type[BaseException], ...]:
-    """Return the errors that say that a worker or the whole cluster is gone, and not that a task failed."""
+    """Return the errors that mean that a worker or the whole cluster is gone; a failed task raises others."""
     if kind == "dask":
         from distributed import CancelledError as FutureCancelled
         from distributed import KilledWorker

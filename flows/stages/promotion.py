@@ -53,7 +53,7 @@ def read_request(model: str, *, version: int | None, force: bool, overrides: Seq
 
 @contextmanager
 def locked(request: Request) -> Iterator[PromotionLock]:
-    """Hold the lock on the model's aliases; the time between judgement and rollout, for approval, is not locked."""
+    """Hold the lock on the model's aliases. It is not held while the promotion waits for approval."""
     version = "the challenger" if request.version is None else f"version {request.version}"
     what = f"promotes {request.model}, {version}"
     with promotion_lock(registry_client(tracking_uri()), request.model, what=what, by=request.who) as lock:
@@ -62,7 +62,7 @@ def locked(request: Request) -> Iterator[PromotionLock]:
 
 @stage("Finish an interrupted promotion")
 def finish_interrupted(request: Request, lock: PromotionLock) -> RegisteredModel | None:
-    """Finish an interrupted promotion; returns its version if the request asks for nothing else."""
+    """Finish an interrupted promotion; return its version if the request asks for nothing else."""
     client, overrides = registry_client(tracking_uri()), request.overrides or {}
 
     def changed(config: RolloutConfig) -> RolloutConfig:
@@ -94,7 +94,7 @@ class Approval(RunInput):
 
 
 def approve(request: Request, case: Case) -> Case:
-    """Wait for a person's yes or no: in the form of this flow run, or by a tag of the version."""
+    """Wait until a person approves or refuses: in the form of this flow run, or by a tag of the version."""
     if case.terms.gates.approval == "tag":
         check = promote.approved_by_tag(registry_client(tracking_uri()), case)
     else:
@@ -107,8 +107,8 @@ def approve(request: Request, case: Case) -> Case:
 def _approved_in_prefect(case: Case) -> Check:
     if is_embedded():
         raise ValueError(
-            "gates.approval = prefect needs a Prefect server in whose pages somebody resumes the run: `shardline up`, "
-            "or set PREFECT_API_URL; or take gates.approval=tag"
+            "gates.approval = prefect needs a Prefect server, in whose pages a person resumes the run: `shardline up` "
+            "starts one, PREFECT_API_URL names another; or choose gates.approval=tag"
         )
     timeout_s = case.terms.gates.approval_timeout_s
     logger.info("%s/%d waits for approval: resume this flow run in Prefect", case.model, case.version)
@@ -122,7 +122,7 @@ def _approved_in_prefect(case: Case) -> Check:
 
 @stage("Switch and watch")
 def roll_out(request: Request, case: Case, lock: PromotionLock) -> RegisteredModel:
-    """Make the version champion if it passed; the verdict is recorded with it in either case."""
+    """Make the version champion if it passed; record the verdict with it in either case."""
     client = registry_client(tracking_uri())
     if case.decided:
         return registered_model(client, case.model, case.version, verdict=case.decided)
@@ -144,7 +144,7 @@ def roll_out(request: Request, case: Case, lock: PromotionLock) -> RegisteredMod
 
 
 def _report_if_taken_back(move: Move) -> None:
-    """Tell somebody if a promotion that has ended left the version before as champion."""
+    """Emit an event if a promotion that has ended left the earlier version as champion."""
     client = registry_client(tracking_uri())
     champion = aliases_of(client, move.model).get(CHAMPION)
     if move.kind == "promotion" and champion is not None and champion == move.replaces:

@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def reported(run_id: str) -> Iterator[None]:
-    """Write the page of a run when it ends, however it ends; a failure to write it is only a warning.
+    """Write the page of a run when it ends, however it ends; if that fails, only a warning is logged.
 
-    Goes around `tracked`, so that the run's final status is known first.
+    Use it around `tracked`, so that the run's final status is known first.
     """
     ended = ""
     try:
@@ -50,7 +50,7 @@ def reported(run_id: str) -> Iterator[None]:
 
 
 def write_page(run_id: str, *, ended: str, flow_run_id: str = "") -> None:
-    """Write the page, and what the run cost, into the run's folder, MLflow and Prefect.
+    """Write the page and the run's cost into the run's folder, MLflow and Prefect.
 
     `flow_run_id`: the run's; default this flow run.
     """
@@ -124,5 +124,5 @@ def report(plan: RunPlan, run: TrackedRun, model: RegisteredModel, *, generated:
         else f"{command('shardline')} serve {model.name}@{model.alias or 'champion'}",
     )
     outcome.write(run.folder / "outcome.json")
-    show_pairs(outcome_rows(outcome), key="outcome", description="What the run came to")
+    show_pairs(outcome_rows(outcome), key="outcome", description="Results of the run")
     return outcome

@@ -19,20 +19,20 @@ R = TypeVar("R")
 
 
 def stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a Prefect task of that name, without a result cache: each stage has its record, and checks it."""
+    """Make a Prefect task of that name, without a result cache, because each stage checks its own record."""
     return task(name=name, task_run_name=name, cache_policy=NO_CACHE, persist_result=False)
 
 
 @contextmanager
 def timed(run: TrackedRun, name: str) -> Iterator[None]:
-    """Record the stage's seconds in runs/ID/stages.json; those of a stage that a resume repeats are added up."""
+    """Record the stage's seconds in runs/ID/stages.json; if a resume repeats a stage, its seconds are added up."""
     path, start = run.folder / "stages.json", time.perf_counter()
     try:
         yield
     finally:
         seconds = stage_seconds(run)
         seconds[name] = round(seconds.get(name, 0.0) + time.perf_counter() - start, 2)
-        with suppress(OSError):  # a full disk costs the figure, and must not hide why the stage ended
+        with suppress(OSError):  # on a full disk this figure is lost; that must not hide why the stage ended
             write_atomically(path, json.dumps(seconds))
 
 

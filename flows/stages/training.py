@@ -67,10 +67,9 @@ ON_STORE = "shardline.store"  # tag: the run's URL
 
 
 def choose_run(run_id: str, config: RunConfig, *, force: bool) -> tuple[str, tuple[Change, ...]]:
-    """The ID of a new run, or of the run to resume with what `config` changes of it. Raises ValueError if it may not.
+    """Return the run's ID, new or resumed, and the changes that `config` makes. Raises ValueError for refused ones.
 
-    A flow run that Prefect starts again, as its Retry does, resumes the run that it began; so does a Slurm job that
-    was requeued.
+    A flow run that Prefect starts again (Retry) resumes the run that it began, and so does a requeued Slurm job.
     """
     if is_on_store(run_id):
         run_id = fetch_run(run_id)
@@ -87,7 +86,7 @@ def choose_run(run_id: str, config: RunConfig, *, force: bool) -> tuple[str, tup
 
 
 def begun_before(config: RunConfig) -> str:
-    """ID of the run that this flow run, or Slurm job, began when it was started before; empty if there is none."""
+    """Return the ID of the run that an earlier start of this flow run or Slurm job began; empty if there is none."""
     run_id = mlflow_run.run_begun_by(str(flow_run.root_flow_run_id or ""), config) or run_before_requeue(config)
     if run_id:
         logger.info("this flow run was started again: resuming %s", run_id)
@@ -95,7 +94,7 @@ def begun_before(config: RunConfig) -> str:
 
 
 def new_run_id(name: str) -> str:
-    """NAME-YYYYMMDD-HHMMSS, with a number behind it if two runs start in one second; claims the folder."""
+    """Claim a folder named NAME-YYYYMMDD-HHMMSS, with a number behind it if two runs start in the same second."""
     base = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     for run_id in (base, *(f"{base}-{n}" for n in range(2, 1000))):
         try:
@@ -129,7 +128,7 @@ def tokenize(config: RunConfig, run: TrackedRun) -> tuple[Path, TokenShards]:
 
 @contextmanager
 def kept_on_store(config: RunConfig, run: TrackedRun, shards_dir: Path) -> Iterator[None]:
-    """Copies shards, checkpoints and records to the store, in the background; brings a checkpoint if none is here."""
+    """Copy shards, checkpoints and records to the store in the background; fetch a checkpoint if none is here."""
     if not config.store.url:
         yield
         return
@@ -146,7 +145,7 @@ def kept_on_store(config: RunConfig, run: TrackedRun, shards_dir: Path) -> Itera
 
 @contextmanager
 def devices(config: RunConfig, run: TrackedRun) -> Iterator[None]:
-    """Hold the GPUs that the run will use; while another run has them, the task that is shown says which."""
+    """Hold the GPUs that the run will use; while another run has them, a task in Prefect shows which run."""
     with gpu_queue.hold_gpus(config, run_id=run.run_id, wait=partial(wait_for_devices, run)):
         yield
 
@@ -159,7 +158,7 @@ def wait_for_devices(run: TrackedRun, look: gpu_queue.Look, holder: gpu_queue.Ho
 
 @stage("Check the hardware")
 def hardware(config: RunConfig, run: TrackedRun | None = None) -> Inventory:
-    """Check and measure this machine, or all hosts of the run; without a run, nodes of Slurm are held only for that."""
+    """Check and measure this machine, or all hosts of the run. Without a run, Slurm nodes are held only meanwhile."""
     if run is None:
         with held_nodes(config.launch, run_dir=home() / "dry-run"):
             return _inventory(config, home() / "dry-run")
@@ -198,7 +197,7 @@ def write_plan(
     shards_dir: Path,
     changes: Sequence[Change] = (),
 ) -> RunPlan:
-    """Write the plan, whose config is in force from here on. `changes`: those of a resume, from `choose_run`."""
+    """Write the plan; its config is in force from here on. `changes`: the changes of a resume, from `choose_run`."""
     with timed(run, "plan"):
         made = planning.write_plan(
             config, run=run, inventory=inventory, shards=shards, shards_dir=shards_dir, changes=changes
@@ -223,7 +222,7 @@ def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
                 show(row)
 
             result = programs.train(plan, run_dir=run.folder, on_row=on_row)
-    finally:  # they are needed most for a run that failed or was stopped
+    finally:  # logs are needed most for a run that failed or was stopped
         mlflow_run.offer_files(run, *sorted((run.folder / "profile").glob("*.json.gz")), folder="profile")
         log_attempts(run)
     wait_for_store()
@@ -243,13 +242,13 @@ def train(plan: RunPlan, run: TrackedRun) -> TrainResult:
 
 
 def watched(plan: RunPlan, run: TrackedRun) -> RunWatch:
-    """Watch training, and tell somebody if no step comes for too long or the disk will be full before its end."""
+    """Watch training; emit an event if no step comes for too long, or if the disk will be full before the end."""
     shardline, link = command("shardline"), prefect_page(str(flow_run.root_flow_run_id or ""))
 
     def on_stuck(why: str) -> None:
         logger.warning("training is stuck: %s", why)
         cure = (
-            f"logs/ and stacks/ in {run.folder} say where its ranks are; a rank waits for another for at most "
+            f"logs/ and stacks/ in {run.folder} show where its ranks are; a rank waits for another for at most "
             f"parallel.timeout_s = {plan.config.parallel.timeout_s:g} s; `{shardline} stop {run.run_id}` ends it"
         )
         emit(RUN_STUCK, f"{run.run_id} is stuck", why=why, cure=cure, about=run.run_id, run=run.run_id, link=link)
@@ -266,7 +265,7 @@ def watched(plan: RunPlan, run: TrackedRun) -> RunWatch:
 def log_attempts(run: TrackedRun) -> None:
     """Record each attempt of a run on Docker hosts: its hosts, its first step, and how it ended."""
     if attempts := attempts_of(run.folder):
-        with suppress(OSError):  # a full disk may be why the run ended, and must not hide that
+        with suppress(OSError):  # a full disk may be the reason why the run ended; an error here must not hide that
             write_atomically(run.folder / "attempts.json", json.dumps(attempts, indent=2))
         mlflow_run.offer_files(run, run.folder / "attempts.json")
 
@@ -304,16 +303,16 @@ def show_latency(run: TrackedRun) -> None:
 
 @stage("Measure the champion on the same text")
 def measure_champion(plan: RunPlan, run: TrackedRun, shards: TokenShards) -> None:
-    """Evaluate the champion on this run's data, if it was registered with other data, as by nightly training."""
+    """Evaluate the champion on this run's data if it was registered with other data, as nightly training does."""
     wait_for_store()
     if champion := champion_evaluation.champion_to_measure(plan, shards, tracking_uri=tracking_uri()):
         with timed(run, "champion"):
             champion_evaluation.measure(champion, plan)
 
 
-@stage("Register, and judge what needs no server and no person")
+@stage("Register, and check the gates that need no server and no person")
 def register(run: TrackedRun) -> RegisteredModel:
-    """Register the model; a version whose gates need a server or a person gets its verdict in a promotion."""
+    """Register the model. If its gates need a server or a person, a promotion gives the verdict later."""
     wait_for_store()
     with timed(run, "register"), time_progress("registering the model"):
         model = register_model(run.folder, tracking_uri=tracking_uri())
@@ -323,7 +322,7 @@ def register(run: TrackedRun) -> RegisteredModel:
 
 
 def show_verdict(model: RegisteredModel) -> RegisteredModel:
-    """Show the model's verdict in Prefect; return the model, whose verdict names what it waits for if it has none."""
+    """Show the model's verdict in Prefect; return the model. Without a verdict, its text says what it waits for."""
     text = model.verdict or f"waits for approval: `{command('shardline')} promote {model.name}`"
     verdict = f"**{model.name} version {model.version}**, alias `{model.alias or 'none'}`: {escape_markdown(text)}"
     show_markdown(verdict, key="gate", description="The gates' verdict")
