@@ -11,9 +11,7 @@ from typing import Any
 
 from flows.cli.tables import print_pairs, print_table
 
-ROWS_AT_A_TIME = (
-    16  # of a prompts file, completed at the same time by ONNX Runtime; the torch engine has its own number
-)
+ROWS_AT_A_TIME = 16  # prompts that ONNX Runtime completes at the same time; the torch engine has its own number
 
 
 def add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
