@@ -1,7 +1,7 @@
-"""`make audit`: are there known holes in the versions of constraints.txt? Exit code 1 if there are.
+"""`make audit`: looks for known vulnerabilities in the versions of constraints.txt. Exit code 1 if there are any.
 
 pip-audit says "No known vulnerabilities found", with exit code 0, where its data cannot be reached and each package was
-skipped. So one is asked for first, and what was skipped is counted.
+skipped. So one package is asked for first, and skipped packages are counted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _known(packages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _audited(requirements: list[str]) -> list[dict[str, Any]] | str:
-    """Return pip-audit's answer for each requirement; or the reason why it has none."""
+    """Return pip-audit's answer for each requirement, or the reason why there is none."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n".join(requirements) + "\n")
         file.flush()

@@ -1,6 +1,7 @@
-"""Containers on a host: start one with the least rights it can do with, see how it is, end it, follow its log.
+"""Containers on a host: start one with as few rights as possible, read its state, end it, follow its log.
 
-The labels are the only register of what is ours: whatever bears RUN is Shardline's, on any host, for any launcher.
+The labels are the only record of Shardline's containers: each one with the label RUN is Shardline's, on any host, for
+any launcher.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from docker.types import DeviceRequest, LogConfig, Mount, Ulimit
 from infra.hosts import HostClient, HostError, host_errors
 
 RUN, ATTEMPT, HOST, LAUNCHER = "shardline.run", "shardline.attempt", "shardline.host", "shardline.launcher"
-GPUS = "shardline.gpus"  # those it was granted: all, or their numbers or ids with commas; empty: none
-SECRET_S = 30.0  # for a job to take its secret
+GPUS = "shardline.gpus"  # the GPUs that a container has: "all", or numbers or ids with commas; empty: none
+SECRET_S = 30.0  # time for a job to read its secret
 GIB = 2**30
 SECOND = 10**9  # Docker counts health checks in nanoseconds
-LOG_FILE_MIB, LOG_FILES = 64, 2  # a follower may miss so much of a log in a partition; a new stream reads all of it
+LOG_FILE_MIB, LOG_FILES = 64, 2  # kept of each container's log, for followers that were cut off
 START_S = 60.0
-GONE = {404, 409}  # what there is none of, or what ended or is being removed already
+GONE = {404, 409}  # the container does not exist, has ended, or is being removed
 
 
 @dataclass(frozen=True)
 class Bind:
-    """A folder or file of the host in the container; it must exist, Docker is not let create it."""
+    """A folder or file of the host that the container sees. It must exist: Docker may not create it."""
 
     source: str
     target: str
@@ -43,7 +44,7 @@ class Heartbeat:
 
     path: str
     max_age_s: int
-    start_s: int = 60  # after the start the file may be missing for so long
+    start_s: int = 60  # the file may be missing for this long after the start
     every_s: int = 10  # a check starts a process in the container: about 0.1 s of a core
 
 
@@ -68,14 +69,17 @@ class Job:
     cpus: float = 0.0  # 0: all
     pids: int = 4096
     memlock: bool = True
-    waits_for_input: bool = False  # its standard input stays open until give_input
+    waits_for_input: bool = False  # standard input stays open until give_input is called
     tmpfs: dict[str, str] = field(default_factory=lambda: {"/tmp": "rw,nosuid,nodev,exec,mode=1777"})
     heartbeat: Heartbeat | None = None
 
 
 @dataclass(frozen=True)
 class State:
-    """A container's state. `exit_code` counts once `running` is false; 137 says SIGKILL, `oom_killed` says whose."""
+    """A container's state.
+
+    `exit_code` is valid once `running` is false; 137 is SIGKILL, by the kernel if `oom_killed`.
+    """
 
     status: str  # created, running, paused, restarting, removing, exited, dead
     exit_code: int
@@ -97,7 +101,7 @@ class State:
 
 @dataclass(frozen=True)
 class Found:
-    """A container of ours on a host."""
+    """One of Shardline's containers on a host."""
 
     id: str
     name: str
@@ -110,15 +114,15 @@ class Found:
 
 
 def gpus_granted(gpus: int, gpu_ids: tuple[str, ...]) -> str:
-    """The GPUs that a container gets, as its label GPUS names them: Docker grants a number from the first on."""
+    """Return the GPUs that a container gets, as in its label GPUS. For a number Docker grants the first ones."""
     return "all" if gpus < 0 else ",".join(gpu_ids or map(str, range(gpus)))
 
 
 def start(client: HostClient, job: Job, *, secret: bytes = b"") -> str:
-    """Start the job's container and return its id; `secret` comes to its standard input, which is then closed.
+    """Start the job's container and return its id; `secret` is written to its standard input, which is then closed.
 
-    Raises HostError if the host refuses the image, a mount, a device, the GPUs or a limit; then no container is left
-    there. Least privilege as in the CIS Docker Benchmark, sections 5.3 to 5.28.
+    Raises HostError if the host refuses the image, a mount, a device, the GPUs or a limit; then no container is left.
+    Least privilege as in the CIS Docker Benchmark, sections 5.3 to 5.28.
     """
     try:
         return _start(client, job, secret=secret)
@@ -130,7 +134,7 @@ def start(client: HostClient, job: Job, *, secret: bytes = b"") -> str:
 
 
 def missing_device(words: str) -> str:
-    """The device that a daemon says its host has not got; empty if its words are about something else."""
+    """Return the device that the host lacks, by the daemon's error; empty if the error is about something else."""
     found = re.search(r'adding custom device "([^"]+)": no such file or directory', words)
     return found[1] if found else ""
 
@@ -141,7 +145,7 @@ def _start(client: HostClient, job: Job, *, secret: bytes) -> str:
         with host_errors(client.host), _patient(client):
             container = client.api.create_container(
                 job.image,
-                entrypoint=list(job.command[:1]),  # an image's own entrypoint would come between us and the signals
+                entrypoint=list(job.command[:1]),  # an image's own entrypoint would get the signals
                 command=list(job.command[1:]),
                 name=job.name,
                 user=job.user,
@@ -158,8 +162,8 @@ def _start(client: HostClient, job: Job, *, secret: bytes) -> str:
             else:
                 client.api.start(container)
     except BaseException as error:
-        # Without an id the answer to our request was lost, and the container may be there under its name; but a name
-        # that was taken is another's container.
+        # Without an id the answer to the request was lost: the container may exist under its name. But a name
+        # that was taken already is another launcher's container.
         taken = isinstance(error.__cause__, APIError) and error.__cause__.status_code == 409
         if not taken:
             with suppress(HostError):
@@ -170,7 +174,7 @@ def _start(client: HostClient, job: Job, *, secret: bytes) -> str:
 
 @contextmanager
 def _patient(client: HostClient) -> Iterator[None]:
-    """Raise the client's timeout: without persistence mode NVIDIA's hook takes 10-20 s for 8 GPUs."""
+    """Use a longer timeout: without persistence mode NVIDIA's hook takes 10-20 s for 8 GPUs."""
     before = client.api.timeout
     client.api.timeout = max(before, START_S)
     try:
@@ -180,10 +184,10 @@ def _patient(client: HostClient) -> Iterator[None]:
 
 
 def _start_with_input(client: HostClient, container: str, secret: bytes) -> None:
-    """Attach, start, send, close: StdinOnce makes our closing the end of its input."""
+    """Attach, start, send, close: with StdinOnce, closing the connection ends the program's input."""
     stream = client.api.attach_socket(container, params={"stdin": 1, "stream": 1})
-    connection: socket.socket = getattr(stream, "_sock", stream)  # a file object on unix sockets, a TLS socket else
-    connection.settimeout(SECRET_S)  # a daemon may neither read on nor close, once the container is gone
+    connection: socket.socket = getattr(stream, "_sock", stream)  # unix socket: a file object; TLS: a socket
+    connection.settimeout(SECRET_S)  # once the container is gone, a daemon may neither read more nor close
     try:
         client.api.start(container)
         connection.sendall(secret)
@@ -191,13 +195,13 @@ def _start_with_input(client: HostClient, container: str, secret: bytes) -> None
     except (ConnectionError, TimeoutError, ssl.SSLError):
         now = state(client, container)
         if now is None or now.running:
-            raise  # else it ended before it read all: its state and log tell why
+            raise  # otherwise the container ended before it read everything: its state and log tell why
     finally:
         stream.close()
 
 
 def give_input(client: HostClient, container: str, content: bytes) -> None:
-    """Send `content` to the standard input of a running container that waits for it, and close that.
+    """Send `content` to the standard input of a running container that waits for it, and close the input.
 
     Raises HostError if there is no such container, if it has ended, or if its daemon does not answer.
     """
@@ -219,13 +223,13 @@ def _rights(job: Job) -> dict[str, Any]:
     elif job.gpus:
         requests = [DeviceRequest(count=job.gpus, capabilities=[["gpu"]])]
     return {
-        "network_mode": "host",  # ranks meet at the hosts' own addresses, at their full speed
-        "init": True,  # as process 1 a program ignores SIGTERM, and reaps nobody
+        "network_mode": "host",  # ranks connect to the hosts' own addresses, at full speed
+        "init": True,  # as process 1 a program ignores SIGTERM and reaps no children
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
         "read_only": True,
         "tmpfs": job.tmpfs,
-        # `binds` would create a folder that is missing, as root; mounts refuse.
+        # `binds` would create a missing folder, owned by root; mounts fail instead.
         "mounts": [Mount(bind.target, bind.source, type="bind", read_only=bind.read_only) for bind in job.mounts],
         "devices": [f"{device}:{device}:rw" for device in (*job.devices, *job.devices_if_there)],
         "device_requests": requests,
@@ -238,7 +242,7 @@ def _limits(job: Job) -> dict[str, Any]:
     return {
         "shm_size": round(job.shm_gib * GIB),
         "mem_limit": memory,
-        "memswap_limit": memory,  # no swap on top: a rank that swaps holds up all others
+        "memswap_limit": memory,  # no swap: a rank that swaps delays all others
         "nano_cpus": round(job.cpus * 1e9) or None,
         "pids_limit": job.pids,
         "ulimits": [Ulimit(name="memlock", soft=-1, hard=-1)] if job.memlock else [],
@@ -248,7 +252,7 @@ def _limits(job: Job) -> dict[str, Any]:
 
 def _health_check(heartbeat: Heartbeat | None) -> dict[str, Any]:
     if heartbeat is None:
-        return {"test": ["NONE"]}  # an image's own would ask for a server that training has not got
+        return {"test": ["NONE"]}  # an image's own health check would ask for a server that training does not have
     age = f"$(( $(date +%s) - $(stat -c %Y '{heartbeat.path}') ))"
     return {
         "test": ["CMD-SHELL", f'[ "{age}" -lt {heartbeat.max_age_s} ]'],
@@ -260,7 +264,7 @@ def _health_check(heartbeat: Heartbeat | None) -> dict[str, Any]:
 
 
 def state(client: HostClient, container: str) -> State | None:
-    """The container's state; None if there is no such container. Raises HostError if the daemon does not answer."""
+    """Return the container's state; None if there is none. Raises HostError if the daemon does not answer."""
     try:
         with host_errors(client.host):
             found = client.api.inspect_container(container)["State"]
@@ -280,7 +284,7 @@ def state(client: HostClient, container: str) -> State | None:
 
 
 def find(client: HostClient, *, run: str = "", attempt: str = "") -> list[Found]:
-    """Containers of ours on this host, ended ones too: all, or of one run, or of one attempt at it."""
+    """Return Shardline's containers on this host, also ended ones: all, or those of one run or one attempt."""
     labels = [f"{RUN}={run}" if run else RUN] + ([f"{ATTEMPT}={attempt}"] if attempt else [])
     with host_errors(client.host):
         rows = client.api.containers(all=True, filters={"label": labels})
@@ -300,7 +304,7 @@ def find(client: HostClient, *, run: str = "", attempt: str = "") -> list[Found]
 
 
 def stop(client: HostClient, container: str, *, grace_s: float) -> None:
-    """SIGTERM, up to `grace_s` seconds to leave in order, then SIGKILL; returns when it has ended."""
+    """Send SIGTERM, and SIGKILL if the container still runs after `grace_s` seconds; return when it has ended."""
     with host_errors(client.host), _unless_gone():
         client.api.stop(container, timeout=round(grace_s))
 
@@ -318,14 +322,14 @@ def kill(client: HostClient, container: str) -> None:
 
 
 def remove(client: HostClient, container: str) -> None:
-    """Kill it if it runs, and take it away with its log and state."""
+    """Kill the container if it runs, and remove it with its log and state."""
     with host_errors(client.host), _unless_gone():
         client.api.remove_container(container, force=True, v=True)
 
 
 @contextmanager
 def _unless_gone() -> Iterator[None]:
-    """Ignore the error that a container has ended or is gone already."""
+    """Ignore the error that a container has already ended or does not exist."""
     try:
         yield
     except APIError as error:

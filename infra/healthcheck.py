@@ -1,4 +1,4 @@
-"""`python -m infra.healthcheck URL`: exit code 0 if URL answers 200 within 5 s; the health check of our containers.
+"""`python -m infra.healthcheck URL`: exit code 0 if URL answers 200 within 5 s. Health check of Shardline's containers.
 
 It uses the standard library, because the serving image has no httpx and a container runs the check every few seconds.
 """

@@ -1,7 +1,7 @@
-"""Docker hosts: a client for each over a unix socket, TCP with TLS, or ssh; what goes wrong there, in words.
+"""Docker hosts: a client for each over a unix socket, TCP with TLS, or ssh; errors in plain sentences.
 
-Docker's own errors say what failed, seldom on which host and never what to do. Everything here that talks to a
-daemon raises HostError instead: the host's name, the cause and the cure.
+Docker's errors seldom name the host and never say what to do. All functions here that ask a daemon raise HostError
+instead: the host's name, the cause and the cure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from docker.tls import TLSConfig
 
 from infra.tunnels import local_socket
 
-OLDEST_API = (1, 41)  # Docker 20.10 (December 2020): the oldest that this was tried on
+OLDEST_API = (1, 41)  # Docker 20.10 (December 2020), the oldest version that was tested
 ALERT_S = 2.0
 
 Result = TypeVar("Result")
@@ -42,7 +42,7 @@ AnyHost = TypeVar("AnyHost", bound=Named)
 
 @dataclass(frozen=True)
 class DockerHost:
-    """A machine with a Docker daemon, and what of it we may use."""
+    """A machine with a Docker daemon, and the part of it that Shardline may use."""
 
     name: str
     url: str = "unix:///var/run/docker.sock"  # or tcp://HOST:2376, ssh://[USER@]HOST[:PORT]
@@ -57,10 +57,9 @@ class DockerHost:
 
 
 class HostError(RuntimeError):
-    """About one host, or several: what went wrong, and the cure.
-
-    `hosts` names them. `unreachable`: no daemon answered (network, power, daemon), so nobody knows what runs there;
-    otherwise a daemon answered and refused, and will again until the cause is mended.
+    """An error of one or several hosts, with its cause and cure. `hosts` names them. `unreachable`: no daemon answered
+    (network, power, daemon), so it is unknown what runs there. Otherwise a daemon answered and refused, and will refuse
+    again until the cause is removed.
     """
 
     def __init__(self, message: str, *, hosts: tuple[str, ...] = (), unreachable: bool = False) -> None:
@@ -69,15 +68,15 @@ class HostError(RuntimeError):
 
 
 class HostClient(docker.DockerClient):
-    """Docker's client that knows which host it talks to. Safe to share between threads, as requests' sessions are."""
+    """Docker's client, with the host that it talks to. Threads may share it, as they may share requests' sessions."""
 
     host: DockerHost
 
 
 def connect(host: DockerHost, *, timeout_s: float = 10) -> HostClient:
-    """A client whose API version is the daemon's; each of its requests waits at most `timeout_s` for an answer.
+    """Return a client with the daemon's API version; each request waits at most `timeout_s` for an answer.
 
-    Connect again after a HostError that says `unreachable`: over ssh the tunnel may be gone.
+    Connect again after a HostError with `unreachable`, because an ssh tunnel may have ended.
     Raises HostError if the daemon cannot be reached, does not trust us, is not trusted, or is too old.
     """
     with host_errors(host):
@@ -86,7 +85,7 @@ def connect(host: DockerHost, *, timeout_s: float = 10) -> HostClient:
             try:
                 version = str(probe.api.version(api_version=False)["ApiVersion"])
             except requests.ConnectionError as error:
-                if not isinstance(error, requests.Timeout):  # nobody there: that would take ALERT_S more
+                if not isinstance(error, requests.Timeout):  # no daemon answers; the check would take ALERT_S more
                     _check_certificate(host)
                 raise
         if tuple(map(int, version.split("."))) < OLDEST_API:
@@ -100,7 +99,7 @@ def connect(host: DockerHost, *, timeout_s: float = 10) -> HostClient:
 
 def _client(host: DockerHost, url: str, *, version: str, timeout_s: float) -> HostClient:
     client = HostClient(base_url=url, version=version, timeout=timeout_s, tls=_tls(host), max_pool_size=16)
-    client.api.trust_env = False  # or REQUESTS_CA_BUNDLE replaces the host's CA, and a proxy gets in between
+    client.api.trust_env = False  # otherwise REQUESTS_CA_BUNDLE replaces the host's CA, and a proxy may be used
     client.host = host
     return client
 
@@ -120,10 +119,10 @@ def _tls(host: DockerHost) -> TLSConfig | None:
 
 
 def _check_certificate(host: DockerHost) -> None:
-    """Raises ssl.SSLError if the daemon does not accept ours.
+    """Raise ssl.SSLError if the daemon does not accept this client's certificate.
 
-    TLS 1.3 tells a client only after the handshake, and whoever is sending a request by then may see the connection
-    break rather than the reason; who only listens gets it.
+    With TLS 1.3 the daemon refuses only after the handshake. A client that is already sending a request may see a
+    broken connection instead of the reason; a client that only reads gets the reason.
     """
     if host.tls_dir is None:
         return
@@ -133,15 +132,14 @@ def _check_certificate(host: DockerHost) -> None:
     with (
         socket.create_connection((str(parts.hostname), parts.port or 2376), timeout=ALERT_S) as raw,
         context.wrap_socket(raw, server_hostname=parts.hostname) as connection,
-        suppress(TimeoutError),  # it waits for our request: the certificate is good
+        suppress(TimeoutError),  # the daemon waits for a request, so it accepts the certificate
     ):
         connection.recv(1)
 
 
 def on_each(hosts: Iterable[AnyHost], action: Callable[[AnyHost], Result]) -> dict[str, Result | HostError]:
-    """Name -> the action's result, or the HostError it raised; all hosts at once, each in a thread of its own.
-
-    Any other exception is raised when all are through.
+    """Run the action on all hosts at once, each in its own thread; return host's name -> result or HostError. Any other
+    exception is raised when all have ended.
     """
     hosts = list(hosts)
 
@@ -156,7 +154,7 @@ def on_each(hosts: Iterable[AnyHost], action: Callable[[AnyHost], Result]) -> di
 
 
 def on_all(hosts: Iterable[AnyHost], action: Callable[[AnyHost], Result]) -> dict[str, Result]:
-    """Name -> the action's result, all hosts at once; one HostError tells what failed on every host where it did."""
+    """Run the action on all hosts at once; return host's name -> result. One HostError lists all hosts' failures."""
     done = on_each(hosts, action)
     errors = [result for result in done.values() if isinstance(result, HostError)]
     if errors:
@@ -170,7 +168,7 @@ def on_all(hosts: Iterable[AnyHost], action: Callable[[AnyHost], Result]) -> dic
 
 @contextmanager
 def host_errors(host: DockerHost) -> Iterator[None]:
-    """Raises what the SDK, requests, urllib3 or a socket raise as HostError."""
+    """Raise errors of the SDK, requests, urllib3 and sockets as HostError."""
     try:
         yield
     except (DockerException, requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
@@ -179,37 +177,38 @@ def host_errors(host: DockerHost) -> Iterator[None]:
 
 
 REFUSALS = (
-    # what dockerd's answer holds, what to say of it
-    ("could not select device driver", "it has no NVIDIA runtime for the GPUs asked for: install "
+    # text in dockerd's answer -> the sentence for the user
+    ("could not select device driver", "it has no NVIDIA runtime for the GPUs: install "
      "nvidia-container-toolkit there, run `nvidia-ctk runtime configure --runtime=docker`, restart Docker"),
-    ("bind source path does not exist", "a folder to mount is not there: create it, or mount the shared storage"),
+    ("bind source path does not exist", "a folder to mount does not exist: create it, or mount the shared storage"),
     ("error setting rlimit type 8", "its kernel refuses to lift the limit on locked memory: set launch.memlock=false"),
-    ("No such image", "it has not got the image: `shardline image push` there, or pull it"),
-    ("is already in use by container", "a container of that name is there already: `shardline ps`, `shardline stop`"),
+    ("No such image", "it does not have the image: push it to a registry (`shardline image push`), then pull it there"),
+    ("is already in use by container", "a container of that name exists already: `shardline ps` lists it, `shardline "
+     "stop` ends it"),
     ("no space left on device", "its disk is full: `docker system df` shows what Docker holds"),
     ("client sent an HTTP request to an HTTPS server", "the daemon wants TLS: set the host's `tls` folder"),
 )  # fmt: skip
 
 TROUBLES = (
-    # what the text of a failed connection holds, what to say of it, whether the daemon may be there next time
-    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not signed by {tls}/ca.pem, or names another address: give the "
+    # text in the error of a failed connection, the sentence for the user, and whether a later try may succeed
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not signed by {tls}/ca.pem, or is for another address: give the "
      "CA of this daemon, or have {address} added to its certificate", False),
     ("WRONG_VERSION_NUMBER", "the daemon there does not speak TLS: start it with --tlsverify", False),
     ("_ALERT_", "it does not accept {tls}/cert.pem: have it signed by the CA that the daemon trusts", False),
     ("PermissionError", "this user may not open the socket: add them to the group docker, and log in again", False),
-    ("FileNotFoundError", "no daemon has its socket there: start Docker (systemctl start docker)", True),
-    ("Name or service not known", "that name does not resolve: check its spelling, or give an IP address", False),
-    ("Permission denied (publickey", "ssh lets nobody in without a key: `ssh-copy-id` ours to it", False),
-    ("Host key verification failed", "ssh does not know the host's key: `ssh` there once by hand", False),
-    ("RemoteDisconnected", "the line was cut before an answer came; over ssh: may that user open the daemon's socket?",
+    ("FileNotFoundError", "there is no daemon's socket: start Docker (systemctl start docker)", True),
+    ("Name or service not known", "the host's name does not resolve: check its spelling, or give an IP address", False),
+    ("Permission denied (publickey", "ssh needs a key: copy yours there with `ssh-copy-id`", False),
+    ("Host key verification failed", "ssh does not know the host's key: connect there once by hand with `ssh`", False),
+    ("RemoteDisconnected", "the connection ended before an answer; over ssh: may that user open the daemon's socket?",
      True),
-    ("timed out", "no answer: is the host on, its daemon alive, and the network between? `docker -H {url} info`", True),
-    ("refused", "nothing listens there: start Docker, and see that it listens at this address", True),
+    ("timed out", "no answer: check the host's power, its daemon and the network: `docker -H {url} info`", True),
+    ("refused", "nothing listens there: start Docker, and let it listen at this address", True),
 )  # fmt: skip
 
 
 def _explain(host: DockerHost, error: Exception) -> tuple[str, bool]:
-    """The error as one sentence, and whether the daemon was out of reach."""
+    """Return the error as one sentence, and whether the daemon could not be reached."""
     if isinstance(error, APIError):
         answer = str(error.explanation or error)
         cure = next((cure for sign, cure in REFUSALS if sign.lower() in answer.lower()), "Docker refused")
@@ -221,4 +220,4 @@ def _explain(host: DockerHost, error: Exception) -> tuple[str, bool]:
             return f"{host.url}: {words.format(tls=tls, address=address, url=host.url)} ({error})", unreachable
     if isinstance(error, requests.exceptions.SSLError):
         return f"{host.url}: TLS failed: {error}", False
-    return f"{host.url} cannot be reached: is the host on, and the network between? ({error})", True
+    return f"{host.url} cannot be reached: check the host's power and the network ({error})", True

@@ -1,8 +1,8 @@
 """The training image: built by a host's daemon, pushed to a registry, pulled by digest.
 
-Built over the Docker API, so a daemon is all it takes, near or far. What goes there is pyproject.toml and the
-packages, not the whole folder. An installed wheel has the same files as a checkout, so it builds the same images:
-those at the top of the repository have links in infra/project/ and flows/, which a wheel holds as files.
+It is built over the Docker API, so a daemon is enough, on this machine or another. Only pyproject.toml and the packages
+are sent there, not the whole folder. An installed wheel has the same files as a checkout, so it builds the same images.
+Files at the top of the repository have links in infra/project/ and flows/; in a wheel these are files.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from infra.hosts import DockerHost, HostClient, HostError, host_errors
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = "infra/train.Dockerfile"
 PACKAGES = ("flows", "tasks", "training", "infra")
-AT_THE_TOP = {  # of the repository: where an installation has it, beside its packages
-    "pyproject.toml": "infra/project/project.toml",  # pyproject.toml: tools would take infra/project for a project
+AT_THE_TOP = {  # file of the repository -> its place in an installation, beside the packages
+    "pyproject.toml": "infra/project/project.toml",  # as pyproject.toml, tools would take the folder for a project
     "constraints.txt": "infra/project/constraints.txt",
     "README.md": "infra/project/README.md",
     "prefect.yaml": "flows/prefect.yaml",
 }
-EXTRA = "extra"  # the folder of the context whose files train.Dockerfile copies beside pyproject.toml
+EXTRA = "extra"  # train.Dockerfile copies the files of this folder beside pyproject.toml
 LAST_LINES = 15
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # the builder's, around what went to standard error
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # colours that the builder puts around standard error
 
 OnLine = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Identity:
-    """`id` is the hash of what is in the image; `digests` are NAME@sha256:… under which registries have it."""
+    """`id` is the hash of the image's content; `digests` are NAME@sha256:…, its names in registries."""
 
     id: str
     digests: tuple[str, ...]
@@ -59,14 +59,16 @@ def build(
 ) -> str:
     """Build train.Dockerfile on the client's host; returns the image's id. `on_line` gets the builder's lines.
 
-    `wheels` and `ca` (certificates that pip trusts) are there during the build only. `network`: Docker's for the
+    `wheels` and `ca` (certificates that pip trusts) are in the image during the build only. `network`: Docker's for the
     build, such as host. Raises ValueError for a folder without Shardline's files or a password in an argument,
     HostError with the last lines if the build fails.
     """
     arguments = {**(build_args or {}), **({"BASE_IMAGE": base_image} if base_image else {})}
     for name, value in arguments.items():
         if urlsplit(value).password:
-            raise ValueError(f"{name} holds a password, which `docker history` shows: use an index without, or wheels")
+            raise ValueError(
+                f"{name} contains a password, which `docker history` shows: use an index without one, or wheels"
+            )
     options = {"dockerfile": DOCKERFILE, "buildargs": arguments, "network_mode": network or None}
     with tempfile.TemporaryFile() as archive:
         write_context(archive, root=root, wheels=wheels, ca=ca)
@@ -81,7 +83,7 @@ def build(
 
 
 def write_context(file: IO[bytes], *, root: Path = ROOT, wheels: Iterable[Path] = (), ca: Path | None = None) -> None:
-    """A tar archive of the files that the Dockerfile copies; without owners and times, so that equal files are cached.
+    """Write a tar archive of the Dockerfile's files, without owners and times, so that Docker can cache equal files.
 
     `root` is a checkout, or the site-packages of an installed wheel. Raises ValueError if it is neither.
     """
@@ -98,7 +100,7 @@ def write_context(file: IO[bytes], *, root: Path = ROOT, wheels: Iterable[Path] 
 
 
 def copy_sources(folder: Path, *, root: Path = ROOT) -> None:
-    """Lay out in `folder`, as a checkout has it, what compose.yaml and the Dockerfiles read; older files there go."""
+    """Copy the files that compose.yaml and the Dockerfiles read to `folder`, as in a checkout; replace older ones."""
     for package in PACKAGES:
         shutil.rmtree(folder / package, ignore_errors=True)
         shutil.copytree(root / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -114,7 +116,7 @@ def _without_circumstances(info: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def push(client: HostClient, tag: str, *, on_line: OnLine = print) -> str:
-    """Push to the registry in its name, with docker login's credentials; returns NAME@sha256:… for launch.image.
+    """Push to the registry in its name, with the credentials of `docker login`; return NAME@sha256:… for launch.image.
 
     Raises ValueError for a name without a registry, HostError if the push fails.
     """
@@ -128,7 +130,10 @@ def push(client: HostClient, tag: str, *, on_line: OnLine = print) -> str:
 
 
 def split_name(tag: str) -> tuple[str, str]:
-    """(NAME, VERSION) of REGISTRY/NAME[:VERSION]. Raises ValueError without a registry: Docker Hub is not meant."""
+    """Split REGISTRY/NAME[:VERSION] into (NAME, VERSION).
+
+    Raises ValueError without a registry: Docker Hub is no default.
+    """
     registry, _, rest = tag.partition("/")
     if not rest or not ("." in registry or ":" in registry or registry == "localhost"):
         raise ValueError(f"{tag} names no registry: call it REGISTRY/NAME:VERSION, e.g. registry.example:5000/{tag}")
@@ -137,7 +142,7 @@ def split_name(tag: str) -> tuple[str, str]:
 
 
 def pull(client: HostClient, image: str, *, on_line: OnLine = print) -> Identity:
-    """Pull by digest (NAME@sha256:…) or tag. Raises HostError if the registry has it not or cannot be reached."""
+    """Pull by digest (NAME@sha256:…) or tag. Raises HostError if the registry lacks the image or cannot be reached."""
     with host_errors(client.host):
         stream = client.api.pull(image, stream=True, decode=True)
         _follow(client.host, stream, what=f"pulling {image}", on_line=on_line)
@@ -152,7 +157,10 @@ def identity(client: HostClient, image: str) -> Identity:
 
 
 def _follow(host: DockerHost, stream: Iterable[dict[str, Any]], *, what: str, on_line: OnLine) -> list[dict[str, Any]]:
-    """Read a stream of Docker; lines and changes of a layer's status go to `on_line`. Raises HostError on an error."""
+    """Read a stream of Docker; pass lines and changes of a layer's status to `on_line`.
+
+    Raises HostError if it has an error.
+    """
     rows, lines, states = [], [""], dict[str, str]()
     for row in stream:
         rows.append(row)
@@ -171,7 +179,7 @@ def _follow(host: DockerHost, stream: Iterable[dict[str, Any]], *, what: str, on
 
 
 def local_daemon() -> DockerHost:
-    """The daemon that `docker` itself would talk to: DOCKER_HOST, DOCKER_TLS_VERIFY and DOCKER_CERT_PATH if set."""
+    """Return the daemon that the `docker` command uses: DOCKER_HOST, DOCKER_TLS_VERIFY and DOCKER_CERT_PATH if set."""
     folder = os.environ.get("DOCKER_CERT_PATH") or str(Path.home() / ".docker")
     return DockerHost(
         name="here",

@@ -1,7 +1,7 @@
-"""Run by train.Dockerfile: Shardline and what training needs, into /opt/shardline, beside what the base image has.
+"""Run by train.Dockerfile: installs Shardline and training's packages to /opt/shardline, beside the base image's.
 
-The base's torch is used as it is: it goes with the base's CUDA and NCCL, and is often a pre-release
-(2.13.0a0+nv26.06) that pip would replace if asked for torch>=2.11.
+The base image's torch is kept: it is built for the image's CUDA and NCCL. It is often a pre-release (2.13.0a0+nv26.06),
+which pip would replace if it were asked for torch>=2.11.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def install_dependencies() -> None:
 
 
 def without_torch(requirements: list[str], *, torch: str) -> list[str]:
-    """Return the requirements but torch, which the base image has. Exits, with the cure, if that is too old."""
+    """Return the requirements without torch, which the base image has.
+
+    Exits, with the cure, if that torch is too old.
+    """
     wanted = next(word for word in requirements if _name(word) == "torch")
     if _release(torch) < _release(wanted):
         sys.exit(f"the base image has torch {torch}, Shardline needs {wanted}: take a newer BASE_IMAGE")
@@ -51,9 +54,9 @@ def without_torch(requirements: list[str], *, torch: str) -> list[str]:
 
 
 def _pip(*words: str) -> None:
-    """Install, then compile on all cores, as pip uses one; unchecked, as nobody edits what is in an image.
-
-    Without PIP_CONSTRAINT, which NVIDIA's images set to the versions of what they hold: ours go beside them.
+    """Install, then compile on all cores, because pip uses only one; .pyc files are not checked, because files in an
+    image do not change. PIP_CONSTRAINT is removed: NVIDIA's images set it to their own versions, and these packages are
+    installed beside them.
     """
     python = str(TARGET / "bin" / "python")
     options = ["--no-compile", "--no-cache-dir", "--disable-pip-version-check", "--progress-bar", "off"]
@@ -63,7 +66,7 @@ def _pip(*words: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"} | ca
     if (done := subprocess.run(command, cwd=HERE, env=environment)).returncode:
         sys.exit(done.returncode)
-    # Some packages hold templates that are no Python; pip does not mind them either.
+    # Some packages contain templates that are not valid Python; pip ignores them too.
     compiling = [python, "-m", "compileall", "-qq", "-j", "0", "--invalidation-mode", "unchecked-hash", str(TARGET)]
     subprocess.run(compiling, check=False)
 
@@ -83,7 +86,7 @@ def _name(requirement: str) -> str:
 
 
 def _release(text: str) -> tuple[int, int]:
-    """(2, 11) of `torch>=2.11`, (2, 13) of `2.13.0a0+nv26.06`."""
+    """Return (2, 11) for `torch>=2.11`, (2, 13) for `2.13.0a0+nv26.06`."""
     match = re.search(r"(\d+)\.(\d+)", text)
     assert match is not None, text
     return int(match[1]), int(match[2])

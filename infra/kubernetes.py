@@ -1,7 +1,7 @@
-"""A Kubernetes cluster: start groups of pods, see how they are, follow their logs, end them; errors in words.
+"""A Kubernetes cluster: start groups of pods, read their states, follow their logs, end them; errors in sentences.
 
-By the official client's configuration and transport; its models are left out, since the requests are few and plain. It
-is imported where a cluster is first asked: that takes 0.5 s, and it is an extra.
+It uses the official client's configuration and transport, but not its models, because the requests are few and simple.
+The client is an extra and takes 0.5 s to import, so it is imported with the first request.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.3
-KILL_GRACE_S = 1  # 0 would forget the pod without waiting for its machine to say that it has ended
+KILL_GRACE_S = 1  # 0 would delete the pod before its machine has confirmed the end
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 JOBS = f"apis/{pods.JOB_API}"
 JOBSETS = f"apis/{JOBSET_API}"
 CURES = {
-    401: "it does not accept our credentials: log in anew, or check launch.kubernetes.context",
-    403: "our credentials do not allow that: docs/kubernetes.md has the Role that is needed",
-    404: "there is no such thing: check launch.kubernetes.namespace",
-    409: "something of that name is there already: `shardline ps`, `shardline stop`",
+    401: "it does not accept your credentials: log in again, or check launch.kubernetes.context",
+    403: "your credentials do not allow this: docs/kubernetes.md has the Role that is needed",
+    404: "the object does not exist: check launch.kubernetes.namespace",
+    409: "an object of that name exists already: find it with `shardline ps`, end it with `shardline stop`",
     422: "it refuses the object",
 }
 TEMPORARY = {429, 500, 502, 503, 504}
 
 
 class ClusterError(HostError):
-    """About a cluster's API: what went wrong, and the cure. `status`: HTTP's; 0: no answer."""
+    """An error of a cluster's API, with its cause and cure. `status`: the HTTP status; 0: no answer."""
 
     def __init__(self, message: str, *, status: int = 0) -> None:
         super().__init__(message, unreachable=status == 0 or status in TEMPORARY)
@@ -54,7 +54,7 @@ class ClusterError(HostError):
 
 @dataclass(frozen=True)
 class Access:
-    """The way to a cluster: a kubeconfig file, a context in it, and the namespace of our pods. Empty: the default."""
+    """Access to a cluster: a kubeconfig file, a context in it, and the namespace of the pods. Empty: the default."""
 
     kubeconfig: str = ""
     context: str = ""
@@ -62,9 +62,9 @@ class Access:
 
 
 class Cluster:
-    """A namespace of a cluster. Safe to share between threads. Each request waits at most `timeout_s` for an answer.
+    """A namespace of a cluster. Threads may share it. Each request waits at most `timeout_s` for an answer.
 
-    Raises ClusterError if there is no way to a cluster; asks nothing of it yet.
+    Raises ClusterError if no cluster is configured; sends no request yet.
     """
 
     def __init__(self, access: Access = Access(), *, timeout_s: float = 5.0) -> None:
@@ -75,7 +75,7 @@ class Cluster:
                 "launch.launcher=kubernetes needs the official client: pip install 'shardline[kubernetes]'", status=401
             ) from None
         configuration, namespace = _configuration(access)
-        configuration.retries = False  # whoever asks asks again
+        configuration.retries = False  # no retries: callers ask again themselves
         self.client, self.timeout_s = ApiClient(configuration), timeout_s
         self.namespace = access.namespace or namespace
         self.url = str(configuration.host)
@@ -86,7 +86,7 @@ class Cluster:
     # Groups of pods
 
     def kind(self) -> Kind:
-        """JobSet where the cluster has them, else Job."""
+        """Return "JobSet" where the cluster has them, otherwise "Job"."""
         try:
             found = self._json("GET", JOBSETS)
         except ClusterError as error:
@@ -96,7 +96,7 @@ class Cluster:
         return "JobSet" if any(each["name"] == "jobsets" for each in found["resources"]) else "Job"
 
     def start(self, group: PodGroup, kind: Kind) -> None:
-        """Create the group's objects; if one is refused, none is left. The secret goes when the group goes."""
+        """Create the group's objects; if one is refused, remove the others. The secret is removed with the group."""
         made: list[str] = []
 
         def create(folder: str, plural: str, body: Object) -> Object:
@@ -113,7 +113,7 @@ class Cluster:
             if group.secret:
                 body = {"metadata": pods.owned_by(owner)}
                 self._json("PATCH", self._path("api/v1", "secrets", group.name), body=body, content=MERGE_PATCH)
-            if kind == "Job":  # a JobSet's controller makes this one itself
+            if kind == "Job":  # a JobSet's controller makes the service itself
                 create("api/v1", "services", pods.service(group, belongs_to=owner))
         except BaseException:
             for path in made:
@@ -122,22 +122,25 @@ class Cluster:
             raise
 
     def is_suspended(self, group: PodGroup, kind: Kind) -> bool:
-        """Whether a queue holds the group back: then it has no pods yet."""
+        """Whether a queue holds the group; it then has no pods yet."""
         return bool(self._json("GET", self._path(*self._owners(kind), group.name))["spec"].get("suspend"))
 
     def pods(self, *, run: str = "", group: str = "") -> list[PodState]:
-        """Our pods, ended ones too: all, or of one run, or of one group."""
+        """Return Shardline's pods, also ended ones: all, or those of one run or one group."""
         query = {"labelSelector": selector(run=run, group=group)}
         return [read_pod(pod) for pod in self._json("GET", self._path("api/v1", "pods"), query=query)["items"]]
 
     def terminate(self, pod: str, *, grace_s: float) -> None:
-        """Send SIGTERM, and SIGKILL after `grace_s`; do not wait. Kubernetes has no other way to tell a pod to stop."""
+        """Delete the pod, without waiting: it gets SIGTERM, and SIGKILL after `grace_s`.
+
+        Kubernetes has no other way to stop it.
+        """
         self._delete(self._path("api/v1", "pods", pod), grace_s=round(grace_s))
 
     def remove(self, *, run: str, group: str = "", grace_s: float = KILL_GRACE_S) -> None:
-        """Remove everything of a run, or of one group of it; its pods get `grace_s` to end, and are not waited for.
-
-        What owns the pods goes first, so that nothing makes new ones; each kind in one request, which shows no secret.
+        """Remove all objects of a run, or of one of its groups; pods get `grace_s` to end, and are not waited for. The
+        owners of the pods are removed first, so that nothing makes new pods. Each kind is removed by one request, which
+        returns no secret.
         """
         query = {"labelSelector": selector(run=run, group=group)}
         for folder, plural in ((JOBSETS, "jobsets"), (JOBS, "jobs")):
@@ -147,14 +150,14 @@ class Cluster:
             self._delete(self._path("api/v1", plural), query=query)
 
     def wait_until_gone(self, *, run: str, group: str = "", timeout_s: float) -> list[PodState]:
-        """Wait for the end of all pods of a run, or of one group; returns those that are still there."""
+        """Wait for the end of all pods of a run, or of one group; return the pods that still exist."""
         deadline = time.monotonic() + timeout_s
         while (left := self.pods(run=run, group=group)) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return left
 
     def last_lines(self, pod: str, *, number: int) -> tuple[str, ...]:
-        """The last lines of a pod's log, without times; none once the log is gone."""
+        """Return the last lines of a pod's log, without times; empty once the log is gone."""
         try:
             response = self._send("GET", self._log_path(pod), query={"tailLines": number})
         except ClusterError as error:
@@ -165,7 +168,7 @@ class Cluster:
 
     @contextmanager
     def log(self, pod: str, *, since: str, follow: bool) -> Iterator[Iterator[tuple[str, bytes]]]:
-        """(time, text) of a pod's lines from the whole second `since` on."""
+        """Yield (time, text) of a pod's lines from the whole second `since` on."""
         query = {"timestamps": "true", "follow": str(follow).lower()} | ({"sinceTime": f"{since}Z"} if since else {})
         with self._open("GET", self._log_path(pod), query=query, timeout_s=SILENCE_S) as response:
 
@@ -189,7 +192,7 @@ class Cluster:
         try:
             self._json("DELETE", path, query=query, body=body | ({"gracePeriodSeconds": grace_s} if grace_s else {}))
         except ClusterError as error:
-            if error.status != 404:  # gone already, or the cluster has no such kind
+            if error.status != 404:  # the object is gone already, or the cluster has no such kind
                 raise
 
     def _path(self, folder: str, plural: str, name: str = "") -> str:
@@ -242,8 +245,8 @@ class Cluster:
 
     def _unreachable(self, error: Exception) -> ClusterError:
         return ClusterError(
-            f"the cluster's API at {self.url} does not answer: is this its address (`kubectl cluster-info`), and the "
-            f"network there? ({error})"
+            f"the cluster's API at {self.url} does not answer: is this its address (`kubectl cluster-info`), and is "
+            f"the network up? ({error})"
         )
 
     def _refused(self, status: int, answer: bytes) -> ClusterError:
@@ -251,7 +254,7 @@ class Cluster:
             message = json.loads(answer)["message"]
         except (ValueError, KeyError, TypeError):
             message = answer.decode(errors="replace")[:500]
-        cure = CURES.get(status, "it could not do that now" if status in TEMPORARY else "it refuses that")
+        cure = CURES.get(status, "it could not do this now" if status in TEMPORARY else "it refuses that")
         return ClusterError(f"the cluster at {self.url}: {cure} (it said: {message})", status=status)
 
 
@@ -259,7 +262,7 @@ MERGE_PATCH = "application/merge-patch+json"
 
 
 def _configuration(access: Access) -> tuple[Configuration, str]:
-    """The client's configuration, and the namespace that belongs to it."""
+    """Return the client's configuration, and the namespace that belongs to it."""
     from kubernetes import config
     from kubernetes.client.configuration import Configuration
     from kubernetes.config.config_exception import ConfigException
@@ -277,7 +280,7 @@ def _configuration(access: Access) -> tuple[Configuration, str]:
     except (ConfigException, OSError) as error:
         where = access.kubeconfig or "KUBECONFIG or ~/.kube/config"
         raise ClusterError(
-            f"no way to a Kubernetes cluster ({error}): {where} must be a kubeconfig file with the context "
+            f"no Kubernetes cluster can be reached ({error}): {where} must be a kubeconfig file with the context "
             f"{access.context or 'to use'}; see launch.kubernetes.kubeconfig and launch.kubernetes.context",
             status=401,
         ) from None
@@ -309,5 +312,5 @@ class PodLogFollower(Follower):
 
 
 def age_s(kubernetes_time: str) -> float:
-    """Seconds since a time as Kubernetes writes it: 2026-01-01T00:00:00Z."""
+    """Return the seconds since a time as Kubernetes writes it: 2026-01-01T00:00:00Z."""
     return time.time() - datetime.fromisoformat(kubernetes_time).timestamp()

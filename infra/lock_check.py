@@ -1,4 +1,4 @@
-"""`make lock-check`: do pyproject.toml, constraints.txt and the installed packages agree? Exit code 1 if they do not.
+"""`make lock-check`: checks that pyproject.toml, constraints.txt and the installed packages agree. Exit code 1 if not.
 
 constraints.txt is the lock: a version for each package that `make setup` installs. `make lock` writes it from what is
 installed, for example after `pip install --upgrade`.
@@ -18,9 +18,9 @@ from packaging.version import Version
 
 PROJECT = Path(__file__).parent / "project"
 PYPROJECT, CONSTRAINTS = PROJECT / "project.toml", PROJECT / "constraints.txt"
-EXTRAS = ("train", "orchestrate", "eval", "dev")  # as infra/setup_venv.py installs them
-TOOLS = ("uv",)  # pinned for infra/setup_venv.py, needed by no package
-WITH_PYTHON = ("pip",)  # needed by pip-audit; python -m venv brings it
+EXTRAS = ("train", "orchestrate", "eval", "dev")  # the extras that infra/setup_venv.py installs
+TOOLS = ("uv",)  # pinned for infra/setup_venv.py, although no package needs it
+WITH_PYTHON = ("pip",)  # pip-audit needs it; python -m venv installs it
 
 
 def main(*, write: bool = False) -> None:
@@ -38,8 +38,10 @@ def main(*, write: bool = False) -> None:
     for line in found:
         print(line, file=sys.stderr)
     if found:
-        sys.exit(f"{len(found)} differences: install what is meant, then `make lock`, or correct pyproject.toml")
-    print(f"{len(pins)} pinned packages are those that pyproject.toml needs, and installed")
+        sys.exit(
+            f"{len(found)} differences: install the right versions, then run `make lock`, or correct pyproject.toml"
+        )
+    print(f"{len(pins)} pinned packages are exactly those that pyproject.toml needs, and are installed")
 
 
 def read_pins(path: Path) -> dict[str, str]:
@@ -48,7 +50,7 @@ def read_pins(path: Path) -> dict[str, str]:
 
 
 def requirements(path: Path) -> tuple[list[Requirement], list[Requirement]]:
-    """What `make setup` installs, and what other extras ask for."""
+    """Return the requirements that `make setup` installs, and those of the other extras."""
     project = tomllib.loads(path.read_text())["project"]
     extras = {name: [Requirement(text) for text in texts] for name, texts in project["optional-dependencies"].items()}
     wanted = [Requirement(text) for text in project["dependencies"]]
@@ -57,7 +59,7 @@ def requirements(path: Path) -> tuple[list[Requirement], list[Requirement]]:
 
 
 def differences(pins: dict[str, str], *, wanted: list[Requirement], others: list[Requirement]) -> list[str]:
-    """A sentence for each requirement that its pin does not meet, and each pin that is missing, wrong or not needed."""
+    """Return a sentence for each requirement that its pin does not meet, and each missing, wrong or unneeded pin."""
     found = []
     for requirement in (*wanted, *others):
         pin = pins.get(canonicalize_name(requirement.name))
@@ -78,7 +80,7 @@ def differences(pins: dict[str, str], *, wanted: list[Requirement], others: list
 
 
 def needed(wanted: Iterable[Requirement]) -> dict[str, tuple[Version | None, bool]]:
-    """Name -> its installed version, or None, of all that the requirements need, through what they need in turn.
+    """Return package -> installed version or None, for all packages that the requirements need, directly or not.
 
     With it, whether those who need it name one version themselves, as torch does with CUDA's libraries.
     """

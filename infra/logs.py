@@ -1,4 +1,4 @@
-"""A container's log as it comes, into a file here, across cuts of the network and restarts of the daemon."""
+"""Copies a container's log into a local file while it grows, across network failures and restarts of the daemon."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from infra.hosts import DockerHost, HostClient, HostError, connect, host_errors
 
 logger = logging.getLogger(__name__)
 
-SILENCE_S = 15.0  # a stream with nothing to say for so long is opened anew: it may be one that a partition cut
+SILENCE_S = 15.0  # a stream that is silent for this long is opened again: the network may have cut it
 RETRY_S = 1.0
-REOPEN_S = 0.1  # a stream ends a moment before its container is said to have ended
+REOPEN_S = 0.1  # a stream ends a moment before the daemon reports the container's end
 SAVE_S = 1.0
 HEADER = struct.Struct(">BxxxL")  # which stream, and how many bytes follow (Docker's API: "Attach to a container")
 
 
 @dataclass(frozen=True)
 class Position:
-    """A place in a log: so many messages (`seen`) since the whole second `since`, as Docker orders them.
+    """A place in a log: `seen` messages after the whole second `since`, in Docker's order.
 
-    Not the last message's time: standard output's and standard error's come in an order that is not quite that of
-    their times. For the same reason `since` stays a second behind `second`, the newest.
+    The last message's time would not do: messages of standard output and standard error are not quite in the order of
+    their times. For the same reason `since` stays a second behind `second`, the newest one.
     """
 
     container: str
@@ -46,7 +46,7 @@ class Position:
     in_second: int = 0
 
     def after(self, stamp: str, num_bytes: int) -> Position:
-        """The position after one more message, of this time."""
+        """Return the position after one more message, which has this time."""
         time = stamp[: len("2026-01-31T12:34:56")]
         since, seen, second, in_second = self.since or time, self.seen, self.second or time, self.in_second
         if time > second:
@@ -63,7 +63,7 @@ class Position:
 
 @dataclass(frozen=True)
 class OpenLog:
-    """A log over one connection. `messages`: (time, text) of its messages from a whole second on, "" for all."""
+    """A log over one connection. `messages`: (time, text) of the messages from a whole second on; "": of all."""
 
     exists: bool
     ended: bool
@@ -73,9 +73,9 @@ class OpenLog:
 class Follower(threading.Thread, ABC):
     """Appends one container's output to a file until the container has ended, whatever the network does meanwhile.
 
-    Nothing is lost and nothing doubled, also when a second launcher goes on where a killed one stood: the position is
-    kept beside the file as .NAME.position, and what came after it is cut off and fetched again. The container's host
-    keeps the newest of its log for us meanwhile. join() waits for the end, close() ends it early.
+    No line is lost or doubled, also when a second launcher continues after a killed one: the position is kept beside
+    the file as .NAME.position; later text in the file is cut off and fetched again. Meanwhile the container's host
+    keeps the newest part of the log. join() waits for the end, close() ends it early.
     """
 
     def __init__(self, container: str, path: Path, *, name: str) -> None:
@@ -91,10 +91,10 @@ class Follower(threading.Thread, ABC):
 
     @abstractmethod
     def _connected(self) -> AbstractContextManager[OpenLog]:
-        """Open the log. HostError if its host does not answer, and from its messages after SILENCE_S without any."""
+        """Open the log. Raises HostError if its host does not answer; its messages do after SILENCE_S without any."""
 
     def close(self) -> None:
-        """Nothing is written any more once this returns; the thread itself may hang in a read for SILENCE_S yet."""
+        """Stop following. Nothing is written after this returns; the thread may hang in a read for up to SILENCE_S."""
         with self._writing:
             self._closed.set()
 
@@ -115,14 +115,14 @@ class Follower(threading.Thread, ABC):
             try:
                 if log.exists:
                     self._write(file, log.messages(self.position.since))
-            except OSError as error:  # the disk is full: training may go on, and the host keeps the log meanwhile
+            except OSError as error:  # the disk is full: training may continue, and the host keeps the log meanwhile
                 self._warn(error)
                 os.ftruncate(file.fileno(), self.position.size)
                 self._closed.wait(0 if log.ended else RETRY_S)
             return log.ended
 
     def _write(self, file: FileIO, messages: Iterator[tuple[str, bytes]]) -> None:
-        """Write the messages that are new."""
+        """Write the new messages."""
         for stamp, text in islice(messages, self.position.seen, None):
             with self._writing:
                 if self._closed.is_set():
@@ -136,7 +136,7 @@ class Follower(threading.Thread, ABC):
         self._save()
 
     def _load(self) -> Position:
-        """The position of an earlier follower of this container, with the file cut off there; else the file's end."""
+        """Return an earlier follower's position and cut the file off there; without one, the end of the file."""
         self.path.touch()
         size = self.path.stat().st_size
         position, saved = Position(self.container, size), self._read_saved()
@@ -148,18 +148,18 @@ class Follower(threading.Thread, ABC):
         return position
 
     def _read_saved(self) -> Position | None:
-        """The saved position; None if there is none, or a power cut broke it: then the log is fetched once more."""
+        """Return the saved position; None if there is none or it is damaged: then the whole log is fetched again."""
         try:
             return Position(**json.loads(self._saved.read_bytes()))
         except FileNotFoundError:
             return None
         except (ValueError, TypeError) as error:
-            logger.warning("could not read %s (%s): the log may have some lines twice", self._saved, error)
+            logger.warning("could not read %s (%s): some lines may be in the log twice", self._saved, error)
             return None
 
     def _save(self) -> None:
         partial = self._saved.with_name(f"{self._saved.name}.partial")
-        with suppress(OSError):  # the disk is full: the next launcher fetches a little more anew
+        with suppress(OSError):  # the disk is full: the next launcher fetches a little more again
             partial.write_text(json.dumps(asdict(self.position)))
             os.replace(partial, self._saved)
         self._saved_at = time.monotonic()
@@ -189,7 +189,7 @@ class LogFollower(Follower):
         query: dict[str, str | int] = {"stdout": 1, "stderr": 1, "timestamps": 1, "follow": int(follow)}
         if since:
             query["since"] = int(datetime.fromisoformat(f"{since}+00:00").timestamp())
-        # client.api.logs() switches the timeout off, and would hang in a partition.
+        # client.api.logs() has no timeout and would hang if the network is cut.
         url = f"{client.api.base_url}/v{client.api.api_version}/containers/{self.container}/logs"
         with host_errors(self.host), client.api.get(url, params=query, stream=True, timeout=SILENCE_S) as response:
             response.raise_for_status()
@@ -200,7 +200,7 @@ class LogFollower(Follower):
 
 
 def last_lines(client: HostClient, container: str, *, number: int) -> tuple[str, ...]:
-    """The last lines of an ended container's log, without times. Raises HostError if the daemon does not answer."""
+    """Return the last lines of an ended container's log, without times. Raises HostError if no daemon answers."""
     with host_errors(client.host):
         text = client.api.logs(container, tail=number, stream=False)
     return tuple(text.decode(errors="replace").splitlines()[-number:])

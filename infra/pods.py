@@ -1,7 +1,7 @@
-"""Pods of a program: the objects that are created for them, with the least rights, and how they are doing.
+"""Pods of a program: the objects that are created for them, with as few rights as possible, and the pods' states.
 
 Pure functions over the API's JSON. Each group of pods is one JobSet, or one indexed Job with a headless service where
-the cluster has no JobSets. Kubernetes restarts nothing of it: what comes after a failure is the launcher's decision.
+the cluster has no JobSets. Kubernetes restarts none of them: the launcher decides what happens after a failure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal
 Object = dict[str, Any]
 Kind = Literal["JobSet", "Job"]
 
-# Labels find what is ours; annotations hold the same without a label's limits.
+# Labels find Shardline's objects; annotations hold the same values without a label's limits.
 RUN, GROUP, ATTEMPT, LAUNCHER, HOSTS = (
     "shardline.run",
     "shardline.group",
@@ -33,7 +33,7 @@ LONGEST_LABEL = 63
 SECRET_FOLDER, SECRET_FILE = "/run/shardline", "secrets.json"
 # The program reads its secrets from standard input, so that no environment and no command line holds them.
 WITH_SECRET = ("sh", "-c", f'exec "$@" <{SECRET_FOLDER}/{SECRET_FILE}', "sh")
-KEPT_S = 86_400  # ended pods and their logs, of a launcher that did not come back
+KEPT_S = 86_400  # after this long the cluster removes ended pods and their logs, if no launcher did
 GIB = 2**30
 
 
@@ -58,7 +58,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class PodGroup:
-    """Alike pods, one per node. $(JOB_COMPLETION_INDEX) and $(POD_IP) in `command` are replaced in each.
+    """Identical pods, one per node. $(JOB_COMPLETION_INDEX) and $(POD_IP) in `command` are replaced in each.
 
     `kubectl get pod -o yaml` shows its environment and its command: secrets go by `secret`, to standard input.
     """
@@ -67,7 +67,7 @@ class PodGroup:
     run: str
     attempt: str
     launcher: str
-    hosts: tuple[str, ...]  # the names that these pods have for their launcher, in the order of their indices
+    hosts: tuple[str, ...]  # the launcher's names for these pods, in the order of their indices
     image: str
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class PodGroup:
     lock_memory: bool = False
     heartbeat: Heartbeat | None = None
     grace_s: float = 30.0
-    exclusive: bool = True  # each pod on a machine of its own
+    exclusive: bool = True  # one pod per machine
     queue: str = ""
     priority_class: str = ""
     node_selector: Mapping[str, str] = field(default_factory=dict)
@@ -95,13 +95,13 @@ class PodGroup:
 
 
 def group_name(*words: str) -> str:
-    """A name that begins with a letter, as services need it, and leaves room for what the names of pods add."""
+    """Return a name that begins with a letter, as services need it, and leaves room for the suffixes of pods' names."""
     name = re.sub(r"[^a-z0-9]+", "-", "-".join(("shardline", *words)).lower()).strip("-")
     return _shortened(name, LONGEST_GROUP)
 
 
 def label_value(text: str) -> str:
-    """The text if a label can hold it, else the like of it with a hash."""
+    """Return the text if it is valid in a label, otherwise a similar text with a hash."""
     fit = re.sub(r"[^A-Za-z0-9._-]", "-", text)
     if fit == text and len(text) <= LONGEST_LABEL and re.fullmatch(r"[A-Za-z0-9]|[A-Za-z0-9].*[A-Za-z0-9]|", text):
         return text
@@ -117,13 +117,13 @@ def _shortened(name: str, longest: int, *, of: str = "") -> str:
 
 
 def selector(*, run: str = "", group: str = "") -> str:
-    """The label selector of what is ours: all, of one run, or one group."""
+    """Return the label selector of Shardline's objects: all, those of one run, or those of one group."""
     labels = [f"{RUN}={label_value(run)}" if run else RUN, *([f"{GROUP}={group}"] if group else [])]
     return ",".join(labels)
 
 
 def address(group: PodGroup, index: int, kind: Kind) -> str:
-    """The DNS name at which the pods of a group reach the one of this index."""
+    """Return the DNS name at which the pods of a group reach the pod with this index."""
     job = f"{group.name}-{REPLICATED_JOB}-0" if kind == "JobSet" else group.name
     return f"{job}-{index}.{group.name}"
 
@@ -132,7 +132,7 @@ def address(group: PodGroup, index: int, kind: Kind) -> str:
 
 
 def owner(group: PodGroup, kind: Kind) -> Object:
-    """The one object that all others belong to."""
+    """Return the one object that owns all others."""
     return jobset(group) if kind == "JobSet" else job(group)
 
 
@@ -158,9 +158,8 @@ def job(group: PodGroup) -> Object:
 
 
 def _job_spec(group: PodGroup) -> Object:
-    """`backoffLimitPerIndex` 0: a pod that failed is not started again, and the others are not ended because of it.
-
-    The launcher learns from the others why they end, and what failed first.
+    """Return a Job's spec. `backoffLimitPerIndex` 0: a failed pod is not started again, and the others are not ended
+    because of it, so that the launcher can read from each pod why it ended and which failed first.
     """
     return {
         "completionMode": "Indexed",
@@ -172,7 +171,7 @@ def _job_spec(group: PodGroup) -> Object:
 
 
 def service(group: PodGroup, *, belongs_to: Object) -> Object:
-    """The headless service that gives pods of a Job their DNS names, also before they are ready."""
+    """Return the headless service that gives pods of a Job their DNS names, also before they are ready."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -193,7 +192,7 @@ def secret(group: PodGroup) -> Object:
 
 
 def owned_by(belongs_to: Object) -> Object:
-    """The part of an object's metadata by which Kubernetes removes it together with `belongs_to`."""
+    """Return the part of an object's metadata by which Kubernetes removes it together with `belongs_to`."""
     reference = {
         "apiVersion": belongs_to["apiVersion"],
         "kind": belongs_to["kind"],
@@ -217,7 +216,7 @@ def _metadata(group: PodGroup, *, queue: str = "", belongs_to: Object | None = N
 
 
 def _pod_spec(group: PodGroup) -> Object:
-    """Return a pod with the rights that the Pod Security Standards call restricted, but for IPC_LOCK for InfiniBand."""
+    """Return a pod with the rights that the Pod Security Standards call restricted, plus IPC_LOCK for InfiniBand."""
     uid, _, gid = group.user.partition(":")
     spec: Object = {
         "restartPolicy": "Never",
@@ -259,7 +258,7 @@ def _container(group: PodGroup) -> Object:
     container: Object = {
         "name": CONTAINER,
         "image": group.image,
-        "command": list(command[:1]),  # an image's own entrypoint would come between us and the signals
+        "command": list(command[:1]),  # an image's own entrypoint would receive the signals instead of the program
         "args": list(command[1:]),
         "workingDir": group.working_dir,
         "env": [
@@ -304,7 +303,7 @@ def _volumes(group: PodGroup) -> list[Object]:
 # States
 
 LOST = {
-    # the reason of a pod's failure, or of its disruption, that its machine or the cluster is behind: what to say
+    # reason of a pod's failure or disruption that its machine or the cluster caused -> the sentence for the user
     "Evicted": "its machine evicted it",
     "NodeLost": "its machine is lost",
     "NodeShutdown": "its machine shuts down",
@@ -314,13 +313,13 @@ LOST = {
     "PreemptionByScheduler": "a pod of higher priority took its place",
     "Preempted": "a workload of higher priority took its quota",
     "DeletionByTaintManager": "its machine does not answer, or was tainted",
-    "EvictionByEvictionAPI": "it was evicted, as by a drain of its machine",
+    "EvictionByEvictionAPI": "it was evicted, for example by a drain of its machine",
     "DeletionByPodGC": "its machine is gone",
-    "TerminationByKubelet": "its machine needed the room, or shuts down",
-    "UnexpectedAdmissionError": "its machine refused it, as after a device plugin's restart",
+    "TerminationByKubelet": "its machine needed the resources, or shuts down",
+    "UnexpectedAdmissionError": "its machine refused it, for example after a restart of a device plugin",
 }
 WAITING = {
-    # why a pod does not run: what to do about it
+    # reason why a pod does not run -> the cure
     "Unschedulable": "compare what launch.kubernetes asks for (GPUs, cpus, memory_gib, node_selector, tolerations, "
     "nodes) with `kubectl describe nodes`",
     "SchedulingGated": "its queue holds it back: `kubectl get workloads`",
@@ -328,7 +327,7 @@ WAITING = {
     "ImagePullBackOff": "check launch.image, and launch.kubernetes.image_pull_secrets for a private registry",
     "InvalidImageName": "check launch.image",
     "ErrImageNeverPull": "load the image onto the machines, or push it to a registry",
-    "CreateContainerConfigError": "something that the pod refers to is missing: `kubectl describe pod` says what",
+    "CreateContainerConfigError": "the pod refers to an object that does not exist: `kubectl describe pod` names it",
     "CreateContainerError": "`kubectl describe pod` says more",
     "RunContainerError": "the image may lack the program: `kubectl describe pod` says more",
 }
@@ -336,10 +335,10 @@ WAITING = {
 
 @dataclass(frozen=True)
 class PodState:
-    """How a pod is doing. `exit_code` counts once `running` is false.
+    """A pod's state. `exit_code` is valid once `running` is false.
 
-    `ready`: its heartbeat is young, and its machine answers. `lost`: why its machine or the cluster took it away, in
-    words. `waiting`: why it does not run yet, with the cure, once Kubernetes tells. `placed`: it has a machine.
+    `ready`: its heartbeat is young, and its machine answers. `lost`: a sentence why its machine or the cluster took it
+    away. `waiting`: why it does not run yet, with the cure, once Kubernetes reports it. `placed`: it has a machine.
     """
 
     name: str
@@ -358,14 +357,14 @@ class PodState:
     oom_killed: bool
     lost: str
     waiting: str
-    ending: bool  # it was told to end, by whomever
+    ending: bool  # somebody asked it to end
     image_id: str
     started_at: str
     finished_at: str
 
 
 def read_pod(pod: Object) -> PodState:
-    """The state of a pod of ours, from the API's object."""
+    """Return the state of a pod from the API's object."""
     metadata, spec, status = pod["metadata"], pod.get("spec", {}), pod.get("status", {})
     annotations, labels = metadata.get("annotations", {}), metadata.get("labels", {})
     hosts = annotations.get(HOSTS, "").split(",")
@@ -401,7 +400,7 @@ def read_pod(pod: Object) -> PodState:
 
 
 def _lost(status: Object, conditions: Mapping[str, Object]) -> str:
-    """Say in words why a pod was lost: the kubelet's reason first, since it is more exact than the eviction's."""
+    """Return a sentence why a pod was lost: the kubelet's reason first, which is more exact than the eviction's."""
     disruption = conditions.get("DisruptionTarget", {})
     for where in (status, disruption if disruption.get("status") == "True" else {}):
         if reason := where.get("reason", ""):

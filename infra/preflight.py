@@ -1,7 +1,7 @@
-"""Probes a host before a run: its daemon, the image, and what a short-lived container finds there.
+"""Probes a host before a run: its daemon, the image, and the checks of a short-lived container there.
 
-Nothing here stops at the first thing that is wrong. What a daemon refuses is put into words and taken out of the
-request, which is then made again, so that one look shows all there is to mend on a host.
+A probe does not stop at the first error. If the daemon refuses a part of the request, that is noted as a finding, and
+the request is repeated without that part, so that one probe shows everything that must be corrected on a host.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from infra.hosts import DockerHost, HostClient, HostError, connect, host_errors,
 POLL_S = 0.05
 CLOCK_LIMIT_S = 5.0
 LAST_CHARACTERS = 800
-NOT_FOUND = 127  # of the container's init, as of a shell
+NOT_FOUND = 127  # exit codes of the container's init, the same as a shell's
 
 
 @dataclass(frozen=True)
 class Probe:
-    """`findings` are what is wrong, each with its cure; `report` is what the throw-away container printed, if it did.
+    """`findings` are the errors, each with its cure; `report` is the throw-away container's output, if there is any.
 
     `has_gpus`: the container was granted the GPUs that its job asks for.
     """
@@ -36,18 +36,18 @@ class Probe:
     reachable: bool
     findings: tuple[str, ...] = ()
     image_id: str = ""
-    digests: tuple[str, ...] = ()  # NAME@sha256:… in the registries that the image was in
+    digests: tuple[str, ...] = ()  # NAME@sha256:… of the image in registries
     has_gpus: bool = False
     report: Mapping[str, Any] = field(default_factory=dict)
 
 
 def probe_all(hosts: Sequence[DockerHost], jobs: Mapping[str, Job], *, timeout_s: float = 60.0) -> dict[str, Probe]:
-    """Probe all hosts at once, each with its throw-away job: host's name -> what it said."""
+    """Probe all hosts at once, each with its throw-away job; return host's name -> the result."""
     return on_all(hosts, lambda host: probe(host, jobs[host.name], timeout_s=timeout_s))
 
 
 def probe(host: DockerHost, job: Job, *, timeout_s: float) -> Probe:
-    """Probe one host. `job` prints a JSON object as its last line within `timeout_s`; its `findings` are taken over."""
+    """Probe one host. `job` prints a JSON object as its last line within `timeout_s`; its `findings` are included."""
     try:
         with closing(connect(host)) as client:
             return _probe(client, job, timeout_s=timeout_s)
@@ -64,14 +64,14 @@ def _probe(client: HostClient, job: Job, *, timeout_s: float) -> Probe:
         if not isinstance(error.__cause__, ImageNotFound):
             raise
         return Probe(
-            name, reachable=True, findings=(*clock, f"it has not got the image {job.image}: {_cure(job.image)}")
+            name, reachable=True, findings=(*clock, f"it does not have the image {job.image}: {_cure(job.image)}")
         )
     container, granted, refused = start_what_is_granted(client, job)
     report: Mapping[str, Any] = {}
     if container:
         output = finish(client, container, timeout_s=timeout_s)
         report = output.report()
-        if not report and not refused:  # else what was refused is the reason
+        if not report and not refused:  # otherwise a refused part of the request is the reason
             refused = (silence(job, output, timeout_s=timeout_s),)
     return Probe(
         name,
@@ -86,12 +86,12 @@ def _probe(client: HostClient, job: Job, *, timeout_s: float) -> Probe:
 
 def _cure(image: str) -> str:
     if image.startswith("sha256:"):
-        return "send it (`docker save … | ssh HOST docker load`), or push it and set launch.image=NAME@sha256:…"
-    return f"`docker pull {image}` there, or send it (`docker save … | ssh HOST docker load`)"
+        return "copy it there (`docker save … | ssh HOST docker load`), or push it and set launch.image=NAME@sha256:…"
+    return f"`docker pull {image}` there, or copy it (`docker save … | ssh HOST docker load`)"
 
 
 def _said(error: HostError) -> str:
-    """The error without the host's name, since findings are listed under it."""
+    """Return the error without the host's name, because findings are listed under that name."""
     return str(error).removeprefix(f"{error.hosts[0]}: ") if len(error.hosts) == 1 else str(error)
 
 
@@ -106,9 +106,9 @@ def check_clock(client: HostClient) -> tuple[str, ...]:
 
 
 def clock_findings(time_on_host: str, *, before: float, after: float) -> tuple[str, ...]:
-    """Compare the host's clock, in RFC 3339, with ours: it was read between `before` and `after` (Unix seconds).
+    """Compare the host's clock (RFC 3339) with this machine's; it was read between `before` and `after` (Unix seconds).
 
-    With clocks further apart the age of a lease or a heartbeat means nothing, and logs of hosts do not line up.
+    If clocks differ by more, the age of a lease or heartbeat is wrong, and the hosts' logs cannot be compared by time.
     """
     theirs = datetime.fromisoformat(time_on_host).timestamp()
     ahead_s = max(theirs - after, 0.0) or min(theirs - before, 0.0)
@@ -126,14 +126,14 @@ def clock_findings(time_on_host: str, *, before: float, after: float) -> tuple[s
 
 @dataclass(frozen=True)
 class Output:
-    """The exit code and the output of a container; `code` None: it did not end in time."""
+    """The exit code and the output of a container. `code` None: it did not end in time."""
 
     code: int | None
     stdout: str
     stderr: str
 
     def report(self) -> dict[str, Any]:
-        """The JSON object of its last line, empty if there is none."""
+        """Return the JSON object of the last line; empty if there is none."""
         try:
             report = json.loads(self.stdout.splitlines()[-1])
         except (ValueError, IndexError):
@@ -142,7 +142,7 @@ class Output:
 
 
 def finish(client: HostClient, container: str, *, timeout_s: float) -> Output:
-    """Wait at most `timeout_s` for the container to end, read its output, and remove it, whatever happens."""
+    """Wait at most `timeout_s` for the container's end, read its output, and remove it in any case."""
     try:
         code, deadline = None, time.monotonic() + timeout_s
         while code is None and time.monotonic() < deadline:
@@ -150,7 +150,7 @@ def finish(client: HostClient, container: str, *, timeout_s: float) -> Output:
             now = state(client, container)
             if now is None:  # another launcher has removed it
                 name = client.host.name
-                raise HostError(f"{name}: somebody removed our container while it ran: try again", hosts=(name,))
+                raise HostError(f"{name}: somebody removed the container while it ran: try again", hosts=(name,))
             code = None if now.running or now.status == "created" else now.exit_code
         if code is None:
             kill(client, container)
@@ -162,9 +162,9 @@ def finish(client: HostClient, container: str, *, timeout_s: float) -> Output:
 
 
 def start_what_is_granted(client: HostClient, job: Job) -> tuple[str, Job, tuple[str, ...]]:
-    """The container's id, empty if there is no way to start it; the job as granted; in words, what was refused of it.
+    """Return the container's id (empty: it cannot be started), the job as granted, and a sentence per refused part.
 
-    Raises HostError if the daemon is out of reach.
+    Raises HostError if the daemon cannot be reached.
     """
     refused: list[str] = []
     lesser: Job | None = job
@@ -185,14 +185,14 @@ def _extra_words(words: str, job: Job) -> str:
     """Return the first line of an error that infra/hosts.py has no sentence for."""
     if "nvidia-container-cli" in words or "unknown device" in words:
         asked = ", ".join(job.gpu_ids) or ("all" if job.gpus < 0 else job.gpus)
-        return f"it has not the GPUs asked for ({asked}): see `nvidia-smi -L` there (Docker said: {words.strip()})"
+        return f"it lacks the GPUs asked for ({asked}): see `nvidia-smi -L` there (Docker said: {words.strip()})"
     if device := missing_device(words):
         return f"it has no {device}: load the device's driver there, or take it out of launch.devices"
     return ""
 
 
 def without(words: str, job: Job) -> Job | None:
-    """The job without what the daemon's words refuse; None where they name nothing that could be left out."""
+    """Return the job without the part that the daemon refused; None if the error names no part that can be left out."""
     if "device driver" in words or "nvidia-container-cli" in words or "unknown device" in words:
         return replace(job, gpus=0, gpu_ids=()) if job.gpus or job.gpu_ids else None
     if "rlimit" in words:
@@ -210,7 +210,7 @@ def without(words: str, job: Job) -> Job | None:
 def silence(job: Job, output: Output, *, timeout_s: float) -> str:
     """Say why a container left no report."""
     if output.code is None:
-        return f"no answer from a container in {timeout_s:g} s: does its shared folder hang? See `df` there"
+        return f"a container gave no answer in {timeout_s:g} s: its shared folder may hang; check with `df` there"
     last = (output.stderr or output.stdout).strip()[-LAST_CHARACTERS:] or "and said nothing"
     if output.code == NOT_FOUND or "No module named" in last:
         what = job.command[0] if output.code == NOT_FOUND else "Shardline"
@@ -218,11 +218,11 @@ def silence(job: Job, output: Output, *, timeout_s: float) -> str:
     return f"a container of the image ended with exit code {output.code}: {last}"
 
 
-# One image on all
+# The same image on all hosts
 
 
 def image_findings(image: str, probes: Sequence[Probe]) -> dict[str, str]:
-    """Host's name -> that its image is another than the first host's.
+    """Return host's name -> a finding, where the image differs from the first host's.
 
     Daemons that store images in different ways give the same image unlike ids; a digest that both know decides then.
     """

@@ -1,8 +1,8 @@
-"""`python -m infra.secrets_to_env COMMAND …`: read secrets from files into the environment, then become the command.
+"""`python -m infra.secrets_to_env COMMAND …`: reads secrets from files into the environment, then executes the command.
 
-NAME_FILE=/run/secrets/x becomes NAME, as in Postgres' image: what `docker inspect` and compose.yaml show is the path.
-Only files of a folder called `secrets` are meant, since SSL_CERT_FILE and its like are no secrets. An empty file
-leaves NAME unset.
+NAME_FILE=/run/secrets/x becomes NAME, as in Postgres' image, so that `docker inspect` and compose.yaml show only the
+path. This is done only for files in a folder called `secrets`, because SSL_CERT_FILE and others name no secrets. An
+empty file leaves NAME unset.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SUFFIX, FOLDER = "_FILE", "secrets"
 
 
 def with_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` with NAME for each NAME_FILE. Raises SystemExit, naming the file, where it cannot be read."""
+    """Return `environment` with NAME for each NAME_FILE. Exits, naming the file, if one cannot be read."""
     result = dict(environment)
     for name, value in environment.items():
         path = Path(value)

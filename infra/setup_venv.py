@@ -1,8 +1,8 @@
-"""`make setup`: .venv with Shardline and all that its tests need, at the versions of constraints.txt.
+"""`make setup`: makes .venv with Shardline and the packages of its tests, at the versions of constraints.txt.
 
-By uv where it is on PATH or the package index has it, because it takes a fraction of pip's time; otherwise by pip,
-which also finishes what uv could not. uv does not read pip's settings (an index of your own, certificates), so it is
-handed them. Standard library only: this runs before anything is installed.
+It uses uv if that is on PATH or in the package index, because uv takes a fraction of pip's time; otherwise pip. If uv
+fails, pip installs. uv does not read pip's settings (an index of your own, certificates), so it gets them as variables.
+Standard library only: this runs before anything is installed.
 
     python -m infra.setup_venv [pip]      pip: without uv
 """
@@ -24,7 +24,7 @@ REQUIREMENT = ".[train,orchestrate,eval,dev]"
 CONSTRAINTS = "constraints.txt"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 ANSWERS_WITHIN_S = 5
-# pip's setting -> the variable by which uv has it; values of several words are split by what stands behind.
+# pip's setting -> uv's variable, and the separator for settings with several values
 OF_PIP = {
     "index-url": ("UV_DEFAULT_INDEX", " "),
     "extra-index-url": ("UV_EXTRA_INDEX_URL", " "),
@@ -50,7 +50,7 @@ def main(installer: str = "") -> None:
         command = [uv, "pip", "install", *options, "--constraint", CONSTRAINTS, "--editable", REQUIREMENT]
         if subprocess.run(command, env=settings).returncode == 0:
             return
-        print("uv could not install it: pip tries", file=sys.stderr)
+        print("uv could not install the packages: trying with pip", file=sys.stderr)
     index = ["--extra-index-url", extra_index] if extra_index else []
     sys.exit(_pip("install", "--quiet", *index, "--constraint", CONSTRAINTS, "--editable", REQUIREMENT).returncode)
 
@@ -66,7 +66,10 @@ def find_uv() -> str | None:
 
 
 def pip_settings() -> dict[str, str]:
-    """pip's settings for installing. [install] counts before [global] in its files, and the environment before both."""
+    """Return pip's settings for installing.
+
+    In its files [install] overrides [global]; the environment overrides all.
+    """
     sections: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
     for line in _pip("config", "list", output=subprocess.PIPE).stdout.splitlines():
         key, _, value = line.partition("=")
@@ -77,7 +80,7 @@ def pip_settings() -> dict[str, str]:
 
 
 def uv_settings(settings: dict[str, str]) -> dict[str, str]:
-    """The variables that tell uv what pip's settings tell pip."""
+    """Return the variables that give pip's settings to uv."""
     return {
         variable: separator.join(settings[name].split())
         for name, (variable, separator) in OF_PIP.items()
@@ -86,9 +89,9 @@ def uv_settings(settings: dict[str, str]) -> dict[str, str]:
 
 
 def cpu_index(*, url: str = CPU_INDEX, devices: Path = Path("/dev")) -> str:
-    """The index of torch's builds for CPUs; empty with a GPU here, on other systems, and where it has not our version.
+    """Return the index of torch's CPU builds; empty with a GPU, on other systems, and if the index lacks this version.
 
-    PyPI's build for Linux brings CUDA's libraries, which a machine without a GPU downloads and stores for nothing.
+    PyPI's build for Linux includes CUDA's libraries, which a machine without a GPU does not need.
     """
     gpus = [*devices.glob("nvidia[0-9]*"), *devices.glob("kfd"), *devices.glob("dxg")]
     if gpus or platform.system() != "Linux":

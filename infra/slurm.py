@@ -1,7 +1,7 @@
-"""Slurm, by its own commands: jobs that hold nodes, programs on those nodes, and what becomes of both.
+"""Slurm, by its own commands: jobs that hold nodes, programs on those nodes, and the states of both.
 
-Slurm's commands say what failed, seldom what to do. Everything here raises HostError instead; `unreachable` then means
-that slurmctld did not answer, so that nobody knows now what became of jobs.
+Slurm's errors seldom say what to do. All functions here raise HostError instead; `unreachable` then means that
+slurmctld did not answer, so that the state of jobs is unknown.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from infra.hosts import HostError
 
-ANSWER_S = 15.0  # without a controller, Slurm's commands give up by themselves after 2 x MessageTimeout / 5
+ANSWER_S = 15.0  # without a controller, Slurm's commands end by themselves after 2 x MessageTimeout / 5
 OURS = "shardline"  # the first word of a job's comment
 ENDED = {
     "BOOT_FAIL",
@@ -33,22 +33,22 @@ ENDED = {
     "REVOKED",
     "TIMEOUT",
 }
-# The environment of programs on the nodes: what they need of ours, by name. All else stays here, secrets too.
+# Variables of this process that programs on the nodes get. All others stay here, also secrets.
 PASSED_ON = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "SLURM_CONF", "USER")
-SETTINGS = ("SLURM_", "SRUN_", "SQUEUE_", "SCANCEL_", "SALLOC_", "SINFO_")  # would change what commands do and print
+SETTINGS = ("SLURM_", "SRUN_", "SQUEUE_", "SCANCEL_", "SALLOC_", "SINFO_")  # they would change the commands' output
 
 CURES = (
-    # what Slurm's answer holds, what to say of it, whether slurmctld may answer next time
-    ("Unable to contact slurm controller", "slurmctld does not answer: is it up, and the network between?", True),
+    # text in Slurm's answer, the sentence for the user, and whether a later try may succeed
+    ("Unable to contact slurm controller", "slurmctld does not answer: is it running, and is the network up?", True),
     ("Socket timed out", "slurmctld does not answer in time: it may be overloaded", True),
-    ("Connection refused", "nothing listens at slurmctld's address: is it up?", True),
-    ("Unable to confirm allocation", "slurmctld does not answer, or the job is not running now", True),
+    ("Connection refused", "nothing listens at slurmctld's address: check that it runs", True),
+    ("Unable to confirm allocation", "slurmctld does not answer, or the job does not run at the moment", True),
     ("Invalid partition", "there is no such partition: `sinfo -s` lists them; set launch.slurm.partition", False),
     ("Invalid account", "you may not use that account or partition: `sacctmgr show associations user=$USER` lists "
      "yours; set launch.slurm.account", False),
     ("Invalid qos", "there is no such quality of service for you: set launch.slurm.qos", False),
     ("Invalid feature", "no node has that feature: `sinfo -o '%N %f'` lists them; set launch.slurm.constraint", False),
-    ("Requested node configuration is not available", "no nodes of the partition have what is asked for: `sinfo -N -l` "
+    ("Requested node configuration is not available", "no nodes of the partition have these resources: `sinfo -N -l` "
      "shows what they have; lower launch.slurm's nodes, gpus_per_node, cpus_per_node or memory_gib", False),
     ("Requested time limit is invalid", "the partition allows less time: `sinfo -o '%P %l'` shows how much; lower "
      "launch.slurm.time_limit_s", False),
@@ -59,13 +59,13 @@ CURES = (
 
 @dataclass(frozen=True)
 class Job:
-    """A job as slurmctld tells of it. `nodes`: those that it has now; one that failed is no longer among them.
+    """A job as slurmctld reports it. `nodes`: the nodes that it has now, without failed ones.
 
-    `ends_at`: when its time limit is reached, or a preemption's grace is over; seconds since the epoch, 0: not known.
+    `ends_at`: the end of its time limit, or of a preemption's grace period, in seconds since the epoch; 0: unknown.
     """
 
     id: str
-    state: str  # PENDING, CONFIGURING, RUNNING, COMPLETING, and those of ENDED
+    state: str  # PENDING, CONFIGURING, RUNNING, COMPLETING, or a state of ENDED
     reason: str
     nodes: tuple[str, ...]
     batch_host: str
@@ -85,7 +85,7 @@ class Job:
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """A node as slurmctld sees it. `responds`: its slurmd answers; `state` as in DOWN or ALLOCATED+DRAIN."""
+    """A node as slurmctld sees it. `responds`: its slurmd answers. `state`: for example DOWN or ALLOCATED+DRAIN."""
 
     name: str
     address: str
@@ -107,7 +107,7 @@ class Step:
 
 
 def environment() -> dict[str, str]:
-    """Our environment without the settings of an enclosing job, for Slurm's commands. Times come as the epoch's."""
+    """Return the environment for Slurm's commands: no settings of an enclosing job, and times as epoch seconds."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS) or name == "SLURM_CONF"}
     return {**kept, "SLURM_TIME_FORMAT": "%s"}
 
@@ -117,24 +117,26 @@ def _passed_on() -> str:
 
 
 def _ask(program: str, *words: str, content: str = "", timeout_s: float = ANSWER_S) -> str:
-    """Standard output of one of Slurm's commands; `content` goes to its standard input."""
+    """Return the standard output of one of Slurm's commands; `content` is written to its standard input."""
     if shutil.which(program) is None:
         raise HostError(
-            f"{program} is not on PATH: start Shardline on a login node of the cluster, or inside of a job there"
+            f"{program} is not on PATH: start Shardline on a login node of the cluster, or inside a job there"
         )
     try:
         done = subprocess.run(
             [program, *words], input=content, capture_output=True, text=True, timeout=timeout_s, env=environment()
         )
     except subprocess.TimeoutExpired:
-        raise HostError(f"{program} gave no answer in {timeout_s:g} s: is slurmctld up?", unreachable=True) from None
+        raise HostError(
+            f"{program} gave no answer in {timeout_s:g} s: is slurmctld running?", unreachable=True
+        ) from None
     if done.returncode:
         raise explained(program, done.stderr)
     return done.stdout
 
 
 def explained(program: str, answer: str) -> HostError:
-    """Turn the answer of a Slurm command that failed into an error with a cure."""
+    """Turn the output of a failed Slurm command into an error with a cure."""
     said = " ".join(answer.split())
     for sign, words, unreachable in CURES:
         if sign.lower() in said.lower():
@@ -146,7 +148,7 @@ def explained(program: str, answer: str) -> HostError:
 
 
 def submit(script: str, *, name: str, comment: str, options: Sequence[str]) -> str:
-    """Submit a batch job and return its ID. Nothing of our environment goes with it but PASSED_ON."""
+    """Submit a batch job and return its ID. Of the environment it gets only PASSED_ON."""
     answer = _ask(
         "sbatch",
         "--parsable",
@@ -161,7 +163,7 @@ def submit(script: str, *, name: str, comment: str, options: Sequence[str]) -> s
 
 
 def job(job_id: str) -> Job | None:
-    """The job; None once slurmctld has forgotten it (MinJobAge, 300 s after its end)."""
+    """Return the job; None once slurmctld has forgotten it (MinJobAge, 300 s after its end)."""
     try:
         text = _ask("scontrol", "--oneliner", "show", "job", job_id)
     except HostError as error:
@@ -183,7 +185,7 @@ def job(job_id: str) -> Job | None:
 
 
 def our_jobs(run: str = "") -> list[Job]:
-    """Jobs of ours that wait, run or are ending: of all runs, or of one."""
+    """Return Shardline's jobs that wait, run or are ending: of all runs, or of one."""
     rows = _ask("squeue", "--me", "--noheader", "--format=%i|%k").splitlines()
     ids = [job_id for job_id, _, comment in (row.partition("|") for row in rows) if comment.startswith(f"{OURS}:")]
     found = [known for job_id in ids if (known := job(job_id)) is not None]
@@ -191,7 +193,7 @@ def our_jobs(run: str = "") -> list[Job]:
 
 
 def comment_of(run_id: str, *, launcher: str) -> str:
-    """Return the job's comment that marks it as ours: the run, and the process that holds its lease."""
+    """Return the comment that marks a job as Shardline's: the run, and the process that holds its lease."""
     return f"{OURS}:{run_id}:{launcher}"
 
 
@@ -204,7 +206,7 @@ def launcher_of(found: Job) -> str:
 
 
 def cancel(job_id: str) -> None:
-    """End the job, and all that runs in it, if it is still there."""
+    """End the job and all programs in it, if it still exists."""
     try:
         _ask("scancel", job_id)
     except HostError as error:
@@ -213,7 +215,7 @@ def cancel(job_id: str) -> None:
 
 
 def expand(hostlist: str) -> tuple[str, ...]:
-    """The names in a list as Slurm writes it: n[1-3],gpu7."""
+    """Return the names in a list as Slurm writes it: n[1-3],gpu7."""
     if not _value(hostlist):
         return ()
     if "[" not in hostlist:
@@ -222,7 +224,7 @@ def expand(hostlist: str) -> tuple[str, ...]:
 
 
 def node_infos(names: Iterable[str]) -> dict[str, NodeInfo]:
-    """Nodes by name, as slurmctld sees them."""
+    """Return the nodes by name, as slurmctld sees them."""
     wanted = ",".join(names)
     if not wanted:
         return {}
@@ -240,7 +242,7 @@ def node_infos(names: Iterable[str]) -> dict[str, NodeInfo]:
 
 
 def resolved(node: NodeInfo) -> str:
-    """The node's IP address, as this machine resolves it. Raises HostError if that fails."""
+    """Return the node's IP address, as this machine resolves it. Raises HostError if that fails."""
     try:
         return str(socket.getaddrinfo(node.address, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
@@ -265,10 +267,10 @@ def start(
     secret: bytes = b"",
     waits_for_input: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Run a command on one node of a job, by an srun of its own; `secret` comes to its standard input.
+    """Run a command on one node of a job, with its own srun; `secret` is written to its standard input.
 
-    Its exit code is the command's. The step uses all that the job has on the node, beside other steps.
-    `waits_for_input`: its input comes later, by `give_input`.
+    The exit code of srun is the command's. The step may use all resources that the job has on the node, beside other
+    steps. `waits_for_input`: its input comes later, by `give_input`.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
@@ -294,7 +296,7 @@ def start(
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment(),
-            start_new_session=True,  # Ctrl-C is for us: we tell the ranks
+            start_new_session=True,  # a Ctrl-C must reach only this process, which then stops the ranks
         )
     if secret:
         give_input(process, secret)
@@ -302,15 +304,15 @@ def start(
 
 
 def give_input(process: subprocess.Popen[bytes], content: bytes) -> None:
-    """Send the content to a step's standard input, and close that."""
+    """Send the content to a step's standard input, and close the input."""
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # it ended before it read all: its output tells why
+    with suppress(BrokenPipeError):  # the step ended before it read everything: its output tells why
         process.stdin.write(content)
         process.stdin.close()
 
 
 def steps(job_id: str) -> list[Step]:
-    """The programs on the nodes of a job, without the script that holds them."""
+    """Return the programs on the nodes of a job, without the script that holds the nodes."""
     rows = _ask("squeue", "--steps", "--noheader", f"--jobs={job_id}", "--format=%i|%j|%N").splitlines()
     found = [Step(*row.split("|")) for row in rows if row.count("|") == 2]
     return [step for step in found if step.id.rpartition(".")[2].isdigit()]
@@ -327,7 +329,7 @@ def kill(step_ids: Iterable[str]) -> None:
 
 
 def _scancel(words: Sequence[str]) -> None:
-    """Slurm 22.05 asks all nodes of the job, and counts it as an error that one of them has not got the step."""
+    """Run scancel. Slurm 22.05 asks all nodes of the job, and reports an error for each node without that step."""
     if not any(not word.startswith("-") for word in words):
         return
     try:
@@ -341,7 +343,7 @@ def _scancel(words: Sequence[str]) -> None:
 
 
 def _fields(text: str) -> dict[str, str]:
-    """Name -> value in one line of `scontrol --oneliner show`; of a value with spaces, its first word."""
+    """Return name -> value from one line of `scontrol --oneliner show`; for a value with spaces, its first word."""
     return dict(re.findall(r"(?:^|\s)([A-Za-z][\w/:]*)=(\S*)", text))
 
 

@@ -1,4 +1,4 @@
-"""The container that this process is in, as its Docker daemon describes it: what another one like it is made of."""
+"""Describes the container that this process runs in, so that another container like it can be started."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ SOCKET = "/var/run/docker.sock"
 
 
 def like_this_one() -> dict[str, Any]:
-    """docker-py's arguments for a container of the same image, settings, limits, mounts and network.
+    """Return docker-py's arguments for a container with the same image, settings, limits, mounts and network.
 
-    Without the daemon's socket, and without the group that may open it: who has those is root on the machine.
-    Raises RuntimeError where this is no container of the daemon at the socket.
+    The daemon's socket and the group that may open it are left out, because they give root's rights on the machine.
+    Raises RuntimeError if this process does not run in a container of the daemon at the socket.
     """
     client = docker.from_env()
     try:
@@ -52,7 +52,7 @@ def _added(environment: list[str], image: list[str]) -> dict[str, str]:
 
 
 def remove_ended(label: str, *, older_than_hours: int) -> list[str]:
-    """Containers with that label that ended before; returns their ids."""
+    """Remove the ended containers with that label; return their ids."""
     client = docker.from_env()
     try:
         done = client.containers.prune(filters={"label": label, "until": f"{older_than_hours}h"})

@@ -1,7 +1,7 @@
-"""Docker over ssh: the daemon's socket, forwarded to a socket here by the machine's own ssh client.
+"""Docker over ssh: the machine's own ssh client forwards the daemon's socket to a socket here.
 
-The SDK has an ssh transport, but its reads have no timeout: a host cut off from the network would hang whoever asks.
-A forwarded unix socket has timeouts like any other, and takes everything from the user's ~/.ssh/config.
+The SDK has an ssh transport, but its reads have no timeout: a request to a host that lost its network would hang. A
+forwarded unix socket has timeouts like any other, and ssh uses all settings of the user's ~/.ssh/config.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _tunnels: dict[str, _Tunnel] = {}
 
 @dataclass(frozen=True)
 class _Tunnel:
-    """An ssh process; it ends with us even when we are killed, since its remote `cat` reads a pipe of ours."""
+    """An ssh process. It ends with this process, also after kill -9: its remote `cat` reads a pipe from here."""
 
     process: subprocess.Popen[bytes]
     folder: Path
@@ -37,9 +37,9 @@ class _Tunnel:
 
 
 def local_socket(url: str, *, timeout_s: float) -> Path:
-    """Path of a socket here that leads to the daemon of ssh://[USER@]HOST[:PORT][/SOCKET]; one tunnel per URL.
+    """Return the path of a local socket to the daemon of ssh://[USER@]HOST[:PORT][/SOCKET]; one tunnel per URL.
 
-    Raises ConnectionError with what ssh said, TimeoutError if it takes longer than `timeout_s`.
+    Raises ConnectionError with ssh's output, TimeoutError if it takes longer than `timeout_s`.
     """
     with _lock:
         tunnel = _tunnels.get(url)
@@ -54,15 +54,15 @@ def local_socket(url: str, *, timeout_s: float) -> Path:
 
 def _start(url: str, *, timeout_s: float) -> _Tunnel:
     parts = urlsplit(url)
-    folder = Path(tempfile.mkdtemp(prefix="shardline-ssh-"))  # 0700: whoever opens the socket is root over there
+    folder = Path(tempfile.mkdtemp(prefix="shardline-ssh-"))  # 0700: the socket gives root's rights there
     settings = {
-        "BatchMode": "yes",  # a question for a password would wait for ever
+        "BatchMode": "yes",  # a prompt for a password would wait forever
         "ConnectTimeout": max(1, round(timeout_s)),
         "ExitOnForwardFailure": "yes",
         "ServerAliveInterval": 5,
         "ServerAliveCountMax": 3,
         "ControlMaster": "no",
-        "ControlPath": "none",  # a master of the user's own would hold the forwarding, and go when they leave
+        "ControlPath": "none",  # the user's own ssh master would hold the forwarding, and end when the user logs out
     }
     command = ["ssh", *(word for key, value in settings.items() for word in ("-o", f"{key}={value}"))]
     command += ["-L", f"{folder}/docker.sock:{parts.path or DOCKER_SOCKET}"]
@@ -74,13 +74,13 @@ def _start(url: str, *, timeout_s: float) -> _Tunnel:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=log,
-            start_new_session=True,  # Ctrl-C is for us: the containers are stopped through this tunnel
+            start_new_session=True,  # a Ctrl-C must not end ssh: the containers are stopped through this tunnel
         )
     return _Tunnel(process, folder)
 
 
 def _wait(tunnel: _Tunnel, url: str, *, timeout_s: float) -> None:
-    """Wait until the socket is there: ssh makes it once it is logged in."""
+    """Wait until the socket exists: ssh makes it after the login."""
     deadline = time.monotonic() + timeout_s
     while not (tunnel.folder / "docker.sock").exists():
         if tunnel.process.poll() is not None:

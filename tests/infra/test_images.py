@@ -63,7 +63,7 @@ def test_a_port_is_no_version() -> None:
 
 def test_a_password_never_gets_into_an_image() -> None:
     client = HostClient.__new__(HostClient)  # refused before it is used
-    with pytest.raises(ValueError, match="PIP_INDEX_URL holds a password, which `docker history` shows") as refusal:
+    with pytest.raises(ValueError, match="PIP_INDEX_URL contains a password, which `docker history` shows") as refusal:
         images.build(client, tag="x", build_args={"PIP_INDEX_URL": "https://me:s3cret@index.example/simple"})
     assert "s3cret" not in str(refusal.value)
 

@@ -241,16 +241,16 @@ def test_a_queue_holds_a_group_back(api: KubernetesApi, cluster: Cluster) -> Non
 
 def test_errors_say_what_to_do(api: KubernetesApi, cluster: Cluster, tmp_path: Path) -> None:
     group = start(cluster)
-    with pytest.raises(ClusterError, match=r"of that name is there already.*already exists"):
+    with pytest.raises(ClusterError, match=r"of that name exists already.*already exists"):
         start(cluster)
-    with pytest.raises(ClusterError, match=r"no way to a Kubernetes cluster.*launch.kubernetes.context"):
+    with pytest.raises(ClusterError, match=r"no Kubernetes cluster can be reached.*launch.kubernetes.context"):
         Cluster(Access(kubeconfig=str(api.kubeconfig), context="production"))
-    with pytest.raises(ClusterError, match="no way to a Kubernetes cluster"):
+    with pytest.raises(ClusterError, match="no Kubernetes cluster can be reached"):
         Cluster(Access(kubeconfig=str(tmp_path / "none")))
     content = yaml.safe_load(api.kubeconfig.read_text())
     content["users"][0]["user"]["token"] = "old"
     (tmp_path / "old").write_text(yaml.safe_dump(content))
-    with pytest.raises(ClusterError, match="does not accept our credentials") as refused:
+    with pytest.raises(ClusterError, match="does not accept your credentials") as refused:
         Cluster(Access(kubeconfig=str(tmp_path / "old"))).pods()
     assert not refused.value.unreachable
     content["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:1"
@@ -293,7 +293,7 @@ def test_the_documented_role_is_enough(jobsets: bool, tmp_path: Path) -> None:
         until(lambda: cluster.last_lines(pod_name, number=1) == ("hello",), "a log")
         assert not cluster.is_suspended(group, cluster.kind())
         cluster.terminate(pod_name, grace_s=1)
-        with pytest.raises(ClusterError, match="of that name is there already"):
+        with pytest.raises(ClusterError, match="of that name exists already"):
             cluster.start(group, cluster.kind())
         cluster.remove(run=group.run)
         assert not cluster.wait_until_gone(run=group.run, timeout_s=10)

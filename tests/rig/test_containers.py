@@ -179,7 +179,7 @@ def test_ending_what_is_gone_is_no_error(rig: Rig) -> None:
         ({"gpus": -1}, "nvidia-container-toolkit"),
         ({"gpu_ids": ("0",)}, "nvidia-container-toolkit"),
         ({"mounts": (Bind("/nowhere", "/nowhere"),)}, "/nowhere"),
-        ({"image": "sha256:" + "0" * 64}, "has not got the image"),
+        ({"image": "sha256:" + "0" * 64}, "does not have the image"),
         ({"memlock": True}, "launch.memlock=false"),
     ],
 )

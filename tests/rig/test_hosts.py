@@ -79,7 +79,7 @@ def test_a_dead_daemon_is_told_from_a_wrong_address(rig: Rig) -> None:
     unknown = _refused(host.docker_host(url="tcp://no-such-host.invalid:2376"))
     assert "does not resolve" in str(unknown)
     missing = _refused(host.docker_host(url="unix:///nowhere/docker.sock", tls_dir=None))
-    assert "no daemon has its socket there" in str(missing)
+    assert "there is no daemon's socket" in str(missing)
 
 
 def test_all_hosts_that_fail_are_named_at_once(rig: Rig) -> None:

@@ -121,12 +121,12 @@ def test_everything_wrong_on_every_host_is_in_one_error(rig: Rig, run_dir: Path)
     with listening(rig, rig.hosts[0], 29_411):
         found = faults(rig, config, run_dir)
     gpu, interface, port, *more = found["host0"]
-    assert "no NVIDIA runtime for the GPUs asked for: install nvidia-container-toolkit" in gpu
+    assert "no NVIDIA runtime for the GPUs: install nvidia-container-toolkit" in gpu
     assert "there is no interface eth7. Its addresses:" in interface
     assert f"eth0 {rig.hosts[0].address}" in interface
     assert port.startswith("port 29411 is not available (Address already in use)")
     assert more == []
-    assert "a folder to mount is not there" in found["host1"][0]
+    assert "a folder to mount does not exist" in found["host1"][0]
     assert "/not/there" in found["host1"][0]
     assert "its certificate is not signed by" in found["host2"][0]
 
@@ -135,7 +135,7 @@ def test_an_image_that_is_not_there(rig: Rig, run_dir: Path) -> None:
     found = faults(rig, launch(rig, image="shardline/nowhere:1"), run_dir)
     assert list(found) == ["host0", "host1"]
     for (finding,) in found.values():
-        assert "has not got the image shardline/nowhere:1: `docker pull shardline/nowhere:1` there" in finding
+        assert "does not have the image shardline/nowhere:1: `docker pull shardline/nowhere:1` there" in finding
 
 
 def test_one_name_for_two_images(rig: Rig, run_dir: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_host_that_is_cut_off_and_one_without_daemon(rig: Rig, run_dir: Path) 
         check(config, run_dir)
     assert refused.value.unreachable == {"host0", "host1"}
     assert set(refused.value.findings) == {"host0", "host1"}  # the third is fit, and was asked all the same
-    assert "no answer: is the host on" in refused.value.findings["host0"][0]
+    assert "no answer: check the host's power" in refused.value.findings["host0"][0]
     assert "nothing listens there: start Docker" in refused.value.findings["host1"][0]
     assert rig.containers(rig.hosts[2]) == []
 
@@ -225,7 +225,7 @@ def test_a_host_that_is_cut_off_and_one_without_daemon(rig: Rig, run_dir: Path) 
 def test_a_container_that_hangs_is_given_up_and_removed(rig: Rig) -> None:
     hangs = Job(image=rig.image, command=("sleep", "600"), name="hangs", mounts=rig.binds, memlock=False)
     found = probe(rig.hosts[0].docker_host(), hangs, timeout_s=1)
-    assert found.findings == ("no answer from a container in 1 s: does its shared folder hang? See `df` there",)
+    assert found.findings == ("a container gave no answer in 1 s: its shared folder may hang; check with `df` there",)
     assert rig.containers(rig.hosts[0]) == []
 
 

@@ -71,7 +71,7 @@ def test_a_cluster_that_does_not_answer_is_named(api: KubernetesApi) -> None:
     hosts = known_hosts()
     assert [host.name for host in hosts] == [NAME]
     api.token = "another"
-    assert "does not accept our credentials" in list_running(hosts).silent[NAME]
+    assert "does not accept your credentials" in list_running(hosts).silent[NAME]
 
 
 def test_stop_ends_pods_in_order(api: KubernetesApi) -> None:
