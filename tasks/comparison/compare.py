@@ -1,4 +1,4 @@
-"""The rows of a comparison: what each strategy's run measured, beside the run on one device and its plan.
+"""The rows of a comparison: the figures of each strategy's run, beside its plan and the run on one device.
 
 The figures come from runs/ID/plan.json, metrics.jsonl and cost.json alone, so a stopped run has them too.
 """
@@ -22,14 +22,14 @@ from training.records.record import Record
 from training.tracking.rows import read_rows
 
 REQUEST = "compare.json"
-# What precedes a rank's exception in the detail of a failure: the host, and the exception's module.
+# In the detail of a failure this stands before a rank's exception: the host, and the exception's module.
 BEFORE_EXCEPTION = re.compile(r"^[^:]+: (\w+\.)*(?=\w+: )")
 
 OutcomeKind = Literal["done", "refused", "stopped", "not run"] | Cause
 
 
 class CompareRequest(Record):
-    """runs/ID/compare.json (REQUEST): what the user asked for, with which `shardline resume ID` continues."""
+    """runs/ID/compare.json (REQUEST): the user's request, with which `shardline resume ID` continues."""
 
     strategies: tuple[str, ...]
     target_loss: float
@@ -49,7 +49,7 @@ class StrategyRow(Record):
     """A row of the report; a field is None if it was not measured. Batches count sequences; rates are over all ranks.
 
     `batches_per_device`: sequences of each data-parallel rank in one step. `exposed_communication_ms`: the median of
-    the profiled steps. `communication_mib`: what a rank sends in a step, if that is counted. `speedup`: samples/s
+    the profiled steps. `communication_mib`: MiB that a rank sends in a step, if they are counted. `speedup`: samples/s
     relative to the run on one device; `scaling_efficiency`: speedup per device. Errors are measured / predicted - 1.
     `…_per_1b_tokens`: at the measured tokens/s; `cost`: of the run, as in its cost.json; None without prices.
     `loss_difference`: the largest difference from the run on one device at any logged step.
@@ -231,14 +231,14 @@ def _compared_with_baseline(
 
 
 def one_device(inventory: Inventory) -> Inventory:
-    """The first host with one device and that device's share of the cores, as each rank of other strategies has."""
+    """Return the first host with one device and its share of the cores, which each rank of other strategies has too."""
     host = inventory.hosts[0]
     share = max(1, host.cores // len(host.devices))
     return Inventory(hosts=(host.model_copy(update={"devices": host.devices[:1], "cores": share}),))
 
 
 def outcome_of(error: Exception) -> StrategyOutcome:
-    """The outcome of a run that raised `error`; its cause is one line, the logs have the rest."""
+    """Return the outcome of a run that raised `error`. Its cause is one line; the logs have the rest."""
     if isinstance(error, RunFailed) and error.detail:
         return StrategyOutcome(outcome=error.cause, cause=BEFORE_EXCEPTION.sub("", error.detail.partition("\n")[0]))
     message = str(error) or type(error).__name__
@@ -254,7 +254,7 @@ def _kind_of(error: Exception) -> OutcomeKind:
 
 
 def check_comparable(config: RunConfig) -> None:
-    """Raises ValueError for a config that cannot be compared."""
+    """Raise ValueError for a config that cannot be compared."""
     if config.trainer.given:
         raise ValueError(
             "a user's own training program has no strategies to compare: leave trainer.module and trainer.script out"

@@ -13,12 +13,12 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def warmup(steps: int) -> int:
-    """Number of first steps that no figure counts."""
+    """Return how many of the first steps are left out of all figures."""
     return max(1, steps // 10)
 
 
 def measured(rows: Rows, *, after: int) -> Rows:
-    """The rows whose steps all came after step `after`."""
+    """Return the rows whose steps are all later than step `after`."""
     logged = [row for row in rows if "tokens_per_s" in row]
     return [row for before, row in pairwise(logged) if before["step"] >= after]
 
@@ -29,7 +29,7 @@ def median_of(rows: Rows, key: str) -> float | None:
 
 
 def smoothed(rows: Rows) -> list[tuple[int, float, float]]:
-    """(step, elapsed seconds, mean loss of the last WINDOW rows)."""
+    """Return (step, elapsed seconds, mean loss of the last WINDOW rows)."""
     logged = [row for row in rows if "loss" in row]
     means = [
         statistics.fmean(float(row["loss"]) for row in logged[max(0, end - WINDOW) : end])
@@ -39,18 +39,18 @@ def smoothed(rows: Rows) -> list[tuple[int, float, float]]:
 
 
 def reaches(rows: Rows, target: float) -> tuple[int, float] | None:
-    """(step, seconds of training) at which the loss first was at most `target`; None if it never was."""
+    """Return (step, seconds of training) when the loss first was at most `target`; None if it never was."""
     return next(((step, seconds) for step, seconds, loss in smoothed(rows) if loss <= target), None)
 
 
 def loss_difference(rows: Rows, others: Rows) -> float | None:
-    """The largest difference of the losses at any step that both runs logged."""
+    """Return the largest difference of the losses at any step that both runs logged."""
     ours, theirs = ({row["step"]: row["loss"] for row in each if "loss" in row} for each in (rows, others))
     return max((abs(ours[step] - theirs[step]) for step in ours.keys() & theirs.keys()), default=None)
 
 
 def measure(rows: Rows, *, steps: int) -> dict[str, Any]:
-    """Medians after warm-up; the memory is that of the rank that uses most, at the last row."""
+    """Return medians after warm-up, and the memory of the rank that uses most, at the last row."""
     counted = measured(rows, after=warmup(steps))
     split = [row for row in rows if "split/exposed_communication_ms" in row]
     last: Mapping[str, Any] = next((row for row in reversed(rows) if "tokens_per_s" in row), {})

@@ -66,7 +66,7 @@ def _in_thousands(axes: Any) -> None:
 
 
 def _label_bars(axes: Any, values: Sequence[float], texts: Sequence[str]) -> None:
-    """Writes a text at the end of each bar, in red where there is no bar, and leaves room for it."""
+    """Write a text at the end of each bar, in red where there is no bar, and leave room for it."""
     longest = max(values, default=0.0) or 1.0
     axes.set_xlim(0, 1.6 * longest)
     for place, (value, text) in enumerate(zip(values, texts, strict=True)):
@@ -96,7 +96,7 @@ def _draw_speed(axes: Any, rows: Sequence[StrategyRow], colors: Mapping[str, str
 
 
 def _predicted(rows: Sequence[StrategyRow], field: str, values: Sequence[float]) -> list[float]:
-    """The predictions to mark; 0 if nothing was measured, or if the mark would lie so far off that bars shrink."""
+    """Return the predictions to mark; 0 if nothing was measured, or if the mark is so far away that bars shrink."""
     bound = 1.5 * max(values, default=0.0)
     known = zip(_values(rows, field), values, strict=True)
     return [predicted if value and predicted <= bound else 0.0 for predicted, value in known]
@@ -146,7 +146,7 @@ def _draw_losses(
     *,
     what: str,
 ) -> None:
-    """Draws alternating dashes, so that equal curves, as exact strategies have them, all show."""
+    """Draw the curves with alternating dashes, so that equal curves (of exact strategies) are all visible."""
     for place, (name, rows) in enumerate(curves.items()):
         tokens = {row["step"]: row["tokens"] for row in rows if "tokens" in row}
         points = [(tokens[step] if what == "tokens" else seconds, loss) for step, seconds, loss in smoothed(rows)]

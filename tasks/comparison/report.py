@@ -14,7 +14,7 @@ from tasks.comparison.strategies import BASELINE
 from tasks.display.html_page import write_html
 from tasks.display.numbers import format_amount, format_money
 
-SAME_LOSS = 1e-4  # nats: a smaller difference comes from the order of sums alone
+SAME_LOSS = 1e-4  # nats; the order of sums alone can cause a smaller difference
 LARGEST_IS_BEST = {"samples_per_s", "tokens_per_s", "speedup", "scaling_efficiency", "mfu", "matmul_share"}
 SMALLEST_IS_BEST = {
     "step_ms",
@@ -25,7 +25,7 @@ SMALLEST_IS_BEST = {
     "cost_per_1b_tokens",
     "cost",
 }
-MONEY = {"cost_per_1b_tokens", "cost"}  # columns that are left out where no row has a cost
+MONEY = {"cost_per_1b_tokens", "cost"}  # columns that are left out if no row has a cost
 
 
 def _number(digits: int = 0) -> Callable[[Any], str]:
@@ -113,7 +113,7 @@ def cell(row: StrategyRow, field: str, shown: Callable[[Any], str]) -> str:
 
 
 def _columns(columns: Sequence[Column], rows: Sequence[StrategyRow]) -> list[Column]:
-    """The columns to show: costs only where a row has them."""
+    """Return the columns to show: costs only if a row has them."""
     costs = {field for field in MONEY if any(getattr(row, field) is not None for row in rows)}
     return [column for column in columns if column[2] not in MONEY - costs]
 
@@ -137,7 +137,7 @@ def _outcome(row: StrategyRow) -> str:
 
 
 def headline(comparison: Comparison) -> str:
-    """Say which strategy is fastest, which cheapest, whether losses agree, and which failed: a sentence each."""
+    """Say which strategy is the fastest and the cheapest, whether losses agree, and which failed: one sentence each."""
     done, failed = comparison.succeeded, [row for row in comparison.rows if row.outcome != "done"]
     sentences = []
     if best := max((row for row in done if row.tokens_per_s), key=lambda row: row.tokens_per_s or 0.0, default=None):
@@ -204,7 +204,7 @@ def _warmup(comparison: Comparison) -> str:
 
 
 def _figures(rows: Sequence[StrategyRow], columns: Sequence[Column], *, needs: str) -> dict[str, Any]:
-    """Heads and rows of a table; a row without the field `needs` shows its outcome instead of cells."""
+    """Return the heads and rows of a table; a row without the field `needs` shows its outcome instead of cells."""
     columns = _columns(columns, rows)
     best = [_best(rows, field) for _, _, field, _ in columns]
     return {

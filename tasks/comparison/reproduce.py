@@ -18,7 +18,7 @@ from training.records.record import Record
 from training.records.token_shards import TokenShards
 from training.tracking.rows import read_rows
 
-TOLERANCE = 1e-3  # nats; the same machine and versions give 0, others round differently
+TOLERANCE = 1e-3  # nats; the same machine and versions give a difference of 0, others round differently
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Agreement(Record):
 
 
 def find_original(ref: str) -> Original:
-    """Finds a run by its ID, by MODEL@ALIAS or MODEL/VERSION, or by its MLflow run ID; its folder may be gone.
+    """Find a run by its ID, by MODEL@ALIAS or MODEL/VERSION, or by its MLflow run ID; its folder may be gone.
 
     Raises ValueError if MLflow does not have the run, or the run has no plan.
     """
@@ -97,7 +97,7 @@ def _mlflow_run_id(ref: str) -> str:
 
 
 def pinned(original: Original) -> RunConfig:
-    """The original's config with its automatic choices fixed, so that this machine cannot choose otherwise."""
+    """Return the original's config with its automatic choices fixed, so that this machine cannot choose otherwise."""
     plan = original.plan
     content = json.loads(original.config.model_dump_json())
     content["parallel"] |= plan.chosen["parallel"]
@@ -108,7 +108,7 @@ def pinned(original: Original) -> RunConfig:
 
 
 def require_same_data(original: Original, shards: TokenShards) -> None:
-    """Raises ValueError if the corpus gives other tokens now, because then the losses cannot agree."""
+    """Raise ValueError if the corpus gives other tokens now, because then the losses cannot agree."""
     if shards.fingerprint != original.plan.shards_fingerprint:
         raise ValueError(
             f"the corpus {original.config.data.described} has changed: its tokens have fingerprint "

@@ -30,7 +30,8 @@ TERM_FIELDS = (
     "train.activation_checkpointing",
 )
 OTHER_TERMS = {"compile": "train.compile=true"}
-# What a strategy written in terms sets in `parallel` unless a term does: the config's values suit another strategy.
+# Fields of `parallel` that a strategy written in terms resets, unless a term sets them: the config's values suit
+# another strategy.
 DEFAULTS = ("tp=0", "pp=0", "pp_stages_per_rank=1", "offload=auto", "compression=none")
 SHARED_FIELDS = (
     *("name", "data.*", "model.*", "trainer.*", "train.steps", "train.max_*", "train.target_minutes"),
@@ -54,14 +55,15 @@ class ComparedStrategy:
 
 
 def read_strategies(texts: Sequence[str], *, baseline: bool = True) -> tuple[ComparedStrategy, ...]:
-    """All strategies in `texts`, each of which may list several between commas; the run on one device comes first.
+    """Return all strategies in `texts`; each text may list several, separated by commas.
 
-    Raises ValueError for an unknown strategy, for a name that comes twice, and for a field that all must share.
+    The run on one device is first. Raises ValueError for an unknown strategy, for a name that comes twice, and for a
+    field that all must share.
     """
     strategies = [_read(text) for text in split_list(texts)]
     if baseline and BASELINE not in {strategy.name for strategy in strategies}:
         strategies.insert(0, _read(BASELINE))
-    strategies.sort(key=lambda strategy: strategy.name != BASELINE)  # the others are compared with it
+    strategies.sort(key=lambda strategy: strategy.name != BASELINE)  # the baseline comes first
     if not [strategy for strategy in strategies if strategy.name != BASELINE]:
         raise ValueError("there is nothing to compare: give --strategies, for example ddp,zero2,fsdp")
     for what in ("name", "slug"):
@@ -104,7 +106,7 @@ def _read(text: str) -> ComparedStrategy:
 
 
 def check_shared_overrides(overrides: Iterable[str]) -> None:
-    """Raises ValueError for a field that each strategy sets for itself, because the shared value would be lost."""
+    """Raise ValueError for a field that each strategy sets for itself, because the shared value would be lost."""
     for override in overrides:
         field = override.partition("=")[0]
         if field == "parallel.strategy" or field in dict(_reset()):
@@ -143,7 +145,7 @@ def _reset() -> Iterable[tuple[str, str]]:
 
 
 def known_terms() -> dict[str, str]:
-    """Term -> section.field=value."""
+    """Return term -> section.field=value."""
     found: dict[str, str] = {}
     for path in TERM_FIELDS:
         section, _, field = path.partition(".")
@@ -156,7 +158,7 @@ def known_terms() -> dict[str, str]:
 
 
 def _words(annotation: Any) -> Iterator[str]:
-    """The words that a field takes, beside what else it takes."""
+    """Return the words that a field accepts; it may accept other values too."""
     for each in get_args(annotation):
         if isinstance(each, str):
             yield each

@@ -1,8 +1,8 @@
-"""Cuts a corpus into chunks, from the sizes of its files alone: what one worker reads and tokenizes by itself.
+"""Cuts a corpus into chunks, by the sizes of its files alone. One worker reads and tokenizes a chunk.
 
-A chunk is full at data.shard_mib. A file of up to that size stays whole. A larger one is cut where the chunk is full,
-and goes on in the next: plain text and JSON lines at a byte, parquet between row groups. What cannot be read from the
-middle (compressed files, CSV, JSON arrays, other encodings, hub sets) stays whole, however large it is.
+A chunk is full at data.shard_mib. A file of up to that size stays whole. A larger file is cut where the chunk is full,
+and continues in the next chunk: plain text and JSON lines at a byte, parquet between row groups. Files that cannot be
+read from the middle (compressed files, CSV, JSON arrays, other encodings, hub sets) stay whole, however large they are.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tasks.data.readers import Span, is_array
 from tasks.data.sources import Source
 from training.config.data import DataConfig
 
-FOOTER_THREADS = 32  # reading footers is waiting, for object stores above all
+FOOTER_THREADS = 32  # threads that read footers mostly wait, above all for object stores
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Text that becomes one shard of each split, or several where it could not be cut small enough.
+    """Text that becomes one shard of each split, or several shards if it could not be cut small enough.
 
     `repeated`: numbers of the documents that are left out (data.deduplicate). `train_characters`: with a split by
     characters, how many from the chunk's first on belong to train, in this chunk and those after it.
@@ -29,13 +29,13 @@ class Chunk:
 
     index: int
     spans: tuple[Span, ...]
-    num_bytes: int  # of its files; 0 for the hub
+    num_bytes: int  # bytes of its files; 0 for the hub
     repeated: tuple[int, ...] = ()
     train_characters: int = 0
 
 
 def cut_chunks(sources: Sequence[Source], data: DataConfig) -> list[Chunk]:
-    """All chunks in order. They depend on the files' sizes and the settings, not on who will read them."""
+    """Return all chunks in order. They depend on the files' sizes and the settings only, not on the workers."""
     full = data.shard_mib * 2**20
     chunks: list[Chunk] = []
     spans: list[Span] = []
@@ -66,12 +66,12 @@ def _cut_anywhere(source: Source, data: DataConfig) -> bool:
     if not source.can_seek:
         return False
     if source.format == "json":
-        with contextlib.suppress(OSError):  # its reader will say so
+        with contextlib.suppress(OSError):  # the file's reader will report the error
             return not is_array(source)
         return False
     if source.format != "text":
         return False
-    # One long document is skipped, or left out, as a whole; so one reader must have seen all of it.
+    # A long document is skipped or left out as a whole, so one reader must read all of it.
     return data.text_unit != "file" or (data.on_error == "stop" and data.deduplicate == "off")
 
 
@@ -89,7 +89,7 @@ def _groups(number: int, source: Source, sizes: list[int]) -> Iterator[tuple[Spa
 
 
 def _row_groups(sources: Sequence[Source], data: DataConfig) -> dict[int, list[int]]:
-    """Bytes of text in each row group of the parquet files that are larger than a chunk, by number of the source."""
+    """Return source number -> bytes of text in each row group, for parquet files that are larger than a chunk."""
     large = [
         number
         for number, source in enumerate(sources)
@@ -101,7 +101,7 @@ def _row_groups(sources: Sequence[Source], data: DataConfig) -> dict[int, list[i
 
 
 def _sizes(source: Source, column: str) -> list[int]:
-    """Bytes of the text in each row group; none where the footer cannot be read, as the reader of the file will say."""
+    """Return the bytes of text in each row group; empty for an unreadable footer, which the file's reader reports."""
     import pyarrow
     import pyarrow.parquet
 

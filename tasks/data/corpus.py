@@ -1,9 +1,9 @@
-"""A corpus becomes token shards: its files are found, split and tokenized in parallel, and nothing is done twice.
+"""Turns a corpus into token shards: finds, splits and tokenizes its files in parallel, and does nothing twice.
 
-The shard folder's name is a hash of all that its content follows from, so a corpus that was tokenized before is found
-again, and two runs that differ in anything that matters never share a folder. Each source of a mixture has a folder of
-its own, the same as if it were the only corpus with that tokenizer; the mixture's folder has the tokenizer and a
-manifest that lists the shards of all. Weights are no part of it: they change nothing but the plan.
+The shard folder's name is a hash of everything that determines its content. So a corpus that was tokenized before is
+found again, and two runs whose tokens would differ never share a folder. Each source of a mixture has its own folder,
+the same as if it were the only corpus with that tokenizer; the mixture's folder has the tokenizer and a manifest that
+lists all shards. The weights of sources are not part of the hash: they change only the plan.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NO_STORE = StoreConfig()
-# Part of the fingerprint: raise it when equal inputs begin to give other shards. Since 2 chunks are cut by file and
-# byte, and documents of text and JSON lines are known by their byte, not by their line.
+# Part of the fingerprint: increase it when equal inputs give other shards than before. Since 2, chunks are cut by file
+# and byte, and documents of text and JSON lines are identified by their byte, not by their line.
 FORMAT_VERSION = 2
 SURVEY = "survey"  # folder, beside the shards while they are made
-OLDER_VERSIONS = (1,)  # whose finished shards are used as they are, so that runs of those versions can be resumed
+OLDER_VERSIONS = (1,)  # finished shards of these versions are used as they are, so that their runs can be resumed
 
 
 def prepare_corpus(
@@ -72,14 +72,12 @@ def prepare_corpus(
     store: StoreConfig = NO_STORE,
     engine: Engine | None = None,
 ) -> tuple[Path, TokenShards]:
-    """Returns the shard folder of this corpus, inside `tokens_home`, and its manifest; makes them if they are missing.
+    """Return the shard folder of this corpus, inside `tokens_home`, and its manifest; make them if they are missing.
 
-    If the `store` has them they are not made: the folder then leads there.
-
-    After an interrupted call, even a killed one, the next one continues; the shards are the same bytes whatever does
-    the work: `engine`, or else data.processes of this machine. Without `progress` a bar is shown where stderr is a
-    terminal, else a line is logged every 15 s.
-    Raises ValueError, which names the place and the cure, for a corpus, a tokenizer or a split that cannot work.
+    If the `store` has them, they are not made, and the folder refers to the store. After an interrupted or killed call
+    the next one continues. The work is done by `engine`, by default data.processes of this machine; the shards have the
+    same bytes in any case. Without `progress` a bar is shown if stderr is a terminal; otherwise a line is logged every
+    15 s. Raises ValueError, which names the place and the cure, for a corpus, a tokenizer or a split that cannot work.
     """
     pretrained = load_pretrained(data.tokenizer)
     specials = special_tokens(pretrained, masked=objective == "masked")
@@ -105,7 +103,7 @@ def _prepare_one(
     tokens_home: Path,
     store: StoreConfig,
 ) -> tuple[Path, TokenShards]:
-    """The shards of one corpus, by a tokenizer of its own or a pretrained one."""
+    """Return the shards of one corpus, with its own tokenizer or a pretrained one."""
     for version in OLDER_VERSIONS:
         folder = tokens_home.absolute() / _fingerprint(corpus, specials, content_hash(pretrained), version=version)[:16]
         if found := _finished_manifest(folder):
@@ -115,7 +113,7 @@ def _prepare_one(
     if found := _finished_manifest(folder):
         return folder, found
     with _write_lock(folder):
-        if found := _finished_manifest(folder) or _on_store(store, folder):  # of another process, while this one waited
+        if found := _finished_manifest(folder) or _on_store(store, folder):  # another process finished it meanwhile
             return folder, found
         for damage in discard_damaged(folder):
             log.warning("%s: deleting the file and making it again", damage)
@@ -139,7 +137,7 @@ def _prepare_mixture(
     tokens_home: Path,
     store: StoreConfig,
 ) -> tuple[Path, TokenShards]:
-    """The shards of each corpus by one tokenizer, and the manifest of all."""
+    """Return the shards of each corpus with one tokenizer, and the manifest of all."""
     names = tuple(source.label for source in data.sources)
     corpora = [part for part in given if isinstance(part, Corpus)]
     if len(corpora) < len(given):
@@ -204,7 +202,7 @@ def _fingerprint_of_mixture(
 
 
 def _apart(corpora: list[Corpus]) -> Iterator[Corpus]:
-    """The corpora; with data.deduplicate=exact each without the documents that an earlier one has."""
+    """Return the corpora; with data.deduplicate=exact each without the documents that an earlier corpus has."""
     earlier: tuple[Corpus, ...] = ()
     for corpus in corpora:
         yield replace(corpus, earlier=earlier)
@@ -215,7 +213,7 @@ def _apart(corpora: list[Corpus]) -> Iterator[Corpus]:
 def _manifest_of_mixture(
     names: tuple[str, ...], parts: list[tuple[Path, TokenShards]], fingerprint: str, *, tokenizer: Path
 ) -> TokenShards:
-    """One manifest of all parts: shards by way of their own folders, sources under the part's name."""
+    """Return one manifest of all parts: shards with the paths of their own folders, sources under the part's name."""
     beside = tokenizer.parent.parent
     sources: list[SourceFile] = []
     shards: list[Shard] = []
@@ -247,14 +245,14 @@ def _manifest_of_mixture(
 
 @dataclass(frozen=True)
 class _Finished:
-    """A source whose tokens are there already."""
+    """A source whose tokens exist already."""
 
     folder: Path
     manifest: TokenShards
 
 
 def _shards_of(path: str) -> tuple[Path, TokenShards]:
-    """The folder that `shards:FOLDER` names, and its manifest. Raises ValueError if it is not whole."""
+    """Return the folder that `shards:FOLDER` names, and its manifest. Raises ValueError if it is incomplete."""
     folder = Path(path.removeprefix(SHARDS)).expanduser().resolve()
     return folder, verify_hashes(folder)
 
@@ -262,7 +260,7 @@ def _shards_of(path: str) -> tuple[Path, TokenShards]:
 def _check_finished(data: DataConfig) -> None:
     if data.tokenizer.kind != "pretrained":
         raise ValueError(
-            f"data.sources: shards have tokens already, and data.tokenizer.kind={data.tokenizer.kind} would train "
+            f"data.sources: shards contain tokens already, and data.tokenizer.kind={data.tokenizer.kind} would train "
             "another tokenizer: set data.tokenizer.kind=pretrained and data.tokenizer.path=SHARDS/tokenizer"
         )
     if data.deduplicate != "off":
@@ -270,7 +268,7 @@ def _check_finished(data: DataConfig) -> None:
 
 
 def _check_same_tokenizer(names: tuple[str, ...], parts: list[tuple[Path, TokenShards]]) -> None:
-    """Raises ValueError if the tokens of two parts do not mean the same."""
+    """Raise ValueError if two parts were tokenized by different tokenizers."""
     (first_folder, first), *_ = parts
     for name, (folder, manifest) in zip(names, parts, strict=True):
         same = same_vocabulary(first_folder / "tokenizer" / "tokenizer.json", folder / "tokenizer" / "tokenizer.json")
@@ -283,7 +281,7 @@ def _check_same_tokenizer(names: tuple[str, ...], parts: list[tuple[Path, TokenS
 
 
 def _discard_other_mixture(folder: Path) -> None:
-    """Deletes a manifest and a tokenizer that do not belong together; each source mends its own shards."""
+    """Delete a manifest and a tokenizer that do not belong together; each source repairs its own shards."""
     path = folder / MANIFEST
     with contextlib.suppress(OSError, ValueError):
         tokenizer = folder / "tokenizer" / "tokenizer.json"
@@ -302,8 +300,8 @@ def _found(data: DataConfig, report: TextProgress, engine: Engine) -> Corpus:
 class Corpus:
     """The documents of all files; they are read several times: for the split, the tokenizer and the tokens.
 
-    `earlier`: corpora whose documents are left out of this one. `survey_folder`: where the documents of each chunk are
-    listed, if they need be.
+    `earlier`: corpora whose documents are left out of this one. `survey_folder`: for the lists of each chunk's
+    documents, if they are needed.
     """
 
     data: DataConfig
@@ -323,20 +321,20 @@ class Corpus:
 
     @functools.cached_property
     def survey(self) -> Survey:
-        """Return the size of all chunks together, which is counted by reading them, once."""
+        """Return the size of all chunks together; all text is read for that, once."""
         assert self.survey_folder is not None
         earlier = [corpus.survey for corpus in self.earlier]
         return survey_corpus(self.engine, self.data, self.chunks, self.survey_folder, earlier=earlier)
 
     def applied(self, rule: SplitRule | None = None) -> list[Chunk]:
-        """The chunks with what they cannot know by themselves: their repeated documents, and where a tail begins."""
+        """Return the chunks with what depends on other chunks: their repeated documents, and where a tail begins."""
         border = rule.border if rule and rule.kind == "tail" else 0
         if border == 0 and self.data.deduplicate == "off":
             return self.chunks
         return self.survey.applied_to(self.chunks, border=border)
 
     def pieces(self) -> Iterator[Piece]:
-        """Reads all pieces in order, here. Each pass skips the same documents."""
+        """Read all pieces in order, in this process. Each pass skips the same documents."""
         for chunk in self.applied():
             yield from self.pieces_of(chunk)
 
@@ -349,18 +347,18 @@ class Corpus:
 
     @property
     def total_bytes(self) -> int | None:
-        """The size of the files, where that says how much text there is."""
+        """Return the size of the files, if it tells how much text there is."""
         if any(source.compression or source.format in ("parquet", "hub") for source in self.sources):
             return None
         return sum(source.record.num_bytes for source in self.sources)
 
 
 def _fingerprint(corpus: Corpus, specials: Specials, pretrained_hash: str, *, version: int = FORMAT_VERSION) -> str:
-    """A hash of all that the tokens follow from: content and settings, but no paths and nobody who does the work."""
+    """Return a hash of everything that determines the tokens: content and settings, but neither paths nor workers."""
     data, left_out = corpus.data, {"path", "sources", "phases", "hub_revision", "processes", "engine", "streaming"}
     settings = data.model_dump(mode="json", exclude=left_out)
     settings["tokenizer"].pop("path")
-    for field in ("encoding", "deduplicate", "where"):  # corpora were tokenized before there were these
+    for field in ("encoding", "deduplicate", "where"):  # corpora were tokenized before these settings existed
         if settings[field] == DataConfig.model_fields[field].default:
             settings.pop(field)
     identity = {
@@ -378,7 +376,7 @@ def _fingerprint(corpus: Corpus, specials: Specials, pretrained_hash: str, *, ve
 
 
 def _finished_manifest(folder: Path) -> TokenShards | None:
-    """The manifest of a folder whose files all match their hashes (checked at 1-2 GB/s), else None."""
+    """Return the manifest of a folder whose files all match their hashes (checked at 1-2 GB/s), otherwise None."""
     if not (folder / MANIFEST).exists():
         return None
     started = time.perf_counter()
@@ -387,7 +385,7 @@ def _finished_manifest(folder: Path) -> TokenShards | None:
     except ValueError:
         return None
     log.info(
-        "kept %s tokens in %s, whose hashes were verified in %.2f s: the corpus is not tokenized again",
+        "the corpus is tokenized already: %s tokens in %s, whose hashes were verified in %.2f s",
         f"{sum(map(manifest.tokens, SPLITS)):,}",
         folder,
         time.perf_counter() - started,
@@ -396,7 +394,7 @@ def _finished_manifest(folder: Path) -> TokenShards | None:
 
 
 def _on_store(store: StoreConfig, folder: Path) -> TokenShards | None:
-    """The manifest of the same shards on the store, if it has them; tokens that are here in part are of no use then."""
+    """Return the manifest of the same shards on the store, if it has them; a part that is here is then not needed."""
     if not store.url:
         return None
     try:
@@ -411,7 +409,7 @@ def _on_store(store: StoreConfig, folder: Path) -> TokenShards | None:
 
 @contextlib.contextmanager
 def _write_lock(folder: Path) -> Iterator[None]:
-    """Lets one process at a time write a shard folder, and removes the unfinished files of one that was killed."""
+    """Let one process at a time write a shard folder, and remove the unfinished files of a killed one."""
 
     def log_wait() -> None:
         log.info("waiting for another process that tokenizes this corpus (%s)", folder)
@@ -430,7 +428,7 @@ def _tokenizer_of(
     specials: Specials,
     pretrained: PreTrainedTokenizerFast | None,
 ) -> SavedTokenizer:
-    """Saves the tokenizer of these corpora in `folder`; each gives the same part of tokenizer.sample_mib."""
+    """Save the tokenizer of these corpora in `folder`; each corpus gives an equal part of tokenizer.sample_mib."""
     started, done = time.perf_counter(), 0
 
     def reported(texts: Iterable[str]) -> Iterator[str]:
@@ -456,9 +454,8 @@ def _tokenizer_of(
 
 
 def _with_library(tokenizer: SavedTokenizer, folder: Path) -> SavedTokenizer:
-    """The tokenizer with the library that encodes this corpus: the one that a call before this one recorded, if any.
-
-    What another library encoded is forgotten, so that no folder ever has tokens of two.
+    """Return the tokenizer with the library that encodes this corpus: the one that an earlier call recorded, if any.
+    Shards of another library are deleted, so that no folder ever has tokens of two.
     """
     path = folder / LIBRARY
     recorded = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -537,7 +534,7 @@ def _log_outcome(manifest: TokenShards, *, seconds: float) -> None:
     if manifest.repeated:
         log.info("left out %s documents whose text repeats an earlier one", f"{manifest.repeated:,}")
     if manifest.filtered:
-        log.info("left out %s rows for which data.where is false", f"{manifest.filtered:,}")
+        log.info("left out %s rows for which data.where (a filter of rows) is false", f"{manifest.filtered:,}")
     if manifest.skipped:
         places = "; ".join(manifest.skipped_examples[:3])
         log.warning("%d documents skipped (data.on_error=skip), the first: %s", manifest.skipped, places)

@@ -1,4 +1,4 @@
-"""Encodes text with tiktoken where it gives the saved tokenizer's tokens, else with tokenizers.
+"""Encodes text with tiktoken if it gives the saved tokenizer's tokens, otherwise with tokenizers.
 
 tiktoken gives them four times as fast as `tokenizers` (8.4 and 1.9 MB/s a thread on standard-library source, 12 MB).
 It takes a byte-level BPE as ranks of byte strings and a pattern that cuts text into words; `tiktoken_encoding` says
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 Library = Literal["tiktoken", "tokenizers"]
 LIBRARIES: tuple[Library, Library] = ("tiktoken", "tokenizers")
 
-BATCH_CHARACTERS = 2**20  # what `tokenizers` returns takes some 100 bytes per character
-CHECKED_SHARE = 1 / 128  # of a chunk's characters; costs 4%
+BATCH_CHARACTERS = 2**20  # the results of `tokenizers` take some 100 bytes per character
+CHECKED_SHARE = 1 / 128  # share of a chunk's characters; takes 4% of the time
 LEAST_CHECKED = 2**14  # characters
 SHORTEST_CHECKED = 2**9
 STRIDE = 104_729  # a prime
-# The words of GPT-2 (github.com/openai/gpt-2, src/encoder.py), which tokenizers' ByteLevel cuts too.
+# GPT-2's pattern of words (github.com/openai/gpt-2, src/encoder.py); tokenizers' ByteLevel cuts the same words.
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True)
 class SavedTokenizer:
-    """A tokenizer in FOLDER/tokenizer/, what the manifest records of it, and the library that encodes with it."""
+    """A tokenizer in FOLDER/tokenizer/, its facts for the manifest, and the library that encodes with it."""
 
     file: Path
     name: str
@@ -61,7 +61,7 @@ class TokensDiffer(Exception):
 
 
 def encode(saved: SavedTokenizer, passages: Sequence[Passage]) -> tuple[np.ndarray, list[int], list[int]]:
-    """Tokens of all passages, each whole document followed by the end token; places where documents end; and the
+    """Return the tokens of all passages, each whole document followed by the end token; where documents end; and the
     number of tokens of each passage.
 
     Raises TokensDiffer if the tokens of `saved.library`, which is not tokenizers, are not the saved tokenizer's.
@@ -88,7 +88,7 @@ def encode(saved: SavedTokenizer, passages: Sequence[Passage]) -> tuple[np.ndarr
 
 
 def choose_library(file: Path) -> tuple[Library, str]:
-    """Return the library for a saved tokenizer, and why it is that one."""
+    """Return the library for a saved tokenizer, and the reason."""
     try:
         tiktoken_encoding(file)
     except ValueError as error:
@@ -108,7 +108,7 @@ def _encode(file: Path, library: Library, texts: list[str]) -> list[list[int]]:
 
 
 def _check_length(saved: SavedTokenizer, passage: Passage, tokens: np.ndarray) -> None:
-    """tiktoken drops the text that its pattern leaves over, without a word."""
+    """Raise TokensDiffer if text is lost: tiktoken silently drops text that its pattern does not match."""
     lengths = _token_lengths(saved.file, saved.end_id)
     if int(lengths[tokens].sum()) != len(passage.text.encode()):
         raise TokensDiffer(f"tiktoken drops a part of a text that begins with {passage.text[:20]!r}")
@@ -116,7 +116,7 @@ def _check_length(saved: SavedTokenizer, passage: Passage, tokens: np.ndarray) -
 
 @functools.cache
 def _token_lengths(file: Path, end_id: int) -> np.ndarray:
-    """Bytes of each token's text, by ID; the end token has none."""
+    """Return the bytes of each token's text, by ID; the end token has none."""
     ranks = tiktoken_encoding(file)._mergeable_ranks
     lengths = np.zeros(max(end_id, *ranks.values()) + 1, np.int64)
     for token, number in ranks.items():
@@ -126,7 +126,7 @@ def _token_lengths(file: Path, end_id: int) -> np.ndarray:
 
 
 def _compare(saved: SavedTokenizer, passages: Sequence[Passage]) -> None:
-    """Encode text from all over a chunk with both libraries, the same text at every run."""
+    """Encode text from all parts of a chunk with both libraries; every run takes the same text."""
     texts = list(_sample(passages))
     encoded = [_encode(saved.file, library, texts) for library in LIBRARIES]
     for text, got, expected in zip(texts, *encoded, strict=True):
@@ -138,7 +138,7 @@ def _compare(saved: SavedTokenizer, passages: Sequence[Passage]) -> None:
 
 
 def _sample(passages: Sequence[Passage]) -> Iterator[str]:
-    """Pieces of text, CHECKED_SHARE of the characters, but LEAST_CHECKED of them where there are as many."""
+    """Return pieces of text: CHECKED_SHARE of the characters, but at least LEAST_CHECKED if there are as many."""
     characters = sum(len(passage.text) for passage in passages)
     share = min(1.0, max(CHECKED_SHARE, LEAST_CHECKED / max(1, characters)))
     due, taken = 0.0, 0
@@ -176,7 +176,10 @@ def load_tokenizer(file: str) -> Tokenizer:
 
 @functools.cache
 def tiktoken_encoding(file: Path) -> Encoding:
-    """A saved byte-level BPE as tiktoken's encoding. Raises ValueError, with what stands against it, for another."""
+    """Return a saved byte-level BPE as tiktoken's encoding.
+
+    Raises ValueError, with the reason, for another tokenizer.
+    """
     import tiktoken
 
     saved = json.loads(file.read_bytes())
@@ -193,11 +196,11 @@ def tiktoken_encoding(file: Path) -> Encoding:
 
 
 def _ranks(model: dict[str, Any], vocabulary: dict[str, int]) -> dict[bytes, int]:
-    """The IDs of a BPE's byte strings.
+    """Return the IDs of a BPE's byte strings.
 
     tiktoken joins the two neighbours that make the token of the lowest ID, `tokenizers` the pair that is first in
-    `merges`. So the merges must be in the order of the IDs, and make all tokens: of BPEs as they are trained both
-    libraries then give the same, of edited ones perhaps not, which is why chunks are compared.
+    `merges`. So the merges must be in the order of the IDs, and make all tokens. For trained BPEs both libraries then
+    give the same tokens; for edited ones they may not, so chunks are compared.
     """
     if model["type"] != "BPE" or model["dropout"] or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
         raise ValueError("the tokenizer is not a plain BPE")
@@ -218,7 +221,7 @@ def _ranks(model: dict[str, Any], vocabulary: dict[str, int]) -> dict[bytes, int
 
 
 def _words(pre_tokenizer: dict[str, Any] | None) -> str:
-    """The pattern of a pre-tokenizer that cuts text into words: GPT-2's, or a pattern of its own as Llama 3 has."""
+    """Return the pattern of a pre-tokenizer that cuts text into words: GPT-2's, or its own pattern, as in Llama 3."""
     match pre_tokenizer:
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
             return GPT2_WORDS
@@ -234,7 +237,7 @@ def _words(pre_tokenizer: dict[str, Any] | None) -> str:
 
 
 def _byte_characters() -> dict[int, str]:
-    """The character that stands for each byte in a byte-level vocabulary, as GPT-2's encoder.py has it."""
+    """Return byte -> the character that stands for it in a byte-level vocabulary, as in GPT-2's encoder.py."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}

@@ -1,7 +1,7 @@
-"""The seam between the work on a corpus's chunks and the processes or cluster that do it.
+"""The interface between the work on a corpus's chunks and the processes or cluster that do it.
 
 A task is a function of a description alone, so that any process that sees the corpus and the shard folder can do it.
-Here it is done by processes of this machine; flows/stages/engine.py has it done by Prefect's task runners.
+Here processes of this machine do it; flows/stages/engine.py uses Prefect's task runners.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tasks.hardware.machine import usable_cores
 from training.records.record import write_atomically
 
 MOST_TASKS = 4096  # of a corpus of any size
-TASK_BYTES = 2**26  # of text, some 8 s of a core: short ones would keep the one who hands them out busy
-TASKS_PER_WORKER = 4  # at least, so that the last one to end does not keep the others waiting long
+TASK_BYTES = 2**26  # of text, some 8 s on one core: shorter tasks would keep the process that distributes them busy
+TASKS_PER_WORKER = 4  # at least, so that the others do not wait long for the last task
 
 
 @dataclass(frozen=True)
 class Task:
-    """Consecutive chunks for one worker. `work`: all that `function` needs beside the chunk."""
+    """Consecutive chunks for one worker. `work`: the arguments that `function` needs beside the chunk."""
 
     title: str
     function: Callable[[Any, Chunk], Any]
@@ -39,12 +39,12 @@ class Task:
     chunks: tuple[Chunk, ...]
 
     def run(self) -> list[tuple[int, Any]]:
-        """The results by the chunks' indices."""
+        """Return the results by the chunks' indices."""
         return [(chunk.index, self.function(self.work, chunk)) for chunk in self.chunks]
 
 
 class Engine(Protocol):
-    """Does tasks, at most `workers` at once, and yields their results in the order in which they end."""
+    """Runs tasks, at most `workers` at once, and yields their results in the order in which they end."""
 
     @property
     def workers(self) -> int: ...
@@ -55,7 +55,7 @@ class Engine(Protocol):
 def run_chunks(
     engine: Engine, title: str, function: Callable[[Any, Chunk], Any], work: Any, chunks: Sequence[Chunk]
 ) -> Iterator[tuple[int, Any]]:
-    """Yields each chunk's index and the result of `function`, as they are done."""
+    """Yield each chunk's index and the result of `function`, as chunks are finished."""
     for results in engine.run(tasks_of(title, function, work, chunks, workers=engine.workers)):
         yield from results
 
@@ -63,7 +63,7 @@ def run_chunks(
 def tasks_of(
     title: str, function: Callable[[Any, Chunk], Any], work: Any, chunks: Sequence[Chunk], *, workers: int
 ) -> list[Task]:
-    """Deals the chunks out: enough tasks for all workers, but thousands at most, whatever the size of the corpus."""
+    """Group the chunks into tasks: enough for all workers, but at most thousands, whatever the size of the corpus."""
     total = sum(chunk.num_bytes for chunk in chunks)
     number = min(len(chunks), MOST_TASKS, max(TASKS_PER_WORKER * workers, total // TASK_BYTES))
     borders = [len(chunks) * index // number for index in range(number + 1)] if number else []
@@ -85,7 +85,7 @@ class SharedFiles:
 
 
 def check_of_worker(task: Task) -> Task:
-    """A task that raises ValueError, with the cure, on a worker that does not see the files of `task` as we do."""
+    """Return a task that raises ValueError, with the cure, on a worker that does not see the files of `task`."""
     content, folder = uuid.uuid4().hex, task.work.folder
     mark = folder / f".{content}.part"
     write_atomically(mark, content)
@@ -111,17 +111,17 @@ def see_files(files: SharedFiles, chunk: Chunk) -> None:
 
 
 class LocalProcesses:
-    """Processes of this machine, one per core unless said otherwise; few tasks are done here, one after another."""
+    """Processes of this machine, one per core by default; a small number of tasks runs in this process instead."""
 
     def __init__(self, processes: int = 0) -> None:
         self.workers = processes or usable_cores()
 
     def run(self, tasks: Sequence[Task]) -> Iterator[list[tuple[int, Any]]]:
-        # With no more than a task per process the tokenizer's own threads are as fast, without 1 s of process starts.
+        # With at most one task per process, the tokenizer's own threads are as fast, and no process (1 s) is started.
         if self.workers == 1 or len(tasks) <= self.workers:
             yield from (task.run() for task in tasks)
             return
-        # spawn: this process has threads (the tokenizer's, the progress bar's), which a fork does not survive
+        # spawn, because this process has threads (tokenizer, progress bar), and a fork would copy their locks
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=start_worker)
         try:
@@ -141,14 +141,14 @@ def killed(workers: int) -> RuntimeError:
 
 
 def start_worker() -> None:
-    """Prepares a process that this one started for tasks."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many of these processes as cores
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of them; the parent ends them in order
+    """Prepare a started process for tasks."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread, because there are as many processes as cores
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches all processes; only the parent handles it
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """Ends this process with its parent: after kill -9 of the parent it would wait for work forever."""
+    """End this process when its parent ends: after kill -9 of the parent it would wait for work forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

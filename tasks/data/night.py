@@ -1,8 +1,8 @@
-"""Chooses the text of a nightly run: what the champion does not know, and a share of what it does.
+"""Chooses the text of a nightly run: text that the champion does not know, and a share of the text that it knows.
 
 A file is known if its content was trained on by the champion or by a model that it was continued from, through a
-version that became champion: what a refused night was trained on is new again the next night. Each night's new text is
-one more slice, a source of its own. Older slices are read from the token shards that their nights left.
+version that became champion: the text of a refused night is new again in the next night. Each night's new text is one
+more slice, a separate source. Older slices are read from the token shards of their nights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from training.store.urls import is_url
 logger = logging.getLogger(__name__)
 
 FIRST_SLICE = "first"  # the corpus that the model's first run was trained on
-GROWS_IN_LINES = frozenset({".jsonl", ".ndjson"})  # other formats with a structure are new as a whole
+GROWS_IN_LINES = frozenset({".jsonl", ".ndjson"})  # files of other structured formats count as new as a whole
 
 
 class KnownFiles(Record):
@@ -46,7 +46,7 @@ class KnownFiles(Record):
 
 @dataclass(frozen=True)
 class NightlyRun:
-    """The config of a night's run, None if there is nothing to train on; and why."""
+    """The config of a night's run (None if there is nothing to train on), and the reason."""
 
     config: RunConfig | None
     why: str
@@ -54,13 +54,13 @@ class NightlyRun:
 
 @dataclass(frozen=True)
 class Known:
-    """The text that a model was trained on: hashes of files, and the files as far as their names are recorded."""
+    """The text that a model was trained on: hashes of files, and the files whose names are recorded."""
 
     sha256: frozenset[str]
     files: tuple[SourceFile, ...] = ()
 
     def length_before(self, source: Source) -> int:
-        """Bytes of a text or JSON-lines file that were known before it grew; 0 if it is new."""
+        """Return the bytes of a text or JSON-lines file that were known before it grew; 0 if the file is new."""
         lines = source.format == "text" or source.suffix in GROWS_IN_LINES
         if not lines or source.compression or source.encoding != "utf-8":
             return 0
@@ -73,7 +73,7 @@ class Known:
 
 @dataclass(frozen=True)
 class NewText:
-    """A file of the night, from byte `start` on."""
+    """A file with new text, from byte `start` on."""
 
     source: Source
     start: int = 0
@@ -95,19 +95,17 @@ class Slice:
 def find_new_text(
     config: RunConfig, *, min_new_mib: float, replay: float, max_slices: int, tracking_uri: str
 ) -> NightlyRun:
-    """Compares the files of `data.path` with those that the champion was trained on, and plans the night's text.
+    """Compare the files of `data.path` with those that the champion was trained on, and plan the night's text.
 
-    `replay`: the share of the night's tokens that come from older slices, of which `max_slices` are kept.
-    Tokenizes what is new. Raises ValueError where `data.path` is no folder or file that can be read.
+    `replay`: the share of the night's tokens that come from older slices, of which `max_slices` are kept. Tokenizes the
+    new text. Raises ValueError where `data.path` is no folder or file that can be read.
     """
     if not 0 <= replay < 1 or max_slices < 1:
         raise ValueError(f"replay = {replay:g}, max_slices = {max_slices}: give a share below 1, and at least 1 slice")
     if config.data.sources:
         raise ValueError("a night finds its sources by itself: give the growing folder as data.path, not data.sources")
     if is_url(config.data.path) or config.data.path.startswith("hub:"):
-        raise ValueError(
-            f"data.path={config.data.path}: a night needs a folder of this machine, which it reads files of"
-        )
+        raise ValueError(f"data.path={config.data.path}: a night reads files, so it needs a folder of this machine")
     skipped = SkippedDocuments(config.data.on_error)
     sources = find_sources(config.data, skipped)
     champion = _champion(config.model_name, tracking_uri=tracking_uri)
@@ -157,7 +155,7 @@ def _champion(name: str, *, tracking_uri: str) -> ResolvedModel | None:
 
 
 def known_to(model: ResolvedModel) -> Known:
-    """The files that this version, or one that it was continued from, was trained on."""
+    """Return the files that this version, or one that it was continued from, was trained on."""
     own = TokenShards.read(model.records_dir / MANIFEST)
     data = RunPlan.read(model.records_dir / "plan.json").config.data
     before = known_files_path(Path(data.sources[0].path if data.sources else data.path))
@@ -181,9 +179,9 @@ def _sha256_of_start(path: Path, num_bytes: int) -> str:
 
 
 def _write_corpus(new: Sequence[NewText], known: Known, *, folder: Path) -> Path:
-    """Makes a folder of the new files, named by a hash of their contents; records what is known now.
+    """Make a folder of the new files, named by a hash of their contents; record the files that are known now.
 
-    Whole files are links; of a file that grew it is a copy of what was added.
+    Whole files are links; for a file that grew, the folder has a copy of the added text.
     """
     identity = sorted(f"{text.source.record.sha256}{text.start or ''}" for text in new)
     corpus = folder / hashlib.sha256("".join(identity).encode()).hexdigest()[:16]
@@ -205,7 +203,7 @@ def _write_corpus(new: Sequence[NewText], known: Known, *, folder: Path) -> Path
 
 
 def _copy_from(path: Path, to: Path, *, start: int, stop: int) -> None:
-    """Copies the bytes [start, stop): what is appended meanwhile is the next night's."""
+    """Copy the bytes [start, stop). Text that is appended meanwhile belongs to the next night."""
     with path.open("rb") as file, to.open("wb") as copy:
         file.seek(start)
         left = stop - start
@@ -218,10 +216,10 @@ def _copy_from(path: Path, to: Path, *, start: int, stop: int) -> None:
 
 
 def _slices_of(model: ResolvedModel, *, limit: int) -> tuple[list[Slice], list[str]]:
-    """The slices that the model was trained on, at most `limit` of them; and the names of those that are gone.
+    """Return the slices that the model was trained on, at most `limit`, and the names of those that are gone.
 
-    The first is always kept. Of the others those with the smallest hashes are, so that every night has the same chance
-    to stay, and one that is out stays out.
+    The first slice is always kept. Of the others, those with the smallest hashes are kept, so that every night has the
+    same chance to stay, and a slice that is left out stays out.
     """
     manifest = TokenShards.read(model.records_dir / MANIFEST)
     folder = Path(RunPlan.read(model.records_dir / "plan.json").shards_dir)
@@ -241,14 +239,14 @@ def _slices_of(model: ResolvedModel, *, limit: int) -> tuple[list[Slice], list[s
 
 
 def _name_of(new: Iterable[NewText], taken: set[str]) -> str:
-    """The day of the newest file, so that the same text has the same name when the night is tried again."""
+    """Return the day of the newest file, so that the same text has the same name when the night is tried again."""
     newest = max(text.source.path.stat().st_mtime for text in new)
     day = datetime.datetime.fromtimestamp(newest, datetime.UTC).date().isoformat()
     return next(name for name in (day, *(f"{day}-{n}" for n in range(2, 10_000))) if name not in taken)
 
 
 def with_slices(night: RunConfig, name: str, older: Sequence[Slice], *, replay: float, new_tokens: int) -> RunConfig:
-    """The night's config with its new text, seen once, and so much of the older slices that they are `replay` of it.
+    """Return the night's config: the new text, seen once, and enough of the older slices to make the share `replay`.
 
     Each older slice is seen in proportion to its size; with replay 0 only its held-out text is used.
     """
@@ -262,9 +260,9 @@ def with_slices(night: RunConfig, name: str, older: Sequence[Slice], *, replay: 
 
 
 def continue_from(config: RunConfig, champion: ResolvedModel, *, corpus: Path) -> RunConfig:
-    """The config of the same run on `corpus`, from the champion's weights and with its tokenizer.
+    """Return the config of the same run on `corpus`, from the champion's weights and with its tokenizer.
 
-    Its optimizer's moments too, where its checkpoint is still on this machine.
+    It also starts from the optimizer's moments if the champion's checkpoint is still on this machine.
     """
     folder = str(champion.export_dir)
     tokenizer = {"kind": "pretrained", "path": folder, "vocab_size": 0}

@@ -1,10 +1,10 @@
-"""Readers: one for each format of source, which yields documents and names the file and line of what it cannot read.
+"""Readers, one for each format of source: they yield documents, and name file and line of an unreadable one.
 
-A reader reads one span of a file by itself, wherever the spans before and after it are read: which documents and parts
-of documents belong to a span follows from the bytes around its ends.
+A reader reads one span of a file independently of the spans before and after it: the bytes around the span's ends
+determine which documents, or parts of documents, belong to it.
 
-Text, JSON lines and CSV are read by the small readers here, not by `datasets`: its text and JSON builders give no
-file or line for what they cannot read and cannot leave out one line; its CSV builder takes short rows for empty text,
+Text, JSON lines and CSV are read by the small readers here, not by `datasets`: its text and JSON builders name no file
+or line for an unreadable document, and cannot leave out a single line; its CSV builder takes short rows for empty text,
 shifts the columns when the first row is too long, and counts rows where an editor counts lines.
 """
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 BLOCK_CHARACTERS = 2**18
 LONGEST_PIECE = 2**18  # characters; a tokenizer takes some 100 bytes per character, and its threads share a long text
 BORDER_WINDOW = 2**14
-BORDER_BYTES = 2**16  # where a border between two spans of one document is looked for
+BORDER_BYTES = 2**16  # a border between two spans of one document is searched within this many bytes
 ROWS_PER_BATCH = 1000
-LONGEST_ITEM = 2**28  # characters of one item of a JSON array, which is parsed again and again until it is whole
+LONGEST_ITEM = 2**28  # characters of one item of a JSON array, which is parsed repeatedly until it is complete
 JSON_SPACE = re.compile(r"[ \t\n\r]*")
 # No byte-level or WordPiece pre-tokenizer joins anything over these borders, so cutting here changes no token.
 LINE_BORDER = re.compile(r"\S\n(?=\S)")
@@ -45,7 +45,7 @@ WORD_BORDER = re.compile(r"\S(?= \S)")
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a source that one worker reads: bytes [start, stop), of a parquet file row groups [start, stop).
+    """A part of a source that one worker reads: bytes [start, stop), or in a parquet file row groups [start, stop).
 
     `stop` is None for a whole source. `number`: of the source in the manifest.
     """
@@ -68,7 +68,7 @@ class Place(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The same wherever the file was cut, and known without what stands before."""
+        """Return the document's name; it does not depend on where the file was cut, or on the text before."""
         file = self.span.source.name
         return f"{file}:{self.unit} {self.number}" if self.unit else file
 
@@ -102,9 +102,9 @@ def whole_spans(sources: Iterable[Source]) -> list[Span]:
 
 
 def read_spans(spans: Iterable[Span], data: DataConfig, skipped: SkippedDocuments) -> Iterator[Piece]:
-    """Yields all documents in order, without empty ones. What cannot be read goes to `skipped`, which may raise.
+    """Yield all documents in order, without empty ones. Unreadable documents go to `skipped`, which may raise.
 
-    Raises ValueError for a source that fails after its first document: half of it is no document to skip.
+    Raises ValueError for a source that fails after its first document: skipping the rest would lose half of it.
     """
     wanted = Wanted(data.column, RowFilter(data.where) if data.where else None)
     for span in spans:
@@ -117,7 +117,7 @@ def read_spans(spans: Iterable[Span], data: DataConfig, skipped: SkippedDocument
                 documents += piece.last
         except OSError as error:
             reason = error.strerror or error
-            # A hub set is the whole corpus: skipped, nothing would be left.
+            # A hub set is the whole corpus: if it were skipped, nothing would be left.
             if place is None and span.stop is None and source.format != "hub":
                 skipped.skip_or_raise(Place(span, 0, ""), f"cannot be read ({reason})")
                 continue
@@ -126,13 +126,13 @@ def read_spans(spans: Iterable[Span], data: DataConfig, skipped: SkippedDocument
                 unit = "row group" if source.format == "parquet" else "byte"
                 reached += f" of the part from {unit} {span.start:,} on"
             raise ValueError(
-                f"{source.name}: reading stopped {reached} ({reason}); half a source is never taken for all of it, "
-                "whatever data.on_error: mend or remove it, or, if its disk or network failed, run again"
+                f"{source.name}: reading stopped {reached} ({reason}); a source is never used in part, "
+                "whatever data.on_error says: repair or remove it, or, if its disk or network failed, run again"
             ) from error
 
 
 def _check_size(source: Source) -> None:
-    """Raises ValueError for a file that is shorter here than where it was listed; one that grew is read as far."""
+    """Raise ValueError for a file that is shorter here than where it was listed. Appended text is not read."""
     if source.remote or source.format == "hub":
         return
     size = source.path.stat().st_size
@@ -170,13 +170,13 @@ def _read(span: Span, data: DataConfig, wanted: Wanted, skipped: SkippedDocument
 
 @dataclass(frozen=True)
 class Wanted:
-    """The column that holds the text, and which rows are taken."""
+    """The column that holds the text, and the filter of rows."""
 
     column: str
     where: RowFilter | None
 
     def keeps(self, row: Mapping[str, Any], place: Place, skipped: SkippedDocuments) -> bool:
-        """Whether the row is taken; one that is not is counted."""
+        """Whether the row is used; rows that are not used are counted."""
         if self.where is None:
             return True
         try:
@@ -192,7 +192,7 @@ class Wanted:
 
 
 def _whole_file(span: Span, skipped: SkippedDocuments) -> Iterator[Piece]:
-    """Reads the file twice, in blocks: first for bytes that are not UTF-8, so that no half of a bad file gets in."""
+    """Read the file twice, in blocks: first to find bytes that are not UTF-8, so that no part of a bad file is used."""
     begin, end = _text_bounds(span)
     digest, is_empty, place = hashlib.sha256(), True, Place(span, 0, "")
     try:
@@ -215,7 +215,10 @@ class _NotUnicode(Exception):
 
 
 def _blocks(source: Source, begin: int, end: int | None) -> Iterator[str]:
-    """The text of the bytes [begin, end), with its line ends as they are: tokens decode to the bytes that were read."""
+    """Return the text of the bytes [begin, end).
+
+    Line ends stay as they are, so that tokens decode to the same bytes.
+    """
     decoder = codecs.getincrementaldecoder("utf-8" if begin else "utf-8-sig")()
     offset, block = begin, b" "
     with source.open(wanted_bytes=None if end is None else end - begin) as file:
@@ -240,8 +243,8 @@ def _text_bounds(span: Span) -> tuple[int, int | None]:
 def _border_at(source: Source, offset: int) -> int:
     """Return where a document is cut near a byte: after a line, else before a word, else before a character.
 
-    It follows from the bytes at and after the offset alone, so that both of its neighbours find the same place. Two
-    offsets must lie BORDER_BYTES apart, which a chunk of 1 MiB is.
+    The place depends only on the bytes at and after the offset, so that the readers of both neighbours find the same
+    place. Two offsets must lie BORDER_BYTES apart, and a chunk has at least 1 MiB.
     """
     if offset == 0 or offset >= source.record.num_bytes:
         return offset
@@ -266,9 +269,9 @@ def _lines(span: Span, skipped: SkippedDocuments) -> Iterator[Piece]:
 
 
 def _paragraphs(span: Span, skipped: SkippedDocuments) -> Iterator[Piece]:
-    """Lines between blank ones; a line that is not UTF-8 makes its whole paragraph unreadable.
+    """Yield paragraphs: lines between blank ones. A line that is not UTF-8 makes its whole paragraph unreadable.
 
-    A paragraph is in the span in which the blank line before it begins, so that no one has to look back for that line.
+    A paragraph belongs to the span in which the blank line before it begins, so that no reader has to look back.
     """
     lines: list[tuple[int, str]] = []
     blank_before = span.start == 0
@@ -298,7 +301,7 @@ def _paragraph(span: Span, lines: list[tuple[int, str]], skipped: SkippedDocumen
 
 
 def _numbered(span: Span) -> Iterator[tuple[int, str]]:
-    """Lines from the first that begins in the span to the end of the file, and the bytes at which they begin.
+    """Yield the lines from the first that begins in the span to the end of the file, and the bytes at which they begin.
 
     Bytes that are not UTF-8 become surrogates, which `_not_unicode` finds.
     """
@@ -320,7 +323,7 @@ def _numbered(span: Span) -> Iterator[tuple[int, str]]:
 
 
 def _line_of(source: Source, offset: int) -> int:
-    """The number, from 1, of the line that the byte is in."""
+    """Return the number, from 1, of the line that contains the byte."""
     number, left = 1, offset
     with source.open() as file:
         while left and (block := file.read(min(left, 2**20))):
@@ -342,7 +345,7 @@ def is_array(source: Source) -> bool:
 
 
 def _json_array(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
-    """Objects, or texts, of an array of any length; one block of them at a time is in memory."""
+    """Yield the objects or texts of an array of any length; only one block of them at a time is in memory."""
     with span.source.open() as file, io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as text:
         for number, row in enumerate(_items(text), 1):
             place = Place(span, number, "item")
@@ -353,7 +356,7 @@ def _json_array(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iterat
 
 
 def _items(text: io.TextIOWrapper) -> Iterator[object]:
-    """The items of a JSON array. Raises OSError where it breaks off, is not valid, or something comes after it."""
+    """Yield the items of a JSON array. Raises OSError if it is cut off or not valid, or if text follows it."""
     decode, size = json.JSONDecoder().raw_decode, BLOCK_CHARACTERS
     buffer = text.read(size)
     place = _space(buffer, 0) + 1  # after the bracket
@@ -426,7 +429,7 @@ def _of_row(row: object, place: Place, wanted: Wanted, skipped: SkippedDocuments
 
 
 def _table(span: Span, wanted: Wanted, skipped: SkippedDocuments) -> Iterator[Piece]:
-    csv.field_size_limit(2**31 - 1)  # the module's 128 KiB are less than a long document
+    csv.field_size_limit(2**31 - 1)  # the module's limit, 128 KiB, is less than a long document
     delimiter = "\t" if span.source.format == "tsv" else ","
     rows = csv.reader((line for _, line in _numbered(span)), delimiter=delimiter, strict=True)
     header: list[str] = []
@@ -482,18 +485,18 @@ def _hub(span: Span, data: DataConfig, wanted: Wanted, skipped: SkippedDocuments
 
     name, config, commit = str(span.source.path), data.hub_config or None, span.source.record.sha256
     rows = load_dataset(name, config, split=data.hub_split, streaming=data.streaming, revision=commit)
-    names = rows.column_names or list(next(iter(rows), {}))  # a stream without a schema shows them in its first row
+    names = rows.column_names or list(next(iter(rows), {}))  # without a schema, the first row has the columns
     if columns := _columns(span, names, wanted, skipped):
         tables = rows.select_columns(columns).with_format("arrow").iter(batch_size=ROWS_PER_BATCH)
         yield from _rows(span, tables, wanted, skipped)
 
 
 def _columns(span: Span, names: list[str], wanted: Wanted, skipped: SkippedDocuments) -> list[str]:
-    """The columns to read; none if that of the text is missing, which goes to `skipped`."""
+    """Return the columns to read; empty if the column of the text is missing, which is reported to `skipped`."""
     others = wanted.where.columns if wanted.where else []
     if wanted.column not in names:
         problem = f"has no column {wanted.column!r} but {_listed(names)}; set data.column to one of them"
-        if span.start:  # said once, by the reader of the file's start
+        if span.start:  # reported once, by the reader of the file's start
             return []
         skipped.skip_or_raise(Place(span, 0, ""), problem)
         return []
@@ -521,7 +524,7 @@ def _rows(
 
 
 def _values(column: pyarrow.ChunkedArray | pyarrow.Array) -> list[Any]:
-    """Decodes texts one by one, so that a row of invalid UTF-8 does not spoil its whole batch."""
+    """Decode texts one by one, so that a row of invalid UTF-8 does not make its whole batch fail."""
     import pyarrow
 
     if not (pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)):
@@ -530,7 +533,7 @@ def _values(column: pyarrow.ChunkedArray | pyarrow.Array) -> list[Any]:
     return [value if value is None else value.decode("utf-8", errors="surrogateescape") for value in raw]
 
 
-# Any value to pieces
+# Pieces of any value
 
 
 def _document(place: Place, value: object, skipped: SkippedDocuments) -> Iterator[Piece]:
@@ -543,7 +546,7 @@ def _document(place: Place, value: object, skipped: SkippedDocuments) -> Iterato
 
 
 def _pieces(place: Place, blocks: Iterable[str], *, ends_here: bool = True) -> Iterator[Piece]:
-    """`ends_here`: the document has no more text than these blocks."""
+    """Yield the pieces of a document. `ends_here`: these blocks are the end of the document."""
     text = ""
     for block in blocks:
         text += block
@@ -556,7 +559,7 @@ def _pieces(place: Place, blocks: Iterable[str], *, ends_here: bool = True) -> I
 
 
 def _border(text: str) -> int:
-    """The place to cut a long text: after a line, else before a word, else at the limit."""
+    """Return where to cut a long text: after a line, otherwise before a word, otherwise at the limit."""
     start = LONGEST_PIECE - BORDER_WINDOW
     for border in (LINE_BORDER, WORD_BORDER):
         ends = [found.end() for found in border.finditer(text, start, LONGEST_PIECE + 1)]
@@ -566,7 +569,7 @@ def _border(text: str) -> int:
 
 
 def _not_unicode(text: str) -> str:
-    """The problem with the text's encoding, "" if there is none."""
+    """Return the problem with the text's encoding; empty if there is none."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,6 +1,6 @@
-"""Texts behind URLs: object stores and the web, through fsspec (s3://, gs://, az://, https://, hf://).
+"""Reads texts behind URLs, in object stores and on the web, through fsspec (s3://, gs://, az://, https://, hf://).
 
-Credentials are found by each store's own library: environment, profile, role of the machine. A URL never holds them.
+Each store's own library finds the credentials: environment, profile, role of the machine. A URL never contains them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import IO, Any
 
 from training.store.urls import check_url, filesystem, store_errors, without_query
 
-WEB = ("http", "https")  # no list of what is below a URL
-BLOCK_BYTES = 8 * 2**20  # one request reads so much
+WEB = ("http", "https")  # these protocols cannot list the files below a URL
+BLOCK_BYTES = 8 * 2**20  # one request reads this many bytes
 LEAST_BYTES = 2**20  # of a part of a file
 IDENTITIES = ("ETag", "etag", "md5Hash", "crc32c", "content_md5", "blob_id", "oid", "sha256")
 
@@ -27,12 +27,13 @@ class RemoteFile:
     url: str
     name: str
     num_bytes: int
-    identity: str  # the store's own hash of the content; empty where it has none
+    identity: str  # the store's own hash of the content; empty if it has none
 
     def open(self, *, wanted_bytes: int | None = None) -> io.BufferedReader:
-        """Opens the bytes; reading raises OSError where the store fails for good.
+        """Open the file; reading raises OSError if the store fails finally.
 
-        `wanted_bytes`: how many will be read, if not all: requests are smaller then, so that few are read for nothing.
+        `wanted_bytes`: how many bytes will be read, if not all: requests are then smaller, so that few are read in
+        vain.
         """
         block_bytes = BLOCK_BYTES if wanted_bytes is None else min(BLOCK_BYTES, max(LEAST_BYTES, wanted_bytes // 8))
         with store_errors(self.url):
@@ -41,7 +42,7 @@ class RemoteFile:
 
     @property
     def sha256(self) -> str:
-        """A hash that changes with the content: of what the store says of it, or else of the bytes."""
+        """Return a hash that changes with the content: of the store's own hash, or of the bytes if there is none."""
         if self.identity:
             return hashlib.sha256(f"{self.identity} {self.num_bytes}".encode()).hexdigest()
         with self.open() as file:
@@ -49,7 +50,7 @@ class RemoteFile:
 
 
 class _Reader(io.RawIOBase):
-    """A file of a store whose errors are those of a disk."""
+    """A file of a store that raises OSError, as a file on disk does."""
 
     def __init__(self, file: IO[bytes], url: str) -> None:
         self.file, self.url = file, url
@@ -79,7 +80,7 @@ class _Reader(io.RawIOBase):
 
 
 def find_files(url: str) -> list[RemoteFile]:
-    """The file at `url`, or all below it but hidden ones, sorted by name.
+    """Return the file at `url`, or all files below it without hidden ones, sorted by name.
 
     Raises ValueError, with the cure, if there is nothing, its library is missing, or the store refuses.
     """
@@ -99,7 +100,7 @@ def find_files(url: str) -> list[RemoteFile]:
         if not any(part.startswith(".") for part in name.split("/")) and info.get("type") != "directory":
             files.append(RemoteFile(store.unstrip_protocol(path), name, _size(info, url), _identity(info)))
     if not files:
-        raise ValueError(f"data.path={url}: there is no file at this URL, nor below it: mend the URL")
+        raise ValueError(f"data.path={url}: there is no file at this URL or below it: correct the URL")
     return files
 
 
@@ -111,7 +112,7 @@ def _size(info: dict[str, Any], url: str) -> int:
 
 
 def _identity(info: dict[str, Any]) -> str:
-    """The hash that the store keeps with an object; a weak one of a web server is none."""
+    """Return the hash that the store keeps with an object; a web server's weak hash does not count."""
     found = next((str(info[key]) for key in IDENTITIES if info.get(key)), "")
     return "" if found.startswith("W/") else found.strip('"')
 

@@ -1,4 +1,4 @@
-"""Tokenizes one chunk of a corpus into shards: a plain function of a description, for whichever process does it."""
+"""Tokenizes one chunk of a corpus into shards: a function of a description alone, so that any process can do it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class TokenizeWork:
 
 
 def tokenize_chunk(work: TokenizeWork, chunk: Chunk) -> FinishedChunk:
-    """Writes the shards of each split that this chunk has text of, then the marker that they are finished.
+    """Write the shards of each split for which this chunk has text, then the marker that they are finished.
 
-    A chunk that is finished already, and unchanged, is left as it is.
+    A chunk that is already finished, and unchanged, is left as it is.
     """
     if finished := finished_chunk(work.folder, chunk.index):
         return finished
@@ -53,9 +53,9 @@ def tokenize_chunk(work: TokenizeWork, chunk: Chunk) -> FinishedChunk:
 
 
 def _cut(passages: Iterable[Passage], *, num_bytes: int) -> Iterator[list[Passage]]:
-    """Parts of at least `num_bytes` of text, and less than twice as many where the passages allow it.
+    """Cut into parts of at least `num_bytes` of text, and less than twice as much if the passages allow it.
 
-    Most chunks are one part. Others come from files that cannot be cut, or that hold more text than their size says.
+    Most chunks are one part. Others come from files that cannot be cut, or that contain more text than their size says.
     """
     part: list[Passage] = []
     sizes: list[int] = []
@@ -89,16 +89,16 @@ def _write_shards(work: TokenizeWork, index: int, part: int, passages: list[Pass
 
 
 def _check_library(work: TokenizeWork) -> None:
-    """Raises TokensDiffer where another worker found that the tokens of this library are not to be kept.
+    """Raise TokensDiffer if another worker found that this library gives wrong tokens.
 
-    On a cluster tasks go on for a while after that.
+    On a cluster, tasks continue for a while after that.
     """
     if not (work.folder / LIBRARY).read_text(encoding="utf-8").startswith(work.tokenizer.library):
         raise TokensDiffer(f"{work.tokenizer.library} gave other tokens elsewhere")
 
 
 def _stretches(passages: Iterable[Passage], lengths: list[int], num_bytes: list[int]) -> tuple[Stretch, ...]:
-    """Tokens and bytes by source, neighbouring passages of one source counted together."""
+    """Return tokens and bytes by source; neighbouring passages of one source are counted together."""
     counted = zip((passage.source for passage in passages), lengths, num_bytes, strict=True)
     stretches = []
     for source, group in itertools.groupby(counted, key=lambda each: each[0]):

@@ -1,4 +1,4 @@
-"""The files of a corpus, each with its size and hash, in an order that never changes."""
+"""Finds the files of a corpus, each with its size and hash, in an order that never changes."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ RECODED_BYTES = 2**16
 class SkippedDocuments:
     """The documents that a reader leaves out.
 
-    Those that cannot be read are counted, with some of their places, or the first one raises. Those whose text an
-    earlier document had (data.deduplicate) are given by their numbers, which count all that can be read from 0.
+    Unreadable documents are counted, with some of their places, or the first one raises an error. Documents that repeat
+    the text of an earlier one (data.deduplicate) are given by their numbers, which count all readable documents from 0.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SkippedDocuments:
         repeated: Collection[int] = (),
         digests: list[bytes] | None = None,
     ) -> None:
-        """`digests`: takes the first 16 bytes of the sha256 of each document's text, if given."""
+        """`digests`: if given, it collects the first 16 bytes of the sha256 of each document's text."""
         self.on_error = on_error
         self.count = 0
         self.examples: list[tuple[object, str]] = []  # place and problem
@@ -81,10 +81,13 @@ class SkippedDocuments:
         return repeated
 
     def skip_or_raise(self, place: object, problem: str) -> None:
-        """Raises ValueError unless `data.on_error=skip`. `place` is written out only where it is shown."""
+        """Count the document, or raise ValueError unless data.on_error=skip.
+
+        `place` becomes text only if it is shown.
+        """
         if self.on_error == "stop":
             raise ValueError(
-                f"{place}: {problem}; mend it, or set data.on_error=skip to leave such documents out and count them"
+                f"{place}: {problem}; correct it, or set data.on_error=skip to leave such documents out and count them"
             )
         self.count += 1
         if len(self.examples) < EXAMPLES_KEPT:
@@ -95,7 +98,7 @@ class SkippedDocuments:
 class Source:
     """One file, or one split of a hub data set. `record.name` is relative to `data.path`, the same on every machine.
 
-    `remote`: where it is, if behind a URL; `path` is its name then.
+    `remote`: the place of a file behind a URL; `path` is then its name.
     """
 
     path: Path
@@ -111,18 +114,18 @@ class Source:
 
     @property
     def suffix(self) -> str:
-        """`.jsonl` of `a.jsonl.gz`."""
+        """Return `.jsonl` for `a.jsonl.gz`."""
         return _suffixes(self.path)[0]
 
     @property
     def can_seek(self) -> bool:
-        """Whether `open` gives the file's own bytes, any part of which can be read without those before it."""
+        """Whether `open` gives the file's own bytes, so that any part can be read without the bytes before it."""
         return not self.compression and self.encoding == "utf-8" and self.format != "hub"
 
     def open(self, *, wanted_bytes: int | None = None) -> io.BufferedReader:
-        """Opens the decompressed text as UTF-8; reading raises OSError, with the place, where it does not fit.
+        """Open the decompressed text as UTF-8; reading raises OSError, with the place, for bytes of another encoding.
 
-        With pyarrow: Python has no zstd before 3.14, and fsspec's reads a truncated file to its end without an error.
+        It uses pyarrow: Python has no zstd before 3.14, and fsspec's zstd reads a truncated file without an error.
         """
         file = self.open_bytes(wanted_bytes=wanted_bytes)
         if self.compression:
@@ -133,7 +136,7 @@ class Source:
         return file if self.encoding == "utf-8" else io.BufferedReader(_Recoded(file, self.encoding))
 
     def open_bytes(self, *, wanted_bytes: int | None = None) -> io.BufferedReader:
-        """Opens the file as it is. `wanted_bytes`: how many of them will be read, if not all."""
+        """Open the file as it is. `wanted_bytes`: how many bytes will be read, if not all."""
         return self.remote.open(wanted_bytes=wanted_bytes) if self.remote else self.path.open("rb")
 
 
@@ -167,7 +170,7 @@ class _Recoded(io.RawIOBase):
 
 
 def find_sources(data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
-    """The files of `data.path`, sorted by name. Raises ValueError if there are none or one cannot be read."""
+    """Return the files of `data.path`, sorted by name. Raises ValueError if there are none or one cannot be read."""
     check_path(data.path)
     if data.path.startswith("hub:"):
         return [_hub_source(data)]
@@ -181,7 +184,7 @@ def find_sources(data: DataConfig, skipped: SkippedDocuments) -> list[Source]:
 
 
 def check_paths(data: DataConfig) -> None:
-    """Raises ValueError if no corpus is given, there is no file or folder of one, or its `where` is no expression."""
+    """Raise ValueError if no corpus is given, a file or folder does not exist, or `where` is no expression."""
     for each in [data.of_source(source) for source in data.sources] or [data]:
         check_path(each.path)
         if each.where:
@@ -189,7 +192,7 @@ def check_paths(data: DataConfig) -> None:
 
 
 def check_path(path: str) -> None:
-    """Raises ValueError if `path` is empty, or there is no such file or folder."""
+    """Raise ValueError if `path` is empty, or if no such file or folder exists."""
     if not path:
         raise ValueError(
             "data.path is empty: set data.path=FILE_OR_FOLDER, data.path=stdlib or data.path=hub:OWNER/NAME"
@@ -204,14 +207,14 @@ def check_path(path: str) -> None:
         return
     place = Path(path).expanduser()
     if not place.exists():
-        raise ValueError(f"data.path={path} does not exist (looked for {place.absolute()}): mend the path")
+        raise ValueError(f"data.path={path} does not exist (looked for {place.absolute()}): correct the path")
     if not place.is_dir() and not place.is_file():
         raise ValueError(f"data.path={path} is neither a file nor a folder: give one of them")
 
 
 def _hashed(files: list[tuple[str, Path]], skipped: SkippedDocuments, *, encoding: str) -> list[Source]:
     sources = []
-    pool = ThreadPoolExecutor(usable_cores())  # hashing leaves the interpreter lock alone
+    pool = ThreadPoolExecutor(usable_cores())  # hashing releases the interpreter lock
     try:
         for name, path, record in [(name, path, pool.submit(_record, name, path)) for name, path in files]:
             suffix, compression = _suffixes(path)
@@ -219,13 +222,13 @@ def _hashed(files: list[tuple[str, Path]], skipped: SkippedDocuments, *, encodin
                 sources.append(Source(path, FORMATS.get(suffix, "text"), compression, record.result(), encoding))
             except OSError as error:
                 skipped.skip_or_raise(name, f"cannot be read ({error.strerror})")
-    finally:  # an error, or Ctrl-C, does not wait until the rest of a terabyte is hashed
+    finally:  # after an error or Ctrl-C, do not hash the rest, which may be a terabyte
         pool.shutdown(cancel_futures=True)
     return sources
 
 
 def _remote_sources(data: DataConfig) -> list[Source]:
-    """The files at a URL, with the store's own hashes where it has them: nothing is read for them then."""
+    """Return the files at a URL, with the store's own hashes if it has them: then no file is read."""
     found = find_files(data.path)
     if len(found) > 1 or found[0].name != PurePath(data.path).name:
         known = [file for file in found if _suffixes(Path(file.name))[0] in FORMATS]
@@ -249,7 +252,7 @@ def _record(name: str, path: Path) -> SourceFile:
 
 
 def _suffixes(path: Path) -> tuple[str, str]:
-    """Suffix and compression: `.jsonl` and `gzip` for `a.jsonl.gz`."""
+    """Return suffix and compression: `.jsonl` and `gzip` for `a.jsonl.gz`."""
     suffix = path.suffix.lower()
     if suffix in COMPRESSIONS:
         return Path(path.stem).suffix.lower(), COMPRESSIONS[suffix]
@@ -257,11 +260,11 @@ def _suffixes(path: Path) -> tuple[str, str]:
 
 
 def _stdlib_files(skipped: SkippedDocuments) -> list[tuple[str, Path]]:
-    """The .py files of the standard library, without the few that declare another encoding than UTF-8."""
+    """Return the .py files of the standard library, without the few that declare another encoding than UTF-8."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [(name, path) for name, path in _walk(root, skipped, leave_out=NOT_STDLIB) if path.suffix == ".py"]
     if not files:
-        raise ValueError(f"no .py files in {root}: this Python has its library in another form; set data.path=FOLDER")
+        raise ValueError(f"no .py files in {root}: this Python has no library of source files; set data.path=FOLDER")
     return [(name, path) for name, path in files if _is_utf8(path)]
 
 
@@ -284,7 +287,7 @@ def _folder_files(root: Path, skipped: SkippedDocuments) -> list[tuple[str, Path
     if not files:
         raise _no_texts(str(root), others)
     if others:
-        log.info("%s: left out %d files whose kind is not read as text: %s", root, others.total(), _kinds(others))
+        log.info("%s: left out %d files whose suffix is not a text file's: %s", root, others.total(), _kinds(others))
     return files
 
 
@@ -300,7 +303,7 @@ def _no_texts(root: str, others: Counter[str]) -> ValueError:
 
 
 def _walk(root: Path, skipped: SkippedDocuments, *, leave_out: Collection[str] = ()) -> list[tuple[str, Path]]:
-    """(relative name, path) of all files below, hidden ones left out, sorted by name."""
+    """Return (relative name, path) of all files below, without hidden ones, sorted by name."""
 
     def unreadable(error: OSError) -> None:
         skipped.skip_or_raise(Path(error.filename).relative_to(root).as_posix(), f"cannot be read ({error.strerror})")
@@ -315,7 +318,7 @@ def _walk(root: Path, skipped: SkippedDocuments, *, leave_out: Collection[str] =
 
 
 def _hub_source(data: DataConfig) -> Source:
-    """A hub data set, pinned to a commit, which takes the place of a content hash. A given commit needs no network."""
+    """Return a hub data set, pinned to a commit, which serves as content hash. A given commit needs no network."""
     name = data.path.removeprefix("hub:")
     is_commit = re.fullmatch(r"[0-9a-f]{40}", data.hub_revision)
     commit = data.hub_revision if is_commit else _commit_on_hub(name, data.hub_revision)
@@ -328,7 +331,7 @@ def _commit_on_hub(name: str, revision: str) -> str:
 
     try:
         return HfApi().dataset_info(name, revision=revision or None).sha or ""
-    except Exception as error:  # its own errors, or those of httpx, which newer versions have under another name
+    except Exception as error:  # the library's own errors, or those of httpx, which newer versions rename
         reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise ValueError(
             f"data.path=hub:{name}: no answer from the hub ({reason}); check the name OWNER/NAME and the network, log "

@@ -16,9 +16,8 @@ ENOUGH_DOCUMENTS = 20
 
 @dataclass(frozen=True)
 class SplitRule:
-    """The rule by which a corpus is split, as its manifest records it.
-
-    `border`: for tail, how many characters of the corpus are train. `why`: the reason for the rule.
+    """The rule by which a corpus is split, as its manifest records it. `border`: for tail, how many characters of the
+    corpus are train. `why`: the reason for the rule.
     """
 
     kind: Literal["documents", "tail"]
@@ -29,7 +28,7 @@ class SplitRule:
 
 @dataclass(frozen=True)
 class Passage:
-    """A piece of text in one split. `ends`: its document ends here, in this split; `whole`: it gets an end token."""
+    """A piece of text in one split. `ends`: its document ends here, in this split. `whole`: it gets an end token."""
 
     split: Split
     text: str
@@ -40,7 +39,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class TextCounts:
-    """The contents of a corpus; `splits`: those that a split by documents would fill."""
+    """The amount of text in a corpus. `splits`: the splits that a split by documents would fill."""
 
     characters: int
     documents: int
@@ -48,8 +47,7 @@ class TextCounts:
 
 
 def choose_rule(data: DataConfig, first: Iterable[Piece], count: Callable[[], TextCounts]) -> SplitRule:
-    """Chooses the rule by the `first` pieces of the corpus, 20 documents or so, or else by those of all, which `count`
-    reads.
+    """Choose the rule by the `first` pieces of the corpus, about 20 documents; if they are too few, `count` reads all.
 
     Raises ValueError if there is no text, or a split would be empty.
     """
@@ -92,7 +90,7 @@ def choose_rule(data: DataConfig, first: Iterable[Piece], count: Callable[[], Te
 
 
 def _by_documents(data: DataConfig, documents: int, seen: Collection[Split]) -> SplitRule | None:
-    """The rule for whole documents, if it can be taken by so many of them."""
+    """Return the rule for whole documents, if this number of documents allows it."""
     enough = data.split == "documents" or (data.split == "auto" and documents >= ENOUGH_DOCUMENTS)
     if not enough or len(seen) < 2:
         return None
@@ -102,19 +100,19 @@ def _by_documents(data: DataConfig, documents: int, seen: Collection[Split]) -> 
 
 
 def split_of(name: str, validation_fraction: float) -> Split:
-    """The split of a document, by its place alone: documents that are added or removed move no other one."""
+    """Return a document's split, by its place alone: adding or removing documents does not change others' splits."""
     draw = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) / 2**64
     return "validation" if draw < validation_fraction else "train"
 
 
 def split_pieces(pieces: Iterable[Piece], rule: SplitRule, *, train_characters: int | None = None) -> Iterator[Passage]:
-    """`train_characters`: for tail, how many characters from here on are train; None: these are all pieces."""
+    """Assign pieces to splits. `train_characters`: for tail, how many characters from here on are train; None: all."""
     if rule.kind == "documents":
         for piece in pieces:
             split = split_of(piece.name, rule.validation_fraction)
             yield Passage(split, piece.text, ends=piece.last, whole=piece.last, source=piece.source)
         return
-    left = rule.border if train_characters is None else train_characters  # characters that still go to train
+    left = rule.border if train_characters is None else train_characters  # characters that still belong to train
     for piece in pieces:
         head, tail = piece.text[:left], piece.text[left:]
         left -= len(head)

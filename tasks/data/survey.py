@@ -22,8 +22,8 @@ from training.config.data import DataConfig
 from training.records.record import write_atomically
 from training.shards.format import SPLITS
 
-# One row for each document, or part of one that is cut between chunks. high and low: 16 bytes of its sha256, which
-# are 0 unless data.deduplicate asks for them. ends: it has no other part.
+# One row for each document, or part of one that is cut between chunks. high and low: 16 bytes of its sha256, which are
+# 0 unless data.deduplicate asks for them. ends: it has no other part.
 DOCUMENTS = np.dtype([("high", "<u8"), ("low", "<u8"), ("characters", "<u8"), ("validation", "?"), ("ends", "?")])
 
 
@@ -34,7 +34,7 @@ class SurveyWork:
 
 
 def survey_chunk(work: SurveyWork, chunk: Chunk) -> None:
-    """Writes the table of a chunk's documents."""
+    """Write the table of a chunk's documents."""
     deduplicate = work.data.deduplicate != "off"
     digests: list[bytes] | None = [] if deduplicate else None
     rows: list[tuple[int, bool, bool]] = []
@@ -45,7 +45,7 @@ def survey_chunk(work: SurveyWork, chunk: Chunk) -> None:
         if piece.last:
             rows.append((characters, split_of(piece.name, work.data.validation_fraction) == "validation", True))
             characters = 0
-    if characters and piece is not None:  # the document goes on in the next chunk, which alone counts it
+    if characters and piece is not None:  # the document continues in the next chunk, and only that chunk counts it
         rows.append((characters, False, False))
     table = np.zeros(len(rows), DOCUMENTS)
     for number, name in enumerate(("characters", "validation", "ends")):
@@ -59,12 +59,12 @@ def survey_chunk(work: SurveyWork, chunk: Chunk) -> None:
 
 
 class Survey:
-    """The tables of all chunks of a corpus, and which of its documents an earlier one repeats."""
+    """The tables of all chunks of a corpus, and which documents repeat an earlier one."""
 
     def __init__(
         self, tables: Sequence[np.ndarray], *, earlier: Sequence[Survey] = (), deduplicate: bool = False
     ) -> None:
-        """`earlier`: of other corpora, whose documents are left out of this one."""
+        """`earlier`: surveys of other corpora, whose documents are left out of this one."""
         self.tables = list(tables)
         self.deduplicate = deduplicate
         self.earlier = tuple(earlier)
@@ -76,7 +76,7 @@ class Survey:
             return [np.ones(len(table), bool) for table in self.tables]
         before = [table for survey in self.earlier for table in survey.tables]
         halves = [np.concatenate([table[half] for table in (*before, *self.tables)]) for half in ("high", "low")]
-        order = np.lexsort(halves)  # stable: of equal documents the first stays first
+        order = np.lexsort(halves)  # stable, so that the first of equal documents stays first
         same = np.ones(len(order), bool)
         same[:1] = False
         for half in halves:
@@ -94,7 +94,7 @@ class Survey:
         return TextCounts(int(rows["characters"].sum()), len(whole), splits)
 
     def applied_to(self, chunks: Sequence[Chunk], *, border: int) -> list[Chunk]:
-        """The chunks without repeated documents; `border`: how many characters of the corpus are train."""
+        """Return the chunks without repeated documents. `border`: how many characters of the corpus are train."""
         made = []
         for chunk, table, kept in zip(chunks, self.tables, self.kept, strict=True):
             made.append(replace(chunk, repeated=tuple(np.flatnonzero(~kept).tolist()), train_characters=border))
@@ -105,7 +105,7 @@ class Survey:
 def survey_corpus(
     engine: Engine, data: DataConfig, chunks: Sequence[Chunk], folder: Path, *, earlier: Sequence[Survey] = ()
 ) -> Survey:
-    """Surveys the chunks that are not surveyed yet; the tables are in `folder`."""
+    """Survey the chunks that are not surveyed yet; write their tables to `folder`."""
     todo = [chunk for chunk in chunks if not _table(folder, chunk.index).exists()]
     for _ in run_chunks(engine, "count chunks", survey_chunk, SurveyWork(data, folder), todo):
         pass

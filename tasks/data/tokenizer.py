@@ -1,4 +1,4 @@
-"""The tokenizer of a corpus: trained on it, loaded, of characters or of bytes; saved beside the shards."""
+"""The tokenizer of a corpus: trained on it, pretrained, of characters or of bytes. It is saved beside the shards."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ MASK = "<|mask|>"
 
 @dataclass(frozen=True)
 class Specials:
-    """The special tokens that training needs; `mask` only for masked models."""
+    """The special tokens that training needs; `mask` is set only for masked models."""
 
     end: str
     mask: str | None
 
 
 def load_pretrained(config: TokenizerConfig) -> PreTrainedTokenizerFast | None:
-    """The tokenizer of kind=pretrained, else None. Raises ValueError if it cannot be used, with the cure."""
+    """Return the tokenizer of kind=pretrained, otherwise None.
+
+    Raises ValueError, with the cure, if it cannot be used.
+    """
     if config.kind != "pretrained":
         return None
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -86,7 +89,7 @@ def special_tokens(pretrained: PreTrainedTokenizerFast | None, *, masked: bool) 
 
 
 def content_hash(pretrained: PreTrainedTokenizerFast | None) -> str:
-    """A hash of a pretrained tokenizer, for the fingerprint of the tokens; the others follow from corpus and config."""
+    """Return the hash of a pretrained tokenizer, for the fingerprint; others depend on corpus and config only."""
     return hashlib.sha256(pretrained.backend_tokenizer.to_str().encode()).hexdigest() if pretrained else ""
 
 
@@ -99,7 +102,7 @@ def save_tokenizer(
     train_texts: Sequence[Iterable[str]],
     all_texts: Iterable[str],
 ) -> SavedTokenizer:
-    """Makes FOLDER/tokenizer/, in a form that `tokenizers` and `transformers` load, unless it exists.
+    """Make FOLDER/tokenizer/, which `tokenizers` and `transformers` can load, unless it exists.
 
     `train_texts`, by corpus, are read for kind=bpe only, `all_texts` for kind=characters only: a character that
     validation alone has would otherwise be unknown.
@@ -136,7 +139,7 @@ def _trained(config: TokenizerConfig, specials: Specials, texts: Sequence[Iterab
     num_specials = 2 if specials.mask else 1
     tokenizer = _byte_level({})
     trainer = BpeTrainer(
-        vocab_size=config.bpe_size - num_specials,  # they come last, so that bytes and merges keep their ids
+        vocab_size=config.bpe_size - num_specials,  # special tokens come last, so that bytes and merges keep their IDs
         initial_alphabet=_byte_alphabet(),
         show_progress=False,
     )
@@ -165,7 +168,7 @@ def _byte_alphabet() -> list[str]:
 
 
 def _byte_level(vocab: dict[str, int]) -> Tokenizer:
-    """A BPE without merges (yet) over the 256 bytes: every text has tokens, and they decode to it."""
+    """Return a BPE over the 256 bytes, still without merges: it can encode every text, and decodes to the same text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -187,7 +190,7 @@ def _characters(texts: Iterable[str]) -> Tokenizer:
 
 
 def _write(tokenizer: Tokenizer, specials: Specials, folder: Path) -> None:
-    """Writes the files without transformers, which takes 2 s to import. The end token also starts texts and pads."""
+    """Write the files without transformers, which takes 2 s to import. The end token also starts texts and pads."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": specials.end,
@@ -215,5 +218,5 @@ def _described(file: Path, config: TokenizerConfig, specials: Specials) -> Saved
 
 
 def _vocab_size(tokenizer: Tokenizer) -> int:
-    """Rows that an embedding needs: the highest ID + 1, which exceeds the number of tokens where IDs have gaps."""
+    """Return the rows that an embedding needs: the highest ID + 1, more than the number of tokens if IDs have gaps."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1

@@ -18,7 +18,7 @@ TEMPLATES = Path(__file__).parents[1]  # tasks/: a template is named PACKAGE/NAM
 
 
 def write_html(path: Path, template: str, **values: Any) -> None:
-    """Fill tasks/`template` with `values`; a value that the template needs and does not get is an error."""
+    """Fill tasks/`template` with `values`; a missing value raises an error."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,

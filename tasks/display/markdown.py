@@ -1,4 +1,4 @@
-"""Text in Markdown that Prefect and MLflow show: what comes from configs, paths and errors must not become markup."""
+"""Markdown for Prefect and MLflow: text from configs, paths and errors is escaped, so that it is not markup."""
 
 from __future__ import annotations
 

@@ -25,21 +25,21 @@ def format_count(number: float) -> str:
 
 
 def device_noun(kind: str, count: int = 1) -> str:
-    """`GPU`, `CPU ranks`: an inventory's device, in words; a rank on a CPU has a share of its cores."""
+    """Return `GPU` or `CPU rank`: the noun for a device in an inventory. A rank on a CPU has a share of its cores."""
     return ("GPU" if kind == "cuda" else "CPU rank") + ("" if count == 1 else "s")
 
 
 def format_amount(number: float) -> str:
-    """`0.61`, `1,234`: three significant digits, but all of those before the point."""
+    """Return `0.61`, `1,234`: three significant digits, but all digits before the point."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def format_money(amount: float, currency: str) -> str:
-    """`30.83 USD`; less than 0.1 with two significant digits, `0.0012 USD`."""
+    """Return `30.83 USD`; amounts below 0.1 have two significant digits, `0.0012 USD`."""
     return f"{amount:,.2f} {currency}" if amount >= 0.1 or not amount else f"{amount:.2g} {currency}"
 
 
 def describe_utilisation(*, mfu: float | None, matmul_share: float | None) -> str:
-    """Return the words that follow a speed, ", 41.0% MFU": empty where neither share is known."""
+    """Return the words that follow a speed, such as ", 41.0% MFU"; empty if no utilisation is known."""
     shares = ((mfu, "MFU"), (matmul_share, "of the measured matmul rate"))
     return "".join(f", {share:.1%} {words}" for share, words in shares if share is not None)

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ARTIFACT_EVERY_S = 2.0  # between updates of Prefect's artifact; one costs about 7 ms
-LAST_UPDATE_S = 5.0  # how long the end of a stage waits for Prefect to take the last update
+ARTIFACT_EVERY_S = 2.0  # seconds between updates of Prefect's artifact; one takes about 7 ms
+LAST_UPDATE_S = 5.0  # seconds that the end of a stage waits until Prefect has the last update
 
 
 class TextProgress(Protocol):
-    """Takes the bytes of text that a phase (`tokenizer`, `tokens`) has done, and about how many there are, if known."""
+    """Called with the bytes of text that a phase (`tokenizer`, `tokens`) has done, and about how many there are."""
 
     def __call__(self, phase: str, done_bytes: int, total_bytes: int | None) -> None: ...
 
 
 @contextmanager
 def text_progress() -> Iterator[TextProgress]:
-    """Shows one bar per phase on stderr if that is a terminal, else a line every 15 s."""
+    """Show one bar per phase if stderr is a terminal, otherwise log a line every 15 s."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bars
@@ -57,7 +57,7 @@ def text_progress() -> Iterator[TextProgress]:
 
 @contextmanager
 def step_progress(title: str, *, total: int) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yields show(row), which takes rows of metrics.jsonl and skips those without a loss."""
+    """Yield show(row), which takes rows of metrics.jsonl and skips those without a loss."""
     bar, began = _bar(), time.monotonic()
     note, made_at = "starting the ranks", began
 
@@ -89,7 +89,7 @@ def step_progress(title: str, *, total: int) -> Iterator[Callable[[dict[str, Any
 
 @contextmanager
 def row_progress(title: str) -> Iterator[Callable[[int, int, float], None]]:
-    """Yields show(rows done, total rows, tokens/s)."""
+    """Yield show(rows done, total rows, tokens/s)."""
     bar = _bar()
     lines = Progress(None if bar.console.is_terminal else logger.info, part=f"{title}: starting the engine")
     with bar, lines:
@@ -100,7 +100,7 @@ def row_progress(title: str) -> Iterator[Callable[[int, int, float], None]]:
             nonlocal done_before
             note = f"{done:,}/{total:,} rows  {tokens_per_s:,.0f} tokens/s"
             bar.update(task, completed=done, total=total, note=note)
-            if done_before is None:  # an interrupted call may have done some, in no time of this one
+            if done_before is None:  # rows of an interrupted earlier call took no time in this one
                 done_before = done - 1
                 lines.begin(title, total=total - done_before, unit="rows")
             lines.done = done - done_before
@@ -110,7 +110,7 @@ def row_progress(title: str) -> Iterator[Callable[[int, int, float], None]]:
 
 @contextmanager
 def time_progress(what: str) -> Iterator[None]:
-    """Says every 15 s for how long something is being done whose parts cannot be seen."""
+    """Say every 15 s how long an operation has been running whose parts cannot be counted."""
     with Progress(logger.info, part=what):
         yield
 

@@ -111,7 +111,7 @@ def test_a_store_that_is_away_ends_with_a_clear_line_and_leaves_nothing_half(s3:
     ("path", "problem"),
     [
         ("s3://no-such-bucket/texts", r"no-such-bucket/texts"),
-        (f"s3://{BUCKET}/nothing-here", r"there is no file at this URL, nor below it"),
+        (f"s3://{BUCKET}/nothing-here", r"there is no file at this URL or below it"),
     ],
 )
 def test_what_is_not_there_is_refused(s3: S3Server, tmp_path: Path, path: str, problem: str) -> None:

@@ -80,7 +80,7 @@ def test_plain_text_has_no_columns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["score >", "a b", "{% if x %}", "score > 1 }}{{ 2"])
 def test_what_is_no_expression_is_refused_before_anything_is_read(tmp_path: Path, where: str) -> None:
-    with pytest.raises(ValueError, match="is no expression"):
+    with pytest.raises(ValueError, match="is not an expression"):
         check_paths(DataConfig(path=str(write_rows(tmp_path, "jsonl")), where=where))
 
 
