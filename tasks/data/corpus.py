@@ -385,7 +385,7 @@ def _finished_manifest(folder: Path) -> TokenShards | None:
     except ValueError:
         return None
     log.info(
-        "the corpus is tokenized already: %s tokens in %s, whose hashes were verified in %.2f s",
+        "the corpus is not tokenized again: its %s tokens are in %s, and their hashes were verified in %.2f s",
         f"{sum(map(manifest.tokens, SPLITS)):,}",
         folder,
         time.perf_counter() - started,

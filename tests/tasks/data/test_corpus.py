@@ -142,7 +142,9 @@ def test_the_second_call_tokenizes_nothing(tmp_path: Path, caplog: pytest.LogCap
         again = prepare(tmp_path, elsewhere, processes=3)  # neither place nor processes matter
     assert again == (folder, shards)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == times
-    assert re.search(r"the corpus is tokenized already: [\d,]+ tokens in .*hashes were verified in .* s", caplog.text)
+    assert re.search(
+        r"the corpus is not tokenized again: its [\d,]+ tokens are in .*hashes were verified in .* s", caplog.text
+    )
 
 
 def test_what_matters_makes_another_folder(tmp_path: Path) -> None:
