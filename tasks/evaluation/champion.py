@@ -29,9 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 def champion_to_measure(plan: RunPlan, shards: TokenShards, *, tracking_uri: str) -> str:
-    """Return NAME/VERSION of the champion if it was trained on other data and not measured on this run's; else empty.
+    """Return the champion's NAME/VERSION if it was trained on other data and is not measured on this run's; or "".
 
-    A champion with another tokenizer is not measured: losses per token compare only between equal tokenizers.
+    A champion with another tokenizer is not measured, because losses per token are comparable only with equal
+    tokenizers.
     """
     client, name = registry_client(tracking_uri), plan.config.model_name
     champion = _champion(client, name)
@@ -43,7 +44,7 @@ def champion_to_measure(plan: RunPlan, shards: TokenShards, *, tracking_uri: str
         logger.info("the champion %s has another tokenizer: their losses per token cannot be compared", ref)
         return ""
     if importlib.util.find_spec("torch") is None:
-        logger.warning("the champion %s cannot be measured on this run's text: no torch on this machine", ref)
+        logger.warning("the champion %s cannot be measured on this run's text: this machine has no torch", ref)
         return ""
     return "" if f"{LOSS_ON}{shards.fingerprint}" in champion.tags else ref
 

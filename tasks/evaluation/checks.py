@@ -1,4 +1,4 @@
-"""Checks of `evaluation` before training: tasks and prompts that could only fail after it are refused now."""
+"""Checks `evaluation` before training: tasks and prompts that would fail after training are refused now."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from training.config.run import RunConfig
 
 
 def check_tasks(config: RunConfig) -> None:
-    """Loads the downstream tasks with their data. Raises ValueError, with the cure, for one that cannot be had."""
+    """Load the downstream tasks with their data. Raises ValueError, with the cure, if one cannot be loaded."""
     if not config.evaluation.has_tasks:
         return
     if config.objective == "masked":
@@ -42,7 +42,7 @@ def check_tasks(config: RunConfig) -> None:
 
 
 def check_prompts(shards_dir: Path, prompts: Iterable[str]) -> None:
-    """Raises ValueError for a sample prompt that the tokenizer beside the shards cannot encode."""
+    """Raise ValueError for a sample prompt that the tokenizer beside the shards cannot encode."""
     tokenizer = Tokenizer.from_file(str(shards_dir / "tokenizer" / "tokenizer.json"))
     for prompt in prompts:
         try:

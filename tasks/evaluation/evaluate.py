@@ -1,6 +1,6 @@
-"""Evaluates any checkpoint, registered version or Hugging Face folder; on any text, over any number of ranks.
+"""Evaluates any checkpoint, registered version or Hugging Face folder, on any text, with any number of ranks.
 
-A folder of its own under SHARDLINE_HOME/evaluations holds the plan, the log and eval.json of each evaluation.
+Each evaluation has a folder under SHARDLINE_HOME/evaluations with its plan, its log and eval.json.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from training.records.train_result import TrainResult
 logger = logging.getLogger(__name__)
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-CONTEXT = 1024  # tokens in a sequence of a model that no run of ours trained, unless it has fewer positions
+CONTEXT = 1024  # tokens in a sequence for models from elsewhere, unless they have fewer positions
 MICRO_BATCH = 4
 
 
@@ -58,9 +58,9 @@ class Subject:
 
 
 def find_subject(what: str) -> Subject:
-    """The model that `what` names. Raises ValueError, with the cure, if it names none.
+    """Return the model that `what` names. Raises ValueError, with the cure, if there is none.
 
-    A run's last checkpoint (ID, runs/ID), one by its path (runs/ID/checkpoints/STEP), a registered version
+    `what`: a run's last checkpoint (ID, runs/ID), a checkpoint (runs/ID/checkpoints/STEP), a registered version
     (NAME@alias, NAME/3), or a folder with a config.json.
     """
     path = Path(what).expanduser()
@@ -107,7 +107,7 @@ def _checkpoint(what: str, folder: Path, run_dir: Path) -> Subject:
 
 
 def _hash_of_weights(folder: Path) -> str:
-    """A hash over all weight files; takes 1 s per 1-2 GB."""
+    """Return a hash of all weight files; takes 1 s per 1-2 GB."""
     files = sorted(path for pattern in WEIGHTS for path in folder.glob(pattern))
     if not files:
         raise ValueError(f"{folder} has no weights (looked for {', '.join(WEIGHTS)}): give a model's whole folder")
@@ -122,10 +122,10 @@ def evaluate(
     inference: InferenceConfig,
     held_out_of: RunPlan | None = None,
 ) -> EvalReport:
-    """Exact figures on `data`, by source; the scores of tasks; samples.
+    """Measure the exact loss on `data` and on each of its sources, the scores of tasks, and samples.
 
     Without `data.path` the text is the held-out split of the run `held_out_of`, by default of the run that trained the
-    model. Raises ValueError for what cannot be evaluated so, RuntimeError with the log's last lines if a rank fails.
+    model. Raises ValueError for settings that cannot work, RuntimeError with the log's last lines if a rank fails.
     """
     if inference.engine not in {"auto", "torch"}:
         raise ValueError(f"inference.engine = {inference.engine}: evaluation runs torch, leave it out")
@@ -143,7 +143,7 @@ def evaluate(
 
 
 def _tokens(subject: Subject, data: DataConfig, *, held_out_of: RunPlan | None) -> tuple[Path, TokenShards]:
-    """A run's own shards, or `data` tokenized by the model's own tokenizer, all of it held out."""
+    """Return the run's own shards, or `data`, all of it held out, tokenized by the model's own tokenizer."""
     if data.given:
         tokenizer = TokenizerConfig(kind="pretrained", path=str(subject.tokenizer))
         text = data.model_copy(update={"tokenizer": tokenizer, "split": "all"})
@@ -213,7 +213,7 @@ def _name(what: str) -> str:
 
 
 def _config(config: RunConfig, evaluation: EvaluationConfig) -> RunConfig:
-    """The config of the model's training, on this machine, without what only training uses."""
+    """Return the config of the model's training for this machine, without the settings that only training uses."""
     changes: dict[str, Any] = {
         "evaluation": evaluation,
         "parallel": config.parallel.model_copy(update={"pp_stages_per_rank": 1}),
@@ -240,9 +240,8 @@ class TrainedModel:
 
 
 def _stranger(subject: Subject, shards: TokenShards, *, device_kind: str) -> TrainedModel:
-    """A model that no run of ours trained: its config.json, and defaults.
-
-    Raises ValueError if its tokenizer has more tokens than it has words.
+    """Describe a model from elsewhere by its config.json and defaults. Raises ValueError if its tokenizer has more
+    tokens than its vocabulary.
     """
     settings = _settings(subject)
     vocab_size = int(settings["vocab_size"])

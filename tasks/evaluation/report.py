@@ -1,4 +1,4 @@
-"""An evaluation's report, for MLflow (metrics; a run of its own) and for people (a table)."""
+"""An evaluation's report: metrics and a separate run for MLflow, a table for people."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_IN_A_METRIC = re.compile(r"[^\w\-. /:]")  # MLflow's names
 
 
 def metrics_of(report: EvalReport) -> dict[str, float]:
-    """eval/loss, …; eval/sources/NAME/loss, …; eval/TASK/METRIC."""
+    """Return the metrics eval/loss, …; eval/sources/NAME/loss, …; eval/TASK/METRIC."""
     figures = {f"eval/{name}": value for name, value in _figures(report).items()}
     if len(report.sources) > 1:
         for source in report.sources:
@@ -38,7 +38,7 @@ def _figures(of: EvalReport | SourceFigures) -> dict[str, float]:
 
 
 def table_of(report: EvalReport) -> list[dict[str, str]]:
-    """One row for all held-out text, one for each source, one for each score of a task."""
+    """Return one row for all held-out text, one for each source, and one for each score of a task."""
     rows = [_row("all held-out text", report)]
     rows += [_row(f"source {source.source}", source) for source in report.sources]
     for score in report.tasks:
@@ -56,9 +56,9 @@ def _row(what: str, of: EvalReport | SourceFigures) -> dict[str, str]:
 
 
 def log_to_mlflow(report: EvalReport, subject: Subject, *, text: str) -> str:
-    """Logs the evaluation of a registered version as an MLflow run, under the run that trained it; returns its ID.
+    """Log the evaluation of a registered version as an MLflow run, under the run that trained it; return its ID.
 
-    Returns "" if the subject is no registered version. `text`: the path of the text, "" for the run's held-out text.
+    Returns "" if the subject is not a registered version. `text`: the path of the text, "" for the run's held-out text.
     MLflow compares such runs like any others, and shows their figures on the model's page.
     """
     from mlflow.entities import Dataset, DatasetInput, LoggedModelInput, Metric

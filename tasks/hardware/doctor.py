@@ -1,4 +1,4 @@
-"""The report of `shardline doctor`: what an inventory means for a run, in words and as one JSON object."""
+"""The report of `shardline doctor`: the effects of an inventory on a run, in sentences and as one JSON object."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def doctor_record(inventory: Inventory) -> dict[str, Any]:
 
 
 def meaning(inventory: Inventory) -> dict[str, Any]:
-    """Describe what the inventory means for a run; sizes in parameters, times in seconds."""
+    """Return the effects of the inventory on a run; sizes in parameters, times in seconds."""
     precision, reason = choose_precision(inventory)
     devices = all_devices(inventory)
     return {
@@ -44,7 +44,7 @@ def meaning(inventory: Inventory) -> dict[str, Any]:
 
 
 def allreduce_s(host: Host, *, parameters: int) -> float | None:
-    """Seconds to all-reduce fp32 gradients between the host's ranks; None with one rank."""
+    """Return the seconds that an all-reduce of fp32 gradients takes between the host's ranks; None with one rank."""
     n = len(host.devices)
     if n < 2:
         return None
@@ -55,7 +55,7 @@ def all_devices(inventory: Inventory) -> list[Device]:
     return [device for host in inventory.hosts for device in host.devices]
 
 
-# Warnings: what, the numbers, the cure
+# Warnings: the problem, its numbers, the cure
 
 
 def find_warnings(inventory: Inventory) -> list[str]:
@@ -77,11 +77,11 @@ def host_warnings(host: Host) -> list[str]:
     if host.disk_free_gib < LEAST_DISK_GIB:
         found.append(
             f"{host.disk_free_gib:.1f} GiB of disk free, below {LEAST_DISK_GIB:g}: tokens and checkpoints may not fit. "
-            "Free some, or set SHARDLINE_HOME to a larger disk."
+            "Free some space, or set SHARDLINE_HOME to a folder on a larger disk."
         )
     if host.shared_memory_gib is not None and host.shared_memory_gib < LEAST_SHARED_MEMORY_GIB:
         found.append(
-            f"/dev/shm holds {host.shared_memory_gib * 1024:.0f} MiB: NCCL and data workers die when it is full. "
+            f"/dev/shm holds {host.shared_memory_gib * 1024:.0f} MiB: NCCL and data workers fail when it is full. "
             "Start the container with --shm-size=8g."
         )
     if "c++" not in host.versions:
@@ -118,7 +118,7 @@ def unlike_gpus(inventory: Inventory) -> list[str]:
 
 
 def doctor_report(inventory: Inventory, *, width: int = 110) -> str:
-    """Plain text: per host what is there and what was measured, then what it means for a run."""
+    """Return plain text: for each host its parts and measurements, then their effects on a run."""
     page = io.StringIO()
     console = Console(file=page, width=width, highlight=False)
     for host in inventory.hosts:
@@ -127,7 +127,7 @@ def doctor_report(inventory: Inventory, *, width: int = 110) -> str:
         console.print(device_table(host))
         if host.links:
             console.print(Text(links_line(host)))
-    console.print(Text("What it means for a run"))
+    console.print(Text("Effects on a run"))
     for line in [*meaning_lines(inventory), *(f"! {warning}" for warning in find_warnings(inventory))]:
         console.print(Padding(Text(line), (0, 0, 0, 2)))
     return "\n".join(line.rstrip() for line in page.getvalue().splitlines())
@@ -143,7 +143,7 @@ def host_line(host: Host) -> str:
 
 
 def device_table(host: Host) -> Table:
-    """One row per rank's device; only the precisions that were measured."""
+    """Return one row per rank's device, with the precisions that were measured."""
     precisions = [p for p in PRECISIONS if any(p in device.matmul_tflops for device in host.devices)]
     table = Table(box=box.SIMPLE_HEAD, caption="TFLOP/s of matrix products; GB/s of a copy, bytes read + written")
     table.add_column("rank", justify="right")
@@ -164,7 +164,7 @@ def device_table(host: Host) -> Table:
 
 
 def links_line(host: Host) -> str:
-    """Links of one kind in one phrase, the fastest kind first."""
+    """Return the links in one line: one phrase per kind, the fastest kind first."""
     kinds: dict[str, list[Link]] = {}
     for link in host.links:
         kinds.setdefault(link.kind + ("" if link.peer_access else ", no peer access"), []).append(link)
@@ -180,7 +180,7 @@ def links_line(host: Host) -> str:
 
 
 def hardware_rows(inventory: Inventory) -> list[dict[str, Any]]:
-    """One row per device, for Prefect's table."""
+    """Return one row per device, for Prefect's table."""
     slow = slow_devices(inventory)
     return [
         {

@@ -1,4 +1,4 @@
-"""The hosts of a launch: from the config, or a hosts file, to Docker hosts with everything filled in and checked."""
+"""The hosts of a launch: reads them from the config or a hosts file, fills in missing fields, and checks them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ TLS_FILES = ("ca.pem", "cert.pem", "key.pem")
 
 
 def read_hosts(launch: LaunchConfig) -> tuple[HostConfig, ...]:
-    """The hosts of the config or of its hosts file, each with a name; without any, this machine's own daemon.
+    """Return the hosts of the config or of its hosts file, each with a name; without any, this machine's own daemon.
 
-    Raises ValueError, naming the host, the field and the cure, for what cannot work.
+    Raises ValueError, naming the host, the field and the cure, for hosts that cannot work.
     """
     hosts = read_hosts_file(Path(launch.hosts_file).expanduser()) if launch.hosts_file else launch.hosts
     named = tuple(host.model_copy(update={"name": host.name or default_name(host)}) for host in hosts or [HostConfig()])
     for what, of, cure in (
         ("name", lambda host: host.name, "give each host a `name` of its own"),
-        ("daemon", lambda host: host.docker, "one entry per daemon, with all its GPUs and slots"),
-        ("address", lambda host: host.address, "give each host the `address` that the others reach it at"),
+        ("daemon", lambda host: host.docker, "write one entry per daemon, with all its GPUs and slots"),
+        ("address", lambda host: host.address, "give each host the `address` at which the others reach it"),
     ):
         check_unlike(named, what, of, cure=cure)
     if launch.min_hosts > len(named):
@@ -44,7 +44,7 @@ def read_hosts(launch: LaunchConfig) -> tuple[HostConfig, ...]:
 
 
 def read_hosts_file(path: Path) -> tuple[HostConfig, ...]:
-    """A YAML list of hosts, or a mapping with that list under `hosts`; a relative `tls` is beside the file."""
+    """Read a YAML list of hosts, or a mapping with that list under `hosts`; a relative `tls` starts at the file."""
     try:
         content = yaml.safe_load(path.read_text())
     except FileNotFoundError:
@@ -67,18 +67,18 @@ def _host(entry: Any, *, where: str, folder: Path) -> HostConfig:
 
 
 def default_name(host: HostConfig) -> str:
-    """The machine in the daemon's URL, or this one: short, and fit for a file's name."""
+    """Return the name of the machine in the daemon's URL, or of this one: short, and valid in a file's name."""
     machine = urlsplit(host.docker).hostname if not host.docker.startswith("unix:") else socket.gethostname()
     return re.sub(r"[^A-Za-z0-9._-]+", "-", machine or "host").strip("-._")[:64]
 
 
 def shared_memory_gib(host: DockerHost, launch: LaunchConfig) -> float:
-    """The size of a container's /dev/shm: NCCL takes some 10 MiB of it for each pair of GPUs and channel."""
+    """Return the size of a container's /dev/shm. NCCL uses about 10 MiB of it per pair of GPUs and channel."""
     return launch.shm_gib or (SHARED_MEMORY_WITH_GPUS_GIB if host.gpus or host.gpu_ids else SHARED_MEMORY_GIB)
 
 
 def docker_hosts(hosts: Sequence[HostConfig], *, home: Path) -> tuple[DockerHost, ...]:
-    """`read_hosts`'s, as infra knows them. `home`: SHARDLINE_HOME here; a host may mount that storage elsewhere."""
+    """Turn hosts of `read_hosts` into infra's. `home`: SHARDLINE_HOME here; a host may mount that storage elsewhere."""
     return tuple(
         DockerHost(
             name=host.name,
@@ -97,7 +97,7 @@ def docker_hosts(hosts: Sequence[HostConfig], *, home: Path) -> tuple[DockerHost
 
 
 def slots(host: HostConfig, *, gpus_found: int) -> int:
-    """Ranks on the host: as configured, else one per GPU that its container sees, else one.
+    """Return the number of ranks on the host: as configured, otherwise one per GPU of its container, at least one.
 
     Raises ValueError for more ranks than GPUs.
     """
@@ -109,7 +109,7 @@ def slots(host: HostConfig, *, gpus_found: int) -> int:
 
 
 def binds(host: DockerHost, launch: LaunchConfig, *, home: Path) -> tuple[Bind, ...]:
-    """The shared folder, at the launcher's own path inside, so that a plan's paths hold everywhere; and launch.mounts.
+    """Return the mounts: launch.mounts, and the shared folder at the launcher's path, so that a plan's paths are valid.
 
     Raises ValueError for a mount that is not SOURCE:TARGET with absolute paths.
     """
@@ -123,7 +123,7 @@ def binds(host: DockerHost, launch: LaunchConfig, *, home: Path) -> tuple[Bind, 
 
 
 def memory_binds(saving: CheckpointConfig, *, run_id: str) -> tuple[Bind, ...]:
-    """The run's folder in the host's memory, which outlives the ranks' containers; preflight has made it there."""
+    """Mount the run's folder in the host's memory. It outlives the ranks' containers; preflight has made it."""
     if not saving.memory_every_steps:
         return ()
     folder = f"{saving.memory_dir}/{run_id}"
@@ -131,7 +131,7 @@ def memory_binds(saving: CheckpointConfig, *, run_id: str) -> tuple[Bind, ...]:
 
 
 def rank_user(launch: LaunchConfig) -> str:
-    """launch.user, else ours, who may write the run's folder; never root."""
+    """Return launch.user, or this process's user, who may write the run's folder; never root."""
     if launch.user:
         return launch.user
     return "10001:10001" if os.getuid() == 0 else f"{os.getuid()}:{os.getgid()}"
@@ -152,11 +152,11 @@ def check_unlike(hosts: Iterable[HostConfig], what: str, of: Callable[[HostConfi
 
 
 def check_host(host: HostConfig, *, alone: bool) -> None:
-    """Raises ValueError for mistakes in a host's entry that show without asking its daemon."""
+    """Raise ValueError for mistakes in a host's entry that can be found without asking its daemon."""
     check_tls(host)
     check_place(host, alone=alone)
     if host.home and not host.home.startswith("/"):
-        raise ValueError(f"host {host.name}: home = {host.home} is relative: give the path from that host's /")
+        raise ValueError(f"host {host.name}: home = {host.home} is relative: give an absolute path on that host")
     if host.gpu_ids and host.gpus not in (0, len(host.gpu_ids)):
         raise ValueError(f"host {host.name}: gpus = {host.gpus}, but {len(host.gpu_ids)} gpu_ids: give one of them")
     gpus = len(host.gpu_ids) or host.gpus
@@ -179,12 +179,12 @@ def check_tls(host: HostConfig) -> None:
 
 
 def check_place(host: HostConfig, *, alone: bool) -> None:
-    """Raises ValueError unless ranks can meet there: at an IP address, as a Debian host finds itself at 127.0.1.1."""
+    """Raise ValueError unless ranks can connect there. Names will not do: a Debian host's own name is 127.0.1.1."""
     try:
         address = ipaddress.ip_address(host.address)
     except ValueError:
         raise ValueError(
-            f"host {host.name}: address = {host.address!r} is no IP address: names mean other things on other hosts; "
+            f"host {host.name}: address = {host.address!r} is not an IP address: hosts may resolve names differently; "
             "`ip -brief address` on the host lists its addresses"
         ) from None
     if not alone and (address.is_loopback or address.is_unspecified):

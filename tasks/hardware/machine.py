@@ -1,4 +1,4 @@
-"""Reads what this host has, and measures nothing: cores and memory that a container's limits leave, GPUs, versions."""
+"""Reads the facts of this host, without measuring: cores and memory within a container's limits, GPUs, versions."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Gpu(Record):
     driver: str
 
 
-# What a container's limits leave
+# Cores and memory within a container's limits
 
 
 def usable_cores(*, root: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
-    """Whole cores that this process may use: its affinity, and the CPU quota of its control groups.
+    """Return the whole cores that this process may use, by its affinity and the CPU quota of its control groups.
 
     A quota is rounded down: with `--cpus 1.5`, two threads would spend a quarter of the time throttled.
     """
@@ -43,7 +43,7 @@ def usable_cores(*, root: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
 
 
 def cpu_quota(*, root: Path = CGROUP, membership: Path = MEMBERSHIP) -> float | None:
-    """Cores granted by the tightest control group above this process (v2 or v1); None: no limit."""
+    """Return the cores that the strictest control group above this process grants (v2 or v1); None: no limit."""
     limits = []
     for file in control_files("cpu", "cpu.max", root=root, membership=membership):
         quota, period = file.read_text().split()
@@ -57,7 +57,7 @@ def cpu_quota(*, root: Path = CGROUP, membership: Path = MEMBERSHIP) -> float | 
 
 
 def usable_memory_bytes(*, root: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
-    """The machine's memory, or less where a control group limits it."""
+    """Return the machine's memory, or less if a control group limits it."""
     limits = [psutil.virtual_memory().total]
     for name in ("memory.max", "memory.limit_in_bytes"):
         for file in control_files("memory", name, root=root, membership=membership):
@@ -67,10 +67,10 @@ def usable_memory_bytes(*, root: Path = CGROUP, membership: Path = MEMBERSHIP) -
 
 
 def control_files(controller: str, name: str, *, root: Path, membership: Path) -> Iterator[Path]:
-    """Files `name` of this process's control group and of all above it, for cgroup v2 and v1.
+    """Return the files `name` of this process's control group and of all above it, for cgroup v2 and v1.
 
-    Inside a container the path in /proc may be the host's and not exist; then only the root is found, which is
-    the container's own group.
+    Inside a container the path in /proc may be the host's and not exist; then only the root is found, which is the
+    container's group.
     """
     if not membership.is_file():
         return
@@ -95,10 +95,10 @@ def cpu_model() -> str:
 
 
 def visible_gpus(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES = `visible` leaves, by number or start of the UUID; None: all.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES = `visible` names, by number or start of the UUID; None: all.
 
-    Like CUDA, stops at the first entry that names no GPU, so that -1 or nothing hides them all.
-    Raises ValueError for a slice of a GPU (MIG): training would go on on the CPU, as if there were no GPU.
+    Like CUDA, it stops at the first entry that names no GPU, so that -1 or an empty text hides all. Raises ValueError
+    for a slice of a GPU (MIG), because training would then run on the CPU.
     """
     if visible is None:
         return gpus
@@ -117,7 +117,7 @@ def visible_gpus(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
 
 
 def driver_gpus() -> tuple[Gpu, ...]:
-    """All GPUs of this host, as NVML lists them; none without a driver."""
+    """Return all GPUs of this host, as NVML lists them; none without a driver."""
     import pynvml
 
     try:
@@ -139,12 +139,12 @@ def driver_gpus() -> tuple[Gpu, ...]:
 
 
 def gpus_here() -> tuple[Gpu, ...]:
-    """The GPUs that torch would see, found without it."""
+    """Return the GPUs that torch would see, without importing torch."""
     return visible_gpus(driver_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def device_kind_of(degree: int) -> Literal["cuda", "cpu"]:
-    """The devices for so many ranks of inference. Raises ValueError where there are GPUs, but too few."""
+    """Return the kind of device for `degree` ranks of inference. Raises ValueError if there are GPUs, but too few."""
     gpus = gpus_here()
     if gpus and degree > len(gpus):
         raise ValueError(
@@ -155,7 +155,7 @@ def device_kind_of(degree: int) -> Literal["cuda", "cpu"]:
 
 
 def head_versions(gpus: tuple[Gpu, ...]) -> dict[str, str]:
-    """The driver's version, and that of the C++ compiler that torch.compile would use."""
+    """Return the versions of the driver and of the C++ compiler that torch.compile would use."""
     found = {"driver": gpus[0].driver} if gpus else {}
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler:

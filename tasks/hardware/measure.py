@@ -1,7 +1,7 @@
-"""Hosts to inventory: what this machine has, and what its devices were measured to do.
+"""The inventory of this machine: its parts, and the measured rates of its devices.
 
-Names, memory and free disk are read anew each time. Rates come from `training.measure`, run as a
-subprocess, and are kept in `home/hardware.json` until something that would change them changes.
+Names, memory and free disk are read each time. Rates come from `training.measure`, which runs as a subprocess, and are
+kept in `home/hardware.json` until a fact that affects them changes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 GIB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
-MEASURE_TIMEOUT_S = 180  # 3-5 s as a rule; importing torch from a cold network disk takes a minute
+MEASURE_TIMEOUT_S = 180  # usually 3-5 s; importing torch from a cold network disk takes a minute
 DEFAULT_CPU_RANKS = 2
 BUSY_PERCENT = 40.0
 # By CUDA's major version (NVIDIA, CUDA Compatibility: minor version compatibility).
@@ -51,7 +51,7 @@ OLDEST_DRIVER = {"12": 525, "13": 580}
 
 
 class CachedMeasurement(Record):
-    """`key` is all that would change the rates."""
+    """`key` has all facts that affect the rates."""
 
     key: dict[str, str]
     measured_at: str
@@ -65,7 +65,7 @@ class HardwareCache(Record):
 
 
 def check_hardware(*, home: Path, ranks: int = 0, measure_again: bool = False) -> Inventory:
-    """This host as an inventory, one device per rank: GPUs where there are any, else shares of the cores.
+    """Return this host as an inventory with one device per rank: GPUs if there are any, otherwise shares of the cores.
 
     `ranks` 0: one per visible GPU, or two on a host without (one if it has one core).
     Raises ValueError for ranks below 0 or more than GPUs, and for GPUs that torch cannot use; RuntimeError if the
@@ -155,7 +155,7 @@ def read_cache(home: Path) -> HardwareCache:
 
 
 def find_cached(home: Path, key: dict[str, str]) -> CachedMeasurement | None:
-    """The measurement under `key`; where only an outdated one is there, say what changed."""
+    """Return the measurement under `key`; if there is only an outdated one, log the facts that changed."""
     for entry in read_cache(home).entries:
         if entry.key == key:
             return entry
@@ -168,7 +168,7 @@ def find_cached(home: Path, key: dict[str, str]) -> CachedMeasurement | None:
 
 
 def keep_cached(home: Path, new: CachedMeasurement) -> None:
-    """Add `new`, in place of what it outdates."""
+    """Add `new`, and remove the measurement that it replaces."""
     others = tuple(entry for entry in read_cache(home).entries if not same_place(entry.key, new.key))
     HardwareCache(entries=(*others, new)).write(home / "hardware.json")
 
@@ -181,7 +181,7 @@ def same_place(one: dict[str, str], other: dict[str, str]) -> bool:
 
 
 def measure_ranks(*, cores: int, ranks: int) -> Measured:
-    """Measure `ranks` ranks, each on the GPU of its number, or on its share of the cores if torch sees no GPU."""
+    """Measure `ranks` ranks, each on the GPU with its number, or on its share of the cores if torch sees no GPU."""
     start = time.perf_counter()
     with time_progress("measuring the hardware"):
         measured = run_measure(ranks, max(1, cores // ranks))
@@ -191,7 +191,7 @@ def measure_ranks(*, cores: int, ranks: int) -> Measured:
 
 
 def why_no_gpu_is_used(measured: Measured, *, driver: str) -> str | None:
-    """Why torch measured CPUs where a driver lists GPUs, and the cure; None if it measured GPUs."""
+    """Say why torch measured CPUs although a driver lists GPUs, with the cure; None if it measured GPUs."""
     if measured.devices[0].kind == "cuda":
         return None
     torch, cuda = measured.versions["torch"], measured.versions.get("cuda", "")
@@ -210,7 +210,7 @@ def why_no_gpu_is_used(measured: Measured, *, driver: str) -> str | None:
 
 
 def is_busy() -> bool:
-    """Whether other programs would make the rates too low to be kept for later runs; says so."""
+    """Whether other programs make the rates too low to be kept for later runs; if so, this is logged."""
     busy = psutil.cpu_percent(interval=0.2)
     if busy <= BUSY_PERCENT:
         return False
@@ -233,7 +233,7 @@ def run_measure(ranks: int, threads: int, *, timeout_s: float = MEASURE_TIMEOUT_
                 command,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                # A folder named `training` where the user stands must not take our place.
+                # A folder named `training` in the working directory must not be imported instead.
                 env=os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"},
             )
             try:
@@ -241,7 +241,7 @@ def run_measure(ranks: int, threads: int, *, timeout_s: float = MEASURE_TIMEOUT_
             except subprocess.TimeoutExpired:
                 status = f"no answer in {timeout_s:g} s"
             finally:
-                end_process(process, grace_s=10, with_descendants=True)  # a SIGKILL of torchrun alone leaves its ranks
+                end_process(process, grace_s=10, with_descendants=True)  # killing only torchrun leaves its ranks
         if status != "exit code 0":
             what = f"measuring {ranks} rank{'s' if ranks > 1 else ''} failed ({status})"
             raise RuntimeError(f"{what}. The end of its output:\n{last_lines(output.read_text())}")
@@ -249,7 +249,7 @@ def run_measure(ranks: int, threads: int, *, timeout_s: float = MEASURE_TIMEOUT_
 
 
 def last_lines(output: str, *, num_lines: int = 20) -> str:
-    """The end of what the ranks printed, and how the first of them ended; torchrun's own traceback tells nothing."""
+    """Return the end of the ranks' output, and how the first of them ended; torchrun's own traceback has no cause."""
     printed = re.split(r"^[EW]\d{4} .*torch.distributed.elastic", output, maxsplit=1, flags=re.MULTILINE)[0]
     first_end = re.findall(r"Root Cause.*?^ *(rank .*?)\n *(exitcode .*?)$", output, flags=re.DOTALL | re.MULTILINE)
     return "\n".join([*printed.rstrip().splitlines()[-num_lines:], *(", ".join(parts) for parts in first_end)])

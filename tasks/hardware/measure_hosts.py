@@ -1,4 +1,4 @@
-"""Docker hosts to inventory: what a container of the run's image, with the run's limits, can do on each of them."""
+"""The inventory of Docker hosts: measured by a container of the run's image, with the run's limits, on each host."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Limited(Protocol):
-    """A host of any kind, and what of it a container may use; 0: all."""
+    """A host of any kind, and the limits of a container there; 0: no limit."""
 
     @property
     def name(self) -> str: ...
@@ -55,10 +55,11 @@ def measure_hosts(
     home: Path,
     run_dir: Path,
 ) -> Inventory:
-    """The hosts with one device per slot, strongest first; `facts` are check_hosts', `slots` ranks by host's name.
+    """Return the hosts with one device per slot, strongest first.
 
-    Hosts that are not in home/hardware.json are measured at once, in one container each. Rates measured beside other
-    work are not saved. Raises HostError if a measurement fails, with the end of its output.
+    `facts`: of check_hosts; `slots`: host's name -> ranks. Hosts that are not in home/hardware.json are measured at
+    once, in one container each. Rates measured beside other work are not saved. Raises HostError if a measurement
+    fails, with the end of its output.
     """
 
     def measure_host(host: DockerHost) -> Measured:
@@ -79,9 +80,9 @@ def measured_once(
     home: Path,
     no_gpu: str,
 ) -> Inventory:
-    """The inventory of the hosts, of which those that home/hardware.json does not have under their key are measured.
+    """Return the inventory of the hosts; measure those that home/hardware.json does not have under their key.
 
-    `no_gpu`: the words about a host that has GPUs which cannot be used, {gpus} of them, and {why}.
+    `no_gpu`: the error text for a host whose GPUs cannot be used, with {gpus}, their number, and {why}.
     """
     known = {name: found for name, key in keys.items() if (found := find_cached(home, key))}
     begin = time.perf_counter()
@@ -101,7 +102,7 @@ def measured_once(
 
 
 def measure(host: DockerHost, launch: LaunchConfig, *, slots: int, cores: int, home: Path, run_dir: Path) -> Measured:
-    """Run training.measure in a container on so many ranks; its record comes through the shared folder."""
+    """Run training.measure in a container on `slots` ranks; its record comes through the shared folder."""
     threads, name = max(1, cores // slots), f"measure-{os.urandom(4).hex()}"
     out = run_dir / f".{name}-{host.name}.json"
     command = ("python", *measuring(out, slots=slots, threads=threads))
@@ -122,15 +123,15 @@ def measure(host: DockerHost, launch: LaunchConfig, *, slots: int, cores: int, h
 
 
 def measuring(out: Path, *, slots: int, threads: int) -> tuple[str, ...]:
-    """Python's arguments that measure on `slots` ranks and write the record `out`."""
+    """Return Python's arguments that measure on `slots` ranks and write the record `out`."""
     launcher = ("torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", f"--nproc-per-node={slots}", "-m")
     return ("-m", *(launcher if slots > 1 else ()), "training.measure", str(out), str(threads))
 
 
 def cache_key(host: Limited, facts: HostFacts, *, slots: int) -> dict[str, str]:
-    """Everything that the rates depend on; the image stands for torch, CUDA and the measuring program."""
+    """Return all facts that affect the rates; the image stands for torch, CUDA and the measuring program."""
     return {
-        "host": f"docker:{host.name}",  # never mixed up with what was measured outside of containers
+        "host": f"docker:{host.name}",  # so that measurements outside containers have another key
         "ranks": str(slots),
         "machine": facts.hostname,
         "image": facts.image_id,
@@ -173,10 +174,10 @@ def as_host(host: Limited, facts: HostFacts, cached: CachedMeasurement) -> Host:
 
 
 def with_network(inventory: Inventory, report: CollectiveReport) -> Inventory:
-    """The hosts with what the collective test found of the network between them.
+    """Return the hosts with the network's rates, which the collective test measured.
 
-    The all-reduce over all ranks went as fast as the slowest host let it: that host gets its bus bandwidth, each other
-    one more, in proportion to the best exchange that it had with any host.
+    The slowest host limits the all-reduce over all ranks, so it gets the measured bus bandwidth; each other host gets
+    more, in proportion to its best exchange with any host.
     """
     if not report.pairs or not report.all_reduce:
         return inventory
@@ -193,9 +194,9 @@ def with_network(inventory: Inventory, report: CollectiveReport) -> Inventory:
 
 
 def strongest_first(hosts: Sequence[Host]) -> tuple[Host, ...]:
-    """Hosts sorted by the matmul rate of all their devices, in steps of 25%: alike hosts stay in the config's order.
+    """Return hosts sorted by the matmul rate of all their devices, in steps of 25%; similar ones stay in order.
 
-    The first host holds the rendezvous, writes metrics, and is the last to be left out where fewer ranks are wanted.
+    The first host holds the rendezvous, writes metrics, and is the last to be left out if fewer ranks are wanted.
     """
 
     def strength(host: Host) -> tuple[bool, int]:

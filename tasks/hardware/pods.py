@@ -1,4 +1,4 @@
-"""Nodes of a run on Kubernetes: the pods that the config asks for, checked and measured before a run."""
+"""Nodes of a run on Kubernetes: checks and measures the pods that the config asks for, before a run."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ from training.records.inventory import Inventory, Measured
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-CHECK_S = 60.0  # for the check itself, once its pod runs
+CHECK_S = 60.0  # time for the check itself, once its pod runs
 LOG_LINES = 200
-GONE_S = 10.0  # for killed pods to be gone: a kubelet takes 1 to 3 s
+GONE_S = 10.0  # time until killed pods are gone: a kubelet takes 1 to 3 s
 INDEX = "$(JOB_COMPLETION_INDEX)"
-HOLD = '"$@"; echo "pod: exit code $?"; sleep "$0"'  # a shell's words, with the seconds and the command to run
+HOLD = '"$@"; echo "pod: exit code $?"; sleep "$0"'  # a shell's arguments, before the seconds and the command
 HELD = re.compile(r"pod: exit code (\d+)")
 
 
 @dataclass(frozen=True)
 class PodSlot:
-    """A node of a run: any machine of the cluster that has room for its pod. Each attempt has addresses of its own."""
+    """A node of a run: any machine of the cluster with room for its pod. Each attempt has other addresses."""
 
     name: str
     address: str = ""
@@ -72,7 +72,7 @@ def slots_of_cluster(launch: LaunchConfig) -> tuple[PodSlot, ...]:
 
 
 def cluster_of(launch: LaunchConfig) -> Cluster:
-    """The cluster of the config. Raises ClusterError if there is no way to one; asks nothing of it yet."""
+    """Return the cluster of the config. Raises ClusterError if none is configured; sends no request yet."""
     wanted = launch.kubernetes
     return Cluster(Access(kubeconfig=wanted.kubeconfig, context=wanted.context, namespace=wanted.namespace))
 
@@ -89,7 +89,7 @@ def pod_group(
     threads: int = 1,
     **more: Any,
 ) -> PodGroup:
-    """Pods with the rights, limits, devices and volumes of the run's own. `what`: of this run, in the group's name."""
+    """Return pods with the run's rights, limits, devices and volumes. `what`: a part of the group's name."""
     wanted = launch.kubernetes
     return PodGroup(
         name=group_name(run_id, what),
@@ -99,7 +99,10 @@ def pod_group(
         hosts=tuple(hosts),
         image=launch.image,
         command=command,
-        environment={"HOME": "/tmp", "OMP_NUM_THREADS": str(threads)},  # the user has no home in the image
+        environment={
+            "HOME": "/tmp",
+            "OMP_NUM_THREADS": str(threads),
+        },  # the user has no home folder there
         claims=_claims(launch, home=home),
         user=rank_user(launch),
         resources=_resources(launch),
@@ -157,14 +160,14 @@ def _resources(launch: LaunchConfig) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Output:
-    """The end of a pod. `code` None: it did not end in time."""
+    """The result of a pod. `code` None: it did not end in time."""
 
     state: PodState
     code: int | None
     text: str
 
     def report(self) -> dict[str, Any]:
-        """The JSON object of the last line that is one, empty if there is none."""
+        """Return the last JSON object in the output; empty if there is none."""
         for line in reversed(self.text.splitlines()):
             if line.startswith("{"):
                 try:
@@ -176,9 +179,9 @@ class Output:
 
 
 def run_pods(cluster: Cluster, group: PodGroup, *, wait_s: float, timeout_s: float) -> dict[str, Output]:
-    """Run the group's command, at most `timeout_s` once all pods run, and remove it; host's name -> how it ended.
+    """Run the group's command, at most `timeout_s` once all pods run, and remove it; return host's name -> result.
 
-    Pods stay until all are done: else one could take the place of another, and pass for a node that is not there.
+    Pods stay until all are done. Otherwise one machine could run two pods, one after the other, and count as two nodes.
     Raises HostsNotReady with the reasons of pods that do not start within `wait_s`.
     """
     held = ("sh", "-c", HOLD, f"{wait_s + timeout_s:.0f}", *group.command)
@@ -194,7 +197,7 @@ def run_pods(cluster: Cluster, group: PodGroup, *, wait_s: float, timeout_s: flo
             time.sleep(POLL_S)
             states = {state.host: state for state in cluster.pods(run=group.run, group=group.name)}
             if missing := [name for name in group.hosts if name not in states]:
-                raise HostError(f"{', '.join(missing)}: somebody removed our pods while they ran: try again")
+                raise HostError(f"{', '.join(missing)}: somebody removed the pods while they ran: try again")
             outputs |= {name: _output(cluster, state) for name, state in states.items() if not _is_done(outputs, name)}
         return outputs
     finally:
@@ -216,22 +219,23 @@ def _output(cluster: Cluster, state: PodState) -> Output:
 def wait_until_started(cluster: Cluster, group: PodGroup, *, wait_s: float) -> None:
     """Wait until no pod of the group is pending. A queue's wait for quota does not count.
 
-    Raises HostsNotReady with the reasons of those that are after `wait_s`.
+    Raises HostsNotReady with the reasons of pods that are still pending after `wait_s`.
     """
     waits = StartWait(cluster, group)
     until(lambda: not waits.look() or waits.waited_s > wait_s, timeout_s=float("inf"), every_s=POLL_S)
     if waits.pending:
         findings = {name: (why,) for name, why in waits.pending.items()}
         number = f"{len(findings)} of {len(group.hosts)} pods"
-        head = f"after {wait_s:.0f} s of waiting (launch.wait_s) {number} do not run:"
+        head = f"after {wait_s:.0f} s of waiting (launch.wait_s), {number} do not run:"
         message = "\n".join([head, *(f"  {name}: {why}" for name, why in waits.pending.items())])
         raise HostsNotReady(message, findings=findings, unreachable=frozenset())
 
 
 class StartWait:
-    """A group's way from its creation to pods that run. `pending`: names of hosts whose pods do not, with the reason.
+    """The wait from a group's creation until its pods run.
 
-    `unplaced`: of these, hosts for whose pods the cluster has no machine.
+    `pending`: names of hosts whose pods do not run yet, with the reason. `unplaced`: those for whose pods the cluster
+    has no machine.
     """
 
     def __init__(self, cluster: Cluster, group: PodGroup) -> None:
@@ -245,7 +249,7 @@ class StartWait:
         return time.monotonic() - self._since
 
     def look(self) -> dict[str, str]:
-        """Ask once; tells people when a reason is new."""
+        """Ask once; log a reason when it is new."""
         states = {state.host: state for state in self.cluster.pods(run=self.group.run, group=self.group.name)}
         if not states and self.group.queue and self.cluster.is_suspended(self.group, self.kind):
             self._since = time.monotonic()
@@ -280,9 +284,9 @@ class StartWait:
 def check_pods(
     cluster: Cluster, launch: LaunchConfig, *, home: Path, run_dir: Path, disk_gib: float = LEAST_DISK_GIB
 ) -> dict[str, HostFacts]:
-    """Node's name -> the facts that a pod found on a machine of the cluster; `hostname` is that machine.
+    """Return node's name -> the facts that a pod found on a machine of the cluster; `hostname` is that machine.
 
-    Raises HostsNotReady with everything that is wrong on any node, also that pods do not start within launch.wait_s.
+    Raises HostsNotReady with all errors of all nodes, also pods that do not start within launch.wait_s.
     """
     slots = slots_of_cluster(launch)
     with token(run_dir) as word:
@@ -352,10 +356,10 @@ def measure_pods(
     home: Path,
     run_dir: Path,
 ) -> Inventory:
-    """The nodes with one device per slot, strongest first; `facts` are check_pods', `slots` the ranks on each.
+    """Return the nodes with one device per slot, strongest first. `facts`: of check_pods; `slots`: the ranks on each.
 
-    Machines that are not in home/hardware.json are measured, all at once, in a pod of each node. Rates that were
-    measured beside other work, or on another machine than the one checked, are not saved. Raises HostError if a
+    Machines that are not in home/hardware.json are measured, all at once, in a pod of each node. Rates are not saved if
+    other work ran beside them, or if the pod ran on another machine than the checked one. Raises HostError if a
     measurement fails, with the end of its output.
     """
     nodes = slots_of_cluster(launch)
@@ -383,7 +387,7 @@ def measure_pods(
 def _measure(
     cluster: Cluster, launch: LaunchConfig, facts: Mapping[str, HostFacts], *, slots: int, home: Path, run_dir: Path
 ) -> dict[str, tuple[str, Measured]]:
-    """Node's name -> the machine that its pod ran on, and what training.measure found there on so many ranks."""
+    """Return node's name -> its pod's machine, and the record of training.measure with that number of ranks."""
     nodes, name = slots_of_cluster(launch), f"measure-{os.urandom(4).hex()}"
     threads = max(1, min(usable_cores(node, facts[node.name]) for node in nodes) // slots)
     out = f"{run_dir}/.{name}-{INDEX}.json"

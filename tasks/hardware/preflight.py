@@ -1,4 +1,4 @@
-"""Checks before a run that all hosts are fit for it; one error lists all that is wrong on any of them."""
+"""Checks before a run that all hosts can run it; one error lists all problems of all hosts."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from training.records.record import Record
 logger = logging.getLogger(__name__)
 
 LEAST_DISK_GIB = 1.0
-SEEN_S = 5.0  # NFS shows a file that another client made within 3 s as a rule (acregmin)
+SEEN_S = 5.0  # NFS usually shows a file that another client made within 3 s (acregmin)
 POLL_S = 0.05
 
 
 class HostFacts(Record):
-    """The facts that a container found out on a host. `image_id` is the same on all hosts, or of one digest."""
+    """The facts that a container found on a host. `image_id` is the same on all hosts, or belongs to one digest."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -54,7 +54,7 @@ class HostFacts(Record):
 
 
 class HostsNotReady(ValueError):
-    """`findings`: host's name -> what is wrong there, each with its cure. `unreachable`: hosts that did not answer."""
+    """`findings`: host's name -> its problems, each with its cure. `unreachable`: hosts that did not answer."""
 
     def __init__(self, message: str, *, findings: Mapping[str, tuple[str, ...]], unreachable: frozenset[str]) -> None:
         super().__init__(message)
@@ -71,12 +71,12 @@ def check_hosts(
     memory_dir: str = "",
     timeout_s: float = 60.0,
 ) -> dict[str, HostFacts]:
-    """Host's name -> its facts. Takes 2 s: one short-lived container per host, all at once.
+    """Return host's name -> its facts. Takes 2 s: one short-lived container per host, all at once.
 
-    `home` is SHARDLINE_HOME here, `run_dir` a folder below it that ranks will write; it must be there. In
-    `memory_dir` (checkpoint.memory_dir) the run's folder for copies in the host's memory is made; empty: there are
-    none. Only here a container sees other runs' folders there, to remove those that nobody needs.
-    Raises HostsNotReady with everything that is wrong on any host.
+    `home` is SHARDLINE_HOME here, `run_dir` a folder below it that ranks will write; it must exist. In `memory_dir`
+    (checkpoint.memory_dir) the run's folder for copies in the host's memory is made; empty: there are none. Only this
+    container sees other runs' folders there, to remove those that nobody needs. Raises HostsNotReady with all problems
+    of all hosts.
     """
     with token(run_dir) as word:
         probes = probe_all(
@@ -142,15 +142,18 @@ def container_spec(
     threads: int = 1,
     mounts: tuple[Bind, ...] = (),
 ) -> Job:
-    """A container with the rights, limits, devices and mounts of the run's own; `what` is its attempt's label.
+    """Return a container with the run's rights, limits, devices and mounts; `what` is its attempt's label.
 
-    `mounts`: besides those that all of the run's containers have.
+    `mounts`: more mounts than all of the run's containers have.
     """
     return Job(
         image=launch.image,
         command=command,
         name=f"shardline-{what}-{run_id}-{host.name}",
-        environment={"HOME": "/tmp", "OMP_NUM_THREADS": str(threads)},  # the user has no home in the image
+        environment={
+            "HOME": "/tmp",
+            "OMP_NUM_THREADS": str(threads),
+        },  # the user has no home folder there
         mounts=(*binds(host, launch, home=home), *mounts),
         user=rank_user(launch),
         labels={
@@ -172,12 +175,12 @@ def container_spec(
     )
 
 
-# The same storage everywhere
+# The same storage on all hosts
 
 
 @contextmanager
 def token(run_dir: Path) -> Iterator[str]:
-    """Make a file with a random word as its name in the run's folder; it is removed afterwards, with all answers."""
+    """Make a file with a random name in the run's folder; remove it afterwards, with all answers."""
     word = secrets.token_hex(16)
     (run_dir / own_name(word)).touch()
     try:
@@ -188,7 +191,7 @@ def token(run_dir: Path) -> Iterator[str]:
 
 
 def unseen_answers(run_dir: Path, word: str, probes: Mapping[str, Probe]) -> dict[str, str]:
-    """Hosts that saw our file and wrote an answer that we do not see, each with the reason."""
+    """Return the hosts that saw the launcher's file, but whose answer the launcher does not see, with the reason."""
     unseen = {name for name, probe in probes.items() if probe.report.get("wrote")}
 
     def all_seen() -> bool:
@@ -197,17 +200,17 @@ def unseen_answers(run_dir: Path, word: str, probes: Mapping[str, Probe]) -> dic
 
     until(all_seen, timeout_s=SEEN_S, every_s=POLL_S)
     finding = (
-        f"what it wrote in {run_dir} was not seen by the launcher within {SEEN_S:g} s: a copy of the folder will not "
-        "do, mount the launcher's own storage there"
+        f"the launcher did not see the file that it wrote in {run_dir} within {SEEN_S:g} s: mount the launcher's own "
+        "storage there, not a copy of it"
     )
     return dict.fromkeys(unseen, finding)
 
 
-# What was found
+# Findings
 
 
 def gpu_findings(hosts: Sequence[DockerHost], probes: Mapping[str, Probe]) -> dict[str, str]:
-    """Hosts whose daemon grants the GPUs that are asked for, but whose container sees fewer."""
+    """Return hosts whose daemon grants the GPUs that are asked for, but whose container sees fewer."""
     found = {}
     for host in hosts:
         probe, wanted = probes[host.name], len(host.gpu_ids) or (1 if host.gpus < 0 else host.gpus)
@@ -242,7 +245,7 @@ def warn_of_other_sources(image: str, facts: Mapping[str, HostFacts]) -> None:
     ours = sources_sha256(Path(training.__path__[0]))
     if any(found.sources != ours for found in facts.values()):
         logger.warning(
-            "the image %s was built from other sources of training/ than the ones here: ranks run the image's. "
+            "the image %s was built from other sources of training/ than those here, and ranks run the image's: "
             "`shardline image build` makes a new one",
             image,
         )

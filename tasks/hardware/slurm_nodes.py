@@ -1,4 +1,4 @@
-"""Nodes of a Slurm job to inventory: what a step of the run's, with the job's limits, can do on each of them."""
+"""The inventory of the nodes of a Slurm job: measured by a step of the run on each node, with the job's limits."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from training.config.slurm import SlurmConfig
 from training.node.host_check import Asked
 from training.records.inventory import Inventory, Measured
 
-CHECK_TIMEOUT_S = 120.0  # a container's first start there may unpack its image
+CHECK_TIMEOUT_S = 120.0  # at its first start on a node, a container may unpack its image
 
 
 class JobNode(Protocol):
-    """A node of a job, under the name that the run has for it."""
+    """A node of a job, under the run's name for it."""
 
     @property
     def name(self) -> str: ...
@@ -43,7 +43,7 @@ class JobNode(Protocol):
 
 @dataclass(frozen=True)
 class JobNodes:
-    """The nodes of a run's job. `port`: where its ranks will meet."""
+    """The nodes of a run's job. `port`: the port of the ranks' rendezvous."""
 
     job_id: str
     hosts: Sequence[JobNode]
@@ -53,13 +53,13 @@ class JobNodes:
 
 
 def command(wanted: SlurmConfig, *words: str) -> list[str]:
-    """Python with these words on a node: behind the prefix, and with the modules loaded."""
+    """Return the command that runs Python with these arguments on a node, with the prefix and the modules."""
     python = wanted.python or ("python" if wanted.container_image or wanted.command_prefix else sys.executable)
-    # -P: a folder named `training` in the working directory must not take our place.
+    # -P: a folder named `training` in the working directory must not be imported instead.
     program = [*wanted.command_prefix, python, "-P", *words]
     if not wanted.modules:
         return program
-    # `module` is a function of login shells; what stands behind the script are its arguments.
+    # `module` is a function of login shells. The words after the script are its arguments.
     script = f'module load {" ".join(wanted.modules)} && exec "$@"'
     return ["bash", "-lc", script, "bash", *program]
 
@@ -76,7 +76,7 @@ def container_options(wanted: SlurmConfig) -> list[str]:
 
 
 def check_nodes(nodes: JobNodes) -> dict[str, HostFacts]:
-    """Host's name -> its facts, found out by a short step on each node, all at once."""
+    """Return host's name -> its facts, found by a short step on each node, all at once."""
     with token(nodes.run_dir) as word:
         probes = on_all(nodes.hosts, lambda host: _probe(nodes, host, word=word))
         unseen = unseen_answers(nodes.run_dir, word, probes)
@@ -141,7 +141,7 @@ def _probe(nodes: JobNodes, host: JobNode, *, word: str) -> Probe:
 
 
 def run_step(nodes: JobNodes, host: JobNode, *words: str, what: str, timeout_s: float) -> tuple[int | None, str]:
-    """Run Python with these words on a node; its exit code, None if it took too long, and its output."""
+    """Run Python with these arguments on a node; return its exit code (None: it took too long) and its output."""
     log = nodes.run_dir / f".{what}-{host.name}-{os.urandom(4).hex()}.log"
     process = slurm.start(
         nodes.job_id,
@@ -173,7 +173,10 @@ def _how(code: int | None, timeout_s: float) -> str:
 
 
 def measure_nodes(nodes: JobNodes, *, facts: Mapping[str, HostFacts], slots: int) -> Inventory:
-    """The nodes with one device per rank, strongest first. A machine that was measured before is not measured again."""
+    """Return the nodes with one device per rank, strongest first.
+
+    Machines that were measured before are not measured again.
+    """
     keys = {host.name: _key(host, facts[host.name], slots=slots) for host in nodes.hosts}
     return measured_once(
         nodes.hosts,
