@@ -1,7 +1,7 @@
-"""One attempt at a program: a node on each host, watched until all have ended or one failed.
+"""One attempt at running a program: a node on each host, watched until all have ended or one failed.
 
-No decision about what comes next is made here: that is recovery.py's. Nothing here waits for a host that hangs
-longer than ANSWER_S for each thing it is asked, and all hosts are asked at once.
+recovery.py decides what happens next. Each request to a host that hangs waits at most ANSWER_S, and all hosts are asked
+at once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from training.records.node import NodeTask
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
-SETTLE_S = 2.0  # from the first failure to the others': peers of a dead rank fail within 0.5 s
+SETTLE_S = 2.0  # wait after the first failure for others: peers of a dead rank fail within 0.5 s
 
 
 class Attempt:
-    """The nodes of one attempt. Leaving the context ends and removes them wherever a host answers.
+    """The nodes of one attempt. Leaving the context ends and removes them on all hosts that answer.
 
     `left`: hosts whose nodes could not be removed. Ranks there end when they see that the lease is gone.
     """
@@ -41,7 +41,7 @@ class Attempt:
         self.nodes: dict[str, Node] = {}
         self.tasks: dict[str, Path] = {}
         self.left: dict[str, HostError] = {}
-        self.taken = False  # by another launcher
+        self.taken = False  # another launcher withdrew the lease
         self.progress_at, self.pace_s = time.monotonic(), 0.0
 
     def __enter__(self) -> Attempt:
@@ -59,11 +59,11 @@ class Attempt:
         self._close()
 
     def _start(self) -> None:
-        """Start the nodes on all hosts at once. If one host refuses, none is left anywhere."""
+        """Start the nodes on all hosts at once. If one host refuses, remove all."""
         port = self.launcher.master_port()
         self.tasks = {host.name: self._write_task(host, number, port) for number, host in enumerate(self.hosts)}
         errors = self.launcher.start(self.program, self.tasks, add=self._add)
-        self.left |= {name: error for name, error in errors.items() if error.unreachable}  # it may have started there
+        self.left |= {name: error for name, error in errors.items() if error.unreachable}  # the node may run there
         if errors:
             raise HostError(
                 "\n".join(map(str, errors.values())),
@@ -110,9 +110,9 @@ class Attempt:
         return path
 
     def _compile_caches(self, host: Host) -> dict[str, str]:
-        """Environment that tells torch.compile and Triton where to keep what they made: each host has its folder.
+        """Return variables that name a cache folder per host for torch.compile and Triton.
 
-        Hosts may have unlike CPUs, and what was compiled for one does not run on another.
+        Hosts may have different CPUs, and code that was compiled for one may not run on another.
         """
         if self.program.compile_cache is None:
             return {}
@@ -144,12 +144,12 @@ class Attempt:
         return all(node.ended for node in self.nodes.values())
 
     def lost(self) -> list[str]:
-        """Names of hosts that count as lost: they have been silent for too long, or their node hangs.
+        """Return the names of lost hosts: they have been silent for too long, or their node hangs.
 
-        A silent host is given longer while steps are made, since then its ranks live. A node hangs if it has no
-        heartbeat any more and steps are overdue too.
+        A silent host gets more time while steps are made, because its ranks then live. A node hangs if it has no
+        heartbeat and steps are overdue too.
         """
-        steps_are_due_s = max(self.launch.lost_after_s, 2 * self.pace_s)  # rows may come minutes apart
+        steps_are_due_s = max(self.launch.lost_after_s, 2 * self.pace_s)  # minutes may lie between two rows
         progresses = time.monotonic() - self.progress_at < steps_are_due_s
         patience_s = self.launch.daemon_grace_s if progresses else self.launch.lost_after_s
         return [
@@ -159,7 +159,7 @@ class Attempt:
         ]
 
     def _settle(self) -> None:
-        """Wait for the failure that came first: what is seen now may have failed because another host failed."""
+        """Wait until the first failure is visible: the failure seen now may be a result of another host's."""
         until(
             lambda: self._all_ended() or self._outcome().cause in FIRST_CAUSES, timeout_s=SETTLE_S, every_s=POLL_S / 2
         )
@@ -179,17 +179,19 @@ class Attempt:
     # Ending it
 
     def stop(self) -> None:
-        """Send SIGTERM to all ranks at once, so that they save a checkpoint together, and wait for that."""
+        """Send SIGTERM to all ranks at once, so that they save a checkpoint together, and wait for their end."""
         for name, result in on_each(self._started(), lambda host: self.nodes[host.name].terminate()).items():
             if isinstance(result, HostError):
-                logger.warning("could not send SIGTERM to %s, so its lease is withdrawn: %s", name, result)
+                logger.warning(
+                    "could not send SIGTERM to %s, so its ranks are ended by withdrawing their lease: %s", name, result
+                )
         until(self._all_ended, timeout_s=self.program.grace_s + SETTLE_S, every_s=POLL_S)
 
     def _started(self) -> list[Host]:
         return [host for host in self.hosts if host.name in self.nodes]
 
     def _close(self) -> None:
-        """Leave nothing of this attempt alive on hosts that answer, nor on hosts that see the storage."""
+        """End everything of this attempt on hosts that answer, and on hosts that see the storage."""
         for node in self.nodes.values():
             node.close()
         self.lease.withdraw()
@@ -203,7 +205,7 @@ def end_path(task: Path) -> Path:
 
 
 def new_folder(attempts: Path) -> Path:
-    """Make the folder of the next attempt, for its tasks, its lease and its ends: ATTEMPTS/1, ATTEMPTS/2, …"""
+    """Make the folder of the next attempt, for its tasks, lease and nodes' records: ATTEMPTS/1, ATTEMPTS/2, …"""
     taken = [int(path.name) for path in attempts.glob("*") if path.name.isdigit()]
     folder = attempts / str(max(taken, default=0) + 1)
     folder.mkdir(parents=True)

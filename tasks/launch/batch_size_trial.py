@@ -1,7 +1,7 @@
-"""The largest micro-batch that fits: found by the plan, confirmed by a short launch of its own before training.
+"""Confirms the plan's micro-batch before training: a short trial launch shows whether it fits in memory.
 
 The ranks of a trial make a few steps (training/trainer/trial.py). If one runs out of memory its process ends, the
-others are ended with it, and the next smaller micro-batch is tried. So all ranks agree, since all get the same plan.
+others are ended with it, and the next smaller micro-batch is tried. All ranks get the same plan, so they agree.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 def confirmed(plan: RunPlan, *, run: TrackedRun, inventory: Inventory) -> RunPlan:
-    """The plan, or one with smaller micro-batches, after a trial in which it fitted: in plan.json, trial.json, MLflow.
+    """Return the plan, or one with smaller micro-batches, that fitted in a trial.
 
-    Skipped where the config wants none, or this plan was confirmed before. Raises RunFailed if not even the smallest
-    fits, or if a trial fails of anything else.
+    It is recorded in plan.json, trial.json and MLflow. Skipped where the config wants none, or this plan was confirmed
+    before. Raises RunFailed if not even the smallest fits, or if a trial fails for another reason.
     """
     earlier = read_trials(run.folder)
     if not wants_trial(plan.config, plan.device_kind) or (earlier is not None and earlier.confirm(plan)):
@@ -58,7 +58,7 @@ def confirmed(plan: RunPlan, *, run: TrackedRun, inventory: Inventory) -> RunPla
 
 
 def _hosts_of(plan: RunPlan, inventory: Inventory) -> Inventory:
-    """The inventory without hosts that a launch has lost."""
+    """Return the inventory without hosts that a launch has lost."""
     return Inventory(hosts=tuple(host for host in inventory.hosts if host.name in plan.hosts) or inventory.hosts)
 
 
@@ -67,7 +67,7 @@ def _smaller(plan: RunPlan, trial: Trial) -> tuple[int, ...]:
     if less is None:
         raise RunFailed(
             f"{trial}; there is no smaller one: spread the model over the ranks (parallel.strategy=fsdp or zero3, or "
-            "more ranks), keep less of it (train.activation_checkpointing=full), or lower train.context",
+            "more ranks), keep fewer activations (train.activation_checkpointing=full), or lower train.context",
             cause="out of memory",
             detail=trial.detail,
         )
@@ -75,7 +75,7 @@ def _smaller(plan: RunPlan, trial: Trial) -> tuple[int, ...]:
 
 
 def smaller_micro_batches(plan: RunPlan) -> tuple[int, ...] | None:
-    """The next smaller micro-batches, in the proportions of the plan's; None if there are none.
+    """Return the next smaller micro-batches, in the plan's proportions; None if there are none.
 
     Their number in a step divides the global batch evenly, and fills the stages of a pipeline.
     """
@@ -106,7 +106,7 @@ def _log(record: Trials, plan: RunPlan, run: TrackedRun) -> None:
 
 
 def _try(plan: RunPlan, *, run_dir: Path) -> tuple[RunPlan, Trial]:
-    """Launch the trial once. Raises what it failed with, unless that was memory.
+    """Launch the trial once. Raises its error, unless memory ran out.
 
     Returns the plan that was tried last as well: a launch that loses a host replaces plan.json by one for the others.
     """

@@ -1,4 +1,4 @@
-"""Prepares hosts, with Docker or on Kubernetes: ends what is left of earlier attempts, checks and measures them."""
+"""Prepares hosts, with Docker or on Kubernetes: ends earlier attempts there, checks and measures the hosts."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from training.records.node import CollectiveReport, describe_collectives
 
 logger = logging.getLogger(__name__)
 
-NETWORK = "network.json"  # the collective test's report
+NETWORK = "network.json"  # the report of the collective test
 
 
 def prepare_hosts(config: RunConfig, *, run_dir: Path) -> Inventory:
     """End earlier ranks of the run on its hosts, check the hosts, measure them and the network between them.
 
-    Leaves inventory.json. Raises HostsNotReady with all that is wrong on any host; nothing was started then.
+    Writes inventory.json. Raises HostsNotReady with all problems of all hosts; nothing was started then.
     """
     launcher, inventory = PREPARE[config.launch.launcher](config, run_dir=run_dir)
     if config.launch.collective_test and len(inventory.hosts) > 1:
@@ -59,7 +59,7 @@ def _prepare_pods(config: RunConfig, *, run_dir: Path) -> tuple[Launcher, Invent
 
 
 def _prepare_docker_hosts(config: RunConfig, *, run_dir: Path) -> tuple[Launcher, Inventory]:
-    """Hosts that do not answer are left out, if launch.min_hosts are left."""
+    """Prepare Docker hosts. Hosts that do not answer are left out if launch.min_hosts others answer."""
     named = read_hosts(config.launch)
     hosts = docker_hosts(named, home=home())
     give_to_ranks(run_dir, config.launch)
@@ -84,9 +84,9 @@ def stop_earlier_containers(hosts: Sequence[DockerHost], *, run_dir: Path) -> No
 
 
 def measure_network(config: RunConfig, launcher: Launcher, inventory: Inventory, *, run_dir: Path) -> CollectiveReport:
-    """Rates of all-reduce over all ranks, and between each pair of hosts. Leaves network.json.
+    """Measure all-reduce over all ranks, and between each pair of hosts. Writes network.json.
 
-    Raises RuntimeError if sums are wrong, or if hosts cannot connect, with the last lines of the one that says why.
+    Raises RuntimeError if sums are wrong or hosts cannot connect, with the last lines of the host that names the cause.
     """
     out, by_name = run_dir / NETWORK, {host.name: host for host in launcher.hosts()}
     folder = new_folder(run_dir / "network")
@@ -108,7 +108,7 @@ def measure_network(config: RunConfig, launcher: Launcher, inventory: Inventory,
         raise RuntimeError(
             f"the hosts cannot connect to each other: {outcome.cause} on {outcome.host}: {outcome.detail}. Look at the "
             f"interfaces and firewalls between them (port {config.launch.port} and above); "
-            f"launch.collective_test=false leaves this test out\n{lines}"
+            f"launch.collective_test=false skips this test\n{lines}"
         )
     return CollectiveReport.read(out)
 
@@ -116,7 +116,7 @@ def measure_network(config: RunConfig, launcher: Launcher, inventory: Inventory,
 def ready_hosts(
     hosts: Sequence[DockerHost], config: RunConfig, *, run_dir: Path
 ) -> tuple[Sequence[DockerHost], dict[str, HostFacts]]:
-    """The hosts that are ready for the run, and what was found on each.
+    """Return the hosts that are ready for the run, and the facts of each.
 
     Hosts that do not answer are left out if launch.min_hosts others are ready. Raises HostsNotReady if any host that
     answers is unfit, or too few are left.
@@ -134,7 +134,7 @@ def ready_hosts(
 
 
 def slots_of(named: Sequence[HostConfig], facts: Mapping[str, HostFacts], config: RunConfig) -> dict[str, int]:
-    """Ranks by name, of the hosts with `facts`."""
+    """Return host's name -> ranks, for the hosts with `facts`."""
     if config.parallel.strategy == "single":
         return {host.name: 1 for host in named if host.name in facts}
     return {host.name: slots(host, gpus_found=len(facts[host.name].gpus)) for host in named if host.name in facts}

@@ -35,18 +35,18 @@ from training.tracking.redaction import without_secrets
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
-KILLED = 137  # training/node/__main__.py's exit code, which tells all as DONE and STOPPED do
-LOG_S = 3.0  # for the last lines of a log
+KILLED = 137  # training/node/__main__.py's exit code; like DONE and STOPPED it needs no log
+LOG_S = 3.0  # time to read the last lines of a log
 HEARTBEAT = Heartbeat(path="/tmp/heartbeat", max_age_s=60, every_s=15)
 
 
 def hosts_of(launch: LaunchConfig) -> tuple[DockerHost, ...]:
-    """All hosts of the config. Raises ValueError for mistakes that show without asking a daemon."""
+    """Return all hosts of the config. Raises ValueError for mistakes that can be found without asking a daemon."""
     return docker_hosts(read_hosts(launch), home=home())
 
 
 class ContainerNode(Node):
-    """A container. Its thread asks the host's daemon over and over, so that a host that hangs holds up no other."""
+    """A container. Its own thread polls the host's daemon, so that a host that hangs does not delay the others."""
 
     def __init__(self, host: DockerHost, container: str, *, end_path: Path, log: Path | None = None) -> None:
         super().__init__(host.name, end_path=end_path)
@@ -68,7 +68,7 @@ class ContainerNode(Node):
     def remove(self) -> None:
         """Kill the container, read the end of its log, and remove it."""
         try:
-            if self.is_silent:  # to ask it once more would only take ANSWER_S; fencing will
+            if self.is_silent:  # another request would only take ANSWER_S; fencing removes the container later
                 raise HostError(f"{self.host}: silent for {self.silent_s:.0f} s", hosts=(self.host,), unreachable=True)
             with closing(connect(self.docker_host, timeout_s=ANSWER_S)) as client:
                 containers.kill(client, self.container)
@@ -108,7 +108,7 @@ class DockerLauncher:
     """Containers on the hosts of `launch`, labelled with the run's name.
 
     `images`: their ids by host's name; launch.image where it is not known. `saving`: whether training keeps copies in
-    the hosts' memory, which its containers then mount.
+    the hosts' memory; its containers then mount that folder.
     """
 
     pid_for_nodes = 0
@@ -129,7 +129,7 @@ class DockerLauncher:
         self.tracking = tracking_for_ranks(launch, mlflow_run_id=mlflow_run_id)
         self.ranks_send_metrics = "MLFLOW_RUN_ID" in self.tracking[0]
         self.standbys: dict[str, tuple[str, NodeTask]] = {}  # container and task by host's name
-        self.stands_by = False  # or did: the lease of what stands by is ours
+        self.stands_by = False  # or did: this launcher holds the lease of standbys
         self.numbers = count(1)
 
     def hosts(self) -> Sequence[DockerHost]:
@@ -142,7 +142,7 @@ class DockerLauncher:
         end_earlier_attempt(self.run_dir, grace_s=grace_s(read_plan(self.run_dir)))
 
     def fence(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
-        keep = {container for container, _ in [*self.standbys.values()]}  # a thread of standby.py adds to them
+        keep = {container for container, _ in [*self.standbys.values()]}  # a thread of standby.py adds containers here
         lease = standby_lease(self.run_dir) if self.stands_by else None
         return remove_containers(self._mine(hosts), self.run_dir.name, self.run_dir, keep=keep, keep_lease=lease)
 
@@ -180,7 +180,7 @@ class DockerLauncher:
                 secret = json.dumps(dict(program.secrets)).encode() if program.secrets else b""
                 with closing(connect(host)) as client:
                     container = containers.start(client, job, secret=secret)
-            # In this thread: an interruption of the main one leaves none unknown.
+            # In this thread, so that an interruption of the main thread cannot lose a started container.
             node = ContainerNode(host, container, end_path=end_path(task), log=self.log_path(host.name))
             node.stood_by = bool(standby)
             add(node)
@@ -213,10 +213,10 @@ class DockerLauncher:
         self.standbys[host.name] = container, task
 
     def _hand_over(self, host: DockerHost, path: Path, program: Program) -> str:
-        """Give the task to what stands by on the host; return its container, or nothing if none can take it.
+        """Give the task to the host's standby; return its container, or None if no standby can take it.
 
-        Raises HostError if the daemon fails: nobody knows then whether the task was taken, and a second node with it
-        would fail both.
+        Raises HostError if the daemon fails: it is then unknown whether the standby has the task, and a second node
+        with the same task would make both fail.
         """
         container, standby = self.standbys.pop(host.name, ("", None))
         if standby is None:
@@ -229,7 +229,7 @@ class DockerLauncher:
                 containers.give_input(client, container, json.dumps(order).encode())
                 return container
             containers.remove(client, container)
-        why = "it had imported for other ranks" if lives else "it has ended, or hangs"
+        why = "it was started for other ranks" if lives else "it has ended, or hangs"
         logger.info("%s: its standby cannot take over (%s): starting a new container", host.name, why)
         return ""
 
@@ -258,6 +258,6 @@ class DockerLauncher:
 
 
 def images_of(run_dir: Path) -> dict[str, str]:
-    """Ids by host, as preflight found them: a name that was pulled anew on one host would mix two programs."""
+    """Return host's name -> image ID, as preflight found it: names could mean different images on different hosts."""
     hosts = Inventory.read(run_dir / "inventory.json").hosts
     return {host.name: host.versions["image"] for host in hosts if "image" in host.versions}

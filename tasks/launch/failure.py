@@ -1,4 +1,4 @@
-"""Finds the one cause of an attempt's end in what is known of every host's node. Pure functions."""
+"""Finds the cause of an attempt's end from the states and records of all hosts' nodes. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from training.records.node import NodeEnd, RankFailure
 from training.records.record import Record
 
 DONE, SIGKILLED, SIGKILL, SIGTERM = 0, 137, 9, 15
-UNKNOWN = 255  # what a daemon says of a container whose end it did not see
+UNKNOWN = 255  # exit code that a daemon reports for a container whose end it did not see
 TOLD_TO_STOP = {130, 143}  # training/node/__main__.py's exit code; and a shell's, for one that had not started yet
 LAST_LINES = 25
 PEER_IS_GONE = re.compile(
@@ -35,13 +35,13 @@ GPU_FAULT = re.compile(
     r"unspecified launch failure|uncorrectable (ECC|NVLink) error|hardware stack error|GPU is lost|"
     r"fallen off the bus|\bXid\b"
 )
-BAD_LOSS = re.compile(r"NonFiniteLoss|loss scale already at minimum")  # ours, and DeepSpeed's in fp16
-SENT_A_SIGNAL = re.compile(r"Signal (9|15)\b")  # as torchrun says it of a rank
+BAD_LOSS = re.compile(r"NonFiniteLoss|loss scale already at minimum")  # Shardline's error, and DeepSpeed's in fp16
+SENT_A_SIGNAL = re.compile(r"Signal (9|15)\b")  # torchrun's sentence about a rank
 BAD_CONFIG = ("ValueError", "pydantic", "ModuleNotFoundError", "ImportError")
-TELLING = re.compile(r"Error|Watchdog caught|rank \d+ failed: ")  # of a log's last lines
+TELLING = re.compile(r"Error|Watchdog caught|rank \d+ failed: ")  # among a log's last lines
 
 
-# No other host's end can be behind these.
+# The end of another host cannot cause these.
 FIRST_CAUSES = {"out of memory", "gpu fault", "bad loss", "lost host", "killed"}
 CURES: Mapping[str, str] = {
     "out of memory": "lower train.micro_batch or train.context, spread the state over the ranks "
@@ -50,10 +50,10 @@ CURES: Mapping[str, str] = {
     "`sinfo -N -l` says of it; launch.min_hosts lets the run continue without it",
     "network": "check the routes and the firewall between the hosts, and each host's `address` and `interface` "
     "(`ip -brief address`)",
-    "daemon": "see what Docker's log says there (journalctl -u docker)",
-    "killed": "something sent SIGKILL or SIGTERM: `dmesg` there tells whether the machine had run out of memory, "
+    "daemon": "read Docker's log there (journalctl -u docker)",
+    "killed": "something sent SIGKILL or SIGTERM: `dmesg` there shows whether the machine had run out of memory, "
     "`journalctl -u docker` whether it or its daemon was shut down",
-    "gpu fault": "`nvidia-smi -q` and `dmesg | grep Xid` on the host tell more: reset or replace the GPU; "
+    "gpu fault": "`nvidia-smi -q` and `dmesg | grep Xid` on the host show details: reset or replace the GPU; "
     "launch.min_hosts lets the run continue without the host",
     "timeout": "one rank waited for another: stacks/ in the run folder says where each was; parallel.timeout_s is how "
     "long they wait",
@@ -61,7 +61,7 @@ CURES: Mapping[str, str] = {
 
 
 def cause_of(error: str) -> Cause:
-    """The cause that the last line of a failed rank names by itself."""
+    """Return the cause that the last line of a failed rank names."""
     if OUT_OF_MEMORY.search(error):
         return "out of memory"
     if BAD_LOSS.search(error):
@@ -78,7 +78,7 @@ def cause_of(error: str) -> Cause:
 
 
 def cure_of(cause: Cause, error: str) -> str | None:
-    """Return what a user can do about the failure; None if the error itself says all there is."""
+    """Return the cure of the failure, for the user; None if the error itself is enough."""
     if SHARED_MEMORY_FULL.search(error):
         return "/dev/shm of the container is full: raise launch.shm_gib"
     return CURES.get(cause)
@@ -86,10 +86,10 @@ def cure_of(cause: Cause, error: str) -> str | None:
 
 @dataclass(frozen=True)
 class NodeState:
-    """A node program as its launcher sees it. `exit_code` counts once `running` is false; 137 says SIGKILL.
+    """A node program as its launcher sees it. `exit_code` is valid once `running` is false; 137: SIGKILL.
 
-    `oom_killed`: the kernel killed one of its processes for want of memory. `hangs`: its heartbeat is too old.
-    `reason`: why its host or scheduler ended it, in words, if they say so.
+    `oom_killed`: the kernel killed one of its processes because memory ran out. `hangs`: its heartbeat is too old.
+    `reason`: a sentence why its host or scheduler ended it, if they report one.
     """
 
     running: bool
@@ -101,47 +101,47 @@ class NodeState:
 
 @dataclass(frozen=True)
 class HostStatus:
-    """The last state of one host's node, and the record of its end. `lost`: nobody answers there."""
+    """The last state of one host's node, and the record of its end. `lost`: the host does not answer."""
 
     state: NodeState | None
     end: NodeEnd | None
     lost: bool = False
-    gone: bool = False  # somebody removed it: a container, a job's step, a pod
-    ended_by_us: bool = False  # it went on until we killed it: its end tells nothing
-    last_lines: tuple[str, ...] = ()  # of its log: a node that cannot write its record, on a full disk, still prints
+    gone: bool = False  # somebody removed the node: a container, a job's step or a pod
+    ended_by_us: bool = False  # it ran until the launcher killed it, so its end has no cause of its own
+    last_lines: tuple[str, ...] = ()  # of its log: on a full disk a node cannot write its record, but still prints
 
     @property
     def done(self) -> bool:
-        """Whether its record says so; or its exit code, while a file server does not show the record yet."""
+        """Whether its record says done, or its exit code, while a file server does not show the record yet."""
         if self.end is not None:
             return self.end.ending == "done"
         return self.state is not None and not self.state.running and not self.gone and self.state.exit_code == DONE
 
     @property
     def hangs(self) -> bool:
-        """Whether the host was given up though its daemon answers: its node has stopped."""
+        """Whether the host counts as lost although its daemon answers: its node has stopped."""
         return self.lost and self.state is not None and self.state.hangs
 
     @property
     def reason(self) -> str:
-        """Why its host or scheduler ended it, in words; empty if nobody says so."""
+        """A sentence why its host or scheduler ended it; empty if unknown."""
         return self.state.reason if self.state is not None else ""
 
     @property
     def unexplained(self) -> int | None:
-        """Exit code of a node that has ended and left no record of why."""
+        """The exit code of a node that ended without a record."""
         if self.end is not None or self.state is None or self.state.running:
             return None
         return self.state.exit_code
 
     @property
     def told_to_stop(self) -> bool:
-        """Whether it got SIGTERM; that its lease was withdrawn, or not renewed, is not meant."""
+        """Whether it got SIGTERM. A lease that was withdrawn or not renewed does not count."""
         return self.end.asked == "signal" if self.end is not None else self.unexplained in TOLD_TO_STOP
 
 
 class AttemptOutcome(Record):
-    """The end of an attempt. `host`: where the failure began; `detail`: one line; `lines`: the end of the log there.
+    """The end of an attempt. `host`: where the failure began; `detail`: one line; `lines`: the end of that host's log.
 
     `gpu`: after a GPU's fault, the local rank that used it; None where its node left no record.
     """
@@ -154,10 +154,10 @@ class AttemptOutcome(Record):
 
 
 def classify(hosts: Mapping[str, HostStatus], *, stop_requested: bool = False) -> AttemptOutcome:
-    """The first cause in this order that any host shows: what kills one host's ranks shows as lost peers on others.
+    """Return the first cause, in this order, that any host shows. Other hosts report only lost peers.
 
-    `stop_requested`: a user asked for the run to stop. Otherwise a node that got SIGTERM does not end the run:
-    a machine or a daemon that shuts down tells all its containers so.
+    `stop_requested`: a user asked the run to stop. Otherwise a SIGTERM to a node does not end the run, because a
+    machine or daemon that shuts down sends it to all its containers.
     """
     return next(_outcomes(hosts, stop_requested=stop_requested))
 
@@ -166,13 +166,14 @@ def _outcomes(hosts: Mapping[str, HostStatus], *, stop_requested: bool) -> Itera
     known = {name: host for name, host in hosts.items() if not host.ended_by_us}
     if all(host.done for host in hosts.values()) and len(known) == len(hosts):
         yield AttemptOutcome(cause="done")
-    for name, host in hosts.items():  # also one that we ended: its other ranks may have waited for the one killed
+    # Also of nodes that the launcher ended: their ranks may have waited for a killed one.
+    for name, host in hosts.items():
         if host.state is not None and host.state.oom_killed:
             yield _outcome(
                 "out of memory",
                 name,
                 host,
-                "the kernel killed a rank: memory, or its container's share of it, is used up",
+                "the kernel killed a rank because the memory, or its container's share, is used up",
             )
     yield from _by_error(known, "out of memory", "gpu fault", "bad loss", "bad config")
     for name, host in known.items():
@@ -185,7 +186,7 @@ def _outcomes(hosts: Mapping[str, HostStatus], *, stop_requested: bool) -> Itera
                 "lost host",
                 name,
                 host,
-                "its ranks no longer saw the lease renewed: its storage does not answer",
+                "its ranks did not see the lease renewed: the host's shared storage does not answer",
             )
         elif host.unexplained == UNKNOWN:
             why = host.reason or "its machine or daemon restarted (exit code 255)"
@@ -202,7 +203,7 @@ def _outcomes(hosts: Mapping[str, HostStatus], *, stop_requested: bool) -> Itera
             killed := [each.rank for each in host.end.failures if each.exit_code == -SIGKILL]
         ):
             yield _outcome("killed", name, host, f"rank {killed[0]} was killed (SIGKILL)")
-    # What one rank failed of shows on all others as a peer that is gone, or did not come in time.
+    # The failure of one rank appears on all others as a peer that is gone, or that is late.
     yield from _by_error(known, "error", "killed", "timeout", "network")
     for name, host in known.items():
         if host.end is not None and host.end.ending in {"stopped", "killed"}:
@@ -211,11 +212,11 @@ def _outcomes(hosts: Mapping[str, HostStatus], *, stop_requested: bool) -> Itera
         if not host.done:
             code = host.state.exit_code if host.state is not None else "unknown"
             yield _outcome("error", name, host, f"exit code {code}, and no error in its log")
-    yield AttemptOutcome(cause="error", detail="all hosts were stopped by us")
+    yield AttemptOutcome(cause="error", detail="the launcher stopped all hosts")
 
 
 def _by_error(hosts: Mapping[str, HostStatus], *causes: Cause) -> Iterator[AttemptOutcome]:
-    """Outcomes that the ranks' own errors name, in the order of `causes`."""
+    """Yield the outcomes that the ranks' own errors name, in the order of `causes`."""
     for cause in causes:
         for name, host, local_rank, error in _errors(hosts):
             if error and cause_of(error) == cause:
@@ -229,7 +230,7 @@ def _told_to_stop(name: str, host: HostStatus, *, stop_requested: bool) -> Attem
     if host.state is not None and host.state.running:
         return _outcome("daemon", name, host, "it got SIGTERM while its daemon did not answer: the daemon shuts down")
     why = host.reason or "the machine shuts down, or its daemon"
-    return _outcome("killed", name, host, f"its node got SIGTERM, and not from us: {why}")
+    return _outcome("killed", name, host, f"its node got SIGTERM, but not from the launcher: {why}")
 
 
 def _failures(host: HostStatus) -> tuple[RankFailure, ...]:
@@ -237,10 +238,10 @@ def _failures(host: HostStatus) -> tuple[RankFailure, ...]:
 
 
 def _errors(hosts: Mapping[str, HostStatus]) -> Iterator[tuple[str, HostStatus, int | None, str]]:
-    """Each rank's error, by host and local rank; where a node left no record, one line of its log."""
+    """Return each rank's error, by host and local rank; for a node without a record, one line of its log."""
     for name, host in hosts.items():
         failures = host.end.failures if host.end is not None and host.end.ending == "failed" else ()
-        # torchrun ends the others when one rank fails: that they died of it tells nothing.
+        # When one rank fails, torchrun ends the others; their deaths have no cause of their own.
         for failure in [failure for failure in failures if failure.exit_code != -SIGTERM] or failures:
             yield name, host, failure.local_rank, failure.cause
         if not failures and (host.end is None or host.end.ending == "failed"):

@@ -1,4 +1,4 @@
-"""Ends what runs on Docker hosts of a run, whoever started it, before anything new is started there."""
+"""Fencing: ends everything of a run on its Docker hosts, whoever started it, before anything new starts there."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def remove_containers(
 ) -> dict[str, HostError]:
     """Remove all containers of the run from every host; with `grace_s`, ranks save a checkpoint first.
 
-    `keep`: ids of containers that stand by for the next attempt, and work for nobody; `keep_lease`: their lease.
+    `keep`: IDs of containers that stand by for the next attempt and have no task; `keep_lease`: their lease.
 
-    Returns the hosts whose containers could not be removed, each with the error: mostly hosts that do not answer.
-    Ranks there end when they see that the lease of their attempt is gone.
+    Returns the hosts whose containers could not be removed, each with the error; most of them do not answer. Ranks
+    there end when they see that the lease of their attempt is gone.
     """
 
     def stop_on(host: DockerHost) -> None:
         with closing(connect(host, timeout_s=timeout_s)) as client:
             running = [found for found in containers.find(client, run=run_id) if found.status == "running"]
-        if running:  # Docker answers when they have ended
+        if running:  # Docker answers when the containers have ended
             with closing(connect(host, timeout_s=grace_s + timeout_s)) as client:
                 for container in running:
                     containers.stop(client, container.id, grace_s=grace_s)
@@ -51,7 +51,7 @@ def remove_containers(
     if grace_s:
         ask_to_stop(run_dir)
         on_each(hosts, stop_on)
-    withdraw_leases(run_dir, keep=keep_lease)  # before the containers: their launcher, if it lives, is to know why
+    withdraw_leases(run_dir, keep=keep_lease)  # first, so that a launcher that lives knows the reason
     removed = on_each(hosts, remove_on)
     for name, found in removed.items():
         if not isinstance(found, HostError) and found:
@@ -60,7 +60,7 @@ def remove_containers(
 
 
 def ask_to_stop(run_dir: Path) -> None:
-    """Mark that nodes which end now were asked to: their launcher, if it lives, is not to start them again."""
+    """Mark that the nodes were asked to end, so that their launcher, if it lives, does not start them again."""
     for lease in run_dir.glob("*/*/lease"):
-        with suppress(OSError):  # a full disk: the lease, which goes next, tells it too
+        with suppress(OSError):  # a full disk; the lease, which is removed next, has the same effect
             lease.with_name(ASKED).touch()

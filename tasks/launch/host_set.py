@@ -1,4 +1,4 @@
-"""Chooses the hosts of the next attempt, those that answer, were fenced and are fit, and plans for them."""
+"""Chooses the hosts of the next attempt (they answer, are fenced and pass the checks), and plans for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from training.records.plan import AnyPlan, RunPlan
 
 logger = logging.getLogger(__name__)
 
-ASK_AGAIN_S = 2.0  # between two questions to hosts that are waited for
+ASK_AGAIN_S = 2.0  # between two requests to hosts that the run waits for
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class HostSet:
 
 
 def measured_hosts(launcher: Launcher, run_dir: Path) -> set[str]:
-    """Names of the launcher's hosts that the run's inventory has; all of them where there is no inventory."""
+    """Return the names of the launcher's hosts that are in the run's inventory; all of them without an inventory."""
     names, path = {host.name for host in launcher.hosts()}, run_dir / "inventory.json"
     return names & {host.name for host in Inventory.read(path).hosts} if path.exists() else names
 
@@ -51,19 +51,19 @@ def choose_hosts(
     lost: Collection[str] = (),
     left_out: Mapping[str, HostError] = MappingProxyType({}),
 ) -> HostSet:
-    """Fence all hosts, wait for those that are needed, and plan for those that are ready.
+    """Fence all hosts, wait for the hosts that are needed, and plan for the hosts that are ready.
 
-    What is left on a host that was away is removed before it is checked, since it may have come back without its
-    storage. A host of the plan that is not needed is waited for too, for launch.lost_after_s: a daemon's restart takes
-    no longer. Not so the `lost` hosts, which were silent for that long already. Hosts that are `left_out` take no
-    part. `one_host`: any single host of the plan is enough.
-    Raises RunFailed if too few hosts are ready within launch.wait_s, or if the run does not fit those that are.
+    On a host that was away, remains of the run are removed before it is checked, because it may have returned without
+    its storage. Hosts of the plan that are not needed get launch.lost_after_s, because a daemon's restart takes no
+    longer; but not the `lost` hosts, which were silent for that long already. Hosts that are `left_out` take no part.
+    `one_host`: any single host of the plan is enough. Raises RunFailed if too few hosts are ready within launch.wait_s,
+    or if the run does not fit on them.
     """
     candidates = _Candidates(plan, launcher, run_dir=run_dir, one_host=one_host, lost=lost, left_out=left_out)
     candidates.fence()
     candidates.wait()
     ready = {host.name: host for host in candidates.measured if host.name not in candidates.absent}
-    if isinstance(plan, EvaluationPlan):  # on this machine: there are no other hosts to plan for
+    if isinstance(plan, EvaluationPlan):  # on this machine there are no other hosts to plan for
         return HostSet(plan=plan, hosts=tuple(ready.values()), absent=candidates.absent)
     idle = plan.idle_hosts if isinstance(plan, RunPlan) else ()
     if not one_host and set(plan.hosts) != set(ready) - set(idle):
@@ -73,7 +73,7 @@ def choose_hosts(
 
 
 class _Candidates:
-    """The hosts of a run's config. `absent`: those that cannot take part as things stand, each with the reason."""
+    """The hosts of a run's config. `absent`: hosts that cannot take part at the moment, each with the reason."""
 
     def __init__(
         self,
@@ -95,12 +95,12 @@ class _Candidates:
         self.began_at = time.monotonic()
 
     def fence(self) -> None:
-        """Remove what is left of earlier attempts from every host; check those that the plan does not know."""
+        """Remove earlier attempts from every host; check the hosts that are not in the plan."""
         self.absent = dict(self.launcher.fence(self.all))
         self._check([host for host in self.measured if host.name not in {*self.planned, *self.absent}])
 
     def wait(self) -> None:
-        """Wait for hosts that are worth it; then until ranks on absent ones have seen that their lease is gone."""
+        """Wait for hosts that may return; then until ranks on absent hosts have seen that their lease is gone."""
         longest_s, told = max(self.launch.wait_s, self.launch.lost_after_s), list[str]()
         while waited_for := self.needed() or self.perhaps_back():
             if time.monotonic() > self.began_at + longest_s:
@@ -120,7 +120,7 @@ class _Candidates:
             time.sleep(max(0.0, self.began_at + FENCE_S - time.monotonic()))
 
     def needed(self) -> list[str]:
-        """Names of absent hosts without which the run cannot go on; empty if enough are ready."""
+        """Return the absent hosts without which the run cannot continue; empty if enough are ready."""
         if self.one_host:
             return [] if set(self.planned) - set(self.absent) else list(self.planned)
         if not self.launch.min_hosts:
@@ -129,13 +129,13 @@ class _Candidates:
         return absent if len(self.measured) - len(absent) < self.launch.min_hosts else []
 
     def perhaps_back(self) -> list[str]:
-        """Names of absent hosts that are worth a short wait, though enough are ready without them."""
+        """Return the absent hosts that are worth a short wait, although enough are ready without them."""
         if self.one_host or time.monotonic() > self.began_at + self.launch.lost_after_s:
             return []
         return [name for name in self.planned if name in self.absent and name not in self.lost]
 
     def _check(self, hosts: Sequence[Host]) -> None:
-        """A host that preflight finds unfit counts as absent: its storage may yet be mounted."""
+        """Check the host. If preflight finds problems, it counts as absent: its storage may be mounted later."""
         if hosts:
             self.absent |= self.launcher.check(hosts)
 
@@ -145,7 +145,7 @@ class _Candidates:
             f"after {waited_s:.0f} s of waiting {', '.join(waited_for)} of {len(self.measured)} hosts cannot "
             f"take part, {needed} are needed: {'; '.join(str(self.absent[name]) for name in waited_for)}. "
             f"{CURES['lost host'].capitalize()}, launch.wait_s is how long they are waited for; "
-            f"`shardline resume {self.plan.run_id}` goes on from the last checkpoint"
+            f"`shardline resume {self.plan.run_id}` continues from the last checkpoint"
         )
 
 
@@ -156,7 +156,7 @@ def _plan_for(
     run_dir: Path,
     absent: Mapping[str, HostError],
 ) -> AnyPlan:
-    """The plan for the hosts that are ready."""
+    """Return the plan for the hosts that are ready."""
     gone, returned = sorted(set(plan.hosts) - set(ready)), sorted(set(ready) - set(plan.hosts))
     why = f"hosts: {', '.join(returned)} came back"
     if gone:
@@ -169,7 +169,7 @@ def _plan_for(
         return plan_for_hosts(plan, available, run_dir=run_dir, why=why)
     except ValueError as error:
         raise RunFailed(
-            f"the run cannot go on without {', '.join(gone)}: {error}. They are away: "
+            f"the run cannot continue without {', '.join(gone)}: {error}. They are away: "
             f"{'; '.join(str(absent[name]) for name in gone if name in absent)}",
             cause="lost host",
         ) from error

@@ -1,6 +1,6 @@
-"""The launcher of a Kubernetes cluster: a group of pods for each attempt, watched by a thread that asks the API.
+"""The launcher for a Kubernetes cluster: a group of pods for each attempt, watched by a thread that polls the API.
 
-A host is a node of the run, not a machine: each attempt's pods are placed anew, wherever there is room.
+A host is a node of the run, not a machine: the cluster places each attempt's pods again, wherever there is room.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from training.tracking.redaction import without_secrets
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-LOG_S = 3.0  # for the last lines of a log
+LOG_S = 3.0  # time to read the last lines of a log
 BEFORE_READY_S = 60.0  # from a pod's start to its first heartbeat
-END_S = 30.0  # for the node program to end after its ranks
+END_S = 30.0  # time for the node program to end after its ranks
 SIGKILLED = 137
 HEARTBEAT = Heartbeat(path="/tmp/heartbeat", max_age_s=60, every_s=15)
 
@@ -66,16 +66,16 @@ class PodNode(Node):
 
     @property
     def is_over(self) -> bool:
-        """Whether the API will say nothing new of it."""
+        """Whether the API will report nothing new about the pod."""
         return self.gone or self._has_ended
 
     def _hangs(self, pod: PodState) -> bool:
-        """Whether its heartbeat is too old, or its machine does not answer: both make a pod not ready."""
+        """Whether the pod is not ready: its heartbeat is too old, or its machine does not answer."""
         known = self._was_ready or time.monotonic() > self._running_since + BEFORE_READY_S
         return pod.running and not pod.ready and known
 
     def seen(self, pod: PodState | None) -> None:
-        """Take note of what the API says now; None: it has no such pod."""
+        """Record the API's answer. None: there is no such pod."""
         if pod is None:
             self.gone = self.pod is not None
         else:
@@ -96,7 +96,7 @@ class PodNode(Node):
 
     def remove(self) -> None:
         try:
-            if self.is_silent:  # the API is away, and to ask it once more would only take ANSWER_S; fencing will
+            if self.is_silent:  # another request would only take ANSWER_S; fencing removes the pod later
                 raise HostError(f"{self.host}: silent for {self.silent_s:.0f} s", hosts=(self.host,), unreachable=True)
             left = self.group.remove().get(self.host)
             if left is not None:
@@ -112,7 +112,7 @@ class PodNode(Node):
 
 
 class GroupWatch:
-    """One attempt's pods. Its thread asks for all of them in one request, over and over."""
+    """One attempt's pods. Its thread polls all of them with one request."""
 
     def __init__(self, cluster: Cluster, group: PodGroup) -> None:
         self.cluster, self.group = cluster, group
@@ -131,12 +131,12 @@ class GroupWatch:
         return PodLogFollower(self.cluster, pod.name, path, run=self.group.run, group=self.group.name)
 
     def remove(self) -> dict[str, PodState]:
-        """Kill and remove the whole group, once, and wait for that; host's name -> its pod, where it is still there."""
+        """Kill and remove the whole group, once, and wait; return host's name -> its pod, if that still exists."""
         with self._removing:
             if self._left is None:
                 for node in self.nodes.values():
                     if node.log is not None and node.is_over and not node.gone:
-                        node.log.join(LOG_S)  # before its log goes with it
+                        node.log.join(LOG_S)  # before the log is removed with the pod
                 self.cluster.remove(run=self.group.run, group=self.group.name)
                 left = self.cluster.wait_until_gone(run=self.group.run, group=self.group.name, timeout_s=GONE_S)
                 self._left = {pod.host: pod for pod in left}
@@ -156,7 +156,7 @@ class KubernetesLauncher:
 
     pid_for_nodes = 0
     heartbeat = HEARTBEAT.path
-    signals_are_the_users = False  # a machine that shuts down, a drain and a preemption send SIGTERM too
+    signals_are_the_users = False  # a shutdown, a drain and a preemption send SIGTERM too
 
     def __init__(self, launch: LaunchConfig, *, run_dir: Path, mlflow_run_id: str = "") -> None:
         self.launch, self.run_dir = launch, run_dir
@@ -176,9 +176,9 @@ class KubernetesLauncher:
         end_earlier_attempt(self.run_dir, grace_s=grace_s(read_plan(self.run_dir)))  # of a start on this machine
 
     def fence(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
-        """Remove all pods of the run; a pod whose machine is lost stays listed, and keeps no node from being placed.
+        """Remove all pods of the run. A pod whose machine is lost stays listed; it does not prevent new pods.
 
-        Hosts that found no machine are reported once: where launch.min_hosts allows it, the run goes on without them.
+        Hosts that found no machine are reported once; if launch.min_hosts allows it, the run continues without them.
         """
         try:
             remove_pods(self.cluster, self.run_dir.name, self.run_dir, keep_lease=standby_lease(self.run_dir))
@@ -189,7 +189,7 @@ class KubernetesLauncher:
         return absent
 
     def check(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
-        """Nothing: there are no machines to check before the pods are placed."""
+        """Return nothing: before the pods are placed, there are no machines to check."""
         return {}
 
     def environment(self) -> tuple[dict[str, str], dict[str, str]]:
@@ -237,13 +237,13 @@ class KubernetesLauncher:
             secret=json.dumps(dict(program.secrets)).encode() if program.secrets else b"",
             working_dir=program.working_dir,
             heartbeat=HEARTBEAT,
-            grace_s=program.grace_s + END_S,  # also what an eviction, a drain or a preemption gives it
+            grace_s=program.grace_s + END_S,  # also the grace period of an eviction, a drain or a preemption
         )
 
     def _wait_until_started(self, watch: GroupWatch) -> dict[str, HostError]:
-        """Wait until all pods run, at most launch.wait_s; host's name -> why its pod does not.
+        """Wait until all pods run, at most launch.wait_s; return host's name -> why its pod does not run.
 
-        With launch.min_hosts pods that have machines, the others get launch.lost_after_s to find one.
+        Once launch.min_hosts pods have machines, the others get launch.lost_after_s to find one.
         """
         waits, least = StartWait(self.cluster, watch.group), self.launch.min_hosts
         while waits.look():
@@ -251,7 +251,7 @@ class KubernetesLauncher:
             if waits.waited_s > (self.launch.lost_after_s if enough else self.launch.wait_s):
                 break
             if any(node.failed for node in watch.nodes.values()):
-                return {}  # that is what the others did not wait for
+                return {}  # the others did not wait for this pod
             time.sleep(POLL_S)
         errors = {
             name: HostError(f"{name}: {why}, after {waits.waited_s:.0f} s", hosts=(name,), unreachable=True)
@@ -261,7 +261,7 @@ class KubernetesLauncher:
         return errors
 
     def stand_by(self, task: NodeTask, program: Program, host: Host) -> None:
-        """Nothing: a pod beside the one that works would ask for its GPUs too."""
+        """Do nothing: a standby's pod would ask for the GPUs of the working pod."""
 
     def close(self) -> None:
         """Do nothing: this launcher has no standbys."""
@@ -279,9 +279,9 @@ TASK_OF_INDEX = "of-index-{}.json"
 
 
 def _write_task(path: Path, number: int, own: str, *, master: str) -> None:
-    """Add the pods' DNS names, which are an attempt's own, to a node's task.
+    """Add the pods' DNS names, which differ between attempts, to a node's task.
 
-    It gets a second name, which its pod finds by its index: an attempt may be of node-0 and node-2.
+    The task gets a second name with the pod's index, by which the pod finds it: an attempt may have node-0 and node-2.
     """
     task = NodeTask.read(path).model_copy(update={"local_address": own, "master_address": master})
     task.write(path)
@@ -293,18 +293,17 @@ def _of(name: str, error: ClusterError) -> HostError:
 
 
 def _still_there(pod: PodState) -> str:
-    return f"its pod {pod.name} is still there ({pod.status}): does its machine {pod.machine or '(none)'} answer?"
+    return f"its pod {pod.name} is still there ({pod.status}): its machine {pod.machine or '(none)'} may not answer"
 
 
 def remove_pods(
     cluster: Cluster, run_id: str, run_dir: Path, *, grace_s: float = 0.0, keep_lease: Path | None = None
 ) -> list[PodState]:
-    """Fencing: remove all pods of the run and what belongs to them; with `grace_s`, ranks save a checkpoint first.
+    """Fencing: remove all pods of the run and their objects; with `grace_s`, ranks save a checkpoint first.
 
-    `keep_lease`: a lease of our own that no pod has.
-
-    Returns the pods that are still listed since their machines do not answer. If they live, they end when they see
-    that the lease of their attempt is gone, which is waited for. Raises ClusterError if the API does not answer.
+    `keep_lease`: this launcher's lease, which no pod has. Returns the pods that are still listed because their machines
+    do not answer. If they live, they end when they see that the lease of their attempt is gone; this function waits for
+    that. Raises ClusterError if the API does not answer.
     """
     found = cluster.pods(run=run_id)
     if grace_s and any(pod.running for pod in found):
@@ -312,7 +311,7 @@ def remove_pods(
         for pod in found:
             cluster.terminate(pod.name, grace_s=grace_s)
         cluster.wait_until_gone(run=run_id, timeout_s=grace_s + END_S)
-    withdraw_leases(run_dir, keep=keep_lease)  # before the pods: their launcher, if it lives, is to know why
+    withdraw_leases(run_dir, keep=keep_lease)  # first, so that a launcher that lives knows the reason
     cluster.remove(run=run_id, grace_s=KILL_GRACE_S)
     left = cluster.wait_until_gone(run=run_id, timeout_s=GONE_S) if found else []
     if found:

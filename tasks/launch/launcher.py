@@ -1,7 +1,7 @@
-"""The seam between recovery and the ways to start a program on machines: local processes, Docker hosts, a scheduler.
+"""The interface between recovery and the ways to start programs: local processes, Docker hosts, a scheduler.
 
-A launcher knows its hosts, starts the node program (training/node) on each of them for one attempt, and ends what an
-earlier attempt left there. Attempts, causes, fencing, the choice of hosts and new plans are written once, above it:
+A launcher knows its hosts, starts the node program (training/node) on each of them for one attempt, and ends remains of
+earlier attempts there. Attempts, causes, fencing, the choice of hosts and new plans are implemented once, above it:
 attempt.py, failure.py, host_set.py and recovery.py.
 """
 
@@ -20,26 +20,25 @@ from training.records.evaluation_plan import EvaluationPlan
 from training.records.node import NodeEnd, NodeTask
 from training.records.plan import CustomProgramPlan, RunPlan
 
-ANSWER_S = 5.0  # a host that takes longer counts as silent; the next question comes at once
-DONE, STOPPED = 0, 130  # training/node/__main__.py's exit codes of an end in order
-ASKED = "stop-asked"  # beside an attempt's lease: `shardline stop`, or a resume elsewhere, tells its ranks to stop
+ANSWER_S = 5.0  # a host that takes longer counts as silent; the next request follows at once
+DONE, STOPPED = 0, 130  # training/node/__main__.py's exit codes for a regular end
+ASKED = "stop-asked"  # file beside an attempt's lease: `shardline stop`, or a resume elsewhere, asks ranks to stop
 STOP_GRACE_S = 120.0
-CHECKPOINT_GIB_PER_S = 0.1  # the slowest disk that a checkpoint on its way, and the last one, are waited for
+CHECKPOINT_GIB_PER_S = 0.1  # the slowest disk for which the launcher waits until checkpoints are written
 
 LaunchedPlan = RunPlan | CustomProgramPlan | EvaluationPlan
 
 
 def grace_s(plan: LaunchedPlan | None) -> float:
-    """Seconds that ranks get to save a checkpoint when they are told to stop; of a run without a plan, the least."""
+    """Return the seconds that ranks get to save a checkpoint when they must stop; without a plan the minimum."""
     gib = plan.predicted.checkpoint_gib if isinstance(plan, RunPlan) else 0.0
     return STOP_GRACE_S + 2 * gib / CHECKPOINT_GIB_PER_S
 
 
 @dataclass(frozen=True)
 class Program:
-    """The program that each host's node runs. `ranks`: how many, by host's name, in the order of ranks.
-
-    Secrets reach a node over its standard input only.
+    """The program that each host's node runs. `ranks`: host's name -> number, in the order of ranks. Secrets reach a
+    node only over its standard input.
     """
 
     run_id: str
@@ -53,7 +52,7 @@ class Program:
     environment: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     grace_s: float = 120.0
-    compile_cache: Path | None = None  # in the shared folder; a container's own would be gone at the next attempt
+    compile_cache: Path | None = None  # in the shared folder, because a container's folder ends with it
 
 
 class Host(Protocol):
@@ -70,35 +69,35 @@ class Host(Protocol):
 class Node(ABC):
     """The node program on one host in one attempt, watched by a thread or a poll of its launcher.
 
-    A host that is silent may hide that its ranks have long come to their end: then their node's record counts.
+    The ranks of a silent host may have ended: then their node's record counts.
     """
 
     def __init__(self, host: str, *, end_path: Path) -> None:
         self.host, self.end_path = host, end_path
-        self.stood_by = False  # it had imported its program before the attempt began
-        self.gone = False  # the host answers, and has no such node
-        self.last_lines: tuple[str, ...] = ()  # of one that failed, without secrets
+        self.stood_by = False  # a standby, which had imported its program before the attempt began
+        self.gone = False  # the host answers, but has no such node
+        self.last_lines: tuple[str, ...] = ()  # of a node that failed, without secrets
         self.answered_at = time.monotonic()
 
     @property
     @abstractmethod
     def state(self) -> NodeState | None:
-        """The last that was seen of it; None before that."""
+        """The last known state; None before the first one."""
 
     @abstractmethod
     def terminate(self) -> None:
-        """Send it SIGTERM: it tells its ranks to save a checkpoint. Raises HostError if the host does not answer."""
+        """Send SIGTERM, so that its ranks save a checkpoint. Raises HostError if the host does not answer."""
 
     @abstractmethod
     def remove(self) -> None:
-        """Kill it if it lives, keep the end of its log, and leave nothing of it on its host.
+        """Kill the node if it lives, keep the end of its log, and remove everything of it from its host.
 
-        Raises HostError if that could not be done, without waiting long for a host that is silent: fencing will.
+        Raises HostError if that fails, without a long wait for a silent host: fencing tries again later.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Stop watching it."""
+        """Stop watching the node."""
 
     @property
     def ended(self) -> bool:
@@ -106,7 +105,7 @@ class Node(ABC):
 
     @property
     def failed(self) -> bool:
-        """Whether it ended in a way that makes others fail: not done, and not stopped in order."""
+        """Whether its end makes other nodes fail: it neither finished nor stopped as asked."""
         if self.state is not None and self._has_ended:
             return self.state.exit_code not in {DONE, STOPPED}
         record = self._record_in_silence()
@@ -122,7 +121,7 @@ class Node(ABC):
 
     @property
     def is_silent(self) -> bool:
-        """Whether its host did not answer in time."""
+        """Whether its host has not answered in time."""
         return not self.gone and not self._has_ended and self.silent_s > ANSWER_S
 
     @property
@@ -139,76 +138,76 @@ class Node(ABC):
         return NodeEnd.read(self.end_path) if self.end_path.exists() else None
 
     def status(self, *, lost: bool) -> HostStatus:
-        """Return how the host stands. `lost`: the attempt gave it up, and what it does is not known any more."""
+        """Return the host's status. `lost`: the attempt has given the host up, and its state is unknown."""
         end = self._record()
         return HostStatus(
             state=self.state,
             end=end,
             lost=lost,
             gone=self.gone,
-            ended_by_us=not self.ended and not lost and end is None,  # its record may come before its state
+            ended_by_us=not self.ended and not lost and end is None,  # the record may be visible before the state
             last_lines=self.last_lines,
         )
 
 
 class Launcher(Protocol):
-    """The questions and orders that recovery has for a way to start node programs.
+    """The interface that recovery uses to start, watch and end node programs.
 
-    Whatever is asked of hosts is asked of all at once.
+    Requests to hosts are made to all of them at once.
     """
 
-    pid_for_nodes: int  # ours, where nodes run on this machine and end with us; else 0
-    heartbeat: str  # a file that nodes touch each second, where something looks at it; empty: none
-    ranks_send_metrics: bool  # whether ranks reach MLflow themselves
+    pid_for_nodes: int  # this process's PID if nodes run on this machine and end with it; otherwise 0
+    heartbeat: str  # a file that nodes touch each second, if something checks it; empty: none
+    ranks_send_metrics: bool  # whether ranks send to MLflow themselves
 
     @property
     def signals_are_the_users(self) -> bool:
         """Whether a SIGTERM to a node is a user's order to stop, not a machine's shutdown."""
 
     def hosts(self) -> Sequence[Host]:
-        """All hosts of the config. Raises ValueError for mistakes that show without asking any of them."""
+        """Return all hosts of the config. Raises ValueError for mistakes that can be found without asking a host."""
 
     def master_port(self) -> int:
-        """The TCP port on the first host at which the next attempt's ranks meet."""
+        """Return the TCP port on the first host for the rendezvous of the next attempt's ranks."""
 
     def take_over(self) -> None:
-        """End ranks of an earlier start that outlived it on this machine."""
+        """End ranks of an earlier start that still run on this machine."""
 
     def fence(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
-        """End and remove what is left of earlier attempts there; name -> why that was not possible."""
+        """End and remove earlier attempts on these hosts; return name -> why that was not possible."""
 
     def check(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
-        """Name -> why the host cannot take part as it is, of those that cannot."""
+        """Return name -> reason, for the hosts that cannot take part at the moment."""
 
     def environment(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return the variables, and the secret ones, with which ranks reach MLflow and the store."""
 
     def compile_cache(self) -> Path | None:
-        """The folder where compiled code is kept between attempts; None where torch's own place outlives them."""
+        """Return the folder for compiled code between attempts; None if torch's own folder outlives them."""
 
     def prepare(self) -> None:
-        """Do what each attempt needs before its start: give the run's files to the user that ranks run as."""
+        """Prepare an attempt: give the run's files to the user that ranks run as."""
 
     def start(
         self, program: Program, tasks: Mapping[str, Path], *, add: Callable[[Node], None]
     ) -> Mapping[str, HostError]:
         """Start `python -m training.node TASK` on all hosts at once, secrets over its standard input as a JSON object.
 
-        `add` is called with each node as soon as it may be there, so that an interruption leaves none unknown.
-        Returns name -> why it could not be started there.
+        `add` is called with each node as soon as it may exist, so that an interruption cannot lose one. Returns name ->
+        why a node could not be started there.
         """
 
     def stand_by(self, task: NodeTask, program: Program, host: Host) -> None:
-        """Start a node that imports the program and waits, for the next attempt's start to hand a task to.
+        """Start a node that imports the program and then waits for a task of the next attempt.
 
-        Blocks for as long as that takes to start. Raises HostError; does nothing where it would be of no use.
+        Blocks until it has started. Raises HostError; does nothing for launchers without standbys.
         """
 
     def close(self) -> None:
-        """Remove what stands by. Nothing is started after it."""
+        """Remove the standbys. Nothing is started after this call."""
 
     def log_path(self, host: str) -> Path:
-        """The file that holds what the host's ranks print."""
+        """Return the file with the output of the host's ranks."""
 
     def place(self, outcome: AttemptOutcome) -> str:
-        """The host where a failure began, and the GPU as its config names it."""
+        """Describe where a failure began: the host, and the GPU as the host's config names it."""

@@ -1,7 +1,7 @@
-"""The launcher's lease on a run's containers: while its file changes they work; once it is gone they are killed.
+"""The launcher's lease on a run's containers: they work while its file changes; once the file is gone, they are killed.
 
-Each attempt has a lease of its own, so that ranks of an earlier one, on a host that was cut off, cannot take a newer
-lease for theirs: they end by themselves as soon as they see the storage again (training/node/__main__.py).
+Each attempt has its own lease, so that ranks of an earlier attempt, on a host that was cut off, do not follow a newer
+lease: they end by themselves as soon as they see the storage again (training/node/__main__.py).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from training.records.record import write_atomically
 
 logger = logging.getLogger(__name__)
 
-# Ranks look at their lease each second, and are killed in the next tenth once it is gone.
+# Ranks check their lease each second, and are killed within 0.1 s once it is gone.
 FENCE_S = 3.0
-RENEWALS = 6  # within lease_s: a file server may be slow now and then
+RENEWALS = 6  # more than once within lease_s, because a file server may be slow
 
 
 def withdraw_leases(run_dir: Path, *, keep: Path | None = None) -> bool:
     """Withdraw the leases of all attempts at a run, whoever launched them. Returns whether there were any.
 
-    `keep`: a lease of our own, of what stands by for the next attempt.
+    `keep`: this launcher's lease of the standbys.
     """
     leases = [lease for lease in run_dir.glob("*/*/lease") if lease != keep]
     for lease in leases:
@@ -32,7 +32,7 @@ def withdraw_leases(run_dir: Path, *, keep: Path | None = None) -> bool:
 
 
 class Lease:
-    """A file that a thread renews until the context is left; then it is withdrawn."""
+    """A file that a thread renews until the context ends; then the lease is withdrawn."""
 
     def __init__(self, path: Path, *, lease_s: float) -> None:
         self.path, self.every_s = path, lease_s / RENEWALS
@@ -50,7 +50,7 @@ class Lease:
         self.withdraw()
 
     def withdraw(self) -> None:
-        """Remove the lease: ranks that still live, on hosts that see the storage, are killed within seconds."""
+        """Remove the lease. Ranks that still live on hosts that see the storage are killed within seconds."""
         self._over.set()
         self._thread.join()
         self.path.unlink(missing_ok=True)
@@ -60,7 +60,7 @@ class Lease:
         while not self._over.wait(self.every_s):
             count += 1
             try:
-                with self.path.open("r+b") as file:  # never made anew: who withdraws it has the last word
+                with self.path.open("r+b") as file:  # never make the file again: a withdrawn lease stays withdrawn
                     file.write(f"{count}\n".encode())
             except FileNotFoundError:
                 logger.warning("another launcher has withdrawn the lease %s and continues this run", self.path)

@@ -1,7 +1,7 @@
-"""The launcher of this machine: one node program, in a session of its own, that is watched as a process.
+"""The launcher for this machine: one node program, in its own session, watched as a child process.
 
-A Ctrl-C in the terminal reaches only us: we pass it on as SIGTERM, the ranks save a checkpoint and leave, and nobody
-is cut off in a collective.
+A Ctrl-C in the terminal reaches only this process, which sends SIGTERM to the node. The ranks then save a checkpoint
+and end together, not in the middle of a collective.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from training.tracking.redaction import without_secrets
 
 logger = logging.getLogger(__name__)
 
-STACK_S = 1.0  # in which ranks that did not stop write their Python stacks
-NODE_S = 5.0  # for a node to end after its ranks
+STACK_S = 1.0  # time for ranks that did not stop to write their Python stacks
+NODE_S = 5.0  # time for a node to end after its ranks
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ThisMachine:
 
 
 class ProcessNode(Node):
-    """A node program that is our child. It is never silent: a process table always answers."""
+    """A node program that is a child process. It is never silent: the process table always answers."""
 
     def __init__(
         self, host: str, process: subprocess.Popen[bytes], *, end_path: Path, log: Path, log_from: int
@@ -84,7 +84,7 @@ class ProcessNode(Node):
 
     def remove(self) -> None:
         code = self.process.poll()
-        if code is None or code < 0:  # one that was killed has left its ranks alive
+        if code is None or code < 0:  # a node that was killed has left its ranks alive
             _end_child(self.process)
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class ProcessNode(Node):
 
 
 class LocalLauncher:
-    """Ranks as processes of this machine. `name`: the machine's in the plan; `log`: the file for what they print."""
+    """Ranks as processes of this machine. `name`: the machine's name in the plan; `log`: the file for their output."""
 
     heartbeat = ""
     ranks_send_metrics = True
@@ -115,14 +115,14 @@ class LocalLauncher:
         end_containers(self.run_dir)
 
     def fence(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
-        """Nothing: a node is ended with its attempt, and those of an earlier start were ended when this one began."""
+        """Return nothing: a node ends with its attempt, and `take_over` has ended nodes of earlier starts."""
         return {}
 
     def check(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
         return {}
 
     def environment(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Return our defaults, replaced by what a user has set for this machine; the rest nodes inherit."""
+        """Return the defaults, overridden by the user's variables on this machine; nodes inherit all others."""
         defaults = {*NCCL, *SPINS, *self.plan.environment()}
         environment = {name: os.environ[name] for name in sorted(defaults) if name in os.environ}
         if run_id := getattr(self.plan, "mlflow_run_id", ""):
@@ -149,11 +149,11 @@ class LocalLauncher:
         return {}
 
     def _spawn(self, program: Program, *arguments: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
-        environment = os.environ | {"MLFLOW_TRACKING_URI": tracking_uri()}  # not in the file: it may hold a password
-        if program.module.startswith("training."):  # a script of the user's finds what lies beside it
+        environment = os.environ | {"MLFLOW_TRACKING_URI": tracking_uri()}  # not in the file: it may contain a password
+        if program.module.startswith("training."):  # so that a user's script can import its neighbours
             environment["PYTHONSAFEPATH"] = "1"
         with self.log.open("ab") as log:
-            # -P: a folder named `training` where the user stands must not take our place.
+            # -P: a folder named `training` in the working directory must not be imported instead.
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", "training.node", *arguments],
                 stdin=stdin,
@@ -168,7 +168,7 @@ class LocalLauncher:
         self.standby = self._spawn(program, "--stand-by", str(path), stdin=subprocess.PIPE), task
 
     def _hand_over(self, path: Path) -> subprocess.Popen[bytes] | None:
-        """Give the task to the node that stands by; return that, or None if there is none that can take it."""
+        """Give the task to the standby; return it, or None if no standby can take the task."""
         (process, standby), self.standby = self.standby or (None, None), None
         if process is None or standby is None:
             return None
@@ -200,7 +200,7 @@ def name_here(plan: LaunchedPlan) -> str:
     return hosts[0] if hosts else "this machine"
 
 
-# What an earlier start left
+# Remains of an earlier start
 
 
 def _end_child(process: subprocess.Popen[bytes]) -> None:
@@ -209,14 +209,14 @@ def _end_child(process: subprocess.Popen[bytes]) -> None:
 
 
 def end_earlier_attempt(run_dir: Path, *, grace_s: float) -> None:
-    """Stop the ranks of an earlier start that outlived their launcher: no two attempts work on one run."""
+    """Stop ranks of an earlier start that outlived their launcher, because only one attempt may work on a run."""
     if launcher := ranks_launcher(run_dir):
         logger.warning("ranks of an earlier start are still alive (pid %d): stopping them first", launcher.pid)
         _end(launcher, grace_s=grace_s)
 
 
 def _end(node: psutil.Process, *, grace_s: float) -> None:
-    """Stop a node and its ranks in order, however long their checkpoint takes within the grace."""
+    """Ask a node and its ranks to stop, and wait for their checkpoint, at most for the grace period."""
     try:
         with suppress(psutil.NoSuchProcess):
             node.terminate()
@@ -227,9 +227,9 @@ def _end(node: psutil.Process, *, grace_s: float) -> None:
 
 
 def _kill(node: int) -> None:
-    """Kill a node by its pid, with its ranks: each is in a session of its own, and no process group reaches them.
+    """Kill a node by its PID, with its ranks: each has its own session, so no process group contains them.
 
-    Ranks whose node has died are found by what it gave them in their environment.
+    Ranks whose node has died are found by a variable in their environment.
     """
     ours = {"SHARDLINE_LAUNCHER_PID": str(node)}
     family = [process for process in psutil.process_iter() if process.pid == node or _has(process, ours)]
@@ -240,13 +240,13 @@ def _kill(node: int) -> None:
 
 
 def _has(process: psutil.Process, environment: Mapping[str, str]) -> bool:
-    with suppress(psutil.Error):  # gone, or another user's
+    with suppress(psutil.Error):  # the process is gone, or belongs to another user
         return environment.items() <= process.environ().items()
     return False
 
 
 def end_containers(run_dir: Path) -> None:
-    """Withdraw the leases of containers whose launcher was killed, when their run is resumed on this machine."""
+    """Withdraw the leases of containers whose launcher was killed, because their run is resumed on this machine."""
     elsewhere = [lease for lease in run_dir.glob("*/*/lease") if not _was_local(lease.parent)]
     withdraw_leases(run_dir)
     if elsewhere:
@@ -258,13 +258,13 @@ def end_containers(run_dir: Path) -> None:
 
 
 def _was_local(attempt: Path) -> bool:
-    """Whether the attempt's node was a process of its launcher's machine."""
+    """Whether the attempt's node was a process on its launcher's machine."""
     tasks = tasks_of(attempt)
     return bool(tasks) and all(task.launcher_pid for task in tasks)
 
 
 def kernel_kills() -> int:
-    """Processes that the kernel has killed so far because memory, or a control group's share of it, was used up."""
+    """Return how many processes the kernel has killed so far because memory or a control group's limit was used up."""
     path = Path("/proc/vmstat")
     counted = re.search(r"^oom_kill (\d+)", path.read_text(), flags=re.MULTILINE) if path.exists() else None
     return int(counted[1]) if counted else 0

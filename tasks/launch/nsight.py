@@ -1,4 +1,4 @@
-"""Nsight Systems around the ranks, where profile.nsys asks for it."""
+"""Runs the ranks under Nsight Systems if profile.nsys asks for it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CURE = "or use profile.steps=[20,21] for a trace by torch's own profiler"
 
 
 def check_here(config: RunConfig) -> None:
-    """Raises ValueError if config.profile asks for Nsight Systems, and it is not on this machine."""
+    """Raise ValueError if config.profile asks for Nsight Systems, and this machine does not have it."""
     if config.profile.nsys and config.launch.launcher == "local" and shutil.which("nsys") is None:
         raise ValueError(f"profile.nsys=true, but there is no nsys on PATH: install Nsight Systems, {CURE}")
 
 
 def check_image(config: RunConfig, facts: Mapping[str, HostFacts]) -> None:
-    """Raises ValueError if config.profile asks for Nsight Systems, and the image of a host has none."""
+    """Raise ValueError if config.profile asks for Nsight Systems, and a host's image does not have it."""
     without = [name for name, found in facts.items() if not found.nsys]
     if config.profile.nsys and without:
         raise ValueError(
@@ -33,11 +33,11 @@ def check_image(config: RunConfig, facts: Mapping[str, HostFacts]) -> None:
 def prefix(
     module: str, plan: RankPlan | CustomProgramPlan, *, run_dir: Path, rank: str = "%q{RANK}"
 ) -> tuple[str, ...]:
-    """The start of each rank's command line: nsys writes runs/ID/profile/TIME-rank-N.nsys-rep. Makes that folder.
+    """Return the start of each rank's command: nsys writes runs/ID/profile/TIME-rank-N.nsys-rep. Makes that folder.
 
-    On GPUs it records the steps of profile.steps only, where there are any, a report each (docs.nvidia.com/nsight-
-    systems, --capture-range); of a whole run it writes gigabytes. `rank`: its number, or nsys' word for an environment
-    variable.
+    On GPUs it records only the steps of profile.steps, if there are any, with a report for each
+    (docs.nvidia.com/nsight- systems, --capture-range); for a whole run it writes gigabytes. `rank`: its number, or
+    nsys' placeholder for an environment variable.
     """
     profile = plan.config.profile
     if not profile.nsys or module != "training.train":

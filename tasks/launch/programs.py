@@ -1,4 +1,4 @@
-"""Training, evaluation, export and users' programs on ranks, by whichever launcher; each leaves its record."""
+"""Runs training, evaluation, export and users' programs on ranks, with any launcher; each writes its record."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def launcher_of(module: str, plan: LaunchedPlan, run_dir: Path) -> Launcher:
-    """The launcher that the plan's config names, for one program."""
+    """Return the launcher that the plan's config names, for one program."""
     run_id: str = getattr(plan, "mlflow_run_id", "")
     if plan.config.launch.launcher == "kubernetes":
         return KubernetesLauncher(plan.config.launch, run_dir=run_dir, mlflow_run_id=run_id)
@@ -50,17 +50,17 @@ def run_program(
 ) -> None:
     """Run `python -m MODULE runs/ID/plan.json` on `ranks` ranks (0: the plan's) and wait; output goes to logs/.
 
-    It is started again after failures where that can help. Raises RunFailed with the cause and the log's last lines,
-    RunStopped if we were interrupted meanwhile.
+    After a failure it is started again if that can help. Raises RunFailed with the cause and the log's last lines,
+    RunStopped if this process was interrupted meanwhile.
     """
     launcher = launcher_of(module, plan, run_dir)
     recovery.run_program(module, plan=plan, run_dir=run_dir, launcher=launcher, ranks=ranks, on_poll=on_poll)
 
 
 def train(plan: RunPlan, *, run_dir: Path, on_row: Callable[[dict[str, float]], None]) -> TrainResult:
-    """Train, or go on training; `on_row` gets each new row of metrics. Skips what has come to its end under this plan.
+    """Train, or continue training; `on_row` gets each new row of metrics. Does nothing if this plan is finished.
 
-    What it measured corrects later plans for the same machine. Raises RunStopped if it was stopped with a checkpoint,
+    Its measurements correct later plans for the same machine. Raises RunStopped if it was stopped with a checkpoint,
     RuntimeError with the failing rank's last lines.
     """
     result_path = run_dir / "result.json"
@@ -95,8 +95,8 @@ def _record(failed: RunFailed, *, run_dir: Path) -> None:
     failure = TrainFailure(step=step, checkpoint=checkpoint, stopped_by=failed.cause, detail=detail)
     try:
         failure.write(run_dir / "result.json")
-    except OSError as error:  # a full disk may be what it failed of
-        logger.warning("could not record the failure in %s (%s)", run_dir / "result.json", error)
+    except OSError as error:  # a full disk may be the cause of the failure
+        logger.warning("could not write down the failure in %s (%s)", run_dir / "result.json", error)
 
 
 def _ended_by(result: TrainResult) -> str:
@@ -107,7 +107,7 @@ def _ended_by(result: TrainResult) -> str:
 
 
 class NewRows:
-    """Rows of metrics.jsonl as they come. A resume replaces the file by a shorter one: then all of it is new."""
+    """Reads new rows of metrics.jsonl. A resume replaces the file by a shorter one, whose rows all count as new."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -126,12 +126,12 @@ class NewRows:
 
 
 def _in_force(plan: RunPlan, run_dir: Path) -> RunPlan:
-    """The run's plan by now: an attempt at training may have replaced `plan` by one for other hosts."""
+    """Return the run's current plan: an attempt at training may have replaced `plan` by one for other hosts."""
     return read_plan(run_dir) or plan
 
 
 def evaluate(plan: RunPlan, *, run_dir: Path) -> EvalReport:
-    """Exact held-out figures of the run's last checkpoint; skipped if eval.json is about that checkpoint already."""
+    """Measure the last checkpoint on the held-out text; skipped if eval.json is already of that checkpoint."""
     trained, path = TrainResult.read(run_dir / "result.json"), run_dir / "eval.json"
     if not path.exists() or EvalReport.read(path).checkpoint_sha256 != trained.checkpoint_sha256:
         run_program("training.evaluate", plan=_in_force(plan, run_dir), run_dir=run_dir)
@@ -139,15 +139,15 @@ def evaluate(plan: RunPlan, *, run_dir: Path) -> EvalReport:
 
 
 def export(plan: RunPlan, *, run_dir: Path) -> ExportedModel:
-    """Hugging Face and ONNX files of the last checkpoint, with their parity report; the program skips what is done."""
+    """Write Hugging Face and ONNX files of the last checkpoint, with a parity report; finished files are skipped."""
     run_program("training.export", plan=_in_force(plan, run_dir), run_dir=run_dir, ranks=1)
     return ExportedModel.read(fresh(run_dir / "export" / "export.json"))
 
 
 def run_custom_program(plan: CustomProgramPlan, *, run_dir: Path) -> None:
-    """Start the program, and again where that can help. A program that is done is not started again.
+    """Start the program, and again after failures if that can help. A finished program is not started again.
 
-    Raises RunFailed with the cause and the log's last lines, RunStopped if it, or we, were told to stop.
+    Raises RunFailed with the cause and the log's last lines, RunStopped if it, or this process, was asked to stop.
     """
     if is_done(run_dir):
         logger.info("%s is done already", plan.program)

@@ -1,4 +1,4 @@
-"""Prepares what ranks in containers need: NCCL settings, ownership of the run's files, a way to MLflow."""
+"""Prepares ranks in containers: NCCL settings, ownership of the run's files, access to MLflow."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tasks.workspace.paths import home, tracking_uri
 from training.config.launch import LaunchConfig
 from training.tracking.redaction import SECRETS, shown
 
-# NCCL's settings, all in this one place; launch.nccl adds to them and overrides them. The interface comes from each
-# host's `interface` (NCCL_SOCKET_IFNAME), the patience of a collective from parallel.timeout_s.
+# NCCL's settings, all in one place; launch.nccl adds to them and overrides them. The interface comes from each host's
+# `interface` (NCCL_SOCKET_IFNAME), the timeout of collectives from parallel.timeout_s.
 NCCL = {
-    "NCCL_DEBUG": "WARN",  # why a link could not be made; INFO also prints which rings and links were chosen
-    "NCCL_IB_TIMEOUT": "22",  # 17 s a try: an InfiniBand switch that reroutes is no lost host (NCCL's default: 20, 4 s)
+    "NCCL_DEBUG": "WARN",  # prints why a connection failed; INFO also prints the chosen rings and links
+    "NCCL_IB_TIMEOUT": "22",  # 17 s per try, so that an InfiniBand switch may reroute (NCCL's default: 20, 4 s)
 }
 
-# OpenMP threads that wait by spinning lose their core to whatever else runs: with one other busy process on
+# OpenMP threads that wait by spinning lose their core to other processes: with one other busy process on
 # 2 cores, 2 threads trained at 217 tokens/s; at 1000 spins 8,266, and as fast as before (20,900) when alone.
 SPINS = {"GOMP_SPINCOUNT": "1000"}
 
-# Where the token shards or MLflow's artifacts are, if on S3: what a rank needs beside the secrets.
+# Variables that a rank needs, beside the secrets, if token shards or MLflow's artifacts are on S3.
 OBJECT_STORE = (
     "AWS_DEFAULT_REGION",
     "AWS_ENDPOINT_URL",
@@ -36,7 +36,7 @@ OBJECT_STORE = (
 
 
 def give_to_ranks(run_dir: Path, launch: LaunchConfig) -> None:
-    """Give the run's files to the user that ranks run as, if we are root; another user's ranks run as that user."""
+    """As root, give the run's files to the user that ranks run as. Ranks of other users run as their own user."""
     if os.getuid() != 0:
         return
     uid, _, gid = rank_user(launch).partition(":")
@@ -44,17 +44,17 @@ def give_to_ranks(run_dir: Path, launch: LaunchConfig) -> None:
         try:
             if not path.is_symlink() and path.stat().st_uid != int(uid):
                 os.chown(path, int(uid), int(gid or uid))
-        except FileNotFoundError:  # ranks of an earlier attempt take their files away
+        except FileNotFoundError:  # ranks of an earlier attempt remove their files meanwhile
             continue
         except PermissionError:
             raise ValueError(
-                f"{path} cannot be given to uid {uid}, whose ranks are to write it: over NFS root has no rights of its "
-                "own (root_squash); start Shardline as the user who owns the shared folder"
+                f"{path} cannot be given to uid {uid}, whose ranks must write it: over NFS root has no special "
+                "rights (root_squash); start Shardline as the user who owns the shared folder"
             ) from None
 
 
 def compile_cache(launch: LaunchConfig) -> Path:
-    """The folder of compiled code in SHARDLINE_HOME, which ranks may write: made if it is not there."""
+    """Return the folder for compiled code in SHARDLINE_HOME, which ranks may write; make it if it is missing."""
     folder = home() / "compiled"
     folder.mkdir(exist_ok=True)
     if os.getuid() == 0:
@@ -64,7 +64,7 @@ def compile_cache(launch: LaunchConfig) -> Path:
 
 
 def give_block_cache(launch: LaunchConfig) -> None:
-    """Give the folder of blocks that come from an object store to the user that ranks run as, if we are root."""
+    """As root, give the folder of blocks from an object store to the user that ranks run as."""
     folder = home() / "tokens" / BLOCKS
     if os.getuid() != 0 or not folder.parent.exists():
         return
@@ -83,9 +83,8 @@ def ranks_reach_mlflow(launch: LaunchConfig) -> bool:
 
 
 def tracking_for_ranks(launch: LaunchConfig, *, mlflow_run_id: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Environment and secrets that lead a rank to the run in MLflow; secrets go over standard input.
-
-    Where they cannot reach it, the launcher sends the metrics.
+    """Return variables and secrets by which a rank reaches the run in MLflow; secrets are sent over standard input. If
+    ranks cannot reach MLflow, the launcher sends the metrics.
     """
     uri = tracking_uri()
     secrets = {name: os.environ[name] for name in SECRETS if name in os.environ}

@@ -1,4 +1,4 @@
-"""Follows ranks through the run's folder: the steps that they make, their warnings and lines of progress."""
+"""Follows ranks through the run's folder: their steps, warnings and lines of progress."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ logger = logging.getLogger(__name__)
 
 SEND_EVERY_S = 5.0
 LOOK_EVERY_S = 1.0
-LOOK_BYTES = 2**20  # of one host's log at one look
-LONGEST_LINE = 65_536  # bytes; a progress bar may never end its line
+LOOK_BYTES = 2**20  # read from one host's log at a time
+LONGEST_LINE = 65_536  # bytes; the line of a progress bar may never end
 RANK_LINE = re.compile(r"[\d-]+ [\d:,]+ (WARNING|PROGRESS) (.*)")  # as training/runtime/process.py formats its log
 
 
 class Steps:
-    """Follows the metrics rank's rows: tells whether steps were made, sends rows that ranks cannot send themselves."""
+    """Follows the metrics rank's rows: reports new steps, and sends rows that ranks cannot send themselves."""
 
     def __init__(self, run_dir: Path, *, mlflow_run_id: str) -> None:
-        """`mlflow_run_id`: where to send rows; empty if ranks do that themselves."""
+        """`mlflow_run_id`: the run to which rows are sent; empty if ranks send them themselves."""
         self.path = run_dir / METRICS
         self.seen, self.due = _size(self.path), time.monotonic() + SEND_EVERY_S
         self.sender = Sender(run_dir, tracking_uri=tracking_uri(), mlflow_run_id=mlflow_run_id)
         self.sends = bool(mlflow_run_id)
 
     def look(self) -> bool:
-        """True if the file has grown, or is another, since the last look."""
+        """Return whether the file has grown or was replaced since the last call."""
         size = _size(self.path)
         grown, self.seen = size != self.seen, size
         if self.sends and size and time.monotonic() > self.due:
@@ -46,9 +46,8 @@ class Steps:
 
 
 class RankMessages:
-    """Logs the warnings and the lines of progress in the hosts' logs from now on.
-
-    Each warning is logged once: several ranks give the same ones.
+    """Repeats new warnings and lines of progress of the hosts' logs. Each warning is logged once, because several ranks
+    give the same ones.
     """
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
@@ -78,7 +77,7 @@ class RankMessages:
                 logger.warning("%s: %s", name, match[2])
 
     def _new(self, name: str, path: Path) -> bytes:
-        """The new whole lines; or all that is new, if a line has not ended for too long."""
+        """Return the new complete lines, or all new text if a line has not ended for too long."""
         if _size(path) <= self.offsets[name]:
             return b""
         with path.open("rb") as file:
@@ -92,18 +91,18 @@ class RankMessages:
 
 
 class Stacks:
-    """runs/ID/stacks: what ranks write of where they are when no step comes (training/runtime/watchdog.py)."""
+    """runs/ID/stacks: the Python stacks that ranks write when no step comes (training/runtime/watchdog.py)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.seen = folder, False
 
     def clear(self) -> None:
-        """Remove those of an earlier attempt."""
+        """Remove the stacks of an earlier attempt."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.seen = False
 
     def look(self) -> None:
-        """Warn once; a rank empties its file when a step comes after all."""
+        """Warn once; a rank empties its file when a step comes later."""
         if not self.seen and self._written():
             self.seen = True
             logger.warning("training has made no step for a while: the ranks' Python stacks are in %s", self.folder)

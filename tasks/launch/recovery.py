@@ -1,8 +1,8 @@
 """Runs a program on hosts, and restarts it after failures until it is done or another attempt cannot help.
 
-Written once, above the launchers (launcher.py): it knows neither processes nor containers. All ranks are restarted
-together, from the newest whole checkpoint. Before each attempt nothing of an earlier one may be alive on any host that
-answers (fencing); one that does not answer takes no part until what it may still run is removed.
+It uses only the launchers' interface (launcher.py) and knows neither processes nor containers. All ranks are restarted
+together, from the newest complete checkpoint. Before each attempt, everything of earlier attempts is ended on all hosts
+that answer (fencing). A host that does not answer takes no part until its remains are removed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class AttemptRecord(Record):
 
     number: int
     program: str
-    hosts: dict[str, int]  # ranks by name
+    hosts: dict[str, int]  # host's name -> ranks
     from_step: int
     began_at: str
     ended_at: str
@@ -52,7 +52,10 @@ class AttemptRecord(Record):
     ending: AttemptOutcome
 
     def write_if_possible(self, folder: Path) -> None:
-        """A full disk may be what ended the attempt: that is to be reported, and not this."""
+        """Write the record.
+
+        If that fails, only log it: a full disk may have ended the attempt, and that must be reported.
+        """
         try:
             self.write(folder / "attempt.json")
         except OSError as error:
@@ -75,9 +78,10 @@ def run_program(
     ranks: int = 0,
     on_poll: Callable[[], object] = lambda: None,
 ) -> None:
-    """Run `python -m MODULE plan.json` on the launcher's hosts, again where that can help. `ranks` 1: on one host.
+    """Run `python -m MODULE plan.json` on the launcher's hosts, again if that can help. `ranks` 1: on one host.
 
-    Raises RunFailed with the cause, its cure and the log's last lines; RunStopped if we were interrupted meanwhile.
+    Raises RunFailed with the cause, its cure and the log's last lines; RunStopped if this process was interrupted
+    meanwhile.
     """
     launcher.take_over()
     attempts = Attempts(module, plan, run_dir=run_dir, launcher=launcher, one_rank=ranks == 1, on_poll=on_poll)
@@ -93,19 +97,19 @@ def run_program(
 
 
 def goes_on(plan: LaunchedPlan) -> str:
-    """Say how the user continues a program that did not finish."""
+    """Say how the user can continue a program that did not finish."""
     if isinstance(plan, EvaluationPlan):
         return "nothing was kept: evaluate again"
     if isinstance(plan, CustomProgramPlan):
         return f"`shardline resume {plan.run_id}` starts it again"
-    return f"`shardline resume {plan.run_id}` goes on from the last whole checkpoint"
+    return f"`shardline resume {plan.run_id}` continues from the last complete checkpoint"
 
 
 class Attempts:
-    """The attempts at one program. `plan` is the one in force: an attempt on other hosts gets a plan for those.
+    """The attempts at one program. `plan` is the current one: an attempt on other hosts gets a plan for them.
 
-    `one_rank`: the program has one rank, on any single host. `hosts_with_leftovers`: names of hosts where something of
-    this run may be left.
+    `one_rank`: the program has one rank, on any single host. `hosts_with_leftovers`: names of hosts that may still have
+    processes or containers of this run.
     """
 
     def __init__(
@@ -124,11 +128,11 @@ class Attempts:
         self.launch = plan.config.launch
         self.standbys = Standbys(launcher, run_dir, lease_s=self.launch.lease_s)
         self.hosts_with_leftovers: set[str] = set()
-        self.gpu_faults: Counter[str] = Counter()  # by host and GPU
+        self.gpu_faults: Counter[str] = Counter()  # host and GPU -> faults
         self.left_out: dict[str, HostError] = {}  # hosts that no later attempt uses, each with the reason
 
     def run_until_done(self) -> None:
-        """Raises RunStopped, or RunFailed once another attempt would not help. A new checkpoint resets the count."""
+        """Raise RunStopped, or RunFailed once another attempt cannot help. A new checkpoint resets the count."""
         failures, reached, lost = 0, -1, frozenset[str]()
         while True:
             host_set = choose_hosts(
@@ -164,7 +168,7 @@ class Attempts:
             time.sleep(pause_s)
 
     def _leave_out_if_broken(self, place: str, failure: str, outcome: AttemptOutcome) -> None:
-        """Use the host no more once the same GPU has failed twice. Raises RunFailed if too few hosts are left."""
+        """Stop using a host once the same GPU has failed twice. Raises RunFailed if too few hosts are left."""
         self.gpu_faults[place] += 1
         if self.gpu_faults[place] < FAULTS_OF_BROKEN_GPU:
             return
@@ -188,7 +192,7 @@ class Attempts:
         return RunFailed(message, cause=cause, detail=f"{self.launcher.place(outcome)}: {outcome.detail}")
 
     def _attempt(self, hosts: Sequence[Host]) -> AttemptRecord:
-        """Make one attempt, and record it in a folder of its own."""
+        """Make one attempt, and record it in its own folder."""
         ranks = {hosts[0].name: 1}
         if not self.one_rank:
             names = hosts_of_plan(self.plan, self.launcher)
@@ -208,10 +212,10 @@ class Attempts:
         try:
             outcome = self._watch(attempt)
             if outcome.cause == "done" and self._was_stopped_by_others():
-                outcome = AttemptOutcome(cause="killed", detail="its ranks were told to stop (SIGTERM), and not by us")
+                outcome = AttemptOutcome(cause="killed", detail="its ranks got SIGTERM, but not from the launcher")
         finally:
             self.hosts_with_leftovers |= set(attempt.left)
-            if attempt.taken:  # what is there now may be the other launcher's
+            if attempt.taken:  # the containers there may now belong to the other launcher
                 self.hosts_with_leftovers.clear()
             record = AttemptRecord(
                 number=int(folder.name),
@@ -227,14 +231,14 @@ class Attempts:
         return record
 
     def _was_stopped_by_others(self) -> bool:
-        """Whether a signal to the ranks themselves, and no user's, ended training: a node told so does not say done."""
+        """Whether a signal to the ranks, not from a user, ended training: such a node does not report "done"."""
         if self.module != "training.train" or self.launcher.signals_are_the_users:
             return False
         path = fresh(self.run_dir / "result.json")
         return path.exists() and TrainResult.read(path).stopped_by == "signal"
 
     def _watch(self, attempt: Attempt) -> AttemptOutcome:
-        """Start the attempt and wait for its end, while its steps and warnings are read from the run's folder."""
+        """Start the attempt and wait for its end; meanwhile read its steps and warnings from the run's folder."""
         mlflow_run_id = "" if self.launcher.ranks_send_metrics else getattr(self.plan, "mlflow_run_id", "")
         steps = Steps(self.run_dir, mlflow_run_id=mlflow_run_id)
         messages = RankMessages({name: self.launcher.log_path(name) for name in attempt.program.ranks})
@@ -243,7 +247,7 @@ class Attempts:
         stand_by_at = time.monotonic() + (float("inf") if standby_after_s is None else standby_after_s)
 
         def has_new_steps() -> bool:
-            """A file server's hiccup, or metrics that a rank just replaced, is no reason to end an attempt."""
+            """Return whether there are new steps. A failed read must not end an attempt: a file server may be slow."""
             nonlocal stand_by_at
             try:
                 self.on_poll()
@@ -262,19 +266,19 @@ class Attempts:
             with attempt:
                 try:
                     return attempt.wait(has_new_steps)
-                except BaseException:  # Ctrl-C, Prefect's cancel, or an error of ours
-                    logger.info("stopping: the ranks save a checkpoint and leave")
+                except BaseException:  # Ctrl-C, a cancellation in Prefect, or an error of this process
+                    logger.info("stopping: the ranks save a checkpoint and end")
                     attempt.stop()
                     self.on_poll()
                     raise
-        except HostError as error:  # preflight found the config good: a daemon that refuses now has troubles of its own
+        except HostError as error:  # preflight accepted the config, so a daemon that refuses now has its own problem
             cause: Cause = "lost host" if error.unreachable else "daemon"
             return AttemptOutcome(cause=cause, host=", ".join(error.hosts), detail=str(error))
         finally:
             messages.look(now=True)
 
     def remove_remaining(self) -> None:
-        """Remove what could not be removed before: its hosts may be back by now."""
+        """Remove what could not be removed before, because its hosts may answer again."""
         if not self.hosts_with_leftovers:
             return
         run_id = self.run_dir.name
@@ -285,7 +289,7 @@ class Attempts:
 
 
 def hosts_of_plan(plan: LaunchedPlan, launcher: Launcher) -> tuple[str, ...]:
-    """The names of the hosts that have the plan's ranks; an evaluation, which is planned for any, has all of them."""
+    """Return the hosts that have the plan's ranks; all of them for an evaluation, which is planned for any host."""
     if isinstance(plan, EvaluationPlan):
         return tuple(host.name for host in launcher.hosts())
     return plan.hosts
@@ -309,16 +313,16 @@ def _program(module: str, plan: LaunchedPlan, launcher: Launcher, ranks: dict[st
 
 
 def last_checkpoint_step(run_dir: Path) -> int:
-    """Step of the newest whole checkpoint on disk; 0 without one."""
+    """Return the step of the newest complete checkpoint on disk; 0 without one."""
     return max((int(path.parent.name) for path in (run_dir / "checkpoints").glob("[0-9]*/manifest.json")), default=0)
 
 
 def now() -> str:
-    """The time, as attempts are recorded with it."""
+    """Return the time in the format of attempts' records."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def attempts_of(run_dir: Path) -> list[dict[str, Any]]:
-    """The records of all attempts that have ended, oldest first."""
+    """Return the records of all attempts that have ended, oldest first."""
     paths = sorted((run_dir / "attempts").glob("*/attempt.json"), key=lambda path: int(path.parent.name))
     return [AttemptRecord.read(path).model_dump(mode="json") for path in paths]

@@ -176,7 +176,7 @@ def test_a_deleted_pod_saves_a_checkpoint_first(
     cluster = cluster_of(RunPlan.read(path).config.launch)
     train(path, lambda: cluster.terminate(api.running()[1]["metadata"]["name"], grace_s=60))
     ending = assert_resumed(path, "killed", undisturbed)
-    assert "it got SIGTERM" in ending["detail"] or "its node got SIGTERM, and not from us" in ending["detail"]
+    assert "it got SIGTERM" in ending["detail"] or "its node got SIGTERM, but not from the launcher" in ending["detail"]
 
 
 def test_a_pod_out_of_memory_is_not_tried_again(api: KubernetesApi, home: Path, tiny_shards: Path) -> None:
