@@ -262,7 +262,7 @@ def check_comparable(config: RunConfig) -> None:
     if config.launch.launcher == "slurm":
         raise ValueError(
             "a comparison does not hold nodes of Slurm for its runs: start `shardline pretrain` once per strategy, or "
-            "compare with launch.launcher=local inside of a job of one node"
+            "compare with launch.launcher=local inside a job of one node"
         )
 
 

@@ -1,6 +1,7 @@
-"""The launcher of Slurm: each attempt is a step on every node of the run's allocation, an srun of its own.
+"""The launcher for Slurm: each attempt is a step on every node of the run's allocation, with its own srun.
 
-Hosts are named by their place, node0, node1 and so on: a plan holds for whichever machines Slurm gives next.
+Hosts are named by their place, node0, node1 and so on, so that a plan stays valid for the machines of the next
+allocation.
 """
 
 from __future__ import annotations
@@ -42,23 +43,23 @@ from training.tracking.redaction import without_secrets
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 2.0  # between two questions to slurmctld: it serves a whole cluster
-STEP_S = 10.0  # for a step to end that was told so
+POLL_S = 2.0  # between two requests to slurmctld, because it serves a whole cluster
+STEP_S = 10.0  # time for a step to end after SIGTERM or SIGKILL
 PORTS = range(1024, 65_536)
-# What srun itself says when it could not start, or lost, its program; "task 0" is about the program's own end.
+# srun's messages when it could not start, or lost, its program; "task 0" is about the program's own end.
 SRUN_FAILED = re.compile(r"srun: error: (?!.*task \d)|Node failure on|slurmstepd.* error: execve\(\)")
 OUT_OF_MEMORY = re.compile(r"task 0: Out Of Memory|[Dd]etected \d+ oom[-_]kill event|oom-kill event")
 
 
 @dataclass(frozen=True)
 class SlurmHost:
-    """A place in the run's allocation: its machine is another one in the next allocation."""
+    """A place in the run's allocation. In the next allocation another machine has this place."""
 
     name: str
     place: int
     allocation: Allocation
     interface: str = "auto"
-    cpus: float = 0.0  # what a step sees is what it may use
+    cpus: float = 0.0  # a step sees exactly the GPUs that it may use
 
     @property
     def memory_gib(self) -> float:
@@ -66,7 +67,7 @@ class SlurmHost:
 
     @property
     def machine(self) -> str:
-        """The node's name in Slurm. Raises HostError while there is none."""
+        """The node's name in Slurm. Raises HostError while the place has no node."""
         machines = self.allocation.machines
         if self.place >= len(machines):
             raise HostError(f"{self.name}: Slurm has not given it a machine yet", hosts=(self.name,), unreachable=True)
@@ -82,7 +83,7 @@ def hosts_of(launch: LaunchConfig, allocation: Allocation) -> tuple[SlurmHost, .
 
 
 class StepNode(Node):
-    """A step: its srun is our child, which ends with it; slurmctld tells whether its machine still answers."""
+    """A step. Its srun is a child process, which ends with it; slurmctld tells whether the machine still answers."""
 
     def __init__(
         self, host: SlurmHost, process: subprocess.Popen[bytes], *, step: str, end_path: Path, log: Path, log_from: int
@@ -99,7 +100,7 @@ class StepNode(Node):
         return self._end or NodeState(running=True)
 
     def _ended(self, code: int) -> NodeState:
-        """Srun ends with 0 after a node's failure too, and with 1 if slurmctld did not answer."""
+        """Return the step's exit code. srun's is 0 also after a node's failure, 1 if slurmctld did not answer."""
         with suppress(OSError), self.log.open("rb") as log:
             log.seek(self.log_from)
             lines = log.read().decode(errors="replace").splitlines()[-LAST_LINES:]
@@ -111,26 +112,26 @@ class StepNode(Node):
         return NodeState(running=False, exit_code=code, oom_killed=bool(OUT_OF_MEMORY.search(text)))
 
     def answered(self) -> None:
-        """Note that its machine is known to be well, or that nobody can say otherwise."""
+        """Note that the machine answers, or that slurmctld cannot tell."""
         self._answered()
 
     def terminate(self) -> None:
         slurm.terminate(self._steps())
 
     def remove(self) -> None:
-        """Kill the step, and wait until Slurm is through with it."""
+        """Kill the step, and wait until Slurm has removed it."""
         try:
             if self.process.poll() is None:
                 if self.is_silent:
                     raise HostError(
-                        f"{self.host} ({self.machine}): Slurm has not heard of it for {self.silent_s:.0f} s",
+                        f"{self.host} ({self.machine}): Slurm has had no answer from it for {self.silent_s:.0f} s",
                         hosts=(self.host,),
                         unreachable=True,
                     )
                 slurm.kill(self._steps())
                 self.process.wait(STEP_S)
         except subprocess.TimeoutExpired:
-            message = f"{self.host} ({self.machine}): its step does not end in {STEP_S:.0f} s"
+            message = f"{self.host} ({self.machine}): its step has not ended within {STEP_S:.0f} s"
             raise HostError(message, hosts=(self.host,), unreachable=True) from None
         finally:
             end_srun(self.process)
@@ -139,12 +140,12 @@ class StepNode(Node):
         return [step.id for step in slurm.steps(self.job_id) if step.name == self.step]
 
     def close(self) -> None:
-        """Do nothing: no thread or connection belongs to this node alone."""
+        """Do nothing: the node has no thread or connection of its own."""
 
 
 @dataclass(frozen=True)
 class Standby:
-    """A step that has imported its program and waits for a task over its standard input."""
+    """A step that has imported its program and waits for a task on its standard input."""
 
     process: subprocess.Popen[bytes]
     step: str
@@ -152,30 +153,31 @@ class Standby:
 
 
 def end_srun(process: subprocess.Popen[bytes]) -> None:
-    """End an srun alone: what it started is ended by Slurm, or by its lease."""
+    """End only srun; Slurm, or the lease, ends the programs that it started."""
     process.kill()
     process.wait()
 
 
 class SlurmLauncher:
-    """Steps on the nodes of the run's allocation, which somebody holds meanwhile (slurm_allocation.py)."""
+    """Steps on the nodes of the run's allocation, which slurm_allocation.py holds."""
 
     pid_for_nodes = 0
-    heartbeat = ""  # nothing looks at it: slurmctld knows whether a machine answers
+    heartbeat = ""  # not used: slurmctld knows whether a machine answers
 
     def __init__(self, launch: LaunchConfig, *, run_dir: Path, mlflow_run_id: str = "") -> None:
         self.launch, self.run_dir = launch, run_dir
         self.allocation = Allocation(launch, run_dir=run_dir)
         self.tracking = tracking_for_ranks(launch, mlflow_run_id=mlflow_run_id)
         self.ranks_send_metrics = "MLFLOW_RUN_ID" in self.tracking[0]
-        self.standbys: dict[str, Standby] = {}  # by host's name
+        self.standbys: dict[str, Standby] = {}  # host's name -> standby
         self.numbers = count(1)
 
     @property
     def signals_are_the_users(self) -> bool:
-        """Whether a user cancelled the job. Slurm sends SIGTERM before a time limit and for a preemption too.
+        """Whether a user cancelled the job. Slurm also sends SIGTERM before a time limit and for a preemption.
 
-        Inside of a job that is for its script to tell, which ends with us: no other attempt can be made in it.
+        Inside a job this is always true: the job's script ends with this process, so no other attempt can be made in
+        it.
         """
         return self.allocation.surrounds_us or self.allocation.was_cancelled()
 
@@ -183,14 +185,17 @@ class SlurmLauncher:
         return hosts_of(self.launch, self.allocation)
 
     def master_port(self) -> int:
-        """Jobs may share a node: each has a port of its own, as a rule."""
+        """Return a port that depends on the job, because jobs may share a node."""
         return PORTS[(self.launch.port - PORTS.start + int(self.allocation.job_id) % 1000) % len(PORTS)]
 
     def take_over(self) -> None:
         end_earlier_attempt(self.run_dir, grace_s=grace_s(read_plan(self.run_dir)))
 
     def fence(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
-        """End the steps that are left there. Nodes that are of no more use are given back: that ends all on them."""
+        """End steps of earlier attempts.
+
+        Nodes that are no longer useful are given back, which ends everything on them.
+        """
         withdraw_leases(self.run_dir, keep=standby_lease(self.run_dir) if self.standbys else None)
         self.allocation.raise_if_cancelled()
         try:
@@ -226,21 +231,21 @@ class SlurmLauncher:
             logger.warning("Slurm job %s: ending steps of an earlier attempt on %s", job.id, ", ".join(steps.values()))
             slurm.kill(steps)
             until(lambda: not left(), timeout_s=STEP_S, every_s=POLL_S / 4)
-        for host in hosts:  # a machine that is gone, which Slurm has not noticed yet (SlurmdTimeout)
+        for host in hosts:  # the machine is gone, and Slurm has not noticed it yet (SlurmdTimeout)
             if host.machine in left().values():
-                message = f"{host.name} ({host.machine}): an earlier step does not end in {STEP_S:.0f} s"
+                message = f"{host.name} ({host.machine}): an earlier step has not ended within {STEP_S:.0f} s"
                 errors[host.name] = HostError(message, hosts=(host.name,), unreachable=True)
         return errors
 
     def _error(self, host: SlurmHost, job: slurm.Job, info: NodeInfo) -> HostError | None:
-        """Why the host cannot take part; None if nothing speaks against it. A draining node may finish its jobs."""
+        """Return why the host cannot take part, or None. A draining node may finish its jobs."""
         if host.machine in job.nodes and info.responds and not info.is_down:
             return None
         state = f"Slurm has taken it from job {job.id}" if host.machine not in job.nodes else "it does not respond"
         return HostError(f"{host.name} ({host.machine}): {state} ({info.state})", hosts=(host.name,), unreachable=True)
 
     def check(self, hosts: Sequence[Host]) -> Mapping[str, HostError]:
-        """Find no errors: slurmd checks its own node, and ranks report what is missing."""
+        """Return nothing: slurmd checks its own node, and ranks report missing files."""
         return {}
 
     def environment(self) -> tuple[dict[str, str], dict[str, str]]:
@@ -264,7 +269,7 @@ class SlurmLauncher:
         if left < needed:
             raise RunFailed(
                 f"{left} of {self.launch.slurm.nodes} nodes of Slurm job {self.allocation.job_id} are left, {needed} "
-                "are needed, and inside of a job no others can be had: `scontrol requeue` it, or start Shardline on a "
+                "are needed, and inside a job there are no others: `scontrol requeue` it, or start Shardline on a "
                 "login node",
                 cause="lost host",
             )
@@ -300,9 +305,9 @@ class SlurmLauncher:
         self.standbys[host.name] = Standby(process, step, task)
 
     def _hand_over(self, host: SlurmHost, path: Path, program: Program) -> Standby | None:
-        """Give the task to what stands by on the host; None if nothing there can take it."""
+        """Give the task to the host's standby; return None if no standby can take it."""
         standby = self.standbys.pop(host.name, None)
-        if standby is None or standby.process.poll() is not None:  # it ended with its job
+        if standby is None or standby.process.poll() is not None:  # the standby ended with its job
             return None
         if not fits(standby.task, NodeTask.read(path)):
             logger.info("%s: its standby was started for other ranks: starting a new step", host.name)
@@ -313,7 +318,7 @@ class SlurmLauncher:
         return standby
 
     def close(self) -> None:
-        for standby in self.standbys.values():  # told so by the end of its input, and by its lease's
+        for standby in self.standbys.values():  # the end of its input, or of its lease, ends it
             slurm.give_input(standby.process, b"")
             with suppress(subprocess.TimeoutExpired):
                 standby.process.wait(STEP_S)
@@ -351,9 +356,9 @@ class SlurmLauncher:
 
 
 class Watch(threading.Thread):
-    """Asks slurmctld about the machines of an attempt until its steps have ended.
+    """Polls slurmctld about the machines of an attempt until its steps have ended.
 
-    While slurmctld itself does not answer, no machine counts as silent: the steps are not its children.
+    While slurmctld itself does not answer, no machine counts as silent, because steps continue without it.
     """
 
     def __init__(self) -> None:
@@ -376,7 +381,7 @@ class Watch(threading.Thread):
 def prepare_nodes(config: RunConfig, *, run_dir: Path) -> tuple[SlurmLauncher, Inventory]:
     """End earlier steps of the run, check its nodes and measure them.
 
-    Waits for nodes, which the caller holds (slurm_allocation.py). Raises HostsNotReady with all that is wrong on any.
+    Waits for nodes, which the caller holds (slurm_allocation.py). Raises HostsNotReady with all problems of all nodes.
     """
     launcher = SlurmLauncher(config.launch, run_dir=run_dir)
     launcher.allocation.ensure()
@@ -398,6 +403,6 @@ def stop_steps(run_dir: Path, job_id: str, *, grace_s: float) -> None:
 
 
 def end_job(job: slurm.Job, *, run_dir: Path, grace_s: float) -> None:
-    """End a job of the run in order: its ranks save a checkpoint, then Slurm gets the nodes back."""
+    """End a job of the run: its ranks save a checkpoint, then Slurm gets the nodes back."""
     stop_steps(run_dir, job.id, grace_s=grace_s)
     slurm.cancel(job.id)

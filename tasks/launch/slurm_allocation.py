@@ -1,8 +1,8 @@
-"""The nodes of a run under Slurm: a batch job that only holds them, for as long as the run's launcher lives.
+"""The nodes of a run under Slurm: a batch job only holds them, as long as the run's launcher lives.
 
-Attempts are steps in it (slurm.py), so that one after a failure need not queue. The job's script looks at a lease that
-the launcher renews: a launcher that is killed with -9 leaves no nodes behind. Where all of Shardline runs inside of a
-job already, that job's nodes are used.
+Attempts are steps in this job (slurm.py), so that an attempt after a failure need not queue. The job's script checks a
+lease that the launcher renews, so that the nodes are released after kill -9 of the launcher. If Shardline itself runs
+inside a job, that job's nodes are used.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from training.records.record import Record, sha256_config
 logger = logging.getLogger(__name__)
 
 FOLDER = "allocation"  # in the run's folder
-FIRST_LOOK_S, LONGEST_LOOK_S = 0.5, 15.0  # between two questions to slurmctld while the job waits
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.5, 15.0  # between two requests to slurmctld while the job waits
 SIGNAL_RESOLUTION_S = 60.0  # sbatch's manual on --signal: "may be sent up to 60 seconds earlier than specified"
-ENDING_S = 60.0  # for a job that ends to be through with it; Slurm's KillWait is 30 s
+ENDING_S = 60.0  # time for a job to end; Slurm's KillWait is 30 s
 
 SCRIPT = """\
 #!/bin/sh
@@ -50,7 +50,7 @@ done
 class AllocationRecord(Record):
     """runs/ID/allocation/job.json. `machines`: the nodes' names in Slurm, in the order of the run's hosts.
 
-    `began_at`: the job's start; one that slurmctld has started again has other nodes.
+    `began_at`: the job's start; a job that slurmctld has started again has other nodes.
     """
 
     job_id: str
@@ -60,7 +60,7 @@ class AllocationRecord(Record):
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """The reason why the nodes are not there yet."""
+    """The reason why there are no nodes yet."""
 
     job_id: str
     reason: str
@@ -70,7 +70,7 @@ class QueuedJob:
 
 
 class Allocation:
-    """The nodes of one run: those of its record, and new ones when those are gone."""
+    """The nodes of one run: the nodes of its record, or new ones when those are gone."""
 
     def __init__(self, launch: LaunchConfig, *, run_dir: Path) -> None:
         self.launch, self.wanted, self.run_dir = launch, launch.slurm, run_dir
@@ -79,7 +79,7 @@ class Allocation:
 
     @property
     def surrounds_us(self) -> bool:
-        """Whether we run inside of a job: then there is no other to ask for."""
+        """Whether this process runs inside a job: then no other job is submitted."""
         return bool(job_around_us())
 
     @property
@@ -97,13 +97,13 @@ class Allocation:
         return self.record.job_id if self.record else ""
 
     def job(self) -> slurm.Job | None:
-        """The job as it stands; None if there is none, or Slurm has forgotten it."""
+        """Return the job's current state; None if there is none, or Slurm has forgotten it."""
         return slurm.job(self.job_id) if self.job_id else None
 
     # Getting one
 
     def waits_for(self) -> QueuedJob | None:
-        """Ask for nodes if there are none; why they are not there yet, or None once they are."""
+        """Submit a job for nodes if there is none; return why there are no nodes yet, or None once there are."""
         if self.surrounds_us:
             self._take(slurm.job(job_around_us()))
             return None
@@ -117,7 +117,7 @@ class Allocation:
 
     def _take(self, job: slurm.Job | None) -> None:
         if job is None or not job.nodes:
-            raise RunFailed(f"Slurm knows no nodes of job {job_around_us()}", cause="lost host")
+            raise RunFailed(f"Slurm reports no nodes for job {job_around_us()}", cause="lost host")
         if len(job.nodes) < self.wanted.nodes and job.id != self.job_id:
             raise ValueError(
                 f"launch.slurm.nodes = {self.wanted.nodes}, but job {job.id} has {len(job.nodes)}: lower it, or ask "
@@ -145,7 +145,7 @@ class Allocation:
         return job_id
 
     def ensure(self) -> None:
-        """Wait until there are nodes, however long they queue. Raises RunStopped if their job was cancelled."""
+        """Wait until there are nodes, however long the job queues. Raises RunStopped if it was cancelled."""
         began_at, told = time.monotonic(), ""
         while True:
             self.raise_if_cancelled()
@@ -158,10 +158,10 @@ class Allocation:
                     logger.warning("%s", queued)
             time.sleep(min(LONGEST_LOOK_S, FIRST_LOOK_S + (time.monotonic() - began_at) / 20))
 
-    # What becomes of it
+    # The job's end
 
     def why_replaced(self, job: slurm.Job) -> str:
-        """Why the job's nodes are of no more use to another attempt; empty if they are."""
+        """Return why another attempt cannot use the job's nodes; empty if it can."""
         if job.waits or self.surrounds_us:
             return ""
         if job.state != "RUNNING":
@@ -178,18 +178,21 @@ class Allocation:
         return ""
 
     def raise_if_cancelled(self) -> None:
-        """Raises RunStopped if somebody has cancelled the job: that is how Slurm's users stop one."""
+        """Raise RunStopped if somebody has cancelled the job, because Slurm's users stop jobs this way."""
         if self.was_cancelled():
             raise RunStopped(
-                f"Slurm job {self.job_id} was cancelled, and not by us: `shardline resume {self.run_dir.name}` asks "
+                f"Slurm job {self.job_id} was cancelled by somebody: `shardline resume {self.run_dir.name}` asks "
                 "for new nodes and goes on"
             )
 
     def was_cancelled(self) -> bool:
-        """Whether somebody else has cancelled the job. While a job ends Slurm does not say why: that is waited for."""
+        """Whether somebody else has cancelled the job.
+
+        Waits for the job's end, because Slurm reports the reason only then.
+        """
         deadline = time.monotonic() + ENDING_S
         while True:
-            with suppress(HostError):  # slurmctld does not answer: nothing is known
+            with suppress(HostError):  # slurmctld does not answer, so the job's state is unknown
                 job = self.job()
                 if job is None or job.state != "COMPLETING":
                     return job is not None and job.state == "CANCELLED"
@@ -198,7 +201,7 @@ class Allocation:
             time.sleep(FIRST_LOOK_S)
 
     def release(self) -> None:
-        """Give the nodes back, and end what runs on them."""
+        """Give the nodes back, and end all programs on them."""
         if self.job_id and not self.surrounds_us:
             slurm.cancel(self.job_id)
         (self.folder / "job.json").unlink(missing_ok=True)
@@ -206,9 +209,8 @@ class Allocation:
 
 @contextmanager
 def held_nodes(launch: LaunchConfig, *, run_dir: Path) -> Iterator[Allocation | None]:
-    """Hold the run's nodes while the block runs; Slurm gets them back afterwards. The nodes may be waited for inside.
-
-    A job whose launcher was killed, an earlier one of this run, is taken on. None for other launchers.
+    """Hold the run's nodes while the block runs; Slurm gets them back afterwards. The caller waits for the nodes inside
+    the block. An earlier job of this run, whose launcher was killed, is used again. Yields None for other launchers.
     """
     if launch.launcher != "slurm":
         yield None
@@ -232,9 +234,10 @@ def held_nodes(launch: LaunchConfig, *, run_dir: Path) -> Iterator[Allocation | 
 
 
 def _forget_ended(allocation: Allocation) -> None:
-    """Forget the job of an earlier start that is over, so that it does not count as cancelled now.
+    """Forget an ended job of an earlier start, so that it does not count as cancelled now.
 
-    Others of the run are cancelled: a launcher may have been killed before it could note what it had submitted.
+    Other jobs of the run are cancelled: a launcher may have been killed before it could record a job that it had
+    submitted.
     """
     if allocation.surrounds_us:
         (allocation.folder / "job.json").unlink(missing_ok=True)
@@ -250,7 +253,7 @@ def _forget_ended(allocation: Allocation) -> None:
 
 @contextmanager
 def patience() -> Iterator[None]:
-    """Ignore that slurmctld does not answer: it is asked again."""
+    """Ignore that slurmctld does not answer; the caller asks again."""
     try:
         yield
     except HostError as error:
@@ -260,7 +263,7 @@ def patience() -> Iterator[None]:
 
 
 def note_run(run_id: str, config: RunConfig) -> None:
-    """Note the run that this process begins, if it runs in a Slurm job: that job may be requeued."""
+    """Record the run that this process begins if it runs in a Slurm job, because that job may be requeued."""
     if job_around_us():
         path = _note(config)
         path.parent.mkdir(exist_ok=True)
@@ -268,7 +271,7 @@ def note_run(run_id: str, config: RunConfig) -> None:
 
 
 def run_before_requeue(config: RunConfig) -> str:
-    """ID of the run that this Slurm job began with this config before it was requeued; empty if there is none."""
+    """Return the ID of the run that this Slurm job began with this config before it was requeued; empty without one."""
     is_requeued = job_around_us() and int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
     return _note(config).read_text() if is_requeued and _note(config).exists() else ""
 
@@ -278,12 +281,12 @@ def _note(config: RunConfig) -> Path:
 
 
 def job_around_us() -> str:
-    """ID of the job that this process runs in; empty outside of Slurm."""
+    """Return the ID of the job that this process runs in; empty outside Slurm."""
     return os.environ.get("SLURM_JOB_ID", "")
 
 
 def options_of(wanted: SlurmConfig, *, log: Path) -> Sequence[str]:
-    """The options of sbatch. A failed node does not end the job, and Slurm does not start it again: we do."""
+    """Return the options of sbatch. A failed node does not end the job; Shardline, not Slurm, starts a new attempt."""
     given = {
         "partition": wanted.partition,
         "account": wanted.account,
@@ -309,5 +312,5 @@ def options_of(wanted: SlurmConfig, *, log: Path) -> Sequence[str]:
 
 
 def _escaped(path: Path) -> str:
-    """A path without what sbatch would replace in it."""
+    """Return the path with sbatch's placeholders escaped."""
     return re.sub("%", "%%", str(path))

@@ -1,8 +1,8 @@
-"""Nodes that stand by: each host has one that has imported the ranks' program and waits for an attempt to need it.
+"""Standbys: each host has a node that has imported the ranks' program and waits until an attempt needs it.
 
-A restart then costs no imports, which take most of it. Standbys are asked for once an attempt has made steps for
-launch.standby_after_s, so that short runs pay nothing, and are handed the next attempt's tasks when it starts. They
-have a lease of their own, since they outlive attempts; like all nodes they end when it is no longer renewed.
+A restart then needs no imports, which take most of its time. Standbys are asked for once an attempt has made steps for
+launch.standby_after_s, so that short runs pay nothing, and get the next attempt's tasks when it starts. They have their
+own lease, because they outlive attempts; like all nodes they end when it is no longer renewed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ FOLDER = "standby"  # beside the attempts' folders
 
 
 def standby_lease(run_dir: Path) -> Path:
-    """The lease of the nodes that stand by for the run."""
+    """Return the path of the lease of the run's standbys."""
     return run_dir / "attempts" / FOLDER / "lease"
 
 
 def fits(standby: NodeTask, task: NodeTask) -> bool:
-    """Whether a node that imported for `standby` may run `task`: what the imports saw must be the same."""
+    """Whether a node that imported for `standby` may run `task`: the environment of the imports must be the same."""
     return (standby.module, standby.num_ranks, standby.prefix, standby.environment) == (
         task.module,
         task.num_ranks,
@@ -38,7 +38,7 @@ def fits(standby: NodeTask, task: NodeTask) -> bool:
 
 
 class Standbys:
-    """The standbys of one program's attempts: started in a thread, since a host may take its time."""
+    """The standbys of one program's attempts. A thread starts them, because a host may be slow."""
 
     def __init__(self, launcher: Launcher, run_dir: Path, *, lease_s: float) -> None:
         self.launcher, self.folder = launcher, run_dir / "attempts" / FOLDER
@@ -59,18 +59,18 @@ class Standbys:
         def start() -> None:
             try:
                 self._hold_lease()
-                self.launcher.prepare()  # our folder is to be written by the ranks' user
+                self.launcher.prepare()  # the ranks' user must be able to write the folder
                 for name, result in on_each(hosts, start_on).items():
                     if isinstance(result, HostError):
                         logger.info("no standby on %s: %s", name, result)
-            except OSError as error:  # a full disk: training goes on without them
+            except OSError as error:  # a full disk: training continues without standbys
                 logger.warning("standbys could not be started (%s)", error)
 
         self._thread = threading.Thread(target=start, name="standbys", daemon=True)
         self._thread.start()
 
     def _hold_lease(self) -> None:
-        """Hold a lease; a new one if fencing has withdrawn the last, as it may while nothing stands by."""
+        """Hold a lease; make a new one if fencing has withdrawn the last one while there were no standbys."""
         if self._lease is not None and self._lease.path.exists():
             return
         if self._lease is not None:
@@ -81,7 +81,7 @@ class Standbys:
         self._lease = lease
 
     def wait(self) -> None:
-        """Wait until those that are being started have been: the next attempt takes them."""
+        """Wait until starting standbys are ready, so that the next attempt can use them."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -89,7 +89,10 @@ class Standbys:
             ready.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove what stands by. What cannot be removed, or is not since we are interrupted, ends without its lease."""
+        """Remove the standbys.
+
+        Any that cannot be removed, for example after an interruption, end without their lease.
+        """
         try:
             self.wait()
             self.launcher.close()

@@ -1,7 +1,7 @@
 """Queues runs that need the same GPUs: those of this machine, and those of Docker hosts.
 
-CPU ranks share their cores. Each GPU of this machine has a file that its run keeps locked: the kernel drops the lock
-with the process. On Docker hosts the containers themselves are the register, by the label that names their GPUs.
+CPU ranks share their cores. Each GPU of this machine has a file that its run keeps locked; the kernel releases the lock
+when the process ends. On Docker hosts a label of each container names its GPUs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from training.config.run import RunConfig
 logger = logging.getLogger(__name__)
 
 NAMES = "SHARDLINE_DEVICES"  # comma-separated names of this machine's devices; by default the UUIDs of its GPUs
-FIRST_LOOK_S, LONGEST_LOOK_S = 0.5, 10.0  # between two looks; they become rarer, since to ask Docker hosts is work
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.5, 10.0  # between two checks; they become rarer, as Docker hosts are asked
 REPORT_EVERY_S = 600.0
 
 
@@ -41,7 +41,7 @@ REPORT_EVERY_S = 600.0
 class Holder:
     """A run that has GPUs which another run needs, or our job in Slurm's queue.
 
-    `has`: what it has, and where, or what it waits for; `cure`: how to end it.
+    `has`: its GPUs and their place, or what it waits for; `cure`: how to end it.
     """
 
     run_id: str
@@ -53,14 +53,14 @@ class Holder:
         return f"{self.kind} {self.run_id} {self.has}; {self.cure}"
 
 
-Look = Callable[[], Holder | None]  # which run has the GPUs; None: they are ours
+Look = Callable[[], Holder | None]  # the run that has the GPUs; None: this one has them
 
 
 @contextmanager
 def hold_gpus(config: RunConfig, *, run_id: str, wait: Callable[[Look, Holder], None]) -> Iterator[None]:
     """Hold the GPUs that the run's ranks will use, while the block runs.
 
-    If another run has them, this calls `wait` with a function that looks again and with that run.
+    If another run has them, this calls `wait` with a function that checks again, and with that run.
     """
     with ExitStack() as held:
         look = _look(config, run_id, held)
@@ -70,7 +70,7 @@ def hold_gpus(config: RunConfig, *, run_id: str, wait: Callable[[Look, Holder], 
 
 
 def _look(config: RunConfig, run_id: str, held: ExitStack) -> Look:
-    if config.launch.launcher == "kubernetes":  # its scheduler, or launch.kubernetes.queue, makes pods wait
+    if config.launch.launcher == "kubernetes":  # the cluster's scheduler, or launch.kubernetes.queue, makes pods wait
         return lambda: None
     if config.launch.launcher == "slurm":
         allocation = held.enter_context(held_nodes(config.launch, run_dir=run_folder(run_id)))
@@ -80,12 +80,12 @@ def _look(config: RunConfig, run_id: str, held: ExitStack) -> Look:
         hosts = [host for host in hosts_of(config.launch) if host.gpus or host.gpu_ids]
         return lambda: gpu_holder(hosts, run_id=run_id)
     folder = run_folder(run_id)
-    end_earlier_attempt(folder, grace_s=grace_s(read_plan(folder)))  # or this run would wait for its own killed start
+    end_earlier_attempt(folder, grace_s=grace_s(read_plan(folder)))  # or the run waits for its own killed start
     return LocalDevices(devices_of(config), run_id=run_id, held=held).take
 
 
 def wait_for_gpus(look: Look, holder: Holder, *, run_id: str) -> None:
-    """Return once no other run has the GPUs. Raises RunStopped if we are interrupted meanwhile."""
+    """Return once no other run has the GPUs. Raises RunStopped if this process is interrupted meanwhile."""
     began_at = reported_at = time.monotonic()
     logger.warning("%s waits for GPUs: %s", run_id, holder)
     try:
@@ -98,15 +98,17 @@ def wait_for_gpus(look: Look, holder: Holder, *, run_id: str) -> None:
     except Exception:
         raise
     except BaseException:  # Ctrl-C, or the SIGTERM that Prefect turns into an exception
-        raise RunStopped(f"interrupted while it waited ({holder}): `shardline resume {run_id}` asks again") from None
+        raise RunStopped(
+            f"interrupted while it waited for GPUs ({holder}): `shardline resume {run_id}` asks again"
+        ) from None
     logger.info("%s has its GPUs after %.0f s", run_id, time.monotonic() - began_at)
 
 
-# Of Slurm
+# Slurm
 
 
 def _queue_of(allocation: Allocation) -> Holder | None:
-    """Return what the run's job waits for in Slurm's queue; None once it has its nodes."""
+    """Return the state of the run's job in Slurm's queue; None once it has its nodes."""
     allocation.raise_if_cancelled()
     with patience():
         queued = allocation.waits_for()
@@ -116,11 +118,11 @@ def _queue_of(allocation: Allocation) -> Holder | None:
     return Holder(allocation.job_id, "is not known now", "slurmctld does not answer", kind="Slurm job")
 
 
-# Of this machine
+# This machine
 
 
 def devices_of(config: RunConfig) -> tuple[str, ...]:
-    """Names of the devices that the run's ranks will use: the first ones; empty on a machine without GPUs."""
+    """Return the names of the devices that the run's ranks will use, the first ones; empty without GPUs."""
     named = os.environ.get(NAMES)
     names = tuple(named.split(",")) if named else tuple(gpu.uuid for gpu in gpus_here())
     ranks = 1 if config.parallel.strategy == "single" else config.parallel.ranks
@@ -130,8 +132,8 @@ def devices_of(config: RunConfig) -> tuple[str, ...]:
 class LocalDevices:
     """A file per device, SHARDLINE_HOME/devices/NAME: all of `names` are locked by this process, or none.
 
-    `take` locks them for as long as `held` stays open. What a file says, the run and its process, is for people, and
-    for the run that takes the device next: ranks may outlive the process that held it.
+    `take` locks them for as long as `held` stays open. A file names the run and its process, for people and for the
+    next run on the device: ranks may outlive the process that held it.
     """
 
     def __init__(self, names: Sequence[str], *, run_id: str, held: ExitStack) -> None:
@@ -139,7 +141,10 @@ class LocalDevices:
         self.is_locked, self.earlier_runs = not names, set[str]()
 
     def take(self) -> Holder | None:
-        """The run that has one of them; None once all are ours and no ranks of an earlier run are left on them."""
+        """Lock the devices.
+
+        Return the run that has one of them; None once this process holds all and no earlier ranks are left.
+        """
         if not self.is_locked and (holder := self._lock()):
             return holder
         orphans = map(_orphaned_ranks, sorted(self.earlier_runs))
@@ -164,7 +169,7 @@ class LocalDevices:
 
 
 def _read(content: str) -> dict[str, str]:
-    """Empty for a file that is new, or was being written when its owner was killed."""
+    """Read a device's file; empty if it is new, or if its owner was killed while it wrote it."""
     try:
         found: dict[str, str] = json.loads(content or "{}")
     except ValueError:
@@ -182,18 +187,20 @@ def _holder(content: str, name: str) -> Holder:
 
 
 def _orphaned_ranks(run_id: str) -> Holder | None:
-    """Ranks that outlived their launcher; they leave by themselves, once they have saved a checkpoint."""
+    """Return a run whose ranks outlived their launcher; they end by themselves, once they have saved a checkpoint."""
     launcher = ranks_launcher(run_folder(run_id))
     if launcher is None:
         return None
-    return Holder(run_id, f"is dead, but has ranks left (pid {launcher.pid})", f"`shardline stop {run_id}` ends them")
+    return Holder(
+        run_id, f"has ended, but its ranks still run (pid {launcher.pid})", f"`shardline stop {run_id}` ends them"
+    )
 
 
-# Of Docker hosts
+# Docker hosts
 
 
 def gpu_holder(hosts: Sequence[DockerHost], *, run_id: str) -> Holder | None:
-    """Another run whose container has GPUs that `run_id` would get there; hosts that do not answer are left out."""
+    """Return another run whose container has GPUs that `run_id` would get; hosts that do not answer are left out."""
     if not hosts:
         return None
     containers_by_host, _ = ask(hosts)
@@ -210,7 +217,10 @@ def gpu_holder(hosts: Sequence[DockerHost], *, run_id: str) -> Holder | None:
 
 
 def overlap(one: str, other: str) -> bool:
-    """Whether two containers share a GPU, by their labels; a number may be any UUID, so those two always do."""
+    """Whether two containers share a GPU, by their labels.
+
+    A number and a UUID may be the same GPU, so they count as shared.
+    """
     if not one or not other:
         return False
     ours, theirs = set(one.split(",")), set(other.split(","))

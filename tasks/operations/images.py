@@ -1,4 +1,4 @@
-"""`shardline image`: the training image by the daemon that `docker` itself would use, and into a registry."""
+"""`shardline image`: builds the training image with the daemon that `docker` uses, and pushes it to a registry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infra.images import copy_sources as copy_sources  # for the stack, whose ro
 
 logger = logging.getLogger(__name__)
 
-BUILD_S = 3600.0  # a step may be silent while pip resolves, or a base image of 10 GB is pulled
+BUILD_S = 3600.0  # a step may print nothing while pip resolves, or while a base image of 10 GB is pulled
 PUSH_S = 600.0
 
 
@@ -26,9 +26,9 @@ def build_image(
     ca: str = "",
     network: str = "",
 ) -> str:
-    """Build infra/train.Dockerfile as `name`; returns the image's id. `build_args` are NAME=VALUE.
+    """Build infra/train.Dockerfile as `name`; return the image's ID. `build_args` are NAME=VALUE.
 
-    Raises ValueError for arguments that cannot be, HostError if the build fails.
+    Raises ValueError for wrong arguments, HostError if the build fails.
     """
     if wrong := [argument for argument in build_args if "=" not in argument]:
         raise ValueError(f"--build-arg {wrong[0]}: write it as NAME=VALUE")
@@ -53,10 +53,10 @@ def build_image(
 
 
 def push_image(name: str) -> str:
-    """Push it to the registry in its name; returns NAME@sha256:…, as launch.image wants it.
+    """Push the image to the registry in its name; return NAME@sha256:… for launch.image.
 
     Raises ValueError for a name without a registry, HostError if the push fails.
     """
-    images.split_name(name)  # at once, before any daemon is asked
+    images.split_name(name)  # check this first, before a daemon is asked
     with closing(connect(images.local_daemon(), timeout_s=PUSH_S)) as client:
         return images.push(client, name, on_line=logger.info)

@@ -1,7 +1,7 @@
-"""Deletes from SHARDLINE_HOME and MLflow what nobody needs any more: old runs, their checkpoints, unused token shards.
+"""Deletes old runs, their checkpoints and unused token shards from SHARDLINE_HOME and MLflow.
 
-Kept, whatever their age: what runs at the moment, the newest runs, and all that a registered version is traced back to:
-its run with the checkpoint it was made from, the shards, and the runs that it was continued from.
+Some are kept whatever their age: runs that are active, the newest runs, and everything that a registered version was
+made from: its run with the checkpoint, the shards, and the runs that it was continued from.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DAY_S = 86_400
-PRUNED = ".pruned-"  # begins the name of a folder that is being deleted
+PRUNED = ".pruned-"  # prefix of the name of a folder that is being deleted
 
 
 class Item(Record):
-    """A folder below SHARDLINE_HOME that is deleted or kept, and why; `num_bytes` on disk."""
+    """A folder below SHARDLINE_HOME that is deleted or kept, and the reason; `num_bytes` on disk."""
 
     kind: Literal["run", "checkpoint", "shards", "copy"]
     path: str
@@ -45,7 +45,7 @@ class Item(Record):
 
 
 class Pruning(Record):
-    """The findings of `prune`. With `dry_run` nothing was deleted.
+    """The result of `prune`. With `dry_run` nothing was deleted.
 
     `mlflow_runs`: IDs of the deleted runs' MLflow runs, which `mlflow gc` removes for good, with their artifacts.
     """
@@ -70,10 +70,10 @@ class RunFolder:
 
 
 def prune(*, older_than_days: float, keep_newest: int, dry_run: bool) -> Pruning:
-    """Delete the runs that are at least so old, but for the newest ones, and what they alone needed.
+    """Delete runs of at least this age, except the newest ones, and the files that only they needed.
 
     A call that was killed is finished by the next one. Raises ValueError for a negative number, RuntimeError if
-    MLflow does not answer: without the registry nobody can say what is needed.
+    MLflow does not answer: without the registry it is unknown what is needed.
     """
     for name, number in (("older_than_days", older_than_days), ("keep_newest", keep_newest)):
         if number < 0:
@@ -99,11 +99,11 @@ def prune(*, older_than_days: float, keep_newest: int, dry_run: bool) -> Pruning
     return Pruning(dry_run=dry_run, items=tuple(items), mlflow_runs=tuple(mlflow_runs))
 
 
-# What is needed
+# Files that are needed
 
 
 def _registered(client: MlflowClient) -> dict[str, str]:
-    """Our runs that a version was made of, and that version."""
+    """Return run -> version, for the runs of this SHARDLINE_HOME that a version was made from."""
     found: dict[str, str] = {}
     token: str | None = None
     while token != "":
@@ -116,7 +116,7 @@ def _registered(client: MlflowClient) -> dict[str, str]:
 
 
 def _read(folder: Path) -> RunFolder:
-    # asking whether a run is owned touches its lock
+    # the check whether a run is owned touches its lock
     changed = max(path.stat().st_mtime for path in folder.iterdir() if path.name != "lock")
     with suppress(OSError, ValueError, KeyError):
         needs = frozenset[Path]()
@@ -141,14 +141,14 @@ def _read(folder: Path) -> RunFolder:
 def _kept_runs(
     runs: Sequence[RunFolder], registered: Mapping[str, str], *, older_than_days: float, keep_newest: int
 ) -> dict[str, str]:
-    """The runs that are kept, by name, and why. `runs`: the newest first."""
+    """Return the name of each run that is kept -> the reason. `runs`: the newest first."""
     kept = {}
     for number, run in enumerate(runs):
         name = run.folder.name
         if is_owned(run.folder):
-            kept[name] = "somebody works on it"
+            kept[name] = "a process works on it"
         elif run.needs is None:
-            kept[name] = "its plan cannot be read, so what it is needed for is unknown"
+            kept[name] = "its plan cannot be read, so it is unknown what it is needed for"
         elif name in registered:
             kept[name] = f"{registered[name]} was made of it"
         elif number < keep_newest:
@@ -173,7 +173,7 @@ def _judged_runs(runs: Iterable[RunFolder], kept: Mapping[str, str]) -> Iterator
 
 
 def _judged_checkpoints(registered: Iterable[RunFolder], older_than_days: float) -> Iterator[Item]:
-    """The checkpoints before the one that a version was made of, where the run has ended long ago."""
+    """Judge the checkpoints before the one that a version was made from, if the run has ended long ago."""
     for run in registered:
         result = run.folder / "result.json"
         if run.age_days < older_than_days or is_owned(run.folder) or not result.exists():
@@ -204,7 +204,7 @@ def _judged_shards(kept: Sequence[RunFolder], older_than_days: float) -> Iterato
 
 
 def _judged_copies(kept: Sequence[RunFolder], older_than_days: float) -> Iterator[Item]:
-    """Find copies of what URLs name; they are fetched again when they are needed."""
+    """Judge the local copies of files behind URLs; they are fetched again when they are needed."""
     for folder in sorted(path for path in (home() / "copies").glob("*") if path.is_dir()):
         users = [run.folder.name for run in kept if run.needs is None or folder.resolve() in run.needs]
         age_days = (time.time() - folder.stat().st_mtime) / DAY_S
@@ -217,7 +217,7 @@ def _judged_copies(kept: Sequence[RunFolder], older_than_days: float) -> Iterato
 
 
 def _with_sources(folder: Path) -> frozenset[Path]:
-    """The folder, and those that a mixture's manifest has its shards from."""
+    """Return the folder, and the folders of the shards that a mixture's manifest lists."""
     try:
         names = [shard.name for shard in TokenShards.read(folder / MANIFEST).shards]
     except (OSError, ValueError):
@@ -234,14 +234,17 @@ def _item(kind: Literal["run", "checkpoint", "shards", "copy"], folder: Path, *,
 
 
 def _held(item: Item, folder: Path) -> AbstractContextManager[object]:
-    """Keep others from working on it. Raises Locked or AlreadyOwned if somebody does."""
+    """Prevent other processes from working on the folder. Raises Locked or AlreadyOwned if one does."""
     if item.kind == "copy":
         return exclusive(folder.with_name(f".{folder.name}.lock"))
     return exclusive(folder / ".lock") if item.kind == "shards" else owned(_run_of(folder))
 
 
 def _delete(item: Item) -> bool:
-    """Delete the folder; False if somebody began to work on it meanwhile. Half of it is never taken for the whole."""
+    """Delete the folder; return False if a process began to work on it.
+
+    It is renamed first, so that a part of it is never used.
+    """
     folder = home() / item.path
     try:
         with _held(item, folder):
@@ -262,5 +265,5 @@ def _delete_in_mlflow(client: MlflowClient, run_ids: Iterable[str]) -> None:
     from mlflow.exceptions import MlflowException
 
     for run_id in filter(None, run_ids):
-        with suppress(MlflowException):  # somebody deleted it before; the store answered a moment ago
+        with suppress(MlflowException):  # it was deleted before; the store answered a moment ago
             client.delete_run(run_id)

@@ -1,4 +1,4 @@
-"""Lists what runs: containers, pods and Slurm jobs of ours, this machine's runs, and who looks after each."""
+"""Lists everything that runs: Shardline's containers, pods and Slurm jobs, this machine's runs, and their launchers."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from training.records.record import Record
 
 logger = logging.getLogger(__name__)
 
-PLANS = ("plan.json", "trainer.json")  # ours, and that of a program of the user's
+PLANS = ("plan.json", "trainer.json")  # Shardline's launcher, and that of a user's program
 ANSWER_S = 5.0
-PROBE_LIFETIME_S = 600.0  # what checks or measures a host ends long before that (tasks/hardware/measure.py: 180 s)
-TAIL_BYTES = 65_536  # of metrics.jsonl: a row has under 1000
+PROBE_LIFETIME_S = 600.0  # checks and measurements of a host end long before that (tasks/hardware/measure.py: 180 s)
+TAIL_BYTES = 65_536  # of metrics.jsonl, whose rows have less than 1000
 
 
 class Running(Record):
-    """A container, or the ranks of this machine, or a launcher of this machine that has neither at the moment.
+    """A container, or the ranks on this machine, or a launcher on this machine that has neither at the moment.
 
-    `looked_after`: whether a launcher lives that will end and remove it; `launcher` says so in words.
-    `step` is the run's newest that was logged. None and empty: not known here.
+    `looked_after`: whether a launcher lives that will end and remove it; `launcher` describes that launcher. `step`:
+    the run's last logged step. None or empty: unknown here.
     """
 
     run: str
@@ -61,7 +61,7 @@ class Running(Record):
 
 
 class Listing(Record):
-    """`silent`: hosts of which nothing is known now, each with the reason."""
+    """`silent`: hosts whose state is unknown, each with the reason."""
 
     running: tuple[Running, ...]
     silent: dict[str, str]
@@ -69,9 +69,8 @@ class Listing(Record):
 
 @dataclass(frozen=True)
 class OnHost:
-    """A container as its daemon tells of it, a pod as its cluster does, or a job of Slurm; `machine`: the pod's.
-
-    `job`: the ID of a job of Slurm.
+    """A container, pod or Slurm job, as its daemon, cluster or Slurm reports it. `machine`: a pod's machine. `job`: the
+    ID of a Slurm job.
     """
 
     found: Found
@@ -82,7 +81,7 @@ class OnHost:
 
 @dataclass(frozen=True)
 class Namespace:
-    """The namespace of a cluster that pods of runs are in; asked like a host with all of them."""
+    """The namespace of a cluster with pods of runs. It is treated like a host that has all of them."""
 
     name: str
     url: str
@@ -91,7 +90,7 @@ class Namespace:
 
 @dataclass(frozen=True)
 class SlurmCluster:
-    """The Slurm whose commands are on PATH; asked like a host with all its jobs."""
+    """The Slurm cluster whose commands are on PATH. It is treated like a host that has all its jobs."""
 
     name: str = "Slurm"
     url: str = "slurm"
@@ -101,7 +100,7 @@ AskedHost = DockerHost | Namespace | SlurmCluster
 
 
 def list_running(hosts: Sequence[AskedHost]) -> Listing:
-    """Everything that runs on `hosts` and in this SHARDLINE_HOME, and ended containers, by run, attempt and host."""
+    """Return everything that runs on `hosts` and in this SHARDLINE_HOME, with ended containers, sorted by run."""
     containers_by_host, silent = ask(hosts)
     rows = [_row(host, each) for host, found in containers_by_host.items() for each in found]
     rows += _of_this_machine({row.run for row in rows})
@@ -110,7 +109,7 @@ def list_running(hosts: Sequence[AskedHost]) -> Listing:
 
 
 def ask(hosts: Sequence[AskedHost], *, run: str = "") -> tuple[dict[str, list[OnHost]], dict[str, HostError]]:
-    """Host's name -> its containers of ours, or of one run; and the hosts that gave no answer."""
+    """Return host's name -> its containers, of all runs or one; and the hosts that gave no answer."""
 
     def ask_one(host: AskedHost) -> list[OnHost]:
         if isinstance(host, Namespace):
@@ -137,7 +136,7 @@ def _pods(namespace: Namespace, *, run: str) -> list[OnHost]:
 
 
 def _as_container(pod: PodState) -> OnHost:
-    """A pod in the words of containers; one that waits for a machine, or its image, counts as created."""
+    """Describe a pod like a container; a pod that waits for a machine or its image counts as created."""
     status = "running" if pod.running else "created" if pod.starting else "exited"
     state = State(
         status=status,
@@ -153,7 +152,7 @@ def _as_container(pod: PodState) -> OnHost:
 
 
 def _job_as_container(job: slurm.Job) -> OnHost:
-    """A job in the words of containers; one that waits for nodes counts as created."""
+    """Describe a Slurm job like a container; a job that waits for nodes counts as created."""
     run = slurm.run_of(job)
     attempts = [lease.parent.name for lease in run_folder(run).glob("attempts/[0-9]*/lease")]
     began = datetime.fromtimestamp(job.began_at, UTC).isoformat(timespec="seconds") if job.began_at else "0001"
@@ -198,7 +197,7 @@ def _row(host: str, each: OnHost) -> Running:
 
 
 def last_logged_step(run_dir: Path) -> int | None:
-    """The newest step in metrics.jsonl; None if there is none, as with a user's own program."""
+    """Return the last step in metrics.jsonl; None if there is none, as for a user's own program."""
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         return None
@@ -208,11 +207,11 @@ def last_logged_step(run_dir: Path) -> int | None:
     return int(json.loads(whole.splitlines()[-1])["step"]) if whole else None
 
 
-# Which hosts
+# The hosts
 
 
 def known_hosts(hosts_file: str = "") -> list[AskedHost]:
-    """The hosts of a hosts file, or else of all runs in SHARDLINE_HOME; each daemon and each namespace once."""
+    """Return the hosts of a hosts file, or those of all runs in SHARDLINE_HOME; each daemon and namespace once."""
     if hosts_file:
         return list(docker_hosts(read_hosts(LaunchConfig(hosts_file=hosts_file)), home=home()))
     hosts: list[AskedHost] = []
@@ -222,7 +221,7 @@ def known_hosts(hosts_file: str = "") -> list[AskedHost]:
 
 
 def each_once(hosts: Iterable[AskedHost]) -> list[AskedHost]:
-    """One entry per daemon or namespace; where two daemons have one name, the second's has its URL too."""
+    """Keep one entry per daemon or namespace; if two daemons have the same name, the second name includes its URL."""
     by_url: dict[str, AskedHost] = {}
     for host in hosts:
         if host.url not in by_url:
@@ -238,7 +237,7 @@ def run_folders() -> list[Path]:
 
 
 def hosts_of_run(run_dir: Path) -> tuple[AskedHost, ...]:
-    """The hosts of a run; empty for a run on this machine's processes, or if its hosts file is gone."""
+    """Return the hosts of a run; empty for a run of local processes, or if its hosts file is gone."""
     launch = launch_of(run_dir)
     if launch.launcher == "local":
         return ()
@@ -256,7 +255,10 @@ def hosts_of_run(run_dir: Path) -> tuple[AskedHost, ...]:
 
 
 def launch_of(run_dir: Path) -> LaunchConfig:
-    """The run's newest launch settings; only that field is read, so that runs of other versions can be read too."""
+    """Return the run's newest launch settings.
+
+    Only that field is read, so that runs of other versions can be read too.
+    """
     path = next((path for name in (*PLANS, "run.json") if (path := run_dir / name).exists()), None)
     if path is None:
         return LaunchConfig()
@@ -268,13 +270,13 @@ def launch_of(run_dir: Path) -> LaunchConfig:
         return LaunchConfig()
 
 
-# Who looks after it
+# The launcher
 
 
 def launcher_of(each: OnHost) -> tuple[bool, str]:
-    """Whether one looks after the container, and where it is, in words.
+    """Return whether a launcher looks after the container, and a description of its place.
 
-    Of a launcher on this machine the process tells; of one elsewhere its lease, where this SHARDLINE_HOME has it.
+    A launcher on this machine is known by its process, one elsewhere by its lease, if this SHARDLINE_HOME has it.
     """
     found, run_dir = each.found, run_folder(each.found.run)
     if owner := owner_process(run_dir):
@@ -297,7 +299,7 @@ def launcher_of(each: OnHost) -> tuple[bool, str]:
 
 
 def _storage_time() -> float:
-    """The time on the clock of SHARDLINE_HOME's storage: both ends of a lease's age are read from one clock."""
+    """Return the time on the clock of SHARDLINE_HOME's storage, so that a lease's age is measured with one clock."""
     with tempfile.NamedTemporaryFile(dir=home(), prefix=".clock-") as probe:
         probe.write(b"\n")
         probe.flush()
@@ -305,12 +307,12 @@ def _storage_time() -> float:
 
 
 def _age_s(docker_time: str) -> float:
-    """Seconds since a time as Docker writes it: 2026-01-01T00:00:00.123456789Z."""
+    """Return the seconds since a time as Docker writes it: 2026-01-01T00:00:00.123456789Z."""
     return time.time() - datetime.fromisoformat(docker_time).timestamp()
 
 
 def ago(docker_time: str) -> str:
-    """The time since then for people, as in "5 min"."""
+    """Return the time since then for people, for example "5 min"."""
     if docker_time.startswith("0001"):  # not yet
         return ""
     age_s = _age_s(docker_time)
@@ -324,7 +326,7 @@ def ago(docker_time: str) -> str:
 
 
 def _of_this_machine(in_containers: set[str]) -> list[Running]:
-    """Runs whose ranks, or at least launcher, are processes here."""
+    """Return runs whose ranks, or at least launcher, are processes on this machine."""
     rows = []
     for folder in run_folders():
         ranks = ranks_launcher(folder)

@@ -1,7 +1,7 @@
-"""Prometheus metrics of the runs in SHARDLINE_HOME: read from their folders when they are asked for.
+"""Prometheus metrics of the runs in SHARDLINE_HOME, read from their folders at each request.
 
-So a run costs nothing more for being watched, and every run is seen, whoever started it. Names and units are
-Prometheus' (https://prometheus.io/docs/practices/naming): base units, `_total` for what only grows.
+So watching a run costs it nothing, and every run is included, whoever started it. Names and units are Prometheus'
+(https://prometheus.io/docs/practices/naming): base units, `_total` for what only grows.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from training.tracking.rows import METRICS
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-ABANDONED_S = 7 * 86_400.0  # a run that was killed and never reconciled is left out after that
+ABANDONED_S = 7 * 86_400.0  # after this long, a killed run that was never reconciled is left out
 AFTER_TRAINING = ("training.evaluate", "training.export")
 LABELS = ("run", "strategy")
-# name -> what it is, and how it is read from the newest rows of metrics
+# name -> description, and how it is read from the newest rows of metrics
 GAUGES = {
     "shardline_run_step": ("Newest step that was logged", lambda row: row.get("step")),
     "shardline_run_loss_nats": ("Training loss, in nats per token", lambda row: row.get("loss")),
@@ -49,7 +49,7 @@ GAUGES = {
 
 @dataclass(frozen=True)
 class RunFigures:
-    """A run as its folder shows it now. `row`: the newest value of everything that was logged lately."""
+    """A run's state by its folder. `row`: the newest value of each metric that was logged recently."""
 
     run: str
     strategy: str
@@ -60,7 +60,7 @@ class RunFigures:
 
 
 class RunMetrics(Collector):
-    """Collects the figures of runs that go on, or ended less than `keep_s` ago; and the disk's."""
+    """Collects the figures of runs that are active or ended less than `keep_s` ago, and of the disk."""
 
     def __init__(self, home: Path, *, keep_s: float) -> None:
         self.home, self.keep_s = home, keep_s
@@ -111,7 +111,7 @@ def _family(name: str, about: str, runs: Iterable[RunFigures], values: Iterable[
 
 
 def read_figures(folder: Path, *, now: float, keep_s: float) -> RunFigures | None:
-    """The figures of a run; None if it ended `keep_s` seconds before `now`, or nothing of it has changed for a week."""
+    """Return the figures of a run; None if it ended over `keep_s` seconds ago, or did not change for a week."""
     ending = folder / ENDING
     changed_at = max(
         (path.stat().st_mtime for name in (METRICS, *PLANS) if (path := folder / name).exists()), default=0
@@ -136,7 +136,7 @@ def read_figures(folder: Path, *, now: float, keep_s: float) -> RunFigures | Non
 
 
 def _trains(attempt: Path) -> bool:
-    """Whether an attempt was made at training: evaluation and export have attempts of their own."""
+    """Whether the attempt was at training; evaluation and export have their own attempts."""
     tasks = [path.read_text() for path in attempt.glob("*.json")]
     return not any(f'"{module}"' in task for task in tasks for module in AFTER_TRAINING)
 
@@ -148,7 +148,7 @@ def _status(ending: RunStatus) -> str:
 
 
 def newest_values(path: Path) -> dict[str, float]:
-    """The newest value of each key in the last rows of a file of metrics: not every row has all of them."""
+    """Return the newest value of each key in the last rows of a metrics file, because not every row has all keys."""
     if not path.exists():
         return {}
     with path.open("rb") as file:
@@ -156,7 +156,7 @@ def newest_values(path: Path) -> dict[str, float]:
         file.seek(start)
         lines = file.read().rpartition(b"\n")[0].split(b"\n")
     values: dict[str, float] = {}
-    for line in lines[1 if start else 0 :]:  # the first may be the end of a longer one
+    for line in lines[1 if start else 0 :]:  # the first line may be the end of a longer one
         if line:
             values |= json.loads(line)
     return values
@@ -167,13 +167,13 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 def _peak_memory_bytes(row: Mapping[str, float]) -> float | None:
-    """Return the peak memory of the fullest rank: on a GPU what was allocated there, else what was resident."""
+    """Return the peak memory of the fullest rank: allocated memory on a GPU, otherwise resident memory."""
     peaks = (row.get(f"memory_peak/{name}") for name in ("allocated_gib", "resident_gib"))
     return _times(next((peak for peak in peaks if peak is not None), None), GIB)
 
 
 def serve_run_metrics(home: Path, *, host: str, port: int, keep_s: float) -> Any:
-    """Serve GET /metrics from a thread, which is returned. Raises ValueError if the port is taken."""
+    """Serve GET /metrics in a thread; return the thread. Raises ValueError if the port is taken."""
     registry = CollectorRegistry()
     registry.register(RunMetrics(home, keep_s=keep_s))
     try:

@@ -1,4 +1,4 @@
-"""End what runs: a run in order, and whatever container or pod nobody looks after."""
+"""Stops a run with a checkpoint, and removes containers and pods without a launcher."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 TELL_EVERY_S = 5.0
-CLOSING_S = 60.0  # after the ranks: logs, MLflow's status, the embedded server
+CLOSING_S = 60.0  # time after the ranks' end: logs, MLflow's status, the embedded server
 
 
 class Stopped(Record):
-    """`by`: who ended the ranks. `silent`: hosts that gave no answer; ranks there end once they see the storage."""
+    """`by`: who stopped the ranks. `silent`: hosts that gave no answer; ranks there end once they see the storage."""
 
     run: str
     by: Literal["launcher", "stop", ""]
@@ -45,7 +45,7 @@ class Stopped(Record):
 
 
 class Reaped(Record):
-    """`kept`: containers that someone looks after, with who. Names are HOST/CONTAINER."""
+    """`kept`: containers that have a launcher, with its description. Names are HOST/CONTAINER."""
 
     removed: tuple[str, ...]
     kept: dict[str, str]
@@ -54,9 +54,9 @@ class Reaped(Record):
 
 
 def stop(run_id: str) -> Stopped:
-    """End a run with a checkpoint: its launcher does that if it lives here, else its ranks are told one by one.
+    """Stop a run with a checkpoint: through its launcher if that lives here, otherwise through each node of ranks.
 
-    Raises ValueError for a run that is not there, RuntimeError if its launcher does not come to an end.
+    Raises ValueError if there is no such run, RuntimeError if its launcher does not end.
     """
     began, run_dir = time.monotonic(), run_folder(run_id)
     if run_dir not in run_folders():
@@ -80,9 +80,9 @@ def stop(run_id: str) -> Stopped:
 
 
 def _remove(hosts: Sequence[AskedHost], run_id: str, run_dir: Path, *, grace_s: float) -> dict[str, HostError]:
-    """End the run's ranks with a checkpoint, and remove their containers, pods or jobs; host's name -> why that failed.
+    """Stop the run's ranks with a checkpoint, and remove their containers, pods or jobs; return host's name -> error.
 
-    Containers come last, since with them the leases go, without which ranks are killed at once.
+    Containers are removed last: that removes their leases, without which ranks are killed at once.
     """
     silent: dict[str, HostError] = {}
     for host in hosts:
@@ -99,7 +99,7 @@ def _remove(hosts: Sequence[AskedHost], run_id: str, run_dir: Path, *, grace_s: 
 
 
 def _held(run_dir: Path) -> AbstractContextManager[None]:
-    """Hold the run, so that nobody resumes it meanwhile, unless a launcher on another machine holds it."""
+    """Hold the run, so that it is not resumed meanwhile, unless a launcher on another machine holds it."""
     return nullcontext() if is_owned(run_dir) else owned(run_dir)
 
 
@@ -130,9 +130,9 @@ def _stop_launcher(launcher: psutil.Process, run_dir: Path) -> None:
 
 
 def reap(hosts: Sequence[AskedHost], *, dry_run: bool = False) -> Reaped:
-    """Remove containers, pods and jobs that no launcher looks after; those of a run with one are all left to it.
+    """Remove containers, pods and jobs without a launcher; a run's launcher keeps all of its own.
 
-    Ranks that still work save a checkpoint, all hosts at once. Raises HostError if a daemon answers and refuses.
+    Ranks that still work save a checkpoint, on all hosts at once. Raises HostError if a daemon answers and refuses.
     """
     containers_by_host, silent = ask(hosts)
     runs = sorted({each.found.run for found in containers_by_host.values() for each in found})
@@ -158,7 +158,7 @@ def reap(hosts: Sequence[AskedHost], *, dry_run: bool = False) -> Reaped:
 
 
 def _keeper(of_run: dict[str, list[OnHost]]) -> str:
-    """Describe the launcher of a run's containers; empty if none lives."""
+    """Return a description of the launcher of a run's containers; empty if none lives."""
     launchers = (launcher_of(each) for found in of_run.values() for each in found)
     return next((words for looked_after, words in launchers if looked_after), "")
 

@@ -1,6 +1,6 @@
-"""A training program of the user's in plan_custom_program of ours: whether it can be started, and on which ranks.
+"""A user's own training program: checks that it can be started, and plans its ranks.
 
-It gets torchrun's environment and the run in MLflow, nothing else of ours: no plan, no shards, no checkpoint to load.
+It gets torchrun's environment and the run in MLflow, and nothing else: no plan, no shards, no checkpoint to load.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from training.tracking.redaction import shown
 
 logger = logging.getLogger(__name__)
 
-SKIPPED = ("tokenize", "plan", "evaluate", "export", "register", "generate")  # data and checkpoints of ours
+SKIPPED = ("tokenize", "plan", "evaluate", "export", "register", "generate")  # Shardline's data and checkpoints
 
 
 class CustomProgramOutcome(Record):
-    """outcome.json: how the run of a user's program ended. `skipped`: the stages that it does not have."""
+    """outcome.json: the result of a user's program. `skipped`: the stages that such a run does not have."""
 
     run_id: str
     mlflow_run_id: str
@@ -43,11 +43,11 @@ class CustomProgramOutcome(Record):
 
 
 def check_custom_program(config: RunConfig) -> None:
-    """Raises ValueError for a program that does not exist or could not reach MLflow."""
+    """Raise ValueError for a program that does not exist or could not reach MLflow."""
     trainer, launch = config.trainer, config.launch
     if launch.launcher == "local":
         if trainer.script and not Path(trainer.script).is_file():
-            raise ValueError(f"trainer.script = {trainer.script} is not there: give the path of a Python file")
+            raise ValueError(f"trainer.script = {trainer.script} does not exist: give the path of a Python file")
         return
     check_tracking(launch)
     if trainer.script:
@@ -55,7 +55,7 @@ def check_custom_program(config: RunConfig) -> None:
 
 
 def check_script(script: Path, launch: LaunchConfig) -> None:
-    """Raises ValueError for a script that no container can see; only hosts know what is in the image."""
+    """Raise ValueError for a script that no container can see. Only hosts know the files of the image."""
     if not script.is_absolute():
         raise ValueError(
             f"trainer.script = {script} is relative: give its path in the container, below {home()} (the shared "
@@ -63,7 +63,7 @@ def check_script(script: Path, launch: LaunchConfig) -> None:
         )
     if script.is_relative_to(home()):
         if not script.is_file():
-            raise ValueError(f"trainer.script = {script} is not there: put it into SHARDLINE_HOME, {home()}")
+            raise ValueError(f"trainer.script = {script} does not exist: put it into SHARDLINE_HOME, {home()}")
         return
     targets = [mount.partition(":")[2] for mount in launch.mounts]
     if not any(script.is_relative_to(target) for target in targets):
@@ -71,8 +71,8 @@ def check_script(script: Path, launch: LaunchConfig) -> None:
 
 
 def check_tracking(launch: LaunchConfig) -> None:
-    """Raises ValueError if a program in containers could not log into the run."""
-    uri, cure = tracking_uri(), "set MLFLOW_TRACKING_URI to a server's, such as http://10.0.0.9:5000"
+    """Raise ValueError if a program in containers could not log to the run."""
+    uri, cure = tracking_uri(), "set MLFLOW_TRACKING_URI to a server's address, such as http://10.0.0.9:5000"
     if urlsplit(uri).scheme not in {"http", "https"}:
         raise ValueError(
             f"a trainer in containers logs into MLflow by itself, and {shown(uri)} is a file of this machine: start "
@@ -98,7 +98,7 @@ def is_loopback(name: str) -> bool:
 def plan_custom_program(
     config: RunConfig, inventory: Inventory, *, run_id: str, mlflow_run_id: str, experiment: tuple[str, str]
 ) -> CustomProgramPlan:
-    """Writes trainer.json: a rank for each device, or parallel.ranks of them. `experiment`: its ID and name.
+    """Write trainer.json: a rank for each device, or parallel.ranks of them. `experiment`: its ID and name.
 
     Raises ValueError for more ranks than there are devices.
     """
@@ -139,13 +139,13 @@ def ranks_by_host(config: RunConfig, inventory: Inventory) -> dict[str, int]:
 
 
 def read_any_plan(run_dir: Path) -> AnyPlan:
-    """The run's latest plan."""
+    """Return the run's latest plan."""
     path = run_dir / TRAINER_PLAN
     return CustomProgramPlan.read(path) if path.exists() else RunPlan.read(run_dir / "plan.json")
 
 
 def replan_custom_program(plan: CustomProgramPlan, inventory: Inventory) -> CustomProgramPlan:
-    """The plan for the hosts there are now; if they have fewer devices than parallel.ranks, it uses all of them."""
+    """Return the plan for the current hosts; if they have fewer devices than parallel.ranks, it uses all of them."""
     devices = sum(len(host.devices) for host in inventory.hosts)
     parallel = plan.config.parallel
     ranks = parallel.ranks if parallel.ranks <= devices else 0

@@ -1,6 +1,6 @@
-"""SHARDLINE_HOME/corrections.json, beside hardware.json: what the last runs measured, by which plans are corrected.
+"""SHARDLINE_HOME/corrections.json, beside hardware.json: measurements of the last runs, which correct plans.
 
-A file that cannot be read or written costs corrections, and never a run. Whoever deletes it forgets.
+If the file cannot be read or written, there are no corrections, and runs continue. To forget them, delete it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from training.tracking.rows import METRICS, read_rows
 logger = logging.getLogger(__name__)
 
 CORRECTIONS = "corrections.json"
-MOST_KEPT = 500  # of all machines; some 0.8 kB each
+MOST_KEPT = 500  # runs, of all machines; some 0.8 kB each
 
 
 def read_measurements(inventory: Inventory) -> tuple[Measurement, ...]:
-    """Those of all runs; none for hosts that were not measured, such as hypothetical ones."""
+    """Return the measurements of all runs; none for hosts that were not measured, such as hypothetical ones."""
     return _read(home() / CORRECTIONS) if machine_of(inventory) else ()
 
 
 def learn(run_dir: Path, result: TrainResult) -> None:
-    """Keep what a run that has just been trained measured, if it tells of later ones; says why not."""
+    """Keep the measurements of a run that has just been trained, if they apply to later runs; otherwise log why not."""
     try:
         plan, rows = read_plan(run_dir), read_rows(run_dir / METRICS)
         if plan is None:
@@ -43,11 +43,11 @@ def learn(run_dir: Path, result: TrainResult) -> None:
     except ValueError as why:
         logger.info("prices: this run does not correct later plans: %s", why)
     except OSError as error:
-        logger.warning("prices: what this run measured could not be kept for later plans (%s)", error)
+        logger.warning("prices: the measurements of this run could not be kept for later plans (%s)", error)
 
 
 def keep(new: Measurement) -> None:
-    """Add `new`, in place of an earlier one of the same run, and drop what no plan would read any more."""
+    """Add `new`, replace an earlier measurement of the same run, and drop those that no plan would read."""
     path = home() / CORRECTIONS
     with exclusive(path.with_name(f".{CORRECTIONS}.lock"), on_wait=lambda: None):
         newest_first = [new, *(each for each in reversed(_read(path)) if each.run_id != new.run_id)]
@@ -66,5 +66,5 @@ def _read(path: Path) -> tuple[Measurement, ...]:
         return ()
     except (ValidationError, OSError) as error:
         why = "it is damaged, or of another version" if isinstance(error, ValidationError) else str(error)
-        logger.warning("prices: %s cannot be read (%s): planning without what earlier runs measured", path, why)
+        logger.warning("prices: %s cannot be read (%s): planning without measurements of earlier runs", path, why)
         return ()

@@ -28,7 +28,7 @@ from training.shards.packing import one_epoch
 
 logger = logging.getLogger(__name__)
 
-# Fields of a plan that a plan for other hosts takes over.
+# Fields that a plan for other hosts copies.
 LAYOUT_FIELDS = {
     "strategy",
     "tp",
@@ -51,7 +51,7 @@ def plan_run(
     shards_dir: Path | None = None,
     steps_in_time: int = 0,
 ) -> RunPlan:
-    """Calls `make_plan`, with the model's config.json if it needs one. Raises ValueError for what cannot work."""
+    """Call `make_plan`, with the model's config.json if it needs one. Raises ValueError for a plan that cannot work."""
     if config.trainer.given:
         raise ValueError("a run with `trainer` has no plan: it gets a rank on each device, or parallel.ranks of them")
     plan = make_plan(
@@ -79,10 +79,11 @@ def write_plan(
     shards_dir: Path,
     changes: Sequence[Change] = (),
 ) -> RunPlan:
-    """Write runs/ID/plan.json, once: a resumed run goes on with the plan it has, unless it is resumed with `changes`.
+    """Write runs/ID/plan.json, once: a resumed run keeps its plan, unless it is resumed with `changes`.
 
     Then the new plan takes its place, the old one becomes plan-1.json (plan-2.json, …), and the changes are added to
-    resume-overrides.json. Raises ValueError for what cannot work, for other tokens, for weights that would not fit.
+    resume-overrides.json. Raises ValueError for a plan that cannot work, for other tokens, and for weights that would
+    not fit.
     """
     kept = read_plan(run.folder)
     if kept is None:
@@ -126,9 +127,9 @@ def _replanned(
     shards: TokenShards,
     shards_dir: Path,
 ) -> RunPlan:
-    """The plan of a resumed run whose config has changed, for the machines there are now, in the same precision.
+    """Return the plan of a resumed run whose config has changed, for the current machines, in the same precision.
 
-    Changes that are exact to the bit keep ranks, threads and micro-batches too, whatever this inventory would suggest.
+    Changes that are exact to the bit also keep ranks, threads and micro-batches, whatever this inventory would suggest.
     Other changes keep the strategy if it still fits, unless they change the layout themselves.
     """
     exact, fields = all(change.effect == "exact" for change in changed), {change.field for change in changed}
@@ -164,19 +165,19 @@ def _replanned(
 
 
 def plan_for_hosts(plan: AnyPlan, inventory: Inventory, *, run_dir: Path, why: str) -> AnyPlan:
-    """The plan of the same run for the hosts there are now. Raises ValueError if it cannot run on them."""
+    """Return the plan of the same run for the current hosts. Raises ValueError if it cannot run on them."""
     if isinstance(plan, CustomProgramPlan):
         return replan_custom_program(plan, inventory)
     return replan(run_dir, inventory=inventory, why=why)
 
 
 def replan(run_dir: Path, *, inventory: Inventory, why: str) -> RunPlan:
-    """The plan for the hosts there are now: the same batches on other ranks, which load the same checkpoint.
+    """Return the plan for the current hosts: the same batches on other ranks, which load the same checkpoint.
 
-    plan.json stays if it was made for these hosts, in any order; otherwise it becomes plan-N.json. A plan that the run
-    had earlier for these hosts is used again, to the thread, so that results are the same to the bit. The strategy is
-    kept if it still fits; otherwise the plan chooses again what the config leaves open. Raises ValueError if the run
-    does not fit on these hosts.
+    plan.json stays if it was made for these hosts, in any order; otherwise it becomes plan-N.json. An earlier plan of
+    the run for these hosts is used again, with the same number of threads, so that results are the same to the bit. The
+    strategy is kept if it still fits; otherwise the planner chooses the open settings again. Raises ValueError if the
+    run does not fit on these hosts.
     """
     kept = RunPlan.read(run_dir / "plan.json")
     if sorted(kept.hosts) == sorted(host.name for host in inventory.hosts):
@@ -184,7 +185,7 @@ def replan(run_dir: Path, *, inventory: Inventory, why: str) -> RunPlan:
     plan = _planned_for(kept, inventory, micro_batch=0)
     trials = read_trials(run_dir)
     more_is_too_much = kept.config.train.micro_batch or (trials is not None and trials.lowered)
-    if more_is_too_much and plan.micro_batch > kept.micro_batch:  # as the user, or a trial, found out
+    if more_is_too_much and plan.micro_batch > kept.micro_batch:  # as the user or a trial found
         share = kept.config.train.global_batch // plan.dp
         fitting = max(size for size in range(1, kept.micro_batch + 1) if share % size == 0)
         plan = _planned_for(kept, inventory, micro_batch=fitting)
@@ -200,7 +201,7 @@ def replan(run_dir: Path, *, inventory: Inventory, why: str) -> RunPlan:
 
 
 def with_micro_batches(plan: RunPlan, micro_batches: tuple[int, ...], *, inventory: Inventory) -> RunPlan:
-    """The same plan with smaller micro-batches and their prediction; none may grow back to its former size."""
+    """Return the same plan with smaller micro-batches and their prediction; none may grow to its earlier size again."""
     alike, pinned = len(set(micro_batches)) == 1, plan.config.model_dump(mode="json")
     for section, chosen in plan.chosen.items():
         pinned[section] |= chosen
@@ -222,7 +223,7 @@ def with_micro_batches(plan: RunPlan, micro_batches: tuple[int, ...], *, invento
 
 
 def _planned_for(kept: RunPlan, inventory: Inventory, *, micro_batch: int) -> RunPlan:
-    """The run's plan for other hosts, in its former layout if possible; `micro_batch` 0: the most that fits."""
+    """Return the run's plan for other hosts, in its earlier layout if possible. `micro_batch` 0: the largest."""
     left_open, shards_dir = kept.config.model_dump(mode="json"), Path(kept.shards_dir)
     asked = kept.config.parallel.ranks if kept.config.parallel.ranks <= inventory.num_devices else 0
     left_open["parallel"] |= {"precision": kept.pinned_precision, "ranks": asked}
@@ -247,7 +248,7 @@ def _planned_for(kept: RunPlan, inventory: Inventory, *, micro_batch: int) -> Ru
 
 
 def _as_before(kept: RunPlan, content: dict[str, Any], planned: Callable[[dict[str, Any]], RunPlan]) -> RunPlan:
-    """The plan with the run's own LAYOUT_FIELDS; if it is not possible, one that chooses them anew and says so."""
+    """Return the plan with the run's LAYOUT_FIELDS; if that is impossible, a plan with other values, and a note."""
     pinned = {
         section: content[section] | {field: value for field, value in chosen.items() if field in LAYOUT_FIELDS}
         for section, chosen in kept.chosen.items()
@@ -255,12 +256,12 @@ def _as_before(kept: RunPlan, content: dict[str, Any], planned: Callable[[dict[s
     try:
         return planned(content | pinned)
     except ValueError as error:
-        plan, why = planned(content), f"layout: chosen anew, because the former one is not possible here: {error}"
+        plan, why = planned(content), f"layout: chosen again, because the earlier one is not possible here: {error}"
         return plan.model_copy(update={"reasons": (*plan.reasons, why)})
 
 
 def _layout(plan: RunPlan) -> dict[str, int]:
-    """The number of ranks by host."""
+    """Return host's name -> number of ranks."""
     return dict(zip(plan.hosts, plan.ranks_per_host, strict=True))
 
 
@@ -273,7 +274,7 @@ def _check_same_tokens(kept: RunPlan, shards: TokenShards) -> None:
 
 
 def _check_same_shape(plan: RunPlan, kept: RunPlan) -> None:
-    """Raises ValueError if the model's weights would have other shapes; its context may differ."""
+    """Raise ValueError if the model's weights would have other shapes; its context may differ."""
     differing = [
         f"{what} {was} -> {now}"
         for (what, was), now in zip(kept.shape, dict(plan.shape).values(), strict=True)
@@ -281,6 +282,6 @@ def _check_same_shape(plan: RunPlan, kept: RunPlan) -> None:
     ]
     if differing:
         raise ValueError(
-            f"the weights of {kept.run_id} do not fit the model as it would be now ({', '.join(differing)}): "
+            f"the weights of {kept.run_id} do not fit the model of the new settings ({', '.join(differing)}): "
             "leave its settings as they were, or start a new run"
         )

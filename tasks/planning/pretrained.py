@@ -1,4 +1,4 @@
-"""The Hugging Face model that a run starts from: its config.json, and whether its vocabulary is that of the tokens."""
+"""Checks the Hugging Face model that a run starts from: its config.json, and that its vocabulary is the tokens'."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def hf_config(model: ModelConfig) -> dict[str, Any] | None:
-    """The config.json of model.path, a local folder or a model on the hub; None if the config needs none."""
+    """Return the config.json of model.path, a local folder or a model on the hub; None if the config needs none."""
     if model.architecture != "path" and model.init != "pretrained":
         return None
     folder = local_copy(model.path, field="model.path")
@@ -26,7 +26,7 @@ def hf_config(model: ModelConfig) -> dict[str, Any] | None:
     if model.init == "pretrained":
         _check_weights(Path(folder).expanduser())
     content: dict[str, Any] = json.loads(path.read_text())
-    if model.dropout:  # older files do not list all of their class's dropouts
+    if model.dropout:  # older files do not list all dropouts of their class
         from transformers import AutoConfig
 
         content = vars(AutoConfig.from_pretrained(folder, trust_remote_code=False)) | content
@@ -34,7 +34,7 @@ def hf_config(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Raises ValueError if train.optimizer_path is no checkpoint."""
+    """Raise ValueError if train.optimizer_path is not a checkpoint."""
     folder = Path(local_copy(config.train.optimizer_path, field="train.optimizer_path"))
     if config.train.optimizer_path and not (folder / "manifest.json").is_file():
         raise ValueError(
@@ -44,27 +44,27 @@ def check_optimizer(config: RunConfig) -> None:
 
 
 def _check_weights(folder: Path) -> None:
-    """Raises ValueError for a local model that has only pickles as weights; for one on the hub the ranks check it."""
+    """Raise ValueError for a local model whose weights are only pickles; for models on the hub the ranks check this."""
     pickles = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(kind))
     if pickles and not any(folder.glob("*.safetensors")):
         raise ValueError(
-            f"model.path = {folder} has its weights as {pickles[0]}, a pickle that may run any code when it is read, "
-            "and no *.safetensors: if you trust its source, load it with transformers once and call "
+            f"model.path = {folder} has no *.safetensors, only {pickles[0]}, a pickle, which may run any code when it "
+            "is read: if you trust its source, load it with transformers once and call "
             "save_pretrained(FOLDER), then give that folder"
         )
     for index in folder.glob("*.safetensors.index.json"):
         named = set(json.loads(index.read_text()).get("weight_map", {}).values())
         if beyond := sorted(name for name in named if Path(name).name != name):
             raise ValueError(
-                f"{index} leads out of its folder, to {beyond[0]}: a model's weights lie beside its config"
+                f"{index} refers to {beyond[0]}, outside its folder: a model's weights must lie beside its config"
             )
 
 
 def check_tokenizer(config: RunConfig, tokenizer: Path | None = None) -> None:
-    """Raises ValueError unless the corpus is tokenized with the vocabulary of the pretrained weights.
+    """Raise ValueError unless the corpus is tokenized with the vocabulary of the pretrained weights.
 
-    `tokenizer`: the tokenizer.json of the token shards; None before there are any, when only settings that cannot give
-    that vocabulary are refused, so that nobody tokenizes a corpus in vain. Vocabularies are compared, not files: the
+    `tokenizer`: the tokenizer.json of the token shards; None before there are shards: then only settings that cannot
+    give that vocabulary are refused, so that no corpus is tokenized in vain. Vocabularies are compared, not files: the
     same tokenizer saved by another version of transformers has other bytes.
     """
     if config.model.init != "pretrained":
@@ -102,7 +102,7 @@ def _check_vocabulary(ours: Path, theirs: Path, *, path: str, cure: str) -> None
 
 
 def same_vocabulary(one: Path, other: Path) -> bool:
-    """Whether two tokenizer.json give the same tokens the same IDs, however they were saved."""
+    """Whether two tokenizer.json files give the same tokens the same IDs, however they were saved."""
     return sha256_file(one) == sha256_file(other) or _vocabulary(one) == _vocabulary(other)
 
 
@@ -114,7 +114,7 @@ def _vocabulary(file: Path) -> dict[str, int]:
 
 
 def _file(path: str, name: str, *, field: str) -> Path | None:
-    """The path of a file of a local model, or of one downloaded from the hub; None if there is no such file."""
+    """Return the path of a file of a local model, or of a hub's model (downloaded); None if there is no such file."""
     path = local_copy(path, field=field)
     folder = Path(path)
     if folder.is_dir():
@@ -126,5 +126,5 @@ def _file(path: str, name: str, *, field: str) -> Path | None:
         return Path(hf_hub_download(path, name))
     except RemoteEntryNotFoundError:
         return None
-    except Exception as error:  # an odd name, no such model, no network: each has a type of its own
-        raise ValueError(f"{field} = {path!r} is neither a folder nor a model that the hub gives ({error})") from error
+    except Exception as error:  # a wrong name, no such model, no network: each raises another type
+        raise ValueError(f"{field} = {path!r} is neither a folder nor a model on the hub ({error})") from error

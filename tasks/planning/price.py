@@ -1,4 +1,4 @@
-"""Prices a run: by its devices before it, by the hours that its stages used them after it."""
+"""Prices a run: before it by its predicted hours, after it by the hours for which its stages used devices."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from training.records.inventory import Device, Inventory
 from training.records.plan import AnyPlan
 from training.records.record import Record
 
-COST = "cost.json"  # in the run folder
-TRAINING = "training"  # the stage whose hours and cost are given per token, too
+COST = "cost.json"  # a file in the run folder
+TRAINING = "training"  # the stage whose hours and cost are also given per token
 
 
 class RunCost(Record):
-    """runs/ID/cost.json, written when a run ends, however it ends: what each stage used devices for, and its cost.
+    """runs/ID/cost.json, written when a run ends, however it ends: each stage's device hours and cost.
 
     `device_hours`: by stage, from the start of its ranks to their end. `cost`: the same, or None if a device has no
-    price. `tokens`: those that training has seen; steps that a failure lost and that were made again count once here,
-    and twice in the hours.
+    price. `tokens`: tokens that training has seen. Steps that a failure lost and that were repeated count once here,
+    but twice in the hours.
     """
 
     device_hours: dict[str, float]
@@ -37,11 +37,11 @@ class RunCost(Record):
 
     @property
     def cost_per_1b_tokens(self) -> float | None:
-        """Cost of training alone; None if it is unknown."""
+        """Return the cost of training alone; None if it is unknown."""
         return None if self.cost is None or not self.tokens else per_1b(self.cost.get(TRAINING, 0.0), self.tokens)
 
     def figures(self) -> dict[str, float]:
-        """The metrics of the MLflow run; those that are unknown are left out."""
+        """Return the metrics for the MLflow run, without unknown ones."""
         known = {
             "cost/device_hours": self.total_device_hours,
             "cost/price": self.total_cost,
@@ -51,16 +51,16 @@ class RunCost(Record):
 
 
 def price_of(device: Device, prices: PricesConfig) -> float | None:
-    """The price of an hour of the device, by its name or else by its kind; None if it has none."""
+    """Return the price of one hour of the device, by its name, otherwise by its kind; None if there is none."""
     return value_for(prices.per_device_hour, name=device.name, kind=device.kind)
 
 
 def price_per_hour(
     prices: PricesConfig, inventory: Inventory, ranks_per_host: Sequence[int]
 ) -> tuple[float | None, str]:
-    """The price of all devices that have ranks, together; None if one has no price.
+    """Return the price per hour of all devices that have ranks, together; None if one has no price.
 
-    The second value is then the reason, if there are prices at all: empty otherwise.
+    The second value is the reason, if there are prices at all; otherwise empty.
     """
     if not prices.per_device_hour:
         return None, ""
@@ -74,12 +74,12 @@ def price_per_hour(
 
 
 def price_per_device(plan: AnyPlan) -> float | None:
-    """The price of an hour of one of the plan's devices, on average."""
+    """Return the average price of one hour of one of the plan's devices."""
     return None if plan.price_per_hour is None else plan.price_per_hour / plan.world_size
 
 
 def attempt_price(plans: Iterable[AnyPlan], ranks: dict[str, int]) -> float | None:
-    """The price of an hour of one device by the first of the plans that has these ranks on these hosts."""
+    """Return the price of one device hour, by the first of the plans that has these ranks on these hosts."""
     had = (plan for plan in plans if dict(zip(plan.hosts, plan.ranks_per_host, strict=False)) == ranks)
     return next(map(price_per_device, had), None)
 

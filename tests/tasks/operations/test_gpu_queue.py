@@ -72,7 +72,7 @@ def test_ranks_that_outlived_their_launcher_are_waited_for(shardline_home: Path)
         devices = LocalDevices(["gpu-0"], run_id="mine-1", held=held)
         try:
             assert str(devices.take()) == (
-                f"run other-1 is dead, but has ranks left (pid {rank.pid}); `shardline stop other-1` ends them"
+                f"run other-1 has ended, but its ranks still run (pid {rank.pid}); `shardline stop other-1` ends them"
             )
             assert "run mine-1" in take("gpu-0", run_id="third-1"), "the place in front is kept"
         finally:
@@ -104,7 +104,7 @@ def test_a_run_that_is_stopped_while_it_waits_can_be_resumed() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(
-        RunStopped, match=r"interrupted while it waited \(run a has gpu-0; stop it\): `shardline resume mine-1`"
+        RunStopped, match=r"interrupted while it waited for GPUs \(run a has gpu-0; stop it\): `shardline resume mine-1`"
     ):
         wait_for_gpus(interrupted, Holder("a", "has gpu-0", "stop it"), run_id="mine-1")
 

@@ -128,7 +128,7 @@ def test_young_runs_the_newest_and_those_at_work_stay(home: Path, make: Callable
     with owned(home / "at work"):
         done = prune(older_than_days=30, keep_newest=2, dry_run=False)
     assert deleted(done) == {"old", "tokens/old"}
-    assert why(done, "at work") == "somebody works on it"
+    assert why(done, "at work") == "a process works on it"
     assert why(done, "newest") == "one of the 2 newest"
 
 

@@ -81,7 +81,7 @@ def test_a_damaged_file_costs_corrections_and_no_plan(
     with caplog.at_level(logging.WARNING):
         plan_run(tiny_config(), inventory=MACHINE)
     assert "it is damaged, or of another version" in caplog.text
-    assert "planning without what earlier runs measured" in caplog.text
+    assert "planning without measurements of earlier runs" in caplog.text
     keep(measured("r1"))
     assert [each.run_id for each in Measurements.read(home / CORRECTIONS).measurements] == ["r1"]
 
@@ -104,7 +104,7 @@ def test_a_disk_that_takes_nothing_is_a_warning(home: Path, caplog: pytest.LogCa
     (home / "long" / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (home / CORRECTIONS).mkdir()  # neither read nor replaced
     learn(home / "long", TrainResult.model_construct(step_ms=5.0, peak_memory_gib=1.0))
-    assert "what this run measured could not be kept" in caplog.text
+    assert "the measurements of this run could not be kept" in caplog.text
 
 
 def test_hosts_are_the_same_machine_in_any_order() -> None:

@@ -84,7 +84,7 @@ def test_what_no_longer_fits_as_it_was_is_chosen_anew_and_said(tmp_path: Path, t
     kept.model_copy(update={"mesh": {"pp": 1, "dp": 1, "tp": 4}}).write(tmp_path / "plan.json")
     now = replan(tmp_path, inventory=first_host(), why="host1 is away")
     assert now.world_size == 2
-    assert any("the former one is not possible here" in reason for reason in now.reasons)
+    assert any("the earlier one is not possible here" in reason for reason in now.reasons)
 
 
 def test_other_hosts_get_other_shares_and_those_that_come_back_their_own(tmp_path: Path, tiny_shards: Path) -> None:

@@ -295,7 +295,7 @@ def test_other_tokens_are_refused(run: Any) -> None:
 
 def test_positions_that_are_weights_cannot_change_even_by_force(run: Any) -> None:
     begun = run(model__architecture="gpt2", model__kv_heads=0)
-    with pytest.raises(ValueError, match=r"do not fit the model as it would be now \(parameters \d+ -> \d+\)"):
+    with pytest.raises(ValueError, match=r"do not fit the model of the new settings \(parameters \d+ -> \d+\)"):
         begun.replan(begun.with_overrides(train__context=32))
 
 
