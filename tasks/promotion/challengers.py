@@ -1,4 +1,4 @@
-"""Finds challengers that wait for their promotion, by webhook or by polling the registry, and starts each one once."""
+"""Finds challengers that wait for a promotion, by webhook or by polling the registry; starts each promotion once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 60.0  # after an attempt that left no verdict, times the number of attempts
+RETRY_S = 60.0  # wait after an attempt without a verdict, times the number of attempts
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,8 @@ class DuePromotion:
 
 @dataclass
 class ChallengerWatcher:
-    """Scans `models` (none: all) every `poll_s`, and at once when `notify` is called.
-
-    `start` starts a promotion and returns a function that says whether it is still running.
+    """Scans `models` (empty: all) every `poll_s`, and at once when `notify` is called. `start` starts a promotion and
+    returns a function that says whether it is still running.
     """
 
     tracking_uri: str
@@ -53,13 +52,16 @@ class ChallengerWatcher:
     _liveness: dict[str, LivenessTracker] = field(default_factory=dict)
 
     def notify(self, model: str, version: int) -> None:
-        """Scan at once, because a webhook reported a challenger; what is true is read from the registry."""
+        """Scan at once, because a webhook reported a challenger.
+
+        The registry, not the webhook, is read for the facts.
+        """
         if not self.models or model in self.models:
             logger.info("webhook: %s/%d is %s", model, version, CHALLENGER)
             self._notifications.put(None)
 
     def run(self, stopped: threading.Event) -> None:
-        """Scan until `stopped` is set. A registry that does not answer is asked again at the next scan."""
+        """Scan until `stopped` is set. If the registry does not answer, the next scan asks again."""
         last_error: type[Exception] | None = None
         while not stopped.is_set():
             try:
@@ -74,7 +76,7 @@ class ChallengerWatcher:
                 self._notifications.get(timeout=self.poll_s)
 
     def scan(self) -> None:
-        """Start a promotion for every model that has one due and none running."""
+        """Start a promotion for every model that needs one and has none running."""
         client = registry_client(self.tracking_uri)
         for model in self.models or [found.name for found in client.search_registered_models()]:
             due = self._due(client, model)
@@ -93,9 +95,9 @@ class ChallengerWatcher:
     def _due(self, client: MlflowClient, model: str) -> DuePromotion | None:
         registered = client.get_registered_model(model)
         if self._liveness.setdefault(model, LivenessTracker()).living(registered.tags):
-            return None  # another process promotes it; should it die, the next scans see that
+            return None  # another process promotes it; if that process ends early, a later scan notices
         if move := unfinished(client, model):
-            return DuePromotion(model, move.version, "its move was interrupted")
+            return DuePromotion(model, move.version, "its promotion was interrupted")
         number = aliases_of(client, model).get(CHALLENGER)
         if number is None or VERDICT in client.get_model_version(model, str(number)).tags:
             return None

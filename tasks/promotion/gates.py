@@ -1,4 +1,4 @@
-"""The gates between challenger and champion: pure functions from figures to one check per gate, with its numbers."""
+"""The gates between challenger and champion: pure functions that turn figures into one check per gate."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from training.config.promotion import GatesConfig, TaskFloor
 
-PASSED, NOT_PASSED = "passed", "not passed"  # what a verdict begins with
+PASSED, NOT_PASSED = "passed", "not passed"  # the first word of a verdict
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model version as the gates see it. `loss`: nats per token over the whole held-out split of `dataset`.
+    """The figures of a model version for the gates. `loss`: nats per token over the whole held-out split of `dataset`.
 
     `tokens`: size of that split; 0: not recorded, as in early versions. `scores`: TASK/METRIC -> value. `by_source`:
     the loss on each source of the split.
@@ -61,7 +61,7 @@ def is_refusal(verdict: str) -> bool:
 
 
 def gate(challenger: Candidate, champion: Candidate | None, *, gates: GatesConfig) -> Verdict:
-    """Check what the records tell: ONNX parity, held-out loss against the champion's, downstream scores."""
+    """Check the gates that need only records: ONNX parity, held-out loss against the champion's, downstream scores."""
     checks = [check_parity(challenger), check_loss(challenger, champion, min_improvement=gates.min_improvement)]
     if gates.max_regression is not None or gates.max_regression_of:
         checks.append(check_sources(challenger, champion, gates=gates))
@@ -76,8 +76,8 @@ def check_parity(challenger: Candidate) -> Check:
 
 
 def check_loss(challenger: Candidate, champion: Candidate | None, *, min_improvement: float) -> Check:
-    """The loss must be `min_improvement` nats per token below the champion's on the same tokens; without a champion,
-    finite."""
+    """Check that the loss is `min_improvement` nats per token below the champion's on the same tokens, or finite
+    without a champion."""
     loss = f"validation loss {challenger.loss:.4f}"
     if not math.isfinite(challenger.loss):
         return Check("loss", False, f"{loss} is not finite")
@@ -100,9 +100,9 @@ def check_loss(challenger: Candidate, champion: Candidate | None, *, min_improve
 
 
 def check_sources(challenger: Candidate, champion: Candidate | None, *, gates: GatesConfig) -> Check:
-    """Check that on no source of the same held-out text the loss exceeds the champion's by more than is allowed."""
+    """Check for each source of the same held-out text that the loss is not worse than the champion's by too much."""
     if champion is None:
-        return Check("sources", True, "there is no champion yet that could be better on a source")
+        return Check("sources", True, "there is no champion yet to compare sources with")
     new, old = challenger.by_source or {}, champion.by_source or {}
     if other := _other_data(challenger, champion):
         return Check("sources", False, f"losses by source cannot be compared: {other}")
@@ -112,8 +112,8 @@ def check_sources(challenger: Candidate, champion: Candidate | None, *, gates: G
         return Check(
             "sources",
             False,
-            f"{unmeasured[0]} was not measured for both: `shardline evaluate {champion.name}@champion` on this text "
-            "does, where the text has such a source",
+            f"{unmeasured[0]} was not measured for both: evaluate both versions on a text with this "
+            f"source (`shardline evaluate {champion.name}@champion --data TEXT`)",
         )
     changes = {name: new[name] - old[name] for name in bounded}
     worse = [
@@ -129,7 +129,7 @@ def check_sources(challenger: Candidate, champion: Candidate | None, *, gates: G
 
 
 def _other_data(challenger: Candidate, champion: Candidate) -> str:
-    """Say why the two losses cannot be compared, and what to do about it; empty if they are of the same tokens."""
+    """Return why the two losses cannot be compared, with the cure; empty if they are of the same tokens."""
     if challenger.dataset != champion.dataset:
         why = f"other data (dataset {challenger.dataset[:12]}, champion's {champion.dataset[:12]})"
     elif challenger.tokens and champion.tokens and challenger.tokens != champion.tokens:
@@ -145,7 +145,7 @@ def _other_data(challenger: Candidate, champion: Candidate) -> str:
 
 
 def check_tasks(scores: Mapping[str, float], floors: tuple[TaskFloor, ...]) -> Check:
-    """Every task of gates.tasks must have been evaluated and reach its score."""
+    """Check that every task of gates.tasks was evaluated and reaches its score."""
     texts = []
     passed = True
     for floor in floors:
@@ -161,7 +161,7 @@ def check_tasks(scores: Mapping[str, float], floors: tuple[TaskFloor, ...]) -> C
 
 
 def check_latency(p95_ms: float | None, *, budget_ms: float) -> Check:
-    """The smoke test's latency in a fresh server must be within the budget; None: it measured none."""
+    """Check that the smoke test's latency in a fresh server is within the budget; None: it was not measured."""
     if p95_ms is None:
         return Check(
             "latency",

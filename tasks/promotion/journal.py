@@ -1,7 +1,7 @@
-"""The journal of a model's champion: one MLflow run per move of the alias, with who, what, when, why, and its stage.
+"""The journal of a model's champion: one MLflow run per change of the alias, with who, what, when, why and its stage.
 
-These runs are never deleted, so they are the history. One that is still RUNNING while nobody holds the lock (lock.py)
-is a move that was interrupted: the next holder of the lock finishes it, or takes it back.
+These runs are never deleted, so they are the history. A run that is still RUNNING while nobody holds the lock (lock.py)
+is an interrupted change: the next holder of the lock finishes or undoes it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 EXPERIMENT = "shardline-promotions"
 Kind = Literal["promotion", "rollback"]
 Stage = Literal["switching", "watching", "taking back", "done"]
-MAX_MOVES = 1000  # of one model, in `history`
+MAX_MOVES = 1000  # entries of one model in `history`
 
 
 class Move(Record):
-    """The alias `champion` moves from version `replaces` (None: it was not set) to `version`.
+    """A change of the alias `champion` from version `replaces` (None: it was not set) to `version`.
 
-    `outcome` is empty while the move is under way; `well`: it ended as it was meant to.
+    `outcome` is empty while the change is in progress; `well`: it ended as intended.
     """
 
     move_id: str
@@ -62,7 +62,7 @@ def begin_move(
     rollout: RolloutConfig,
     prefect_run: str = "",
 ) -> Move:
-    """Write a move to the journal. Call it with the lock held, before the alias moves."""
+    """Write a change to the journal. Call this with the lock held, before the alias changes."""
     tags = {
         "model": model,
         "kind": kind,
@@ -98,13 +98,13 @@ def read_move(client: MlflowClient, move_id: str) -> Move:
 
 
 def unfinished(client: MlflowClient, model: str) -> Move | None:
-    """The move that has no end in the journal; to whoever holds the lock, it is an interrupted one."""
+    """Return the change that has no end in the journal. For the holder of the lock, it is an interrupted one."""
     found = _search(client, f"attributes.status = 'RUNNING' AND tags.`{TAG}move.model` = '{model}'")
     return found[0] if found else None
 
 
 def history(client: MlflowClient, model: str) -> list[Move]:
-    """Every move of the model's champion, latest first."""
+    """Return every change of the model's champion, latest first."""
     return _search(client, f"tags.`{TAG}move.model` = '{model}'")
 
 

@@ -1,4 +1,4 @@
-"""Judges a registered version: reads its records and its terms, and writes each gate's verdict as a tag of it."""
+"""Judges a registered version: reads its records and terms, and writes each gate's verdict as a tag of the version."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Terms(Record):
-    """The terms on which a version may become champion: its config's gates and rollout, and what it scored.
+    """The terms on which a version may become champion: its config's gates and rollout, and its scores.
 
     `by_source`: its loss on each source of its own held-out text.
     """
@@ -57,13 +57,13 @@ def terms_of_run(run: FinishedRun) -> Terms:
 
 
 def note_terms(client: MlflowClient, version: ModelVersion, terms: Terms) -> None:
-    """Record the gates and the rollout with a version: a resume may have changed them since it was registered."""
+    """Record the gates and the rollout with a version: a resume may have changed them since its registration."""
     text = terms.model_dump_json(include={"gates", "rollout"}, exclude_defaults=True)
     client.set_model_version_tag(version.name, version.version, TERMS, text)
 
 
 def terms_of(version: ModelVersion, *, tracking_uri: str) -> Terms:
-    """Read a version's terms from its records; its tag, if it has one, has the latest gates and rollout.
+    """Read a version's terms from its records. If it has the tag, that contains the latest gates and rollout.
 
     Only these sections are parsed, because the plans of older versions have other fields elsewhere.
     """
@@ -91,7 +91,7 @@ def terms_of(version: ModelVersion, *, tracking_uri: str) -> Terms:
 
 @contextmanager
 def _records(version: ModelVersion, *, tracking_uri: str) -> Iterator[Path]:
-    """The version's artifacts/records, on this machine."""
+    """Return the version's artifacts/records, on this machine."""
     with tempfile.TemporaryDirectory() as scratch:
         yield local_folder(version, tracking_uri=tracking_uri, part="artifacts/records", scratch=Path(scratch))
 
@@ -101,7 +101,7 @@ def _scores(report: EvalReport) -> tuple[tuple[str, float], ...]:
 
 
 def candidate(version: ModelVersion, terms: Terms | None = None) -> Candidate:
-    """Read what the gates need from a version's tags. Raises ValueError if Shardline did not register it."""
+    """Read the figures for the gates from a version's tags. Raises ValueError if Shardline did not register it."""
     tags = plain_tags(version)
     if "val_loss" not in tags:
         raise ValueError(
@@ -121,19 +121,19 @@ def candidate(version: ModelVersion, terms: Terms | None = None) -> Candidate:
 
 
 def _loss_by_source(version: ModelVersion) -> dict[str, float]:
-    """The version's loss on each source of its own held-out text; nothing where its records cannot be read."""
-    if text := version.tags.get(f"{TAG}val_loss_by_source"):  # of a version of before 0.2.0
+    """Return the version's loss on each source of its own held-out text; empty if its records cannot be read."""
+    if text := version.tags.get(f"{TAG}val_loss_by_source"):  # a version from before 0.2.0
         return dict(json.loads(text))
     try:
         with _records(version, tracking_uri=tracking_uri()) as records:
             return EvalReport.read(records / "eval.json").loss_by_source
-    except Exception as error:  # of MLflow, of a store, of a record of another version
+    except Exception as error:  # errors of MLflow, of a store, or of records of another version
         logger.info("%s/%s: its losses by source are not known (%s)", version.name, version.version, error)
         return {}
 
 
 def judge_records(client: MlflowClient, version: ModelVersion, *, terms: Terms, champion: int | None) -> Verdict:
-    """Check parity, scores, and the loss against version `champion`'s, on a data set that both were measured on."""
+    """Check parity, scores, and the loss against version `champion`'s, on a data set on which both were measured."""
     new = candidate(version, terms)
     if champion is None:
         return gate(new, None, gates=terms.gates)
@@ -147,14 +147,14 @@ def judge_records(client: MlflowClient, version: ModelVersion, *, terms: Terms, 
 
 
 def _on(candidate: Candidate, dataset: str, losses: Mapping[str, Sequence[Any]]) -> Candidate:
-    loss, tokens, *by_source = losses[dataset]  # versions that were measured before there were sources have two
+    loss, tokens, *by_source = losses[dataset]  # versions from before there were losses by source have two
     return replace(
         candidate, dataset=dataset, loss=loss, tokens=int(tokens), by_source=by_source[0] if by_source else {}
     )
 
 
 def _losses(version: ModelVersion, registered: Candidate) -> dict[str, list[Any]]:
-    """Data set -> loss, number of held-out tokens and loss by source, of all that the version was measured on."""
+    """Return data set -> loss, number of held-out tokens and loss by source, for all measurements of the version."""
     noted = {key.removeprefix(LOSS_ON): text for key, text in version.tags.items() if key.startswith(LOSS_ON)}
     return {dataset: json.loads(text) for dataset, text in noted.items()} | {
         registered.dataset: [registered.loss, registered.tokens, registered.by_source]
@@ -167,7 +167,7 @@ def note_checks(client: MlflowClient, version: ModelVersion, checks: tuple[Check
 
 
 def note_verdict(client: MlflowClient, name: str, number: int, text: str, *, by: str) -> None:
-    """Write the verdict, last of all: a version that has one is judged again only on request."""
+    """Write the verdict, as the last step: a version that has a verdict is judged again only on request."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     client.set_model_version_tag(name, str(number), f"{TAG}judged", f"{now} by {by}")
     client.set_model_version_tag(name, str(number), VERDICT, text[:TAG_CHARS])
@@ -175,7 +175,7 @@ def note_verdict(client: MlflowClient, name: str, number: int, text: str, *, by:
 
 
 def registered_model(client: MlflowClient, name: str, number: int, *, verdict: str | None = None) -> RegisteredModel:
-    """The version with the alias that it has now. `verdict`: default the one in its tags; empty before it is judged."""
+    """Return the version with its current alias. `verdict`: by default from its tags; empty before it is judged."""
     aliases = aliases_of(client, name)
     if verdict is None:
         verdict = client.get_model_version(name, str(number)).tags.get(VERDICT, "")

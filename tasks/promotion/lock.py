@@ -1,8 +1,8 @@
 """The lock on a model's aliases: one promotion or rollback at a time, over all machines that share the registry.
 
 MLflow's tags have no compare-and-set, so each contender writes one tag of its own and reads those of the others. A
-contender first writes that it tries, then reads; if it sees another that tries or holds, it steps back. Two that write
-at the same moment see each other, both step back, and try again after random delays (as in Dekker's and Lamport's
+contender first writes that it tries, then reads; if it sees another one that tries or holds, it withdraws. Two that
+write at the same moment see each other, both withdraw, and try again after random delays (as in Dekker's and Lamport's
 algorithms).
 
 A dead holder's tag is removed at once if its process ran on this machine; otherwise when its heartbeat has not changed
@@ -56,11 +56,11 @@ class LockTag(Record):
 
 
 class LockLost(RuntimeError):
-    """Others removed our tag because its heartbeat stopped, or a rollback asks for the lock."""
+    """Another contender removed this process's tag because its heartbeat stopped, or a rollback asks for the lock."""
 
 
 def current_user() -> str:
-    """USER@HOST, as recorded with a promotion."""
+    """Return USER@HOST, which is recorded with a promotion."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # in a container whose user has no name
@@ -69,13 +69,13 @@ def current_user() -> str:
 
 
 class LivenessTracker:
-    """Tells which contenders are alive, for an observer that reads their tags again and again."""
+    """Finds out which contenders are alive, by reading their tags repeatedly."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[str, float]] = {}  # key -> its value, and when that was first read
+        self._seen: dict[str, tuple[str, float]] = {}  # key -> its value, and the time when this value was first read
 
     def living(self, tags: Mapping[str, str]) -> dict[str, LockTag]:
-        """Key -> lock tag of every living contender, from all tags of a registered model."""
+        """Return key -> lock tag of every living contender, from all tags of a registered model."""
         found = {key: LockTag.model_validate_json(value) for key, value in tags.items() if key.startswith(PREFIX)}
         return {key: tag for key, tag in found.items() if not self._is_dead(key, tags[key], tag)}
 
@@ -90,7 +90,7 @@ class LivenessTracker:
 
 
 class PromotionLock:
-    """Held inside `promotion_lock`. Call `check` before each change of an alias."""
+    """The lock inside `promotion_lock`. Call `check` before each change of an alias."""
 
     def __init__(self, client: MlflowClient, name: str, *, what: str, by: str, urgent: bool) -> None:
         self.who = by
@@ -104,7 +104,7 @@ class PromotionLock:
         self._heartbeat = threading.Thread(target=self._keep_alive, name="promotion-lock", daemon=True)
 
     def check(self) -> None:
-        """Raises LockLost if the lock is no longer ours. Between this check and a change are milliseconds."""
+        """Raise LockLost if this process no longer holds the lock. The change must follow within milliseconds."""
         others = self._others()
         if self.key not in self._tags:
             raise LockLost(
@@ -117,7 +117,7 @@ class PromotionLock:
                 raise LockLost(f"{tag.who} takes over the lock on {self.name}: {tag.what}; {cure}")
 
     def acquire(self) -> None:
-        """Waits for the lock, however long its holder needs."""
+        """Wait for the lock, however long its holder needs."""
         self._write()
         self._heartbeat.start()
         reported = ""
@@ -149,7 +149,7 @@ class PromotionLock:
         return tag.urgent and not self._tag.urgent
 
     def _others(self) -> list[LockTag]:
-        """Tags of the other living contenders; the tags of dead ones are removed."""
+        """Return the tags of the other living contenders; remove the tags of dead ones."""
         self._tags = dict(self.client.get_registered_model(self.name).tags)
         living = self._liveness.living(self._tags)
         for key in self._tags:
@@ -178,7 +178,7 @@ class PromotionLock:
 def promotion_lock(
     client: MlflowClient, name: str, *, what: str, by: str = "", urgent: bool = False
 ) -> Iterator[PromotionLock]:
-    """Hold the lock on `name`'s aliases; waits for its holder. `urgent`: a holder that is not urgent yields it."""
+    """Hold the lock on `name`'s aliases; wait for its holder. `urgent`: a holder that is not urgent gives it up."""
     lock = PromotionLock(client, name, what=what, by=by or current_user(), urgent=urgent)
     try:
         lock.acquire()

@@ -1,7 +1,7 @@
-"""A promotion up to its rollout: the version is found, judged by its gates, and approved.
+"""A promotion up to its rollout: finds the version, checks its gates, and waits for approval.
 
-Whoever changes an alias holds the lock (lock.py), and writes the change to the journal (journal.py) before it is made,
-so that another run finds there how far an interrupted one came.
+A process that changes an alias holds the lock (lock.py), and writes the change to the journal (journal.py) first, so
+that another run can see how far an interrupted one came.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ POLL_S = 2.0  # between two reads of the approval tag
 
 @dataclass(frozen=True)
 class Request:
-    """A user's request to promote a model.
-
-    `who`: the user. `version` None: the challenger. `overrides`: gates.x or rollout.x -> value.
+    """A user's request to promote a model. `who`: the user. `version` None: the challenger. `overrides`: gates.x or
+    rollout.x -> value.
     """
 
     model: str
@@ -50,15 +49,14 @@ class Request:
 
     @property
     def judge_again(self) -> bool:
-        """Whether a version that has a verdict is judged again: only if the request names it or changes something."""
+        """Whether a version that has a verdict is judged again: only if the request names it or changes a setting."""
         return self.version is not None or self.force or bool(self.overrides)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A version before its gates. `champion`: the version it was compared with.
-
-    `decided`: the verdict of a version that has nothing left to do; else empty.
+    """A version before its gates. `champion`: the version that it was compared with. `decided`: the verdict of a
+    version that needs no further step; otherwise empty.
     """
 
     model: str
@@ -80,7 +78,7 @@ class Case:
 
 
 def judge(client: MlflowClient, request: Request, *, tracking_uri: str) -> Case:
-    """Check the gates that need only records first; what passes them is tested in a fresh server."""
+    """Check the gates that need only records first; a version that passes them is tested in a fresh server."""
     version = _requested_version(client, request)
     name, number = version.name, int(version.version)
     champion = aliases_of(client, name).get(CHAMPION)
@@ -111,7 +109,7 @@ def _requested_version(client: MlflowClient, request: Request) -> ModelVersion:
 
 
 def overridden(terms: Terms, overrides: Mapping[str, object]) -> Terms:
-    """`terms` with gates.x and rollout.x replaced. Raises ValueError for a field that does not exist."""
+    """Return `terms` with gates.x and rollout.x replaced. Raises ValueError for a field that does not exist."""
     sections: dict[str, dict[str, object]] = {
         "gates": terms.gates.model_dump(),
         "rollout": terms.rollout.model_dump(),
@@ -135,10 +133,10 @@ def overridden(terms: Terms, overrides: Mapping[str, object]) -> Terms:
 
 
 def check_in_a_fresh_server(name: str, number: int, *, terms: Terms) -> tuple[Check, ...]:
-    """Run the smoke test, and hold its latency against the budget if there is one."""
+    """Run the smoke test, and compare its latency with the budget if there is one."""
     budget = terms.gates.max_p95_ms
     if terms.masked:
-        checks = (Check("smoke", True, "a masked model makes no text: not served"),)
+        checks = (Check("smoke", True, "a masked model makes no text, so it is not served"),)
         return checks + ((check_latency(None, budget_ms=budget),) if budget else ())
     logger.info("smoke test of %s/%d in a fresh server", name, number)
     rollout = terms.rollout
@@ -155,7 +153,7 @@ def check_in_a_fresh_server(name: str, number: int, *, terms: Terms) -> tuple[Ch
 
 
 def approved_by_tag(client: MlflowClient, case: Case) -> Check:
-    """Wait until somebody sets the version's tag to their name."""
+    """Wait until a person sets the version's tag to their name."""
     name, number, timeout_s = case.model, case.version, case.terms.gates.approval_timeout_s
     logger.info("%s/%d waits for its tag %s, up to %g s", name, number, APPROVED, timeout_s)
 
@@ -168,14 +166,14 @@ def approved_by_tag(client: MlflowClient, case: Case) -> Check:
 
 
 def refuse(client: MlflowClient, request: Request, case: Case) -> RegisteredModel:
-    """Record on the version why it does not become champion."""
+    """Record the reason why the version does not become champion."""
     note_checks(client, client.get_model_version(case.model, str(case.version)), case.checks)
     note_verdict(client, case.model, case.version, case.text, by=request.who)
     return registered_model(client, case.model, case.version)
 
 
 def begin(client: MlflowClient, lock: PromotionLock, request: Request, case: Case) -> Move | RegisteredModel:
-    """Write the move to the journal; or return the version as it is, if it may no longer become champion.
+    """Write the change to the journal, or return the version unchanged if it may no longer become champion.
 
     Since it was judged, another version may have become champion, or another process may have judged it.
     """

@@ -1,4 +1,4 @@
-"""Registers a finished run, and promotes it at once where neither a server nor a person is needed for that."""
+"""Registers a finished run, and promotes it at once if that needs neither a server nor a person."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ def register_model(run_dir: Path, *, tracking_uri: str) -> RegisteredModel:
     """Register runs/ID/export/ under the config's name as `challenger`, and as `champion` if it passes its gates.
 
     The version stays challenger without a verdict, for flows/promote.py, if a server follows the champion, if a gate
-    needs a server or a person, or if an earlier move was interrupted. Without a server nobody can be hurt, and a smoke
-    test would cost each run 4 s and more.
-
-    Safe to repeat: a checkpoint of a run has one version, which is judged once; until then the gates of the run's
-    latest plan are in force. Raises ValueError if the run is not finished.
+    needs a server or a person, or if an earlier move was interrupted. If no server follows the champion, no user is
+    affected, and a smoke test would add 4 s and more to each run. It is safe to repeat: a checkpoint of a run has one
+    version, which is judged once; until then the gates of the run's latest plan apply. Raises ValueError if the run is
+    not finished.
     """
     run = read_finished_run(run_dir)
     client = registry_client(tracking_uri)
@@ -51,7 +50,7 @@ def register_model(run_dir: Path, *, tracking_uri: str) -> RegisteredModel:
         logger.info("%s/%d is already registered from this checkpoint, and judged", name, number)
         return registered_model(client, name, number)
     terms = terms_of_run(run)
-    if registered_before:  # a new version's records have them
+    if registered_before:  # the records of a new version contain the gates
         note_terms(client, version, terms)
     with promotion_lock(client, name, what=f"registers {name}/{number}") as lock:
         return _judge(client, lock, version, terms=terms)
@@ -59,13 +58,13 @@ def register_model(run_dir: Path, *, tracking_uri: str) -> RegisteredModel:
 
 def _judge(client: MlflowClient, lock: PromotionLock, version: ModelVersion, *, terms: Terms) -> RegisteredModel:
     name, number = version.name, int(version.version)
-    if VERDICT in client.get_model_version(name, str(number)).tags:  # another process judged it while we waited
+    if VERDICT in client.get_model_version(name, str(number)).tags:  # another process judged it while this one waited
         return registered_model(client, name, number)
     champion, interrupted = aliases_of(client, name).get(CHAMPION), unfinished(client, name)
     if champion == number and not interrupted:  # an earlier registration was killed before it wrote the verdict
         note_verdict(client, name, number, "passed: it is the champion already", by=lock.who)
         return registered_model(client, name, number)
-    client.set_registered_model_alias(name, CHALLENGER, str(number))  # MLflow breaks if two set it at once: lock held
+    client.set_registered_model_alias(name, CHALLENGER, str(number))  # locked: MLflow fails if two set it at once
     if interrupted:
         return registered_model(client, name, number)
     verdict = judge_records(client, version, terms=terms, champion=champion)
@@ -92,9 +91,9 @@ def _judge(client: MlflowClient, lock: PromotionLock, version: ModelVersion, *, 
 
 
 def _needs_promotion(name: str, terms: Terms) -> str:
-    """Say why registration may not move the alias itself; empty if it may."""
+    """Return why registration may not change the alias itself; empty if it may."""
     if terms.gates.approval != "none":
-        return "somebody must approve it"
+        return "a person must approve it"
     if terms.gates.max_p95_ms:
         return "its latency must be measured in a fresh server"
     urls = [server.url for server in servers_of_champion(name, urls=terms.rollout.servers)]

@@ -1,7 +1,7 @@
-"""The rollout of a new champion: the alias moves, then the servers, then they are watched; and the way back.
+"""The rollout of a new champion: switches the alias, waits for the servers, watches them; rolls back if they fail.
 
-The alias `champion` moves here and nowhere else, always for a move that stands in the journal: each step can be done
-again by whoever finishes an interrupted one.
+The alias `champion` changes only here, and always for a change that is in the journal: each step can be repeated by the
+process that finishes an interrupted change.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-POLL_S = 2.0  # between two requests to MLflow while servers are waited for or watched
-MAX_SAMPLES, MAX_SAMPLE_INTERVAL_S = 100, 5.0  # a watch takes so many samples, but not less often than every 5 s
-PATIENCE_S, RETRY_S = 900.0, 5.0  # for an MLflow that is away when a version must be taken back
+POLL_S = 2.0  # between two requests to MLflow during the wait for servers and the watch
+MAX_SAMPLES, MAX_SAMPLE_INTERVAL_S = 100, 5.0  # number of samples in a watch, but at least one every 5 s
+PATIENCE_S, RETRY_S = 900.0, 5.0  # wait for an MLflow that does not answer during a rollback
 
 
 def record_replaced(client: MlflowClient, name: str, number: int, *, replaces: int | None) -> None:
-    """Record which version this one replaces, before it becomes champion: rollbacks follow these records back."""
+    """Record which version this one replaces, before it becomes champion; rollbacks follow these records."""
     client.set_model_version_tag(name, str(number), REPLACES, str(replaces or ""))
 
 
 def set_champion(client: MlflowClient, name: str, number: int) -> None:
-    """Move the alias `champion` in one write, so that there is exactly one champion at any time."""
+    """Change the alias `champion` in one write, so that there is exactly one champion at any time."""
     client.set_registered_model_alias(name, CHAMPION, str(number))
     if aliases_of(client, name).get(CHALLENGER) == number:
         client.delete_registered_model_alias(name, CHALLENGER)
 
 
 def carry_out(client: MlflowClient, lock: PromotionLock, move: Move, *, show: Callable[[str], None]) -> None:
-    """Take a move from the stage that it is in to its end: made and watched, or taken back."""
+    """Continue a change from its stage to its end: made and watched, or rolled back."""
     try:
         if move.stage == "taking back":
             raise RolloutFailed("its process ended during the automatic rollback")
@@ -64,7 +64,10 @@ def carry_out(client: MlflowClient, lock: PromotionLock, move: Move, *, show: Ca
 
 
 def switch(client: MlflowClient, lock: PromotionLock, move: Move) -> Watch:
-    """Move the alias and wait for the servers. Raises RolloutFailed if a server does not serve the version in time."""
+    """Change the alias and wait for the servers.
+
+    Raises RolloutFailed if a server does not serve the version in time.
+    """
     name, number = move.model, move.version
     before: dict[str, Counts] = {}
     for server in servers_of_champion(name, urls=move.rollout.servers):
@@ -73,7 +76,7 @@ def switch(client: MlflowClient, lock: PromotionLock, move: Move) -> Watch:
         except ValueError:
             logger.warning("no baseline from %s: its counters start at zero", server.url)
     lock.check()
-    # A rollback keeps what the version replaced when it was promoted, so that a second rollback goes one further back.
+    # A rollback keeps the record of the version's promotion, so that a second rollback goes one version further back.
     recorded = REPLACES in client.get_model_version(name, str(number)).tags
     if move.replaces != number and (move.kind == "promotion" or not recorded):
         record_replaced(client, name, number, replaces=move.replaces)
@@ -88,7 +91,7 @@ def switch(client: MlflowClient, lock: PromotionLock, move: Move) -> Watch:
 def watch_servers(
     client: MlflowClient, lock: PromotionLock, move: Move, watch: Watch, *, show: Callable[[str], None]
 ) -> None:
-    """Watch for rollout.watch_minutes. Raises RolloutFailed as Watch does, Superseded if somebody moved the alias."""
+    """Watch for rollout.watch_minutes. Raises RolloutFailed as Watch does, Superseded if somebody changed the alias."""
     seconds = 60 * move.rollout.watch_minutes
     servers = servers_of_champion(move.model, urls=move.rollout.servers)
     if not servers or not seconds:
@@ -112,13 +115,12 @@ def watch_servers(
 
 
 class Superseded(Exception):
-    """Somebody else moved the alias, for example in MLflow's pages: their choice stands."""
+    """Somebody else changed the alias, for example in MLflow's pages; their choice stays."""
 
 
 def _ownership_check(client: MlflowClient, lock: PromotionLock, move: Move) -> Callable[[], None]:
-    """A function that raises unless we still hold the lock and the alias is where we put it.
-
-    It asks MLflow at most every POLL_S, and passes while MLflow does not answer.
+    """Return a function that raises unless this process holds the lock and the alias is where it set it. It asks MLflow
+    at most every POLL_S, and does not raise while MLflow does not answer.
     """
     asked_at, warned = 0.0, False
 
@@ -160,7 +162,10 @@ def _log_counts(client: MlflowClient, move: Move, counts: Counts, *, step: int) 
 
 
 def undo_promotion(client: MlflowClient, lock: PromotionLock, move: Move, why: str) -> None:
-    """Make the version before champion again, on the servers too. Waits for MLflow, because they follow its alias."""
+    """Make the earlier version champion again, also on the servers.
+
+    Waits for MLflow, because servers follow its alias.
+    """
     name, number, before = move.model, move.version, move.replaces
     if before is None:
         text = f"kept, though {why}: there is no version to go back to"
@@ -182,7 +187,7 @@ def undo_promotion(client: MlflowClient, lock: PromotionLock, move: Move, why: s
 
 
 def _retry(call: Callable[[], T]) -> T:
-    """Call until MLflow answers, for up to PATIENCE_S."""
+    """Call `action` again until MLflow answers, for up to PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -204,9 +209,8 @@ def finish_interrupted(
     changed: Callable[[RolloutConfig], RolloutConfig] = lambda rollout: rollout,
     show: Callable[[str], None],
 ) -> Move | None:
-    """Finish the model's interrupted move, or take it back; returns the move, None if there was none.
-
-    `changed` may change the rollout that the move began with.
+    """Finish or undo the model's interrupted change; return it, or None if there was none. `changed` may change the
+    rollout settings that the change began with.
     """
     move = unfinished(client, model)
     if move is None:
@@ -224,10 +228,10 @@ def finish_interrupted(
 
 
 def roll_back(model: str, *, to: int | None = None, why: str, tracking_uri: str) -> Move:
-    """Make version `to` (default: the one that the champion replaced) champion without asking the gates.
+    """Make version `to` (default: the one that the champion replaced) champion without checking the gates.
 
-    A promotion that waits for servers or watches them yields its lock. Returns the move, ended.
-    Raises ValueError if there is no such version.
+    A promotion that waits for servers or watches them gives up its lock. Returns the ended change. Raises ValueError if
+    there is no such version.
     """
     client = registry_client(tracking_uri)
     find_version(client, f"{model}/{to}" if to is not None else f"{model}@{CHAMPION}")
@@ -244,7 +248,7 @@ def _begin_rollback(client: MlflowClient, lock: PromotionLock, model: str, *, to
         end_move(client, interrupted, outcome=f"ended by {lock.who}: {why}", well=False)
         note_verdict(client, model, interrupted.version, f"rolled back by {lock.who}: {why}", by=lock.who)
         if to is None and interrupted.kind == "promotion" and champion == interrupted.replaces:
-            return read_move(client, interrupted.move_id)  # it had not moved the alias yet
+            return read_move(client, interrupted.move_id)  # it had not changed the alias yet
     target = replaced_by(client, model, champion) if to is None and champion is not None else to
     if target is None:
         raise ValueError(f"no record of what {model}'s champion (version {champion}) replaced: say --to VERSION")

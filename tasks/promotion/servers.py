@@ -1,4 +1,4 @@
-"""The servers that follow a model's champion: which there are, which version each serves, and how it performs there."""
+"""The servers that follow a model's champion: finds them, their versions, error rates and latencies."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 10.0
 POLL_S = 0.2
-SILENT_S = 30.0  # a server that does not answer for so long, while it is watched, counts as failed
+SILENT_S = 30.0  # during the watch, a server that does not answer for this long counts as failed
 
 
 class RolloutFailed(Exception):
-    """The new version must not stay champion; the message says why."""
+    """The new version must not stay champion; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -44,24 +44,24 @@ class Server:
         return dict(self._get("/health").json())
 
     def version(self) -> int | None:
-        """The version that it serves; None if it does not answer."""
+        """Return the version that it serves; None if it does not answer."""
         try:
             return int(str(self.health()["version"]))
         except (httpx.HTTPError, ValueError, KeyError):
             return None
 
     def metrics(self) -> str:
-        """Its metrics in Prometheus' text format. Raises httpx.HTTPError if it does not answer."""
+        """Return its metrics in Prometheus' text format. Raises httpx.HTTPError if it does not answer."""
         return self._get("/metrics").text
 
     @property
     def crashed(self) -> bool:
-        """True if its process is gone and its descriptor is not: a server that ends in order removes it."""
+        """Whether its process is gone but its descriptor is not: a server that ends regularly removes it."""
         if self.descriptor is None or not self.descriptor.exists():
             return False
         try:
             process = local_process(self.process)
-            return process is None or process.status() == psutil.STATUS_ZOMBIE  # not yet reaped by its parent
+            return process is None or process.status() == psutil.STATUS_ZOMBIE  # its parent has not reaped it yet
         except psutil.NoSuchProcess:
             return True
 
@@ -70,13 +70,13 @@ class Server:
         return bool(self.descriptor and not self.descriptor.exists())
 
     def _get(self, path: str) -> httpx.Response:
-        # trust_env: a proxy of the environment is no way to a server beside us
+        # trust_env: a proxy of the environment cannot reach a server on this machine
         reply = httpx.get(f"{self.url.rstrip('/')}{path}", timeout=REQUEST_TIMEOUT_S, trust_env=False)
         return reply.raise_for_status()
 
 
 def servers_of_champion(name: str, *, urls: Sequence[str] = ()) -> list[Server]:
-    """The servers of this machine that serve NAME's champion, and those of `urls`."""
+    """Return the servers of this machine that serve NAME's champion, and those of `urls`."""
     found = [server for server in _local_servers(name) if not server.crashed]
     known = {server.url.rstrip("/") for server in found}
     return found + [Server(url) for url in urls if url.rstrip("/") not in known]
@@ -87,7 +87,7 @@ def _local_servers(name: str) -> list[Server]:
     for path in sorted((home() / "servers").glob("*.json")):
         try:
             record = ServerRecord.read(path)
-        except FileNotFoundError:  # it has ended since
+        except FileNotFoundError:  # the server has ended meanwhile
             continue
         if parse_ref(record.ref) == (name, CHAMPION) and is_local(record.process):
             found.append(Server(record.url, descriptor=path, process=record.process))
@@ -95,9 +95,8 @@ def _local_servers(name: str) -> list[Server]:
 
 
 def wait_for_switch(name: str, *, version: int, rollout: RolloutConfig, check: Callable[[], None]) -> None:
-    """Wait until every server that follows the champion serves `version`; `check` is called at each poll.
-
-    Raises RolloutFailed if one crashed, or does not serve the version in time.
+    """Wait until every server that follows the champion serves `version`; call `check` at each poll. Raises
+    RolloutFailed if one crashed, or does not serve the version in time.
     """
     deadline = time.monotonic() + rollout.switch_timeout_s
     servers = servers_of_champion(name, urls=rollout.servers)
@@ -106,7 +105,7 @@ def wait_for_switch(name: str, *, version: int, rollout: RolloutConfig, check: C
     while waiting := [server for server in servers if not server.ended and server.version() != version]:
         for server in waiting:
             if server.crashed:
-                raise RolloutFailed(f"the server at {server.url} died while it loaded version {version}")
+                raise RolloutFailed(f"the server at {server.url} crashed while it loaded version {version}")
         if time.monotonic() > deadline:
             versions = ", ".join(f"{server.url} ({server.version() or 'no answer'})" for server in waiting)
             raise RolloutFailed(
@@ -116,12 +115,15 @@ def wait_for_switch(name: str, *, version: int, rollout: RolloutConfig, check: C
         time.sleep(POLL_S)
 
 
-# What they answered
+# Their answers
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Requests that servers have answered from one version. `buckets`: upper bound in seconds -> requests up to it."""
+    """Requests that servers answered with one version.
+
+    `buckets`: upper bound in seconds -> number of requests below it.
+    """
 
     requests: float = 0
     failed: float = 0
@@ -165,7 +167,7 @@ class Counts:
 
 
 def read_counts(text: str, *, version: int) -> Counts:
-    """Counts of one version, from a server's metrics. 5xx replies are failures; 4xx are the client's fault."""
+    """Return the counts of one version, from a server's metrics. 5xx replies are failures, 4xx the clients' errors."""
     requests = failed = 0.0
     buckets: dict[float, float] = {}
     for family in text_string_to_metric_families(text):
@@ -182,7 +184,7 @@ def read_counts(text: str, *, version: int) -> Counts:
 
 
 def baseline(servers: Sequence[Server], *, version: int) -> dict[str, Counts]:
-    """URL -> counts before the switch. Raises ValueError for a server that does not answer."""
+    """Return URL -> counts before the switch. Raises ValueError for a server that does not answer."""
     found = {}
     for server in servers:
         try:
@@ -196,7 +198,7 @@ def baseline(servers: Sequence[Server], *, version: int) -> dict[str, Counts]:
 
 @dataclass
 class Watch:
-    """Error rate and latency of the new version since the switch, over all servers that serve it."""
+    """Measures error rate and latency of the new version since the switch, over all servers that serve it."""
 
     name: str
     version: int
@@ -206,10 +208,13 @@ class Watch:
     answered_at: dict[str, float] = field(default_factory=dict)
 
     def sample(self, servers: Sequence[Server]) -> Counts:
-        """Counts since the switch. Raises RolloutFailed if a server crashed or fell silent, or as `judge` does."""
+        """Return the counts since the switch.
+
+        Raises RolloutFailed if a server crashed or stopped answering, or as `judge` does.
+        """
         for server in servers:
             if server.crashed:
-                raise RolloutFailed(f"the server at {server.url} died while it served version {self.version}")
+                raise RolloutFailed(f"the server at {server.url} crashed while it served version {self.version}")
             self._read(server)
         counts = sum((self.latest[url].since(self.before.get(url, Counts())) for url in self.latest), start=Counts())
         self.judge(counts)
@@ -227,7 +232,7 @@ class Watch:
                 raise RolloutFailed(silence) from None
 
     def judge(self, counts: Counts) -> None:
-        """Raises RolloutFailed if the error rate or the latency of enough requests is out of the rollout's bounds."""
+        """Raise RolloutFailed if the error rate or latency is out of the rollout's bounds after enough requests."""
         if counts.requests < self.rollout.min_requests:
             return
         since = f"of {counts.requests:.0f} requests since the switch"

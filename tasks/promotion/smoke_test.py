@@ -28,7 +28,10 @@ NUM_LAST_LINES = 10
 
 
 class Smoke(Record):
-    """Latencies without the first request's, which warms the server up. `error`: why the test failed, or empty."""
+    """Latencies, without that of the first request, which warms the server up.
+
+    `error`: why the test failed, or empty.
+    """
 
     requests: int
     p50_ms: float
@@ -38,13 +41,13 @@ class Smoke(Record):
 
 
 class SmokeFailed(Exception):
-    """The fresh server did not start, answered wrongly or too late."""
+    """The fresh server did not start, or answered wrongly or too late."""
 
 
 def smoke_test(
     name: str, version: int, *, prompts: Sequence[str], requests: int, timeout_s: float, seed: int = 1337
 ) -> Smoke:
-    """Start a server for the version and send it `requests` requests, one after the other."""
+    """Start a server for the version, and send it `requests` requests one after the other."""
     start, seconds = time.monotonic(), []
     ready_s = 0.0
     deadline = start + timeout_s
@@ -77,13 +80,16 @@ def smoke_test(
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The smallest value that `percent` percent of the values do not exceed (nearest rank); 0 without values."""
+    """Return the smallest value that `percent` percent of the values do not exceed (nearest rank); 0 without values."""
     return round(ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)], 2) if ordered else 0.0
 
 
 @contextmanager
 def fresh_server(ref: str, *, deadline: float) -> Iterator[str]:
-    """Start a server; yields its URL once it is ready. Raises SmokeFailed, with its last lines, if it never is."""
+    """Start a server; yield its URL once it is ready.
+
+    Raises SmokeFailed, with its last lines, if it does not get ready.
+    """
     process = subprocess.Popen(
         [command("shardline"), "serve", ref, "--port", "0", "--stop-with-parent"],
         stdout=subprocess.PIPE,

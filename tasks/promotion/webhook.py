@@ -1,4 +1,4 @@
-"""Receives MLflow's webhooks, which must be signed and recent, each once; and registers one in MLflow.
+"""Receives MLflow's webhooks, each once; they must be signed and recent. Also registers a webhook in MLflow.
 
 MLflow signs `DELIVERY.TIMESTAMP.BODY` by HMAC-SHA256, as `v1,BASE64` (mlflow/webhooks/delivery.py, after Standard
 Webhooks). It sends a delivery up to four times with the same headers: a repeated one is acknowledged and ignored.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SIGNATURE, TIMESTAMP, DELIVERY = "x-mlflow-signature", "x-mlflow-timestamp", "x-mlflow-delivery-id"
-RECENT_S = 300.0  # older ones, and ones from the future, may be replays; MLflow's four tries take under a minute
+RECENT_S = 300.0  # older deliveries, and ones from the future, may be replays; MLflow's four tries take under a minute
 MAX_BODY_BYTES = 100_000
 MIN_SECRET_CHARS = 16
 PATH = "/mlflow"
@@ -50,11 +50,11 @@ def read_secret(path: Path) -> str:
 
 
 class Refused(ValueError):
-    """A delivery that our MLflow did not sign, or that is too old."""
+    """A delivery that the known MLflow did not sign, or that is too old."""
 
 
 def verify(headers: Mapping[str, str], body: bytes, *, secret: str, now: float) -> str:
-    """Check a delivery's signature and age; returns its ID. Raises Refused."""
+    """Check a delivery's signature and age; return its ID. Raises Refused."""
     try:
         delivery, timestamp, signature = headers[DELIVERY], headers[TIMESTAMP], headers[SIGNATURE]
         sent_at = int(timestamp)
@@ -70,7 +70,10 @@ def verify(headers: Mapping[str, str], body: bytes, *, secret: str, now: float) 
 
 
 def build_receiver(*, secret: str, on_challenger: Callable[[str, int], None]) -> FastAPI:
-    """POST /mlflow, GET /health. `on_challenger` gets the name and version of each new challenger."""
+    """Build the application: POST /mlflow, GET /health.
+
+    `on_challenger` gets name and version of each new challenger.
+    """
     app = FastAPI(title="Shardline: challengers", docs_url=None, redoc_url=None, openapi_url=None)
     received: dict[str, float] = {}
 
@@ -99,7 +102,7 @@ def build_receiver(*, secret: str, on_challenger: Callable[[str, int], None]) ->
 
 
 def _challenger(body: bytes) -> tuple[str, int] | None:
-    """Name and version of the new challenger; None if the event is about something else."""
+    """Return name and version of the new challenger; None for other events."""
     try:
         event = json.loads(body)
         data = event["data"]
@@ -111,9 +114,8 @@ def _challenger(body: bytes) -> tuple[str, int] | None:
 
 
 def register_webhook(client: MlflowClient, *, url: str, secret: str) -> None:
-    """Make MLflow send the event to `url`, once however often this is called.
-
-    Raises ValueError, with the server's settings that are needed, if MLflow does not take it.
+    """Make MLflow send the event to `url`; repeated calls register it once. Raises ValueError, with the settings that
+    the server needs, if MLflow refuses.
     """
     from mlflow.exceptions import MlflowException
 
@@ -125,7 +127,7 @@ def register_webhook(client: MlflowClient, *, url: str, secret: str) -> None:
             client.create_webhook(NAME, url, [EVENT], description="Shardline promotes challengers", secret=secret)
     except MlflowException as error:
         raise ValueError(
-            f"MLflow takes no webhook to {url} ({error}): its server must be started with "
+            f"MLflow refuses a webhook to {url} ({error}): its server must be started with "
             "MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY, and for http or private addresses with "
             "MLFLOW_WEBHOOK_ALLOWED_SCHEMES=http,https and MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS=true"
         ) from None

@@ -1,4 +1,4 @@
-"""A run's export as an MLflow model: pyfunc folder with signature and example, linked to its run and its data."""
+"""Logs a run's export as an MLflow model: a pyfunc folder with signature and example, linked to its run and data."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PYFUNC_MODEL = Path(__file__).with_name("pyfunc_model.py")
 GENERATOR = Path(__file__).parents[1] / "inference" / "onnx_generator.py"
 RECORDS = ("plan.json", "result.json", "eval.json")
 METRICS_PER_REQUEST = 1000
-# Packages that a loaded version needs to run. They are listed because MLflow would find them out in a subprocess,
-# which takes 10 s or more.
+# Packages that a loaded version needs. They are listed, because MLflow would otherwise find them in a subprocess, which
+# takes 10 s or more.
 REQUIREMENTS = ("mlflow", "numpy", "onnxruntime", "pandas", "tokenizers")
 
 
@@ -40,7 +40,7 @@ def logged_model(
     run_dir: Path,
     shards_dir: Path,
 ) -> LoggedModel:
-    """Return the MLflow model of `run_dir`/export/, in status READY; a model that an earlier call began is finished."""
+    """Return the MLflow model of `run_dir`/export/, in status READY; finish a model that an earlier call began."""
     checkpoint_sha256 = tags[f"{TAG}checkpoint_sha256"]
     begun = client.search_logged_models(
         [run.info.experiment_id],
@@ -75,8 +75,8 @@ def _save_pyfunc(folder: Path, *, model: LoggedModel, run_dir: Path, shards_dir:
     for name in RECORDS:
         shutil.copy(run_dir / name, records / name)
     shutil.copy(shards_dir / "manifest.json", records / "manifest.json")
-    # MLflow copies every artifact that it gets, and weights may be many GB. So it gets the record only, and the other
-    # files are linked into its folder afterwards.
+    # MLflow copies every artifact that it gets, and weights may be many GB. So it gets only the record; the other files
+    # are linked into its folder afterwards.
     export, stub = run_dir / "export", folder.with_name("export")
     stub.mkdir()
     shutil.copy(export / "export.json", stub)
@@ -103,7 +103,7 @@ def _save_pyfunc(folder: Path, *, model: LoggedModel, run_dir: Path, shards_dir:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make a hard link; copy where the file system has none, or `target` is on another file system."""
+    """Make a hard link, or a copy if the file system has no links or `target` is on another file system."""
     try:
         target.hardlink_to(source)
     except OSError:
@@ -155,7 +155,10 @@ def _link(
 
 
 def _dataset(fingerprint: str, *, shards_dir: Path) -> Dataset:
-    """Return MLflow's entity of the data set. Its digest is the fingerprint's first 36 characters, MLflow's limit."""
+    """Return MLflow's entity of the data set.
+
+    Its digest is the first 36 characters of the fingerprint (MLflow's limit).
+    """
     from mlflow.entities import Dataset
 
     return Dataset(

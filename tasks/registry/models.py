@@ -1,4 +1,4 @@
-"""Reads the MLflow registry: resolves a reference to a version, fetches its files, and traces it back to its run."""
+"""Reads the MLflow registry: finds the version of a reference, fetches its files, and finds the run it came from."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ResolvedModel:
 
 
 def parse_ref(ref: str) -> tuple[str, str | int]:
-    """NAME@alias -> (NAME, alias), NAME/3 -> (NAME, 3), NAME -> (NAME, "champion"). Raises ValueError."""
+    """Split NAME@alias into (NAME, alias), NAME/3 into (NAME, 3), NAME into (NAME, "champion"). Raises ValueError."""
     name, separator, alias = ref.partition("@")
     if separator and name and alias and "/" not in ref:
         return name, alias
@@ -53,7 +53,7 @@ def parse_ref(ref: str) -> tuple[str, str | int]:
 
 
 def find_version(client: MlflowClient, ref: str) -> ModelVersion:
-    """The version that `ref` means now. Raises ValueError, with what there is, if there is none."""
+    """Return the version that `ref` names now. Raises ValueError, with the existing ones, if there is none."""
     from mlflow.exceptions import MlflowException
 
     name, which = parse_ref(ref)
@@ -68,7 +68,7 @@ def find_version(client: MlflowClient, ref: str) -> ModelVersion:
 
 
 def require_model(client: MlflowClient, name: str) -> None:
-    """Raises ValueError, with what there is, if no model has that name."""
+    """Raise ValueError, with the existing models, if no model has that name."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -91,16 +91,16 @@ def _what_there_is(client: MlflowClient, name: str) -> str:
 
 
 def aliases_of(client: MlflowClient, name: str) -> dict[str, int]:
-    """Alias -> version; searched versions do not carry their aliases, the model does."""
+    """Return alias -> version. MLflow's search returns versions without aliases, so the model is read."""
     return {alias: int(version) for alias, version in client.get_registered_model(name).aliases.items()}
 
 
 def resolve(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> ResolvedModel:
-    """The version behind NAME@alias, NAME/3 or NAME (its champion), with its export folder on this machine.
+    """Return the version of NAME@alias, NAME/3 or NAME (its champion), with its export folder on this machine.
 
     Artifacts on a mounted path are used in place. Others are downloaded once, to `cache_dir` (default: a new
-    temporary folder). Raises ValueError if there is no such version, if it has no exported model, or if a file of it is
-    not the one that was registered.
+    temporary folder). Raises ValueError if there is no such version, if it has no exported model, or if a file differs
+    from the registered one.
     """
     client = registry_client(tracking_uri)
     version = find_version(client, ref)
@@ -125,7 +125,7 @@ def resolve(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> Re
 
 
 def _check_files(folder: Path, ref: str) -> None:
-    """Raises ValueError unless every file is the one that was registered: 1 s for 1-2 GB."""
+    """Raise ValueError unless every file equals the registered one; takes 1 s per 1-2 GB."""
     for name, expected in ExportedModel.read(folder / "export.json").files.items():
         path = folder / name
         if path.parent != folder or not path.is_file() or sha256_file(path) != expected:
@@ -136,7 +136,7 @@ def _check_files(folder: Path, ref: str) -> None:
 
 
 def local_folder(version: ModelVersion, *, tracking_uri: str, part: str = "", scratch: Path | None = None) -> Path:
-    """The version's folder, or `part` of it: in place where it is mounted, else downloaded to `scratch`."""
+    """Return the version's folder, or `part` of it: in place if it is mounted, otherwise downloaded to `scratch`."""
     from mlflow.artifacts import download_artifacts
 
     assert version.source, "MLflow has no version without a source"
@@ -149,7 +149,7 @@ def local_folder(version: ModelVersion, *, tracking_uri: str, part: str = "", sc
 
 
 def _cached_folder(version: ModelVersion, *, tracking_uri: str, cache_dir: Path | None) -> Path:
-    """The whole version; what is not mounted is downloaded once."""
+    """Return the folder of the whole version; it is downloaded once unless it is mounted."""
     assert version.source, "MLflow has no version without a source"
     if cache_dir is None or urlparse(version.source).scheme in {"", "file"}:
         return local_folder(version, tracking_uri=tracking_uri)
@@ -164,7 +164,7 @@ def _cached_folder(version: ModelVersion, *, tracking_uri: str, cache_dir: Path 
 
 
 def replaced_by(client: MlflowClient, name: str, version: int) -> int | None:
-    """The version in whose place `version` became champion, as its promotion recorded it; None if there is none."""
+    """Return the version that `version` replaced as champion, by the record of its promotion; None if there is none."""
     from mlflow.exceptions import MlflowException
 
     before = client.get_model_version(name, str(version)).tags.get(REPLACES, "")
@@ -173,16 +173,16 @@ def replaced_by(client: MlflowClient, name: str, version: int) -> int | None:
     except MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
-        return None  # deleted since
+        return None  # it was deleted meanwhile
 
 
 def lineage(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> dict[str, Any]:
-    """Trace a version back to run, config, code, data, tokenizer and checkpoint, as plain JSON values.
+    """Return run, config, code, data, tokenizer and checkpoint of a version, as plain JSON values.
 
     Everything comes from the registry, so it works without the run's folder.
     """
     model = resolve(ref, tracking_uri=tracking_uri, cache_dir=cache_dir)
-    records, tags = model.records_dir, model.tags  # versions of before 0.2.0 have more in their tags
+    records, tags = model.records_dir, model.tags  # versions from before 0.2.0 have more facts in their tags
     plan, result = RunPlan.read(records / "plan.json"), TrainResult.read(records / "result.json")
     shards = TokenShards.read(records / "manifest.json")
     evaluation = EvalReport.read(records / "eval.json")

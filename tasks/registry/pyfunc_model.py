@@ -1,8 +1,8 @@
-"""The code of a registered model version: what `mlflow models serve` and `mlflow.pyfunc.load_model` run.
+"""The code of a registered model version, which `mlflow models serve` and `mlflow.pyfunc.load_model` run.
 
-MLflow copies this file into each version and runs it when the version is loaded, so, unlike any other file here,
-it does something on import: `set_model`. It imports nothing of ours: the generator that the version was registered
-with lies beside it, and two versions with different generators can be loaded into one process.
+MLflow copies this file into each version and runs it when the version is loaded. So, unlike other files here, it acts
+on import: it calls `set_model`. It imports no Shardline package: the generator of the version's registration lies
+beside it, and two versions with different generators can be loaded into one process.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from mlflow.pyfunc import PythonModel, PythonModelContext
 
 
 class RegisteredText(PythonModel):
-    """Column `prompt` in, the text that follows each prompt out."""
+    """Takes a column `prompt`, returns the text that follows each prompt."""
 
     def load_context(self, context: PythonModelContext) -> None:
         spec = importlib.util.spec_from_file_location("generate_of_this_version", context.artifacts["generator"])
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look there for the module they are made in
+        sys.modules[spec.name] = module  # dataclasses look up their module there
         spec.loader.exec_module(module)
         self.generator = module.TextGenerator(context.artifacts["export"])
 

@@ -1,4 +1,4 @@
-"""The registry's vocabulary: aliases, and the tags of a version."""
+"""The names in the registry: aliases, and the tags of a version."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 CHAMPION, CHALLENGER = "champion", "challenger"
-# Tags of a version. Its figures, which people filter by and compare, have no prefix, since MLflow's tables cut long
+# Tags of a version. Its figures, which people filter by and compare, have no prefix, because MLflow's tables cut long
 # names off. Losses are written with repr, so that they read back exactly.
 TAG = "shardline."
 GATE, REPLACES = f"{TAG}gate.", f"{TAG}replaces"
 VERDICT, APPROVED = f"{TAG}verdict", f"{TAG}approved"
 LOSS_ON = f"{TAG}loss_on."
-TERMS = f"{TAG}terms"  # gates and rollout, where a resume changed them after the version was registered
-TAG_CHARS = 5000  # MLflow's limit for a version's tag
+TERMS = f"{TAG}terms"  # gates and rollout, if a resume changed them after the registration
+TAG_CHARS = 5000  # MLflow's limit for the value of a version's tag
 
 
 def plain_tags(version: ModelVersion) -> dict[str, str]:
-    """The version's tags without the prefix: before 0.2.0 figures had it too."""
+    """Return the version's tags without the prefix; before 0.2.0 figures had it too."""
     return {key.removeprefix(TAG): text for key, text in version.tags.items()}
 
 
@@ -36,8 +36,8 @@ def note_evaluation(
     tokens: int,
     by_source: Mapping[str, float] | None = None,
 ) -> None:
-    """Record the version's loss on other held-out tokens: the gates compare two versions where both have one."""
+    """Record the version's loss on other held-out tokens. The gates compare two versions if both have one."""
     text = json.dumps([loss, tokens, by_source or {}])
-    if len(text) > TAG_CHARS:  # hundreds of sources: the gate says that they were not measured
+    if len(text) > TAG_CHARS:  # hundreds of sources: the gate then says that they were not measured
         text = json.dumps([loss, tokens, {}])
     client.set_model_version_tag(name, str(number), f"{LOSS_ON}{dataset}", text)

@@ -1,4 +1,4 @@
-"""A finished run becomes a model version in the MLflow registry; the gates decide whether it is the champion."""
+"""Registers a finished run as a model version in the MLflow registry; the gates decide whether it is the champion."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GAP = "&emsp;"  # MLflow's page shows tables without a space between their columns
+GAP = "&emsp;"  # MLflow's page shows tables without space between columns
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class FinishedRun:
 
 
 def read_finished_run(run_dir: Path) -> FinishedRun:
-    """Read the run's records. Raises ValueError if one is missing, or is of another checkpoint than result.json's."""
+    """Read the run's records. Raises ValueError if one is missing, or if they are of different checkpoints."""
     needed = ("plan.json", "result.json", "eval.json", "export/export.json")
     missing = [name for name in needed if not (run_dir / name).is_file()]
     if missing:
@@ -66,7 +66,7 @@ def read_finished_run(run_dir: Path) -> FinishedRun:
 
 
 def existing_version(client: MlflowClient, run: FinishedRun) -> ModelVersion | None:
-    """The version that an earlier registration of this run and checkpoint made."""
+    """Return the version that an earlier registration of this run and checkpoint made."""
     found = client.search_model_versions(
         f"name = '{run.plan.config.model_name}' AND tags.`{TAG}checkpoint_sha256` = '{run.result.checkpoint_sha256}' "
         f"AND tags.`{TAG}run_id` = '{run.plan.run_id}'"
@@ -95,21 +95,21 @@ def create_version(client: MlflowClient, run: FinishedRun) -> ModelVersion:
             raise
     version = client.create_model_version(
         name,
-        source=model.artifact_location,  # not models:/ID, which MLflow looks up in its global store
+        source=model.artifact_location,  # not models:/ID, because MLflow looks that up in its global store
         run_id=run.plan.mlflow_run_id,
         tags={**tags, f"{TAG}model_id": model.model_id},
         description=described(run, git_commit=mlflow_run.data.tags.get("mlflow.source.git.commit", "unknown")),
         model_id=model.model_id,
     )
     link = json.dumps([{"name": name, "version": version.version}])
-    client.set_logged_model_tags(model.model_id, {"mlflow.modelVersions": link})  # MLflow's UI shows it
+    client.set_logged_model_tags(model.model_id, {"mlflow.modelVersions": link})  # MLflow's UI shows this file
     return version
 
 
 def version_tags(run: FinishedRun) -> dict[str, str]:
-    """Return the tags that people filter and compare versions by, and those that lead back to the run and its data.
+    """Return the tags by which people filter and compare versions, and those that name the run and its data.
 
-    All else is in the version's description, for people, and in its artifacts/records, for the code.
+    All other facts are in the version's description, for people, and in its artifacts/records, for the code.
     """
     report = run.evaluation
     bits_per_byte = {} if report.bits_per_byte is None else {"bits_per_byte": repr(report.bits_per_byte)}
@@ -126,7 +126,7 @@ def version_tags(run: FinishedRun) -> dict[str, str]:
 
 
 def figures_of(run: FinishedRun) -> dict[str, float]:
-    """Metric name -> value: the whole held-out split, each source, each downstream task, and the export's parity."""
+    """Return metric name -> value: of the whole held-out split, each source, each downstream task, and parity."""
     report, parity = run.evaluation, run.export.parity
     found: dict[str, float | None] = {
         "val_loss": report.loss,
@@ -196,5 +196,5 @@ def described(run: FinishedRun, *, git_commit: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """Replace what a metric's name may not have in MLflow: only letters, digits, _ - . and spaces are allowed."""
+    """Replace characters that MLflow refuses in a metric's name: it allows letters, digits, _ - . and spaces."""
     return re.sub(r"[^\w\-. ]", "_", name)

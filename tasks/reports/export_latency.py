@@ -16,7 +16,7 @@ LENGTHS = {"forward": "of {} tokens", "decode": "after {} tokens"}
 
 
 def latency_rows(report: LatencyReport) -> list[dict[str, str]]:
-    """One row per graph, shape and engine: the median time, and how many times torch's speed that is."""
+    """Return one row per graph, shape and engine: the median time, and the speed relative to torch."""
     return [
         {
             "graph": figure.graph,
@@ -36,7 +36,7 @@ def label(figure: LatencyFigure) -> str:
 
 
 def _ms(figure: LatencyFigure) -> str:
-    """The median with three digits: 0.123, 1.23, 12.3, 1234."""
+    """Format a median with three digits: 0.123, 1.23, 12.3, 1234."""
     before_point = len(str(int(figure.median_ms))) if figure.median_ms >= 1 else 0
     return f"{figure.median_ms:.{max(0, 3 - before_point)}f}"
 

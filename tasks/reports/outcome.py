@@ -1,4 +1,4 @@
-"""The outcome of a finished run in one record, and the table that closes it."""
+"""The outcome of a finished run in one record, and the table that is shown at its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from training.records.train_result import TrainResult
 class Outcome(Record):
     """outcome.json: the whole run in one record, for the terminal, --json and the caller of the flow.
 
-    `against_plan` holds what the plan predicted beside what was measured. `spent` is None in those of older versions.
+    `against_plan` has the plan's predictions beside the measurements. `spent` is None in records of older versions.
     """
 
     run_id: str
@@ -42,7 +42,7 @@ class Outcome(Record):
 
 
 def against_plan(plan: RunPlan, result: TrainResult) -> dict[str, float]:
-    """Predicted and measured step time and memory; errors are measured / predicted - 1, in percent.
+    """Return predicted and measured step time and memory; errors are measured / predicted - 1, in percent.
 
     A run that was resumed after its last step has measured no step time.
     """

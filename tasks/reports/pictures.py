@@ -14,8 +14,8 @@ from training.records.train_result import TrainResult
 from training.tracking.rows import read_rows
 
 BLUE, RED, GREY = "#4a6fa5", "#d1603d", "#8a97a5"
-POINTS = 500  # of a curve: what a line of 1,000 pixels can show
-BY_SOURCE = "val_loss/"  # begins the metrics of a mixture's sources
+POINTS = 500  # points of a curve, as many as a line of 1,000 pixels can show
+BY_SOURCE = "val_loss/"  # prefix of the metrics of a mixture's sources
 MOST_SOURCES = 8  # lines of sources in one picture
 FIRST_CJK = "\u2e80"
 
@@ -50,7 +50,7 @@ def _points(rows: Sequence[dict[str, Any]], key: str) -> Points:
 
 
 def thinned(points: Points, most: int = POINTS) -> tuple[Points, Points, Points]:
-    """Lowest, mean and highest value of `most` equal stretches of points; the points themselves if there are fewer."""
+    """Return the lowest, mean and highest value of `most` equal stretches of points; fewer points stay as they are."""
     if len(points) <= most:
         return points, points, points
     edges = [len(points) * place // most for place in range(most + 1)]
@@ -63,7 +63,7 @@ def thinned(points: Points, most: int = POINTS) -> tuple[Points, Points, Points]
 
 
 def _line(axes: Any, points: Points, *, title: str, label: str) -> None:
-    """Draws the mean of each stretch of points, in front of the range of their values."""
+    """Draw the mean of each stretch of points, in front of the range of their values."""
     from matplotlib.ticker import EngFormatter
 
     lowest, means, highest = thinned(points)

@@ -1,4 +1,4 @@
-"""Everything that a run's folder records about the run, finished or not: what report.html is made from."""
+"""Reads everything that a run's folder records about the run, finished or not; report.html is made from it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INTERRUPTIONS = {"failed", "stopped", "killed"}
 
 @dataclass(frozen=True)
 class RunData:
-    """The run's records; one is None or empty if the run did not get that far.
+    """The run's records; a record is None or empty if the run did not get that far.
 
     A run of a user's own program has a `program` instead of a `plan`. `stop_reason`: why the run failed or was stopped;
     empty for one that finished. `earlier_plans`: newest first. `preset`: the config of the preset that has the run's
@@ -61,7 +61,7 @@ class RunData:
 
     @property
     def tokens(self) -> int:
-        """Tokens that training has seen, 0 if that is not known."""
+        """Tokens that training has seen; 0 if that is unknown."""
         logged = next((row["tokens"] for row in reversed(self.rows) if "tokens" in row), 0)
         return self.result.tokens if self.result else int(logged)
 
@@ -80,8 +80,8 @@ class RunData:
     def device_hours(self) -> dict[str, float]:
         """Hours that training, evaluation and export used devices, from the start of their ranks to their end.
 
-        Training is the sum of its attempts, each with its own ranks; one that a kill -9 of the launcher cut short left
-        no record, and is not counted.
+        Training is the sum of its attempts, each with its own ranks. An attempt that ended with kill -9 of the launcher
+        left no record, and is not counted.
         """
         ranks = self.placement.world_size if self.placement else 0
         stages = {TRAINING: ("train", ranks), "evaluation": ("evaluate", ranks), "export": ("export", 1)}
@@ -92,9 +92,8 @@ class RunData:
 
     @property
     def cost(self) -> RunCost:
-        """The device hours and their cost: of attempts by the plan that each had, of all else by the latest.
-
-        Where a stage leaves some of the plan's devices idle, as an export does, the mean of their prices counts.
+        """The device hours and their cost: attempts are priced by their own plans, all others by the latest plan. If a
+        stage leaves some of the plan's devices idle, as an export does, the mean of the devices' prices counts.
         """
         cost: dict[str, float] | None = {}
         for stage, hours, price in self._priced_hours():
@@ -103,7 +102,7 @@ class RunData:
         return RunCost(device_hours=self.device_hours, cost=cost or None, currency=currency, tokens=self.tokens)
 
     def _priced_hours(self) -> Iterator[tuple[str, float, float | None]]:
-        """(stage, device hours, price of one)."""
+        """Return (stage, device hours, price of one hour)."""
         if self.placement is None:
             return
         for stage, hours in self.device_hours.items():
@@ -156,7 +155,7 @@ def read_run_data(
 
 
 def _registered(path: Path) -> RegisteredModel | None:
-    """The version in the run's outcome; if a finished run was resumed, the version that it had registered before."""
+    """Return the version in the run's outcome; after a resume of a finished run, its earlier version."""
     if not path.exists():
         return None
     outcome = Outcome.read(path)

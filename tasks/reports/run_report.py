@@ -1,4 +1,4 @@
-"""report.html: one page about a run, for a reader who was not there and has two minutes."""
+"""report.html: one page about a run, for a reader who did not follow it and has two minutes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def write_report(data: RunData) -> list[Path]:
 
 
 def _tiles(data: RunData) -> Iterator[tuple[str, str]]:
-    """(label, value) of the figures that the page shows large."""
+    """Return (label, value) of the figures that the page shows in large type."""
     report, result = data.evaluation, data.result
     if report:
         yield "held-out loss, nats per token", f"{report.loss:.3f}"
@@ -91,7 +91,7 @@ def _latency(report: LatencyReport | None, picture: Path) -> dict[str, Any]:
 
 
 def _plan_errors(plan: RunPlan, result: TrainResult) -> list[TextRow]:
-    """(quantity, predicted, measured, difference)."""
+    """Return rows of (quantity, predicted, measured, difference)."""
     found, predicted = against_plan(plan, result), plan.predicted
     rows = [("peak memory of a rank", found["predicted_memory_gib"], result.peak_memory_gib, "{:.2f} GiB")]
     if result.step_ms:
@@ -131,7 +131,7 @@ def _preset_changes(data: RunData, config: dict[str, Any]) -> str | None:
 
 
 def changed(config: dict[str, Any], defaults: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(field, value, default) of each field whose value is not the default."""
+    """Return (field, value, default) of each field whose value is not the default."""
     usual = dict(flattened(defaults))
     return [
         (field, _literal(value), _literal(usual.get(field)))
@@ -145,7 +145,7 @@ def _literal(value: Any) -> str:
 
 
 def _events(data: RunData) -> list[TextRow]:
-    """(time, event, checkpoint, reason) of the run's history and of its attempts on hosts, in order."""
+    """Return (time, event, checkpoint, reason) of the run's history and of its attempts on hosts, in order."""
     rows: list[TextRow] = [
         (
             event.at.replace("T", " ").partition("+")[0],
@@ -165,7 +165,7 @@ def _events(data: RunData) -> list[TextRow]:
 
 
 def _cost(spent: RunCost, device: str) -> list[TextRow]:
-    """(stage, device hours, cost), in all, and of training per 1B tokens; without costs where they are unknown."""
+    """Return (stage, device hours, cost), their total, and training's per 1B tokens; without unknown costs."""
     hours, cost = dict(spent.device_hours), dict(spent.cost or {})
     if len(hours) > 1:
         hours["total"], cost["total"] = spent.total_device_hours, sum(cost.values())
@@ -194,7 +194,7 @@ def _lineage(data: RunData) -> Iterator[tuple[str, str]]:
 
 
 def _commands(data: RunData) -> Iterator[tuple[str, str]]:
-    """(purpose, command) of what a reader may want to do next with the run."""
+    """Return (purpose, command) for the next steps that a reader may want to take with the run."""
     shardline, run_id, model = command("shardline"), shlex.quote(data.run.run_id), data.model
     if data.result and data.program is None and not data.stop_reason:
         settings = "train.target_minutes=0 " if data.config.train.target_minutes else ""

@@ -6,13 +6,12 @@ from training.config.launch import Cause
 
 
 class RunStopped(Exception):
-    """The run was asked to stop and did; the message says where it can be taken up again."""
+    """The run was asked to stop, and stopped; the message says how to continue it."""
 
 
 class RunFailed(RuntimeError):
-    """No other attempt was worth making, or they were used up; the message has cause, cure and last lines.
-
-    `detail`: where it began and what was said there, in one line.
+    """Another attempt cannot help, or all attempts were used up; the message has cause, cure and last lines. `detail`:
+    the place of the failure and its message, in one line.
     """
 
     def __init__(self, message: str, *, cause: Cause, detail: str = "") -> None:

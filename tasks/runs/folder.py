@@ -16,19 +16,19 @@ def read_plan(run_dir: Path) -> RunPlan | None:
 
 
 def earlier_plans(run_dir: Path) -> list[RunPlan]:
-    """The plans that plan.json has replaced, newest first."""
+    """Return the plans that plan.json has replaced, newest first."""
     paths = sorted(run_dir.glob("plan-*.json"), key=lambda path: int(path.stem.removeprefix("plan-")), reverse=True)
     return [RunPlan.read(path) for path in paths]
 
 
 def latest_config(run_dir: Path, *, begun_with: RunConfig) -> RunConfig:
-    """Return the plan's config, which a resume may have replaced; without a plan, the one that the run began with."""
+    """Return the plan's config, which a resume may have changed; without a plan, the config that the run began with."""
     plan = read_plan(run_dir)
     return plan.config if plan else begun_with
 
 
 def steps_done(run_dir: Path) -> int:
-    """Step of the newest checkpoint."""
+    """Return the step of the newest checkpoint."""
     return max((int(path.name) for path in (run_dir / "checkpoints").glob("[0-9]*")), default=0)
 
 

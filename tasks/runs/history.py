@@ -1,4 +1,4 @@
-"""runs/ID/history.json: when a run was begun, stopped, killed, resumed and done."""
+"""runs/ID/history.json: the times at which a run was started, stopped, killed, resumed and finished."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENDINGS: dict[str, What] = {"FINISHED": "done", "FAILED": "failed", "KILLED": "s
 
 
 class Event(Record):
-    """`step`: of the newest checkpoint then. `commit`: of the code, at a start. A kill is noted by the next start."""
+    """`step`: the newest checkpoint at that time. `commit`: of the code, at a start. The next start records a kill."""
 
     what: What
     at: str
@@ -38,7 +38,7 @@ def history(run_dir: Path) -> tuple[Event, ...]:
 
 
 def note(run_dir: Path, what: What, *, why: str = "", commit: str = "") -> None:
-    """Add an event; on a full disk that is skipped with a warning, so that the run goes on."""
+    """Add an event; on a full disk it is skipped with a warning, so that the run continues."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     event = Event(what=what, at=now, step=steps_done(run_dir), why=why, commit=commit)
     try:
@@ -52,5 +52,5 @@ def note_start(run_dir: Path, *, commit: str) -> None:
 
 
 def note_end(run_dir: Path, *, status: str, cause: str, why: str) -> None:
-    """`status`: MLflow's."""
+    """Add the end of the run. `status`: MLflow's."""
     note(run_dir, "killed" if cause == "killed" else ENDINGS[status], why=why)

@@ -1,4 +1,4 @@
-"""The process that drives a run, its helpers, and the launcher of its ranks, as the run's folder names them."""
+"""Reads from a run's folder which process drives the run, its helpers, and the launcher of its ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from training.records.record import Record
 class Owner(Record):
     """runs/ID/owner.json: the process that drives the run, its helpers (Prefect's embedded server), its flow run.
 
-    `flow_run_starts`: how often Prefect had started that one by then, as Retry starts it again; 0: not known.
+    `flow_run_starts`: how often Prefect had started the flow run by then (Retry starts it again); 0: unknown.
     """
 
     process: str
@@ -34,13 +34,13 @@ def claim(folder: Path, *, flow_run: str, flow_run_starts: int) -> None:
 
 
 def owner_record(folder: Path) -> Owner | None:
-    """The record of the process that drives the run, or did last."""
+    """Return the record of the process that drives the run, or drove it last."""
     path = folder / "owner.json"
     return Owner.read(path) if path.exists() else None
 
 
 def end_orphans(folder: Path) -> None:
-    """End the helpers of a killed owner: its embedded server would listen, and hold its database, for ever."""
+    """End the helpers of a killed owner: its embedded server would otherwise listen, and lock its database, forever."""
     owner = owner_record(folder)
     for key in owner.children if owner else ():
         if orphan := local_process(key):
@@ -54,7 +54,7 @@ class RanksLauncher(Record):
 
 
 def owner_process(run_dir: Path) -> psutil.Process | None:
-    """The process of this machine that works on the run; None if there is none, or it is through with it."""
+    """Return the process of this machine that works on the run; None if there is none, or if it has finished."""
     path = run_dir / "owner.json"
     process = local_process(Owner.read(path).process) if path.exists() else None
     return process if process is not None and is_owned(run_dir) else None
@@ -68,7 +68,7 @@ def ranks_launcher(run_dir: Path) -> psutil.Process | None:
 def ranks_may_work(run_dir: Path) -> bool:
     """Whether ranks may still write rows after their launcher was killed: processes here, or containers elsewhere.
 
-    Containers end once their lease has not been renewed for lease_s, and have grace_s for a last checkpoint then.
+    Containers end once their lease has not been renewed for lease_s; they then have grace_s for a last checkpoint.
     """
     return ranks_launcher(run_dir) is not None or any(
         lease_age_s(lease) < max((task.lease_s + task.grace_s for task in tasks_of(lease.parent)), default=0.0)
@@ -77,11 +77,11 @@ def ranks_may_work(run_dir: Path) -> bool:
 
 
 def lease_age_s(lease: Path) -> float:
-    """Seconds since the lease was renewed; hosts' clocks may differ by some."""
+    """Return the seconds since the lease was renewed; hosts' clocks may differ by some seconds."""
     return time.time() - lease.stat().st_mtime
 
 
 def tasks_of(attempt: Path) -> list[NodeTask]:
-    """The tasks of an attempt's nodes, from its folder."""
+    """Return the tasks of an attempt's nodes, from its folder."""
     paths = [path for path in attempt.glob("*.json") if not path.name.endswith((".end.json", "attempt.json"))]
     return [NodeTask.read(path) for path in paths]

@@ -1,6 +1,6 @@
-"""Judges which settings a resume may change: a table over all fields of the config, and a verdict on each change.
+"""Decides which settings a resume may change: a table over all fields of the config, and a verdict for each change.
 
-A change is exact if the run goes on as if it had had the new value from its first step on: same weights, same losses.
+A change is exact if the run continues as if it had had the new value from its first step: same weights, same losses.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Effect = Literal["exact", "rounding", "schedule", "breaks", "refused"]
 
 NEW_RUN = "a new run with model.init=pretrained model.path=RUN/export can"
 SAME_TOKENS = "the tokens must be the same, which is checked"
-OTHER_TEXT = "from here on other sequences: some text comes twice, or never"
-OTHER_UPDATES = "an optimizer that had this from its first step on would be elsewhere"
+OTHER_TEXT = "later steps get other sequences: some text is seen twice, or never"
+OTHER_UPDATES = "an optimizer with this setting from the first step would have other weights"
 
-# exact: see above. rounding: but for the order in which numbers are summed, and for which units are dropped.
-# schedule: exact if the steps that are done would have had the same learning rates and sources, else it breaks.
-# breaks: no run that never stopped would have gone on so; needs --force. refused: not even then.
-# The first row that a field matches counts.
+# exact: see above. rounding: exact except for the order of sums and for the units that dropout drops.
+# schedule: exact if the finished steps would have had the same learning rates and sources; otherwise it breaks.
+# breaks: results differ from a run that never stopped; needs --force. refused: not even with --force.
+# The first row that matches a field counts.
 TABLE: tuple[tuple[str, Effect, str], ...] = (
-    ("name", "refused", "the run is known by it"),
-    # its text
+    ("name", "refused", "the run is identified by it"),
+    # the text
     ("data.path", "exact", SAME_TOKENS),
     ("data.hub_revision", "exact", SAME_TOKENS),
     ("data.sources.*.path", "exact", SAME_TOKENS),
@@ -46,12 +46,12 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("data.processes", "exact", ""),
     ("data.engine.*", "exact", ""),
     ("data.*", "refused", f"the tokens would be others; {NEW_RUN} learn from them"),
-    # its model
-    ("model.dropout", "breaks", "other units are dropped from here on"),
-    ("model.rope_theta", "breaks", "layers meet other positions than they were trained with"),
-    ("model.path", "breaks", "weights are the checkpoint's, all else comes from there; its shape must be the same"),
+    # the model
+    ("model.dropout", "breaks", "dropout drops other units in later steps"),
+    ("model.rope_theta", "breaks", "layers see positions on which they were not trained"),
+    ("model.path", "breaks", "weights are the checkpoint's, other files come from there; its shape must be equal"),
     ("model.*", "refused", "the checkpoint's weights would not fit"),
-    # how long it takes, and how fast it learns
+    # the length of training, and its learning rates
     ("train.steps", "schedule", ""),
     ("train.max_tokens", "schedule", ""),
     ("train.max_epochs", "schedule", ""),
@@ -63,22 +63,22 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("train.decay_steps", "schedule", ""),
     ("train.cooldown_steps", "schedule", ""),
     ("train.max_hours", "exact", ""),
-    ("train.on_nonfinite", "exact", "steps that were left out stay left out"),
+    ("train.on_nonfinite", "exact", "skipped steps stay skipped"),
     ("train.log_every_steps", "exact", ""),
-    # what a step is
+    # the definition of a step
     ("train.context", "breaks", OTHER_TEXT),
     ("train.global_batch", "breaks", OTHER_TEXT),
     ("train.packing", "breaks", OTHER_TEXT),
-    ("train.seed", "breaks", "another order of data, other dropout and masks from here on"),
-    ("train.mask_fraction", "breaks", "other masks from here on"),
+    ("train.seed", "breaks", "later steps have another order of data, other dropout and other masks"),
+    ("train.mask_fraction", "breaks", "later steps have other masks"),
     ("train.beta1", "breaks", OTHER_UPDATES),
     ("train.beta2", "breaks", OTHER_UPDATES),
     ("train.weight_decay", "breaks", OTHER_UPDATES),
     ("train.clip_norm", "breaks", OTHER_UPDATES),
     ("train.optimizer_path", "breaks", OTHER_UPDATES),
-    ("train.freeze", "breaks", "fewer parameters are trained from here on"),
-    ("parallel.precision", "breaks", "other arithmetic from here on"),
-    # who does it, and how
+    ("train.freeze", "breaks", "later steps train fewer parameters"),
+    ("parallel.precision", "breaks", "later steps use other arithmetic"),
+    # the machines, and the way of training
     ("train.micro_batch", "rounding", ""),
     ("train.micro_batch_trial", "rounding", ""),
     ("train.activation_checkpointing", "rounding", ""),
@@ -86,9 +86,9 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("train.deterministic", "rounding", ""),
     ("parallel.timeout_s", "exact", ""),
     ("parallel.*", "rounding", ""),
-    # what is seen and kept of it
+    # output and files
     ("checkpoint.*", "exact", ""),
-    ("evaluation.quick_sequences", "exact", "but its validations and the earlier ones are of unlike text"),
+    ("evaluation.quick_sequences", "exact", "but its validations are of other text than the earlier ones"),
     ("evaluation.*", "exact", ""),
     ("profile.*", "exact", ""),
     ("export.*", "exact", ""),
@@ -104,7 +104,7 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
 NOTHING_DONE: tuple[Effect, str] = ("exact", "")
 WORDS: dict[Effect, str] = {
     "exact": "exact",
-    "rounding": "exact up to rounding and to which units are dropped",
+    "rounding": "exact up to rounding and to the units that dropout drops",
     "breaks": "breaks exactness",
     "refused": "cannot be changed",
 }
@@ -123,7 +123,7 @@ class Change(Record):
 
 
 class Resumption(Record):
-    """A resume with other settings: what changed before the step after `after_step`."""
+    """A resume with other settings: the changes that apply after step `after_step`."""
 
     after_step: int
     at: str
@@ -141,7 +141,10 @@ class Resumptions(Record):
 
 
 def changes(run_dir: Path, config: RunConfig, *, begun_with: RunConfig) -> tuple[Change, ...]:
-    """The changes that `config` makes to the run; writes nothing. Raises ValueError for those that no run can take."""
+    """Return the changes that `config` makes to the run; write nothing.
+
+    Raises ValueError for changes that are refused.
+    """
     plan = read_plan(run_dir)
     old = latest_config(run_dir, begun_with=begun_with).model_dump(mode="json")
     new = dict(flattened(config.model_dump(mode="json")))
@@ -160,7 +163,9 @@ def changes(run_dir: Path, config: RunConfig, *, begun_with: RunConfig) -> tuple
         for (field, before, after), (effect, note) in zip(changed, effects, strict=True)
     )
     if refused := [change for change in found if change.effect == "refused"]:
-        raise ValueError("\n".join([f"a run cannot be resumed so; start a new one: {change}" for change in refused]))
+        raise ValueError(
+            "\n".join([f"a run cannot be resumed like this; start a new one: {change}" for change in refused])
+        )
     return found
 
 
@@ -170,7 +175,7 @@ def accepted(run_dir: Path, config: RunConfig, *, begun_with: RunConfig, force: 
     breaking = [str(change) for change in found if change.effect == "breaks"]
     if breaking and not force:
         refusal = (
-            "not resumed: by these changes the results differ from a run that never stopped; undo them, or add --force:"
+            "not resumed: with these changes results differ from a run that never stopped; undo them, or add --force:"
         )
         raise ValueError("\n".join([refusal, *breaking]))
     return found
@@ -193,13 +198,13 @@ def _on_schedule(plan: RunPlan, config: RunConfig, *, done: int) -> tuple[Effect
         )
     full = done * plan.config.train.global_batch
     if plan.sequences < full <= sequences:
-        return "breaks", f"step {done} was the last, and took only the rest of the data, not a whole batch"
+        return "breaks", f"step {done} was the last one, and used only the rest of the data, not a whole batch"
     if plan.mixture and epoch is not None:
         _, mixture = plan_sources(
             config.data, epoch, steps=steps, sequences=sequences, global_batch=plan.config.train.global_batch
         )
         if _until(mixture, done) != _until(plan.mixture, done):
-            return "breaks", f"the {done} steps that are done would have had other shares of the sources"
+            return "breaks", f"the {done} finished steps would have had other shares of the sources"
     had = [learning_rate(step, plan.config.train, steps=plan.steps) for step in range(done)]
     would = [learning_rate(step, config.train, steps=steps) for step in range(done)]
     if had == would:
@@ -210,7 +215,7 @@ def _on_schedule(plan: RunPlan, config: RunConfig, *, done: int) -> tuple[Effect
 
 
 def steps_in_time(plan: RunPlan, config: RunConfig) -> int:
-    """The limit by train.target_minutes of a resumed run: the plan's own, unless `config` has other minutes."""
+    """Return a resumed run's limit of steps by train.target_minutes: the plan's, unless `config` has other minutes."""
     if config.train.target_minutes == plan.config.train.target_minutes:
         return plan.steps_in_time
     return steps_that_fit(config.train, step_s=plan.predicted.step_ms / 1000)
@@ -221,7 +226,7 @@ def _until(mixture: Sequence[MixturePhase], steps: int) -> list[MixturePhase]:
 
 
 def _cure(plan: RunPlan, config: RunConfig) -> str:
-    """The setting that trains longer and keeps the decay as it is; empty if there is none."""
+    """Return the setting that trains longer and keeps the decay; empty if there is none."""
     kept = plan.config.train
     wanted = {"steps", "max_tokens", "max_epochs", "target_minutes"}
     same = kept.model_dump(exclude=wanted) == config.train.model_dump(exclude=wanted)
@@ -229,10 +234,10 @@ def _cure(plan: RunPlan, config: RunConfig) -> str:
 
 
 def _with_freeze(change: Change) -> Change:
-    """Refuse to unfreeze parameters: they have no AdamW moments to go on with."""
+    """Refuse to unfreeze parameters, because the checkpoint has no AdamW moments for them."""
     if change.field != "train.freeze" or set(change.old) <= set(change.new):
         return change
-    note = f"the checkpoint has no optimizer state of what was frozen; {NEW_RUN} train it"
+    note = f"the checkpoint has no optimizer state for frozen parameters; {NEW_RUN} train them"
     return change.model_copy(update={"effect": "refused", "note": note})
 
 
@@ -240,7 +245,7 @@ def _shown(value: Any) -> str:
     return repr(value) if isinstance(value, (str, list)) else str(value)
 
 
-# What the run folder holds
+# Records in the run folder
 
 
 def read_resumptions(run_dir: Path) -> Resumptions:

@@ -1,6 +1,6 @@
-"""Watches a run while it trains: says so once when no step comes for too long, and when its disk will be full.
+"""Watches a run while it trains: reports once when no step comes for too long, and when its disk will be full.
 
-A thread of its own looks, since what is missing calls nobody; it reads no file of the run but the sizes in its folder.
+It needs its own thread, because a missing step triggers nothing. It reads only the sizes of files in the run's folder.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 DISK_EVERY_S = 30.0
-RATE_AFTER_S = 600.0  # a shorter time says little of how fast others fill the disk
-RECENT_ROWS = 50  # whose median is the usual time of a step
+RATE_AFTER_S = 600.0  # over a shorter time, the rate of other processes' writes is uncertain
+RECENT_ROWS = 50  # the median of this many is the usual time of a step
 GIB = 2**30
 
 
 class StallDetector:
-    """Compares the time since the last row of metrics with what a step usually takes. Pure: `now` is given."""
+    """Compares the time since the last row of metrics with the usual time of a step. Pure: `now` is given."""
 
     def __init__(self, alerts: AlertsConfig, *, steps: int) -> None:
         self.alerts, self.steps = alerts, steps
@@ -42,16 +42,16 @@ class StallDetector:
         self.steps_per_row, self.reported = 1, False
 
     def add(self, step: int, *, now: float) -> None:
-        """A row of metrics of `step` has come. A step that is not newer than the last one began an attempt anew."""
+        """Note a row of metrics of `step`. If the step is not newer than the last one, a new attempt has begun."""
         if step > self.step >= 0:
             self.steps_per_row = step - self.step
-            if not self.reported:  # or the time of the stall would count as usual
+            if not self.reported:  # otherwise the time of the stall would count as usual
                 self.step_s.append((now - self.seen_at) / self.steps_per_row)
         if step != self.step:
             self.step, self.seen_at, self.reported = step, now, False
 
     def limit_s(self) -> float | None:
-        """Seconds after the last row at which the run counts as stuck; None until two rows have come, and at the end.
+        """Return the seconds after the last row at which the run counts as stuck; None before two rows, and at the end.
 
         The next row is due only after as many steps as lie between two rows.
         """
@@ -61,7 +61,7 @@ class StallDetector:
         return max(self.alerts.stuck_at_least_s, (self.steps_per_row + self.alerts.stuck_after) * usual_s)
 
     def stalled(self, *, now: float) -> str:
-        """Say that the run is stuck, once per stall; else empty."""
+        """Return a sentence that the run is stuck, once per stall; otherwise empty."""
         limit_s, waited_s = self.limit_s(), now - self.seen_at
         if self.reported or limit_s is None or waited_s < limit_s:
             return ""
@@ -82,9 +82,10 @@ class DiskUse:
 
 
 def disk_shortage(first: DiskUse, now: DiskUse, *, run_needs: float, left_s: float) -> str:
-    """Say by how much the disk is too small for the rest of the run; empty if there is room.
+    """Return a sentence by how much the disk is too small for the rest of the run; empty if there is room.
 
-    `run_needs`: bytes of the run's folder at its largest, as predicted. Others' use goes on at the rate since `first`.
+    `run_needs`: bytes of the run's folder at its largest, as predicted. Other processes are assumed to write at the
+    same rate as since `first`.
     """
     still_to_write = max(0.0, run_needs - now.run)
     elapsed_s = now.at - first.at
@@ -101,7 +102,10 @@ def disk_shortage(first: DiskUse, now: DiskUse, *, run_needs: float, left_s: flo
 
 
 class RunWatch:
-    """The thread. Calls `on_stuck` and `on_disk` with the reason; inside the context rows come by `add`."""
+    """The watching thread.
+
+    It calls `on_stuck` and `on_disk` with the reason; call `add` for each row inside the context.
+    """
 
     def __init__(
         self, plan: RunPlan, run_dir: Path, *, on_stuck: Callable[[str], None], on_disk: Callable[[str], None]
@@ -146,7 +150,7 @@ class RunWatch:
             try:
                 use = DiskUse(at=now, free=shutil.disk_usage(self.run_dir).free, run=folder_bytes(self.run_dir))
             except OSError as error:
-                logger.debug("could not look at the disk of %s (%s)", self.run_dir, error)
+                logger.debug("could not read the use of the disk of %s (%s)", self.run_dir, error)
                 continue
             first = first or use
             if why := disk_shortage(first, use, run_needs=self.run_needs, left_s=self.left_s):
@@ -155,7 +159,7 @@ class RunWatch:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of all files below a folder; one that goes meanwhile counts nothing."""
+    """Return the bytes of all files below a folder; a file that disappears meanwhile counts 0."""
     total = 0
     for path in folder.rglob("*"):
         try:

@@ -1,4 +1,4 @@
-"""Models, tokenizers and checkpoints named by URLs: a copy in SHARDLINE_HOME/copies, made once for each content."""
+"""Copies models, tokenizers and checkpoints behind URLs to SHARDLINE_HOME/copies, once for each content."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ DONE = ".copied"
 
 
 def local_copy(path: str, *, field: str) -> str:
-    """`path`, or where the folder behind a URL was copied to, whole.
+    """Return `path`, or for a URL the folder that has its complete copy.
 
     The copy is named by the sizes and the store's own hashes of the files, so another content is another copy. Raises
-    ValueError, with the cure, if there is nothing, or the store refuses or is away.
+    ValueError, with the cure, if there is no such folder, or if the store refuses or does not answer.
     """
     if not is_url(path):
         return path
@@ -38,7 +38,7 @@ def local_copy(path: str, *, field: str) -> str:
 
 
 def local_copies(config: RunConfig) -> dict[str, str]:
-    """URL -> folder of what ranks read of this config: the model to start from, and its moments."""
+    """Return URL -> local folder, for the files that ranks read: the model to start from, and its moments."""
     named = {"model.path": config.model.path, "train.optimizer_path": config.train.optimizer_path}
     return {path: local_copy(path, field=field) for field, path in named.items() if is_url(path)}
 

@@ -23,11 +23,11 @@ from training.store.urls import check_url, is_url
 
 logger = logging.getLogger(__name__)
 
-# Of the machine that a run is on, or made again where it goes on.
+# Files that belong to the run's machine, or are made again where the run continues.
 OF_THIS_MACHINE = frozenset(
     {"owner.json", "gang.json", "ending.json", "metrics.sent.json", "outcome.json", "parity.json"}
 )
-RESULTS = ("result.json", "eval.json")  # which name a checkpoint: it goes first
+RESULTS = ("result.json", "eval.json")  # these files name a checkpoint, which is copied before them
 RECORDS = ("*.json", "*.jsonl")
 
 
@@ -36,7 +36,7 @@ def run_url(store: StoreConfig, run_id: str) -> str:
 
 
 def run_of_url(url: str) -> str:
-    """The run's ID in URL/runs/RUN. Raises ValueError if it names no run."""
+    """Return the run's ID in URL/runs/RUN. Raises ValueError if the URL names no run."""
     check_url(url, field="run")
     parts = url.rstrip("/").split("/")
     if len(parts) < 3 or parts[-2] != "runs":
@@ -45,7 +45,7 @@ def run_of_url(url: str) -> str:
 
 
 def is_on_store(run: str) -> bool:
-    """Whether a run is named by its URL, not its ID."""
+    """Whether a run is named by its URL instead of its ID."""
     return is_url(run)
 
 
@@ -54,10 +54,10 @@ class RunOnStore:
 
     def __init__(self, url: str, run_dir: Path) -> None:
         self.url, self.run_dir = url, run_dir
-        self._manifests: dict[int, CheckpointManifest] = {}  # those that were read or written so far
+        self._manifests: dict[int, CheckpointManifest] = {}  # checkpoints that were read or written so far
 
     def steps(self) -> dict[int, dict[str, int]]:
-        """The files, with their bytes, of each checkpoint that is whole on the store, by step."""
+        """Return step -> files and their bytes, for each checkpoint that is complete on the store."""
         found: dict[int, dict[str, int]] = {}
         for name, size in sizes(f"{self.url}/checkpoints").items():
             step, _, file = name.partition("/")
@@ -66,7 +66,10 @@ class RunOnStore:
         return {step: files for step, files in sorted(found.items()) if CHECKPOINT_MANIFEST in files}
 
     def send_checkpoint(self, folder: Path) -> int:
-        """Copies a checkpoint, the run's records, then its manifest; returns its bytes. The caller holds it."""
+        """Copy a checkpoint, the run's records, then the manifest; return the bytes.
+
+        The caller holds the checkpoint.
+        """
         manifest = CheckpointManifest.read(folder / CHECKPOINT_MANIFEST)
         url = f"{self.url}/checkpoints/{folder.name}"
         names = [*manifest.files, *([KEEP] if (folder / KEEP).exists() else [])]
@@ -77,14 +80,14 @@ class RunOnStore:
         return sum(file.size_bytes for file in manifest.files.values())
 
     def send_records(self, *, results: bool = False) -> None:
-        """Copies the run's small files; those that name a checkpoint only with `results`."""
+        """Copy the run's small files; those that name a checkpoint only with `results`."""
         records = {path.name: path for pattern in RECORDS for path in self.run_dir.glob(pattern)}
         left_out = OF_THIS_MACHINE if results else OF_THIS_MACHINE | set(RESULTS)
         upload_all((path, f"{self.url}/{name}") for name, path in records.items() if name not in left_out)
-        delete(f"{self.url}/{name}" for name in RESULTS if name not in records)  # of before the run was trained longer
+        delete(f"{self.url}/{name}" for name in RESULTS if name not in records)  # from before a longer training
 
     def prune(self, config: CheckpointConfig) -> None:
-        """Deletes the checkpoints that no rule keeps, and what an upload that was killed left half."""
+        """Delete the checkpoints that no rule keeps, and incomplete ones of killed uploads."""
         there = self.steps()
         whole = [self._manifest(step) for step in there]
         if not whole:
@@ -99,13 +102,13 @@ class RunOnStore:
     def _delete(self, step: int) -> None:
         url = f"{self.url}/checkpoints/{step:08d}"
         others = [name for name in sizes(url) if name != CHECKPOINT_MANIFEST]
-        delete([f"{url}/{CHECKPOINT_MANIFEST}", *(f"{url}/{name}" for name in others)])  # from then on it is not whole
+        delete([f"{url}/{CHECKPOINT_MANIFEST}", *(f"{url}/{name}" for name in others)])  # it is incomplete from now on
 
     def fetch(self) -> Path | None:
-        """Brings the newest whole checkpoint, and the records of that time, unless the run's folder has one as new.
+        """Fetch the newest complete checkpoint and its records, unless the run's folder has one that is as new.
 
-        Returns the folder of what was brought. One whose files are not what its manifest says is passed over, with a
-        warning. Raises RuntimeError if there are some and none is whole.
+        Returns the fetched folder. A checkpoint whose files differ from its manifest is skipped, with a warning. Raises
+        RuntimeError if there are checkpoints and none is complete.
         """
         newest_here = max((int(path.name) for path in finished_checkpoints(self.run_dir)), default=0)
         newer = [step for step in self.steps() if step > newest_here]
@@ -125,14 +128,14 @@ class RunOnStore:
                 self.fetch_records()
                 partial.rename(folder)
                 return folder
-            logger.warning("the checkpoint %s is not whole (%s): trying the one before it", url, fault)
+            logger.warning("the checkpoint %s is incomplete (%s): trying the one before it", url, fault)
             shutil.rmtree(partial, ignore_errors=True)
         if newer and not newest_here:
             raise RuntimeError(f"none of the {len(newer)} checkpoints in {self.url}/checkpoints is whole: restore one")
         return None
 
     def fetch_records(self) -> None:
-        """Brings the run's small files. Raises ValueError if there is no such run."""
+        """Fetch the run's small files. Raises ValueError if there is no such run."""
         names = [name for name in sizes(self.url) if "/" not in name]
         if "run.json" not in names:
             raise ValueError(f"there is no run at {self.url}: it has no run.json; correct the URL")
@@ -147,9 +150,9 @@ class RunOnStore:
 
 
 def fetch_run(url: str) -> str:
-    """Brings a run from the store into SHARDLINE_HOME, with its newest checkpoint; returns its ID.
+    """Fetch a run from the store into SHARDLINE_HOME, with its newest checkpoint; return its ID.
 
-    What is here already, and newer, stays. Raises ValueError if there is no such run, or the store refuses.
+    Newer files that are here already stay. Raises ValueError if there is no such run, or if the store refuses.
     """
     run_id = run_of_url(url)
     run = RunOnStore(url.rstrip("/"), run_folder(run_id))

@@ -15,7 +15,7 @@ from training.store.blocks import HASHES, block_hashes
 
 logger = logging.getLogger(__name__)
 
-BLOCKS = ".blocks"  # in SHARDLINE_HOME/tokens: the blocks that ranks have read
+BLOCKS = ".blocks"  # folder in SHARDLINE_HOME/tokens for the blocks that ranks have read
 
 
 def shards_url(store: StoreConfig, folder: Path) -> str:
@@ -23,9 +23,9 @@ def shards_url(store: StoreConfig, folder: Path) -> str:
 
 
 def find_shards(store: StoreConfig, folder: Path) -> bool:
-    """Whether the store has the shards of this folder; if so, the folder now has all but their tokens.
+    """Return whether the store has the shards of this folder; if so, fetch all their files except the tokens.
 
-    Ranks then read these from the store. Raises OSError if the store does not answer.
+    Ranks then read the tokens from the store. Raises OSError if the store does not answer.
     """
     url = shards_url(store, folder)
     there = sizes(url)
@@ -48,11 +48,11 @@ def find_shards(store: StoreConfig, folder: Path) -> bool:
 
 
 def upload_shards(store: StoreConfig, folder: Path) -> None:
-    """Copies a finished shard folder, and those of a mixture's sources, unless the store has them whole."""
+    """Copy a finished shard folder, and those of a mixture's sources, unless the store has them completely."""
     manifest = TokenShards.read(folder / MANIFEST)
     for other in _parts(folder, manifest):
         upload_shards(store, other)
-    if (folder / REMOTE).exists():  # it was read from there
+    if (folder / REMOTE).exists():  # the shards came from the store
         return
     url = shards_url(store, folder)
     there = sizes(url)

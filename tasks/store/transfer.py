@@ -1,4 +1,7 @@
-"""Files to and from an object store, each whole or not at all where the store can do that. All raise OSError."""
+"""Copies files to and from an object store, each completely or not at all if the store can do that.
+
+All raise OSError.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,17 @@ from pathlib import Path
 
 from training.store.urls import filesystem, store_errors
 
-THREADS = 8  # files at once
+THREADS = 8  # number of files at the same time
 
 
 def upload(path: Path, url: str) -> None:
-    """Copies a file; it must not change meanwhile."""
+    """Copy a file, which must not change meanwhile."""
     with store_errors(url):
         filesystem(url).put_file(str(path), url)
 
 
 def upload_all(files: Iterable[tuple[Path, str]]) -> None:
-    """Copies (path, URL) pairs, several at once; raises the first error after those under way have ended."""
+    """Copy (path, URL) pairs, several at once; raise the first error after started copies have ended."""
     with ThreadPoolExecutor(THREADS) as pool:
         for future in [pool.submit(upload, path, url) for path, url in files]:
             future.result()
@@ -31,14 +34,14 @@ def write_bytes(url: str, content: bytes) -> None:
 
 
 def read_bytes(url: str) -> bytes:
-    """Raises FileNotFoundError if there is no such file."""
+    """Return the file's content. Raises FileNotFoundError if there is no such file."""
     with store_errors(url):
         content: bytes = filesystem(url).cat_file(url)
         return content
 
 
 def download(url: str, path: Path) -> None:
-    """Copies a file and renames it into place."""
+    """Copy a file under another name, then rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -50,14 +53,14 @@ def download(url: str, path: Path) -> None:
 
 
 def download_all(files: Iterable[tuple[str, Path]]) -> None:
-    """Copies (URL, path) pairs, several at once."""
+    """Copy (URL, path) pairs, several at once."""
     with ThreadPoolExecutor(THREADS) as pool:
         for future in [pool.submit(download, url, path) for url, path in files]:
             future.result()
 
 
 def sizes(url: str) -> dict[str, int]:
-    """The bytes of each file below a URL, by its name relative to it; nothing if there is none."""
+    """Return relative name -> bytes of each file below a URL; empty if there is none."""
     root = url.rstrip("/")
     with store_errors(url):
         store = filesystem(url)
@@ -75,7 +78,7 @@ def sizes(url: str) -> dict[str, int]:
 
 
 def delete(urls: Iterable[str]) -> None:
-    """Deletes files, one after the other; one that is gone already counts as deleted."""
+    """Delete files, one after the other; a file that does not exist counts as deleted."""
     for url in urls:
         with store_errors(url):
             try:

@@ -1,7 +1,7 @@
-"""Keeps a run on the store while it goes on: a thread copies its shards, then each checkpoint and the records.
+"""Copies a run to the store while it trains: a thread copies its shards, then each checkpoint and the records.
 
-A store that is away delays the copies, never training: what could not be copied is tried again until it is, and the
-log says from when to when it was away.
+A store that does not answer delays the copies, but never training: failed copies are tried again until they succeed,
+and the log says from when to when the store was away.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from training.store.urls import check_url
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 2.0  # for a new checkpoint
+LOOK_EVERY_S = 2.0  # between checks for a new checkpoint
 LONGEST_PAUSE_S = 60.0  # between two tries
-END_PATIENCE_S = 120.0  # at the end of a run, without that a file was copied; of one that failed, a quarter
-REFUSED = (PermissionError, FileNotFoundError)  # wrong credentials, no such bucket: no patience helps
+END_PATIENCE_S = 120.0  # longest wait at the end of a run while no file is copied; a quarter of it if the run failed
+REFUSED = (PermissionError, FileNotFoundError)  # errors that waiting cannot cure: wrong credentials, no such bucket
 
 
 class Uploads:
-    """A context: while inside, and at its end until all is copied. `behind`: what the store lacks in the end."""
+    """A context that copies inside it, and at its end until everything is copied.
+
+    `behind`: files that were not copied.
+    """
 
     def __init__(self, config: RunConfig, run_dir: Path, shards_dir: Path) -> None:
         self.config, self.run_dir, self.shards_dir = config, run_dir, shards_dir
@@ -48,7 +51,7 @@ class Uploads:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Wait until all is copied, or nothing was for too long."""
+        """Wait until everything is copied, or until no file was copied for too long."""
         patience_s = END_PATIENCE_S if error is None else END_PATIENCE_S / 4
         self._progress_at = time.monotonic()
         self._ending.set()
@@ -67,7 +70,7 @@ class Uploads:
         self._patiently(lambda: upload_shards(self.config.store, self.shards_dir))
         self._patiently(lambda: self._sent.update(self.run.steps()))
         while True:
-            ending = self._ending.is_set()  # before the look: what is published after it is not missed
+            ending = self._ending.is_set()  # cleared before the check, so that a later checkpoint is not missed
             todo = [folder for folder in finished_checkpoints(self.run_dir) if int(folder.name) not in self._sent]
             if todo:
                 newest = todo[-1]
@@ -83,9 +86,9 @@ class Uploads:
     def _send(self, folder: Path) -> None:
         began, step = time.perf_counter(), int(folder.name)
         try:
-            with reading(folder):  # it is not deleted meanwhile
+            with reading(folder):  # so that it is not deleted meanwhile
                 if fault := damage(folder, hashes=False):
-                    logger.warning("checkpoint %s is not whole (%s): it is not copied", folder, fault)
+                    logger.warning("checkpoint %s is incomplete (%s): it is not copied", folder, fault)
                     self._sent.add(step)
                     return
                 num_bytes = self.run.send_checkpoint(folder)
@@ -104,7 +107,7 @@ class Uploads:
         self.run.prune(self.config.checkpoint)
 
     def _patiently(self, action: Callable[[], None]) -> None:
-        """Do it until it succeeds, or the run has ended and waits no longer."""
+        """Repeat `action` until it succeeds, or until the run has ended and waits no longer."""
         away_since = 0.0
         for attempt in itertools.count():
             try:
@@ -128,7 +131,7 @@ class Uploads:
 
 
 def check_store(config: RunConfig, run_id: str) -> None:
-    """Raises ValueError if the store refuses this run: wrong credentials, no bucket. One that is away: no."""
+    """Raise ValueError if the store refuses this run (wrong credentials, no bucket), but not if it does not answer."""
     if not config.store.url:
         return
     check_url(config.store.url, field="store.url")
@@ -145,4 +148,4 @@ def check_store(config: RunConfig, run_id: str) -> None:
             raise ValueError(
                 f"store.url = {config.store.url}: {error}: give the store's library credentials"
             ) from error
-        logger.warning("store.url = %s does not answer (%s): copies will be late", config.store.url, error)
+        logger.warning("store.url = %s does not answer (%s): copies will be made later", config.store.url, error)

@@ -1,4 +1,4 @@
-"""MLflow's client: bounded patience, quiet logs, clear errors."""
+"""MLflow's client with limited retries, few log lines, and clear errors."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PATIENCE_S, ASK_EVERY_S = 600.0, 2.0
 
 
 def connect() -> MlflowClient:
-    """A client of the store that this process uses. Raises RuntimeError within seconds if it does not answer."""
+    """Return a client of the store that this process uses. Raises RuntimeError within seconds if it does not answer."""
     logging.getLogger("alembic").setLevel(logging.WARNING)
     return registry_client(tracking_uri())
 
 
 def wait_for_store() -> None:
-    """Wait until MLflow answers, which may restart in the middle of a run. Raises RuntimeError after PATIENCE_S."""
+    """Wait until MLflow answers; it may restart in the middle of a run. Raises RuntimeError after PATIENCE_S."""
     errors: list[RuntimeError] = []
 
     def answers() -> bool:
@@ -41,20 +41,20 @@ def wait_for_store() -> None:
         raise errors[-1]
 
 
-# MLflow's own are minutes of silence. So a request waits 0, 2 and 4 s, each with up to 1 s of jitter, for a server
-# that restarts. What is set already, as by the user, stays.
+# With MLflow's defaults a request waits for minutes without a message. With these it waits 0, 2 and 4 s, each with up
+# to 1 s of jitter, for a server that restarts. Variables that the user has set stay.
 CLIENT_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
-    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",  # three bars per registration
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",  # no progress bars: there would be three per registration
 }
-# urllib3 tells of every retry; the error at the end says it once.
+# urllib3 would log every retry; the error at the end reports it once.
 LOG_LEVELS = {"mlflow": logging.WARNING, "alembic": logging.WARNING, "urllib3.connectionpool": logging.ERROR}
 
 
 def registry_client(tracking_uri: str) -> MlflowClient:
-    """A client of one store for tracking and registry that answers; the first one of a process takes about a second.
+    """Return a client of one store for tracking and registry; the first one of a process takes about a second.
 
     Raises RuntimeError, without the URI's credentials, if it does not answer.
     """
@@ -71,5 +71,5 @@ def registry_client(tracking_uri: str) -> MlflowClient:
         why = without_credentials(str(error), uri=tracking_uri)
         raise RuntimeError(
             f"MLflow at {shown(tracking_uri)} does not answer ({why}): start it, or unset MLFLOW_TRACKING_URI"
-        ) from None  # the cause's text has the credentials, and a traceback would print it
+        ) from None  # without the cause: its text has the credentials, and a traceback would print it
     return client

@@ -30,11 +30,14 @@ logger = logging.getLogger(__name__)
 ENDING = "ending.json"
 CAUSE, ENDED_BY = "shardline.cause", "shardline.ended_by"  # tags of the MLflow run
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-PATIENCE_S, TRY_EVERY_S = 120.0, 5.0  # while the disk is full and MLflow is away
+PATIENCE_S, TRY_EVERY_S = 120.0, 5.0  # wait while the disk is full and MLflow does not answer
 
 
 class RunStatus(Record):
-    """runs/ID/ending.json; a resume removes it. `prefect_knows`: the flow run was seen in a final state, or none is."""
+    """runs/ID/ending.json; a resume removes it.
+
+    `prefect_knows`: the flow run has a final state, or there is no flow run.
+    """
 
     status: Status
     cause: str
@@ -47,9 +50,10 @@ KILLED = RunStatus(status="KILLED", cause="killed", why="its process was killed"
 
 
 class EndedRun(Record):
-    """A run that ended, and whose flow run may not have. `found`: `reconcile_mlflow` reported it to MLflow just now.
+    """A run that has ended, while its flow run may not have.
 
-    `prefect_starts`: how often its flow run had been started when it began; 0: not known.
+    `found`: `reconcile_mlflow` has just reported it to MLflow. `prefect_starts`: how often its flow run had been
+    started when the run began; 0: unknown.
     """
 
     run_id: str
@@ -60,7 +64,7 @@ class EndedRun(Record):
 
 
 def close(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: RunStatus) -> None:
-    """Record `ending`, then send the rest of the metrics and the status. What fails, a later `reconcile` does."""
+    """Record `ending`, then send the rest of the metrics and the status. A later `reconcile` repeats failed parts."""
     note_end(folder, status=ending.status, cause=ending.cause, why=ending.why)
     until(lambda: _is_kept(client, folder, mlflow_run_id, ending), timeout_s=PATIENCE_S, every_s=TRY_EVERY_S)
     try:
@@ -72,7 +76,7 @@ def close(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: RunSta
 
 
 def _is_kept(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: RunStatus) -> bool:
-    """Record the status on the disk or, if that is full, in MLflow; without either the run would count as killed."""
+    """Record the status on disk or, if the disk is full, in MLflow; without either the run would count as killed."""
     try:
         ending.write(folder / ENDING)
     except OSError as error:
@@ -90,11 +94,11 @@ def _is_kept(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: Run
 
 
 def _report(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: RunStatus) -> None:
-    """Send the rest of the metrics, then the status, whatever became of the metrics. Raises the first error."""
+    """Send the rest of the metrics, then the status, even if the metrics failed. Raises the first error."""
     unsent: Exception | None = None
     try:
         Sender(folder, tracking_uri=tracking_uri(), mlflow_run_id=mlflow_run_id).send()
-    except Exception as error:  # the status is true without them
+    except Exception as error:  # the status is true without the metrics
         unsent = error
     client.set_tag(mlflow_run_id, CAUSE, ending.cause)
     if ending.why:
@@ -106,7 +110,7 @@ def _report(client: MlflowClient, folder: Path, mlflow_run_id: str, ending: RunS
 
 
 def reopen(client: MlflowClient, folder: Path, mlflow_run_id: str) -> None:
-    """Mark the run as RUNNING again, and remove what was recorded of its end."""
+    """Mark the run as RUNNING again, and remove the record of its end."""
     (folder / ENDING).unlink(missing_ok=True)
     client.update_run(mlflow_run_id, status="RUNNING")
     for tag in {CAUSE, ENDED_BY} & client.get_run(mlflow_run_id).data.tags.keys():
@@ -114,10 +118,10 @@ def reopen(client: MlflowClient, folder: Path, mlflow_run_id: str) -> None:
 
 
 def reconcile_mlflow() -> list[EndedRun]:
-    """Report to MLflow how runs ended that no process works on, and end the helpers of killed owners.
+    """Report to MLflow the end of runs that no process works on, and end the helpers of killed owners.
 
-    Returns the runs whose end Prefect may not know. Only runs of this SHARDLINE_HOME are looked at: of others nobody
-    here can tell whether they live.
+    Returns the runs whose end Prefect may not know. Only runs of this SHARDLINE_HOME are checked, because it cannot be
+    known here whether others live.
     """
     client, ended = registry_client(tracking_uri()), []
     for path in sorted(home().glob("*/run.json")):
@@ -146,7 +150,7 @@ def reconcile_mlflow() -> list[EndedRun]:
 
 
 def _settled(client: MlflowClient, folder: Path, mlflow_run_id: str) -> RunStatus | None:
-    """The final status of a run, after it was reported to MLflow; None for a run of another MLflow."""
+    """Report the final status of a run to MLflow and return it; None for a run of another MLflow."""
     from mlflow.exceptions import MlflowException
 
     ending, owner = _read(folder), owner_record(folder)
@@ -157,7 +161,7 @@ def _settled(client: MlflowClient, folder: Path, mlflow_run_id: str) -> RunStatu
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                 return None
             raise
-        if ending is None and status != "RUNNING":  # its disk was full, or it is of before there was an ending.json
+        if ending is None and status != "RUNNING":  # its disk was full, or it is older than ending.json
             Sender(folder, tracking_uri=tracking_uri(), mlflow_run_id=mlflow_run_id).send()
             ending = RunStatus(status=status, cause="", mlflow_knows=True)
         else:
@@ -167,7 +171,7 @@ def _settled(client: MlflowClient, folder: Path, mlflow_run_id: str) -> RunStatu
                 note_end(folder, status=ending.status, cause=ending.cause, why=ending.why)
             _report(client, folder, mlflow_run_id, ending)
             _log(folder.name, ending)
-            # Ranks that live write rows yet: the next time sends those.
+            # Ranks that live may still write rows; the next call sends them.
             ending = ending.model_copy(update={"mlflow_knows": not ranks_may_work(folder)})
     if owner is None or not owner.flow_run:
         ending = ending.model_copy(update={"prefect_knows": True})
@@ -178,7 +182,7 @@ def _settled(client: MlflowClient, folder: Path, mlflow_run_id: str) -> RunStatu
 def _log(run_id: str, ending: RunStatus) -> None:
     if ending == KILLED:
         logger.warning(
-            "run %s was killed: reported it to MLflow as KILLED; `shardline resume %s` goes on",
+            "run %s was killed: reported it to MLflow as KILLED; `shardline resume %s` continues",
             run_id,
             run_id,
         )

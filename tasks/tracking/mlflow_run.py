@@ -1,7 +1,7 @@
-"""The MLflow run of a training: opened, named and closed here, and nowhere else, so that its status is true.
+"""The MLflow run of a training: only this file opens, names and closes it, so that its status is true.
 
-FINISHED, FAILED or KILLED is written on every way out. After a kill -9 nobody is left to write it: every start
-flow first closes the runs whose owner is gone (tasks/tracking/final_status.py).
+FINISHED, FAILED or KILLED is written on every way out. After a kill -9 no process is left to write it, so every flow
+first closes the runs whose owner is gone (tasks/tracking/final_status.py).
 """
 
 from __future__ import annotations
@@ -43,19 +43,17 @@ EXACT = "shardline.exact"  # "false" once a resume was forced
 OVERRIDES = "shardline.resume_overrides"
 PARENT = "mlflow.parentRunId"
 FLOW_RUN, FLOW_RUN_STARTS = "prefect.flow_run_id", "prefect.flow_run_starts"
-ROOT_FLOW_RUN = "prefect.root_flow_run_id"  # the one that people see, where a flow calls another
+ROOT_FLOW_RUN = "prefect.root_flow_run_id"  # the outermost flow run, which people see if flows call flows
 DESCRIPTION = "mlflow.note.content"
-OURS = "\n\nreport.html, among the artifacts, has more."  # what a description of ours ends with
+OURS = "\n\nreport.html, among the artifacts, has more."  # the end of a description that Shardline wrote
 PARAMS_PER_REQUEST = 100
-TRAINING_PAGES = {"mlflow.experimentKind": "custom_model_development"}  # or MLflow opens its pages of GenAI traces
+TRAINING_PAGES = {"mlflow.experimentKind": "custom_model_development"}  # or MLflow opens its GenAI pages
 
 
 class TrackedRun(Record):
-    """runs/ID/run.json: our run and its MLflow run.
-
-    `begun_with`, in the file `config`: the config of the run's first start. In force is the plan's, which a resume may
-    have changed. `begun_by`: the flow run that started it, the outermost where flows call flows; empty for a child of a
-    comparison.
+    """runs/ID/run.json: the run and its MLflow run. `begun_with` (in the file: `config`): the config of the run's first
+    start. The plan's config is in force; a resume may have changed it. `begun_by`: the flow run that started it, the
+    outermost where flows call flows; empty for a child of a comparison.
     """
 
     model_config = ConfigDict(serialize_by_alias=True, validate_by_name=True)
@@ -83,7 +81,7 @@ def read_run(run_id: str) -> TrackedRun:
 
 
 def run_begun_by(flow_run: str, config: RunConfig) -> str:
-    """ID of the run that this flow run began, before it was retried, with the same config; empty if there is none."""
+    """Return the ID of the run that this flow run began with the same config before a retry; empty if there is none."""
     for path in sorted(home().glob("*/run.json"), reverse=True):
         if flow_run and flow_run in path.read_text():
             run = TrackedRun.read(path)
@@ -94,10 +92,10 @@ def run_begun_by(flow_run: str, config: RunConfig) -> str:
 
 @contextmanager
 def tracked(config: RunConfig, *, run_id: str, tags: Mapping[str, str]) -> Iterator[TrackedRun]:
-    """Open the MLflow run of `run_id` (the same one if it was opened before) and close it with the true status."""
+    """Open the MLflow run of `run_id` (the same one if it was opened before), and close it with the true status."""
     client = connect()
     with owned(run_folder(run_id)):
-        is_child = PARENT in tags  # how it ends says nothing of the flow run, which is about its parent
+        is_child = PARENT in tags  # the flow run belongs to the parent, so the child's end must not change it
         run = _opened(client, config, run_id=run_id, begun_by="" if is_child else tags.get(ROOT_FLOW_RUN, ""))
         with _closed(client, run):
             claim(
@@ -113,7 +111,7 @@ def tracked(config: RunConfig, *, run_id: str, tags: Mapping[str, str]) -> Itera
 
 @contextmanager
 def _closed(client: MlflowClient, run: TrackedRun) -> Iterator[None]:
-    """Give the MLflow run its true status, whatever happens inside the block."""
+    """Give the MLflow run its true status, however the block ends."""
     ending = RunStatus(status="FAILED", cause="error")
     try:
         yield
@@ -166,7 +164,7 @@ def _opened(client: MlflowClient, config: RunConfig, *, run_id: str, begun_by: s
     )
     try:
         run.write(path)
-    except OSError:  # a full disk: nobody will know of this MLflow run
+    except OSError:  # a full disk: nothing refers to this MLflow run
         client.set_terminated(run.mlflow_run_id, "FAILED")
         raise
     _log_config(client, run)
@@ -174,7 +172,7 @@ def _opened(client: MlflowClient, config: RunConfig, *, run_id: str, begun_by: s
 
 
 def _created(client: MlflowClient, experiment_id: str, *, run_id: str, tags: dict[str, str]) -> str:
-    """Create the MLflow run and return its ID. If only the answer is lost, MLflow has the run, and its tag tells."""
+    """Create the MLflow run and return its ID. If only the answer is lost, the run is found by its tag."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -212,9 +210,9 @@ def _code_tags(config: RunConfig, *, run_id: str) -> dict[str, str]:
 
 
 def git_commit() -> tuple[str, bool]:
-    """Commit of the code that runs, and whether the checkout differs from it; ("unknown", False) without a checkout.
+    """Return the commit of the code, and whether the checkout differs from it; ("unknown", False) without a checkout.
 
-    An installed wheel often lies inside another project's repository, whose commit is not ours.
+    An installed wheel often lies inside another project's repository, whose commit is not Shardline's.
     """
     source = Path(__file__)
 
@@ -241,7 +239,7 @@ def _log_config(client: MlflowClient, run: TrackedRun) -> None:
 
 
 def log_plan(plan: RunPlan, inventory: Inventory, shards: TokenShards) -> None:
-    """The plan and its reasons, the machines, and the data set as the run's input."""
+    """Log the plan and its reasons, the machines, and the data set as the run's input."""
     from mlflow.entities import Dataset, DatasetInput
 
     client = connect()
@@ -250,7 +248,7 @@ def log_plan(plan: RunPlan, inventory: Inventory, shards: TokenShards) -> None:
     client.log_text(plan.mlflow_run_id, shards.model_dump_json(indent=2), "dataset.json")
     dataset = Dataset(
         name=Path(plan.shards_dir).name[:48],
-        digest=shards.fingerprint[:36],  # MLflow's limit; the whole one is in the tag
+        digest=shards.fingerprint[:36],  # MLflow's limit; the tag has the whole fingerprint
         source_type="local",
         source=f'{{"uri": "{Path(plan.shards_dir).as_uri()}"}}',
         profile=f'{{"train_tokens": {shards.tokens("train")}, "validation_tokens": {shards.tokens("validation")}}}',
@@ -269,7 +267,7 @@ def log_plan(plan: RunPlan, inventory: Inventory, shards: TokenShards) -> None:
 
 
 def log_resumptions(run: TrackedRun, config: RunConfig, resumptions: Resumptions) -> None:
-    """Log what resumes changed: in tags and config.json, since MLflow's parameters cannot change."""
+    """Log the changes of resumes in tags and config.json, because MLflow's parameters cannot change."""
     if not resumptions.resumptions:
         return
     client = connect()
@@ -300,7 +298,7 @@ def log_files(run: TrackedRun, *paths: Path, folder: str | None = None) -> None:
 
 
 def offer_files(run: TrackedRun, *paths: Path, folder: str | None = None) -> None:
-    """Like `log_files`, but only warns if MLflow is away: the error of the stage is the one to raise."""
+    """Like `log_files`, but only warns if MLflow does not answer, so that the stage's own error is raised."""
     found = [path for path in paths if path.exists()]
     try:
         if found:
@@ -311,7 +309,7 @@ def offer_files(run: TrackedRun, *paths: Path, folder: str | None = None) -> Non
 
 
 def describe(run: TrackedRun, text: str) -> None:
-    """Set the MLflow run's description, in markdown; one that somebody wrote by hand stays."""
+    """Set the MLflow run's description, in Markdown; a description that a person wrote stays."""
     client = connect()
     known = client.get_run(run.mlflow_run_id).data.tags.get(DESCRIPTION, "")
     if not known or known.endswith(OURS):

@@ -1,4 +1,4 @@
-"""Files that one process holds at a time: the kernel drops the lock with the process, however that ends."""
+"""Files that only one process holds at a time: the kernel releases the lock when the process ends in any way."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Locked(Exception):
 
 @contextmanager
 def exclusive(path: Path, *, on_wait: Callable[[], None] | None = None) -> Iterator[IO[str]]:
-    """Lock a file, made if it is missing, for this process; yields it open for reading and for writing.
+    """Lock a file for this process, and make it if it is missing; yield it open for reading and writing.
 
     If another process holds it, this calls `on_wait` and then waits until it is free; without `on_wait` it raises
     Locked.
@@ -42,7 +42,7 @@ def exclusive(path: Path, *, on_wait: Callable[[], None] | None = None) -> Itera
 
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Hold runs/ID for this process. Raises AlreadyOwned, naming the holder, if another process does."""
+    """Hold runs/ID for this process. Raises AlreadyOwned, naming the holder, if another process holds it."""
     with ExitStack() as stack:
         try:
             lock = stack.enter_context(exclusive(folder / "lock"))
@@ -58,7 +58,7 @@ def owned(folder: Path) -> Iterator[None]:
 
 
 def is_owned(folder: Path) -> bool:
-    """Whether a process holds runs/ID at this moment."""
+    """Return whether a process holds runs/ID at this moment."""
     try:
         with owned(folder):
             return False

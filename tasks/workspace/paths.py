@@ -16,7 +16,7 @@ UP_FILE = "up.json"  # in SHARDLINE_HOME: service -> {url, process}, by flows/se
 
 
 def home() -> Path:
-    """SHARDLINE_HOME, by default ./runs; made if it is not there."""
+    """Return SHARDLINE_HOME, by default ./runs; make it if it is missing."""
     path = Path(os.environ.get("SHARDLINE_HOME") or "runs").resolve()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -28,21 +28,22 @@ def home() -> Path:
 
 
 def run_folder(run_id: str) -> Path:
-    """The folder of a run. Raises ValueError for a name that would leave SHARDLINE_HOME."""
+    """Return the folder of a run. Raises ValueError for a name that leads outside SHARDLINE_HOME."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run_id):
         raise ValueError(f"{run_id!r} is not a run's ID: `ls {home()}` lists the runs")
     return home() / run_id
 
 
 def tracking_uri() -> str:
-    """MLFLOW_TRACKING_URI if set, else the server of `shardline up`, else a sqlite file under SHARDLINE_HOME."""
+    """Return MLFLOW_TRACKING_URI if set, or the server of `shardline up`, or a sqlite file in SHARDLINE_HOME."""
     return os.environ.get("MLFLOW_TRACKING_URI") or up_url("mlflow") or f"sqlite:///{home()}/mlflow.db"
 
 
 def keep_password_apart() -> None:
-    """Move a password in MLFLOW_TRACKING_URI to variables of its own, where MLflow finds it too.
+    """Move a password in MLFLOW_TRACKING_URI to separate variables, where MLflow also finds it.
 
-    Commands and flows begin with it: MLflow's errors quote the URI whole, and end up in Prefect's states and logs.
+    Commands and flows call this first, because MLflow's errors quote the whole URI, and Prefect stores them in states
+    and logs.
     """
     if apart := credentials_apart(os.environ.get("MLFLOW_TRACKING_URI", "")):
         names = ("MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
@@ -50,29 +51,29 @@ def keep_password_apart() -> None:
 
 
 def mlflow_url() -> str:
-    """The store as people reach it: SHARDLINE_MLFLOW_URL where programs know it by another name, as in a stack."""
+    """Return MLflow's address for people: SHARDLINE_MLFLOW_URL if programs use another address, as in a stack."""
     return os.environ.get("SHARDLINE_MLFLOW_URL") or shown(tracking_uri())
 
 
 def up_url(service: str) -> str:
-    """The URL of a service that `shardline up` started on this machine; empty if it does not run."""
+    """Return the URL of a service that `shardline up` started on this machine; empty if it does not run."""
     path = home() / UP_FILE
     known = json.loads(path.read_text()).get(service) if path.exists() else None
     return str(known["url"]) if known and local_process(known["process"]) else ""
 
 
 def prefect_url() -> str:
-    """The API of a Prefect server that outlives this process, or the server's URL; empty if there is none."""
+    """Return the API of a Prefect server that outlives this process, or the server's URL; empty if there is none."""
     return os.environ.get("PREFECT_API_URL") or up_url("prefect")
 
 
 def embedded_artifacts(*, always: bool = False) -> str | None:
-    """Artifact location for the embedded store; None where a server decides, unless `always`."""
+    """Return the artifact location of the embedded store; None if a server decides, unless `always`."""
     return None if os.environ.get("MLFLOW_TRACKING_URI") and not always else (home() / "artifacts").as_uri()
 
 
 def command(name: str) -> str:
-    """Return how a command of this environment is called from here: by name if it is on PATH, else by path."""
+    """Return how a command of this environment is called here: by name if it is on PATH, otherwise by path."""
     ours = Path(sys.executable).parent / name
     if (found := shutil.which(name)) and Path(found) == ours:
         return name
@@ -80,9 +81,8 @@ def command(name: str) -> str:
 
 
 def fresh(path: Path) -> Path:
-    """`path`, to be read now: an NFS client remembers for up to 60 s that a file was not there when it last asked.
-
-    It forgets that when it changes the folder itself.
+    """Return `path`, after a change of its folder: an NFS client remembers for up to 60 s that a file did not exist,
+    but forgets that when it changes the folder itself.
     """
     if not path.exists() and path.parent.is_dir():
         probe = path.with_name(f".look-{os.getpid()}")

@@ -1,4 +1,4 @@
-"""Processes of this machine: names that outlive the reuse of pids, their end, and ports for them to listen on."""
+"""Processes of this machine: names that stay unique when PIDs are reused, ending processes, and free ports."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import psutil
 from tasks.workspace.wait import until
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
-ALIVE_EVERY_S = 0.02  # between two looks at whether a process that was told to end still lives
+ALIVE_EVERY_S = 0.02  # between two checks whether a process that must end still lives
 
 
 def process_key(pid: int) -> str:
-    """Names a process beyond the reuse of its pid: HOST/PID/START/KERNEL. Empty if it is gone."""
+    """Return a name that stays unique when PIDs are reused: HOST/PID/START/KERNEL. Empty if the process is gone."""
     try:
         return f"{socket.gethostname()}/{pid}/{psutil.Process(pid).create_time():.2f}/{_kernel()}"
     except psutil.NoSuchProcess:
@@ -27,7 +27,7 @@ def process_key(pid: int) -> str:
 
 
 def _kernel() -> str:
-    """Names the kernel that gives the pids: its boot and its pid namespace, which tells cloned machines apart."""
+    """Return a name of the kernel that gives the PIDs: its boot and PID namespace, which differ on cloned machines."""
     boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     if not boot.exists():
         return ""
@@ -35,7 +35,7 @@ def _kernel() -> str:
 
 
 def is_local(key: str) -> bool:
-    """Whether the process of that key, if it lives, would be visible here."""
+    """Return whether the process of that key, if it lives, is visible here."""
     host, _, rest = key.partition("/")
     return host == socket.gethostname() and rest.rpartition("/")[2] == _kernel()
 
@@ -47,7 +47,7 @@ def local_process(key: str) -> psutil.Process | None:
 
 
 def stop_with_parent() -> None:
-    """Make the kernel send this process SIGTERM when its parent ends, however that ends (Linux)."""
+    """Make the kernel send SIGTERM to this process when its parent ends in any way (Linux)."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
@@ -56,8 +56,8 @@ def end_process(
 ) -> None:
     """End a process with SIGTERM, or with SIGKILL if it still runs after `grace_s` seconds (0: SIGKILL at once).
 
-    `with_descendants`: also what it started, in sessions of their own too, as torchrun's ranks are. Returns when all
-    have ended.
+    `with_descendants`: also all processes that it started, even in other sessions, as torchrun's ranks are. Returns
+    when all have ended.
     """
     members = [process, *(_descendants(process) if with_descendants else ())]
     if grace_s:
@@ -80,7 +80,7 @@ def _descendants(process: subprocess.Popen[Any] | psutil.Process) -> list[psutil
 
 
 def _is_alive(process: subprocess.Popen[Any] | psutil.Process) -> bool:
-    """Whether it still runs: a zombie does not, and one of ours is reaped."""
+    """Return whether the process still runs. A zombie does not count, and a zombie child is reaped."""
     if isinstance(process, subprocess.Popen):
         return process.poll() is None
     try:
@@ -90,7 +90,7 @@ def _is_alive(process: subprocess.Popen[Any] | psutil.Process) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nothing listens on at this moment."""
+    """Return a TCP port of 127.0.0.1 on which no program listens at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

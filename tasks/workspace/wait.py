@@ -1,4 +1,4 @@
-"""Waiting for a condition, by asking again and again."""
+"""Waits for a condition by checking it repeatedly."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ T = TypeVar("T")
 def until(condition: Callable[[], T], *, timeout_s: float, every_s: float) -> T:
     """Call `condition` every `every_s` seconds until its result is true, or `timeout_s` seconds are over.
 
-    Returns its last result, so that a false one says that the time is over. `condition` is called at least once, and
-    once more when the time is over; what it raises ends the wait.
+    Returns the last result; a false one means that the time is over. `condition` is called at least once, and once more
+    when the time is over. Its errors end the wait.
     """
     deadline = time.monotonic() + timeout_s
     while True:

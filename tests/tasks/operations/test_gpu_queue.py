@@ -104,7 +104,8 @@ def test_a_run_that_is_stopped_while_it_waits_can_be_resumed() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(
-        RunStopped, match=r"interrupted while it waited for GPUs \(run a has gpu-0; stop it\): `shardline resume mine-1`"
+        RunStopped,
+        match=r"interrupted while it waited for GPUs \(run a has gpu-0; stop it\): `shardline resume mine-1`",
     ):
         wait_for_gpus(interrupted, Holder("a", "has gpu-0", "stop it"), run_id="mine-1")
 

@@ -177,10 +177,10 @@ def test_a_run_that_ended_within_a_batch_cannot_go_on_exactly(run: Any) -> None:
 
 
 REFUSED = [
-    ({"name": "other"}, "name 'tiny' -> 'other' .cannot be changed: the run is known by it"),
+    ({"name": "other"}, "name 'tiny' -> 'other' .cannot be changed: the run is identified by it"),
     ({"data__column": "body"}, "data.column .*tokens would be others; a new run with model.init=pretrained"),
     ({"model__layers": 3}, r"model.layers 2 -> 3 \(cannot be changed: the checkpoint's weights would not fit\)"),
-    ({"train__freeze": []}, "optimizer state of what was frozen"),
+    ({"train__freeze": []}, "optimizer state for frozen parameters"),
 ]
 
 

@@ -180,7 +180,7 @@ def test_what_was_copied_in_part_or_is_damaged_is_never_brought(
     shutil.rmtree(run_dir / "checkpoints")
     brought = RunOnStore(f"{url}/runs/verses-1", run_dir).fetch()
     assert brought == checkpoint_folder(run_dir, 10)
-    assert "00000020 is not whole" in caplog.text
+    assert "00000020 is incomplete" in caplog.text
     s3.put(f"{prefix}/00000010/model.safetensors", b"x")
     shutil.rmtree(run_dir / "checkpoints")
     with pytest.raises(RuntimeError, match="none of the 2 checkpoints"):
