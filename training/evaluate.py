@@ -1,6 +1,6 @@
 """The evaluation program: `torchrun … -m training.evaluate PLAN`, on any number of ranks.
 
-PLAN is that of an evaluation, or runs/ID/plan.json for the run's last checkpoint. Leaves eval.json beside it: exact
+PLAN is an evaluation's plan, or runs/ID/plan.json for the run's last checkpoint. It writes eval.json beside it: exact
 figures over the whole held-out split, source by source, the scores of downstream tasks, and samples.
 """
 
@@ -94,7 +94,10 @@ def held_out_sums(opened: Opened, sources: HeldOutSources | None, progress: Prog
 
 
 def figures_of(sums: np.ndarray, text_bytes: int, *, causal: bool) -> dict[str, float | int | None]:
-    """Figures from [summed loss, right guesses, tokens]; a masked model predicts too few tokens for bits per byte."""
+    """Return figures from [summed loss, right guesses, tokens].
+
+    A masked model predicts too few tokens for bits per byte.
+    """
     loss_sum, correct, tokens = map(float, sums)
     loss = loss_sum / tokens
     return {
@@ -108,7 +111,7 @@ def figures_of(sums: np.ndarray, text_bytes: int, *, causal: bool) -> dict[str, 
 
 
 def by_source(sums: np.ndarray, sources: HeldOutSources | None, *, causal: bool) -> tuple[SourceFigures, ...]:
-    """Figures of each source, the largest first; sources of which no token is predicted are left out."""
+    """Return figures of each source, the largest first; sources without a predicted token are left out."""
     if sources is None:
         return ()
     rows = zip(sources.names, sources.text_bytes, sums, strict=True)
@@ -122,13 +125,13 @@ def by_source(sums: np.ndarray, sources: HeldOutSources | None, *, causal: bool)
 def score_tasks(opened: Opened, progress: Progress) -> tuple[TaskScore, ...]:
     if not opened.plan.config.evaluation.has_tasks:
         return ()
-    from training.evaluation.lm_eval_model import task_scores  # it takes seconds to import, and needs an extra
+    from training.evaluation.lm_eval_model import task_scores  # here: it takes seconds and needs an extra
 
     return task_scores(opened, progress)
 
 
 def generate_samples(opened: Opened) -> tuple[Sample, ...]:
-    """One continuation per configured prompt, each from its own seed, so that runs can be compared."""
+    """Generate one continuation per configured prompt, each from its own seed, so that runs can be compared."""
     if not opened.model.causal:
         return ()
     sampler = Sampler(opened.plan, new_tokens=opened.plan.config.evaluation.sample_tokens)

@@ -86,7 +86,7 @@ def test_a_full_disk_is_named_and_leaves_the_last_checkpoint_whole(
     with pytest.raises(RunFailed, match="No space left on device") as full:
         train(run_dir, on_row=at_step(8, lambda: fill(disk)))
     assert str(run_dir) in str(full.value)
-    assert "free space or mend the disk" in str(full.value) or fill is leave_no_byte
+    assert "free space or repair the disk" in str(full.value) or fill is leave_no_byte
     assert_nothing_is_left(slow_rig)
     newest = finished_checkpoints(run_dir)[-1]
     assert damage(newest) is None

@@ -1,4 +1,4 @@
-"""Checkpoints: one folder per step, whole or not there, in one layout for all strategies.
+"""Checkpoints: one folder per step, complete or absent, in one layout for all strategies.
 
     checkpoints/00000480/
         model.safetensors, config.json    weights by Hugging Face name: `from_pretrained` loads the folder
@@ -7,9 +7,9 @@
         own-0.safetensors …               what only one rank holds: compression's residuals, if there are any
         manifest.json                     step, tokens, config hash, size and sha256 of each file; written last
 
-Several ranks write KIND-00001-of-00004.safetensors …, and KIND.safetensors.index.json says which tensor is where.
-saver.py writes them, retention.py deletes them; here they are found, checked and loaded. One whose
-manifest is missing or whose hashes are off is never loaded: the previous one is, with a message. No pickle anywhere.
+Several ranks write KIND-00001-of-00004.safetensors …, and KIND.safetensors.index.json says which file has which tensor.
+saver.py writes them, retention.py deletes them; this file finds, checks and loads them. A checkpoint without a
+manifest, or with a wrong hash, is never loaded: the previous one is loaded instead, with a message. No pickle is used.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def weights_for(model: LanguageModel, folder: Path) -> TensorFiles:
-    """A checkpoint's weights, to be read tensor by tensor.
+    """Return a checkpoint's weights, which are read tensor by tensor.
 
     Raises ValueError if the model has a weight that the checkpoint lacks, or has in another shape.
     """
@@ -52,8 +52,8 @@ def weights_for(model: LanguageModel, folder: Path) -> TensorFiles:
 def load_state(folder: Path, *, strategy: Strategy, rank: Rank, plan: RankPlan) -> CheckpointManifest:
     """Restore a checkpoint's optimizer moments, and on the same mesh each rank's generators and own state.
 
-    On another mesh generators start fresh, because tp peers must draw the same numbers (under sequence parallelism
-    others).
+    On another mesh generators start fresh, because tp peers must draw the same numbers (different ones under sequence
+    parallelism).
     """
     strategy.load_optimizer_state(TensorFiles(folder, "optimizer"))
     manifest = CheckpointManifest.read(folder / CHECKPOINT_MANIFEST)
@@ -76,9 +76,9 @@ def load_state(folder: Path, *, strategy: Strategy, rank: Rank, plan: RankPlan) 
 
 
 def load_moments(folder: Path, strategy: Strategy) -> None:
-    """Begin with the AdamW moments and the step count of another run's checkpoint, on whatever ranks.
+    """Begin with the AdamW moments and the step count of another run's checkpoint, on any ranks.
 
-    Raises ValueError if the checkpoint is not whole, or has none for a parameter that is trained.
+    Raises ValueError if the checkpoint is incomplete, or has no moments for a trained parameter.
     """
     if fault := damage(folder, hashes=False, only=("optimizer",)):
         raise ValueError(f"train.optimizer_path = {folder} is no whole checkpoint ({fault}): give another, or none")
@@ -119,7 +119,7 @@ def rng_name(rank: Rank) -> str:
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:
-    """The generators that dropout draws from; the CPU's and this rank's GPU's."""
+    """Return the states of dropout's generators: the CPU's and this rank's GPU's."""
     state = {"cpu": torch.get_rng_state()}
     return state | {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
 

@@ -1,4 +1,4 @@
-"""Checkpoints in the memory of the run's hosts: found, made whole on every host, and removed.
+"""Checkpoints in the memory of the run's hosts: finds them, completes them on every host, and removes them.
 
 Each rank keeps its files of a checkpoint on its own host and on the next host in the ring (memory_saver.py), so that
 the files of all ranks survive when one host is lost. They lie on tmpfs:
@@ -40,7 +40,7 @@ from training.runtime.process import Rank
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-CHUNK_BYTES = 2**26  # sent at once: a host that has the file already receives it too, and drops it
+CHUNK_BYTES = 2**26  # bytes sent at a time; a host that has the file already receives it too, and drops it
 WHOLE = ".whole"
 
 
@@ -50,7 +50,7 @@ class HostMemory:
     def __init__(self, plan: RunPlan, *, rank: Rank, run_dir: Path) -> None:
         """Collective. Raises ValueError if checkpoint.memory_dir cannot be used."""
         self.plan, self.rank, self.record_path = plan, rank, run_dir / MEMORY_RECORD
-        # Connections of its own: on those of training's small messages they would wait for large files.
+        # Separate connections: otherwise training's small messages would wait for large files.
         self.group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout(plan))
         self.host = os.environ.get("SHARDLINE_HOST") or socket.gethostname()
         self.hosts: dict[str, list[int]] = defaultdict(list)  # the ranks of each host, in the order of ranks
@@ -61,7 +61,7 @@ class HostMemory:
         memory_dir = Path(plan.config.checkpoint.memory_dir)
         self.is_leader = self.leaders[self.host] == rank.rank
         if self.is_leader and (removed := remove_abandoned(memory_dir, but=plan.run_id)):
-            logger.info("%s: removed the copies of %s, which nobody used any more", memory_dir, ", ".join(removed))
+            logger.info("%s: removed the copies of %s, which no run used any more", memory_dir, ", ".join(removed))
         try:
             self.run_folder = make_run_folder(memory_dir, plan.run_id)
             self.folder = self.run_folder / self.host
@@ -74,13 +74,13 @@ class HostMemory:
             ) from None
 
     def gather(self, value: T) -> list[T]:
-        """All ranks' values, in the order of ranks. Collective."""
+        """Return all ranks' values, in the order of ranks. Collective."""
         values: list[Any] = [None] * self.rank.world_size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
     def newest(self) -> MemoryRecord | None:
-        """The checkpoint that the run's record names, whatever is left of it. Collective."""
+        """Return the checkpoint that the run's record names, even if files of it are lost. Collective."""
         found: list[Any] = [None]
         if self.rank.rank == 0 and self.record_path.exists():
             found = [MemoryRecord.read(self.record_path)]
@@ -92,9 +92,9 @@ class HostMemory:
         return self.folder / f"{record.name}{WHOLE}"
 
     def make_whole(self, record: MemoryRecord) -> str | None:
-        """Bring the files of all ranks to every host; None, or why that cannot be had, on all ranks alike. Collective.
-
-        Every rank needs all files: a checkpoint holds whole tensors, of which each rank loads its part.
+        """Copy the files of all ranks to every host; return None, or the reason why that failed, the same on all ranks.
+        Collective. Every rank needs all files, because a checkpoint has whole tensors, and each rank loads its part of
+        them.
         """
         shares: dict[int, RankShare] = {}
         holders: dict[int, set[str]] = defaultdict(set)
@@ -114,7 +114,7 @@ class HostMemory:
         return None
 
     def _verified(self, record: MemoryRecord) -> dict[int, RankShare]:
-        """Shares on this host that are whole, by rank; its ranks hash a part of them each."""
+        """Return the intact shares on this host, by rank; each of its ranks hashes a part of them."""
         folder, ranks = self.folder / record.name, self.hosts[self.host]
         paths = sorted(folder.glob("rank-*.json"))[ranks.index(self.rank.rank) :: len(ranks)]
         shares = (RankShare.read(path) for path in paths)
@@ -129,7 +129,7 @@ class HostMemory:
         return True
 
     def _fault(self, shares: Mapping[int, RankShare]) -> str | None:
-        """Why these shares make no checkpoint that this run can load."""
+        """Return why this run cannot load a checkpoint from these shares."""
         if not shares:
             return f"nothing of it is left on {', '.join(self.hosts)}"
         checkpoint = next(iter(shares.values())).checkpoint
@@ -142,9 +142,9 @@ class HostMemory:
     def _link(
         self, record: MemoryRecord, shares: Mapping[int, RankShare], holders: Mapping[int, set[str]]
     ) -> str | None:
-        """Link the files that this host has into the whole checkpoint's folder, and make room for the others."""
+        """Link the files that this host has into the complete checkpoint's folder, and make room for the others."""
         folder = self.whole_folder(record)
-        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was killed meanwhile
+        shutil.rmtree(folder, ignore_errors=True)  # from an attempt that was killed
         folder.mkdir()
         try:
             for owner, share in shares.items():
@@ -159,7 +159,7 @@ class HostMemory:
         return None
 
     def _fetch(self, record: MemoryRecord, shares: Mapping[int, RankShare], holders: Mapping[int, set[str]]) -> None:
-        """Send each file that some hosts lack from the first host that has it. Collective among the hosts' leaders."""
+        """Send each missing file from the first host that has it. Collective among the hosts' leaders."""
         for owner, share in sorted(shares.items()):
             if len(holders[owner]) == len(self.hosts):
                 continue
@@ -180,39 +180,42 @@ class HostMemory:
         manifest.write(folder / CHECKPOINT_MANIFEST)
 
     def keep_only(self, *names: str) -> None:
-        """Remove all folders of this run from the host's memory but these. It is enough that one rank does it."""
+        """Remove all other folders of this run from the host's memory. One rank per host is enough."""
         for folder in self.folder.iterdir():
             if folder.name not in names:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def forget(self, record: MemoryRecord | None) -> None:
-        """Keep of the copies only those of `record`, which training continues from; None: none. Collective."""
-        dist.barrier(group=self.group)  # all ranks have loaded the whole one
+        """Keep only the copy of `record`, from which training continues; None: remove all. Collective."""
+        dist.barrier(group=self.group)  # until all ranks have loaded the complete checkpoint
         if self.rank.rank == 0 and record is None:
             self.record_path.unlink(missing_ok=True)
         if self.is_leader:
             self.keep_only(*([record.name] if record else []))
 
     def remove(self) -> None:
-        """Remove all copies: the run has ended. Collective."""
+        """Remove all copies, because the run has ended. Collective."""
         self.forget(None)
         if self.is_leader:
             shutil.rmtree(self.folder, ignore_errors=True)
-            with suppress(OSError):  # in a container the run's folder is mounted: it stays, empty
+            with suppress(OSError):  # in a container the run's folder is a mount, so it stays, empty
                 self.run_folder.rmdir()
 
 
 def make_room(path: Path, size: int) -> None:
-    """Make a file of that size. Raises OSError if memory is short: to write into a mapping would end the process."""
+    """Make a file of that size.
+
+    Raises OSError if memory is short; a write into a mapping would end the process instead.
+    """
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, size)
 
 
 def mapped(path: Path, size: int) -> Tensor:
-    """A file's bytes as a tensor: to write into it is to write the file."""
+    """Return a file's bytes as a tensor; writing to the tensor writes to the file."""
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
 def free_space(folder: Path) -> str:
-    """How much is free there, in words."""
+    """Return a sentence with the free space of the folder's file system."""
     return f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB are free in {folder}"

@@ -1,10 +1,10 @@
-"""Saves into the memory of hosts while training goes on: each rank's files on its own host, and on the next one.
+"""Saves to the memory of hosts while training continues: each rank's files on its own host and on the next one.
 
-The loop waits for the copy out of device memory. A thread then writes the rank's files to tmpfs and exchanges them with
-its neighbours, over connections of its own, while the next step is computed. Before that step counts, the loop waits
-until all ranks' threads have agreed and the run's record names the copy, so that a failure never costs more than
-checkpoint.memory_every_steps steps. The copy before it is removed when the next is made: one whole copy is there at any
-time, two at most.
+The loop waits only for the copy out of device memory. A thread then writes the rank's files to tmpfs and exchanges them
+with its neighbours, over separate connections, while the next step is computed. Before that step counts, the loop waits
+until all ranks' threads have agreed and the run's record names the copy, so that a failure loses at most
+checkpoint.memory_every_steps steps. The previous copy is removed when the next is complete: at any time there is one
+complete copy, and at most two.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from training.strategies import Strategy
 
 logger = logging.getLogger(__name__)
 
-END_S = 5.0  # for the thread of a rank that fails: its peers may wait for it
+END_S = 5.0  # longest wait for the thread of a rank that fails, because its peers may wait for it
 
 
 class MemorySaver:
-    """A run's copies in memory. All methods are called on all ranks alike; leaving the context removes the copies.
+    """A run's copies in memory. All ranks call the same methods; leaving the context removes the copies.
 
     After an error they stay, for the next attempt. `loaded`: the copy that this attempt continues from.
     """
@@ -59,7 +59,7 @@ class MemorySaver:
         self.receivers = neighbours(memory.hosts)
         self.abandoned = threading.Event()
         self.thread: threading.Thread | None = None  # of the copy that is being made
-        self.stalled_s = 0.0  # by it
+        self.stalled_s = 0.0  # by that copy
 
     @property
     def is_copying(self) -> bool:
@@ -91,7 +91,7 @@ class MemorySaver:
         self.stalled_s = time.perf_counter() - began
 
     def finish(self) -> float:
-        """Wait until the copy is whole, or could not be made; returns the seconds that training stood still for it."""
+        """Wait until the copy is complete or has failed; return the seconds that training waited for it."""
         began = time.perf_counter()
         if self.thread is not None:
             self.thread.join()
@@ -104,18 +104,18 @@ class MemorySaver:
         record = MemoryRecord(step=manifest.step, name=f"{manifest.step:08d}-{self.attempt}")
         try:
             faults = self._copy(record, manifest, files)
-        except RuntimeError as error:  # a rank is gone, so training fails as well and says why
+        except RuntimeError as error:  # a rank is gone, so training fails too, and reports the cause
             faults = [f"the ranks lost each other ({error})"]
         if not faults:
             self.newest = record
         elif self.rank.rank == 0 and not self.abandoned.is_set():
-            before = f"the one of step {self.newest.step} stays" if self.newest else "there is none before it"
+            before = f"the one of step {self.newest.step} stays" if self.newest else "there is no earlier copy"
             logger.warning("no copy of step %d in the hosts' memory: %s; %s", record.step, "; ".join(faults), before)
 
     def _copy(
         self, record: MemoryRecord, manifest: CheckpointManifest, files: dict[str, dict[str, Tensor]]
     ) -> list[str]:
-        """Make the copy. Returns what was in the way, on all ranks alike."""
+        """Make the copy. Returns the error, the same on all ranks; empty if there was none."""
         memory, me = self.memory, self.rank.rank
         folder, share, fault = memory.folder / record.name, None, None
         try:
@@ -138,7 +138,7 @@ class MemorySaver:
         self._exchange(folder, share, senders)
         for whole in (share, *senders):
             whole.write(folder / f"rank-{whole.rank}.json")
-        dist.barrier(group=memory.group)  # all parts are there
+        dist.barrier(group=memory.group)  # all parts exist
         if me == 0:
             try:
                 record.write(memory.record_path)
@@ -155,7 +155,7 @@ class MemorySaver:
         return RankShare(rank=self.rank.rank, checkpoint=manifest, files=written)
 
     def _exchange(self, folder: Path, share: RankShare, senders: list[RankShare]) -> None:
-        """Send this rank's files to the next host, and receive those of the host before; from memory into memory."""
+        """Send this rank's files to the next host, and receive those of the previous host, from memory to memory."""
         works, group = [], self.memory.group
         if (receiver := self.receivers.get(share.rank)) is not None:
             for number, (name, file) in enumerate(sorted(share.files.items())):
@@ -175,7 +175,7 @@ class MemorySaver:
 
 
 def neighbours(hosts: dict[str, list[int]]) -> dict[int, int]:
-    """Each rank's receiver, on the next host of the ring; a host alone has none.
+    """Return each rank's receiver, on the next host of the ring; a single host has none.
 
     >>> neighbours({"a": [0, 1], "b": [2]})
     {0: 2, 1: 2, 2: 0}

@@ -1,8 +1,8 @@
-"""Safetensors files: written in one pass that hashes as it goes, read tensor by tensor.
+"""Safetensors files: written and hashed in one pass, read tensor by tensor.
 
 The format (huggingface.co/docs/safetensors): header length as 8 little-endian bytes, header as JSON, then the
-tensors' bytes. The library's `save_file` can neither be hashed on the way, which saves reading everything again
-(600 MB here: 0.7 s with the hash, 2.3 s without), nor be stopped half-way.
+tensors' bytes. The library's `save_file` cannot hash while it writes, which saves reading everything again (600 MB
+here: 0.7 s instead of 2.3 s), and cannot be stopped before its end.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch import Tensor
 
 from training.records.checkpoint import WrittenFile
 
-BLOCK_BYTES = 2**24  # long enough that Python costs nothing, short enough to stop soon: 10-50 ms
-ALIGNED_BYTES = 4096  # direct writes are of whole pages, from a page's beginning
+BLOCK_BYTES = 2**24  # large enough that Python's overhead is small, small enough to stop soon: 10-50 ms
+ALIGNED_BYTES = 4096  # direct writes need whole pages, aligned to pages
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -42,16 +42,17 @@ DTYPE_NAMES = {
 
 
 class Abandoned(Exception):
-    """A write was stopped half-way because its checkpoint was abandoned."""
+    """A write was stopped because its checkpoint was abandoned."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, abandoned: threading.Event) -> WrittenFile:
-    """Contiguous CPU tensors of any shape -> one file, on disk when this returns.
+    """Write contiguous CPU tensors of any shape to one file, which is on disk when this returns.
 
-    The bytes go past the page cache where the file system lets them (`O_DIRECT`): a checkpoint then takes no memory
-    from the token shards' pages, and a sixth of the time on a machine whose free memory is not mapped yet (600 MB here:
-    0.4 s, through the cache 2.5 s). Copying, hashing and writing release the interpreter lock, so threads do them
-    beside training. Raises OSError as the disk does, Abandoned soon after the event is set; half a file is left then.
+    The bytes bypass the page cache if the file system allows it (`O_DIRECT`): a checkpoint then takes no memory from
+    the token shards' pages, and a sixth of the time on a machine whose free memory is not mapped yet (600 MB here: 0.4
+    s, through the cache 2.5 s). Copying, hashing and writing release the interpreter lock, so threads do them beside
+    training. Raises OSError for errors of the disk, Abandoned soon after the event is set; a part of the file remains
+    then.
     """
     digest, size = hashlib.sha256(), 0
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
@@ -61,17 +62,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, abandoned: threa
             if abandoned.is_set():
                 raise Abandoned
             if hashed is not None:
-                hashed.result()  # of the block before, which is filled again next
+                hashed.result()  # write of the previous block, which is filled again next
             hashed = hasher.submit(digest.update, block[:length])
             _write(file, block[: -(-length // ALIGNED_BYTES) * ALIGNED_BYTES])
             size += length
-        file.truncate(size)  # the last block was written to its end
+        file.truncate(size)  # the last block was padded to its end
         os.fsync(file.fileno())
     return WrittenFile(size_bytes=size, sha256=digest.hexdigest())
 
 
 def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[tuple[memoryview, int]]:
-    """The file's bytes in page-aligned blocks, and how many bytes of each count; two blocks take turns."""
+    """Yield the file's bytes in page-aligned blocks, with the number of valid bytes; two blocks are used in turns."""
     blocks = itertools.cycle([memoryview(mmap.mmap(-1, BLOCK_BYTES)) for _ in range(2)])
     block, filled = next(blocks), 0
     contents = (tensor.detach().reshape(-1).view(torch.uint8).numpy() for tensor in tensors.values())
@@ -90,7 +91,7 @@ def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[tuple[memoryview, int]]:
 
 def _write(file: FileIO, content: memoryview) -> None:
     written = 0
-    while written < len(content):  # a full disk accepts a part, then raises on the rest
+    while written < len(content):  # a full disk accepts a part, then raises for the rest
         try:
             written += file.write(content[written:]) or 0
         except OSError as error:
@@ -99,7 +100,7 @@ def _write(file: FileIO, content: memoryview) -> None:
 
 
 def _bypass_page_cache(descriptor: int, wanted: bool) -> bool:
-    """Turn direct writes on or off; False if nothing changed, as where the file system has none."""
+    """Turn direct writes on or off; return False if nothing changed, for example without support in the file system."""
     direct = getattr(os, "O_DIRECT", 0)  # macOS has none
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     if bool(flags & direct) == wanted:
@@ -118,7 +119,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
         start, end = end, end + tensor.nbytes
         entries[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
     header = json.dumps(entries).encode()
-    header += b" " * (-len(header) % 8)  # the tensors begin at a multiple of 8 bytes
+    header += b" " * (-len(header) % 8)  # tensors begin at a multiple of 8 bytes
     return len(header).to_bytes(8, "little") + header
 
 
@@ -127,7 +128,7 @@ def index_name(kind: str) -> str:
 
 
 def file_name(kind: str, *, number: int, of: int) -> str:
-    """Hugging Face's names: KIND.safetensors, or KIND-00001-of-00004.safetensors; `number` counts from 0."""
+    """Return Hugging Face's names: KIND.safetensors, or KIND-00001-of-00004.safetensors; `number` counts from 0."""
     return f"{kind}.safetensors" if of == 1 else f"{kind}-{number + 1:05d}-of-{of:05d}.safetensors"
 
 

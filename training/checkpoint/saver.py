@@ -1,8 +1,8 @@
-"""Saves while training goes on: each rank copies its share to host memory, and a thread writes it to the disk.
+"""Saves while training continues: each rank copies its share to host memory, and a thread writes it to disk.
 
-The loop never waits for a disk. While a checkpoint is being written, a small CPU all-reduce, started at one step and
-read at the next, counts the ranks that are done. Only one is written at a time: if the next comes due before that,
-training waits, and memory does not grow.
+The loop does not wait for the disk. While a checkpoint is being written, a small CPU all-reduce, started at one step
+and read at the next, counts the ranks that have finished. Only one checkpoint is written at a time: if the next is due
+earlier, training waits, so that memory does not grow.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from training.strategies import Strategy
 
 logger = logging.getLogger(__name__)
 
-ASK_EVERY_S = 0.05  # how often ranks that wait ask each other
+ASK_EVERY_S = 0.05  # seconds between checks while ranks wait for each other
 
 
 class Saver:
-    """A run's checkpoints. All methods are called on all ranks alike; leave the context to wait for the last one."""
+    """A run's checkpoints. All ranks call the same methods; leaving the context waits for the last checkpoint."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class Saver:
         self.micro_batches = micro_batches or MicroBatches.of(plan)
         self.hf_config: Any = model.hf.config
         self.staging = Staging(plan, rank)
-        self.writer: Writer | None = None  # of the checkpoint that is being written, or of the last one
+        self.writer: Writer | None = None  # the step of the checkpoint that is being written, or of the last one
         self.in_flight = False
-        self._counts = torch.zeros(3, dtype=torch.int64)  # ranks that have written, first rank published, failures
+        self._counts = torch.zeros(3, dtype=torch.int64)  # ranks that have written, first rank has published, failures
         self._sent: dist.Work | None = None
 
     def __enter__(self) -> Saver:
@@ -64,18 +64,17 @@ class Saver:
     ) -> None:
         """Wait until the last checkpoint is published; after an error on this rank alone, abandon it."""
         try:
-            if error is None or isinstance(error, NonFiniteLoss):  # which all ranks meet at the same step
+            if error is None or isinstance(error, NonFiniteLoss):  # all ranks get these errors at the same step
                 self.finish()
         finally:
             if self.in_flight and self.writer is not None:
                 self.writer.abandon()
 
     def save(self, step: int, *, tokens: int, val_loss: float | None, stages: Stages | None = None) -> float:
-        """Begin the checkpoint of `step`; returns the seconds that training stood still.
+        """Begin the checkpoint of `step`; return the seconds that training waited.
 
-        `stages`: with which training goes on from it, if not with the plan's.
-
-        Raises RuntimeError if the checkpoint before it is still being written, and fails for good.
+        `stages`: the pipeline stages with which training continues, if they differ from the plan's. Raises RuntimeError
+        if the previous checkpoint is still being written, and fails finally.
         """
         began = time.perf_counter()
         if self.writer is not None:
@@ -94,7 +93,7 @@ class Saver:
         return time.perf_counter() - began
 
     def _wait_for(self, writer: Writer, step: int) -> None:
-        """Wait until the checkpoint before is published, because only then its buffers are free again."""
+        """Wait until the previous checkpoint is published, because only then its buffers are free."""
         began, waiting = time.perf_counter(), self.in_flight
         self.finish()
         if waiting and self.rank.rank == 0:
@@ -108,7 +107,7 @@ class Saver:
             )
 
     def advance(self) -> None:
-        """Advance the checkpoint that is being written; call it once per step. Costs nothing while there is none.
+        """Check the checkpoint that is being written; call this once per step. Takes no time while there is none.
 
         Failed tries are logged on all ranks. Raises RuntimeError, on all ranks, after checkpoint.max_failures.
         """
@@ -123,7 +122,7 @@ class Saver:
                 self.writer.changed.wait(ASK_EVERY_S)
             self._send()
         if self.writer is not None:
-            self.writer.thread.join()  # the first rank's may still delete old checkpoints
+            self.writer.thread.join()  # the first rank's thread may still delete old checkpoints
 
     def _send(self) -> None:
         if not self.in_flight or self.writer is None:
@@ -147,7 +146,7 @@ class Saver:
         self.in_flight = not published
 
     def _gather_rank_files(self, writer: Writer) -> None:
-        """Send the names and hashes of this rank's files, now written, to the first rank: a few kB per checkpoint."""
+        """Send the names and hashes of this rank's written files to the first rank: a few kB per checkpoint."""
         all_rank_files: list[Any] | None = [None] * self.rank.world_size if self.rank.rank == 0 else None
         dist.gather_object(writer.rank_files, all_rank_files, dst=0)
         writer.publish(all_rank_files or [])
@@ -164,8 +163,8 @@ class Saver:
             )
             if failure.attempt == most:
                 raise RuntimeError(
-                    f"{text}: free space or mend the disk, then start the run again: it continues from the checkpoint "
-                    "before; checkpoint.max_failures sets the number of tries"
+                    f"{text}: free space or repair the disk, then start the run again: it continues from the "
+                    "checkpoint before; checkpoint.max_failures sets the number of tries"
                 )
             logger.warning("%s", text)
 
@@ -173,7 +172,7 @@ class Saver:
 def unfilled_manifest(
     plan: RunPlan, *, step: int, tokens: int, val_loss: float | None, micro_batches: MicroBatches
 ) -> CheckpointManifest:
-    """The manifest of a checkpoint whose files are not written yet."""
+    """Return the manifest of a checkpoint whose files are not written yet."""
     return CheckpointManifest(
         step=step,
         tokens=tokens,

@@ -1,4 +1,4 @@
-"""A rank's share of a checkpoint in host memory, from which the writer writes while training goes on."""
+"""A rank's share of a checkpoint in host memory, from which the writer writes while training continues."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from training.strategies import Strategy
 
 BLOCK_BYTES = 2**28  # page-locked memory is rounded up to powers of two: 1.4x for a 7B Llama's matrices, one by one
 ALIGNED_BYTES = 64
-ROUND_BYTES = 2**27  # what a rank receives at once, if no single tensor is larger: it takes room on the GPU
+ROUND_BYTES = 2**27  # bytes that a rank receives at a time, unless one tensor is larger: they take memory on the GPU
 
 
-Loads = dict[frozenset[int], dict[int, int]]  # by the ranks that hold the same tensors: what each of them writes
+Loads = dict[frozenset[int], dict[int, int]]  # ranks that hold the same tensors -> bytes that each of them writes
 
 
 @dataclass(frozen=True)
@@ -37,35 +37,35 @@ class Owned:
 
 
 class Staging:
-    """Copies of the tensors that this rank writes: of each whole tensor, one of the ranks that hold it keeps one.
+    """Copies of the tensors that this rank writes.
 
-    So each rank holds, and writes, 12 bytes per parameter / world size (where replicas are alike), and its own state;
-    and it receives no more than that, since ranks send their parts of a tensor to that one only. All checkpoints use
-    the same buffers.
+    One of the ranks that hold a tensor keeps a copy of the whole tensor. So each rank holds, and writes, 12 bytes per
+    parameter / world size (if replicas are equal), and its own state. It receives no more than that, because ranks send
+    their parts of a tensor to that rank only. All checkpoints use the same buffers.
     """
 
     def __init__(self, plan: RunPlan, rank: Rank) -> None:
         self.rank = rank
         groups = _exchange_groups(plan)
         self.peers = next(ranks for ranks in groups if rank.rank in ranks)
-        self.group = None  # the world
-        if len(groups) > 1 and len(self.peers) > 1:  # every rank makes every group, in the same order
+        self.group = None  # all ranks
+        if len(groups) > 1 and len(self.peers) > 1:  # every rank must make every group, in the same order
             made = [dist.new_group(ranks, timeout=timeout(plan)) for ranks in groups]
             self.group = made[groups.index(self.peers)]
         self._buffers: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "rank": {}}
-        self._block = torch.empty(0, dtype=torch.uint8)  # what is left of the newest one
+        self._block = torch.empty(0, dtype=torch.uint8)  # remains of the newest checkpoint
 
     def files(self, strategy: Strategy) -> dict[str, dict[str, Tensor]]:
-        """This rank's files of a checkpoint, as tensors by file name: copies, as they are now. Collective."""
+        """Return this rank's files of a checkpoint as file name -> copies of the current tensors. Collective."""
         rank, staged = self.rank, self.fill(strategy)
         files = {file_name(kind, number=rank.rank, of=rank.world_size): staged[kind] for kind in ("model", "optimizer")}
         files[rank_state_file(rank.rank)] = staged["rank"]
         return {name: tensors for name, tensors in files.items() if tensors} | {rng_name(rank): rng_state(rank.device)}
 
     def fill(self, strategy: Strategy) -> dict[str, dict[str, Tensor]]:
-        """CPU copies of this rank's tensors by kind and name, as they are now. Collective.
+        """Return CPU copies of this rank's current tensors, by kind and name. Collective.
 
-        Returns when they are made: the next optimizer step overwrites what they were copied from.
+        Returns when the copies are made, because the next optimizer step overwrites the tensors.
         """
         loads: Loads = {}
         scalars = strategy.optimizer_scalars().items() if self.rank.rank == 0 else ()
@@ -84,7 +84,7 @@ class Staging:
         self._buffers[kind] = filled
 
     def _kept(self, tensors: Iterable[Owned]) -> Iterator[tuple[str, Tensor]]:
-        """The whole tensors that this rank owns."""
+        """Yield the whole tensors that this rank owns."""
         me = self.rank.rank
         for batch in _rounds(tensors):
             received = self._exchange(batch)
@@ -99,7 +99,7 @@ class Staging:
                     )
 
     def _exchange(self, batch: list[Owned]) -> dict[tuple[str, int], Tensor]:
-        """Send this rank's parts to their owners: the parts that it received, by tensor and by who sent them."""
+        """Send this rank's parts to their owners; return the received parts, by tensor and sender."""
         if all(len(owned.parts.part_shapes) == 1 for owned in batch):
             return {}
         me = self.rank.rank
@@ -124,7 +124,7 @@ class Staging:
         return {(name, rank): piece.view(shape) for (name, rank, shape), piece in zip(arrived, pieces, strict=True)}
 
     def _on_device(self, parts: Parts) -> Tensor:
-        """This rank's part, which may be offloaded to host memory: between GPUs is the faster way."""
+        """Return this rank's part on the device, because exchange between GPUs is faster than from host memory."""
         return parts.own.to(self.rank.device)
 
     def _buffer_like(self, tensor: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class Staging:
 
 
 def _exchange_groups(plan: RunPlan) -> list[list[int]]:
-    """The ranks that exchange parts of tensors: those of a pipeline stage, which all hold parts of the same tensors.
+    """Return the ranks that exchange parts of tensors. The ranks of a pipeline stage hold parts of the same tensors.
 
     Stages of unlike replicas hold different tensors, so that there a stage's tensor-parallel ranks are by themselves.
     """
@@ -149,9 +149,8 @@ def _exchange_groups(plan: RunPlan) -> list[list[int]]:
 
 
 def _dealt_out(tensors: Iterable[tuple[str, Parts]], loads: Loads) -> Iterator[Owned]:
-    """Each tensor goes to that one of its ranks which has the fewest bytes so far of what the same ranks hold.
-
-    So all of them agree, whatever else they hold. Updates `loads`.
+    """Assign each tensor to the one of its ranks that has the fewest bytes so far. Only tensors of the same ranks
+    count, so that these ranks agree. Updates `loads`.
     """
     for name, parts in tensors:
         of_ranks = loads.setdefault(frozenset(itertools.chain.from_iterable(parts.holders)), {})
@@ -163,7 +162,7 @@ def _dealt_out(tensors: Iterable[tuple[str, Parts]], loads: Loads) -> Iterator[O
 
 
 def _rounds(tensors: Iterable[Owned]) -> Iterator[list[Owned]]:
-    """The tensors in batches of which no rank receives more than ROUND_BYTES, unless one tensor alone is larger."""
+    """Yield the tensors in batches. No rank receives more than ROUND_BYTES of a batch, unless one tensor is larger."""
     batch: list[Owned] = []
     loads: dict[int, int] = defaultdict(int)
     for owned in tensors:

@@ -1,7 +1,7 @@
 """Writes one checkpoint: a thread writes this rank's files, and the first rank's thread publishes them.
 
 All ranks write at the same time into checkpoints/.STEP.part. When all have, the first one adds index files,
-config.json and manifest, and gives the folder its name: a checkpoint is whole or not there.
+config.json and manifest, and renames the folder, so that a checkpoint is complete or absent.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from training.runtime.process import Rank
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 1.0  # doubled from try to try, up to a minute
-JOIN_S = 60.0  # a thread that hangs on a dead disk must not keep the process
+RETRY_AFTER_S = 1.0  # doubled after each try, up to a minute
+JOIN_S = 60.0  # a thread that hangs on a dead disk must not keep the process alive
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class WriteFailure:
 
 
 class Writer:
-    """A thread that writes; the main thread checks its events between steps. There is no collective in here."""
+    """A thread that writes; the main thread checks its events between steps. It makes no collective."""
 
     def __init__(
         self, plan: RunPlan, manifest: CheckpointManifest, *, folder: Path, rank: Rank, hf_config: Any
@@ -69,7 +69,7 @@ class Writer:
         self.complete.set()
 
     def abandon(self) -> None:
-        """Stop and remove what was written; only what hangs on a dead disk stays."""
+        """Stop and remove the written files; only a thread that hangs on a dead disk remains."""
         self.abandoned.set()
         self.complete.set()
         self.thread.join(JOIN_S)
@@ -77,7 +77,7 @@ class Writer:
             (self.partial_folder / name).unlink(missing_ok=True)
         if self.rank.rank == 0:
             shutil.rmtree(self.partial_folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # other ranks may not have gone yet; the last one takes the folder away
+        with contextlib.suppress(OSError):  # other ranks may not have ended yet; the last one removes the folder
             self.partial_folder.rmdir()
 
     def _run(self) -> None:
@@ -87,7 +87,7 @@ class Writer:
         self.changed.set()
         if self.rank.rank != 0:
             return
-        if self.rank.world_size == 1:  # there is nobody to ask
+        if self.rank.world_size == 1:  # there is no other rank to ask
             self.publish([self.rank_files])
         self.complete.wait()
         if self._retry(self._publish):
@@ -99,14 +99,17 @@ class Writer:
                 logger.warning("old checkpoints could not be deleted: %s", error)
 
     def _retry(self, action: Callable[[], None]) -> bool:
-        """Try until it succeeds; False if the checkpoint was abandoned, or after checkpoint.max_failures tries."""
+        """Try until `step` succeeds.
+
+        Returns False if the checkpoint was abandoned, or after checkpoint.max_failures tries.
+        """
         most = self.plan.config.checkpoint.max_failures
         for attempt in itertools.count(1):
             try:
                 action()
             except Abandoned:
                 return False
-            except Exception as error:  # whatever it is must reach the loop, or it would wait forever
+            except Exception as error:  # any error must reach the loop, otherwise it would wait forever
                 if not isinstance(error, OSError):
                     logger.exception("checkpoint of step %d", self.manifest.step)
                 text = f"{type(error).__name__}: {error}; {_free_space(self.folder)}"
@@ -119,7 +122,7 @@ class Writer:
         raise AssertionError
 
     def _write(self) -> None:
-        """Write this rank's files; those that an earlier try finished stay."""
+        """Write this rank's files; files that an earlier try finished stay."""
         self.partial_folder.mkdir(parents=True, exist_ok=True)
         for name, tensors in self.files.items():
             if name in self.rank_files:
@@ -128,13 +131,16 @@ class Writer:
             self.rank_files[name] = write_rank_file(self.path, tensors, abandoned=self.abandoned)
 
     def _publish(self) -> None:
-        """Add index files, config.json and manifest, then rename the folder; a retry starts where the last failed."""
+        """Add index files, config.json and manifest, then rename the folder.
+
+        A retry continues where the last one failed.
+        """
         if self.abandoned.is_set():
             raise Abandoned
         self.path = self.partial_folder
         if not self.renamed:
             self._complete()
-            shutil.rmtree(self.folder, ignore_errors=True)  # of an attempt that got as far, and was found damaged
+            shutil.rmtree(self.folder, ignore_errors=True)  # of an earlier attempt, and found damaged
             self.partial_folder.rename(self.folder)
             self.renamed = True
         _fsync(self.folder.parent)
@@ -146,7 +152,7 @@ class Writer:
         self.hf_config.save_pretrained(self.partial_folder)
         files = {name: file.written for rank_files in self.all_rank_files for name, file in rank_files.items()}
         for path in self.partial_folder.glob("*.json"):
-            if path.name != CHECKPOINT_MANIFEST:  # of an earlier try
+            if path.name != CHECKPOINT_MANIFEST:  # from an earlier try
                 _fsync(path)
                 files[path.name] = WrittenFile(size_bytes=path.stat().st_size, sha256=sha256_file(path))
         manifest = self.manifest.model_copy(update={"files": dict(sorted(files.items()))})
@@ -155,18 +161,18 @@ class Writer:
 
 
 def write_rank_file(path: Path, tensors: Mapping[str, Tensor], *, abandoned: threading.Event) -> RankFile:
-    """Write a file of a checkpoint. Raises as `write_tensors`, and leaves nothing then."""
+    """Write a file of a checkpoint. Raises as `write_tensors` does, and then removes the file."""
     try:
         written = write_tensors(path, tensors, abandoned=abandoned)
     except BaseException:
-        path.unlink(missing_ok=True)  # half a file takes room on a full disk
+        path.unlink(missing_ok=True)  # a partial file takes space on a full disk
         raise
     size = sum(tensor.nbytes for tensor in tensors.values())
     return RankFile(written=written, names=tuple(tensors), tensor_bytes=size)
 
 
 def write_index(folder: Path, kind: str, all_rank_files: Iterable[Mapping[str, RankFile]]) -> None:
-    """KIND.safetensors.index.json, where several ranks wrote tensors of this kind."""
+    """Write KIND.safetensors.index.json, if several ranks wrote tensors of this kind."""
     named = {name: file for files in all_rank_files for name, file in files.items() if name.startswith(f"{kind}-")}
     file_of = {tensor: name for name, file in named.items() for tensor in file.names}
     assert len(file_of) == sum(len(file.names) for file in named.values()), "two ranks wrote the same tensor"
@@ -188,4 +194,4 @@ def _free_space(folder: Path) -> str:
     try:
         return f"{shutil.disk_usage(folder.parents[1]).free / 2**30:.2f} GiB are free there"
     except OSError as error:
-        return f"the free space is not known ({error})"
+        return f"the free space is unknown ({error})"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from training.records.plan import RunPlan
 
-IGNORED = -100  # target of a position that is not predicted, as in torch.nn.functional.cross_entropy
+IGNORED = -100  # target of a position that is not predicted, the default of torch.nn.functional.cross_entropy
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Batch:
     documents: Tensor | None = None  # int64; tokens attend only to tokens of the same number; None: to all
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """The same batch with `change` applied to every tensor: moved, cut, pinned."""
+        """Return the batch with `change` applied to every tensor, for example to move, cut or pin it."""
         positions = None if self.positions is None else change(self.positions)
         documents = None if self.documents is None else change(self.documents)
         return Batch(change(self.inputs), change(self.targets), positions, documents)
@@ -30,7 +30,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's micro-batches of one step, and the number of targets in all ranks' together."""
+    """A rank's micro-batches of one step, and the number of targets of all ranks together."""
 
     batches: list[Batch]
     num_targets: int
@@ -38,10 +38,10 @@ class Share:
 
 @dataclass
 class MicroBatches:
-    """The number of sequences in a micro-batch of each data-parallel replica, as they are now.
+    """The current number of sequences in a micro-batch of each data-parallel replica.
 
-    Loader, metrics and checkpoints of a run share one object. Where the plan rebalances, `sizes` change between two
-    steps (training/trainer/rebalance.py); their sum and the accumulation stay, and so does the global batch.
+    Loader, metrics and checkpoints of a run share one object. If the plan rebalances, `sizes` change between two steps
+    (training/trainer/rebalance.py); their sum, the accumulation and the global batch stay.
     """
 
     sizes: tuple[int, ...]
@@ -52,6 +52,9 @@ class MicroBatches:
         return cls(plan.micro_batches, plan.accumulation)
 
     def sequences(self, replica: int) -> slice:
-        """A replica's places in a step's global batch: replica after replica, each with all its micro-batches."""
+        """Return a replica's places in a step's global batch.
+
+        Replicas follow each other, each with all its micro-batches.
+        """
         first = sum(self.sizes[:replica])
         return slice(first * self.accumulation, (first + self.sizes[replica]) * self.accumulation)

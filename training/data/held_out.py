@@ -18,11 +18,11 @@ from training.shards.stream import TokenStream
 def held_out_by_source(
     plan: RankPlan, *, rank: int, world_size: int, device: torch.device, limit: int = 0
 ) -> Iterator[tuple[int, Batch]]:
-    """The validation split once, source by source, distributed over the data-parallel ranks batch by batch.
+    """Return the validation split once, source by source, distributed over the data-parallel ranks batch by batch.
 
-    Every batch is [micro-batch, context] of one source, filled up with padding, and every rank gets as many: compiled
-    graphs and pipelines need one shape, sharded models need every rank in every forward pass. A rank's micro-batch is
-    the plan's; with another number of ranks than in training, the plan's smallest.
+    Every batch is [micro-batch, context] of one source, filled up with padding, and every rank gets the same number of
+    batches: compiled graphs and pipelines need one shape, sharded models need every rank in every forward pass. A
+    rank's micro-batch is the plan's; with another number of ranks than in training, the plan's smallest.
     `limit` > 0 takes only about that many sequences, evenly spaced over each source, and one of each at least.
     """
     train, stream = plan.config.train, TokenStream(Path(plan.shards_dir), "validation")
@@ -37,7 +37,7 @@ def held_out_by_source(
 
 
 def held_out_placed(plan: RankPlan, *, rank: int, world_size: int, device: torch.device) -> HeldOut:
-    """The validation split once, in order: batches as above, here one may hold several sources."""
+    """Return the validation split once, in order: batches as above, but a batch may contain several sources."""
     train, stream = plan.config.train, TokenStream(Path(plan.shards_dir), "validation")
     sequences = sequences_of(stream, packing=train.packing, context=train.context, partial=True)
     return HeldOut(plan, stream, sequences, rank=rank, world_size=world_size, device=device)

@@ -1,7 +1,7 @@
-"""Token shards to batches: which sequence comes when follows from the seed and the step alone.
+"""Turns token shards into batches: the seed and the step alone determine the sequences of a batch.
 
-So the order does not depend on the number of ranks or on the micro-batch, a resumed run finds its place
-without replaying anything, and no sequence comes twice in an epoch.
+So the order does not depend on the number of ranks or on the micro-batch, a resumed run finds its place without reading
+earlier batches, and no sequence comes twice in an epoch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from training.shards.stream import TokenStream
 logger = logging.getLogger(__name__)
 
 STEPS_AHEAD = 2
-ORDERED_AT_ONCE = 4096  # sequences: finding a batch of 12 takes 29 to 121 us, so many 0.05 to 0.3 us each
+ORDERED_AT_ONCE = 4096  # sequences found at once: a batch of 12 takes 29 to 121 us, this many take 0.05 to 0.3 us each
 
 
 class Loader:
@@ -56,11 +56,11 @@ class Loader:
         self.sequences = sequences_by_source(self.stream, packing=train.packing, context=train.context)
         self.mixture = Mixture(plan.mixture, global_batch=train.global_batch) if plan.mixture else None
         self._steps_at_once = max(1, ORDERED_AT_ONCE // train.global_batch)
-        self._ordered = functools.lru_cache(4)(self._order)  # two are read from, two looked into for what comes
-        self._read_ahead: ReadAhead | None = None  # begins with the first step that is asked for
+        self._ordered = functools.lru_cache(4)(self._order)  # two threads that prepare, two that look for coming blocks
+        self._read_ahead: ReadAhead | None = None  # begins with the first requested step
         self._ahead = (STEPS_AHEAD if device.type == "cuda" else 0) if ahead is None else ahead
         self._thread = ThreadPoolExecutor(1, "loader", initializer=self._select_device) if self._ahead else None
-        self._prepared: dict[int, Future[tuple[Batch, int]]] = {}  # by step
+        self._prepared: dict[int, Future[tuple[Batch, int]]] = {}  # step -> batch
         self._prepared_sizes = self.micro_batches.sizes
 
     def share(self, step: int) -> Share:
@@ -77,12 +77,12 @@ class Loader:
         return Share([whole.each(operator.itemgetter(slice(start, start + rows))) for start in starts], num_targets)
 
     def spans(self, step: int) -> np.ndarray:
-        """int64 [sequences of this rank, 3]: what they are read from (training/shards/packing.py)."""
+        """Return int64 [sequences of this rank, 3]: the spans that they are read from (training/shards/packing.py)."""
         spans, _ = self._ordered(step // self._steps_at_once)
         return spans[step % self._steps_at_once, self.micro_batches.sequences(self.dp_rank)]
 
     def num_tokens(self, step: int) -> int:
-        """Tokens in all ranks' shares of `step` together, padding left out; masked models predict some of them."""
+        """Return the tokens in all ranks' shares of `step`, without padding; masked models predict some of them."""
         spans, num_targets = self._ordered(step // self._steps_at_once)
         if self.plan.config.objective == "causal":
             return int(num_targets[step % self._steps_at_once])
@@ -90,7 +90,7 @@ class Loader:
         return int(lengths.sum())
 
     def tokens_by_source(self, steps: int) -> dict[str, float]:
-        """`tokens_seen/NAME` of a mixture's sources after so many steps; nothing where there is one source."""
+        """Return `tokens_seen/NAME` of a mixture's sources after `steps` steps; empty if there is only one source."""
         if self.mixture is None:
             return {}
         counts = self.mixture.counts(min(steps * self.plan.config.train.global_batch, self.plan.sequences)).tolist()
@@ -120,14 +120,14 @@ class Loader:
         self._read_ahead.advance(step)
 
     def _select_device(self) -> None:
-        """Select this rank's GPU in the thread: by default pinning memory would open a context on GPU 0."""
+        """Select this rank's GPU in the thread; otherwise pinning memory opens a context on GPU 0."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
     def _take(self, step: int) -> tuple[Batch, int]:
-        """The batch that the thread has prepared for `step`; hands the thread the next steps."""
+        """Return the batch that the thread has prepared for `step`; give the thread the next steps."""
         assert self._thread is not None
-        if self._prepared_sizes is not self.micro_batches.sizes:  # prepared for other sizes: of no use now
+        if self._prepared_sizes is not self.micro_batches.sizes:  # prepared for other sizes, so it cannot be used
             for future in self._prepared.values():
                 future.cancel()
             self._prepared, self._prepared_sizes = {}, self.micro_batches.sizes
@@ -136,7 +136,7 @@ class Loader:
         return self._prepared.pop(step).result()
 
     def _prepare(self, step: int) -> tuple[Batch, int]:
-        """All sequences of this rank for `step` in one Batch in host memory, and the step's number of targets."""
+        """Return all sequences of this rank for `step` as one Batch in host memory, and the step's targets."""
         spans, num_targets = self._ordered(step // self._steps_at_once)
         own, first = self.micro_batches.sequences(self.dp_rank), step * self.plan.config.train.global_batch
         places = range(first + own.start, first + own.stop)
@@ -146,11 +146,11 @@ class Loader:
         return batch, int(num_targets[step % self._steps_at_once])
 
     def _order(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Spans [steps, global batch, 3] and numbers of targets [steps] of `_steps_at_once` steps in a row."""
+        """Return spans [steps, global batch, 3] and numbers of targets [steps] of `_steps_at_once` steps in a row."""
         train = self.plan.config.train
         num_places = self._steps_at_once * train.global_batch
         places = np.arange(block * num_places, (block + 1) * num_places)
-        spans = np.zeros((num_places, 3), np.int64)  # beyond the plan's sequences they stay empty
+        spans = np.zeros((num_places, 3), np.int64)  # steps beyond the plan's sequences stay empty
         if self.mixture is None:
             here = places < self.plan.sequences
             spans[here] = self._spans_of(0, places[here], key=(train.seed,))
@@ -164,7 +164,10 @@ class Loader:
         return by_step, num_predicted(self.plan, by_step[..., 2] - by_step[..., 1]).sum(axis=1)
 
     def _spans_of(self, source: int, numbers: np.ndarray, *, key: tuple[int, ...]) -> np.ndarray:
-        """Spans [n, 3] of a source's sequences: `numbers` [n] count through its epochs, each in an order of its own."""
+        """Return spans [n, 3] of a source's sequences.
+
+        `numbers` [n] count through its epochs; each has another order.
+        """
         sequences = self.sequences[source]
         epochs, positions = np.divmod(numbers, len(sequences))
         shuffled_numbers = np.empty_like(numbers)
@@ -175,13 +178,13 @@ class Loader:
 
 
 def _within_batches(places: np.ndarray, *, global_batch: int, seed: int) -> np.ndarray:
-    """The same places with those of each batch in another order: else a rank might always have the same source."""
+    """Return the places of each batch in another order; otherwise a rank might always get the same source."""
     order = random_keys(places, key=seed).reshape(-1, global_batch).argsort(axis=1)
     return np.take_along_axis(places.reshape(-1, global_batch), order, axis=1).reshape(-1)
 
 
 def documents_in(plan: RunPlan, *, step: int, dp_rank: int, micro_batches: MicroBatches | None = None) -> list[int]:
-    """Numbers, within the training split, of the documents that a rank's share of `step` holds tokens of."""
+    """Return the numbers, within the training split, of the documents whose tokens are in a rank's share of `step`."""
     loader = Loader(plan, dp_rank=dp_rank, device=torch.device("cpu"), micro_batches=micro_batches)
     spans = [(begin, stop) for begin, first, stop in loader.spans(step).tolist() if first < stop]
     return sorted({int(number) for span in spans for number in np.unique(loader.stream.document_ids(*span))})
@@ -190,9 +193,8 @@ def documents_in(plan: RunPlan, *, step: int, dp_rank: int, micro_batches: Micro
 def make_batch(
     plan: RankPlan, stream: TokenStream, spans: np.ndarray, *, keys: Iterable[int], partial: bool = False
 ) -> Batch:
-    """spans [n, 3] -> n sequences in host memory. A key fixes what is masked in its sequence.
-
-    `partial`: some may be shorter than the context, by the end of the split.
+    """Read n sequences from spans [n, 3] into host memory. A sequence's key determines its masks. `partial`: some may
+    be shorter than the context, at the end of the split.
     """
     train, lengths = plan.config.train, spans[:, 2] - spans[:, 1]
     rows = read_rows(stream, spans, context=train.context, end_id=plan.end_id)

@@ -1,4 +1,4 @@
-"""BERT's objective: which tokens are masked, and how many are predicted."""
+"""BERT's objective: chooses the masked tokens, and counts the predicted ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from training.records.plan import RankPlan
 
 
 def mask_tokens(plan: RankPlan, tokens: np.ndarray, *, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """BERT's masking (Devlin et al. 2019, section 3.1): of the chosen 15%, 80% mask, 10% random, 10% unchanged.
+    """Mask as BERT does (Devlin et al. 2019, section 3.1): of the chosen 15%, 80% mask, 10% random, 10% unchanged.
 
     int64 [length] -> inputs, targets [length]. A fixed number of positions per sequence, as in the authors' data
     generator.
@@ -28,7 +28,7 @@ def mask_tokens(plan: RankPlan, tokens: np.ndarray, *, key: tuple[int, ...]) -> 
 
 
 def num_predicted(plan: RankPlan, lengths: np.ndarray) -> np.ndarray:
-    """Targets in sequences of so many tokens: every token, or for masked-LM models a share of them, at least one."""
+    """Return the number of targets in sequences: every token, or for masked models a share of them, at least one."""
     if plan.config.objective == "causal":
         return lengths
     return np.where(lengths > 0, np.maximum(1, np.rint(lengths * plan.config.train.mask_fraction)), 0).astype(np.int64)

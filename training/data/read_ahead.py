@@ -1,8 +1,8 @@
-"""Brings the blocks of token shards from a store before the steps that read them.
+"""Fetches the blocks of token shards from a store before the steps that read them.
 
-Which sequences come when is known beforehand, so threads bring what the next steps need, as far ahead as a part of the
-cache holds. With 1 MiB a sequence and a cache of 50 GiB on a host of 8 ranks those are 1,600 sequences of each rank: a
-store may be away for as long as these last.
+The order of sequences is known beforehand, so threads fetch the blocks of the next steps, as far ahead as a part of the
+cache holds. With 1 MiB a sequence and a cache of 50 GiB on a host of 8 ranks, these are 1,600 sequences per rank:
+training continues that long without the store.
 """
 
 from __future__ import annotations
@@ -21,31 +21,37 @@ from training.store.blocks import BLOCK_BYTES, BlockCache
 
 logger = logging.getLogger(__name__)
 
-THREADS = 16  # requests at once: a store answers after 20 to 100 ms
-CACHE_SHARE = 1 / 4  # of the cache, over all ranks of a machine, is for what comes
-LOCAL_RANKS = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # by torchrun
+THREADS = 16  # parallel requests, because a store answers after 20 to 100 ms
+CACHE_SHARE = 1 / 4  # share of the cache, for all ranks of a machine, that is for coming steps
+LOCAL_RANKS = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun sets this
 Block = tuple[BlockCache, str, int]
 
 
 class ReadAhead:
-    """Daemon threads for one loader. They end with the process also while they wait for a store that is away."""
+    """Daemon threads for one loader.
+
+    They end with the process, even while they wait for a store that does not answer.
+    """
 
     def __init__(
         self, stream: TokenStream, spans: Callable[[int], np.ndarray], *, first: int, steps: int, with_ends: bool
     ) -> None:
-        """`spans`: of a step, int64 [sequences, 3] (training/shards/packing.py). `with_ends`: document ends too."""
+        """`spans`: the spans of a step, int64 [sequences, 3] (training/shards/packing.py).
+
+        `with_ends`: also document ends.
+        """
         self.stream, self.spans, self.with_ends = stream, spans, with_ends
         self._todo: queue.Queue[Block | None] = queue.Queue(2 * THREADS)
         self._moved = threading.Condition()
         self._step, self._closed = first, False
-        self._room = 0.0  # bytes for what comes
+        self._room = 0.0  # bytes for coming steps
         self._threads = [threading.Thread(target=self._plan, args=(first, steps), daemon=True)]
         self._threads += [threading.Thread(target=self._bring, daemon=True) for _ in range(THREADS)]
         for thread in self._threads:
             thread.start()
 
     def advance(self, step: int) -> None:
-        """Training is at this step."""
+        """Note that training is at this step."""
         with self._moved:
             self._step = step
             self._moved.notify_all()
@@ -56,8 +62,8 @@ class ReadAhead:
             self._moved.notify_all()
 
     def _plan(self, first: int, steps: int) -> None:
-        """Names the blocks of one step after the other, until those of later steps fill their part of the cache."""
-        ahead: deque[tuple[int, int]] = deque()  # step, bytes of its blocks
+        """Name the blocks of one step after the other, until those of later steps fill their part of the cache."""
+        ahead: deque[tuple[int, int]] = deque()  # (step, bytes of its blocks)
         total = 0
         for step in range(first, steps):
             blocks = self._blocks(step)
@@ -91,5 +97,5 @@ class ReadAhead:
             cache, name, number = block
             try:
                 cache.fetch(name, number)
-            except (OSError, ValueError) as error:  # the step that needs it meets it again, and ends the run
-                logger.warning("%s/%s: block %d could not be brought ahead (%s)", cache.url, name, number, error)
+            except (OSError, ValueError) as error:  # the step that needs the block gets it too
+                logger.warning("%s/%s: block %d could not be fetched ahead (%s)", cache.url, name, number, error)

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def shuffled(positions: np.ndarray, *, length: int, key: tuple[int, ...]) -> np.ndarray:
-    """A permutation of range(length), evaluated at `positions` only: O(1) to resume, no table to keep.
+    """Return a permutation of range(length), evaluated at `positions` only: O(1) to resume, without a table.
 
     A four-round Feistel network over the next even number of bits, walked until it lands inside the range
     (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"); under four walks on average.
@@ -31,7 +31,7 @@ def shuffled(positions: np.ndarray, *, length: int, key: tuple[int, ...]) -> np.
 
 
 def random_keys(numbers: np.ndarray, *, key: int) -> np.ndarray:
-    """A random uint64 for each of int64 [n], by number and key alone: SplitMix64 (Steele, Lea and Flood 2014)."""
+    """Return a random uint64 for each of int64 [n], by number and key: SplitMix64 (Steele, Lea and Flood 2014)."""
     state = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     state ^= np.random.SeedSequence(key).generate_state(1, np.uint64)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,7 +1,7 @@
 """Downstream tasks: lm-evaluation-harness sends requests, and the model answers them on the ranks that share it.
 
-Where each rank holds the whole model, the ranks share a task's documents; where they hold parts of it, all of them
-answer each request together. Scores are the same either way.
+If each rank holds the whole model, the ranks share a task's documents; if they hold parts of it, all of them answer
+each request together. Scores are the same in both cases.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TQDM_DISABLE", "1")  # read on import; bars have no place in a log
+os.environ.setdefault("TQDM_DISABLE", "1")  # read at import; progress bars do not belong in a log
 
 import torch
 import torch.distributed as dist
@@ -31,14 +31,14 @@ from training.inference.sampling import SamplingParams
 from training.records.results import TaskScore
 from training.tracking.progress import Progress
 
-BOOTSTRAP_SAMPLES = 1000  # for the standard error of metrics that are no mean
+BOOTSTRAP_SAMPLES = 1000  # for the standard error of metrics that are not means
 ScoreRequest = tuple[Any, list[int], list[int]]  # text, and tokens of context and continuation
 
 
 def task_scores(opened: Opened, progress: Progress) -> tuple[TaskScore, ...]:
-    """Scores of the config's tasks and groups on the first rank, () on the others. Collective."""
+    """Return the scores of the config's tasks and groups on the first rank, () on the others. Collective."""
     settings = opened.plan.config.evaluation
-    # One rank after the other makes the data sets' caches, which ranks of one host share.
+    # One rank after the other, because ranks of one host share the caches of data sets.
     progress.begin("reading the documents of downstream tasks")
     loaded: dict[str, Any] = {}
     for turn in range(opened.rank.world_size):
@@ -74,13 +74,13 @@ def _scores(found: Any) -> Iterator[TaskScore]:
 
 
 def _samples(found: Any, task: str) -> int:
-    """Return the number of a task's samples; of a group, that of all its tasks."""
+    """Return the number of a task's samples, or of all tasks of a group."""
     counted, members = found["n-samples"], found.get("group_subtasks", {}).get(task, [])
     return int(counted[task]["effective"]) if task in counted else sum(_samples(found, name) for name in members)
 
 
 class RanksModel(TemplateLM):
-    """The model as the harness calls it, on the ranks that share it."""
+    """The harness's interface to the model, on the ranks that share it."""
 
     def __init__(self, opened: Opened, progress: Progress) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class RanksModel(TemplateLM):
         return ids
 
     def _loglikelihood_tokens(self, requests: Sequence[ScoreRequest], **kwargs: Any) -> list[tuple[float, bool]]:
-        """Log-likelihood of each continuation, and whether greedy decoding would give it."""
+        """Return the log-likelihood of each continuation, and whether greedy decoding would give it."""
         order = sorted(range(len(requests)), key=lambda n: len(requests[n][1]) + len(requests[n][2]))
         answers: dict[int, tuple[float, bool]] = {}
         self.progress.begin("scoring answers of downstream tasks", total=len(requests), unit="answers")
@@ -127,7 +127,10 @@ class RanksModel(TemplateLM):
 
     @torch.no_grad()
     def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Log-likelihood and greediness of each continuation; of longer texts the model sees the last tokens."""
+        """Return the log-likelihood of each continuation, and whether it is greedy.
+
+        Of longer texts the model sees the last tokens.
+        """
         rows = [[*context, *continuation][-self.max_length - 1 :] for context, continuation in pairs]
         inputs = torch.full((len(rows), max(map(len, rows)) - 1), self.plan.end_id)
         targets = torch.full_like(inputs, IGNORED)
@@ -137,7 +140,7 @@ class RanksModel(TemplateLM):
             targets[n, len(row) - 1 - asked : len(row) - 1] = torch.tensor(row[len(row) - asked :])
         losses, right = self.opened.strategy.scores(Batch(inputs.to(self.device), targets.to(self.device)))
         both = torch.stack([losses.double(), right.double()]).view(2, *targets.shape)
-        for axis in ("tp", "pp"):  # one peer has them, the others zeros
+        for axis in ("tp", "pp"):  # one peer has the results, the others have zeros
             if self.plan.mesh[axis] > 1:
                 dist.all_reduce(both, group=self.opened.mesh[axis].get_group())
         losses, right = both.cpu()
@@ -146,7 +149,7 @@ class RanksModel(TemplateLM):
         return list(zip((-losses.sum(1)).tolist(), greedy.tolist(), strict=True))
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of whole texts, cut into windows of the context that do not overlap."""
+        """Return the log-likelihood of whole texts, cut into windows of the context that do not overlap."""
         windows: list[ScoreRequest] = []
         owners = []
         for number, (text,) in enumerate(request.args for request in requests):
@@ -160,7 +163,7 @@ class RanksModel(TemplateLM):
         return sums
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Answers requests with the same settings together, some rows at a time."""
+        """Answer requests with the same settings together, some rows at a time."""
         asked = [(json.dumps(request.args[1], sort_keys=True), n) for n, request in enumerate(requests)]
         texts: dict[int, str] = {}
         self.progress.begin("writing answers of downstream tasks", total=len(requests), unit="answers")

@@ -1,8 +1,8 @@
-"""The downstream tasks that a config names, loaded with their data by lm-evaluation-harness (Gao et al. 2021).
+"""Loads the downstream tasks that a config names, with their data, by lm-evaluation-harness (Gao et al. 2021).
 
     python -m training.evaluation.lm_eval_tasks EVALUATION_JSON
 
-loads them in a process of its own before training, and exits with 2 and one line for one that cannot be loaded.
+loads them in a separate process before training, and exits with 2 and one line if one cannot be loaded.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from lm_eval.tasks import TaskManager
 
 from training.config.evaluation import EvaluationConfig
 
-SIMILAR = 5  # names in an error message
-EXAMPLES_SEED = 1234  # the harness's own, for few-shot examples
+SIMILAR = 5  # number of names in an error message
+EXAMPLES_SEED = 1234  # the harness's default seed for few-shot examples
 
 
 def main(content: str) -> int:
@@ -32,9 +32,10 @@ def main(content: str) -> int:
 
 
 def load_tasks(wanted: EvaluationConfig) -> dict[str, Any]:
-    """The tasks in the form of `lm_eval.evaluator.evaluate`. Without evaluation.tasks, all that the files define.
+    """Return the tasks for `lm_eval.evaluator.evaluate`. Without evaluation.tasks, all tasks that the files define.
 
-    A file's relative `data_files` lie beside it. Raises ValueError for an unknown task or data that cannot be loaded.
+    A file's relative `data_files` are relative to the file. Raises ValueError for an unknown task or data that cannot
+    be loaded.
     """
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
     found = _in_files(wanted.task_files)
@@ -48,7 +49,7 @@ def load_tasks(wanted: EvaluationConfig) -> dict[str, Any]:
         try:
             with contextlib.chdir(folder):
                 part: Any = manager.load([name])
-        except Exception as error:  # whatever `datasets` raises, or the task's own code
+        except Exception as error:  # any error of `datasets`, or of the task's own code
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(
                 f"evaluation.tasks: {name} cannot be loaded ({type(error).__name__}: {reason}); its data comes from "
@@ -63,7 +64,7 @@ def load_tasks(wanted: EvaluationConfig) -> dict[str, Any]:
 
 
 def _in_files(files: tuple[str, ...]) -> dict[str, tuple[Any, Path]]:
-    """Name -> the manager that loads it and the folder of its data, for every task that the files define."""
+    """Return task name -> its manager and the folder of its data, for every task that the files define."""
     found: dict[str, tuple[Any, Path]] = {}
     for given in files:
         path = Path(given).expanduser().resolve()
@@ -77,27 +78,27 @@ def _in_files(files: tuple[str, ...]) -> dict[str, tuple[Any, Path]]:
         }
         if not own:
             raise ValueError(
-                f"evaluation.task_files: {given} defines no task: a task's file is YAML with `task: NAME` and what "
-                "else lm-evaluation-harness asks for (its docs/new_task_guide.md)"
+                f"evaluation.task_files: {given} defines no task: a task's file is YAML with `task: NAME` and the "
+                "other fields that lm-evaluation-harness needs (its docs/new_task_guide.md)"
             )
         found |= own
     return found
 
 
 def _of_the_harness() -> dict[str, tuple[Any, Path]]:
-    """All tasks of the harness. Reads its thousands of files, in 4 s."""
+    """Return all tasks of the harness. Reads its thousands of files, which takes 4 s."""
     manager = TaskManager()
     return {name: (manager, Path.cwd()) for name in manager.all_tasks}
 
 
 def _unknown(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=SIMILAR, cutoff=0.5)
-    listed = f"near it are {', '.join(near)}" if near else "`lm-eval ls tasks` lists its own"
+    listed = f"similar names are {', '.join(near)}" if near else "`lm-eval ls tasks` lists its own"
     return f"evaluation.tasks: neither lm-evaluation-harness nor evaluation.task_files has a task {name!r}; {listed}"
 
 
 def _set_examples(task: Any, few_shot: int) -> None:
-    """Sets the number of examples, unless the task's file forbids them with 0; as the harness's own command does."""
+    """Set the number of examples, unless the task's file forbids them with 0, as the harness's own command does."""
     own = task.get_config("num_fewshot")
     if own is None:
         task.set_config(key="num_fewshot", value=max(few_shot, 0))

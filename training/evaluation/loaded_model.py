@@ -1,4 +1,4 @@
-"""A trained model opened to be evaluated: whole on each rank, or shared by them as training shared it."""
+"""Opens a trained model for evaluation: whole on each rank, or shared by ranks as in training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Opened:
-    """A model, filled, and how this rank shares it with the others."""
+    """A loaded model, and this rank's share of it."""
 
     plan: EvaluationPlan
     rank: Rank
@@ -37,17 +37,17 @@ class Opened:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank counts its batches' tokens; tp and pp peers have the same ones."""
+        """Whether this rank counts its batches' tokens, because tp and pp peers have the same batches."""
         place = self.plan.places[self.rank.rank]
         return place.tp == place.pp == 0
 
 
 def open_model(plan: EvaluationPlan, folder: Path, *, rank: Rank) -> Opened:
-    """Opens the model of a folder in Hugging Face layout, without gradients or optimizer moments. Collective."""
+    """Open the model of a folder in Hugging Face layout, without gradients or optimizer moments. Collective."""
     model, weights = _unfilled(folder, objective=plan.config.objective, precision=plan.precision)
     model.eval().requires_grad_(False)
     mesh = build_mesh(plan)
-    # Weights stay fp32 between ranks whatever the precision of products, so that sharding changes no figure.
+    # Weights stay fp32 between ranks in any precision of products, so that sharding changes no figure.
     strategy = parallelize(
         plan.model_copy(update={"precision": "fp32"}), mesh, model, weights=weights, device=rank.device
     )
@@ -55,7 +55,7 @@ def open_model(plan: EvaluationPlan, folder: Path, *, rank: Rank) -> Opened:
 
 
 def _unfilled(folder: Path, *, objective: str, precision: str) -> tuple[LanguageModel, Mapping[str, Tensor]]:
-    """The model, not filled where that can be, and its weights by name, for each rank to take its part of."""
+    """Return the model, if possible without weights, and its weights by name, of which each rank takes its part."""
     from transformers import AutoConfig
     from transformers.initialization import no_init_weights
 
@@ -68,6 +68,6 @@ def _unfilled(folder: Path, *, objective: str, precision: str) -> tuple[Language
         weights = TensorFiles(folder, "model")
         if all(name in weights for name, _ in hf.named_parameters()):
             return LanguageModel(hf, precision=precision), weights
-    logger.info("%s: loaded whole on each rank, as only its class knows how its weights are saved", folder)
+    logger.info("%s: loaded whole on each rank, because only its class can read its weights", folder)
     hf = auto_class.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False)
     return LanguageModel(hf, precision=precision), {name: p.detach() for name, p in hf.named_parameters()}

@@ -32,7 +32,7 @@ SIZES = (2**10, 2**16, 2**20, 2**24)  # bytes
 GPU_SIZES = (*SIZES, 2**28)
 SECONDS_A_SIZE = 0.2
 MAX_REPEATS = 20
-SLOW_S = 0.3  # after a size that took so long no larger one is tried: 16 MiB take 1.4 s at 100 Mbit/s
+SLOW_S = 0.3  # no larger size is tried after one that took this long: 16 MiB take 1.4 s at 100 Mbit/s
 EXACT_BELOW = 1000  # addends; up to 16,000 ranks their sum is an integer that fp32 holds exactly
 
 
@@ -60,7 +60,7 @@ def main(out: Path) -> None:
     if dist.get_rank() == 0:
         report.write(out)
         logger.info("%s", describe_collectives(report))
-    dist.destroy_process_group()  # not by a rank that raised above: its peers still wait for it
+    dist.destroy_process_group()  # not after an error above, because peers still wait for this rank
     if wrong:
         raise RuntimeError(f"all-reduce gave wrong sums on ranks {wrong}: look at their memory, links and drivers")
     if error := sockets_despite_adapters([name for _, name in hosts], networks):
@@ -68,16 +68,16 @@ def main(out: Path) -> None:
 
 
 def _make_nccl_report() -> Path:
-    """Make NCCL say which network it takes; returns the file it writes to. Before the first communicator."""
+    """Make NCCL report which network it uses; return the file it writes to. Call this before the first communicator."""
     path = Path(tempfile.gettempdir()) / f"nccl-{os.getpid()}.log"
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(path)}
     return path
 
 
 def sockets_despite_adapters(hosts: Sequence[str], networks: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """Return a message with its cure if NCCL took TCP on a host with InfiniBand, else "".
+    """Return a message with its cure if NCCL uses TCP on a host with InfiniBand, otherwise "".
 
-    `hosts` and `networks` are by rank; a network is what NCCL chose ("IB", "Socket") and the host's adapters.
+    `hosts` and `networks` are by rank; a network is NCCL's choice ("IB", "Socket") and the host's adapters.
     """
     if os.environ.get("NCCL_IB_DISABLE") == "1":
         return ""
@@ -86,7 +86,7 @@ def sockets_despite_adapters(hosts: Sequence[str], networks: Sequence[tuple[str,
         return ""
     listed = ", ".join(f"{host} ({', '.join(adapters)})" for host, adapters in slow.items())
     return (
-        f"NCCL went over TCP on hosts that have InfiniBand adapters: {listed}. That is 5 to 30 times slower: see that "
+        f"NCCL used TCP on hosts that have InfiniBand adapters: {listed}. That is 5 to 30 times slower: see that "
         "launch.devices has /dev/infiniband and that launch.nccl's NCCL_IB_HCA, if it is set, names an adapter that is "
         "there; NCCL_IB_DISABLE=1 in launch.nccl says that TCP is meant"
     )
@@ -102,7 +102,7 @@ def _device() -> torch.device:
 
 
 def _ranks_with_wrong_sums(device: torch.device) -> list[int]:
-    """Sum 1 MiB of integers, of which every rank knows the result."""
+    """Sum 1 MiB of integers whose sum every rank knows; return the ranks with a wrong result."""
     size = dist.get_world_size()
     index = torch.arange(2**18, device=device)
     summed = ((index + dist.get_rank()) % EXACT_BELOW).float()
@@ -119,7 +119,7 @@ def _all_reduce_rates(device: torch.device) -> Iterator[Bandwidth]:
         def run(tensor: torch.Tensor = tensor) -> None:
             dist.all_reduce(tensor)
 
-        run()  # the first one also makes the connections
+        run()  # the first one also opens the connections
         repeats = _repeats(_slowest_rank(_seconds(run, repeats=1, device=device)))
         seconds = _slowest_rank(_seconds(run, repeats=repeats, device=device))
         rate = num_bytes / seconds / 1e9
@@ -141,12 +141,12 @@ def _pair_rates(names: list[str], *, first_ranks: list[int], device: torch.devic
                     rate = largest[0] / largest[1] / 1e9
                     hosts = (names[pair[0]], names[pair[1]])
                     own.append(PairBandwidth(hosts=hosts, gb_s=rate, latency_s=smallest[1]))
-        _slowest_rank(0.0)  # a round begins when all pairs of the one before are done
+        _slowest_rank(0.0)  # a round begins when all pairs of the previous round have finished
     return list(itertools.chain.from_iterable(_gathered(own)))
 
 
 def _rounds(members: list[int]) -> Iterator[list[tuple[int, int]]]:
-    """A round-robin tournament: one place stays, the others go round; with an odd number one has a rest."""
+    """Return a round-robin tournament: one place stays, the others rotate; with an odd number one rests."""
     places: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
     for _ in range(len(places) - 1):
         facing = zip(places[: len(places) // 2], reversed(places), strict=False)
@@ -155,7 +155,7 @@ def _rounds(members: list[int]) -> Iterator[list[tuple[int, int]]]:
 
 
 def _exchange_seconds(peer: int, *, device: torch.device) -> list[tuple[int, float]]:
-    """(bytes, seconds) of sending and receiving at once, as nccl-tests' sendrecv; the peer takes the same steps."""
+    """Return (bytes, seconds) of sending and receiving at once, as nccl-tests' sendrecv; the peer does the same."""
     measured = []
     for num_bytes in GPU_SIZES if device.type == "cuda" else SIZES:
         sent, received = torch.zeros(num_bytes // 4, device=device), torch.zeros(num_bytes // 4, device=device)
@@ -190,14 +190,14 @@ def _repeats(seconds: float) -> int:
 
 
 def _slowest_rank(seconds: float) -> float:
-    """The seconds of the slowest rank. Collective."""
+    """Return the seconds of the slowest rank. Collective."""
     agreed = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
     return float(agreed)
 
 
 def _slower_of_pair(peer: int, seconds: float, *, device: torch.device) -> float:
-    """The seconds of the slower of the two."""
+    """Return the seconds of the slower one of the two."""
     own, other = torch.full((1,), seconds, dtype=torch.float64, device=device), torch.zeros(1, dtype=torch.float64)
     other = other.to(device)
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, own, peer), dist.P2POp(dist.irecv, other, peer)]):

@@ -1,4 +1,4 @@
-"""The links between a host's GPUs: what joins each two of them by NVML, and the bandwidth of a copy between them."""
+"""Measures the links between a host's GPUs: their kind by NVML, and the bandwidth of a copy."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from training.records.inventory import Link
 
 COPY_BYTES = 256 << 20
 COPIES = 4
-# nvidia-smi's words for the nearest thing above both, by NVML's number (nvml.h, nvmlGpuTopologyLevel_t).
+# nvidia-smi's names for the nearest common ancestor, by NVML's number (nvml.h, nvmlGpuTopologyLevel_t).
 PATHS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 
 def measure_links() -> tuple[Link, ...]:
-    """Every two GPUs that torch sees here, numbered as local ranks are; one copies at a time."""
+    """Measure every pair of GPUs that torch sees, numbered like local ranks, one copy at a time."""
     pairs = list(itertools.combinations(range(torch.cuda.device_count()), 2))
     kinds = _kinds(pairs)
     return tuple(
@@ -27,15 +27,15 @@ def measure_links() -> tuple[Link, ...]:
 
 
 def _peers(one: int, other: int) -> bool:
-    """Whether they can access each other's memory; else copies go through the host's."""
+    """Whether the two can access each other's memory; otherwise copies pass through host memory."""
     return torch.cuda.can_device_access_peer(one, other) and torch.cuda.can_device_access_peer(other, one)
 
 
 def copy_gb_per_s(one: int, other: int) -> float:
-    """GB/s from one to the other."""
+    """Measure the GB/s from one GPU to the other."""
     source = torch.ones(COPY_BYTES // 4, device=torch.device("cuda", one))
     target = torch.empty_like(source, device=torch.device("cuda", other))
-    target.copy_(source)  # the first maps the peer's memory
+    target.copy_(source)  # the first copy maps the peer's memory
     _wait(one, other)
     start = time.perf_counter()
     for _ in range(COPIES):
@@ -50,12 +50,12 @@ def _wait(*devices: int) -> None:
 
 
 def _kinds(pairs: list[tuple[int, int]]) -> dict[tuple[int, int], str]:
-    """NV and the number of NVLinks, else the PCIe path; nothing where NVML does not answer, as in some containers."""
+    """Return NV and the number of NVLinks, or the PCIe path; empty if NVML does not answer, as in some containers."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # no such package in the image, or no library: the bandwidth is measured all the same
+    except Exception:  # without the package or library, the bandwidth is measured nevertheless
         return {}
     try:
         return {pair: _kind(pynvml, *(_handle(pynvml, i) for i in pair)) for pair in pairs}
@@ -66,7 +66,7 @@ def _kinds(pairs: list[tuple[int, int]]) -> dict[tuple[int, int], str]:
 
 
 def _handle(nvml: Any, device: int) -> Any:
-    """NVML's handle, by UUID: CUDA_VISIBLE_DEVICES may have given torch another order."""
+    """Return NVML's handle, by UUID, because CUDA_VISIBLE_DEVICES may have given torch another order."""
     return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
 
@@ -78,12 +78,12 @@ def _kind(nvml: Any, one: Any, other: Any) -> str:
 
 
 def _num_nvlinks(nvml: Any, one: Any, other: Any) -> int:
-    """NVLinks that end at the other GPU, or all where they end at a switch."""
+    """Return the number of NVLinks to the other GPU, or of all NVLinks if they end at a switch."""
     ends = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
             if nvml.nvmlDeviceGetNvLinkState(one, link) == nvml.NVML_FEATURE_ENABLED:
                 ends.append(nvml.nvmlDeviceGetNvLinkRemotePciInfo(one, link).busId)
-        except nvml.NVMLError:  # past its last one
+        except nvml.NVMLError:  # after its last link
             continue
     return ends.count(nvml.nvmlDeviceGetPciInfo(other).busId) or len(ends)

@@ -36,7 +36,7 @@ def test_tasks_that_could_only_fail_after_training_are_refused() -> None:
 def test_an_unknown_task_dies_with_names_like_it_and_known_ones_pass(tmp_path: Path) -> None:
     files = [str(write_tasks(tmp_path / "tasks", continuations=["no"] * 9))]
     check_tasks(tiny_config(evaluation__task_files=files, evaluation__tasks=["endings"]))
-    with pytest.raises(ValueError, match=r"has a task 'ending'; near it are .*endings"):
+    with pytest.raises(ValueError, match=r"has a task 'ending'; similar names are .*endings"):
         check_tasks(tiny_config(evaluation__task_files=files, evaluation__tasks=["ending"]))
     (tmp_path / "tasks" / "questions.jsonl").unlink()
     with pytest.raises(ValueError, match="endings cannot be loaded"):

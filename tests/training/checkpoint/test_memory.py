@@ -274,7 +274,7 @@ def test_memory_that_is_too_small_is_told_and_the_run_goes_on(
     assert len(warnings) == 1, ranks.log()
     assert re.fullmatch(
         r"no copy of step 4 in the hosts' memory: b, rank [123]: OSError: \[Errno 28\] No space left on device; "
-        r"[\d.]+ GiB are free in \S+; there is none before it",
+        r"[\d.]+ GiB are free in \S+; there is no earlier copy",
         warnings[0],
     )
     assert_equal_to_the_bit(plan_path, undisturbed)

@@ -131,7 +131,7 @@ def test_a_failed_write_is_reported_and_tried_again(
 @full_disk()
 def test_the_run_fails_after_max_failures_and_cleans_up(start: Callable[..., TrainingState]) -> None:
     state = start("fails", checkpoint__max_failures=2)
-    with pytest.raises(RuntimeError, match=r"rank 0 could not write .* try 2 of 2: free space or mend the disk"):
+    with pytest.raises(RuntimeError, match=r"rank 0 could not write .* try 2 of 2: free space or repair the disk"):
         save_first_step(state)
     assert finished_checkpoints(state.run_dir) == []
     assert leftovers(state.run_dir) == []
@@ -211,7 +211,7 @@ def test_two_ranks_fail_alike_when_the_disk_of_one_stays_full(make_run: Callable
     assert ranks.wait() == [1, 1]
     ends = [line for line in ranks.log().splitlines() if line.startswith("RuntimeError: checkpoint of step 3: rank 1")]
     assert len(ends) == 2
-    assert all("try 2 of 2: free space or mend the disk, then start the run again" in line for line in ends)
+    assert all("try 2 of 2: free space or repair the disk, then start the run again" in line for line in ends)
     assert not (plan_path.parent / "result.json").exists()
     assert leftovers(plan_path.parent) == []
 

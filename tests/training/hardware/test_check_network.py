@@ -87,7 +87,7 @@ def test_tcp_between_hosts_that_have_adapters_is_an_error(monkeypatch: pytest.Mo
     monkeypatch.delenv("NCCL_IB_DISABLE", raising=False)
     used = [("IB", ["mlx5_0"]), ("Socket", ["mlx5_0", "mlx5_1"]), ("Socket", [])]
     error = sockets_despite_adapters(["a", "b", "c"], used)
-    assert error.startswith("NCCL went over TCP on hosts that have InfiniBand adapters: b (mlx5_0, mlx5_1).")
+    assert error.startswith("NCCL used TCP on hosts that have InfiniBand adapters: b (mlx5_0, mlx5_1).")
     assert "launch.devices" in error
     assert sockets_despite_adapters(["a", "c"], [used[0], used[2]]) == ""
     monkeypatch.setenv("NCCL_IB_DISABLE", "1")
