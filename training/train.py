@@ -1,7 +1,7 @@
 """The training program: `torchrun … -m training.train runs/ID/plan.json`, on every rank.
 
-Reads the plan and the token shards; leaves metrics.jsonl, checkpoints/ and result.json in the run folder.
-Started again, it resumes from the newest whole checkpoint, on disk or in the memory of its hosts.
+It reads the plan and the token shards, and writes metrics.jsonl, checkpoints/ and result.json to the run folder. When
+it is started again, it resumes from the newest complete checkpoint, on disk or in the memory of its hosts.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from training.trainer.stopper import Stopper
 def import_for(plan_path: str) -> None:
     """Import what training this plan needs besides this module, once per host (training/node/fork_server.py).
 
-    But for DeepSpeed, which starts a thread and looks for GPUs: no process may be forked after that.
+    DeepSpeed is left out, because it starts a thread and opens GPUs: no process may be forked after that.
     """
     import_model(RunPlan.read(Path(plan_path)))
 
 
 def main(plan_path: Path) -> None:
-    """Train the plan, from its newest checkpoint; once more from there whenever layers moved to other stages."""
+    """Train the plan from its newest checkpoint; start again from a new one whenever layers moved to other stages."""
     plan, run_dir = RunPlan.read(plan_path), plan_path.parent
     with hang_watchdog(plan, run_dir) as watchdog, process_group(plan) as rank:
         stopper: Stopper | None = None
@@ -45,18 +45,21 @@ def main(plan_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Trained:
-    """One go at training. `is_over`: false if it goes on, with layers on other pipeline stages."""
+    """The result of one pass of training.
+
+    `is_over`: false if training continues, with layers on other pipeline stages.
+    """
 
     is_over: bool
     stopper: Stopper
 
 
 def _train(plan: RunPlan, rank: Rank, run_dir: Path, watchdog: Watchdog, *, before: Stopper | None) -> Trained:
-    """Restore, then report and save while it fits, then finish."""
+    """Restore, train with reports and checkpoints, then finish."""
     memory = HostMemory(plan, rank=rank, run_dir=run_dir) if plan.config.checkpoint.memory_every_steps else None
     state = restore(plan, rank=rank, run_dir=run_dir, memory=memory)
     plan, rows = state.plan, earlier_rows(state)
-    # Collective: no rank opens a file of rows, as the reporter does, before the first one has dropped old ones.
+    # Collective: the first rank drops old rows before any rank's reporter opens a file of rows.
     stopper = Stopper(plan, rank=rank, start=state.start, rows=rows, before=before)
     with (
         Reporter(state, rows=rows) as reporter,

@@ -166,11 +166,13 @@ def test_storage_that_is_not_the_launchers(rig: Rig, run_dir: Path) -> None:
     other = rig.make_home()
     config = launch(rig, rig.host_config(0), rig.host_config(1, home=str(other)))
     finding = only(faults(rig, config, run_dir), "host1")
-    assert finding.startswith(f"{other} is not the launcher's storage, it has no tiny-1/: mount the launcher's")
+    assert finding.startswith(f"{other} is not the launcher's storage, because it has no tiny-1/: mount the launcher's")
     shutil.copytree(run_dir, other / "tiny-1")  # as left by a copy that somebody made once
     own(other / "tiny-1", rig)
     finding = only(faults(rig, config, run_dir), "host1")
-    assert finding.startswith(f"{other} is not the launcher's storage, its tiny-1/ lacks the file that the launcher")
+    assert finding.startswith(
+        f"{other} is not the launcher's storage, because its tiny-1/ lacks the file that the launcher"
+    )
     assert list((other / "tiny-1").iterdir()) == []
 
 
@@ -199,14 +201,14 @@ def test_a_disk_without_room(rig: Rig) -> None:
     small.mkdir()
     own(small, rig)
     finding = only(faults(rig, launch(rig, rig.host_config(0)), small, disk_gib=2), "host0")
-    assert finding == f"{small.parent} has 0.02 GiB free, 2 are needed: free some"
+    assert finding == f"{small.parent} has 0.02 GiB free, 2 are needed: free some space"
 
 
 def test_an_address_of_another_host(rig: Rig, run_dir: Path) -> None:
     wrong = launch(rig, rig.host_config(0, address=rig.hosts[1].address, interface="lo"))
     not_its_own, not_on_it = faults(rig, wrong, run_dir)["host0"]
     assert not_its_own.startswith(f"address {rig.hosts[1].address} is not this host's. Its addresses: ")
-    assert not_on_it.startswith(f"interface lo has not the address {rig.hosts[1].address}")
+    assert not_on_it.startswith(f"interface lo does not have the address {rig.hosts[1].address}")
 
 
 def test_a_host_that_is_cut_off_and_one_without_daemon(rig: Rig, run_dir: Path) -> None:

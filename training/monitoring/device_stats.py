@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 class DeviceProbe:
-    """Readings of one rank's device, or of its process on a CPU; `utilisation` is since the last reading."""
+    """Reads one rank's device, or its process on a CPU. `utilisation` is since the last reading."""
 
     def __init__(self, device: torch.device, *, threads: int) -> None:
         self.device, self.threads = device, threads
@@ -28,9 +28,10 @@ class DeviceProbe:
         self.cpu_s, self.wall_s = time.process_time(), time.perf_counter()
 
     def memory(self) -> dict[str, float]:
-        """Memory on a CPU: resident now; on a GPU: the peak since the last reading, as activations are freed by now.
+        """Return memory. On a CPU: currently resident.
 
-        `fragmentation`: share of the reserved memory that was never allocated at one time.
+        On a GPU: the peak since the last reading, because activations are freed by now. `fragmentation`: share of the
+        reserved memory that was never allocated at one time.
         """
         if self.device.type == "cpu":
             return {"resident_gib": self.process.memory_info().rss / GIB}
@@ -43,15 +44,15 @@ class DeviceProbe:
         }
 
     def peak(self, memory: dict[str, float]) -> dict[str, float]:
-        """The peak of what `memory` read. The kernel keeps a CPU process's, between readings too."""
+        """Return the peak memory. For a CPU process the kernel keeps it, also between readings."""
         if self.device.type == "cuda":
             return memory
         return {"resident_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
 
     def utilisation(self) -> float:
-        """Share of the time that the GPU ran a kernel (NVML), or of its threads' time that a CPU rank computed.
+        """Return the share of time in which the GPU ran a kernel (NVML), or in which a CPU rank's threads computed.
 
-        NaN where NVML does not tell: a MIG slice, a container whose cgroup systemd has reloaded, no nvidia-ml-py.
+        NaN if NVML does not report it: a MIG slice, a container whose cgroup systemd has reloaded, no nvidia-ml-py.
         """
         if self.device.type == "cuda":
             return self._gpu_utilisation()
@@ -61,7 +62,10 @@ class DeviceProbe:
         return share
 
     def _gpu_utilisation(self) -> float:
-        """Training never ends by it: NVML's errors have no common class with those that torch makes of them."""
+        """Return NVML's utilisation.
+
+        Any error is caught: NVML's errors have no common class with those that torch raises.
+        """
         try:
             return torch.cuda.utilization(self.device) / 100
         except Exception as error:
@@ -90,21 +94,21 @@ class RunningStat:
 
 
 class DeviceStats:
-    """Utilisation, averaged over the ranks that know theirs, and memory, of the rank that takes most, by log points."""
+    """Statistics over log points: mean utilisation of the ranks that know it, and memory of the rank that uses most."""
 
     def __init__(self, device: torch.device, *, threads: int) -> None:
         self.probe = DeviceProbe(device, threads=threads)
         self.utilisation, self.memory = RunningStat(), dict[str, RunningStat]()
 
     def sample(self) -> list[float]:
-        """This rank's readings, as `add` takes them from all ranks."""
+        """Return this rank's readings, which `add` takes from all ranks."""
         utilisation, memory = self.probe.utilisation(), self.probe.memory()
         for name in memory:
             self.memory.setdefault(name, RunningStat())
         return [utilisation, *memory.values(), *self.probe.peak(memory).values()]
 
     def add(self, samples: Sequence[Sequence[float]]) -> None:
-        """Take in a log point: every rank's sample."""
+        """Add the samples of all ranks at one log point."""
         utilisation, *memory = zip(*samples, strict=True)
         known = [share for share in utilisation if not math.isnan(share)]
         if known:
@@ -126,7 +130,7 @@ class DeviceStats:
         return row
 
     def overall(self) -> dict[str, Any]:
-        """A TrainResult's figures of memory and utilisation; no log point yet: zeros."""
+        """Return a TrainResult's figures of memory and utilisation; zeros before the first log point."""
         memory = {f"peak_{name}": stat.peak for name, stat in self.memory.items()}
         memory |= {f"average_{name}": stat.average for name, stat in self.memory.items()}
         held = self.memory.get("allocated_gib") or self.memory.get("resident_gib") or RunningStat()

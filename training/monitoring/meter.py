@@ -1,4 +1,4 @@
-"""The numbers of a run: losses read at log points, rates, and what its devices take, as rows of metrics."""
+"""Makes rows of metrics: losses that are read at log points, rates, memory and utilisation of devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from training.strategies import StepStats
 
 
 class Meter:
-    """Counts every step, and reads the steps only for a row of metrics or a checkpoint.
+    """Counts every step, but reads steps from the device only for a row of metrics or a checkpoint.
 
     It counts from step `start` and the `tokens` trained by then; `rows` are those of earlier attempts.
     """
@@ -36,26 +36,26 @@ class Meter:
         self.devices = DeviceStats(rank.device, threads=plan.threads_per_rank)
 
     def add(self, stats: StepStats, *, num_tokens: int) -> None:
-        """One more step of `num_tokens` tokens over all ranks. Reads nothing."""
+        """Count a step of `num_tokens` tokens over all ranks. Reads nothing from the device."""
         self.rates.add(num_tokens, sent_bytes=stats.sent_bytes)
         self.reader.add(self.rates.step, stats)
 
     def read_steps(self) -> None:
-        """Read the steps since the last call. Collective; raises NonFiniteLoss, on all ranks alike."""
+        """Read the steps since the last call. Collective; raises NonFiniteLoss on all ranks."""
         if self.reader.unread:
             self.devices.add(self.reader.read(self.devices.sample()))
 
     def row(self) -> dict[str, float]:
-        """Return a row of all figures since the last one. Collective; raises NonFiniteLoss, on all ranks alike."""
+        """Return a row of all figures since the last row. Collective; raises NonFiniteLoss on all ranks."""
         self.read_steps()
         return {"tokens": self.rates.tokens} | self.rates.row() | self.devices.row() | self.reader.row()
 
     def overall(self) -> dict[str, Any]:
-        """The figures of a TrainResult."""
+        """Return the figures of a TrainResult."""
         return {"step": self.rates.step, "tokens": self.rates.tokens} | (
             self.rates.overall() | self.devices.overall() | self.reader.overall()
         )
 
     def paused(self) -> AbstractContextManager[None]:
-        """Time inside, and steps that are added meanwhile, count in no rate."""
+        """Exclude the time inside, and steps that are added meanwhile, from all rates."""
         return self.rates.paused()

@@ -1,7 +1,7 @@
-"""Steps whose loss or gradient is NaN or infinite: which they were, on which ranks, from which documents.
+"""Reports steps whose loss or gradient is NaN or infinite, with their ranks and documents.
 
-Nothing here reads a tensor: meter.py does so at log points, for all steps since the last one at once, and
-gives every rank the same numbers. So all ranks raise, or none does.
+This file reads no tensor: meter.py reads all steps since the last log point at once, and gives every rank the same
+numbers, so that all ranks raise, or none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from training.runtime.errors import NonFiniteLoss
 
 logger = logging.getLogger(__name__)
 
-SKIPPED_IN_A_ROW = 20  # fp16's loss scale falls from 2**16 to 1 in 16 skipped steps: more is a diverged model
+SKIPPED_IN_A_ROW = 20  # fp16's loss scale falls from 2**16 to 1 in 16 skipped steps; more mean a diverged model
 RANKS_NAMED, DOCUMENTS_NAMED = 4, 8
 CURE = "lower train.learning_rate, raise train.warmup_steps, set parallel.precision=fp32 or look at the documents"
 
@@ -32,7 +32,7 @@ class StepOutcome:
     grad_norm: float
     loss_scale: float
     skipped: bool
-    nonfinite_ranks: tuple[int, ...]  # those whose own loss is not finite
+    nonfinite_ranks: tuple[int, ...]  # ranks whose own loss is not finite
 
     @property
     def finite(self) -> bool:
@@ -40,7 +40,7 @@ class StepOutcome:
 
 
 class FiniteCheck:
-    """Judges every step once; `skipped` counts the steps left out, those of earlier attempts included."""
+    """Checks every step once; `skipped` counts the skipped steps, including those of earlier attempts."""
 
     def __init__(
         self, plan: RunPlan, *, warns: bool, skipped: int = 0, micro_batches: MicroBatches | None = None
@@ -49,7 +49,7 @@ class FiniteCheck:
         self.micro_batches = micro_batches or MicroBatches.of(plan)
 
     def check(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Raises NonFiniteLoss for an update that must not have been made, and for too many left out in a row."""
+        """Raise NonFiniteLoss for an update that is not finite, and for too many skipped steps in a row."""
         for outcome in outcomes:
             self.skipped += outcome.skipped
             self.in_a_row = self.in_a_row + 1 if outcome.skipped else 0
@@ -58,19 +58,19 @@ class FiniteCheck:
             adapts = outcome.skipped and self.plan.scales_loss and not outcome.nonfinite_ranks
             if not adapts and not (outcome.skipped and self.plan.config.train.on_nonfinite == "skip"):
                 raise NonFiniteLoss(
-                    f"{self._describe(outcome)}: {CURE}, or leave such steps out with train.on_nonfinite=skip; "
+                    f"{self._describe(outcome)}: {CURE}, or skip such steps with train.on_nonfinite=skip; "
                     "the newest checkpoint is from before"
                 )
             if self.in_a_row >= SKIPPED_IN_A_ROW:
                 raise NonFiniteLoss(
-                    f"{SKIPPED_IN_A_ROW} steps in a row left out, the last was {self._describe(outcome)}: {CURE}; "
+                    f"{SKIPPED_IN_A_ROW} steps in a row were skipped, the last was {self._describe(outcome)}: {CURE}; "
                     "the newest checkpoint is from before"
                 )
             if self.warns and not adapts:
                 logger.warning("left out %s", self._describe(outcome))
 
     def _describe(self, outcome: StepOutcome) -> str:
-        """Step, loss, gradient norm, ranks and their documents; those of all ranks, if none of them is to blame."""
+        """Describe step, loss, gradient norm, ranks and documents; of all ranks, if no single rank is the cause."""
         plan, step, at_fault = self.plan, outcome.step, outcome.nonfinite_ranks or range(self.plan.world_size)
         ranks = "ranks" if len(outcome.nonfinite_ranks) > 1 else "rank"
         where = f" on {ranks} {_listed(outcome.nonfinite_ranks, RANKS_NAMED)}" if outcome.nonfinite_ranks else ""

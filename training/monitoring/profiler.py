@@ -1,6 +1,6 @@
-"""Times a few steps of a run phase by phase, and traces those that a user asks for.
+"""Times a few steps of a run phase by phase, and traces the steps that a user asks for.
 
-Such a step is left out of the rates: the profiler slows it by 10-30% on small CPU models.
+Such a step does not count in rates, because the profiler slows it by 10-30% on small CPU models.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from training.records.plan import RunPlan
 from training.runtime.process import Rank
 from training.runtime.step_trace import Recording, emit_nvtx, recorded
 
-TIMED_STEPS = 10  # in a run
-SHORTEST_PERIOD = 10  # steps: in runs of under a hundred, fewer are timed
-REBALANCING_PERIOD = 50  # where shares follow the times: a step that is 30% longer, once in fifty
-TRACED_RANKS = 8  # a trace of one rank does not show whom it waits for; of all of a cluster's it would be too much
+TIMED_STEPS = 10  # timed steps in a run
+SHORTEST_PERIOD = 10  # steps between two; in runs of under a hundred, fewer are timed
+REBALANCING_PERIOD = 50  # if shares follow the times: one step in fifty is 30% longer
+TRACED_RANKS = 8  # one rank's trace does not show for which rank it waits; traces of a whole cluster would be too much
 
-PhaseTimes = Sequence[dict[str, float]]  # by rank: milliseconds by phase of one step
+PhaseTimes = Sequence[dict[str, float]]  # by rank: phase -> milliseconds in one step
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Profiler:
             emit_nvtx()
 
     def is_due(self, step: int) -> bool:
-        """Whether the step is timed or traced; called at every step."""
+        """Whether the step is timed or traced. Called at every step."""
         return (step % self.period == 0 and step != self.first_step) or step in self.traced
 
     def is_timed(self, step: int) -> bool:
@@ -48,7 +48,7 @@ class Profiler:
 
     @contextmanager
     def record(self, step: int) -> Iterator[Recording]:
-        """Put around a step that is due; leaves its trace, if that was asked for."""
+        """Record the step inside; write its trace if a user asked for it."""
         is_traced = step in self.traced and self.rank.rank < TRACED_RANKS
         profiled = is_traced or (self.rank.world_size > 1 and not self.under_nsys)  # CUPTI serves one at a time
         by_nsys = is_traced and self.under_nsys and self.rank.device.type == "cuda"
@@ -66,13 +66,13 @@ class Profiler:
                 logger.warning("the trace of step %d could not be written to %s (%s)", step, path, error)
 
     def gather_times(self, recording: Recording) -> PhaseTimes:
-        """All ranks' times of a recorded step. Collective."""
+        """Return all ranks' times of a recorded step. Collective."""
         ranks: list[dict[str, float]] = [{}] * self.rank.world_size
         dist.all_gather_object(ranks, recording.times_ms())
         return ranks
 
 
 def mean_times(ranks: PhaseTimes) -> dict[str, float]:
-    """The mean over ranks as metrics; a phase that a rank does not have takes it no time."""
+    """Return the mean over ranks as metrics; a phase that a rank does not have counts as 0."""
     phases = dict.fromkeys(phase for own in ranks for phase in own)
     return {f"split/{phase}_ms": sum(own.get(phase, 0.0) for own in ranks) / len(ranks) for phase in phases}

@@ -1,4 +1,4 @@
-"""Measures how fast a run trains: counts steps, sequences, tokens and bytes, and divides by the time they took."""
+"""Measures the speed of a run: counts steps, sequences, tokens and bytes, and divides by their time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RATES = ("samples_per_s", "tokens_per_s", "step_ms", "matmul_share", "mfu")
 
 @dataclass
 class Throughput:
-    """The tokens and samples that all ranks together trained in so many seconds."""
+    """The tokens and samples that all ranks together trained in a number of seconds."""
 
     steps: int = 0
     sequences: int = 0
@@ -33,9 +33,8 @@ class Throughput:
         )
 
     def rates(self, plan: RunPlan) -> dict[str, float]:
-        """mfu: share of the datasheets' peak that the model's own FLOPs come to (PaLM, appendix B).
-
-        matmul_share: the same of the ranks' measured matmul rate. Each is left out where its divisor is not known.
+        """Return mfu, the model's FLOPs as a share of the datasheets' peak (PaLM, appendix B), and matmul_share, the
+        same relative to the measured matmul rate. Each is left out if its divisor is unknown.
         """
         if not self.steps:
             return {}
@@ -51,7 +50,7 @@ class Throughput:
 
 
 class Rates:
-    """Counts steps and tokens from a run's start, and makes rates of those since the last row.
+    """Counts steps and tokens from a run's start, and computes rates since the last row.
 
     `step` and `tokens` count from the checkpoint that the run was resumed from; `rows` are those of earlier attempts.
     """
@@ -68,14 +67,14 @@ class Rates:
         self.plan, self.device, self.step, self.tokens = plan, device, start, tokens
         self.recent, self.since, self.is_paused = Throughput(), time.perf_counter(), False
         self.sent_bytes, self.last_row_step = 0, start
-        self.first_row: tuple[int, float] | None = None  # its step and time
+        self.first_row: tuple[int, float] | None = None  # step and time of the last row
         self.after_first_row, self.train_s = Throughput(), 0.0
-        # An attempt that finds all steps done makes no rates of its own: the last ones that were logged stay.
+        # An attempt that finds all steps finished computes no rates: the last logged ones stay.
         last: Mapping[str, float] = next((row for row in reversed(rows) if "tokens_per_s" in row), {})
         self.latest = {name: last[name] for name in RATES if name in last}
 
     def add(self, num_tokens: int, *, sent_bytes: int) -> None:
-        """One more step: `num_tokens` over all ranks, `sent_bytes` by this rank."""
+        """Count a step: `num_tokens` over all ranks, `sent_bytes` by this rank."""
         self.step += 1
         self.tokens += num_tokens
         self.sent_bytes += sent_bytes
@@ -86,7 +85,7 @@ class Rates:
             self.recent.tokens += num_tokens
 
     def row(self) -> dict[str, float]:
-        """Rates of the steps since the last row; the last row's, if none of them counts."""
+        """Return the rates of the steps since the last row, or the last row's if none of them counts."""
         now = time.perf_counter()
         self.recent.seconds, self.since = now - self.since, now
         self.latest = self.recent.rates(self.plan) or self.latest
@@ -105,20 +104,20 @@ class Rates:
         return {"eta_s": (self.plan.steps - self.step) * (now - began) / (self.step - step)}
 
     def _communication(self) -> dict[str, float]:
-        """MiB that this rank sent in a step since the last row; nothing where its strategy does not count them."""
+        """Return the MiB that this rank sent per step since the last row; empty if its strategy does not count them."""
         sent_bytes, steps = self.sent_bytes, self.step - self.last_row_step
         self.sent_bytes, self.last_row_step = 0, self.step
         return {"communication_mib": sent_bytes / steps / 2**20} if sent_bytes else {}
 
     def overall(self) -> dict[str, Any]:
-        """A TrainResult's rates: without the first step, which compiles, if there are others."""
+        """Return a TrainResult's rates, without the first step, which compiles, if there are others."""
         unknown = {"samples_per_s": 0.0, "tokens_per_s": 0.0, "step_ms": 0.0, "matmul_share": None, "mfu": None}
         return unknown | (self.after_first_row.rates(self.plan) or self.latest) | {"train_s": self.train_s}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Time inside, and steps that are added meanwhile, count in no rate."""
-        self._wait_for_device()  # what is still queued belongs to the steps before
+        self._wait_for_device()  # queued work belongs to the earlier steps
         began, self.is_paused = time.perf_counter(), True
         try:
             yield

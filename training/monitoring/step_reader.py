@@ -1,7 +1,7 @@
-"""Reads what steps left on the device, at log points only: losses, gradient norms, and whether they are finite.
+"""Reads the results of steps from the device, only at log points: losses, gradient norms, and whether they are finite.
 
-Between log points a step costs an append: reading a tensor would make the host wait for the device. At a log point
-all steps since the last one are read together, in one all-gather of 16 bytes per step and some 60 per rank.
+Between log points a step only appends to a list, because reading a tensor would make the host wait for the device. At a
+log point all steps since the last one are read together, in one all-gather of 16 bytes per step and some 60 per rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from training.strategies import StepStats
 
 
 class StepReader:
-    """Reads steps' results from the device. `loss`: of the newest step with an update; `rows`: of earlier attempts."""
+    """Reads steps' results from the device.
+
+    `loss`: of the newest step with an update; `rows`: rows of earlier attempts.
+    """
 
     def __init__(
         self,
@@ -36,15 +39,14 @@ class StepReader:
         self.unread: list[tuple[int, StepStats]] = []
         self.loss = next((row["loss"] for row in reversed(rows) if "loss" in row), math.nan)
         self.loss_scale = 1.0
-        self.latest: StepOutcome | None = None  # the newest step since the last row whose update was made
+        self.latest: StepOutcome | None = None  # the newest step with an update since the last row
 
     def add(self, step: int, stats: StepStats) -> None:
         self.unread.append((step, stats))
 
     def read(self, sample: Sequence[float]) -> list[list[float]]:
-        """Read the steps since the last call, in one all-gather with `sample`; returns every rank's sample.
-
-        Collective; raises NonFiniteLoss, on all ranks alike.
+        """Read the steps since the last call, in one all-gather with `sample`; return every rank's sample. Collective;
+        raises NonFiniteLoss on all ranks.
         """
         device = self.rank.device
         losses = [stats.loss_sum for _, stats in self.unread]
@@ -76,7 +78,7 @@ class StepReader:
         )
 
     def row(self) -> dict[str, float]:
-        """Return a row of the newest step since the last row; without a loss, if no update was made meanwhile."""
+        """Return a row of the newest step since the last row, without a loss if no update was made."""
         row: dict[str, float] = {}
         if self.latest is not None:
             row |= {"loss": self.latest.loss, "grad_norm": self.latest.grad_norm}
@@ -88,10 +90,10 @@ class StepReader:
         return row
 
     def overall(self) -> dict[str, float]:
-        """A TrainResult's loss and skipped steps."""
+        """Return a TrainResult's loss and skipped steps."""
         if math.isnan(self.loss):
             raise RuntimeError(
-                "no update was made in all of training: fp16's loss scale was still adapting, or every gradient was "
-                "left out; train for more steps, or set parallel.precision=fp32"
+                "no update was made in all of training: fp16's loss scale was still adapting, or every step was "
+                "skipped; train for more steps, or set parallel.precision=fp32"
             )
         return {"loss": self.loss, "skipped_steps": self.finite.skipped}

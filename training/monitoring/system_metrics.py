@@ -1,7 +1,7 @@
 """System metrics of each machine of a run while it trains: CPU, memory, disk, network and GPUs.
 
 A thread of the machine's first rank writes rows to runs/ID/system/MACHINE.jsonl, which are sent as all metrics are.
-They have the names that MLflow gives them, so that its page shows them under "System metrics".
+They have MLflow's names, so that its page shows them under "System metrics".
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from training.tracking.rows import SYSTEM, RowLog, read_rows
 logger = logging.getLogger(__name__)
 
 SAMPLE_EVERY_S = 10.0
-LAST_SAMPLE_S = 5.0  # how long to wait for a file server that hangs
-MB = 1_000_000  # as MLflow counts
+LAST_SAMPLE_S = 5.0  # longest wait for a file server that hangs
+MB = 1_000_000  # MLflow's unit
 
 
 class SystemMetrics:
-    """The thread that samples this machine, in the first rank of each machine; in the others nothing runs.
+    """The thread that samples this machine. It runs only in the first rank of each machine.
 
     Rows beyond the step that a run resumes from must be dropped before `start`.
     """
@@ -48,7 +48,7 @@ class SystemMetrics:
             self.thread.join(LAST_SAMPLE_S)
 
     def _sample_until_ended(self) -> None:
-        """A row per sample, but one per step at most; what goes wrong costs rows, never the run."""
+        """Write a row per sample, but at most one per step. An error ends the rows, never the run."""
         machine = os.environ.get("SHARDLINE_HOST") or socket.gethostname()
         path = self.run_dir / SYSTEM / f"{machine}.jsonl"
         try:
@@ -67,12 +67,12 @@ class SystemMetrics:
 
 
 class MachineStats:
-    """Readings of the whole machine: CPU since the last reading, network since this was made."""
+    """Reads the whole machine: CPU since the last reading, network since this object was made."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.network = folder, psutil.net_io_counters()
         self.gpus = _gpus()
-        psutil.cpu_percent()  # the first reading means nothing
+        psutil.cpu_percent()  # the first reading is meaningless
 
     def read(self) -> dict[str, float]:
         memory, disk, network = psutil.virtual_memory(), psutil.disk_usage(str(self.folder)), psutil.net_io_counters()
@@ -83,7 +83,7 @@ class MachineStats:
             "disk_usage_percentage": disk.percent,
             "disk_available_megabytes": disk.free / MB,
         }
-        if network and self.network:  # none in some containers
+        if network and self.network:  # missing in some containers
             row["network_receive_megabytes"] = (network.bytes_recv - self.network.bytes_recv) / MB
             row["network_transmit_megabytes"] = (network.bytes_sent - self.network.bytes_sent) / MB
         for number, gpu in enumerate(self.gpus):
@@ -92,7 +92,7 @@ class MachineStats:
 
 
 def _gpus() -> list[object]:
-    """NVML's handles of the GPUs that this machine, or container, sees; none without nvidia-ml-py or a driver."""
+    """Return NVML's handles of the GPUs of this machine or container; none without nvidia-ml-py or a driver."""
     if importlib.util.find_spec("pynvml") is None:
         return []
     import pynvml
@@ -105,7 +105,7 @@ def _gpus() -> list[object]:
 
 
 def _gpu_stats(gpu: object) -> dict[str, float]:
-    """Return what NVML reports of the GPU now; a MIG slice has no utilisation, and not every GPU reports its power."""
+    """Return NVML's readings of the GPU. A MIG slice has no utilisation, and not every GPU reports its power."""
     import pynvml
 
     row = dict[str, float]()

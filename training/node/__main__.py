@@ -1,11 +1,10 @@
 """The program that a launcher starts on each host for each attempt: `python -m training.node [--stand-by] NODE.json`.
 
-It starts the ranks of this host and stops them in order when told so (SIGTERM), or when the launcher on
-this machine ends, or the launcher's lease is no longer renewed, so that a launcher killed with -9, or cut off, leaves
-no ranks behind. How it ended goes to a record. Nothing here imports torch: 1.5 s of a core at each start. With
---stand-by it has the ranks' program imported, and waits until an attempt needs it.
-
-Exit codes: 0 done, 130 stopped as asked, 137 asked and killed, else that of what started the ranks.
+It starts the ranks of this host, and stops them with a checkpoint on SIGTERM, when the launcher on this machine ends,
+or when the launcher's lease is no longer renewed. So a launcher that is killed with -9, or cut off, leaves no ranks
+behind. It writes a record of its end. It does not import torch, which would take 1.5 s on one core at each start. With
+--stand-by it imports the ranks' program, and waits until an attempt needs it. Exit codes: 0 done, 130 stopped as asked,
+137 asked to stop and killed, otherwise the exit code of the process that started the ranks.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ from training.records.node import NodeEnd, NodeEnding, NodeTask, RankEnd, RankEn
 from training.tracking.redaction import USER, without_secrets
 
 POLL_S = 0.1
-TORCHRUN_S = 5.0  # for torchrun to leave when its ranks have: alone it waits up to 300 s for other hosts' torchruns
-SIBLINGS_S = 1.0  # for the other ranks to leave when one failed: the launcher looks 2 s for the host where it began
-LOOK_EVERY_S = 1.0  # at the lease
+TORCHRUN_S = 5.0  # wait for torchrun's end after its ranks: alone it waits up to 300 s for other hosts' torchruns
+SIBLINGS_S = 1.0  # wait for the other ranks after a failure: the launcher waits 2 s to find the host where it began
+LOOK_EVERY_S = 1.0  # seconds between checks of the lease
 STOPPED, KILLED = 130, 137
 
 
@@ -64,9 +63,9 @@ def main(path: Path) -> int:
 
 
 def stand_by(path: Path) -> int:
-    """Import the program of the task at `path`, then wait for a task to take over: its path and secrets, over stdin.
+    """Import the program of the task at `path`, then wait for a task: its path and secrets come over stdin.
 
-    Ends as done if none comes before standard input is closed.
+    Ends as done if standard input is closed before a task comes.
     """
     task, output = NodeTask.read(path), Output()
     order = StopOrder(task)
@@ -100,7 +99,7 @@ def _not_started(why: str, order: StopOrder) -> NodeEnd:
 
 @dataclass(frozen=True)
 class Starter:
-    """The process that starts the ranks, our fork server or torchrun, and the folder of what it reports."""
+    """The process that starts the ranks, Shardline's fork server or torchrun, and the folder of its reports."""
 
     process: subprocess.Popen[bytes]
     log_dir: Path
@@ -111,7 +110,7 @@ class Starter:
 
 @contextmanager
 def started(task: NodeTask, secrets: dict[str, str]) -> Iterator[Starter]:
-    """Start what starts the ranks; the fork server imports their program, and then waits for its order."""
+    """Start the process that starts the ranks; the fork server imports their program, and then waits for its order."""
     adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ours = {"LOCAL_WORLD_SIZE": str(task.num_ranks)}
@@ -131,13 +130,13 @@ def started(task: NodeTask, secrets: dict[str, str]) -> Iterator[Starter]:
 
 
 def _run(task: NodeTask, secrets: dict[str, str], starter: Starter, *, order: StopOrder, output: Output) -> NodeEnd:
-    """Has the ranks started, waits for them, and stops them if told so; no process of ours is alive afterwards."""
+    """Start the ranks, wait for them, and stop them if asked; afterwards none of this node's processes is alive."""
     process = starter.process
     assert process.stdout is not None
     output.start(process.stdout.fileno())
     if process.stdin is not None:
         ranks = rank_order(task, secrets, log_dir=starter.log_dir)
-        with suppress(BrokenPipeError):  # it has ended: its output and exit code tell why
+        with suppress(BrokenPipeError):  # it has ended: its output and exit code show the cause
             process.stdin.write(ranks.model_dump_json().encode() + b"\n")
             process.stdin.close()
     while process.poll() is None and not order.cause():
@@ -182,9 +181,10 @@ def _end(
 class StopOrder:
     """Whether to stop: SIGTERM or SIGINT, a launcher that ended, or a lease that is stale or withdrawn.
 
-    The lease is read by a thread, which a file server that hangs may block without keeping us from acting: the lease
-    then goes stale. Ages are by our own clock, since the lease was last seen to change: hosts' clocks differ. It is
-    opened each time, because NFS answers a mere stat from a cache for up to 60 s. The heartbeat is touched after it.
+    A thread reads the lease. A file server that hangs blocks only this thread, and the lease becomes stale. A lease's
+    age is the time on this host's clock since it was last seen to change, because hosts' clocks differ. The file is
+    opened each time, because NFS answers a stat from its cache for up to 60 s. The heartbeat is touched after each
+    check.
     """
 
     def __init__(self, task: NodeTask) -> None:
@@ -198,7 +198,7 @@ class StopOrder:
         threading.Thread(target=self._watch, daemon=True, name="lease").start()
 
     def cause(self) -> StopCause:
-        """The reason to stop, or empty. Once set it stays; only a withdrawn lease takes the place of other causes."""
+        """The reason to stop, or empty. Once set it stays; only a withdrawn lease replaces another cause."""
         if self._withdrawn:
             return "lease withdrawn"
         if self._signalled:
@@ -210,11 +210,11 @@ class StopOrder:
         return "lease stale" if self._stale else ""
 
     def end(self) -> None:
-        """Look at the lease no more."""
+        """Stop checking the lease."""
         self._over = True
 
     def allows_no_grace(self) -> bool:
-        """Whether ranks are killed at once: the next attempt waits for the end of one whose lease was withdrawn."""
+        """Whether ranks are killed at once: after a withdrawn lease, the next attempt waits for this one's end."""
         return self._withdrawn
 
     def _remember(self, signum: int, frame: FrameType | None) -> None:
@@ -235,7 +235,7 @@ class StopOrder:
                 seen = (file.read(), os.fstat(file.fileno()).st_mtime_ns)
         except FileNotFoundError:
             self._withdrawn = True
-        except OSError:  # storage that does not answer renews nothing
+        except OSError:  # storage that does not answer counts as not renewed
             pass
         else:
             if seen != self._seen:
@@ -243,15 +243,18 @@ class StopOrder:
 
 
 def _read_secrets(order: StopOrder, *, timeout_s: float) -> dict[str, str]:
-    """Reads environment variables from stdin: a JSON object, up to its end.
+    """Read environment variables from stdin: a JSON object, up to the end of input.
 
-    Raises ValueError, which quotes nothing of it, if it is not one, does not arrive in time, or we are told to stop.
+    Raises ValueError, without quoting the content, if it is not valid, is late, or this node is asked to stop.
     """
     return _parsed(_read_input(order, timeout_s=timeout_s))
 
 
 def _read_input(order: StopOrder, *, timeout_s: float, died: Callable[[], bool] = lambda: False) -> bytes:
-    """Read stdin up to its end. Raises ValueError if that takes longer, we are told to stop, or `died` says so."""
+    """Read stdin up to its end.
+
+    Raises ValueError if it takes too long, the node is asked to stop, or `died` is true.
+    """
     deadline, content = time.monotonic() + timeout_s, b""
     while not order.cause() and not died():
         if select.select([sys.stdin.fileno()], [], [], POLL_S)[0]:
@@ -260,7 +263,7 @@ def _read_input(order: StopOrder, *, timeout_s: float, died: Callable[[], bool] 
             if not chunk:
                 return content
         if time.monotonic() > deadline:
-            raise ValueError(f"secrets were to come over stdin, but it was not closed within {timeout_s:.0f} s")
+            raise ValueError(f"secrets must come over stdin, but stdin was not closed within {timeout_s:.0f} s")
     raise ValueError(f"{order.cause() or 'the imports failed'} before the ranks were started")
 
 
@@ -275,7 +278,7 @@ def _parsed(content: bytes) -> dict[str, str]:
 
 
 def _without(end: NodeEnd, secrets: dict[str, str]) -> NodeEnd:
-    """The record with *** in place of secrets that errors quote."""
+    """Return the record with *** in place of secrets that errors quote."""
 
     def hidden(text: str) -> str:
         return without_secrets(text, more=[value for name, value in secrets.items() if name != USER])
@@ -287,9 +290,9 @@ def _without(end: NodeEnd, secrets: dict[str, str]) -> NodeEnd:
 def _write(end: NodeEnd, path: Path, *, output: Output) -> None:
     try:
         end.write(path)
-    except OSError as error:  # a full or lost disk may be what ended us; the exit code still tells
+    except OSError as error:  # a full or lost disk may be the cause of the end; the exit code still reports it
         output.say(f"the record of the end cannot be written to {path}: {error}")
-        for failure in end.failures:  # Docker keeps this log on another disk: the launcher reads its last lines
+        for failure in end.failures:  # Docker keeps this log on another disk; the launcher reads its last lines
             output.say(f"rank {failure.rank} failed: {failure.cause}")
 
 

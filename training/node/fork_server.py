@@ -2,16 +2,15 @@
 
     python -m training.node.fork_server MODULE READY [ARGUMENT…]
 
-The imports, 7 s of a core for training, are made once for all ranks of a host, and a standby (training/node) has made
-them before it is needed: the file READY is there then. They are those of the module, and those that its `import_for`
-makes, where it has one, for the ranks' arguments: what a model's class or a strategy imports in the middle of a run
-would else be imported by each rank. An order, one line of JSON over standard input, says which ranks
-to fork; their ends are written to the file that it names, as torchrun would report them. Where several hosts take part,
-the first one's server keeps the store at which ranks meet, as torchrun's agent does
-(docs.pytorch.org/docs/stable/elastic/run.html).
+The imports, 7 s on one core for training, are made once for all ranks of a host, and a standby (training/node) makes
+them before it is needed; it then makes the file READY. It imports the module, and calls the module's `import_for`, if
+there is one, with the ranks' arguments: otherwise each rank would import later what a model's class or a strategy
+needs. An order, one line of JSON over standard input, says which ranks to fork. Their results are written to the file
+that it names, in the form of torchrun's reports. With several hosts, the first one's server keeps the store of the
+ranks' rendezvous, as torchrun's agent does (docs.pytorch.org/docs/stable/elastic/run.html).
 
 A process that has opened a GPU cannot be forked. If the imports opened one, or the ranks run under a prefix such as
-nsys, each rank is a new process instead, which imports for itself.
+nsys, each rank is a new process instead, which makes its own imports.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ from pydantic import Field
 from training.records.node import RankEnd, RankEnds
 from training.records.record import Record
 
-SIBLINGS_S = 1.0  # for the other ranks to end when one failed: the launcher looks 2 s for the host where it began
+SIBLINGS_S = 1.0  # wait for the other ranks after a failure: the launcher waits 2 s to find the host where it began
 POLL_S = 0.02
-MOST_WAITING = 4096  # ranks that knock at the store at once; the kernel may allow fewer (net.core.somaxconn)
-KILLED_S = 5.0  # for killed ranks to be gone; one that waits for a dead file server cannot die
+MOST_WAITING = 4096  # ranks that connect to the store at once; the kernel may allow fewer (net.core.somaxconn)
+KILLED_S = 5.0  # wait until killed ranks are gone; a rank that waits for a dead file server cannot end
 PR_SET_NAME = 15  # linux/prctl.h
 
 
 class RankOrder(Record):
-    """The ranks to start. `environments`: one for each; `ends`: where to write how they ended."""
+    """The ranks to start. `environments`: one for each; `ends`: the file for their results."""
 
     args: tuple[str, ...] = ()
     prefix: tuple[str, ...] = ()
@@ -54,13 +53,13 @@ class RankOrder(Record):
 
 
 def main(module: str, ready: Path, args: Sequence[str]) -> int:
-    """Return the exit code of the server: 1 if a rank failed. Ranks return 0, or raise as their program does."""
+    """Return the exit code of the server: 1 if a rank failed. In ranks, return 0 or raise the program's error."""
     imported = importlib.import_module(module)
     if hasattr(imported, "import_for"):
         imported.import_for(*args)
     gc.collect()
-    gc.freeze()  # else each rank's first collection copies all pages of what was imported
-    with suppress(OSError):  # a full disk: it stands by all the same
+    gc.freeze()  # otherwise each rank's first garbage collection copies all pages of the imports
+    with suppress(OSError):  # a full disk; it stands by nevertheless
         ready.touch()
     line = sys.stdin.readline()
     if not line:  # the node ended before it had a task
@@ -70,7 +69,7 @@ def main(module: str, ready: Path, args: Sequence[str]) -> int:
     forks = not order.prefix and not _gpu_is_open()
     if not forks and not order.prefix:
         print("node: the imports opened a GPU, so that each rank imports for itself", flush=True)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the node tells ranks directly, and we report their end
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the node signals ranks directly, and this server reports their end
     listener = _listener(order.environments[0]) if order.hosts_store else None
     ranks: dict[int, Mapping[str, str]] = {}
     for environment in order.environments:
@@ -82,7 +81,7 @@ def main(module: str, ready: Path, args: Sequence[str]) -> int:
             if not forks:
                 os.execvp(command[0], command)
             sys.argv = [module, *order.args]
-            warnings.filterwarnings("ignore", ".* found in sys.modules after import", RuntimeWarning)  # as it is meant
+            warnings.filterwarnings("ignore", ".* found in sys.modules after import", RuntimeWarning)  # as intended
             runpy.run_module(module, run_name="__main__", alter_sys=True)
             return 0
         ranks[pid] = environment
@@ -99,7 +98,8 @@ def _become_rank(environment: Mapping[str, str]) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    # Without a space: Slurm's proctrack/linuxproc takes /proc/PID/stat apart at spaces, and would never kill this one.
+    # No space in the name: Slurm's proctrack/linuxproc splits /proc/PID/stat at spaces, and would never kill this
+    # process.
     ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank-{environment['RANK']}".encode(), 0, 0, 0)
 
 
@@ -114,9 +114,9 @@ def _is_open(number: str) -> bool:
 
 
 def _listener(environment: Mapping[str, str]) -> socket.socket:
-    """The store's socket, open before any rank is there: one that is refused tries again only after 0.3 s and more.
-
-    Not the store itself: it has threads, which a fork must not meet. All addresses, as the store would listen on.
+    """Open the store's socket before there are ranks, because a refused rank tries again only after 0.3 s and more. The
+    store itself has threads, so it starts only after the forks. The socket listens on all addresses, as the store
+    would.
     """
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
@@ -125,7 +125,7 @@ def _listener(environment: Mapping[str, str]) -> socket.socket:
 
 
 def _store(environment: Mapping[str, str], listener: socket.socket) -> Any:
-    """The store at which ranks meet; it outlives them all, so that none sees it close while it leaves."""
+    """Make the store of the ranks' rendezvous. It outlives all ranks, so that no rank sees it close while it ends."""
     from torch.distributed import TCPStore
 
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
@@ -133,9 +133,8 @@ def _store(environment: Mapping[str, str], listener: socket.socket) -> Any:
 
 
 def _wait(ranks: Mapping[int, Mapping[str, str]]) -> list[RankEnd]:
-    """Wait for all ranks, in the order of their ends. Once one has failed the others are killed SIBLINGS_S later.
-
-    Otherwise they would wait for it, up to the timeout of their collective.
+    """Wait for all ranks, in the order of their ends. SIBLINGS_S after a failure the others are killed: otherwise they
+    would wait for the failed one, up to the timeout of their collective.
     """
     running, ends, kill_at, killed = set(ranks), list[RankEnd](), float("inf"), set[int]()
     while running:

@@ -1,8 +1,8 @@
-"""Checks a host from inside a short-lived container before a run starts there. Needs only Python itself.
+"""Checks a host from inside a short-lived container before a run starts there. It needs only Python.
 
     python -m training.node.host_check '{"host": "gpu1", "folder": "/runs/ID", "token": "…", …}'      see `Asked`
 
-The last line of stdout is one JSON object: `findings`, which say what is wrong with the cure, and what the host has.
+The last line of stdout is one JSON object: `findings`, the problems with their cures, and the facts of the host.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from training.node.infiniband import findings as infiniband_findings
 
 GIB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
-SIOCGIFCONF = 0x8912  # all IPv4 addresses with their interfaces' names, in records of 40 bytes
+SIOCGIFCONF = 0x8912  # returns all IPv4 addresses with their interfaces' names, in records of 40 bytes
 BUSY_WINDOW_S = 0.2
 MADE_BY_RANKS = ("checkpoints", "metrics.jsonl", "stacks", "profile", "export")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """`home`: the shared folder's path on the host. `folder`: the run folder's, inside and for the launcher alike.
+    """`home`: the shared folder's path on the host.
 
-    `memory_dir`: checkpoint.memory_dir, of which only the last name counts here, since its parent is mounted at
-    HOST_MEMORY; empty: no copies are made in memory.
+    `folder`: the run folder's path, the same inside and for the launcher. `memory_dir`: checkpoint.memory_dir, of which
+    only the last name is used here, because its parent is mounted at HOST_MEMORY; empty: no copies are made in memory.
     """
 
     host: str
@@ -51,7 +51,7 @@ class Asked:
     shm_gib: float
     disk_gib: float
     gpus: bool = False
-    infiniband: bool = True  # whether its adapters are to be used
+    infiniband: bool = True  # whether its adapters shall be used
     adapters: str = ADAPTERS
     memory_dir: str = ""
 
@@ -89,29 +89,29 @@ def main(asked: Asked) -> None:
 
 
 def own_name(token: str) -> str:
-    """The name of the file that the launcher writes to the run folder for hosts to see."""
+    """Return the name of the file that the launcher writes to the run folder, for hosts to check."""
     return f".preflight-{token}"
 
 
 def answer_name(token: str, host: str) -> str:
-    """The name of the file that `host` writes beside it for the launcher to see."""
+    """Return the name of the file that `host` writes beside it, for the launcher to check."""
     return f"{own_name(token)}-{host}"
 
 
 def check_storage(asked: Asked, folder: Path) -> tuple[list[str], bool, bool]:
-    """Findings, whether the launcher's file is visible, and whether ours was written; elsewhere nothing is written."""
+    """Return findings, whether the launcher's file is visible, and whether the answer was written."""
     cure = "mount the launcher's shared folder there, or set the host's `home` to where it is mounted"
     try:
         is_there, is_shared = folder.is_dir(), (folder / own_name(asked.token)).exists()
     except OSError as error:
         return [f"uid {os.getuid()} cannot enter {asked.home} ({error.strerror}): {_owner_cure(asked)}"], False, False
     if not is_there:
-        return [f"{asked.home} is not the launcher's storage, it has no {folder.name}/: {cure}"], False, False
+        return [f"{asked.home} is not the launcher's storage, because it has no {folder.name}/: {cure}"], False, False
     findings = []
     if not is_shared:
         findings.append(
-            f"{asked.home} is not the launcher's storage, its {folder.name}/ lacks the file that the launcher wrote "
-            f"there just now: {cure}"
+            f"{asked.home} is not the launcher's storage, because its {folder.name}/ lacks the file that the "
+            f"launcher has just written: {cure}"
         )
     wrote = False
     answer = folder / answer_name(asked.token, asked.host)
@@ -146,7 +146,7 @@ def _owner_cure(asked: Asked) -> str:
 
 
 def check_network(asked: Asked) -> list[str]:
-    """Checks that the address is this host's, on that interface, and that the rendezvous port is free."""
+    """Check that the address is this host's, on that interface, and that the rendezvous port is free."""
     addresses = local_addresses()
     listed = ", ".join(f"{name} {address}" for name, address in addresses) or "none"
     findings = []
@@ -158,28 +158,28 @@ def check_network(asked: Asked) -> list[str]:
             findings.append(f"there is no interface {interface}. Its addresses: {listed}: set `interface`")
         elif not any(address == asked.address for name, address in addresses if name.split(":")[0] == interface):
             findings.append(
-                f"interface {interface} has not the address {asked.address}. Its addresses: {listed}: "
+                f"interface {interface} does not have the address {asked.address}. Its addresses: {listed}: "
                 "set `interface` or `address`, so that they belong together"
             )
     return findings + check_port(asked.port, family=socket.AF_INET6 if ":" in asked.address else socket.AF_INET)
 
 
 def check_port(port: int, *, family: socket.AddressFamily = socket.AF_INET) -> list[str]:
-    """Checks the port on all addresses, as torch's store does; one that lingers from an earlier attempt is free."""
+    """Check the port on all addresses, as torch's store does; a port that lingers from an earlier attempt is free."""
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:
             return [
-                f"port {port} is not available ({error.strerror}): something listens there (`ss -ltnp` says what): "
+                f"port {port} is not available ({error.strerror}): a program listens there (`ss -ltnp` shows it): "
                 "stop it, or set launch.port"
             ]
     return []
 
 
 def local_addresses() -> list[tuple[str, str]]:
-    """(interface, address) of all that are up: IPv4 by ioctl, as the image may not have `ip`, IPv6 from /proc."""
+    """Return (interface, address) of all active ones: IPv4 by ioctl (the image may lack `ip`), IPv6 from /proc."""
     buffer = array.array("B", bytes(40 * 256))
     where, length = buffer.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -195,11 +195,11 @@ def local_addresses() -> list[tuple[str, str]]:
     return found
 
 
-# Devices and room
+# Devices and free space
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that nvidia-smi lists, with UUIDs, if the image has it; else the device files."""
+    """Return the GPUs that nvidia-smi lists, with UUIDs, if the image has it; otherwise the device files."""
     if program := shutil.which("nvidia-smi"):
         done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=30)
         return [line.strip() for line in done.stdout.splitlines() if line.startswith("GPU ")]
@@ -207,7 +207,7 @@ def visible_gpus() -> list[str]:
 
 
 def driver() -> str:
-    """The version of NVIDIA's kernel module; empty if there is none."""
+    """Return the version of NVIDIA's kernel module; empty if there is none."""
     path = Path("/proc/driver/nvidia/version")
     found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", path.read_text()) if path.exists() else None
     return found[1] if found else ""
@@ -216,7 +216,7 @@ def driver() -> str:
 def check_room(asked: Asked, folder: Path, *, is_shared: bool) -> list[str]:
     findings, memory_gib = [], available_memory_gib()
     if is_shared and (free_gib := shutil.disk_usage(folder).free / GIB) < asked.disk_gib:
-        findings.append(f"{asked.home} has {free_gib:.2f} GiB free, {asked.disk_gib:g} are needed: free some")
+        findings.append(f"{asked.home} has {free_gib:.2f} GiB free, {asked.disk_gib:g} are needed: free some space")
     if asked.shm_gib > memory_gib:
         findings.append(
             f"{asked.shm_gib:g} GiB of /dev/shm are wanted, but {memory_gib:.1f} GiB of memory are free: set "
@@ -230,7 +230,7 @@ def check_room(asked: Asked, folder: Path, *, is_shared: bool) -> list[str]:
 
 
 def prepare_host_memory(asked: Asked, *, mounted_at: Path = Path(HOST_MEMORY)) -> list[str]:
-    """Make the run's folder for copies in the host's memory, which its ranks' container mounts; remove old ones."""
+    """Make the run's folder for copies in the host's memory, which the ranks' container mounts; remove old folders."""
     memory_dir, run_id = mounted_at / Path(asked.memory_dir).name, Path(asked.folder).name
     remove_abandoned(memory_dir, but=run_id)
     try:
@@ -254,7 +254,7 @@ def cpu_model() -> str:
 
 
 def busy_percent() -> float:
-    """The share of time that all cores of the host are busy; in a container too, /proc/stat is the host's."""
+    """Return the percentage of time that the host's cores are busy. /proc/stat is the host's, also in a container."""
 
     def ticks() -> tuple[int, int]:
         values = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
@@ -267,8 +267,8 @@ def busy_percent() -> float:
 
 
 def sources_sha256(folder: Path) -> str:
-    """Hash of the text of all files of the training package: an image of other sources would run other code than
-    the launcher planned for."""
+    """Return a hash of all files of the training package: an image of other sources would run other code than the
+    launcher planned for."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())

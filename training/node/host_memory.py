@@ -1,8 +1,8 @@
-"""The folder in a host's memory for copies of a run's checkpoints: made for its ranks, removed when nobody needs it.
+"""The folder in a host's memory for copies of a run's checkpoints: made for its ranks, removed when it is not needed.
 
-    MEMORY_DIR/RUN/HOST/00000480-3f2a9c01/      HOST too, as tests have several hosts on one machine
+    MEMORY_DIR/RUN/HOST/00000480-3f2a9c01/      with HOST, because tests have several hosts on one machine
 
-Needs only Python itself: preflight makes the folder on hosts whose ranks run in containers, which mount it.
+It needs only Python: preflight makes the folder on hosts whose ranks run in containers, which mount it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-HOST_MEMORY = "/host-memory"  # where preflight's container has the parent of checkpoint.memory_dir
-ABANDONED_S = 3600.0  # a failed run may be resumed by a person, whose copies are then still there
+HOST_MEMORY = "/host-memory"  # the parent of checkpoint.memory_dir in preflight's container
+ABANDONED_S = 3600.0  # a person may resume a failed run, whose copies then still exist
 
 
 def make_run_folder(memory_dir: Path, run_id: str) -> Path:
-    """MEMORY_DIR/RUN, which only this user's processes enter. Raises OSError where it cannot be made or written."""
+    """Make MEMORY_DIR/RUN, which only this user's processes may enter.
+
+    Raises OSError if it cannot be made or written.
+    """
     if not memory_dir.exists():
         memory_dir.mkdir(parents=True)
-        memory_dir.chmod(0o1777)  # like /dev/shm itself: for the runs of other users
+        memory_dir.chmod(0o1777)  # like /dev/shm, so that other users' runs can use it
     folder = memory_dir / run_id
     folder.mkdir(mode=0o700, exist_ok=True)
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -31,7 +34,7 @@ def make_run_folder(memory_dir: Path, run_id: str) -> Path:
 
 
 def hold(folder: Path) -> int:
-    """Keep others from removing a run's folder while this process lives, or until the descriptor is closed."""
+    """Prevent the removal of a run's folder while this process lives, or until the descriptor is closed."""
     descriptor = os.open(folder, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
@@ -40,7 +43,7 @@ def hold(folder: Path) -> int:
 def remove_abandoned(memory_dir: Path, *, but: str) -> list[str]:
     """Remove the folders of other runs that no rank uses, and into which nothing was written for ABANDONED_S.
 
-    Returns the runs' names. What belongs to another user, or goes away meanwhile, is left alone.
+    Returns the runs' names. Folders of other users, and folders that disappear meanwhile, are skipped.
     """
     removed = []
     for folder in sorted(memory_dir.iterdir()) if memory_dir.exists() else ():

@@ -1,4 +1,4 @@
-"""InfiniBand and RoCE on a host: its adapters, the device nodes that reach them, and the network that NCCL took."""
+"""InfiniBand and RoCE on a host: its adapters, their device nodes, and the network that NCCL uses."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import os
 import re
 from pathlib import Path
 
-ADAPTERS = "/sys/class/infiniband"  # shown in every container
-DEVICES = "/dev/infiniband"  # in those only that were given it
+ADAPTERS = "/sys/class/infiniband"  # visible in every container
+DEVICES = "/dev/infiniband"  # only in containers that got it
 NO_NODES = (
-    "{adapters} {are} in this host, but a container has no {devices}/uverbs*: NCCL would go over TCP, 5 to 30 times "
+    "{adapters} {are} in this host, but a container has no {devices}/uverbs*: NCCL would use TCP, which is 5 to 30 times "
     "slower. Load the driver's module there (`modprobe ib_uverbs`), and name {devices} in launch.devices, or set "
-    "launch.devices=[] to go over TCP"
+    "launch.devices=[] to use TCP"
 )
 NOT_OPEN = (
     "uid {uid} cannot open {nodes}: give them mode 0666 there, as the udev rules of rdma-core do, or set "
-    "launch.devices=[] to go over TCP"
+    "launch.devices=[] to use TCP"
 )
 
 
 def active_adapters(folder: str = ADAPTERS) -> list[str]:
-    """Adapters with a port that is connected, by name (mlx5_0): NCCL uses no others."""
+    """Return the adapters with a connected port, by name (mlx5_0); NCCL uses no others."""
     return sorted(path.name for path in Path(folder).glob("*") if any(map(_is_active, path.glob("ports/*/state"))))
 
 
@@ -29,7 +29,7 @@ def _is_active(state: Path) -> bool:
 
 
 def findings(adapters: list[str], *, devices: str = DEVICES) -> list[str]:
-    """Say what keeps NCCL in this container from the host's adapters, with the cure."""
+    """Return why NCCL in this container cannot use the host's adapters, with the cure."""
     if not adapters:
         return []
     nodes = sorted(Path(devices).glob("uverbs*"))
@@ -41,6 +41,6 @@ def findings(adapters: list[str], *, devices: str = DEVICES) -> list[str]:
 
 
 def network_used(report: str) -> str:
-    """NCCL's network (IB, Socket, a plugin's name), from what it printed with NCCL_DEBUG=INFO; empty: not said."""
+    """Return NCCL's network (IB, Socket, a plugin's name), from its output with NCCL_DEBUG=INFO; empty if unknown."""
     found = re.search(r"NCCL INFO Using network (.+)", report)
     return found[1].strip() if found else ""

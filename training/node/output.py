@@ -1,4 +1,4 @@
-"""Passes on what the ranks of a node print, without ever blocking them, and reads in it why they failed."""
+"""Passes on the output of a node's ranks without ever blocking them, and finds the cause of failures in it."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ from pathlib import Path
 
 from training.records.node import RankEnd, RankFailure
 
-MOST_WAITING = 4 * 2**20  # bytes that nobody reads: while a killed dockerd is away a pipe holds 64 KiB, then blocks
+MOST_WAITING = 4 * 2**20  # bytes to keep while nobody reads: after the end of dockerd a pipe blocks at 64 KiB
 CHUNK = 65_536
 LOOK_EVERY_S = 0.1
 FLUSH_S = 2.0
 LAST_LINES = 25
 LONGEST_CAUSE = 2_000  # characters
-LONGEST_LINE = 65_536  # bytes; what is longer is read as several lines
+LONGEST_LINE = 65_536  # bytes; a longer line is read as several lines
 
-OF_RANK = re.compile(r"\[rank(\d+)\]: ?(.*)")  # torch's, before each line of an exception that nobody caught
+OF_RANK = re.compile(r"\[rank(\d+)\]: ?(.*)")  # torch writes this before each line of an uncaught exception
 REPORTED_RANK = re.compile(r"\s+rank\s+: (\d+) \(local_rank: (\d+)\)")  # torchrun's report
 REPORTED_EXIT = re.compile(r"\s+exitcode\s+: (-?\d+) \(pid: (\d+)\)")
-TOLD_TO_LEAVE = re.compile(r".*Sending process (\d+) closing signal ")  # torchrun, to the siblings of a rank that died
+TOLD_TO_LEAVE = re.compile(r".*Sending process (\d+) closing signal ")  # torchrun, to the siblings of a failed rank
 # NCCL's watchdog ends a rank by abort(), without a Python exception. It says why in its log, and C++ says it once more
 # of the exception that nobody caught; there the rank is its number in a group, which only the default group's all have.
 WATCHDOG = re.compile(r"\[[EF]\d* .*?(Watchdog caught .*|NCCL error.*|CUDA error.*|Terminating the process .*)")
 UNCAUGHT = re.compile(r"\s*what\(\):\s+(.*)")
 IN_DEFAULT_GROUP = re.compile(r"\[(?:PG (?:ID )?0 [^]]*)?Rank (\d+)\]")
-LINE_END = re.compile(rb"\r?\n|\r(?=[^\n])")  # a progress bar is drawn anew after each carriage return
-TORCHRUN_ERRORS = ("ChildFailedError", "SignalException")  # they say that a rank failed, not why
+LINE_END = re.compile(rb"\r?\n|\r(?=[^\n])")  # a progress bar is drawn again after each carriage return
+TORCHRUN_ERRORS = ("ChildFailedError", "SignalException")  # these report that a rank failed, but not the cause
 
 
 class Causes:
-    """Reads lines for exceptions and for torchrun's report of exit codes."""
+    """Searches lines for exceptions and for torchrun's report of exit codes."""
 
     def __init__(self) -> None:
-        self.exceptions: dict[int | None, str] = {}  # by rank, None: printed before there was a process group
-        self.aborts: dict[int | None, str] = {}  # what C++ ended a rank for; None: it does not say which
+        self.exceptions: dict[int | None, str] = {}  # by rank; None: printed before there was a process group
+        self.aborts: dict[int | None, str] = {}  # C++'s reason for the end of a rank; None: rank unknown
         self.exits: dict[int, tuple[int, int]] = {}  # code and pid
         self.local_ranks: dict[int, int] = {}
-        self.told: dict[int, float] = {}  # since when a pid is to leave because a sibling failed
+        self.told: dict[int, float] = {}  # PID -> time at which torchrun asked it to end, because a sibling failed
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._in_traceback: set[int | None] = set()
-        self._nccl_errors: dict[int | None, dict[int | None, str]] = {}  # by rank: the one of these that has its error
+        self._nccl_errors: dict[int | None, dict[int | None, str]] = {}  # rank -> the one of these that has its error
         self._before_last_error: set[int | None] = set()
         self._reported = 0
         self._is_redrawn = False
 
     def feed(self, line: str, *, is_redrawn: bool = False) -> None:
-        """`is_redrawn`: the next line takes this one's place, as those of a progress bar do."""
+        """Read a line. `is_redrawn`: the next line replaces this one, as in a progress bar."""
         if self._is_redrawn:
             self.last_lines.pop()
         self._is_redrawn = is_redrawn
@@ -73,7 +73,7 @@ class Causes:
             self._look_for_last_error(rank, text)
 
     def _look_for_exception(self, rank: int | None, text: str) -> None:
-        """Keeps the line that follows a traceback's indented ones; of a chain of exceptions the last."""
+        """Keep the line after a traceback's indented lines; of a chain of exceptions the last one."""
         if text.startswith("Traceback (most recent call last)"):
             self._in_traceback.add(rank)
         elif rank in self._in_traceback and text and not text[0].isspace():
@@ -82,7 +82,7 @@ class Causes:
                 self._keep(self.exceptions, rank, text)
 
     def _look_for_abort(self, rank: int | None, text: str) -> None:
-        """Keeps the first message of an abort; those that follow repeat it."""
+        """Keep the first message of an abort; later ones repeat it."""
         if (match := WATCHDOG.match(text)) and rank not in self.aborts:
             self._keep(self.aborts, rank, match[1])
         elif match := UNCAUGHT.match(text):
@@ -95,9 +95,9 @@ class Causes:
             self._nccl_errors[rank] = errors
 
     def _look_for_last_error(self, rank: int | None, text: str) -> None:
-        """Adds to an NCCL error what is behind it, which NCCL prints below: Cuda failure 2 'out of memory'.
+        """Add the cause of an NCCL error, which NCCL prints below it: Cuda failure 2 'out of memory'.
 
-        The watchdog's lines name the rank in the first one only.
+        Only the first of the watchdog's lines names the rank.
         """
         if rank in self._before_last_error and self._nccl_errors:
             of_rank = rank if rank in self._nccl_errors else list(self._nccl_errors)[-1]
@@ -121,7 +121,7 @@ class Causes:
         )
 
     def failures_of(self, ends: Iterable[RankEnd]) -> tuple[RankFailure, ...]:
-        """The failures among these ends of ranks, without ranks ended because another one failed."""
+        """Return the failures among these ends of ranks, without ranks that were ended because another one failed."""
         return tuple(
             RankFailure(
                 rank=end.rank,
@@ -134,7 +134,7 @@ class Causes:
         )
 
     def _cause(self, rank: int, code: int) -> str:
-        """The cause as far as the output shows it; error files (torch's @record) know more."""
+        """Return the cause that the output shows; error files (torch's @record) have more details."""
         known = self.exceptions.get(rank) or self.aborts.get(rank)
         if code == -signal.SIGABRT:
             known = known or self.aborts.get(None)
@@ -142,7 +142,7 @@ class Causes:
 
 
 def _error_files(log_dir: Path) -> Iterable[tuple[int, str]]:
-    """The rank and message of each error.json that torch's `record` wrote under torchrun's --log-dir."""
+    """Return rank and message of each error.json that torch's `record` wrote under torchrun's --log-dir."""
     for path in sorted(log_dir.rglob("error.json")):
         message = json.loads(path.read_text())["message"]
         extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
@@ -155,9 +155,10 @@ def _describe_exit(exit_code: int) -> str:
 
 
 class Output:
-    """Copies a pipe to our stdout in a thread. If nobody reads it, the oldest lines are dropped, and a line says so.
+    """Copies a pipe to stdout in a thread.
 
-    Our own messages go the same way (`say`): a log that blocks must not keep us from stopping the ranks.
+    If nobody reads stdout, the oldest lines are dropped, and a line reports this. The node's own messages use the same
+    way (`say`), so that a blocked log cannot prevent stopping the ranks.
     """
 
     def __init__(self, *, sink: int = 1) -> None:
@@ -165,8 +166,8 @@ class Output:
         self._source = -1
         self._sink, self._was_blocking = sink, os.get_blocking(sink)
         self._waiting, self._lock = bytearray(), threading.Lock()
-        self._rest = bytearray()  # of a line that has not ended yet
-        self._closes, self._close_by = False, float("inf")  # until then something may be said, after the ranks' end too
+        self._rest = bytearray()  # the start of a line that has not ended yet
+        self._closes, self._close_by = False, float("inf")  # until then it takes messages, also after the ranks' end
         self._read_to_end = threading.Event()
         self._thread = threading.Thread(target=self._copy, daemon=True, name="output")
 
@@ -179,11 +180,11 @@ class Output:
         self._pass_on(f"{time.strftime('%Y-%m-%d %H:%M:%S')} node: {text}\n".encode())
 
     def drain(self) -> None:
-        """Waits, after the ranks' end, until all that they printed is read."""
+        """Wait, after the ranks' end, until all their output is read."""
         self._read_to_end.wait(FLUSH_S)
 
     def close(self) -> None:
-        """Writes what is left, if somebody reads it within FLUSH_S."""
+        """Write the remaining output, if it is read within FLUSH_S."""
         if self._source < 0:
             self.start(os.open(os.devnull, os.O_RDONLY))
         self._close_by = time.monotonic() + FLUSH_S
@@ -210,9 +211,9 @@ class Output:
         with self._lock:
             try:
                 del self._waiting[: os.write(self._sink, self._waiting[:CHUNK])]
-            except BlockingIOError:  # less room than select promised
+            except BlockingIOError:  # less space than select reported
                 pass
-            except OSError:  # nobody will read it any more, or the disk of a log file is full
+            except OSError:  # the reader is gone, or the disk of a log file is full
                 self._waiting.clear()
 
     def _pass_on(self, chunk: bytes) -> None:
@@ -224,7 +225,7 @@ class Output:
                 self._waiting[:cut] = b"node: nobody read the log for a while, %d bytes of it are lost\n" % cut
 
     def _read_lines(self, chunk: bytes) -> None:
-        """Reads the lines that are complete or too long; after the last, empty chunk all that is left."""
+        """Read the lines that are complete or too long; after the last, empty chunk also the rest."""
         self._rest += chunk
         if chunk and len(self._rest) < LONGEST_LINE and not LINE_END.search(chunk):
             return

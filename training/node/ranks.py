@@ -1,4 +1,4 @@
-"""The ranks of a node: how they are started, by our fork server or by torchrun, found and ended."""
+"""Starts the ranks of a node, by Shardline's fork server or torchrun, finds them and ends them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from training.node.fork_server import RankOrder
 from training.node.host_check import local_addresses
 from training.records.node import NodeTask
 
-ENDS = "ends.json"  # of the ranks that the fork server has started
+ENDS = "ends.json"  # name of the ranks that the fork server has started
 POLL_S = 0.1
-STACK_S = 1.0  # for the stacks of ranks that did not stop in that time, as tasks/launch/programs.py has it
-DEATH_S = 5.0  # for killed processes; one that waits for a dead file server cannot die
+STACK_S = 1.0  # time for ranks that did not stop to write their stacks, as in tasks/launch/programs.py
+DEATH_S = 5.0  # wait for killed processes; one that waits for a dead file server cannot end
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def command(task: NodeTask, *, log_dir: Path) -> list[str]:
-    """The command line of what starts the ranks: our fork server, or torchrun for programs of users."""
+    """Return the command that starts the ranks: Shardline's fork server, or torchrun for users' programs."""
     if task.is_ours:
         ready = Path(task.ready or log_dir / "ready")
         return [sys.executable, "-u", "-P", "-m", "training.node.fork_server", task.module, str(ready), *task.args]
@@ -34,7 +34,7 @@ def command(task: NodeTask, *, log_dir: Path) -> list[str]:
 
 
 def rank_order(task: NodeTask, secrets: dict[str, str], *, log_dir: Path) -> RankOrder:
-    """What the fork server is to start; the variables of its ranks are named as torchrun names them."""
+    """Return the fork server's order; the variables of its ranks have torchrun's names."""
     shared = {
         **rank_environment(task, secrets),
         "WORLD_SIZE": str(task.world_size),
@@ -42,7 +42,7 @@ def rank_order(task: NodeTask, secrets: dict[str, str], *, log_dir: Path) -> Ran
         "GROUP_RANK": str(task.node_rank),
         "MASTER_ADDR": task.master_address,
         "MASTER_PORT": str(task.master_port),
-        "TORCHELASTIC_RUN_ID": "shardline",  # tells torch that a launcher started it
+        "TORCHELASTIC_RUN_ID": "shardline",  # tells torch that a launcher started the process
         "TORCHELASTIC_USE_AGENT_STORE": str(task.world_size > 1),
     }
     return RankOrder(
@@ -58,9 +58,9 @@ def rank_order(task: NodeTask, secrets: dict[str, str], *, log_dir: Path) -> Ran
 
 
 def torchrun_command(task: NodeTask, *, log_dir: Path) -> list[str]:
-    """Static ranks and explicit addresses: nothing is resolved, elected or restarted behind the launcher's back.
+    """Return torchrun's command with static ranks and addresses: torchrun resolves, elects and restarts nothing.
 
-    `--` because torchrun takes a program's `--d` for an ambiguous abbreviation of its own options.
+    `--` is needed because torchrun would read a program's `--d` as an ambiguous abbreviation of its own options.
     """
     options = {
         "--nnodes": task.num_nodes,
@@ -83,7 +83,10 @@ def rank_command(task: NodeTask) -> list[str]:
 
 
 def rank_environment(task: NodeTask, secrets: dict[str, str]) -> dict[str, str]:
-    """The environment of the ranks: the container's, the task's and the secrets; ranks stop if we die."""
+    """Return the environment of the ranks: the container's, the task's and the secrets.
+
+    Ranks stop if this process ends.
+    """
     name = _interface_of(task.local_address) if task.interface == "auto" else task.interface
     interface = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), name) if name else {}
     ours = {"SHARDLINE_LAUNCHER_PID": str(os.getpid())}
@@ -91,20 +94,23 @@ def rank_environment(task: NodeTask, secrets: dict[str, str]) -> dict[str, str]:
 
 
 def _interface_of(address: str) -> str:
-    """The interface that has this address. Gloo would take the one of the host's own name, which may be loopback."""
+    """Return the interface that has this address.
+
+    By default gloo takes that of the host's name, which may be loopback.
+    """
     return next((name for name, known in local_addresses() if known == address), "")
 
 
 def adopt_orphans() -> None:
-    """Makes ranks whose torchrun dies our children instead of init's, so that they can be found and stopped."""
+    """Make ranks whose torchrun ends children of this process, not of init, so that they can be found and stopped."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _ranks(task: NodeTask, torchrun: int) -> list[psutil.Process]:
-    """The processes of the ranks: their starter's children, or ours if it died, but not what they started themselves.
+    """Return the ranks' processes: children of their starter, or of this process if it died; not their own children.
 
-    Under a prefix such as nsys a rank is the Python process below it. A forked data loader has its rank's command line
-    too, so only the topmost process counts.
+    Under a prefix such as nsys, a rank is the Python process below it. A forked data loader has the same command line
+    as its rank, so only the topmost process counts.
     """
     family = psutil.Process().children(recursive=True)
     if not task.prefix:
@@ -126,7 +132,7 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def stop_ranks(task: NodeTask, process: subprocess.Popen[bytes], *, at_once: Callable[[], bool]) -> bool:
-    """Sends SIGTERM and waits for a last checkpoint; returns whether all ranks ended by themselves.
+    """Send SIGTERM and wait for a last checkpoint; return whether all ranks ended by themselves.
 
     The signal goes to the ranks, because torchrun would kill them 30 s after its own. Ranks that do not end in time
     print their stacks (SIGUSR1). `at_once` ends the wait early.
@@ -156,9 +162,9 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def kill_siblings(process: subprocess.Popen[bytes], told: Iterable[int]) -> None:
-    """Kills ranks that torchrun has told to end because another one failed, so that it reports that one at once.
+    """Kill ranks that torchrun has asked to end because another one failed, so that it reports the failure at once.
 
-    Otherwise it waits 30 s for them, in which other hosts' ranks fail as a consequence and look like the cause.
+    Otherwise torchrun waits 30 s for them. Meanwhile other hosts' ranks fail as a result, and look like the cause.
     """
     for pid in told:
         with suppress(psutil.NoSuchProcess):
@@ -169,7 +175,7 @@ def kill_siblings(process: subprocess.Popen[bytes], told: Iterable[int]) -> None
 
 
 def end_torchrun(process: subprocess.Popen[bytes], *, patience_s: float) -> int:
-    """Ends torchrun and returns its exit code; the ranks of a killed one become our children.
+    """End torchrun and return its exit code; the ranks of a killed one become children of this process.
 
     `patience_s`: time for it to end by itself. Without ranks it need not wait for other hosts.
     """
@@ -182,7 +188,7 @@ def end_torchrun(process: subprocess.Popen[bytes], *, patience_s: float) -> int:
 
 
 def kill_family() -> None:
-    """Kills all descendants: what ranks left behind would hold devices, ports and the pipe of their output."""
+    """Kill all descendants, because remaining processes would hold devices, ports and the pipe of the output."""
     family = psutil.Process().children(recursive=True)
     for member in family:
         with suppress(psutil.NoSuchProcess):

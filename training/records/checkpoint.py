@@ -1,6 +1,6 @@
-"""A checkpoint's folder: what its manifest says, whether it is whole, which ones are kept, and who reads it.
+"""A checkpoint's folder: its manifest, its check for completeness, which ones are kept, and locks of readers.
 
-training/checkpoint writes and loads them; here is what needs no torch.
+training/checkpoint writes and loads checkpoints; this file needs no torch.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class RankFile(Record):
 class CheckpointManifest(Record):
     """The record of a checkpoint: its step, its layout, and the hash of each file.
 
-    `mesh`, `stages`, `sequence_parallel`: as in RankPlan, what each rank had of the model. `val_loss`: of the newest
-    validation at this step or before, nats per token; None: there was none yet. `micro_batches`: by replica, as they
-    were at this step.
+    `mesh`, `stages`, `sequence_parallel`: as in RankPlan, what each rank had of the model. `val_loss`: nats per token
+    of the newest validation at this step or before; None: there was none yet. `micro_batches`: by replica, as they were
+    at this step.
     """
 
     step: int
@@ -62,12 +62,12 @@ def checkpoint_folder(run_dir: Path, step: int) -> Path:
 
 
 def finished_checkpoints(run_dir: Path) -> list[Path]:
-    """Published checkpoints, oldest first; their files are not verified yet."""
+    """Return the published checkpoints, oldest first; their files are not verified yet."""
     return sorted(path for path in (run_dir / "checkpoints").glob("[0-9]*") if path.is_dir())
 
 
 def kept_steps(whole: Sequence[CheckpointManifest], config: CheckpointConfig) -> set[int]:
-    """The steps of those whole checkpoints, in order, that the config keeps.
+    """Return the steps of the complete checkpoints that the config keeps, in order.
 
     The best is the one of the lowest validation loss; of several after the same validation, the nearest to it.
     """
@@ -81,7 +81,7 @@ def kept_steps(whole: Sequence[CheckpointManifest], config: CheckpointConfig) ->
 
 
 def check_model(folder: Path) -> None:
-    """Raises ValueError if what a checkpoint's model is read from is not what its manifest says."""
+    """Raise ValueError if the files of a checkpoint's model differ from its manifest."""
     if fault := damage(folder, only=("model", "config.json")):
         raise ValueError(f"checkpoint {folder} is not whole ({fault}): restore it, or delete it and resume the run")
 
@@ -89,9 +89,10 @@ def check_model(folder: Path) -> None:
 def damage(
     folder: Path, *, hashes: bool = True, only: tuple[str, ...] = ("",), part: int = 0, of_parts: int = 1
 ) -> str | None:
-    """Describe the damage of a checkpoint, None if it is whole; without `hashes` only sizes are compared.
+    """Describe the damage of a checkpoint; None if it is complete. Without `hashes` only sizes are compared.
 
-    `only`: files whose names begin so. part, of_parts: hash a part of them, so that several processes share the work.
+    `only`: files whose names begin with this. part, of_parts: hash a part of them, so that several processes share the
+    work.
     """
     if not (folder / CHECKPOINT_MANIFEST).exists():
         return "manifest.json is missing"
@@ -108,7 +109,7 @@ def damage(
     if not hashes:
         return None
     hashed = sorted(files, key=lambda name: files[name].size_bytes)[part::of_parts]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # hashing leaves the interpreter lock alone
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # hashing releases the interpreter lock
         for name, found in zip(hashed, pool.map(sha256_file, [folder / name for name in hashed]), strict=True):
             if found != files[name].sha256:
                 return f"{name} has another sha256 than its manifest says"
@@ -118,10 +119,10 @@ def damage(
 def newest_intact(
     folders: Sequence[Path], *, damage_of: Callable[[Path], str | None] = damage, log: bool = True
 ) -> Path | None:
-    """The newest of these checkpoints, oldest first, that is whole; logs which ones it passed over, and why.
+    """Return the newest complete one of these checkpoints (oldest first); log the skipped ones with the reason.
 
-    None if there is no checkpoint. Raises RuntimeError if there are some, and none is whole: to begin at step 0 then
-    would discard the run silently.
+    None if there is no checkpoint. Raises RuntimeError if there are checkpoints and none is complete: a start at step 0
+    would silently discard the run.
     """
     for folder in reversed(folders):
         fault = damage_of(folder)
@@ -139,7 +140,7 @@ def newest_intact(
 
 @contextmanager
 def reading(folder: Path | None) -> Iterator[None]:
-    """Keep training programs from deleting this checkpoint while inside; None: nothing to hold.
+    """Prevent training programs from deleting this checkpoint inside the block; None: do nothing.
 
     Raises FileNotFoundError if it has no manifest, or was deleted before it could be held.
     """

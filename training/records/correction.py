@@ -1,4 +1,4 @@
-"""What runs measured beside their predictions, and the factors that this puts on the prices of later plans."""
+"""Measurements of runs beside their predictions, and the factors that correct later plans."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from training.records.record import Record
 
 
 class Correction(Record):
-    """Factors on a layout's predictions; `runs`: the IDs of those that they were measured in.
+    """Factors on a layout's predictions; `runs`: the IDs of the runs that they come from.
 
-    `computing` is on all of a step but its exposed communication.
+    `computing` applies to a whole step except its exposed communication.
     """
 
     computing: float = 1.0
@@ -18,9 +18,10 @@ class Correction(Record):
 
 
 class Priced(Record):
-    """What a plan's prices are of. What a run measures corrects prices of the same machine and of jobs that are alike.
+    """The machine and job that a plan prices.
 
-    `machine`: a sentence for each host, with the time at which its rates were measured.
+    A run's measurements correct prices of the same machine and of similar jobs. `machine`: a sentence for each host,
+    with the time at which its rates were measured.
     """
 
     machine: tuple[str, ...]
@@ -30,9 +31,9 @@ class Priced(Record):
 
 
 class Measurement(Record):
-    """What one run measured, and what its plan would have predicted without any correction.
+    """The measurements of one run, and its plan's predictions without any correction.
 
-    `exposed_share`: of a step, in which only communication ran; None if no step was timed by phase.
+    `exposed_share`: the share of a step in which only communication ran; None if no step was timed by phase.
     `computing_s` and `communication_s`, which is the exposed part, add up to the predicted step.
     """
 
@@ -48,6 +49,6 @@ class Measurement(Record):
 
 
 class Measurements(Record):
-    """SHARDLINE_HOME/corrections.json: what the last runs measured, oldest first."""
+    """SHARDLINE_HOME/corrections.json: the measurements of the last runs, oldest first."""
 
     measurements: tuple[Measurement, ...] = ()

@@ -11,12 +11,12 @@ from pydantic import Field, TypeAdapter
 
 from training.records.record import Record
 
-ROWS = 16  # sequences that a batch may hold
+ROWS = 16  # largest number of sequences in a batch
 CHANNEL = "channel"  # the Unix socket beside the plan: each leading rank connects to it, and ends when it is closed
 
 
 class DecodePlan(Record):
-    """decode.json: which model, and how the ranks share it.
+    """decode.json: the model, and how the ranks share it.
 
     `rows`: sequences in one batch; a pipeline has one batch a stage. `context`: tokens that the model may see.
     """
@@ -32,12 +32,12 @@ class DecodePlan(Record):
 
     @property
     def leaders(self) -> int:
-        """Ranks with a channel of their own."""
+        """Return the ranks that have their own channel."""
         return self.degree if self.parallel == "data" else 1
 
 
 class DecodeRequest(Record):
-    """Asks for the text behind `ids`; `stop_id`: the token that ends it."""
+    """A request for the text after `ids`; `stop_id`: the token that ends it."""
 
     kind: Literal["request"] = "request"
     number: int

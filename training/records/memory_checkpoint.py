@@ -1,6 +1,6 @@
-"""Checkpoints in the memory of the run's hosts: the record that says which one counts, and each rank's part of one.
+"""Checkpoints in the memory of the run's hosts: the record of the valid one, and each rank's part of it.
 
-training/checkpoint makes and loads them; here is what needs no torch.
+training/checkpoint makes and loads them; this file needs no torch.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ MEMORY_RECORD = "memory_checkpoint.json"
 
 
 class MemoryRecord(Record):
-    """runs/ID/memory_checkpoint.json: the newest checkpoint that was whole in the memory of the run's hosts.
+    """runs/ID/memory_checkpoint.json: the newest checkpoint that was complete in the memory of the run's hosts.
 
-    The first rank writes it once all ranks have their copies, and no other one is ever loaded: a host that comes back
-    may hold copies of steps that the run has made anew since. `name`: of the copies' folder on every host; it ends in
-    a word that no other attempt has.
+    The first rank writes it once all ranks have their copies, and no other copy is ever loaded: a host that comes back
+    may have copies of steps that the run has repeated since. `name`: the name of the copies' folder on every host; it
+    ends in a word that no other attempt has.
     """
 
     step: int
@@ -26,15 +26,15 @@ class MemoryRecord(Record):
 
 
 class RankShare(Record):
-    """rank-N.json beside a rank's files on a host: what one rank holds of a checkpoint; written when all of it is."""
+    """rank-N.json beside a rank's files on a host: one rank's part of a checkpoint; written after all its files."""
 
     rank: int
-    checkpoint: CheckpointManifest  # the whole one's, which names no files
+    checkpoint: CheckpointManifest  # the manifest of the complete checkpoint, without file names
     files: dict[str, RankFile]
 
 
 def newest_step(run_dir: Path) -> int:
-    """Step of the newest checkpoint, on disk or in the memory of the run's hosts; 0 without one."""
+    """Return the step of the newest checkpoint, on disk or in the memory of the run's hosts; 0 without one."""
     steps = [int(path.parent.name) for path in (run_dir / "checkpoints").glob(f"[0-9]*/{CHECKPOINT_MANIFEST}")]
     path = run_dir / MEMORY_RECORD
     return max([0, *steps, *([MemoryRecord.read(path).step] if path.exists() else [])])

@@ -15,9 +15,9 @@ StopCause = Literal["", "signal", "launcher ended", "lease stale", "lease withdr
 class NodeTask(Record):
     """The task of a host in one attempt: the program, and its place among the others. Paths are the container's own.
 
-    `lease` belongs to one attempt, so that old ranks cannot live on a newer lease. The launcher renews the lease file
-    (its time, or its content) well within `lease_s`; if it removes the file, the ranks are killed at once. An empty
-    `lease` or `heartbeat` means none; the heartbeat file is best on tmpfs. `launcher_pid`: of a launcher that
+    `lease` belongs to one attempt, so that a newer lease does not keep old ranks alive. The launcher renews the lease
+    file (its time, or its content) well within `lease_s`; if it removes the file, the ranks are killed at once. An
+    empty `lease` or `heartbeat` means none; the heartbeat file is best on tmpfs. `launcher_pid`: of a launcher that
     is the node's parent process, whose end stops the ranks before the lease is stale; 0 means none.
     `ready`: a file that is made once the ranks' program is imported. `interface`: auto means the one that has
     `local_address`, empty the choice of NCCL and gloo.
@@ -26,7 +26,7 @@ class NodeTask(Record):
     module: str = ""
     script: str = ""
     args: tuple[str, ...] = ()
-    prefix: tuple[str, ...] = ()  # before each rank's command, such as nsys with its options
+    prefix: tuple[str, ...] = ()  # the start of each rank's command, such as nsys with its options
     num_nodes: int = 1
     node_rank: int = 0
     num_ranks: int = 1  # on this node
@@ -53,7 +53,7 @@ class NodeTask(Record):
 
 
 class RankFailure(Record):
-    """The failure of a rank. A negative `exit_code` is a signal's number; `cause` is the exception's line, if known.
+    """The failure of a rank. A negative `exit_code` is a signal's number. `cause`: the line of the exception, if known.
 
     `local_rank`: the rank's number on its host, which is that of its GPU there; None in records of earlier versions.
     """
@@ -74,16 +74,16 @@ class RankEnd(Record):
 
 
 class RankEnds(Record):
-    """The ends of a node's ranks, in their order."""
+    """The ends of a node's ranks, in the order in which they ended."""
 
     ends: tuple[RankEnd, ...]
 
 
 class NodeEnd(Record):
-    """The end of a node's program: `ending`. `exit_code` is torchrun's, which is 1 after a stop in order too.
+    """The end of a node's program: `ending`. `exit_code` is torchrun's, which is 1 also after a requested stop.
 
-    done: the ranks came to their end. stopped: told to stop, and they left within the grace. killed: told, and they
-    did not. failed: none of these; `failures` says which ranks, `last_lines` what was printed last.
+    done: the ranks came to their end. stopped: they were asked to stop, and ended within the grace period. killed: they
+    were asked, and did not end. failed: none of these; `failures` says which ranks, `last_lines` what was printed last.
     """
 
     ending: NodeEnding

@@ -1,4 +1,7 @@
-"""Records: what a stage leaves for the next one, a small JSON file that is written whole or not at all."""
+"""Records: the results of stages, for later stages.
+
+Each is a small JSON file that is written completely or not at all.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Record(BaseModel):
-    """A stage's result. `write` renames into place, so a reader never meets half a record."""
+    """A stage's result. `write` renames a finished file, so that a reader never sees a part of a record."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -25,14 +28,14 @@ class Record(BaseModel):
 
 
 def with_matmul_share(fields: Any) -> Any:
-    """The fields of a record, of which earlier versions called the share of the measured matmul rate `mfu`."""
+    """Return the fields of a record. Earlier versions called the share of the measured matmul rate `mfu`."""
     if not isinstance(fields, dict) or "mfu" not in fields or "matmul_share" in fields:
         return fields
     return {name: value for name, value in fields.items() if name != "mfu"} | {"matmul_share": fields["mfu"]}
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write beside, fsync, rename: after a crash at any point the path holds the old content or the new."""
+    """Write another file, fsync, rename: after a crash at any point the path has the old content or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.part")  # hosts may share the folder
     with aside.open("wb") as file:

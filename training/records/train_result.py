@@ -15,7 +15,7 @@ StoppedBy = Literal["steps", "signal", "hours", "early stop"]
 
 
 class TrainFailure(Record):
-    """result.json where training failed, until a resume succeeds: why, and the newest whole checkpoint, if any."""
+    """result.json after a failure, until a resume succeeds: the cause, and the newest complete checkpoint, if any."""
 
     step: int
     checkpoint: str
@@ -24,7 +24,7 @@ class TrainFailure(Record):
 
 
 def train_failure(path: Path) -> TrainFailure | None:
-    """The failure that a result.json records; None if training ended without one."""
+    """Return the failure that a result.json records; None if training ended without one."""
     content = json.loads(path.read_bytes())
     return TrainFailure.model_validate(content) if "detail" in content else None
 
@@ -62,10 +62,10 @@ class TrainResult(Record):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises ValueError if training failed."""
+        """Read the record. Raises ValueError if training failed."""
         if failure := train_failure(path):
             raise ValueError(
                 f"{path}: training ended by {failure.stopped_by} ({failure.detail}), its newest checkpoint is of step "
-                f"{failure.step}: `shardline resume {path.parent.name}` goes on"
+                f"{failure.step}: `shardline resume {path.parent.name}` continues"
             )
         return super().read(path)

@@ -8,8 +8,8 @@ from training.config.parallel import Stages
 from training.records.plan import RunPlan
 from training.records.record import Record
 
-STEPS = 3  # the first fills the allocator, and later ones meet what it left
-TRIALS, MEASURED = "trial.json", "trial-measured.json"  # in the run folder
+STEPS = 3  # the first step fills the allocator, and later ones use its memory
+TRIALS, MEASURED = "trial.json", "trial-measured.json"  # a file in the run folder
 
 
 class TrialMeasured(Record):
@@ -40,7 +40,7 @@ class Trial(Record):
 
 
 class Trials(Record):
-    """runs/ID/trial.json: all launches for one layout in order, of which the last one fits."""
+    """runs/ID/trial.json: all launches for one layout in order; the last one fits."""
 
     strategy: str
     mesh: dict[str, int]

@@ -1,4 +1,4 @@
-"""Errors that every rank raises alike."""
+"""Errors that all ranks raise together."""
 
 from __future__ import annotations
 

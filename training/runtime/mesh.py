@@ -1,4 +1,4 @@
-"""Process groups by the axes pp, dp, cp and tp, and the collectives between tp and cp ranks with gradients."""
+"""Process groups for the axes pp, dp, cp and tp, and collectives with gradients between tp and cp ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from training.records.plan import Place, RankPlan
 
 ACROSS, INSIDE = "across_groups", "inside_group"
 SEQUENCE = 1  # the dimension of tokens in [batch, context, width]
-# Their names before torch 2.13 warn since.
+# torch 2.13 warns about their older names.
 _all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
 _reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
 
@@ -25,10 +25,10 @@ Mesh = Mapping[str, DeviceMesh]  # a rank's group of each axis
 
 
 def build_mesh(plan: RankPlan) -> Mesh:
-    """This rank's group of each of the plan's axes, by name. Collective.
+    """Return this rank's group of each of the plan's axes, by name. Collective.
 
-    cp ranks hold the same and sum its gradients: of strategies they are ranks of dp like any other.
-    Replicas of unlike shape make no whole mesh: for those there is no axis dp (training/strategies/pipeline.py).
+    cp ranks hold the same weights and sum their gradients, so strategies treat them as ranks of dp. Replicas of unlike
+    shape make no complete mesh, so they have no axis dp (training/strategies/pipeline.py).
     """
     if plan.stages:
         return {axis: _axis_mesh(plan, axis) for axis in ("pp", "tp")}
@@ -40,7 +40,7 @@ def build_mesh(plan: RankPlan) -> Mesh:
 
 
 def _axis_mesh(plan: RankPlan, axis: Literal["pp", "tp", "cp"]) -> DeviceMesh:
-    """This rank's group of an axis: the ranks that share its place on all other axes."""
+    """Return this rank's group of an axis: the ranks with the same place on all other axes."""
     groups: dict[Place, list[int]] = defaultdict(list)
     for rank, place in enumerate(plan.places):
         groups[place._replace(**{axis: 0})].append(rank)
@@ -52,7 +52,7 @@ def _axis_mesh(plan: RankPlan, axis: Literal["pp", "tp", "cp"]) -> DeviceMesh:
 
 
 def make_groups(plan: RankPlan, groups: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Make a process group of each of these groups of ranks, connected (see `connect`); those that this rank is in.
+    """Make and connect (see `connect`) a process group for each of these groups; return those that this rank is in.
 
     Collective: all ranks pass the same groups in the same order.
     """
@@ -68,7 +68,7 @@ def make_groups(plan: RankPlan, groups: Iterable[tuple[int, ...]]) -> dict[tuple
 
 
 def group_mesh(plan: RankPlan) -> DeviceMesh:
-    """The dp axis as groups of plan.group_ranks neighbours: axes ACROSS and INSIDE groups. Collective."""
+    """Return the dp axis as groups of plan.group_ranks neighbours: axes ACROSS and INSIDE groups. Collective."""
     num_groups, tp = plan.dp // plan.group_ranks, plan.mesh["tp"]
     assert plan.mesh["pp"] == 1
     names = (ACROSS, INSIDE, "tp")
@@ -78,17 +78,17 @@ def group_mesh(plan: RankPlan) -> DeviceMesh:
 
 
 def connect(plan: RankPlan, mesh: DeviceMesh) -> None:
-    """Set the groups' timeout and make their connections, in the same order on all ranks. Collective.
+    """Set the groups' timeout and open their connections, in the same order on all ranks. Collective.
 
-    NCCL connects a group at its first collective, and two ranks at their first message, and waits for all that take
-    part: in the midst of a step, where ranks do unlike things first, they would wait for each other for ever. So each
-    axis sums one number, and on pp every rank sends one to the next. It also makes the memory that connections take
-    show in the trial of a micro-batch.
+    NCCL connects a group at its first collective, and two ranks at their first message, and waits for all members. In
+    the middle of a step, where ranks begin with different groups, they would wait for each other forever. So here each
+    axis sums one number, and on pp every rank sends one to the next. The trial of a micro-batch then also includes the
+    memory of connections.
     """
     one = torch.ones(1, device=mesh.device_type)
     for axis in mesh.mesh_dim_names or ():
         group = mesh[axis].get_group()
-        dist.distributed_c10d._set_pg_timeout(timeout(plan), group)  # torch's own is 30 minutes
+        dist.distributed_c10d._set_pg_timeout(timeout(plan), group)  # torch's default is 30 minutes
         if group.size() > 1:
             dist.all_reduce(one, group=group)
             if axis == "pp":
@@ -96,7 +96,10 @@ def connect(plan: RankPlan, mesh: DeviceMesh) -> None:
 
 
 def _send_round(number: Tensor, group: dist.ProcessGroup) -> None:
-    """Every rank sends to the next, the last to the first: those of even rank send first, so that nobody is left."""
+    """Let every rank send to the next, and the last to the first.
+
+    Even ranks send first, so that no two wait for each other.
+    """
     rank, size = group.rank(), group.size()
     sends, receives = (rank + 1) % size, (rank - 1) % size
     for direction in ("send", "receive") if rank % 2 == 0 else ("receive", "send"):
@@ -111,14 +114,14 @@ def timeout(plan: RankPlan) -> datetime.timedelta:
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The same `x` on all ranks, whose gradient is the sum of theirs ("f" in Shoeybi et al. 2019)."""
+    """Return the same `x` on all ranks; its gradient is the sum over ranks ("f" in Shoeybi et al. 2019)."""
     result: Tensor = _CopyToGroup.apply(x, group)
     return result
 
 
 def sum_over_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of the ranks' `x`; each gets the whole gradient ("g" there). Without gradients it is made in place."""
-    if not torch.is_grad_enabled():  # nothing to record: the plain collective, which has less to do in Python
+    """Return the sum of the ranks' `x`; each rank gets the whole gradient ("g" there). In place without gradients."""
+    if not torch.is_grad_enabled():  # without autograd: the plain collective has less overhead in Python
         x = x.contiguous()
         dist.all_reduce(x, group=group)
         return x
@@ -127,24 +130,24 @@ def sum_over_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_sequence(x: Tensor, group: dist.ProcessGroup, dim: int = SEQUENCE) -> Tensor:
-    """The ranks' pieces of each sequence as one; the gradient is the sum of theirs ("g" in Korthikanti et al. 2022)."""
+    """Join the ranks' pieces of each sequence; the gradient is the sum of theirs ("g" in Korthikanti et al. 2022)."""
     result: Tensor = _GatherSequence.apply(x, group, dim)
     return result
 
 
 def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's piece of each sequence, of the sum of the ranks' `x`: half the work of sum_over_group."""
+    """Return this rank's piece, of each sequence, of the sum of the ranks' `x`: half the work of sum_over_group."""
     result: Tensor = _ScatterSum.apply(x, group)
     return result
 
 
 def own_piece(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's piece of sequences that all ranks of the group have."""
+    """Return this rank's piece of sequences that all ranks of the group have."""
     return x.chunk(group.size(), SEQUENCE)[group.rank()]
 
 
 def all_reduce_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum tensors over the ranks, in place, as one message."""
+    """Sum tensors over the ranks, in place, in one message."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)
     sums = flat.split([tensor.numel() for tensor in tensors])

@@ -1,6 +1,6 @@
 """The phases of a training step and the time each took; the loop and the strategies mark them: `with phase("forward")`.
 
-Most steps are not recorded; then marking a phase costs 0.14 us, where torch's record_function costs 5 us.
+Most steps are not recorded; marking a phase then takes 0.14 us, while torch's record_function takes 5 us.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _mark_phase: Callable[[str], AbstractContextManager[None]] | None = None  # set 
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Mark a phase of a step: `data`, `forward`, `backward`, `optimizer` (clipping too), or whatever a strategy has."""
+    """Mark a phase of a step: `data`, `forward`, `backward`, `optimizer` (clipping too), or a phase of a strategy."""
     return _NOTHING if _mark_phase is None else _mark_phase(name)
 
 
@@ -53,7 +53,7 @@ class Recording:
     """One step: when its phases began and ended, on the GPU's own clock if there is one; and what was profiled."""
 
     def __init__(self, device: torch.device, *, profiled: bool, shapes: bool) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its two lines per profile would fill the log
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise two lines per profile fill the log
         self.device = device
         self.phases: list[tuple[str, Any, Any]] = []
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
@@ -74,7 +74,7 @@ class Recording:
         return event
 
     def times_ms(self) -> dict[str, float]:
-        """Milliseconds by phase, over all micro-batches; `exposed_communication` is already included in the others."""
+        """Return milliseconds by phase, over all micro-batches; the others already include `exposed_communication`."""
         times: dict[str, float] = {}
         for name, began, ended in self.phases:
             ms = began.elapsed_time(ended) if self.device.type == "cuda" else 1000 * (ended - began)
@@ -82,7 +82,7 @@ class Recording:
         return times | {"exposed_communication": exposed_ms(self._events(), self.device)}
 
     def _events(self) -> list[Any]:
-        """The profiler's own events: a table of them, as `events()` makes, would take ten times as long."""
+        """Return the profiler's raw events; `events()` makes a table of them, which takes ten times as long."""
         if self.profiler is None:
             return []
         assert self.profiler.profiler is not None
@@ -95,7 +95,7 @@ class Recording:
 
 
 def exposed_ms(events: Iterable[Any], device: torch.device) -> float:
-    """Milliseconds in which the profiled step communicated without computing beside it.
+    """Return the milliseconds in which the profiled step communicated without computing at the same time.
 
     On a GPU by its kernels. On a CPU gloo's threads communicate while the others compute; a collective inside a
     compiled region shows by what waits for it.

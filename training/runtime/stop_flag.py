@@ -1,4 +1,4 @@
-"""One decision to stop for all ranks: a signal, the hours, or a rank that asks."""
+"""One decision to stop for all ranks: after a signal, the limit of hours, or a rank's request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 logger = logging.getLogger(__name__)
 CHECK_EVERY_S = 1.0
 StopReason = Literal["hours", "signal"]
-STOP_REASONS: tuple[StopReason, ...] = get_args(StopReason)  # of several reasons at once the last one counts
+STOP_REASONS: tuple[StopReason, ...] = get_args(StopReason)  # if there are several reasons, the last one counts
 
 
 class StopFlag:
@@ -47,7 +47,7 @@ class StopFlag:
         self._asked.add(reason)
 
     def agreed(self) -> StopReason | None:
-        """The reason to stop, if any rank wanted to before the previous call; the same on all ranks."""
+        """Return the reason to stop, if any rank wanted to stop before the previous call; the same on all ranks."""
         reason: StopReason | None = None
         if self._work is not None:
             self._work.wait()
@@ -72,6 +72,6 @@ class StopFlag:
         return False
 
     def finish(self) -> None:
-        """Wait for the last flag that was sent, so that no collective is cut off by the teardown."""
+        """Wait for the last flag, so that the teardown interrupts no collective."""
         if self._work is not None:
             self._work.wait()

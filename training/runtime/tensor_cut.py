@@ -1,4 +1,4 @@
-"""Tensors cut over ranks: each rank's part, and the whole again. Checkpoints hold only whole tensors."""
+"""Cuts tensors over ranks, and joins them again, because checkpoints contain only whole tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor's cut over ranks: along `dim`, unevenly where the number of ranks does not divide it.
+    """A tensor's cut over ranks: along `dim`, unevenly if the number of ranks does not divide it.
 
     `dim` is `length` long and consists of `blocks` equal parts, each cut by itself (GPT-2 keeps q, k and v in one
     matrix).
@@ -27,25 +27,25 @@ class Cut:
     blocks: int = 1
 
     def pieces(self, whole: Tensor, number: int) -> list[Tensor]:
-        """The pieces of that many ranks, copies."""
+        """Return the pieces of that many ranks, as copies."""
         blocks = (block.tensor_split(number, self.dim) for block in whole.chunk(self.blocks, self.dim))
         return [torch.cat(of_rank, self.dim) for of_rank in zip(*blocks, strict=True)]
 
     def take(self, whole: Tensor, mesh: DeviceMesh) -> Tensor:
-        """This rank's piece: a view of `whole`, or a copy of it where it consists of several blocks."""
+        """Return this rank's piece: a view of `whole`, or a copy if it has several blocks."""
         rank, size = mesh.get_local_rank(), mesh.size()
         pieces = [block.tensor_split(size, self.dim)[rank] for block in whole.chunk(self.blocks, self.dim)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The whole, of all ranks' pieces."""
+        """Join all ranks' pieces to the whole."""
         blocks = zip(*(piece.chunk(self.blocks, self.dim) for piece in pieces), strict=True)
         return torch.cat(list(itertools.chain.from_iterable(blocks)), self.dim)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A tensor in parts on several ranks: this rank's part, who holds the others, and how they make the whole.
+    """A tensor in parts on several ranks: this rank's part, the holders of the others, and how to join them.
 
     shape: of the whole. holders: ranks of the world, in the order of the parts; each row of them holds the tensor once,
     each rank is in one row. part_shapes: in the same order. join: a row's parts -> the whole.
@@ -63,17 +63,17 @@ class Parts:
         return math.prod(self.shape) * self.own.itemsize
 
     def row_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the tensor together with this one."""
+        """Return the ranks that together with this one hold the tensor."""
         return next(row for row in self.holders if rank in row)
 
 
 def whole_on_each(tensor: Tensor, ranks: Sequence[int]) -> Parts:
-    """A tensor that each of these ranks holds whole."""
+    """Describe a tensor that each of these ranks holds whole."""
     return Parts(tensor, tensor.shape, tuple((rank,) for rank in ranks), (tensor.shape,), _only)
 
 
 def flat_parts(own: Tensor, *, shape: torch.Size, ranks: Sequence[int], lengths: Sequence[int]) -> Parts:
-    """A tensor whose numbers, in their order, lie on one rank after the other; what is over at the end is padding."""
+    """Describe a tensor whose numbers lie in order on one rank after the other, with padding at the end."""
     numel = math.prod(shape)
 
     def join(parts: Sequence[Tensor]) -> Tensor:
@@ -83,7 +83,7 @@ def flat_parts(own: Tensor, *, shape: torch.Size, ranks: Sequence[int], lengths:
 
 
 def parts_of(tensor: Tensor, *, cut: Cut | None, ranks: Tensor) -> Parts:
-    """A parameter's parts, or its moment's: cut over tp ranks, sharded over dp ranks (a DTensor), both or neither.
+    """Return the parts of a parameter or moment: cut over tp ranks, sharded over dp ranks (a DTensor), both or neither.
 
     ranks: [dp, tp], the ranks that hold it.
     """
@@ -121,7 +121,7 @@ def _part_shapes(shape: torch.Size, cut: Cut | None, pieces: int, shards: int) -
 
 
 def _rows_of_shards(rows: int, shards: int) -> list[int]:
-    """Rows that each shard gets from DTensor's Shard(0): as many as the first, until there are no more."""
+    """Return the rows of each shard under DTensor's Shard(0): as many as the first one, until there are no more."""
     most = -(-rows // shards)
     return [max(0, min(most, rows - shard * most)) for shard in range(shards)]
 
@@ -131,14 +131,14 @@ def _only(parts: Sequence[Tensor]) -> Tensor:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor as it is."""
+    """Return this rank's part of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
-    """A copy of `whole`, sharded and placed as `like` is; nothing else of it is read, or moved to a device.
+    """Return a copy of `whole`, sharded and placed like `like`; only this rank's part is read and moved to a device.
 
-    The shards of an offloaded parameter lie in the host's memory, though its mesh is one of GPUs.
+    The shards of an offloaded parameter lie in host memory, although its mesh consists of GPUs.
     """
     if not isinstance(like, DTensor):
         return whole.to(like.device, copy=True)
@@ -150,7 +150,7 @@ def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def own_rows(whole: Tensor, mesh: DeviceMesh, *, number: int | None = None) -> Tensor:
-    """This rank's rows, a view, of a tensor whose rows are sharded over the mesh's last axis; `number` of them."""
+    """Return this rank's rows (a view) of a tensor whose `number` rows are sharded over the mesh's last axis."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank is in the tensor's mesh"
     rows = _rows_of_shards(len(whole), mesh.size(mesh.ndim - 1))

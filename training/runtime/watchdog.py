@@ -1,8 +1,8 @@
 """Writes the Python stack of every rank to runs/ID/stacks/ when no step is made for too long.
 
-faulthandler writes them from a thread of its own that needs no interpreter lock, so a rank that is blocked by anything
-but SIGSTOP still shows where it is. A collective gives up after parallel.timeout_s; the stacks are written a
-little earlier. They are written as well on SIGUSR1, and when NCCL's watchdog aborts the process.
+faulthandler writes them from its own thread, which needs no interpreter lock, so a blocked rank (except by SIGSTOP)
+still shows where it is. A collective fails after parallel.timeout_s; the stacks are written a little earlier. They are
+also written on SIGUSR1, and when NCCL's watchdog aborts the process.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import IO
 
 from training.records.plan import RunPlan
 
-WRITE_AT = 0.9  # of the timeout: while the collective still waits
-HEARTBEAT_EVERY_S = 1.0  # arming takes 0.14 ms, as it starts a thread
-RECORDED_COLLECTIVES = 2000  # NCCL's flight recorder keeps the newest so many; a step of an 8B model has some 200
+WRITE_AT = 0.9  # share of the timeout, so that the collective still waits
+HEARTBEAT_EVERY_S = 1.0  # arming starts a thread, which takes 0.14 ms
+RECORDED_COLLECTIVES = 2000  # the newest, in NCCL's flight recorder; a step of an 8B model has some 200
 
 
 class Watchdog:
@@ -32,7 +32,10 @@ class Watchdog:
         self.heartbeat()
 
     def heartbeat(self) -> None:
-        """A step was made: rearm. Stacks written before it were no hang, but a long validation or compilation."""
+        """Note a step, and arm again.
+
+        Earlier stacks then came from a long validation or compilation, not from a hang.
+        """
         now = time.monotonic()
         if now >= self.due:
             self.due = now + HEARTBEAT_EVERY_S
@@ -46,14 +49,14 @@ class Watchdog:
 
 @contextmanager
 def hang_watchdog(plan: RunPlan, run_dir: Path) -> Iterator[Watchdog]:
-    """Watch all that a rank does; enter it before the process group is made. Errors say where the stacks are."""
+    """Watch a rank; enter this before the process group is made. Errors say where the stacks are."""
     folder, rank = run_dir / "stacks", int(os.environ.get("RANK", "0"))
     folder.mkdir(exist_ok=True)
     _record_collectives(plan, folder)
     path = folder / f"rank-{rank}.txt"
-    path.write_text("")  # of an earlier attempt
+    path.write_text("")  # stacks of an earlier attempt
     with path.open("a") as file:
-        faulthandler.enable(file)  # on SIGABRT and the like
+        faulthandler.enable(file)  # on SIGABRT and similar signals
         faulthandler.register(signal.SIGUSR1, file)
         watchdog = Watchdog(file, timeout_s=plan.config.parallel.timeout_s)
         try:
@@ -72,7 +75,7 @@ def hang_watchdog(plan: RunPlan, run_dir: Path) -> Iterator[Watchdog]:
             faulthandler.disable()
             if not watchdog.has_written():
                 path.unlink()
-                with suppress(OSError):  # another rank's stacks are there
+                with suppress(OSError):  # another rank has written stacks
                     folder.rmdir()
 
 

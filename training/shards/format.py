@@ -52,10 +52,10 @@ def write_shard(
     text_bytes: int,
     part: int = 0,
 ) -> Shard:
-    """Writes `tokens` (1-d, uint16 or uint32) and the document `ends` (in tokens, rising), each file atomically.
+    """Write `tokens` (1-d, uint16 or uint32) and the document `ends` (in tokens, rising), each file atomically.
 
-    `index`: number of the chunk; `part`: which of its shards, if it has several of a split. The record's sha256 is over
-    both files: `cat 00007.bin 00007.docs.npy | sha256sum`.
+    `index`: number of the chunk; `part`: number of the shard, if the chunk has several of a split. The record's sha256
+    is over both files: `cat 00007.bin 00007.docs.npy | sha256sum`.
     """
     name = f"{split}/{index:05d}" + (f"-{part:04d}" if part else "")
     offsets = np.fromiter(ends, dtype="<u8")
@@ -77,12 +77,12 @@ def write_shard(
 
 
 def write_marker(folder: Path, index: int, finished: FinishedChunk) -> None:
-    """Records that chunk `index` is done; called after all of its shards are written."""
+    """Record that chunk `index` is finished; call this after all of its shards are written."""
     finished.write(_marker(folder, index))
 
 
 def finished_chunk(folder: Path, index: int) -> FinishedChunk | None:
-    """Return what an earlier call left of chunk `index`, if it finished it and its shards are unchanged, else None."""
+    """Return an earlier call's result for chunk `index`, if it is finished and its shards are unchanged, or None."""
     marker = _marker(folder, index)
     if not marker.exists():
         return None
@@ -94,14 +94,14 @@ def finished_chunk(folder: Path, index: int) -> FinishedChunk | None:
 
 
 def read_manifest(folder: Path) -> TokenShards:
-    """The manifest of a shard folder whose files exist and have the right sizes.
+    """Return the manifest of a shard folder whose files exist and have the right sizes.
 
     Raises ValueError, with the cure, if the folder was never finished, or a file is missing or has another size.
     """
     path = folder / MANIFEST
     if not path.exists():
         raise ValueError(
-            f"{folder} has no {MANIFEST}: its corpus has not been tokenized, or not wholly; "
+            f"{folder} has no {MANIFEST}: its corpus has not been tokenized completely; "
             "run `shardline pretrain` with this corpus first, which continues where it stopped"
         )
     try:
@@ -116,7 +116,7 @@ def read_manifest(folder: Path) -> TokenShards:
 
 
 def verify_hashes(folder: Path) -> TokenShards:
-    """Reads every shard and the tokenizer and compares their sha256 with the manifest's.
+    """Read every shard and the tokenizer, and compare their sha256 with the manifest's.
 
     Raises ValueError naming the first that differs.
     """
@@ -128,10 +128,10 @@ def verify_hashes(folder: Path) -> TokenShards:
 
 
 def discard_damaged(folder: Path) -> list[str]:
-    """Deletes what differs from the manifest, so that the next writer makes it again; returns what was wrong.
+    """Delete files that differ from the manifest, so that the next writer makes them again; return the problems.
 
-    A shard is deleted with its chunk's marker. All markers are deleted if there is neither a manifest nor a tokenizer
-    that says how the tokens were made.
+    A shard is deleted with its chunk's marker. All markers are deleted if there is neither a manifest nor a tokenizer,
+    because it is unknown how the tokens were made.
     """
     path = folder / MANIFEST
     try:
@@ -157,11 +157,11 @@ def discard_damaged(folder: Path) -> list[str]:
 
 
 def discard_other_tokens(folder: Path, *, tokenizer_sha256: str) -> None:
-    """Deletes the markers of chunks that were tokenized by another tokenizer than this one."""
+    """Delete the markers of chunks that were tokenized by another tokenizer than this one."""
     path = folder / MANIFEST
     if path.exists() and TokenShards.read(path).tokenizer_sha256 != tokenizer_sha256:
         forget_chunks(folder)
-        path.unlink()  # last: until then the next call comes here again
+        path.unlink()  # last, so that after an interruption the next call does this again
 
 
 def _on_disk(dtype: str) -> np.dtype:
@@ -173,8 +173,8 @@ def _marker(folder: Path, index: int) -> Path:
 
 
 def _check_size(folder: Path, shard: Shard, dtype: Dtype) -> None:
-    """Checks sizes only, so that opening a terabyte costs two `stat` per shard; `verify_hashes` checks the rest."""
-    if remote_folder(folder, shard.name):  # whose blocks are checked as they are read
+    """Check only sizes, so that opening a terabyte takes two `stat` per shard; `verify_hashes` checks the rest."""
+    if remote_folder(folder, shard.name):  # on a store; its blocks are checked when they are read
         return
     tokens, ends = _files(folder, shard)
     expected = shard.tokens * _on_disk(dtype).itemsize
@@ -182,7 +182,7 @@ def _check_size(folder: Path, shard: Shard, dtype: Dtype) -> None:
     if size != expected:
         raise ValueError(
             f"{tokens} has {size} bytes, its manifest says {expected} ({shard.tokens} tokens of {dtype}): "
-            f"it was cut or replaced; delete {folder} to tokenize again"
+            f"it was truncated or replaced; delete {folder} to tokenize again"
         )
     if not ends.exists():
         raise ValueError(f"{ends} is missing; delete {folder} to tokenize again")
@@ -201,7 +201,7 @@ def _damage(folder: Path, shard: Shard) -> str:
     if digest.hexdigest() == shard.sha256:
         return ""
     return (
-        f"{folder}/{shard.name}.bin or .docs.npy is not what was written: sha256 {digest.hexdigest()[:12]}…, "
+        f"{folder}/{shard.name}.bin or .docs.npy is not the file that was written: sha256 {digest.hexdigest()[:12]}…, "
         f"the record says {shard.sha256[:12]}…"
     )
 

@@ -1,9 +1,9 @@
-"""Chooses the source of each sequence of a run, which follows from its place in the run alone.
+"""Chooses the source of each sequence of a run, by the sequence's place in the run alone.
 
-A run's sequences are numbered from 0 in the order in which they are seen. A source with share s has had floor(n * s) of
-the first n sequences, so at no step is it off its share by more than a few sequences, on whatever ranks, and a resumed
-run finds its place by arithmetic. Of several sources the first takes its places, the second takes its share of
-the places that the first left, and so on. numpy only: the plan counts with it, the loader draws with it.
+A run's sequences are numbered from 0 in the order in which they are seen. A source with share s has floor(n * s) of the
+first n sequences, so that at each step it differs from its share by at most a few sequences, on any ranks, and a
+resumed run finds its place by arithmetic. Of several sources the first takes its places, the second takes its share of
+the places that the first left, and so on. It uses only numpy: the planner counts with it, the loader draws with it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ONE = 2**ONE_BITS
 class _Phase:
     first: int  # sequence
     before: np.ndarray  # int64 [sources]: how many sequences of each came before
-    shares: tuple[int, ...]  # of what the sources before left, in 2**-31
+    shares: tuple[int, ...]  # share of the places that earlier sources left, in units of 2**-31
 
 
 class Mixture:
@@ -42,7 +42,7 @@ class Mixture:
             self._phases.append(_Phase(first, before, _of_the_rest(phase.shares)))
 
     def counts(self, num_sequences: int) -> np.ndarray:
-        """int64 [sources]: how many of the first `num_sequences` are of each source."""
+        """Return int64 [sources]: how many of the first `num_sequences` are of each source."""
         phase = next(phase for phase in reversed(self._phases) if phase.first <= num_sequences)
         left, counts = num_sequences - phase.first, phase.before.copy()
         for source, share in enumerate(phase.shares):
@@ -52,7 +52,7 @@ class Mixture:
         return counts
 
     def draw(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [n] of sequences -> the source of each, and its number among all sequences of that source."""
+        """Return, for int64 [n] sequences, the source of each, and its number among all sequences of that source."""
         sources, places = np.empty_like(numbers), np.empty_like(numbers)
         starts = [phase.first for phase in self._phases] + [np.iinfo(np.int64).max]
         for phase, (start, stop) in zip(self._phases, itertools.pairwise(starts), strict=True):
@@ -68,7 +68,7 @@ class Mixture:
 
 
 def _of_the_rest(shares: Sequence[float]) -> tuple[int, ...]:
-    """Each source's share of what those before it leave; the last that has any takes all that is left."""
+    """Return each source's share of the places that earlier ones leave; the last one with a share takes the rest."""
     found, rest = [], 1.0
     last = max(number for number, share in enumerate(shares) if share)
     for number, share in enumerate(shares):
@@ -78,6 +78,6 @@ def _of_the_rest(shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def _taken(numbers: Any, share: int) -> Any:
-    """floor(numbers * share / 2**31), without overflow; `numbers` is an int or int64 of any shape."""
+    """Return floor(numbers * share / 2**31), without overflow; `numbers` is an int or int64 of any shape."""
     high, low = numbers >> ONE_BITS, numbers & (ONE - 1)
     return high * share + ((low * share) >> ONE_BITS)

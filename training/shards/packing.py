@@ -1,9 +1,9 @@
-"""Fills sequences with documents: which tokens of a split each one predicts, and which of them belong together.
+"""Fills sequences with documents: decides which tokens of a split each sequence predicts, and which belong together.
 
 A sequence is a span of three stream positions, begin <= first <= stop: it predicts the tokens [first, stop), one
 `context` of them at most, and reads from `begin` on. For begin == first - 1 its first input is the token before;
 for begin == first it is an end token, as before any document. A span without tokens is a sequence of padding alone.
-numpy only: the plan counts sequences, training/data/loader.py reads them.
+It uses only numpy: the planner counts sequences, training/data/loader.py reads them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Windows:
 
 
 class Pieces:
-    """Each document apart, cut every `context` tokens (packing padded): every token is predicted exactly once.
+    """Each document separately, cut every `context` tokens (packing padded): every token is predicted exactly once.
 
     Two int64 tables over all documents are made at the start, 16 bytes for each: 10 million documents take 160 MB
     per process (400 MB while they are made) and about a second. A sequence is found by binary search, in 3 us.
@@ -61,7 +61,7 @@ class Pieces:
         self.context = context
         self.bounds = bounds
         num_pieces = np.diff(self.bounds)
-        num_pieces += context - 1  # in place, as the tables may be large: lengths, rounded up to whole pieces
+        num_pieces += context - 1  # in place, because the tables may be large: lengths, rounded up to whole pieces
         num_pieces //= context
         self.first_pieces = np.concatenate([[0], num_pieces.cumsum()])
 
@@ -83,7 +83,7 @@ class Pieces:
 
 
 def sequences_of(stream: TokenStream, *, packing: Packing, context: int, partial: bool = False) -> Windows | Pieces:
-    """The sequences of a split, by number; `partial` as in Windows (pieces of documents are always all there)."""
+    """Return the sequences of a split, by number; `partial` as in Windows (of documents all pieces are included)."""
     if packing == "padded":
         return Pieces(stream.document_bounds(), context=context)
     return Windows(0, len(stream), context, partial)
@@ -92,7 +92,7 @@ def sequences_of(stream: TokenStream, *, packing: Packing, context: int, partial
 def sequences_by_source(
     stream: TokenStream, *, packing: Packing, context: int, partial: bool = False
 ) -> list[Windows | Pieces]:
-    """The sequences of each source of a mixture; those of the whole split where it is none."""
+    """Return the sequences of each source of a mixture, or those of the whole split without a mixture."""
     if packing != "padded":
         return [Windows(start, stop, context, partial) for start, stop in stream.parts]
     bounds = stream.document_bounds()
@@ -105,13 +105,13 @@ class Epoch(NamedTuple):
     """One pass over the training split, or over that of one source."""
 
     sequences: int
-    tokens: int  # those predicted in it
+    tokens: int  # tokens that are predicted in it
 
 
 def one_epoch(folder: Path, *, packing: Packing, context: int) -> tuple[Epoch, ...]:
-    """Counts one epoch of a shard folder, for each source; only packing=padded reads its lists of documents.
+    """Count one epoch of a shard folder, for each source; only packing=padded reads the lists of documents.
 
-    Raises ValueError for a folder that is not whole.
+    Raises ValueError for an incomplete folder.
     """
     sequences = sequences_by_source(TokenStream(folder, "train"), packing=packing, context=context)
     return tuple(Epoch(len(each), each.num_targets) for each in sequences)

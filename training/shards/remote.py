@@ -17,7 +17,7 @@ REMOTE = "remote.json"
 
 
 class RemoteShards(Record):
-    """FOLDER/remote.json. `url`: of the folder on the store; `cache`: where blocks of it are kept here."""
+    """FOLDER/remote.json. `url`: the folder on the store; `cache`: the local folder for blocks of it."""
 
     url: str
     cache: str
@@ -25,25 +25,25 @@ class RemoteShards(Record):
 
 
 def shard_folders(folder: Path, manifest: TokenShards) -> list[Path]:
-    """The folders that hold the shards of a manifest: its own or, of a mixture, those of the sources."""
+    """Return the folders with the shards of a manifest: its own or, for a mixture, those of the sources."""
     return sorted({(folder / shard.name).parents[1].resolve() for shard in manifest.shards} or {folder})
 
 
 def remote_folder(folder: Path, name: str) -> Path | None:
-    """The folder of the shard `name`, if its tokens are on a store; None if they are here."""
+    """Return the folder of the shard `name` if its tokens are on a store; None if they are here."""
     owner = (folder / name).parents[1]  # a mixture's shards are in the folders of its sources
     return owner if (owner / REMOTE).exists() else None
 
 
 @functools.lru_cache(64)
 def block_cache(folder: Path) -> BlockCache:
-    """The cache that reads the shards of this folder, one for all streams of a process."""
+    """Return the cache that reads the shards of this folder; all streams of a process share it."""
     remote = RemoteShards.read(folder / REMOTE)
     return BlockCache(remote.url, Path(remote.cache), limit_bytes=remote.cache_gib * 2**30)
 
 
 class RemoteFile:
-    """One shard's tokens or document ends, as the local files have them; a slice is an array of its own."""
+    """One shard's tokens or document ends, like the local files; a slice is a new array."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype) -> None:
         """`name`: of the file below the folder, such as train/00007.bin."""
@@ -54,12 +54,12 @@ class RemoteFile:
         return np.frombuffer(self.cache.read(self.name, part.start * size, part.stop * size), self.dtype)
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[BlockCache, str, int]]:
-        """Return what `fetch` must be called with for items [start, stop)."""
+        """Return the arguments of `fetch` for items [start, stop)."""
         size = self.dtype.itemsize
         return ((self.cache, self.name, number) for number in blocks_of(start * size, stop * size))
 
     def load(self) -> np.ndarray:
-        """The array of a whole .npy file."""
+        """Return the array of a whole .npy file."""
         content = self.cache.read(self.name, 0, self.cache.size(self.name))
         found: np.ndarray = np.load(io.BytesIO(content))
         return found

@@ -1,8 +1,8 @@
 """Finds the source that each held-out token was read from: a file, a folder of files, or a dataset of the hub.
 
-The manifest names the files and, for validation shards, how many tokens in a row came from each. The sources of a
-mixture are told apart by their names; otherwise up to MAX_SOURCES files are; of more, the top folders are (below the
-folder that all share), and beyond the largest MAX_SOURCES - 1 of them the rest is summed up as one.
+The manifest names the files and, for validation shards, how many tokens in a row came from each. In a mixture the
+sources are its named sources. Otherwise up to MAX_SOURCES files are the sources; if there are more, the top folders are
+(below the folder that all share), and those beyond the largest MAX_SOURCES - 1 count as one source.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from training.records.token_shards import Stretch, TokenShards
 
 MAX_SOURCES = 16
-TOP = "(top)"  # files that lie beside the top folders
+TOP = "(top)"  # files beside the top folders
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class HeldOutSources:
     numbers: np.ndarray
 
     def of(self, positions: np.ndarray) -> np.ndarray:
-        """The source numbers of tokens at `positions` in the validation split; int64 of any shape."""
+        """Return the source numbers of tokens at `positions` in the validation split; int64 of any shape."""
         return self.numbers[np.searchsorted(self.ends, positions, side="right")]
 
 
 def held_out_sources(manifest: TokenShards) -> HeldOutSources | None:
-    """The sources of the validation split; None if the shard folder is older than their record."""
+    """Return the sources of the validation split; None if the shard folder is older than their record."""
     shards = [shard for shard in manifest.shards if shard.split == "validation"]
     if manifest.parts:
         stretches = [
@@ -68,7 +68,7 @@ def held_out_sources(manifest: TokenShards) -> HeldOutSources | None:
 
 
 def source_names(files: Sequence[str]) -> list[str]:
-    """The source that each file belongs to."""
+    """Return the source of each file."""
     if len(files) <= MAX_SOURCES:
         return list(files)
     shared = os.path.commonpath([os.path.dirname(name) for name in files])

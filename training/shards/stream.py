@@ -1,4 +1,4 @@
-"""A split's tokens as one stream over all of its shards."""
+"""Reads a split's tokens as one stream over all of its shards."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from training.shards.format import Split, _files, _on_disk, read_manifest
 from training.shards.remote import REMOTE, RemoteFile, block_cache, remote_folder, shard_folders
 from training.store.blocks import BlockCache
 
-MAX_OPEN_SHARDS = 128  # each mapped file holds a descriptor, and 1024 of them is a usual limit
-NPY_HEADER_BYTES = 128  # of a short array of numbers (numpy.lib.format)
+MAX_OPEN_SHARDS = 128  # each mapped file has a descriptor, whose usual limit is 1024
+NPY_HEADER_BYTES = 128  # header of a short array of numbers (numpy.lib.format)
 
 
 class TokenStream:
@@ -37,7 +37,7 @@ class TokenStream:
         return self._starts[-1]
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) as a fresh array of shape (stop - start,), in the manifest's dtype."""
+        """Return tokens [start, stop) as a new array of shape (stop - start,), in the manifest's dtype."""
         assert 0 <= start <= stop <= len(self), f"[{start}, {stop}) is outside of [0, {len(self)})"
         parts = []
         index = self._shard_at(start)
@@ -49,7 +49,7 @@ class TokenStream:
         return np.concatenate(parts) if parts else np.empty(0, dtype=self._dtype)
 
     def document_at(self, position: int) -> int:
-        """Number, within this split, of the document that holds the token at `position` (its end token too)."""
+        """Return the number, within this split, of the document with the token at `position` (or its end token)."""
         assert 0 <= position < len(self), f"{position} is outside of [0, {len(self)})"
         index = self._shard_at(position)
         within = np.searchsorted(self._ends(index), position - self._starts[index], side="right")
@@ -79,12 +79,12 @@ class TokenStream:
         return bounds if bounds[-1] == len(self) else np.append(bounds, len(self))
 
     def caches(self) -> list[BlockCache]:
-        """Those that its shards on a store are read through."""
+        """The caches through which its shards on a store are read."""
         folders = shard_folders(self._folder, self.manifest)
         return [block_cache(folder) for folder in folders if (folder / REMOTE).exists()]
 
     def blocks(self, start: int, stop: int, *, with_ends: bool) -> Iterator[tuple[BlockCache, str, int]]:
-        """The blocks of the store that hold tokens [start, stop), and the document ends of their shards."""
+        """Return the store's blocks with tokens [start, stop), and with the document ends of their shards."""
         index = self._shard_at(start)
         while start < stop:
             first, upto = self._starts[index], min(stop, self._starts[index + 1])
@@ -97,12 +97,12 @@ class TokenStream:
             start, index = upto, index + 1
 
     def _parts(self) -> list[tuple[int, int]]:
-        """[start, stop) of each source of a mixture, or of all tokens."""
+        """Return [start, stop) of each source of a mixture, or of all tokens."""
         if not self.manifest.parts:
             return [(0, len(self))]
         tokens = [0] * len(self.manifest.parts)
         for shard in self._shards:
-            assert shard.part is not None, f"{shard.name} is of no source"
+            assert shard.part is not None, f"{shard.name} belongs to no source"
             tokens[shard.part] += shard.tokens
         return list(itertools.pairwise([0, *itertools.accumulate(tokens)]))
 
@@ -116,13 +116,13 @@ class TokenStream:
         return np.asarray(np.memmap(_files(self._folder, self._shards[index])[0], dtype=self._dtype, mode="r"))
 
     def _map_ends(self, index: int) -> np.ndarray:
-        """The document ends of a shard as int64: searching uint64 for an int would first convert them to float64."""
+        """Return the document ends of a shard as int64: a search of uint64 for an int would convert them to float64."""
         if remote := self._remote(index, ".docs.npy", np.dtype(np.uint8)):
             return remote.load().view("<i8")
         return np.asarray(np.load(_files(self._folder, self._shards[index])[1], mmap_mode="r")).view("<i8")
 
     def _remote(self, index: int, suffix: str, dtype: np.dtype) -> RemoteFile | None:
-        """A shard's file if it is on a store."""
+        """Return a shard's file if it is on a store."""
         name = self._shards[index].name
         folder = remote_folder(self._folder, name)
         return RemoteFile(folder, f"{'/'.join(name.split('/')[-2:])}{suffix}", dtype) if folder else None

@@ -1,9 +1,9 @@
-"""Files behind a URL, read block by block through a bounded copy on the local disk.
+"""Reads files behind a URL block by block, through a cache of limited size on the local disk.
 
-    FOLDER/NAME-OF-FILE.000012    block 12 of a file, whole or not there; all processes of a machine share them
+    FOLDER/NAME-OF-FILE.000012    block 12 of a file, complete or absent; all processes of a machine share the blocks
 
-Beside each file the store has FILE.blocks: the sha256 of each of its blocks, one after the other. A block whose hash is
-another is never used. Reads wait for a store that is away, and say so.
+Beside each file the store has FILE.blocks: the sha256 of each of its blocks, one after the other. A block with another
+hash is never used. Reads wait for a store that does not answer, and log it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 2**20
 HASHES = ".blocks"
-PATIENCE_S = 1800.0  # a store that is away for longer ends the read
+PATIENCE_S = 1800.0  # a read fails if the store does not answer for longer
 TRIES_OF_DAMAGED = 3  # a transfer may have failed
-SWEEP_SHARE = 64  # after a 64th of the limit was written the folder is measured again, so it is above it by no more
+SWEEP_SHARE = 64  # the folder is measured again after a 64th of the limit was written, so it exceeds it by no more
 T = TypeVar("T")
 
 
 def block_hashes(path: Path) -> bytes:
-    """The content of FILE.blocks for a local file."""
+    """Return the content of FILE.blocks for a local file."""
     with path.open("rb") as file:
         return b"".join(hashlib.sha256(block).digest() for block in iter(lambda: file.read(BLOCK_BYTES), b""))
 
@@ -42,16 +42,15 @@ class BlockCache:
 
     def __init__(self, url: str, folder: Path, *, limit_bytes: float, patience_s: float = PATIENCE_S) -> None:
         self.url, self.folder, self.limit_bytes, self.patience_s = url.rstrip("/"), folder, limit_bytes, patience_s
-        self.waited_s = 0.0  # for blocks that a reader needed and were not there
+        self.waited_s = 0.0  # seconds that readers waited for missing blocks
         self.fetched_bytes = 0
         self._written, self._verified, self._cannot_keep = 0, set[tuple[str, int]](), False
         self._lock, self._numbers = threading.Lock(), itertools.count()
         self._hashes = functools.lru_cache(None)(self._read_hashes)
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of a file.
-
-        Raises OSError if the store is away for longer than `patience_s`, ValueError if the file there is damaged.
+        """Return bytes [start, stop) of a file. Raises OSError if the store does not answer for `patience_s`,
+        ValueError if the file there is damaged.
         """
         parts = []
         for number in blocks_of(start, stop):
@@ -64,16 +63,16 @@ class BlockCache:
         return found
 
     def size(self, name: str) -> int:
-        """Bytes of a file, as the store says."""
+        """Return the size of a file in bytes, as the store reports it."""
         url = f"{self.url}/{name}"
         return self._patiently(url, lambda: int(filesystem(url).info(url)["size"]))
 
     def has(self, name: str, number: int) -> bool:
-        """Whether a block is on the disk."""
+        """Return whether a block is on the disk."""
         return self._path(name, number).exists()
 
     def fetch(self, name: str, number: int) -> None:
-        """Makes sure that a block is on the disk. Raises as `read`."""
+        """Fetch a block unless it is on the disk. Raises as `read` does."""
         if not self.has(name, number):
             self._fetched(name, number)
 
@@ -87,7 +86,7 @@ class BlockCache:
             return block
         if (name, number) in self._verified:
             return block
-        if not self._is_right(name, number, block):  # cut short by a crash, or changed
+        if not self._is_right(name, number, block):  # truncated by a crash, or changed
             return self._fetched(name, number)
         self._verified.add((name, number))
         return block
@@ -104,13 +103,13 @@ class BlockCache:
             if self._is_right(name, number, block):
                 try:
                     self._keep(name, number, block)
-                except OSError as error:  # a full disk, a folder of another user
+                except OSError as error:  # a full disk, or a folder of another user
                     if not self._cannot_keep:
-                        logger.warning("blocks cannot be kept in %s (%s): each is brought anew", self.folder, error)
+                        logger.warning("blocks cannot be kept in %s (%s): each is fetched again", self.folder, error)
                     self._cannot_keep = True
                 return block
         raise ValueError(
-            f"{url}: block {number} is not what was written, its sha256 is another: upload the shards again from a "
+            f"{url}: block {number} is damaged, its sha256 is wrong: upload the shards again from a "
             "machine that has them, or delete their folder on the store"
         )
 
@@ -134,12 +133,12 @@ class BlockCache:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Delete the oldest blocks of all files until those that are left take less than the limit."""
+        """Delete the oldest blocks of all files until the rest takes less than the limit."""
         found = []
         for path in self.folder.parent.glob("*/*"):
             try:
                 status = path.stat()
-            except FileNotFoundError:  # another process makes room too
+            except FileNotFoundError:  # another process deletes blocks too
                 continue
             found.append((status.st_mtime_ns, status.st_size, path))
         total, most = sum(size for _, size, _ in found), self.limit_bytes * (1 - 1 / SWEEP_SHARE)
@@ -184,5 +183,5 @@ class BlockCache:
 
 
 def blocks_of(start: int, stop: int) -> range:
-    """Numbers of the blocks that hold bytes [start, stop) of a file."""
+    """Return the numbers of the blocks with bytes [start, stop) of a file."""
     return range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES) if stop > start else start // BLOCK_BYTES)

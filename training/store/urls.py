@@ -1,6 +1,6 @@
 """URLs of files on object stores and the web, through fsspec: s3://, gs://, az://, https://, hf://, file://.
 
-Credentials are found by each store's own library: environment, profile, role of the machine. A URL never holds them.
+Each store's own library finds the credentials: environment, profile, role of the machine. A URL never contains them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-# URL scheme -> the extra of our package that brings fsspec's library for it; https and hf need none.
+# URL scheme -> Shardline's extra that installs fsspec's library for it; https and hf need none.
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
 SCHEMES = (*EXTRAS, "http", "https", "hf", "file")
 
@@ -24,19 +24,19 @@ def is_url(path: str) -> bool:
 
 
 def check_url(url: str, *, field: str) -> None:
-    """Raises ValueError for a URL with credentials in it, or whose library is not installed."""
+    """Raise ValueError for a URL with credentials in it, or whose library is not installed."""
     parts = urlsplit(url)
     if "@" in parts.netloc and (parts.scheme.startswith(("http", "s3")) or parts.password):
         shown = url.replace(parts.netloc, parts.netloc.rpartition("@")[2])
         raise ValueError(
-            f"{field}={shown} came with credentials in it, which would be logged: give them to the store's library "
+            f"{field}={shown} contains credentials, which would be logged: give them to the store's library "
             "instead, by its environment variables or its profile"
         )
     filesystem(url)
 
 
 def filesystem(url: str) -> AbstractFileSystem:
-    """fsspec's file system for a URL. Raises ValueError, with the cure, if its library is not installed."""
+    """Return fsspec's file system for a URL. Raises ValueError, with the cure, if its library is not installed."""
     import fsspec
 
     scheme = url.partition("://")[0]
@@ -50,15 +50,15 @@ def filesystem(url: str) -> AbstractFileSystem:
 
 @contextmanager
 def store_errors(url: str) -> Iterator[None]:
-    """Turns what stores raise into OSError, as a disk would."""
+    """Turn errors of stores into OSError, which a disk would raise."""
     try:
         yield
     except (OSError, ValueError, ImportError):
         raise
-    except Exception as error:  # each store has its own kinds
+    except Exception as error:  # each store has its own kinds of errors
         raise OSError(f"{url}: {type(error).__name__}: {without_query(str(error))}") from error
 
 
 def without_query(text: str) -> str:
-    """The first line of an error, without what a signed URL carries."""
+    """Return the first line of an error, without the query of a signed URL."""
     return re.sub(r"\?\S+", "?…", text.partition("\n")[0])

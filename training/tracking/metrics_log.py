@@ -1,9 +1,9 @@
 """The log of metrics: rows are appended to runs/ID/metrics.jsonl, and a background thread sends them to MLflow.
 
-The training loop only appends a line. The thread sends all rows after an offset that it keeps beside the file, so an
-MLflow outage or a kill loses nothing: the next start, or the flow at the end, sends the rest. A row that was sent just
-before a kill may be sent twice; MLflow drops identical ones. System metrics, in system/MACHINE.jsonl, are sent in the
-same way, and text samples, in samples.jsonl, as one table.
+The training loop only appends a line. The thread sends all rows after an offset that it keeps beside the file, so that
+an MLflow outage or a kill loses nothing: the next start, or the flow at its end, sends the rest. A row that was sent
+just before a kill may be sent twice; MLflow drops identical ones. System metrics, in system/MACHINE.jsonl, are sent in
+the same way, and text samples, in samples.jsonl, as one table.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class MetricsLog(RowLog):
         self.stall_ms = max(self.stall_ms, 1000 * (time.perf_counter() - began))
 
     def close(self, *, timeout_s: float = 10.0) -> None:
-        """Waits up to `timeout_s` for the sender; the flow sends what is left."""
+        """Wait up to `timeout_s` for the sender; the flow sends the rest."""
         super().close()
         self.closing.set()
         if self.sender is not None:

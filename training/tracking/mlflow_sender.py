@@ -1,4 +1,4 @@
-"""Sends rows of metrics to MLflow, each of them once, from an offset that is kept beside the file."""
+"""Sends each row of metrics to MLflow once, from an offset that is kept beside the file."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from training.tracking.rows import SAMPLES, read_rows, row_files, whole_lines
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-ROWS_PER_REQUEST = 40  # a row has under 25 metrics, one with every replica's micro-batch more
-METRICS_PER_REQUEST = 1000  # MLflow takes no more
+ROWS_PER_REQUEST = 40  # a row has under 25 metrics, or more with every replica's micro-batch
+METRICS_PER_REQUEST = 1000  # MLflow's limit per request
 SAMPLES_TABLE = "samples.json"
 NOT_METRICS = {"step", "time_ms"}
 OF_THE_MODEL = {"loss", "val_loss", "grad_norm", "learning_rate"}
@@ -24,10 +24,10 @@ class Sender:
 
     def __init__(self, run_dir: Path, *, tracking_uri: str, mlflow_run_id: str) -> None:
         self.run_dir, self.tracking_uri, self.mlflow_run_id = run_dir, tracking_uri, mlflow_run_id
-        self.samples_bytes = 0  # of the table as it was sent last
+        self.samples_bytes = 0  # hash of the table that was sent last
 
     def send(self) -> None:
-        """Sends all that is new. Raises what MLflow raises."""
+        """Send everything that is new. Raises MLflow's errors."""
         to = {"tracking_uri": self.tracking_uri, "mlflow_run_id": self.mlflow_run_id}
         for path in row_files(self.run_dir):
             send_rows(path, **to)
@@ -37,15 +37,15 @@ class Sender:
             self.samples_bytes = size
 
 
-Identity = tuple[int, str, float | None]  # of a metric: its step, its key, and for what a model is like its value
+Identity = tuple[int, str, float | None]  # a metric's identity: step, key, and for figures of the model also the value
 
 
 class Sent(Record):
-    """metrics.sent.json: how far the file was sent, and which metrics of later rows MLflow already has.
+    """metrics.sent.json: the position up to which rows were sent, and later metrics that MLflow already has.
 
-    `unanswered`: the end of the rows after `offset` that were on their way; MLflow may have them although no answer
-    came, or we were killed before it did. Sent again as they are, they count once; `in_doubt` are those of them that a
-    resumed run has dropped to write them anew, with another time: MLflow is asked which of them it has.
+    `unanswered`: the end of the rows after `offset` that were sent without an answer, because none came or the process
+    was killed; MLflow may have them. If they are sent again unchanged, they count once. `in_doubt`: the rows of these
+    that a resumed run has dropped, to write them again with another time; MLflow is asked which of them it has.
     """
 
     offset: int = 0
@@ -55,7 +55,7 @@ class Sent(Record):
 
 
 def send_rows(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> int:
-    """Sends the rows after the offset and returns how many. Raises what MLflow raises, after saving its offset."""
+    """Send the rows after the offset; return their number. Raises MLflow's errors, after saving its offset."""
     from mlflow import MlflowClient
     from mlflow.entities import Metric
 
@@ -77,7 +77,7 @@ def send_rows(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> int:
         ]
         for first in range(0, len(metrics), METRICS_PER_REQUEST):
             client.log_batch(mlflow_run_id, metrics=metrics[first : first + METRICS_PER_REQUEST])
-        if read_sent(path) != sent:  # a resumed run has dropped rows meanwhile: ours are in doubt
+        if read_sent(path) != sent:  # a resumed run has dropped rows meanwhile, so these are in doubt
             return count
         last_step = json.loads(chunk[-1])["step"]
         known = {
@@ -90,9 +90,9 @@ def send_rows(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> int:
 
 
 def send_samples(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> None:
-    """Sends all samples as one table, in the format of MLflow's `log_table`.
+    """Send all samples as one table, in the format of MLflow's `log_table`.
 
-    `log_table` itself would append, so that a resume would double the rows. Raises what MLflow raises.
+    `log_table` itself would append, so that a resume would double the rows. Raises MLflow's errors.
     """
     from mlflow import MlflowClient
 
@@ -109,7 +109,7 @@ def send_samples(path: Path, *, tracking_uri: str, mlflow_run_id: str) -> None:
 
 
 def _with_answer(sent: Sent, client: MlflowClient, mlflow_run_id: str) -> Sent:
-    """`sent` without doubt: what MLflow has of the metrics that were in doubt is known. Raises what MLflow raises."""
+    """Return `sent` without `in_doubt`: ask MLflow which of these metrics it has. Raises MLflow's errors."""
     found = {
         _identity(metric.step, key, metric.value)
         for key in sorted({key for _, key, _ in sent.in_doubt})
@@ -119,7 +119,10 @@ def _with_answer(sent: Sent, client: MlflowClient, mlflow_run_id: str) -> Sent:
 
 
 def _identity(step: int, key: str, value: float) -> Identity:
-    """The identity of a metric: a resumed run repeats steps; another rate is not new, another loss is a new model's."""
+    """Return the identity of a metric.
+
+    A resumed run repeats steps: another rate is not new, but another loss is of a new model.
+    """
     return step, key, value if key.partition("/")[0] in OF_THE_MODEL else None
 
 
@@ -132,7 +135,7 @@ def read_sent(path: Path) -> Sent:
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Drops rows after `step`, which a resumed run writes again; those that MLflow has are not sent a second time."""
+    """Drop rows after `step`, which a resumed run writes again; metrics that MLflow has are not sent a second time."""
     if not path.exists():
         return
     content, sent = path.read_bytes(), read_sent(path)
@@ -150,7 +153,7 @@ def forget_after(path: Path, step: int) -> None:
 
 
 def _identities(lines: bytes, *, after: int) -> set[Identity]:
-    """The metrics of these rows, of steps after `after`."""
+    """Return the identities of the metrics of these rows, of steps after `after`."""
     return {
         _identity(row["step"], key, value)
         for row in map(json.loads, lines.splitlines())

@@ -1,4 +1,4 @@
-"""Lines in a log that say how far a long piece of work has come, for those who have no terminal with a bar."""
+"""Log lines that report the progress of long work, for people without a terminal."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ logging.addLevelName(PROGRESS, "PROGRESS")
 
 
 class Ticker:
-    """A thread that says `line()` every 15 s, and nothing of work that ends sooner."""
+    """A thread that reports `line()` every 15 s; for work that ends sooner it reports nothing."""
 
     def __init__(self, line: Callable[[], str], say: Callable[[str], object] | None) -> None:
-        """`say`: what takes the line; None: nobody, and there is no thread."""
+        """`say`: called with each line; None: no lines, and no thread."""
         self.line, self.say = line, say
         self.over = threading.Event()
         # The copied context names the Prefect run that owns the log.
@@ -47,14 +47,14 @@ class Ticker:
 
 
 class Progress(Ticker):
-    """Says which part of the work is being done, how much of that is done, and how long the rest will take."""
+    """Reports the current part of the work, how much of it is done, and how long the rest will take."""
 
     def __init__(self, say: Callable[[str], object] | None, *, part: str = "starting") -> None:
         super().__init__(self._line, say)
         self.begin(part)
 
     def begin(self, part: str, *, total: float = 0, unit: str = "") -> None:
-        """Another part begins, of `total` units; 0: nobody knows, or it cannot be seen from here."""
+        """Begin another part, of `total` units; 0: unknown."""
         self.part, self.total, self.unit = part, total, unit
         self.done, self.began = 0.0, time.monotonic()
 

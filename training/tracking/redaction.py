@@ -23,20 +23,20 @@ OURS_ALONE = ("PREFECT_API_AUTH_STRING", "PREFECT_API_KEY")  # ranks never call 
 
 
 def shown(uri: str) -> str:
-    """`uri` as it may be printed: with *** for user:password."""
+    """Return `uri` in a form that may be printed: with *** for user:password."""
     credentials = _credentials(uri)
     return uri.replace(f"{credentials}@", "***@", 1) if credentials else uri
 
 
 def credentials_apart(uri: str) -> tuple[str, str, str] | None:
-    """(URI without them, user, password) of an HTTP one that has both; None of any other."""
+    """Return (URI without credentials, user, password) for an HTTP URI that has both; otherwise None."""
     credentials = _credentials(uri) if uri.startswith(("http://", "https://")) else ""
     user, _, password = map(unquote, credentials.partition(":"))
     return (uri.replace(f"{credentials}@", "", 1), user, password) if user and password else None
 
 
 def without_credentials(text: str, *, uri: str) -> str:
-    """`text`, such as an error's, with *** wherever it quotes the credentials of `uri`, encoded or not."""
+    """Return `text`, for example of an error, with *** where it quotes the credentials of `uri`, encoded or not."""
     credentials = _credentials(uri)
     password = credentials.partition(":")[2]
     for secret in (credentials, unquote(credentials), password, unquote(password)):
@@ -45,14 +45,14 @@ def without_credentials(text: str, *, uri: str) -> str:
 
 
 def without_secrets(text: str, *, more: Iterable[str] = ()) -> str:
-    """`text`, such as a log's, with *** for SECRETS, the credentials of MLFLOW_TRACKING_URI, and `more`."""
+    """Return `text`, for example of a log, with *** for SECRETS, the credentials of MLFLOW_TRACKING_URI, and `more`."""
     secrets = {*more, *(os.environ.get(name, "") for name in (*SECRETS, *OURS_ALONE) if name != USER)} - {""}
-    for secret in sorted(secrets, key=len, reverse=True):  # one may be part of another
+    for secret in sorted(secrets, key=len, reverse=True):  # longest first, because one may be part of another
         text = without_credentials(text.replace(secret, "***"), uri=secret)
     return without_credentials(text, uri=os.environ.get("MLFLOW_TRACKING_URI", ""))
 
 
 def _credentials(uri: str) -> str:
-    """user:password of scheme://user:password@host; empty without, as in a path like sqlite:////home/me@work/db."""
+    """Return user:password of scheme://user:password@host; empty without one, as in sqlite:////home/me@work/db."""
     rest = uri.partition("://")[2]
     return "" if rest.startswith("/") else rest.rpartition("@")[0]

@@ -1,4 +1,4 @@
-"""Files of metric rows, one JSON object per line: rows are appended and read whole."""
+"""Files of metric rows, one JSON object per line: rows are appended, and only complete rows are read."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SAMPLES = "samples.jsonl"
 class RowLog:
     """A file of rows. `write` appends one row and never raises.
 
-    If the disk is full, rows wait in memory until the next write: a checkpoint that is being written may fill the disk
-    for a moment. If it stays full, that checkpoint's error ends the run and says more.
+    If the disk is full, rows wait in memory until the next write, because a checkpoint that is being written may fill
+    the disk for a moment. If the disk stays full, the checkpoint's error ends the run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,7 +28,7 @@ class RowLog:
         self.waiting = b""
 
     def write(self, step: int, **values: float) -> None:
-        """Appends one row; the names of values are MLflow's metric keys."""
+        """Append one row; the names of values are MLflow's metric keys."""
         row = {"step": step, "time_ms": int(time.time() * 1000), **values}
         waited, self.waiting = bool(self.waiting), self.waiting + json.dumps(row).encode() + b"\n"
         try:
@@ -38,7 +38,7 @@ class RowLog:
                 logger.warning("metrics are kept in memory until %s can be written (%s)", self.path, error)
 
     def _append(self) -> None:
-        """Writes all waiting rows, or none: half a row would spoil the next one."""
+        """Write all waiting rows, or none: a part of a row would damage the next one."""
         size = os.fstat(self.file.fileno()).st_size
         try:
             rest = memoryview(self.waiting)
@@ -50,26 +50,26 @@ class RowLog:
         self.waiting = b""
 
     def close(self) -> None:
-        """Writes the waiting rows. Raises OSError if the disk does not take them."""
+        """Write the waiting rows. Raises OSError if the disk does not accept them."""
         if self.waiting:
             self._append()
         self.file.close()
 
 
 def row_files(run_dir: Path) -> list[Path]:
-    """The files of the run's metrics and of each machine's system metrics."""
+    """Return the files of the run's metrics and of each machine's system metrics."""
     return [path for path in (run_dir / METRICS, *sorted((run_dir / SYSTEM).glob("*.jsonl"))) if path.exists()]
 
 
 def whole_lines(file: BinaryIO, offset: int) -> list[bytes]:
-    """The lines after `offset` that are complete; the writer may be writing the next one."""
+    """Return the complete lines after `offset`; the writer may be writing the next one."""
     file.seek(offset)
-    content = file.read()  # in one read: line by line, the halves of a line being written would count as two
+    content = file.read()  # at once; otherwise two parts of a line that is being written would count as two lines
     return content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All complete rows of a file; a line that a kill cut off is left out."""
+    """Return all complete rows of a file; a line that a kill cut off is left out."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]

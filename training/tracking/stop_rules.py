@@ -16,24 +16,24 @@ Rows = Iterable[Mapping[str, Any]]
 
 
 def elapsed_s(rows: Rows) -> float:
-    """Seconds of training up to the last row that has them, over all attempts, without the time between attempts."""
+    """Return the seconds of training up to the last row, over all attempts, without the time between attempts."""
     return max((row["elapsed_s"] for row in rows if "elapsed_s" in row), default=0.0)
 
 
 def validations(rows: Rows, *, every_steps: int) -> list[float]:
-    """Losses of the regular validations, in order; the one at the end of training counts if it was due anyway."""
+    """Return the losses of regular validations, in order; the last one counts only if it was due at that step."""
     return [row["val_loss"] for row in rows if "val_loss" in row and every_steps and row["step"] % every_steps == 0]
 
 
 def since_best(losses: Sequence[float]) -> int:
-    """The number of validations after the best one."""
+    """Return the number of validations after the best one."""
     return len(losses) - 1 - losses.index(min(losses)) if losses else 0
 
 
 class StopRules:
     """Hours and validations of one attempt, continued from the `rows` of earlier attempts.
 
-    Only the rank that writes the rows decides about hours (`decides`): by another rank's clock the last row might come
+    Only the rank that writes the rows decides about hours (`decides`): with another rank's clock the last row might be
     too early, and a resume would find time left.
     """
 
@@ -58,12 +58,12 @@ class StopRules:
 
     @property
     def no_longer_improves(self) -> StoppedBy | None:
-        """Early stop, if evaluation.early_stop_validations validations in a row had no new best loss."""
+        """Whether evaluation.early_stop_validations validations in a row had no new best loss."""
         return "early stop" if 0 < self.patience <= since_best(self.losses) else None
 
     @property
     def reached(self) -> StoppedBy | None:
-        """The rule that had already ended the run when this attempt began."""
+        """Return the rule that had already ended the run when this attempt began."""
         return self.no_longer_improves or ("hours" if self.hours_are_over else None)
 
 

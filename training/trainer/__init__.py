@@ -1,1 +1,1 @@
-"""The training loop, and what it is made of."""
+"""The training loop and its parts."""

@@ -1,4 +1,4 @@
-"""The end of training: result.json, and the checkpoints that only an older one pointed at."""
+"""The end of training: writes result.json, and deletes checkpoints that only an older result.json named."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from training.trainer.state import TrainingState
 
 
 def finish(state: TrainingState, meter: Meter, *, stopped_by: StoppedBy) -> None:
-    """The metrics rank writes the result, last and whole."""
+    """Let the metrics rank write the result, as the last step."""
     if not state.rank.is_metrics_rank:
         return
     folder = checkpoint_folder(state.run_dir, meter.rates.step)
@@ -23,5 +23,5 @@ def finish(state: TrainingState, meter: Meter, *, stopped_by: StoppedBy) -> None
         checkpoint_sha256=sha256_file(folder / "manifest.json"),
         stopped_by=stopped_by,
     ).write(state.run_dir / "result.json")
-    with suppress(OSError):  # the run is done either way
+    with suppress(OSError):  # the run is finished in any case
         prune(state.run_dir, state.plan.config.checkpoint)

@@ -15,7 +15,7 @@ from training.trainer.state import TrainingState
 from training.trainer.stopper import Stopper
 from training.trainer.validation import evaluation_mode, validate
 
-COLLECT_EVERY_STEPS = 500  # a full collection takes tens of ms: seldom, and on all ranks at the same step
+COLLECT_EVERY_STEPS = 500  # a full garbage collection takes tens of ms; all ranks do it at the same step
 
 
 def fit(
@@ -27,9 +27,10 @@ def fit(
     stopper: Stopper,
     watchdog: Watchdog,
 ) -> StoppedBy | None:
-    """Take batches, step, report, validate, save, stop. The last step always leaves a checkpoint.
+    """Take batches, make steps, report, validate, save, stop. The last step always writes a checkpoint.
 
-    None: layers move to other pipeline stages, and training goes on from the checkpoint that was just saved.
+    Returns None if layers move to other pipeline stages: training then continues from the checkpoint that was just
+    saved.
     """
     plan, config, val_loss = state.plan, state.plan.config, state.val_loss
     meter, stopped_by = reporter.meter, stopper.at_start()
@@ -44,7 +45,7 @@ def fit(
         stopped_by = stopper.after_step(step)
         saver.advance()
         if memory_saver is not None and memory_saver.is_copying:
-            with meter.paused():  # this step counts once the copy after the one before is whole
+            with meter.paused():  # this step counts only after the copy of the previous step is complete
                 stalled_s = memory_saver.finish()
             reporter.write(step - 1, memory_checkpoint_stall_ms=1000 * stalled_s)
         if stopped_by or step == state.start + 1 or _every(step, config.train.log_every_steps):
@@ -62,7 +63,7 @@ def fit(
         if stopped_by or _every(step, config.checkpoint.every_steps):
             stages = None if stopped_by else reporter.moved_stages(step)
             with meter.paused():
-                meter.read_steps()  # a checkpoint of a lost model would push a good one out
+                meter.read_steps()  # a checkpoint of a diverged model would replace a good one
                 stalled_s = saver.save(step, tokens=meter.rates.tokens, val_loss=val_loss, stages=stages)
             reporter.write(step, checkpoint_stall_ms=1000 * stalled_s)
             if stages is not None:
@@ -80,7 +81,7 @@ def fit(
 
 
 def _validates(step: int, period: int, stopped_by: StoppedBy | None) -> bool:
-    """Whether to validate: every `period` steps, and where training ends, unless a signal ends it."""
+    """Whether to validate: every `period` steps, and at the end of training, unless a signal ends it."""
     return period > 0 and (step % period == 0 or stopped_by not in {None, "signal"})
 
 

@@ -1,8 +1,7 @@
 """Changes the micro-batches between two steps, so that each replica's share of the batch follows its measured speed.
-
-Layers move likewise from slow pipeline stages to fast ones, at a checkpoint: training goes on from it. A rank's own
+Layers also move from slow pipeline stages to fast ones, at a checkpoint, from which training continues. A rank's own
 time is a step's time less its exposed communication, which includes waiting for slower ranks. It comes from the steps
-that the profiler times anyway, so other steps pay nothing. The global batch and its order stay.
+that the profiler times anyway, so other steps are not slower. The global batch and its order stay.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from training.tracking.rows import read_rows
 
 logger = logging.getLogger(__name__)
 
-FILLED = 0.9  # of a GPU's memory at most, as in the plan
-TIMED_STEPS = 3  # per decision, which takes their median: another program may have slowed one of them
+FILLED = 0.9  # largest share of a GPU's memory, as in the plan
+TIMED_STEPS = 3  # per decision, which uses their median: another program may have slowed one of them
 
 
 @dataclass(frozen=True)
 class Rebalance:
-    """One change of the micro-batches, from the step after `step` on."""
+    """One change of the micro-batches, which applies after `step`."""
 
     step: int
     before: tuple[int, ...]
@@ -50,14 +49,14 @@ class Rebalance:
     def why(self) -> str:
         own_ms = _listed([f"{1000 * own:.0f}" for own in self.own_s])
         return (
-            f"replicas took {own_ms} ms of a step without waiting for others; shares by these speeds would cut a step "
+            f"replicas took {own_ms} ms of a step without waiting for others; shares by these speeds would reduce a step "
             f"to {100 / self.expected_gain:.0f} % of its time, and this change goes half way"
         )
 
 
 @dataclass(frozen=True)
 class LayerMove:
-    """One change of the stages, from the checkpoint of `step` on: in some replicas one layer, to another stage."""
+    """One change of the stages at the checkpoint of `step`: in some replicas one layer moves to another stage."""
 
     step: int
     before: Stages
@@ -69,26 +68,26 @@ class LayerMove:
     def why(self) -> str:
         own_ms = " | ".join(_listed([f"{1000 * own:.0f}" for own in replica]) for replica in self.own_s)
         return (
-            f"stages took {own_ms} ms of a step without waiting for others; this cuts the slowest one's to "
+            f"stages took {own_ms} ms of a step without waiting for others; this reduces the slowest one's to "
             f"{100 / self.expected_gain:.0f} %"
         )
 
 
 class Rebalancer:
-    """Decides on new micro-batches from the steps that were timed; never, where the plan does not rebalance."""
+    """Decides on new micro-batches from timed steps, if the plan rebalances."""
 
     def __init__(self, plan: RunPlan, *, micro_batches: MicroBatches, rank: Rank, start: int, run_dir: Path) -> None:
         self.plan, self.micro_batches, self.rank, self.path = plan, micro_batches, rank, run_dir / "rebalances.jsonl"
-        self.own_s: list[list[float]] = []  # by replica, of the steps timed since the last decision
+        self.own_s: list[list[float]] = []  # by replica, of steps timed since the last decision
         self.rank_s: list[list[float]] = []  # by rank, of the newest timed steps
         self.changed_at = start
         if plan.rebalance and rank.is_metrics_rank:
             forget_after(self.path, start)
 
     def decide(self, step: int, times: PhaseTimes) -> Rebalance | None:
-        """Look at all ranks' times of `step`; the change that is due, if there is one. Collective.
+        """Read all ranks' times of `step`; return the change that is due, if there is one. Collective.
 
-        The first step with new micro-batches compiles and allocates: it is no measure.
+        The first step with new micro-batches compiles and allocates, so it does not count.
         """
         if not self.plan.rebalance or step == self.changed_at + 1:
             return None
@@ -107,9 +106,9 @@ class Rebalancer:
         return Rebalance(step, before, after, seconds, gain)
 
     def move_layers(self, step: int) -> LayerMove | None:
-        """The move of layers that is due at the checkpoint of `step`, if there is one; on all ranks alike.
+        """Return the move of layers that is due at the checkpoint of `step`, if any; the same on all ranks.
 
-        Only from the newest TIMED_STEPS timed steps: those that there are belong to the stages as they are.
+        It uses only the newest TIMED_STEPS timed steps, which belong to the current stages.
         """
         plan = self.plan
         if not plan.rebalance or not plan.largest_stages or len(self.rank_s) < TIMED_STEPS:
@@ -119,7 +118,7 @@ class Rebalancer:
         for seconds, place in zip(medians, plan.places, strict=True):
             stages[place.dp][place.pp] = max(stages[place.dp][place.pp], seconds)
         grown = [max(1.0, now / then) for now, then in zip(self.micro_batches.sizes, plan.micro_batches, strict=True)]
-        # The plan's limits are those of its micro-batches, and memory grows no faster than layers x micro-batch.
+        # The plan's limits hold for its micro-batches; memory grows no faster than layers x micro-batch.
         most = [
             [int(layers / factor) for layers in limits]
             for limits, factor in zip(plan.largest_stages, grown, strict=True)
@@ -140,7 +139,7 @@ class Rebalancer:
         return found
 
     def _limits(self) -> tuple[int, ...]:
-        """The plan's, which are predicted; on GPUs no more than the peak of the steps before leaves room for either."""
+        """Return the plan's predicted limits; on GPUs at most the sizes for which the measured peak leaves memory."""
         device, largest = self.rank.device, self.plan.largest_micro_batches
         if device.type == "cpu":
             return largest
@@ -179,7 +178,7 @@ class Rebalancer:
 
 
 def with_room(sizes: Sequence[int], *, room: Sequence[float], largest: Sequence[int]) -> tuple[int, ...]:
-    """The largest micro-batches where memory takes `room` times what it holds now: it grows no faster than they do."""
+    """Return the largest micro-batches for `room` times the current memory, which grows no faster than they do."""
     limits = zip(sizes, room, largest, strict=True)
     return tuple(max(size, min(limit, int(size * times))) for size, times, limit in limits)
 
@@ -187,8 +186,8 @@ def with_room(sizes: Sequence[int], *, room: Sequence[float], largest: Sequence[
 def one_layer_moved(
     sizes: Sequence[int], seconds: Sequence[float], most: Sequence[int]
 ) -> tuple[tuple[int, ...], float]:
-    """A pipeline's stages after that move of one layer which helps most, and how many times as long the slowest stage
-    takes now; `most`: the layers that each stage can have.
+    """Return a pipeline's stages after the best move of one layer, and how many times as long the slowest stage takes
+    now; `most`: the layers that each stage can have.
 
     >>> one_layer_moved((3, 1), (0.3, 0.1), (4, 4))
     ((2, 2), 1.5)
@@ -206,9 +205,9 @@ def one_layer_moved(
 
 
 def with_stages_in_force(plan: RunPlan, resumed: CheckpointManifest) -> RunPlan:
-    """The plan with the checkpoint's stages, where layers may move, its ranks are the plan's and they still fit.
+    """Return the plan with the checkpoint's stages, if layers may move, its ranks are the plan's and stages still fit.
 
-    What the plan says of memory holds for its own stages: micro-batches of others do not grow.
+    The plan's limits of memory hold for its own stages only, so micro-batches do not grow with other stages.
     """
     if not plan.rebalance or not plan.largest_stages or resumed.mesh != plan.mesh:
         return plan
@@ -225,7 +224,7 @@ def with_stages_in_force(plan: RunPlan, resumed: CheckpointManifest) -> RunPlan:
 
 
 def sizes_in_force(plan: RunPlan, resumed: CheckpointManifest | None) -> tuple[int, ...]:
-    """The checkpoint's micro-batches, where its ranks are the plan's and the sizes still fit; else the plan's."""
+    """Return the checkpoint's micro-batches, if its ranks are the plan's and the sizes still fit; or the plan's."""
     if resumed is None or not plan.rebalance or (resumed.mesh, resumed.stages) != (plan.mesh, plan.stages):
         return plan.micro_batches
     sizes = resumed.micro_batches
@@ -237,7 +236,7 @@ def sizes_in_force(plan: RunPlan, resumed: CheckpointManifest | None) -> tuple[i
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Drop the changes after `step`, which a resumed run decides again."""
+    """Drop the changes after `step`; a resumed run decides them again."""
     if path.exists():
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= step))
 
@@ -247,6 +246,6 @@ def size_metrics(micro_batches: MicroBatches) -> dict[str, float]:
 
 
 def _listed(sizes: Sequence[object]) -> str:
-    """`16 + 8 + 8`; of hundreds the first and the last."""
+    """Return `16 + 8 + 8`; of hundreds only the first and the last."""
     shown = [*map(str, sizes)]
     return " + ".join(shown if len(shown) <= 16 else [*shown[:8], "...", *shown[-8:]])

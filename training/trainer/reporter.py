@@ -19,11 +19,11 @@ from training.tracking.rows import METRICS, read_rows, row_files
 from training.trainer.rebalance import Rebalancer, size_metrics
 from training.trainer.state import TrainingState
 
-ORDINARY = nullcontext()  # made once: the loop asks at every step
+ORDINARY = nullcontext()  # computed once, because the loop asks at every step
 
 
 def earlier_rows(state: TrainingState) -> list[dict[str, Any]]:
-    """The metrics rank's rows up to the step that the run resumes from; later ones are dropped from their files."""
+    """Return the metrics rank's rows up to the step from which the run resumes; drop later rows from their files."""
     if not state.rank.is_metrics_rank:
         return []
     for path in row_files(state.run_dir):
@@ -32,7 +32,7 @@ def earlier_rows(state: TrainingState) -> list[dict[str, Any]]:
 
 
 class Reporter:
-    """Reports a run's progress; every method is called on all ranks, and the metrics rank writes.
+    """Reports a run's progress. All ranks call every method; only the metrics rank writes.
 
     Inside the context system metrics are sampled on each machine; leaving it without an error sends the last rows.
     """
@@ -86,19 +86,19 @@ class Reporter:
                 times = self.profiler.gather_times(recording)
                 self.write(step, **mean_times(times))
                 if (change := self.rebalancer.decide(step, times)) is not None:
-                    self.meter.read_steps()  # a bad loss is traced to documents by the sizes it was made with
+                    self.meter.read_steps()  # with these sizes a bad loss can be traced to documents
                     self.micro_batches.sizes = change.after
                     self.write(step, **size_metrics(self.micro_batches))
                     if self.rank.is_metrics_rank:
                         self.rebalancer.record(change)
 
     def moved_stages(self, step: int) -> Stages | None:
-        """The stages from the checkpoint of this step on, if layers move there; on all ranks alike."""
+        """Return the stages after the checkpoint of this step, if layers move there; the same on all ranks."""
         move = self.rebalancer.move_layers(step)
         if move is not None and self.rank.is_metrics_rank:
             self.rebalancer.record_move(move)
         return move.after if move is not None else None
 
     def write_samples(self, step: int) -> None:
-        """Write samples of text that the model generates now, in eval mode. Collective."""
+        """Generate samples of text with the current model, in eval mode, and write them. Collective."""
         self.samples.add(step, self.strategy, device=self.rank.device)

@@ -1,4 +1,4 @@
-"""What a training run starts from: model, strategy, data, and the checkpoint it resumes."""
+"""Prepares the start of training: model, strategy, data, and the checkpoint that it resumes."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ logger = logging.getLogger(__name__)
 
 Unfilled = tuple[LanguageModel, Mapping[str, Tensor]]  # of unfilled_model
 
-HASHING_TIMEOUT = datetime.timedelta(hours=6)  # while ranks hash a checkpoint: its one file of 100 GB takes minutes
+HASHING_TIMEOUT = datetime.timedelta(hours=6)  # timeout while ranks hash a checkpoint: one file of 100 GB takes minutes
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Everything that training works on."""
+    """All objects that training works on."""
 
-    plan: RunPlan  # with the stages that are in force
+    plan: RunPlan  # with the current stages
     rank: Rank
     run_dir: Path
     mesh: Mesh
     model: LanguageModel
-    trainable_parameters: int  # of the whole model, whatever part of it this rank holds
+    trainable_parameters: int  # of the whole model, also if this rank holds a part
     strategy: Strategy
     loader: Loader
     micro_batches: MicroBatches  # shared with the loader, the metrics and the checkpoints
@@ -65,19 +65,19 @@ class TrainingState:
 
     @property
     def tokens(self) -> int:
-        """Tokens trained by then."""
+        """Tokens trained up to that step."""
         return self.resumed.tokens if self.resumed is not None else 0
 
     @property
     def val_loss(self) -> float | None:
-        """The newest validation's loss by then."""
+        """The loss of the newest validation up to that step."""
         return self.resumed.val_loss if self.resumed is not None else None
 
 
 def restore(plan: RunPlan, *, rank: Rank, run_dir: Path, memory: HostMemory | None = None) -> TrainingState:
-    """Model, strategy and data, at the newest whole checkpoint if there is one. Collective.
+    """Return model, strategy and data, at the newest complete checkpoint if there is one. Collective.
 
-    That of the hosts' memory if it is newer than the newest on disk; copies that are of no use any more are removed.
+    A copy in the hosts' memory is used if it is newer than the newest on disk; copies that are not used are removed.
     """
     patient_group = dist.new_group(timeout=HASHING_TIMEOUT, backend="gloo")
     on_disk = _list_checkpoints(run_dir, rank, group=patient_group)
@@ -93,12 +93,12 @@ def restore(plan: RunPlan, *, rank: Rank, run_dir: Path, memory: HostMemory | No
     if memory is not None:
         memory.forget(copy)
     elif rank.rank == 0:
-        (run_dir / MEMORY_RECORD).unlink(missing_ok=True)  # of before checkpoint.memory_every_steps became 0
+        (run_dir / MEMORY_RECORD).unlink(missing_ok=True)  # from before checkpoint.memory_every_steps became 0
     return replace(state, copy=copy)
 
 
 def build_state(plan: RunPlan, unfilled: Unfilled, found: Path | None, *, rank: Rank, run_dir: Path) -> TrainingState:
-    """Model, strategy and data as the checkpoint `found` has them; None: at step 0. Collective."""
+    """Build model, strategy and data at the checkpoint `found`; None: at step 0. Collective."""
     model, weights = unfilled
     if found is not None:
         weights = load.weights_for(model, found)
@@ -119,7 +119,7 @@ def build_state(plan: RunPlan, unfilled: Unfilled, found: Path | None, *, rank: 
 
 
 def _list_checkpoints(run_dir: Path, rank: Rank, *, group: dist.ProcessGroup) -> list[Path]:
-    """The published checkpoints, oldest first, as the first rank sees them. Collective."""
+    """Return the published checkpoints, oldest first, as the first rank sees them. Collective."""
     folders: list[list[Path]] = [[]]
     if rank.rank == 0:
         remove_leftovers(run_dir)
@@ -129,11 +129,11 @@ def _list_checkpoints(run_dir: Path, rank: Rank, *, group: dist.ProcessGroup) ->
 
 
 def _newest_in_memory(memory: HostMemory, on_disk: Sequence[Path]) -> MemoryRecord | None:
-    """The copy in the hosts' memory, made whole on each host, if it is newer than all on disk. Collective."""
+    """Return the copy in the hosts' memory, completed on each host, if it is newer than all on disk. Collective."""
     copy, step_on_disk = memory.newest(), max((int(folder.name) for folder in on_disk), default=0)
     if copy is None:
         return None
-    fault = memory.make_whole(copy) if copy.step > step_on_disk else "the one on disk is as new"
+    fault = memory.make_whole(copy) if copy.step > step_on_disk else "the checkpoint on disk is as new"
     if memory.rank.rank == 0 and fault is None:
         logger.info(
             "continuing after step %d from the hosts' memory: the newest checkpoint on disk is of step %d",
@@ -153,9 +153,9 @@ def _newest_in_memory(memory: HostMemory, on_disk: Sequence[Path]) -> MemoryReco
 def _model_and_checkpoint(
     plan: RunPlan, folders: Sequence[Path], rank: Rank, *, group: dist.ProcessGroup
 ) -> tuple[Unfilled, Path | None]:
-    """The model, and the newest of these checkpoints that is whole. Collective.
+    """Return the model, and the newest complete one of these checkpoints. Collective.
 
-    Each rank hashes a part of the files; those of the newest checkpoint while the model's class is imported and built.
+    Each rank hashes a part of the files. The newest checkpoint is hashed while the model's class is imported and built.
     """
 
     def own_damage(folder: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""Decides when training ends: its last step, a signal, its hours, or validations that stopped getting better."""
+"""Decides when training ends: at its last step, after a signal, at its limit of hours, or by early stopping."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from training.tracking.stop_rules import StopRules
 
 
 class Stopper:
-    """One decision for all ranks, which all call every method. `rows`: of earlier attempts, from the metrics rank.
+    """One decision for all ranks, which all call every method. `rows`: rows of earlier attempts, from the metrics rank.
 
     `before`: the stopper that this one replaces in the same processes.
     """
@@ -40,15 +40,18 @@ class Stopper:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training so far, those of earlier attempts included."""
+        """Seconds of training so far, including earlier attempts."""
         return self.rules.elapsed_s
 
     def at_start(self) -> StoppedBy | None:
-        """The reason that ended the run before this attempt's first step, or None."""
+        """Return the reason that ended the run before this attempt's first step, or None."""
         return "steps" if self.is_done else self.rules.reached
 
     def after_step(self, step: int) -> StoppedBy | None:
-        """Reads the flag that ranks agreed on at the step before, so that no device waits."""
+        """Return the reason to stop.
+
+        It reads the flag on which ranks agreed at the previous step, so that no device waits.
+        """
         return "steps" if step == self.last_step else self.flag.agreed()
 
     def after_validation(self, step: int, val_loss: float) -> StoppedBy | None:
@@ -56,5 +59,5 @@ class Stopper:
         return self.rules.no_longer_improves
 
     def finish(self) -> None:
-        """Wait for the last flag that was sent, so that the teardown cuts off no collective."""
+        """Wait for the last flag, so that the teardown interrupts no collective."""
         self.flag.finish()

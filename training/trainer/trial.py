@@ -1,8 +1,8 @@
 """Measures whether the plan's micro-batch fits in memory: `torchrun … -m training.trainer.trial PLAN`.
 
-The ranks make a few whole steps on real data and a quick validation, as training does, and record only how much memory
-each took. A rank that fails exits at once, without waiting for peers that are in a collective: the launcher sees that
-and ends them (tasks/launch/batch_size_trial.py).
+The ranks make a few whole steps on real data and a quick validation, as training does, and record only each rank's
+memory. A rank that fails exits at once, without waiting for peers in a collective; the launcher notices this and ends
+them (tasks/launch/batch_size_trial.py).
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ def main(plan_path: Path) -> None:
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Exit without clean-up on an error: NCCL would wait for peers, which wait for this rank in a collective."""
+    """Exit without clean-up after an error: NCCL would wait for peers, which wait for this rank in a collective."""
     try:
         yield
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # torch's, which puts the rank before each line
+        sys.excepthook(*sys.exc_info())  # torch's handler, which puts the rank before each line
         sys.stderr.flush()
         os._exit(1)
 
 
 def measure(plan: RunPlan, *, rank: Rank, run_dir: Path) -> TrialMeasured:
-    """Seconds of the last step, and every rank's peak memory. Collective."""
+    """Return the seconds of the last step, and every rank's peak memory. Collective."""
     state = build_state(plan, unfilled_model(plan), None, rank=rank, run_dir=run_dir)
     probe, seconds = DeviceProbe(rank.device, threads=plan.threads_per_rank), 0.0
     for step in range(min(STEPS, plan.steps)):

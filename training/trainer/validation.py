@@ -1,4 +1,4 @@
-"""The loss on held-out text while a run trains."""
+"""Measures the loss on held-out text while a run trains."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from training.trainer.state import TrainingState
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """The model computes without dropout inside, and is set back to training after."""
+    """Compute without dropout inside the block; set the model back to training afterwards."""
     model.eval()
     try:
         yield
@@ -28,7 +28,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 def validate(state: TrainingState) -> dict[str, float]:
     """Mean loss over evaluation.quick_sequences held-out sequences, evenly spaced. Collective; in evaluation_mode.
 
-    As `val_loss`; of a mixture also for each source alone, as `val_loss/NAME`.
+    It is returned as `val_loss`; for a mixture also for each source, as `val_loss/NAME`.
     """
     plan, device = state.plan, state.rank.device
     place, limit = plan.places[state.rank.rank], plan.config.evaluation.quick_sequences

@@ -167,8 +167,14 @@ def flip_last_bit(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "warning"),
     [
-        (lambda folder: (folder / "train" / "00000.bin").write_bytes(b"cut"), r"train/00000.* is not what was written"),
-        (lambda folder: flip_last_bit(folder / "train" / "00000.bin"), r"train/00000.* is not what was written"),
+        (
+            lambda folder: (folder / "train" / "00000.bin").write_bytes(b"cut"),
+            r"train/00000.* is not the file that was written",
+        ),
+        (
+            lambda folder: flip_last_bit(folder / "train" / "00000.bin"),
+            r"train/00000.* is not the file that was written",
+        ),
         (lambda folder: (folder / "validation" / "00000.docs.npy").unlink(), r"validation/00000\.docs\.npy is missing"),
         (lambda folder: shutil.rmtree(folder / "tokenizer"), r"tokenizer\.json is missing"),
         (lambda folder: (folder / "tokenizer" / "tokenizer.json").write_text("{}"), r"is not the tokenizer that made"),

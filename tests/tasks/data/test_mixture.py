@@ -99,7 +99,7 @@ def test_a_source_whose_shards_are_damaged_is_mended_alone(
     changed = {path for path, time in whole.items() if path.stat().st_mtime_ns != time}
     assert {path.parent.parent for path in changed} == {damaged.resolve().parent.parent}
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert re.search(r"is not what was written.*deleting the file and making it again", warning)
+    assert re.search(r"is not the file that was written.*deleting the file and making it again", warning)
 
 
 @pytest.mark.parametrize("lost", ["tokenizer", "manifest.json"])

@@ -191,7 +191,7 @@ def test_a_block_that_is_not_what_was_written_is_never_used(s3: S3Server, corpus
     s3.put(f"damaged/tokens/{found.name}/{name}", bytes(content))
     shutil.rmtree(cut.parent)
     block_cache.cache_clear()
-    with pytest.raises(ValueError, match="block 0 is not what was written"):
+    with pytest.raises(ValueError, match="block 0 is damaged"):
         TokenStream(found, "train").read(0, 10)
 
 

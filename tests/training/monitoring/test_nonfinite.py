@@ -146,7 +146,7 @@ def test_a_loss_scale_that_adapts_is_no_warning(fp16_plan: RunPlan, caplog: pyte
 def test_too_many_skipped_in_a_row_stop_the_run(fp16_plan: RunPlan) -> None:
     check = FiniteCheck(fp16_plan, warns=True)
     check.check(outcomes(fp16_plan, count=SKIPPED_IN_A_ROW - 1))
-    with pytest.raises(NonFiniteLoss, match="20 steps in a row left out"):
+    with pytest.raises(NonFiniteLoss, match="20 steps in a row were skipped"):
         check.check(outcomes(fp16_plan, count=1))
 
 

@@ -111,7 +111,7 @@ def test_a_flipped_bit_is_found_by_the_hashes(folder: Path, name: str) -> None:
     content[-1] ^= 1
     (folder / name).write_bytes(content)
     read_manifest(folder)  # the sizes still agree
-    with pytest.raises(ValueError, match=r"train/00002.* is not what was written"):
+    with pytest.raises(ValueError, match=r"train/00002.* is not the file that was written"):
         verify_hashes(folder)
 
 
@@ -135,7 +135,7 @@ def test_what_is_damaged_is_deleted_and_nothing_else(folder: Path) -> None:
     assert discard_damaged(folder) == []
     (folder / "train" / "00001.bin").write_bytes(b"123456")
     (damage,) = discard_damaged(folder)
-    assert "train/00001.bin or .docs.npy is not what was written" in damage
+    assert "train/00001.bin or .docs.npy is not the file that was written" in damage
     gone = {str(path.relative_to(folder)) for path in before if not path.exists()}
     assert gone == {"00001.done.json", "train/00001.bin", "train/00001.docs.npy"}
 
