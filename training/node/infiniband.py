@@ -9,8 +9,8 @@ from pathlib import Path
 ADAPTERS = "/sys/class/infiniband"  # visible in every container
 DEVICES = "/dev/infiniband"  # only in containers that got it
 NO_NODES = (
-    "{adapters} {are} in this host, but a container has no {devices}/uverbs*: NCCL would use TCP, which is 5 to 30 times "
-    "slower. Load the driver's module there (`modprobe ib_uverbs`), and name {devices} in launch.devices, or set "
+    "{adapters} {are} in this host, but a container has no {devices}/uverbs*: NCCL would use TCP, which is 5 to 30 "
+    "times slower. Load the driver's module there (`modprobe ib_uverbs`), and name {devices} in launch.devices, or set "
     "launch.devices=[] to use TCP"
 )
 NOT_OPEN = (

@@ -49,8 +49,8 @@ class Rebalance:
     def why(self) -> str:
         own_ms = _listed([f"{1000 * own:.0f}" for own in self.own_s])
         return (
-            f"replicas took {own_ms} ms of a step without waiting for others; shares by these speeds would reduce a step "
-            f"to {100 / self.expected_gain:.0f} % of its time, and this change goes half way"
+            f"replicas took {own_ms} ms of a step without waiting for others; shares by these speeds would reduce a "
+            f"step to {100 / self.expected_gain:.0f} % of its time, and this change goes half way"
         )
 
 
