@@ -54,7 +54,7 @@ def test_a_hosts_file_says_the_same_as_the_config(tmp_path: Path) -> None:
         ({"address": "10.0.0.1"}, "b and a have the same address, 10.0.0.1"),
         ({"address": "127.0.0.1"}, "host b: address = 127.0.0.1 cannot be reached from other hosts"),
         ({"address": "0.0.0.0"}, "host b: address = 0.0.0.0 cannot be reached"),
-        ({"address": "gpu2"}, "host b: address = 'gpu2' is no IP address"),
+        ({"address": "gpu2"}, "host b: address = 'gpu2' is not an IP address"),
         ({"interface": ""}, "host b: interface is empty: with several hosts, give the one that has 10.0.0.2"),
         ({"tls": "/nowhere/at/all"}, "host b: /nowhere/at/all has no ca.pem, cert.pem, key.pem"),
         ({"docker": "ssh://me@b", "tls": "/etc"}, "host b: tls is for tcp:// daemons, not ssh://me@b"),
