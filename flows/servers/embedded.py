@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from tasks.display.progress import time_progress
 from tasks.workspace.paths import home, up_url
 from tasks.workspace.processes import end_process, free_port
 from tasks.workspace.wait import until
@@ -121,7 +122,8 @@ def _wait(server: subprocess.Popen[bytes], port: int, log_path: Path) -> None:
             except httpx.TransportError:
                 return server.poll() is not None
 
-        ready = until(answers_or_ended, timeout_s=READY_WITHIN_S, every_s=POLL_S)
+        with time_progress(f"waiting for the embedded Prefect server, at most {READY_WITHIN_S:.0f} s"):
+            ready = until(answers_or_ended, timeout_s=READY_WITHIN_S, every_s=POLL_S)
     if not ready or server.poll() is not None:
         tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-10:])
         raise RuntimeError(f"the embedded Prefect server did not start (exit code {server.poll()}):\n{tail}")

@@ -23,6 +23,7 @@ import psutil
 
 from flows.servers.alerts import read_alerts, set_up_alerts
 from flows.servers.deploy import POOL, deploy, make_pool, worker_name
+from tasks.display.progress import time_progress
 from tasks.workspace.locks import owned
 from tasks.workspace.paths import UP_FILE, embedded_artifacts, home, up_url
 from tasks.workspace.processes import end_process, local_process, process_key
@@ -170,7 +171,8 @@ def _worker_is_online() -> bool:
 
 
 def _wait(name: str, is_ready: Callable[[], bool]) -> None:
-    until(lambda: is_ready() or not _process(name), timeout_s=READY_WITHIN_S, every_s=POLL_S)
+    with time_progress(f"waiting for the {TITLES[name]}, at most {READY_WITHIN_S} s"):
+        until(lambda: is_ready() or not _process(name), timeout_s=READY_WITHIN_S, every_s=POLL_S)
     if not is_ready():
         log = _folder() / f"{name}.log"
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-10:])

@@ -109,10 +109,13 @@ def row_progress(title: str) -> Iterator[Callable[[int, int, float], None]]:
 
 
 @contextmanager
-def time_progress(what: str) -> Iterator[None]:
-    """Say every 15 s how long an operation has been running whose parts cannot be counted."""
-    with Progress(logger.info, part=what):
-        yield
+def time_progress(what: str) -> Iterator[Progress]:
+    """Log every 15 s how long an operation has been running.
+
+    If its parts can be counted, call `begin` and `advance` of the yielded object: lines then have the time left.
+    """
+    with Progress(logger.info, part=what) as progress:
+        yield progress
 
 
 def _bar() -> Bars:

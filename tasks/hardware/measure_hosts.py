@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 from infra.containers import start
 from infra.hosts import DockerHost, HostError, connect, on_all
 from infra.preflight import finish
+from tasks.display.progress import time_progress
 from tasks.hardware.measure import (
     BUSY_PERCENT,
     MEASURE_TIMEOUT_S,
@@ -86,7 +87,9 @@ def measured_once(
     """
     known = {name: found for name, key in keys.items() if (found := find_cached(home, key))}
     begin = time.perf_counter()
-    new = on_all([host for host in hosts if host.name not in known], measure_host)
+    unknown = [host for host in hosts if host.name not in known]
+    with time_progress(f"measuring the devices of {', '.join(host.name for host in unknown)}"):
+        new = on_all(unknown, measure_host)
     if new:
         logger.info("hardware: measured %s in %.1f s", ", ".join(new), time.perf_counter() - begin)
     for name, measured in new.items():

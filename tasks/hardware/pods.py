@@ -17,6 +17,7 @@ from infra.hosts import HostError
 from infra.kubernetes import Access, Cluster
 from infra.pods import Claim, PodGroup, PodState, group_name
 from infra.preflight import Probe
+from tasks.display.progress import time_progress
 from tasks.hardware.hosts import SHARED_MEMORY_GIB, SHARED_MEMORY_WITH_GPUS_GIB, rank_user
 from tasks.hardware.measure import (
     BUSY_PERCENT,
@@ -372,7 +373,8 @@ def measure_pods(
     found = {name: cached for name, cached in known.items() if cached is not None}
     if len(found) < len(nodes):
         begin = time.perf_counter()
-        measured = _measure(cluster, launch, facts, slots=slots, home=home, run_dir=run_dir)
+        with time_progress(f"measuring the devices of {len(nodes)} nodes"):
+            measured = _measure(cluster, launch, facts, slots=slots, home=home, run_dir=run_dir)
         logger.info("hardware: measured %d nodes in %.1f s", len(nodes), time.perf_counter() - begin)
         now = datetime.now(UTC).isoformat(timespec="seconds")
         for node in nodes:

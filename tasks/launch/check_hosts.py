@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from infra.hosts import DockerHost
+from tasks.display.progress import time_progress
 from tasks.hardware.hosts import docker_hosts, read_hosts, slots
 from tasks.hardware.measure_hosts import measure_hosts, with_network
 from tasks.hardware.pods import check_pods, measure_pods
@@ -101,7 +102,8 @@ def measure_network(config: RunConfig, launcher: Launcher, inventory: Inventory,
         grace_s=0.0,
     )
     ordered = [by_name[host.name] for host in inventory.hosts]
-    with Attempt(program, ordered, launcher, config.launch, folder=folder) as attempt:
+    measuring = time_progress(f"measuring the network between {len(ordered)} hosts")
+    with measuring, Attempt(program, ordered, launcher, config.launch, folder=folder) as attempt:
         outcome = attempt.wait(lambda: False)
     if outcome.cause != "done" or not fresh(out).exists():
         lines = "\n".join(outcome.lines)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import closing
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from infra import images
 from infra.hosts import connect
+from infra.images import OnLine
 from infra.images import copy_sources as copy_sources  # for the stack, whose room does not import infra
+from training.tracking.progress import SAY_EVERY_S, Ticker
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +42,10 @@ def build_image(
     found = sorted(Path(wheels).glob("*.whl")) if wheels else []
     if wheels and not found:
         raise ValueError(f"--wheels {wheels} holds no .whl file")
-    with closing(connect(images.local_daemon(), timeout_s=BUILD_S)) as client:
+    with (
+        closing(connect(images.local_daemon(), timeout_s=BUILD_S)) as client,
+        _log_lines(f"building {name}") as on_line,
+    ):
         return images.build(
             client,
             tag=name,
@@ -48,7 +55,7 @@ def build_image(
             ca=Path(ca) if ca else None,
             network=network,
             timeout_s=BUILD_S,
-            on_line=logger.info,
+            on_line=on_line,
         )
 
 
@@ -58,5 +65,29 @@ def push_image(name: str) -> str:
     Raises ValueError for a name without a registry, HostError if the push fails.
     """
     images.split_name(name)  # check this first, before a daemon is asked
-    with closing(connect(images.local_daemon(), timeout_s=PUSH_S)) as client:
-        return images.push(client, name, on_line=logger.info)
+    lines = _log_lines(f"pushing {name}")
+    with closing(connect(images.local_daemon(), timeout_s=PUSH_S)) as client, lines as on_line:
+        return images.push(client, name, on_line=on_line)
+
+
+@contextmanager
+def _log_lines(title: str) -> Iterator[OnLine]:
+    """Yield a function that logs the daemon's lines; during silence, log every 15 s the step and for how long."""
+    began = newest = time.monotonic()
+    step = ""
+
+    def on_line(text: str) -> None:
+        nonlocal newest, step
+        newest = time.monotonic()
+        if found := re.match(r"Step (\d+)/(\d+)", text):
+            step = f" step {found[1]} of {found[2]},"
+        logger.info("%s", text)
+
+    def silence() -> str:
+        now = time.monotonic()
+        if now - newest < SAY_EVERY_S:
+            return ""
+        return f"{title}:{step} no output for {now - newest:,.0f} s, {now - began:,.0f} s so far"
+
+    with Ticker(silence, logger.info):
+        yield on_line

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from tasks.display.progress import time_progress
 from tasks.promotion.journal import Move, begin_move, end_move, history, note_stage, read_move, unfinished
 from tasks.promotion.judge import note_verdict
 from tasks.promotion.lock import LockLost, PromotionLock, promotion_lock
@@ -83,7 +84,9 @@ def switch(client: MlflowClient, lock: PromotionLock, move: Move) -> Watch:
     set_champion(client, name, number)
     if move.kind == "promotion":
         note_verdict(client, name, number, move.why, by=move.who)
-    wait_for_switch(name, version=number, rollout=move.rollout, check=_ownership_check(client, lock, move))
+    waiting = f"waiting until all servers serve {name}/{number}, at most {move.rollout.switch_timeout_s:g} s"
+    with time_progress(waiting):
+        wait_for_switch(name, version=number, rollout=move.rollout, check=_ownership_check(client, lock, move))
     note_stage(client, move, "watching")
     return Watch(name, number, move.rollout, before)
 
@@ -101,14 +104,17 @@ def watch_servers(
     logger.info("watching %s/%d on %d servers for %g s", move.model, move.version, len(servers), seconds)
     check, start = _ownership_check(client, lock, move), time.monotonic()
     counts, step = Counts(), 0
-    while time.monotonic() < start + seconds:
-        check()
-        known = {server.url for server in servers}
-        servers += [server for server in servers_of_champion(move.model) if server.url not in known]
-        counts, step = watch.sample(servers), step + 1
-        show(str(counts))
-        _log_counts(client, move, counts, step=step)
-        time.sleep(max(0.0, min(MAX_SAMPLE_INTERVAL_S, seconds / MAX_SAMPLES, start + seconds - time.monotonic())))
+    with time_progress("watching the servers") as progress:
+        progress.begin(f"watching {move.model}/{move.version}", total=seconds, unit="s")
+        while (now := time.monotonic()) < start + seconds:
+            progress.done = now - start
+            check()
+            known = {server.url for server in servers}
+            servers += [server for server in servers_of_champion(move.model) if server.url not in known]
+            counts, step = watch.sample(servers), step + 1
+            show(str(counts))
+            _log_counts(client, move, counts, step=step)
+            time.sleep(max(0.0, min(MAX_SAMPLE_INTERVAL_S, seconds / MAX_SAMPLES, start + seconds - time.monotonic())))
     required = move.rollout.min_requests
     note = f"; fewer than the {required} requests that a rollback needs" if counts.requests < required else ""
     end_move(client, move, outcome=f"promoted; watched for {seconds:g} s: {counts}{note}", well=True)

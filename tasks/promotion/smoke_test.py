@@ -14,6 +14,7 @@ from typing import IO
 
 import httpx
 
+from tasks.display.progress import time_progress
 from tasks.workspace.paths import command
 from tasks.workspace.processes import end_process
 from tasks.workspace.wait import until
@@ -52,16 +53,22 @@ def smoke_test(
     ready_s = 0.0
     deadline = start + timeout_s
     try:
-        with fresh_server(f"{name}/{version}", deadline=deadline) as url, _client(url, deadline) as client:
+        with (
+            time_progress(f"smoke test of {name}/{version}: starting the server") as progress,
+            fresh_server(f"{name}/{version}", deadline=deadline) as url,
+            _client(url, deadline) as client,
+        ):
             ready_s = time.monotonic() - start
             served = client.get("/health").raise_for_status().json()["version"]
             if served != version:
                 raise SmokeFailed(f"the fresh server serves version {served}, not {version}")
             texts = []
+            progress.begin(f"smoke test of {name}/{version}", total=requests + 1, unit="requests")
             for number in range(requests + 1):
                 sent_at = time.perf_counter()
                 texts.append(_ask(client, prompts[number % len(prompts)], seed=seed + number))
                 seconds.append(time.perf_counter() - sent_at)
+                progress.advance()
                 if time.monotonic() > deadline:
                     raise SmokeFailed(f"{number + 1} of {requests} requests took more than {timeout_s:g} s")
             if not any(texts):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
+from tasks.display.progress import time_progress
 from tasks.registry.tags import CHAMPION, GATE, REPLACES, TAG
 from tasks.tracking.client import registry_client
 from training.records.plan import RunPlan
@@ -126,13 +127,17 @@ def resolve(ref: str, *, tracking_uri: str, cache_dir: Path | None = None) -> Re
 
 def _check_files(folder: Path, ref: str) -> None:
     """Raise ValueError unless every file equals the registered one; takes 1 s per 1-2 GB."""
-    for name, expected in ExportedModel.read(folder / "export.json").files.items():
-        path = folder / name
-        if path.parent != folder or not path.is_file() or sha256_file(path) != expected:
-            raise ValueError(
-                f"{ref}: {path} is missing, or not the file that was registered (its sha256 differs from "
-                "export.json's): restore it from a backup, or register the run again"
-            )
+    with time_progress(f"checking the files of {ref}") as progress:
+        files = ExportedModel.read(folder / "export.json").files
+        progress.begin(f"checking the files of {ref}", total=len(files), unit="files")
+        for name, expected in files.items():
+            path = folder / name
+            if path.parent != folder or not path.is_file() or sha256_file(path) != expected:
+                raise ValueError(
+                    f"{ref}: {path} is missing, or not the file that was registered (its sha256 differs from "
+                    "export.json's): restore it from a backup, or register the run again"
+                )
+            progress.advance()
 
 
 def local_folder(version: ModelVersion, *, tracking_uri: str, part: str = "", scratch: Path | None = None) -> Path:
@@ -145,7 +150,8 @@ def local_folder(version: ModelVersion, *, tracking_uri: str, part: str = "", sc
         return Path(unquote(address.path)) / part
     uri = f"{version.source}/{part}" if part else version.source
     target = str(scratch) if scratch else None
-    return Path(download_artifacts(artifact_uri=uri, dst_path=target, tracking_uri=tracking_uri))
+    with time_progress(f"downloading {version.name} version {version.version}"):
+        return Path(download_artifacts(artifact_uri=uri, dst_path=target, tracking_uri=tracking_uri))
 
 
 def _cached_folder(version: ModelVersion, *, tracking_uri: str, cache_dir: Path | None) -> Path:

@@ -63,7 +63,11 @@ def _copied(url: str, *, field: str) -> Path:
             logger.info("copying %s to %s", url, folder)
             shutil.rmtree(folder, ignore_errors=True)
             names = [(name, name.removeprefix(place).lstrip("/") or Path(name).name) for name in found]
-            download_all((store.unstrip_protocol(name), folder / short) for name, short in names)
+            download_all(
+                ((store.unstrip_protocol(name), folder / short) for name, short in names),
+                title=f"copying {url}",
+                num_bytes=sum(int(info.get("size") or 0) for info in found.values()),
+            )
             for name, short in names:
                 if (size := (folder / short).stat().st_size) != found[name].get("size", size):
                     raise OSError(f"{short} came with {size:,} bytes instead of {found[name]['size']:,}")

@@ -73,7 +73,8 @@ class RunOnStore:
         manifest = CheckpointManifest.read(folder / CHECKPOINT_MANIFEST)
         url = f"{self.url}/checkpoints/{folder.name}"
         names = [*manifest.files, *([KEEP] if (folder / KEEP).exists() else [])]
-        upload_all((folder / name, f"{url}/{name}") for name in names)
+        title = f"copying the checkpoint of step {manifest.step} to the store"
+        upload_all(((folder / name, f"{url}/{name}") for name in names), title=title)
         self.send_records()
         upload_all([(folder / CHECKPOINT_MANIFEST, f"{url}/{CHECKPOINT_MANIFEST}")])
         self._manifests[manifest.step] = manifest
@@ -119,8 +120,12 @@ class RunOnStore:
             url = f"{self.url}/checkpoints/{folder.name}"
             logger.info("downloading the checkpoint of step %d from %s", step, url)
             try:
-                names = [*self._manifest(step).files, CHECKPOINT_MANIFEST]
-                download_all((f"{url}/{name}", partial / name) for name in names)
+                files = self._manifest(step).files
+                download_all(
+                    ((f"{url}/{name}", partial / name) for name in [*files, CHECKPOINT_MANIFEST]),
+                    title=f"downloading the checkpoint of step {step}",
+                    num_bytes=sum(file.size_bytes for file in files.values()),
+                )
                 fault = damage(partial)
             except (FileNotFoundError, ValueError) as error:
                 fault = f"{type(error).__name__}: {error}"

@@ -65,7 +65,8 @@ def upload_shards(store: StoreConfig, folder: Path) -> None:
             if name not in there:
                 write_bytes(f"{url}/{name}", block_hashes(path))
     names = [(path, path.relative_to(folder).as_posix()) for path in files]
-    upload_all((path, f"{url}/{name}") for path, name in names if there.get(name) != path.stat().st_size)
+    missing = [(path, f"{url}/{name}") for path, name in names if there.get(name) != path.stat().st_size]
+    upload_all(missing, title="copying the token shards to the store")
     upload(folder / MANIFEST, f"{url}/{MANIFEST}")
     logger.info("copied the token shards to %s", url)
 

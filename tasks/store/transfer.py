@@ -5,27 +5,61 @@ All raise OSError.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from fsspec.callbacks import Callback
+
 from training.store.urls import filesystem, store_errors
+from training.tracking.progress import Progress
+
+logger = logging.getLogger(__name__)
 
 THREADS = 8  # number of files at the same time
+MB = 1e6
 
 
-def upload(path: Path, url: str) -> None:
+def upload(path: Path, url: str, progress: Progress | None = None) -> None:
     """Copy a file, which must not change meanwhile."""
+    counter = _Counter(progress)
     with store_errors(url):
-        filesystem(url).put_file(str(path), url)
+        filesystem(url).put_file(str(path), url, callback=counter)
+    counter.absolute_update(path.stat().st_size)
 
 
-def upload_all(files: Iterable[tuple[Path, str]]) -> None:
-    """Copy (path, URL) pairs, several at once; raise the first error after started copies have ended."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        for future in [pool.submit(upload, path, url) for path, url in files]:
+def upload_all(files: Iterable[tuple[Path, str]], *, title: str = "") -> None:
+    """Copy (path, URL) pairs, several at once; raise the first error after started copies have ended.
+
+    With a `title`, copies that take longer than 15 s log their progress.
+    """
+    pairs = list(files)
+    with _progress(title) as progress, ThreadPoolExecutor(THREADS) as pool:
+        progress.begin(title, total=sum(path.stat().st_size for path, _ in pairs) / MB, unit="MB")
+        for future in [pool.submit(upload, path, url, progress) for path, url in pairs]:
             future.result()
+
+
+class _Counter(Callback):  # type: ignore[misc]
+    """Adds the copied bytes of one file to a progress, for stores that report them; others report a file at its end."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        super().__init__()
+        self.progress = progress
+
+    def relative_update(self, inc: int = 1) -> None:
+        self.value += inc
+        if self.progress is not None:
+            self.progress.advance(inc / MB)
+
+    def absolute_update(self, value: int) -> None:
+        self.relative_update(value - self.value)
+
+
+def _progress(title: str) -> Progress:
+    return Progress(logger.info if title else None, part=title)
 
 
 def write_bytes(url: str, content: bytes) -> None:
@@ -40,22 +74,28 @@ def read_bytes(url: str) -> bytes:
         return content
 
 
-def download(url: str, path: Path) -> None:
+def download(url: str, path: Path, progress: Progress | None = None) -> None:
     """Copy a file under another name, then rename it."""
+    counter = _Counter(progress)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with store_errors(url):
-            filesystem(url).get_file(url, str(aside))
+            filesystem(url).get_file(url, str(aside), callback=counter)
+        counter.absolute_update(aside.stat().st_size)
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
 
 
-def download_all(files: Iterable[tuple[str, Path]]) -> None:
-    """Copy (URL, path) pairs, several at once."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        for future in [pool.submit(download, url, path) for url, path in files]:
+def download_all(files: Iterable[tuple[str, Path]], *, title: str = "", num_bytes: int = 0) -> None:
+    """Copy (URL, path) pairs, several at once.
+
+    With a `title`, copies that take longer than 15 s log their progress; `num_bytes`: of all files, 0: unknown.
+    """
+    with _progress(title) as progress, ThreadPoolExecutor(THREADS) as pool:
+        progress.begin(title, total=num_bytes / MB, unit="MB")
+        for future in [pool.submit(download, url, path, progress) for url, path in files]:
             future.result()
 
 

@@ -6,11 +6,13 @@ and the log says from when to when the store was away.
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -42,7 +44,9 @@ class Uploads:
         self._sent: set[int] = set()
         self._ending, self._given_up = threading.Event(), threading.Event()
         self._progress_at = time.monotonic()
-        self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
+        # The copied context names the Prefect run that owns the log.
+        work = partial(contextvars.copy_context().run, self._work)
+        self._thread = threading.Thread(target=work, name="uploads", daemon=True)
 
     def __enter__(self) -> Uploads:
         self._thread.start()

@@ -20,7 +20,7 @@ logging.addLevelName(PROGRESS, "PROGRESS")
 
 
 class Ticker:
-    """A thread that reports `line()` every 15 s; for work that ends sooner it reports nothing."""
+    """A thread that reports `line()` every 15 s unless it is empty; for work that ends sooner it reports nothing."""
 
     def __init__(self, line: Callable[[], str], say: Callable[[str], object] | None) -> None:
         """`say`: called with each line; None: no lines, and no thread."""
@@ -43,7 +43,8 @@ class Ticker:
     def _run(self) -> None:
         assert self.say is not None
         while not self.over.wait(SAY_EVERY_S):
-            self.say(self.line())
+            if text := self.line():
+                self.say(text)
 
 
 class Progress(Ticker):

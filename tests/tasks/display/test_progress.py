@@ -15,6 +15,7 @@ import pytest
 from tasks.display import progress
 from tasks.display.numbers import format_duration
 from tasks.display.progress import ProgressArtifact, step_progress
+from tasks.operations.images import _log_lines
 from tests.support.waiting import until
 from training.tracking.progress import Progress
 
@@ -74,6 +75,18 @@ def test_without_a_terminal_training_says_where_it_is_also_when_no_step_comes(
         until(lambda: "training: starting the ranks" in caplog.text, "a line before the first step")
         show({"step": 7, "loss": 2.0, "tokens_per_s": 100.0, "eta_s": 60.0})
         until(lambda: "training: step 7/50  loss 2.000  100 tokens/s  1 min left" in caplog.text, "the step")
+
+
+def test_a_build_that_prints_nothing_says_for_how_long_and_at_which_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("training.tracking.progress.SAY_EVERY_S", 0.01)
+    monkeypatch.setattr("tasks.operations.images.SAY_EVERY_S", 0.0)
+    caplog.set_level(logging.INFO)
+    with _log_lines("building train") as on_line:
+        on_line("Step 3/9 : RUN pip install .")
+        until(lambda: "building train: step 3 of 9, no output for 0 s, 0 s so far" in caplog.text, "the silence")
+    assert "Step 3/9 : RUN pip install ." in caplog.text
 
 
 @pytest.mark.parametrize(

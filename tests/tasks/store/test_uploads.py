@@ -13,6 +13,7 @@ import pytest
 
 from tasks.store import uploads
 from tasks.store.runs import RunOnStore, fetch_run, run_of_url
+from tasks.store.transfer import download, upload
 from tasks.store.uploads import Uploads, check_store
 from tests.support.s3_server import BUCKET, SECRET, S3Server, s3_server
 from tests.support.waiting import until
@@ -20,6 +21,7 @@ from training.checkpoint.retention import keep, prune
 from training.config.run import RunConfig
 from training.records.checkpoint import CheckpointManifest, WrittenFile, checkpoint_folder, damage, finished_checkpoints
 from training.shards.format import MANIFEST
+from training.tracking.progress import Progress
 
 
 @pytest.fixture(scope="module")
@@ -262,3 +264,15 @@ def test_a_run_that_is_not_there_is_an_error_with_its_url(s3: S3Server, url: str
     with pytest.raises(ValueError, match="contains credentials") as refused:
         run_of_url("s3://key:secret@bucket/runs/verses-1")
     assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("store", ["s3", "file"])
+def test_copies_count_the_bytes_that_are_done(store: str, s3: S3Server, url: str, tmp_path: Path) -> None:
+    source, there = tmp_path / "source", f"file://{tmp_path}/there" if store == "file" else f"{url}/there"
+    source.write_bytes(b"x" * 3_000_000)
+    progress = Progress(None)
+    upload(source, there, progress)
+    assert progress.done == pytest.approx(3.0)
+    download(there, tmp_path / "back", progress)
+    assert progress.done == pytest.approx(6.0)
+    assert (tmp_path / "back").read_bytes() == source.read_bytes()
