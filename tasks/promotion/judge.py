@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from tasks.promotion.gates import Candidate, Check, Verdict, gate
+from tasks.registry.card import with_verdict
 from tasks.registry.models import aliases_of, local_folder
 from tasks.registry.tags import CHALLENGER, CHAMPION, GATE, LOSS_ON, TAG, TAG_CHARS, TERMS, VERDICT, plain_tags
 from tasks.registry.versions import FinishedRun
@@ -167,9 +168,11 @@ def note_checks(client: MlflowClient, version: ModelVersion, checks: tuple[Check
 
 
 def note_verdict(client: MlflowClient, name: str, number: int, text: str, *, by: str) -> None:
-    """Write the verdict, as the last step: a version that has a verdict is judged again only on request."""
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    client.set_model_version_tag(name, str(number), f"{TAG}judged", f"{now} by {by}")
+    """Write the verdict to the card, then to its tag: a version that has the tag is judged again only on request."""
+    judged = f"{datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')} by {by}"
+    client.set_model_version_tag(name, str(number), f"{TAG}judged", judged)
+    version = client.get_model_version(name, str(number))
+    client.update_model_version(name, str(number), description=with_verdict(version, text, judged=judged))
     client.set_model_version_tag(name, str(number), VERDICT, text[:TAG_CHARS])
     logger.info("%s/%d %s", name, number, text)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.display.markdown import escape_markdown
+from tasks.registry.card import GAP
 from tasks.registry.logged_model import logged_model
 from tasks.registry.tags import TAG
 from training.records.plan import RunPlan
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GAP = "&emsp;"  # MLflow's page shows tables without space between columns
+MOST_ROWS = 12  # of sources and of tasks in the card, whose length MLflow limits
 
 
 @dataclass(frozen=True)
@@ -184,15 +185,21 @@ def described(run: FinishedRun, *, git_commit: str) -> str:
         lines += ["", "| source | loss | tokens |", "|---|---|---|"]
         lines += [
             f"| {escape_markdown(each.source)} | {GAP}{each.loss:.4f} | {GAP}{each.tokens:,} |"
-            for each in report.sources
+            for each in report.sources[:MOST_ROWS]
         ]
+        lines += _rest(len(report.sources))
     if report.tasks:
         lines += ["", "| task | figure | value |", "|---|---|---|"]
         lines += [
             f"| {escape_markdown(each.task)} | {GAP}{escape_markdown(each.metric)} | {GAP}{each.value:.4f} |"
-            for each in report.tasks
+            for each in report.tasks[:MOST_ROWS]
         ]
+        lines += _rest(len(report.tasks))
     return "\n".join(lines)
+
+
+def _rest(num_rows: int) -> list[str]:
+    return [f"| {num_rows - MOST_ROWS} more | {GAP}artifacts/records/eval.json | |"] if num_rows > MOST_ROWS else []
 
 
 def _plain(name: str) -> str:

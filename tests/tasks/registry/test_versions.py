@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from mlflow.tracking import MlflowClient
 
 from tasks.inference.onnx_generator import TextGenerator
 from tasks.promotion.journal import history
-from tasks.promotion.judge import terms_of
+from tasks.promotion.judge import note_verdict, terms_of
 from tasks.promotion.register import register_model
 from tasks.registry.logged_model import link_or_copy
 from tasks.registry.models import aliases_of, lineage, resolve
@@ -116,6 +117,15 @@ def test_other_data_cannot_be_compared_until_forced(store: Store) -> None:
     other = register_model(store.finished_run("two", loss=1.0, checkpoint="d", dataset="b"), tracking_uri=store.uri)
     assert other.alias == "challenger"
     assert "shardline promote tiny --version 2 --force" in other.verdict
+    client = MlflowClient(store.uri)
+    note_verdict(client, "tiny", 2, "passed: asked for with --force", by="ann")
+    verdict, _, card = client.get_model_version("tiny", "2").description.partition("\n\n---\n\n")
+    assert verdict.startswith("**Verdict:** passed: asked for with --force (20")
+    assert "by ann)" in verdict
+    assert re.search(r"\| loss \| &emsp;not passed: loss .* other data", verdict)
+    assert "| parity | &emsp;passed: ONNX parity within bounds" in verdict
+    assert card.startswith("Loss 1.0000, ")
+    assert "Verdict" not in card, "the new verdict takes the place of the old one"
 
 
 def test_a_run_whose_parity_failed_is_not_promoted(store: Store) -> None:
