@@ -1,7 +1,7 @@
 """Reads from an inventory what predictions need: the slowest device, the links, and who shares them.
 
 Times of collectives are those of rings: bytes over bus bandwidth as nccl-tests define it, and a latency (Thakur et al.
-2005; nccl-tests, doc/PERFORMANCE.md). What was not measured is assumed, and the plan says so.
+2005; nccl-tests, doc/PERFORMANCE.md). Rates that were not measured are assumed, and the plan lists them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 
 from training.records.inventory import Device, Host, Inventory
 
-# Rates assumed where an inventory has none, by kind of device: TFLOP/s; GB/s of memory and of an all-reduce in the host
+# Assumed rates, if an inventory has none, by kind of device: TFLOP/s; GB/s of memory and of an all-reduce in the host
 # and between hosts; us of a small one. They are low: a run that beats its plan does less harm than one that does not.
 ASSUMED = {
     "cpu": {"matmul": 0.1, "memory": 10.0, "inside": 1.0, "network": 0.1, "inside_us": 100.0, "network_us": 500.0},
@@ -23,7 +23,7 @@ ASSUMED = {
 }
 LINKS = ("allreduce_gb_per_s", "allreduce_latency_us", "network_gb_per_s", "network_latency_us")
 CPU_ATTENTION = 0.34  # of the rate of fp32 products, in any precision: 80 of 235 GFLOP/s a core, heads of 32 to 128
-CPU_SCALING = 0.9  # of n times a core's rate that n threads of one process reach (2 threads: 1.8, docs/planning.md)
+CPU_SCALING = 0.9  # of n times a core's rate, for n threads of one process (2 threads: 1.8, docs/planning.md)
 PCIE_GB_PER_S = 20.0  # host memory to a GPU and back, pinned, over 16 lanes of PCIe 4
 HOST_ADAM_GB_PER_S = 20.0  # bytes that an optimizer on the host moves
 
@@ -31,7 +31,7 @@ HOST_ADAM_GB_PER_S = 20.0  # bytes that an optimizer on the host moves
 # NCCL's own estimate of a ring's latency in us (NVIDIA/nccl, src/graph/tuning.cc): to start, then for each hop over
 # NVLink, over PCIe and between hosts. Its protocol Simple has all of the bandwidth, LL128 120 of each 128 bytes.
 SIMPLE_US, LL128_US, LL128_SHARE = (8.4, 3.4, 5.7, 14.0), (14.0, 1.9, 2.5, 4.0), 120 / 128
-NVLINK_FROM_GB_PER_S = 60.0  # rings in a host that are faster go over NVLink: 16 lanes of PCIe 5 carry 64
+NVLINK_FROM_GB_PER_S = 60.0  # faster rings in a host use NVLink: 16 lanes of PCIe 5 carry 64
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,8 @@ class Ring:
         return 2 * (ranks - 1) / ranks * num_bytes / self.gb_per_s / 1e9 + calls * self.latency_us / 1e6
 
     def gather_s(self, num_bytes: float, ranks: int, *, calls: float = 1) -> float:
-        """Seconds of an all-gather or reduce-scatter of `num_bytes` in all: half of an all-reduce.
-
-        NCCL takes the protocol that is sooner done.
+        """Return the seconds of an all-gather or reduce-scatter of `num_bytes` in all: half of an all-reduce. NCCL uses
+        the faster protocol.
         """
         if ranks == 1 or not any(self.hops):
             return self.all_reduce_s(num_bytes, ranks, calls=calls) / 2
@@ -73,7 +72,7 @@ class Ring:
 class Cluster:
     """The devices and links of a run. Rates are of one rank on the slowest device, links are the slowest host's.
 
-    `inside`: the link between the ranks of a host; `network`: between hosts. `assumed`: what was not measured.
+    `inside`: the link between the ranks of a host; `network`: between hosts. `assumed`: rates that were not measured.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -86,7 +85,7 @@ class Cluster:
     assumed: tuple[str, ...] = ()
     is_measured: bool = True  # the rate of matrix products
     host_memory_gib: float = float("inf")  # the smallest host's
-    attention_tflops: float = 0.0  # of fused attention; 0: a share of the rate of products (cost_model.py)
+    attention_tflops: float = 0.0  # rate of fused attention; 0: a share of the rate of products (cost_model.py)
 
     @property
     def num_hosts(self) -> int:
@@ -98,7 +97,7 @@ class Cluster:
 
     @cached_property
     def host_sizes(self) -> frozenset[int]:
-        """The different numbers of ranks that hosts have."""
+        """Return the different numbers of ranks that hosts have."""
         return frozenset(self.ranks_per_host)
 
     @property
@@ -106,7 +105,7 @@ class Cluster:
         return max(self.host_sizes)
 
     def link(self, ranks: int, *, stride: int = 1) -> Ring:
-        """The link of a group of `ranks` ranks, each `stride` from the next.
+        """Return the link of a group of `ranks` ranks, each `stride` from the next.
 
         If the group reaches over hosts, `stride` such groups on each full host share its network at the same time.
         """
@@ -129,7 +128,7 @@ class Cluster:
 
 
 def matmul_tflops(device: Device, precision: str) -> float:
-    """The measured rate of matrix products, 0 if not measured; in fp32 a GPU that has tf32 uses it."""
+    """Return the measured rate of matrix products, 0 if not measured; in fp32 a GPU uses tf32 if it has it."""
     measured = device.matmul_tflops
     if precision == "fp8" and "fp8" not in measured:  # a CPU, which is slower still
         precision = "bf16"
@@ -137,9 +136,9 @@ def matmul_tflops(device: Device, precision: str) -> float:
 
 
 def cluster_of(inventory: Inventory, ranks_per_host: Sequence[int], *, precision: str) -> Cluster:
-    """The cluster that ranks will find: so many on each of the first hosts.
+    """Return the cluster that ranks will find: this number on each of the first hosts.
 
-    CPU ranks share their host's cores, so what was measured with one rank per "device" is spread over all of them.
+    CPU ranks share their host's cores, so a rate that was measured with one rank per "device" is divided among them.
     """
     kind, num_hosts = inventory.device_kind, len(ranks_per_host)
     unlike = _unlike(inventory.hosts[:num_hosts], ranks_per_host)
@@ -188,7 +187,7 @@ def cluster_of(inventory: Inventory, ranks_per_host: Sequence[int], *, precision
 
 
 def _unlike(hosts: Sequence[Host], ranks_per_host: Sequence[int]) -> list[tuple[Host, int]]:
-    """Hosts, and the ranks on each, without those that are like an earlier one in all that is read here."""
+    """Return hosts and their ranks, without hosts that equal an earlier one in all facts that are used here."""
     found: dict[tuple[object, ...], tuple[Host, int]] = {}
     for host, ranks in zip(hosts, ranks_per_host, strict=True):
         links = (getattr(host, field) for field in LINKS)
@@ -202,6 +201,6 @@ def _rate(rates: Sequence[float], kind: str) -> float:
 
 
 def _links(hosts: Sequence[Host], field: str) -> list[float]:
-    """The values of a link field that hosts measured; of latencies only the longest, which is the slowest."""
+    """Return the values of a link field that hosts measured; of latencies only the longest."""
     found = [float(getattr(host, field)) for host in hosts if getattr(host, field)]
     return [max(found)] if found and field.endswith("_us") else found

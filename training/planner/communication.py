@@ -1,4 +1,4 @@
-"""Counts what data-parallel ranks send: their groups, gradient compression, and the bytes of collectives."""
+"""Counts the bytes that data-parallel ranks send: groups, gradient compression, collectives."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ KEEPS_RESIDUALS = ("topk", "powersgd")
 
 
 def all_reduce_bytes(num_bytes: int, ranks: int) -> int:
-    """Bytes that each rank sends to sum `num_bytes` over `ranks` ranks: the minimum, which a ring reaches
+    """Return the bytes that each rank sends to sum `num_bytes` over `ranks` ranks: the minimum, which a ring reaches
     (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations")."""
     return 2 * num_bytes * (ranks - 1) // ranks
 
 
 def gather_bytes(num_bytes: int, ranks: int) -> int:
-    """Bytes that each rank sends or passes on until all ranks have the `num_bytes` of each of them."""
+    """Return the bytes that each rank sends or passes on until all ranks have the `num_bytes` of each of them."""
     return num_bytes * (ranks - 1)
 
 
 def choose_groups(
     parallel: ParallelConfig, strategy: StrategyName, *, dp: int, tp: int, ranks_per_host: Sequence[int]
 ) -> tuple[int, str]:
-    """The number of data-parallel ranks in a group, and why; 0 for strategies without groups.
+    """Return the number of data-parallel ranks in a group, and the reason; 0 for strategies without groups.
 
     Raises ValueError, with the numbers and the cure, if the ranks do not make equal groups.
     """
@@ -44,21 +44,21 @@ def choose_groups(
             f"divisor of {dp}"
         )
     if dp == ranks:
-        why += "; a single group has no other to synchronize with"
+        why += "; a single group has no other group to synchronize with"
     return ranks, f"{dp // ranks} groups of {ranks} data-parallel ranks: {why}"
 
 
 def check_communication(config: RunConfig, *, dp: int, precision: str) -> None:
-    """Raises ValueError for settings that do not work on `dp` data-parallel ranks, or send more than they save."""
+    """Raise ValueError for settings that do not work on `dp` data-parallel ranks, or that send more than they save."""
     parallel, skips = config.parallel, precision == "fp16" or config.train.on_nonfinite == "skip"
     why = ""
     if parallel.strategy == "local-sgd":
         why = "parallel.strategy=local-sgd lets each group see its own gradient only"
     elif parallel.compression in KEEPS_RESIDUALS:
-        why = f"parallel.compression={parallel.compression} adds what it did not send to the next step's gradient"
+        why = f"parallel.compression={parallel.compression} adds unsent parts to the next step's gradient"
     if why and skips:
         raise ValueError(
-            f"{why}, so that it cannot leave out a step that is not finite, as precision {precision} with "
+            f"{why}, so it cannot skip a step that is not finite, as precision {precision} with "
             f"train.on_nonfinite={config.train.on_nonfinite} does: set "
             "parallel.precision=fp32 or bf16, and train.on_nonfinite=stop"
         )
@@ -71,7 +71,7 @@ def check_communication(config: RunConfig, *, dp: int, precision: str) -> None:
 
 
 def communication_state_bytes(config: RunConfig, parameters: float, *, group_ranks: int) -> float:
-    """Bytes that a rank with `parameters` of the model holds besides weights, gradients and AdamW's moments.
+    """Return the bytes that a rank with `parameters` of the model holds beside weights, gradients and AdamW's moments.
 
     topk, powersgd: the residual. local-sgd: its part of the agreed weights and of the outer momentum, and while it
     validates between outer steps the groups' mean.

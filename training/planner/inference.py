@@ -1,4 +1,4 @@
-"""Checks that a model can be divided over devices for inference as the config asks."""
+"""Checks that a model can be divided over devices for inference as configured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from training.planner.model_shape import shape_of_hf
 
 
 def check_inference(folder: Path, inference: InferenceConfig) -> None:
-    """Raises ValueError, with the numbers and the cure, if the model cannot be divided as the config asks."""
+    """Raise ValueError, with the numbers and the cure, if the model cannot be divided as configured."""
     degree = inference.degree
     if inference.parallel == "none" and degree > 1:
         raise ValueError(

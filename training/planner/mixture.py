@@ -1,4 +1,4 @@
-"""Counts what a run sees of each source of its text: shares by phase, epochs, and a warning above four."""
+"""Counts how much of each source a run sees: shares by phase, epochs, and a warning above four epochs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from training.records.plan import MixturePhase, PlannedSource
 from training.shards.mixture import Mixture
 from training.shards.packing import Epoch
 
-MANY_EPOCHS = 4  # up to here text seen again teaches about as much as new text (Muennighoff et al. 2023, figure 4)
+MANY_EPOCHS = 4  # so often repeated text teaches about as much as new text (Muennighoff et al. 2023, figure 4)
 
 
 def one_pass(data: DataConfig, epoch: Sequence[Epoch]) -> Epoch:
-    """Return what train.max_epochs counts: all text once, or the `epochs` of each source that are asked for."""
+    """Return the unit of train.max_epochs: all text once, or the configured `epochs` of each source."""
     times = [_times(source) for source in data.sources] or [1.0]
     return Epoch(
         round(sum(n * each.sequences for n, each in zip(times, epoch, strict=True))),
@@ -24,9 +24,9 @@ def one_pass(data: DataConfig, epoch: Sequence[Epoch]) -> Epoch:
 def plan_sources(
     data: DataConfig, epoch: Sequence[Epoch], *, steps: int, sequences: int, global_batch: int
 ) -> tuple[tuple[PlannedSource, ...], tuple[MixturePhase, ...]]:
-    """The sources that a run of so many steps and sequences sees, and their shares. `epoch`: one of each source.
+    """Return the sources that a run of these steps and sequences sees, and their shares.
 
-    Raises ValueError for shares that cannot be had, with the numbers and the cure.
+    `epoch`: one epoch of each source. Raises ValueError for impossible shares, with the numbers and the cure.
     """
     if not data.sources:
         (one,) = epoch
@@ -42,7 +42,7 @@ def plan_sources(
     phases = [MixturePhase(first_step=0, shares=_own_shares(data, epoch, sequences=sequences))]
     for phase in data.phases:
         first, weights = phase.first_step(steps), [phase.weights.get(name, 0.0) for name in names]
-        if first == phases[-1].first_step:  # of a very short run
+        if first == phases[-1].first_step:  # a very short run
             phases.pop()
         if first < steps:
             phases.append(MixturePhase(first_step=first, shares=_normalized(_by_sequence(weights, epoch))))
@@ -55,7 +55,7 @@ def plan_sources(
 
 
 def describe_sources(data: DataConfig, sources: Sequence[PlannedSource], *, steps: int) -> list[str]:
-    """Sentences on how often each source is seen."""
+    """Return sentences on how often each source is seen."""
     if not data.sources:
         return [f"text: {source.epochs:.3g} epochs of {source.name}" for source in sources]
     tokens = [source.epochs * source.tokens for source in sources]
@@ -66,7 +66,7 @@ def describe_sources(data: DataConfig, sources: Sequence[PlannedSource], *, step
     ]
     each += [f"{source.name} held-out text only" for source in sources if not source.epochs]
     late = (
-        f"text: the phase from step {phase.first_step(steps)} on does not come, training ends after {steps}"
+        f"text: the phase from step {phase.first_step(steps)} on is not reached, because training ends after {steps}"
         for phase in data.phases
         if phase.first_step(steps) >= steps
     )
@@ -74,7 +74,7 @@ def describe_sources(data: DataConfig, sources: Sequence[PlannedSource], *, step
 
 
 def warn_of_repeats(sources: Sequence[PlannedSource]) -> list[str]:
-    """A sentence for each source that is seen more than four times."""
+    """Return a sentence for each source that is seen more than four times."""
     return [
         f"{source.name} is seen {source.epochs:.1f} times: beyond {MANY_EPOCHS} epochs text teaches less each time "
         "(Muennighoff et al. 2023, arXiv:2305.16264); give more text, train for fewer steps, or lower its weight"
@@ -84,10 +84,10 @@ def warn_of_repeats(sources: Sequence[PlannedSource]) -> list[str]:
 
 
 def _own_shares(data: DataConfig, epoch: Sequence[Epoch], *, sequences: int) -> tuple[float, ...]:
-    """Shares of the sequences by the sources' `weight` and `epochs`.
+    """Return shares of the sequences by the sources' `weight` and `epochs`.
 
-    Epochs are that many sequences, and weights divide the rest of the run. Where no source has a weight, the
-    epochs' proportions count: a run of another length sees more of each, or less.
+    Epochs give a number of sequences, and weights divide the rest of the run. If no source has a weight, only the
+    proportions of epochs count: a run of another length sees more or less of each source.
     """
     counts = [
         0.0 if source.weight is not None else _times(source) * one.sequences
@@ -107,12 +107,12 @@ def _own_shares(data: DataConfig, epoch: Sequence[Epoch], *, sequences: int) -> 
 
 
 def _times(source: SourceConfig) -> float:
-    """Epochs of a source that are one pass; one with a weight counts once."""
+    """Return the epochs of a source in one pass; a source with a weight counts once."""
     return 1.0 if source.epochs is None else source.epochs
 
 
 def _by_sequence(weights: Sequence[float], epoch: Sequence[Epoch]) -> list[float]:
-    """Weights of tokens as weights of sequences, which have unlike numbers of tokens under packing=padded."""
+    """Turn weights of tokens into weights of sequences, which under packing=padded have different numbers of tokens."""
     return [weight * one.sequences / max(1, one.tokens) for weight, one in zip(weights, epoch, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""The model in numbers: its shape from a config, its parameter count and its FLOPs per token."""
+"""The model's numbers: its shape from a config, its parameter count and its FLOPs per token."""
 
 from __future__ import annotations
 
@@ -11,18 +11,24 @@ from training.config.run import RunConfig
 from training.records.plan import ModelShape
 from training.records.token_shards import TokenShards
 
-ASSUMED_VOCAB = {"bytes": 257, "characters": 128, "pretrained": 50_257}  # in a dry run, until the corpus is tokenized
+ASSUMED_VOCAB = {
+    "bytes": 257,
+    "characters": 128,
+    "pretrained": 50_257,
+}  # used in a dry run, until the corpus is tokenized
 # attention_dropout, resid_pdrop, hidden_dropout_prob, ...: as transformers' classes spell it (5.23)
 DROPOUT = re.compile(r"^(?!classifier|summary|seq_classif|qa|pooler|token).*(dropout|pdrop|dropout_prob|dropout_p)$")
 MASKED_TYPES = {"bert", "roberta", "distilbert", "electra", "albert", "deberta-v2", "modernbert", "camembert"}
 
 
 def model_shape(config: RunConfig, *, vocab_size: int, hf_config: Mapping[str, Any] | None = None) -> ModelShape:
-    """The shape with its parameter count, from our config or from a Hugging Face config.json."""
+    """Return the shape with its parameter count, from Shardline's config or from a Hugging Face config.json."""
     model = config.model
     if model.architecture == "path" or model.init == "pretrained":
         if hf_config is None:
-            raise ValueError(f"model.path = {model.path!r}: its config.json was not found; check the path or name")
+            raise ValueError(
+                f"model.path = {model.path!r}: it has no config.json that can be read; check the path or name"
+            )
         _check_kind(model, str(hf_config.get("model_type", "unknown")))
         _check_dropout(model, hf_config)
         shape = shape_of_hf(hf_config, vocab_size=vocab_size, context=config.train.context)
@@ -43,7 +49,7 @@ def model_shape(config: RunConfig, *, vocab_size: int, hf_config: Mapping[str, A
 
 
 def _check_kind(model: ModelConfig, model_type: str) -> None:
-    """Raises ValueError unless model.architecture, which decides the objective, is the kind that model.path holds."""
+    """Raise ValueError unless model.architecture, which decides the objective, is the kind of model in model.path."""
     fitting = {"bert"} if model_type in MASKED_TYPES else {"path", model_type}
     if model.architecture not in fitting:
         cure = "bert" if model_type in MASKED_TYPES else "path"
@@ -63,7 +69,7 @@ def _check_dropout(model: ModelConfig, hf: Mapping[str, Any]) -> None:
 
 
 def dropout_fields(hf: Mapping[str, Any]) -> list[str]:
-    """The fields of a transformers config that set a language model's dropout, without those of other heads."""
+    """Return the fields of a transformers config that set a language model's dropout, without those of other heads."""
     return [
         name
         for name, value in hf.items()
@@ -120,7 +126,7 @@ def count_parameters(shape: ModelShape) -> int:
 
 
 def flops_per_token(shape: ModelShape) -> float:
-    """Training FLOPs per token: 6 per parameter that is multiplied, plus attention 12*L*H*Q*T (PaLM, appendix B)."""
+    """Return training FLOPs per token: 6 per multiplied parameter, plus attention 12*L*H*Q*T (PaLM, appendix B)."""
     lookups = 0 if shape.tied else shape.vocab_size * shape.width
     if shape.architecture in {"gpt2", "bert"}:
         lookups += shape.context * shape.width

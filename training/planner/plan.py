@@ -1,7 +1,7 @@
-"""Makes a RunPlan from a config, the counts of token shards and an inventory: readable arithmetic, nothing else.
+"""Makes a RunPlan from a config, the counts of token shards and an inventory, by readable arithmetic.
 
-No torch, no files, no clock: the same inputs give the same plan on any machine. What cannot work is refused here, on
-the head node, with the numbers and the cure. `reasons` says what was chosen and why.
+It uses no torch, files or clock, so that the same inputs give the same plan on any machine. Configs that cannot work
+are refused here, on the head node, with the numbers and the cure. `reasons` lists the choices and why.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from training.records.token_shards import TokenShards
 from training.shards.packing import Epoch
 
 FEWEST_STEPS = (
-    0.2  # share of train.steps: rates that were measured beside other programs can be a tenth of the true ones
+    0.2  # share of train.steps, because rates that were measured beside other programs can be a tenth of the true ones
 )
 
 
@@ -45,14 +45,14 @@ def make_plan(
     measurements: Sequence[Measurement] = (),
     steps_in_time: int = 0,
 ) -> RunPlan:
-    """The plan of `config` on `inventory`.
+    """Return the plan of `config` on `inventory`.
 
     `shards` gives the exact vocabulary; without them (a dry run) the config's is used. `epoch` (packing.one_epoch)
     is one of each source, with which max_epochs and shares are counted; without it both are left out. `hf_config` is
-    the content of config.json for `model.architecture=path` or pretrained weights. `measurements`: of earlier runs, of
-    which those on this machine correct the prices (corrections.py). `steps_in_time`: the steps for which the run's
-    first plan found time in train.target_minutes; 0: by this plan's prediction.
-    Raises ValueError, naming the numbers and the cure, for what cannot work.
+    the content of config.json for `model.architecture=path` or pretrained weights. `measurements`: of earlier runs;
+    those on this machine correct the prices (corrections.py). `steps_in_time`: the steps for which the run's first plan
+    found time in train.target_minutes; 0: by this plan's prediction.
+    Raises ValueError, with the numbers and the cure, for a config that cannot work.
     """
     shape = model_shape(config, vocab_size=vocab_size(config, shards, hf_config), hf_config=hf_config)
     _check_shards(config, shards)
@@ -121,7 +121,7 @@ def make_plan(
 def _choose(
     config: RunConfig, shape: ModelShape, inventory: Inventory, measurements: Sequence[Measurement]
 ) -> tuple[ChosenLayout, BatchSplit, tuple[str, ...]]:
-    """The layout, the shares, and why each kind of device has a precision of its own, or not, where they are unlike."""
+    """Return the layout, the shares and, for unlike devices, why each kind has its own precision or not."""
     asked = resolved_precision(config, inventory)
     chosen, split = choose_replicas(config, shape, inventory, asked, measurements=measurements)
     other = ChosenPrecision(asked.common, asked.why) if asked.is_mixed else own_precisions(config, inventory)
@@ -164,16 +164,18 @@ def _predicted(chosen: ChosenLayout, split: BatchSplit, inventory: Inventory, *,
 
 
 def _assumptions(config: RunConfig, shards: TokenShards | None, inventory: Inventory, *, steps: int) -> list[str]:
-    """Sentences on what the plan assumes, and on what may surprise."""
+    """Return sentences on the plan's assumptions, and on facts that may surprise."""
     reasons, tokenizer, train = [], config.data.tokenizer, config.train
     if shards is None and tokenizer.kind != "bpe" and not tokenizer.vocab_size:
-        reasons.append(f"vocabulary {ASSUMED_VOCAB[tokenizer.kind]:,}: assumed, the corpus is not tokenized yet")
+        reasons.append(
+            f"vocabulary {ASSUMED_VOCAB[tokenizer.kind]:,}: assumed, because the corpus is not tokenized yet"
+        )
     if train.warmup_steps >= steps:
         reasons.append(
             f"learning rate: training ends after {steps} steps, within the {train.warmup_steps} steps of warm-up"
         )
     if wants_trial(config, inventory.device_kind):
-        reasons.append("micro-batch: predicted to fit; a trial of a few steps confirms it before training")
+        reasons.append("micro-batch: predicted to fit; a trial of a few steps will confirm this before training")
     slow = (f"{host}: {why}" for (host, _), why in slow_devices(inventory).items())
     return [*reasons, *assumptions(inventory), *slow]
 
@@ -208,26 +210,26 @@ def _check_packing(config: RunConfig, shape: ModelShape) -> None:
 
 
 def steps_that_fit(train: TrainConfig, *, step_s: float) -> int:
-    """The number of steps of `step_s` seconds that train.target_minutes has time for; 0 without such a limit."""
+    """Return the number of steps of `step_s` seconds that fit into train.target_minutes; 0 without this limit."""
     if not train.target_minutes:
         return 0
     return max(math.ceil(FEWEST_STEPS * train.steps), int(60 * train.target_minutes / step_s))
 
 
 def _time_limit(train: TrainConfig, steps: int, step_s: float, *, is_kept: bool) -> str:
-    """Why train.target_minutes gives so many steps, and how to get all of them."""
+    """Return why train.target_minutes gives this number of steps, and how to get all of them."""
     if is_kept:
-        why = "as this run was planned first"
+        why = "as in this run's first plan"
     else:
         why = f"a step takes {1000 * step_s:,.0f} ms as predicted for this machine"
         if steps * step_s > 60 * train.target_minutes:
-            why += f", and {steps:,} is the least, {FEWEST_STEPS:.0%} of train.steps"
+            why += f", and {steps:,} is the minimum, {FEWEST_STEPS:.0%} of train.steps"
     minutes = train.steps * step_s / 60
     return f"{why}; train.target_minutes=0 takes all {train.steps:,}, about {minutes:,.0f} min of training"
 
 
 def length(config: RunConfig, epoch: Sequence[Epoch] | None, *, steps_in_time: int = 0) -> tuple[int, int, str]:
-    """The number of steps, the sequences in all of them, and which of the limits known beforehand sets it.
+    """Return the number of steps, the sequences in all of them, and the limit that sets the number.
 
     Batches are whole, except the last one under max_epochs, so that each pass takes every sequence once.
     `steps_in_time`: the limit that train.target_minutes sets; 0: none.
@@ -235,7 +237,7 @@ def length(config: RunConfig, epoch: Sequence[Epoch] | None, *, steps_in_time: i
     train, sequence_tokens = config.train, float(config.train.context)
     if epoch is not None:
         whole = one_pass(config.data, epoch)
-        sequence_tokens = whole.tokens / whole.sequences  # on average: packing=padded leaves some of them empty
+        sequence_tokens = whole.tokens / whole.sequences  # on average, because packing=padded leaves some places empty
     limits = [(train.steps, train.steps * train.global_batch, "train.steps")]
     if train.max_tokens:
         steps = max(1, int(train.max_tokens / sequence_tokens / train.global_batch))
@@ -251,10 +253,11 @@ def length(config: RunConfig, epoch: Sequence[Epoch] | None, *, steps_in_time: i
 
 
 def disk_gib_needed(config: RunConfig, *, checkpoint_gib: float, steps: int) -> float:
-    """GiB that a run's checkpoints, its export and that one's registered copy take at most.
+    """Return the GiB that a run's checkpoints, its export and the export's registered copy take at most.
 
-    There is one checkpoint more than kept, because the new one is whole before the old one goes. A checkpoint has 3 x
-    the bytes of the weights; the export (Hugging Face and ONNX) and its registered copy have 2 x each.
+    There is one more checkpoint than are kept, because the new one is complete before the old one is deleted. A
+    checkpoint has 3 x the bytes of the weights; the export (Hugging Face and ONNX) and its registered copy have 2 x
+    each.
     """
     return checkpoint_gib * (_kept_checkpoints(config, steps) + 1 + 4 / 3)
 
@@ -265,12 +268,12 @@ def _kept_checkpoints(config: RunConfig, steps: int) -> int:
 
 
 def _check_disk(config: RunConfig, checkpoint_gib: float, steps: int, host: Host) -> None:
-    """Raises ValueError if checkpoints and exports do not fit on the disk."""
+    """Raise ValueError if checkpoints and exports do not fit on the disk."""
     needed = disk_gib_needed(config, checkpoint_gib=checkpoint_gib, steps=steps)
     if needed > host.disk_free_gib:
         raise ValueError(
             f"{_kept_checkpoints(config, steps)} + 1 checkpoints of {checkpoint_gib:.2f} GiB and the registered export "
             f"need {needed:.1f} GiB, "
-            f"{host.name} has {host.disk_free_gib:.1f} GiB free: free some, lower checkpoint.keep_last, raise "
+            f"{host.name} has {host.disk_free_gib:.1f} GiB free: free some space, lower checkpoint.keep_last, raise "
             "checkpoint.keep_every_steps, or set SHARDLINE_HOME to a larger disk"
         )

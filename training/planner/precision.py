@@ -1,7 +1,7 @@
-"""The precision of matrix products, and why: one that every device of a run supports, or each kind of device its own.
+"""Chooses the precision of matrix products: one that every device of a run supports, or one for each kind of device.
 
-Devices of their own precision add up whole gradients in fp32, so that they learn as one process does, within the
-rounding of each. Where one of them computes in fp16, all multiply their loss by its scale (strategies/optim.py).
+Devices with different precisions add up whole gradients in fp32, so that they learn as one process does, within the
+rounding of each precision. If one of them computes in fp16, all multiply their loss by its scale (strategies/optim.py).
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from training.records.plan import ModelShape
 
 FP8_CAPABILITY = (8, 9)
 FP8_MULTIPLE = 16  # every dimension of a product is a multiple of this (torch._scaled_mm)
-BF16_GAIN_ON_CPU = 1.3  # below this bf16 is emulated or memory-bound, and fp32 costs nothing in accuracy
-BY_SUPPORT: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "fp8")  # a GPU that has one has those before it
+BF16_GAIN_ON_CPU = 1.3  # below this gain bf16 is emulated or memory-bound, and fp32 is more accurate
+BY_SUPPORT: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "fp8")  # a GPU that supports one supports those before it
 
 
 @dataclass(frozen=True)
 class ChosenPrecision:
-    """`common`: what all devices compute in, or could; `own`: by a device's name, where they differ, else empty."""
+    """`common`: the precision that all devices support.
+
+    `own`: device's name -> its precision if they differ, otherwise empty.
+    """
 
     common: Precision
     why: str
@@ -48,7 +51,7 @@ class ChosenPrecision:
 
 
 def resolved_precision(config: RunConfig, inventory: Inventory) -> ChosenPrecision:
-    """The precision that the config asks for, or one for all devices that is chosen for it.
+    """Return the precision that the config asks for, or the one that is chosen for all devices.
 
     Raises ValueError for a precision that a device does not support, and for devices that the config leaves out.
     """
@@ -68,7 +71,7 @@ def resolved_precision(config: RunConfig, inventory: Inventory) -> ChosenPrecisi
 
 
 def own_precisions(config: RunConfig, inventory: Inventory) -> ChosenPrecision | None:
-    """The precision that suits each kind of device; None if it is the same, or the config does not leave it open."""
+    """Return the best precision of each kind of device; None if all are equal, or if the config sets it."""
     parallel = config.parallel
     if parallel.precision != "auto" or parallel.strategy not in ("auto", "ddp") or not _is_undivided(parallel):
         return None
@@ -78,7 +81,10 @@ def own_precisions(config: RunConfig, inventory: Inventory) -> ChosenPrecision |
 
 
 def with_whole_gradients(parallel: ParallelConfig, precision: ChosenPrecision) -> ParallelConfig:
-    """The config's layouts in which devices may compute in their own precisions. Raises ValueError if it has none."""
+    """Return the config's layouts in which devices may have different precisions.
+
+    Raises ValueError if there are none.
+    """
     if parallel.strategy == "single":
         return parallel
     if parallel.strategy not in ("auto", *WITH_PRECISIONS) or not _is_undivided(parallel):
@@ -97,7 +103,7 @@ def _is_undivided(parallel: ParallelConfig) -> bool:
 
 
 def weakest_precision(precisions: set[Precision]) -> Precision:
-    """The one of them that devices of all of them support."""
+    """Return the one of these precisions that all devices support."""
     return min(precisions, key=BY_SUPPORT.index)
 
 
@@ -107,7 +113,7 @@ def _chosen(own: Mapping[str, Precision], why: str) -> ChosenPrecision:
 
 
 def _by_name(inventory: Inventory) -> dict[str, Inventory]:
-    """The inventory's devices of each name."""
+    """Return name -> the inventory's devices of that name."""
     names = dict.fromkeys(device.name for host in inventory.hosts for device in host.devices)
     if len(names) == 1:
         return dict.fromkeys(names, inventory)
@@ -125,7 +131,7 @@ def _in_words(table: Mapping[str, Precision]) -> str:
 
 
 def _one_precision(asked: Literal["auto"] | Precision, inventory: Inventory) -> tuple[Precision, str]:
-    """One precision for all devices, and why. Raises ValueError if the weakest of them does not support it."""
+    """Return one precision for all devices, and why. Raises ValueError if the weakest device does not support it."""
     chosen, why = choose_precision(inventory)
     if asked == "auto":
         return chosen, why
@@ -155,7 +161,7 @@ def choose_precision(inventory: Inventory) -> tuple[Precision, str]:
 
 
 def _check_fp8(inventory: Inventory) -> str:
-    """Say why fp8 is used. Raises ValueError for a device that does not support it."""
+    """Return why fp8 is used. Raises ValueError for a device that does not support it."""
     if inventory.device_kind == "cpu":
         return "asked for by parallel.precision; CPUs emulate it, slower than bf16"
     weakest, which = _weakest(inventory, capability)
@@ -168,10 +174,10 @@ def _check_fp8(inventory: Inventory) -> str:
 
 
 def fp8_refusal(shape: ModelShape, *, tp: int) -> str | None:
-    """Say why the model's matrix products cannot be computed in fp8 by torch._scaled_mm; None if they can."""
+    """Return why torch._scaled_mm cannot compute the model's matrix products in fp8; None if it can."""
     if shape.architecture not in KNOWN_ARCHITECTURES:
         return (
-            f"parallel.precision=fp8 is there for {', '.join(KNOWN_ARCHITECTURES)} models, not for "
+            f"parallel.precision=fp8 works with {', '.join(KNOWN_ARCHITECTURES)} models, not for "
             f"{shape.architecture}: use bf16"
         )
     sizes = {
@@ -200,7 +206,7 @@ def _bf16_gain(device: Device) -> float:
 
 
 def _weakest(inventory: Inventory, measure: Callable[[Device], object]) -> tuple[Device, str]:
-    """The device with the smallest `measure`, and its name; with its host and number if devices are unlike."""
+    """Return the device with the smallest `measure`, and its name; with host and number if devices are unlike."""
     placed = [(host.name, i, device) for host in inventory.hosts for i, device in enumerate(host.devices)]
     host, i, weakest = min(placed, key=lambda place: measure(place[2]))  # type: ignore[arg-type, return-value]
     if len({device.name for _, _, device in placed}) == 1:

@@ -1,8 +1,8 @@
-"""The global batch split over unlike devices: each data-parallel replica's share follows its speed, within its memory.
+"""Splits the global batch over unlike devices: each data-parallel replica's share follows its speed, within its memory.
 
-All replicas make the same number of micro-batches a step, of different sizes: fsdp and ZeRO reduce after each of them,
-and a replica that made fewer would leave the others waiting. The update is that of equal shares: strategies divide the
-summed loss by the number of targets of all ranks.
+All replicas make the same number of micro-batches per step, of different sizes: fsdp and ZeRO reduce after each
+micro-batch, and the others would wait for a replica that made fewer. The update is the same as with equal shares,
+because strategies divide the summed loss by the number of targets of all ranks.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-MIN_GAIN = 1.05  # of two replicas that differ by 10%; equal CPUs measure within that, and keep equal shares
-AS_FAST = 1.02  # closer predictions are not told apart: then a step has as few micro-batches as possible
+MIN_GAIN = 1.05  # of two replicas that differ by 10%; equal CPUs differ by less, and keep equal shares
+AS_FAST = 1.02  # closer predictions count as equal: then a step has as few micro-batches as possible
 ACCUMULATIONS_TRIED = 16
 
 
@@ -39,11 +39,11 @@ class Shares:
 
 
 def split_by_speed(num_sequences: int, *, speeds: Sequence[float], max_micro_batches: Sequence[int]) -> tuple[int, ...]:
-    """The micro-batches that add up to `num_sequences` and are all done soonest; each is at least 1.
+    """Return the micro-batches that add up to `num_sequences` and finish first; each is at least 1.
 
-    Each sequence goes to the replica that would finish it first. That split is found by bisection over the time, so
-    that millions of sequences cost no more than a few. Raises ValueError if there are more sequences than fit in
-    memory, or fewer than replicas.
+    Each sequence goes to the replica that would finish it first. Bisection over the time finds this split, so that
+    millions of sequences take no longer than a few. Raises ValueError if there are more sequences than fit in memory,
+    or fewer than replicas.
     """
     if not len(speeds) <= num_sequences <= sum(max_micro_batches):
         raise ValueError(
@@ -77,9 +77,9 @@ def choose_shares(
     step_s: Callable[[Shares], float],
     possible: Callable[[int], bool] = lambda _: True,
 ) -> tuple[Shares, float]:
-    """Shares in proportion to speed if they make a step at least MIN_GAIN times as fast, else `equal`; and that gain.
+    """Return shares in proportion to speed if a step is then MIN_GAIN times as fast, otherwise `equal`; and the gain.
 
-    `possible` says whether a step may have so many micro-batches: a pipeline needs at least its stages.
+    `possible` says whether a step may have this number of micro-batches: a pipeline needs at least one per stage.
     """
     if len({(replica.speed, replica.max_micro_batch) for replica in replicas}) == 1:
         return equal, 1.0
@@ -101,7 +101,7 @@ def choose_shares(
 
 
 def _accumulations(replicas: Sequence[Replica], global_batch: int, possible: Callable[[int], bool]) -> Iterable[int]:
-    """Possible numbers of micro-batches in a step, fewest first; after the first few, steps only get longer."""
+    """Yield possible numbers of micro-batches in a step, fewest first; after the first few, steps only get longer."""
     smallest, largest = len(replicas), sum(replica.max_micro_batch for replica in replicas)
     fitting = (
         n
@@ -112,7 +112,7 @@ def _accumulations(replicas: Sequence[Replica], global_batch: int, possible: Cal
 
 
 def largest_that_fits(fits: Callable[[int], bool], at_most: int) -> int:
-    """The largest micro-batch up to `at_most` that fits; 0: not even 1. Memory grows with the micro-batch."""
+    """Return the largest micro-batch up to `at_most` that fits; 0: not even 1. Memory grows with the micro-batch."""
     low, high = 0, at_most
     while low < high:
         middle = (low + high + 1) // 2
@@ -123,11 +123,11 @@ def largest_that_fits(fits: Callable[[int], bool], at_most: int) -> int:
 def rebalanced(
     micro_batches: Sequence[int], *, seconds: Sequence[float], max_micro_batches: Sequence[int]
 ) -> tuple[tuple[int, ...], float]:
-    """Micro-batches half way from these to those that the measured seconds call for; and how many times as long a step
-    takes now as it would there.
+    """Return micro-batches half way to the best ones by the measured seconds, and how many times as long a step takes
+    now as with the best ones.
 
-    It goes half way because part of the seconds does not depend on the micro-batch. Whatever that part is, the shares
-    settle where all replicas take the same time.
+    It goes half way, because a part of the seconds does not depend on the micro-batch. With any such part, the shares
+    converge to equal times of all replicas.
     """
     speeds = [size / time for size, time in zip(micro_batches, seconds, strict=True)]
     wanted = split_by_speed(sum(micro_batches), speeds=speeds, max_micro_batches=max_micro_batches)

@@ -77,7 +77,7 @@ def test_gpus_have_trials_where_the_plan_chose_and_cpus_where_asked() -> None:
     assert wants_trial(tiny_config(train__micro_batch_trial="always"), "cpu")
     assert not wants_trial(tiny_config(train__micro_batch=0, train__micro_batch_trial="never"), "cuda")
     reasons = make_plan(chosen, inventory(1, kind="cuda")).reasons
-    assert "micro-batch: predicted to fit; a trial of a few steps confirms it before training" in reasons
+    assert "micro-batch: predicted to fit; a trial of a few steps will confirm this before training" in reasons
 
 
 def test_a_plan_is_confirmed_once_for_its_layout() -> None:
