@@ -55,7 +55,7 @@ def compare(
     """Train `config` under each of `strategies` and report how they compare.
 
     strategies: ddp, fsdp+tp2, NAME=section.field=value, … target_loss: count the steps to it; 0: to the lowest that
-    all reach. baseline: run on one device as well. run_id: go on with this comparison.
+    all reach. baseline: run on one device as well. run_id: continue this comparison.
     """
     check_comparable(config)
     if run_id and mlflow_run.read_run(run_id).begun_with != config:

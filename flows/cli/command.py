@@ -22,6 +22,12 @@ from flows.cli.runs import add_run_commands
 from flows.cli.servers import add_server_commands
 
 DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 130
+PLACES = {
+    "RUN": "a run's ID, for example quickstart-20261124-093000: `ls runs` lists them",
+    "MODEL": "the name of a registered model, for example quickstart",
+    "MODEL@ALIAS": "a registered version: NAME@champion, NAME/3, or NAME for its champion",
+    "DIR": "a folder, made if it is missing",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,7 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=help, description=help)
         added.set_defaults(call=run)
         for place in places:
-            added.add_argument(place.lower().replace("@alias", ""), metavar=place)
+            added.add_argument(place.lower().replace("@alias", ""), metavar=place, help=PLACES.get(place))
         return added
 
     add_run_commands(command)

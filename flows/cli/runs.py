@@ -31,7 +31,7 @@ def add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     doctor = command("doctor", _doctor, "measure this machine and show how fast and how large a run on it could be")
     doctor.add_argument("--again", action="store_true", help="measure again instead of using earlier measurements")
     doctor.add_argument("--ranks", type=int, default=0, help="CPU ranks to measure with (default: up to two)")
-    resume = command("resume", _resume, "go on with a run that was stopped or killed, or train it longer", "RUN")
+    resume = command("resume", _resume, "continue a run that was stopped or killed, or train it longer", "RUN")
     about = "settings that change, for example train.steps=2000"
     resume.add_argument("overrides", metavar="section.field=value", nargs="*", default=[], help=about)
     resume.add_argument(

@@ -26,7 +26,10 @@ def add_server_commands(command: Callable[..., argparse.ArgumentParser]) -> None
         "--test", action="store_true", help="send a test alert to each receiver, and say whether it was delivered"
     )
     stack = command(
-        "stack", _stack, "init: make the folder of infra/compose.yaml's stack (docs/operations.md)", "ACTION"
+        "stack",
+        _stack,
+        "init: make the folder of a stack for Docker Compose: Postgres, Prefect, MLflow, a worker (docs/operations.md)",
+        "ACTION",
     )
     stack.add_argument("folder", metavar="DIR", nargs="?", default="/srv/shardline", help="default: /srv/shardline")
     stack.add_argument("--docker", action="store_true", help="init: its worker may use this machine's Docker daemon")
