@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from flows.cli.tables import print_pairs, print_table
+
+logger = logging.getLogger(__name__)
 
 DONE, FAILED = 0, 1
 
@@ -121,6 +124,12 @@ def _inventory(config: Any, *, hosts: str | None) -> Any:
 
     if hosts is not None:
         return hypothetical_inventory(hosts)
+    if config.launch.launcher != "local":
+        logger.warning(
+            "this plan is for this machine, not for those of launch.launcher=%s: describe them with --hosts; "
+            "`shardline pretrain` measures them, and plans for them before it trains",
+            config.launch.launcher,
+        )
     return check_hardware(home=home(), ranks=1 if config.parallel.strategy == "single" else config.parallel.ranks)
 
 
