@@ -42,7 +42,7 @@ def upload_all(files: Iterable[tuple[Path, str]], *, title: str = "") -> None:
             future.result()
 
 
-class _Counter(Callback):  # type: ignore[misc]
+class _Counter(Callback):
     """Adds the copied bytes of one file to a progress, for stores that report them; others report a file at its end."""
 
     def __init__(self, progress: Progress | None) -> None:
