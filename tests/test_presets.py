@@ -89,7 +89,7 @@ def test_a_yaml_file_is_a_preset_too(tmp_path: Path) -> None:
     ("preset", "overrides", "message"),
     [
         ("nope", [], "no preset 'nope': choose quickstart"),
-        ("missing.yaml", [], "missing.yaml is not there"),
+        ("missing.yaml", [], "missing.yaml does not exist"),
         ("quickstart", ["train.steps=0"], "train.steps = 0: Input should be greater than or equal to 1"),
         ("quickstart", ["train.stpes=5"], "train.stpes is not a field of the config"),
         ("quickstart", ["train.steps={a"], "the value is not YAML"),

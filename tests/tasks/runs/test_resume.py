@@ -199,7 +199,7 @@ def test_what_breaks_exactness_needs_force_and_is_listed(run: Any) -> None:
     begun, overrides = run(), {"train__seed": 7, "model__dropout": 0.5, "train__log_every_steps": 5}
     with pytest.raises(ValueError, match="--force") as error:
         begun.changes(force=False, **overrides)
-    assert "train.seed 1337 -> 7 (breaks exactness: another order of data" in str(error.value)
+    assert "train.seed 1337 -> 7 (breaks exactness: later steps have another order of data" in str(error.value)
     assert "model.dropout 0.1 -> 0.5 (breaks exactness" in str(error.value)
     assert "log_every_steps" not in str(error.value)
     assert len(begun.changes(force=True, **overrides)) == 3
