@@ -79,9 +79,9 @@ def plan_for(home: Path, text: str, *, ranks: int = 1, **launch: Any) -> CustomP
 @pytest.mark.parametrize(
     ("trainer", "launch", "uri", "words"),
     [
-        ({"script": "absent.py"}, {}, "", "trainer.script = absent.py is not there"),
+        ({"script": "absent.py"}, {}, "", "trainer.script = absent.py does not exist"),
         ({"script": "train.py"}, DOCKER, "http://10.0.0.9:5000", "trainer.script = train.py is relative"),
-        ({"script": "{home}/absent.py"}, DOCKER, "http://10.0.0.9:5000", "absent.py is not there"),
+        ({"script": "{home}/absent.py"}, DOCKER, "http://10.0.0.9:5000", "absent.py does not exist"),
         ({"module": "m"}, DOCKER, "", "is a file of this machine"),
         ({"module": "m"}, {**DOCKER, "hosts": FAR}, "http://localhost:5000", "is another machine on gpu1, gpu2"),
     ],
