@@ -15,6 +15,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"Shardline needs Python 3.11 or newer, $(PYTHON) is {sys.version.split()[0]}: make PYTHON=python3.11")'
 	$(PYTHON) -m infra.setup_venv $(INSTALLER)
 	$(BIN)/shardline doctor
+	@echo 'Installed. Next: make pretrain, or export PATH=$(CURDIR)/$(BIN):$$PATH and shardline --help'
 	@touch $@
 
 pretrain: $(INSTALLED) ## the main job: text in, served model out (preset quickstart)

@@ -157,7 +157,7 @@ def choose_precision(inventory: Inventory) -> tuple[Precision, str]:
     gain = _bf16_gain(weakest)
     if gain >= BF16_GAIN_ON_CPU:
         return "bf16", f"bf16 matrix products measured {gain:.1f}x as fast as fp32 on {on}"
-    return "fp32", f"bf16 measured only {gain:.1f}x as fast as fp32 on {on}, below {BF16_GAIN_ON_CPU}x"
+    return "fp32", f"bf16 measured only {gain:.2g}x as fast as fp32 on {on}, below {BF16_GAIN_ON_CPU}x"
 
 
 def _check_fp8(inventory: Inventory) -> str:
