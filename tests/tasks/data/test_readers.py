@@ -185,7 +185,7 @@ def test_documents_that_are_there_already_are_left_out_and_counted(tmp_path: Pat
         (
             "a.json",
             b'[{"text": "ok"}, {"text"',
-            r"stopped after 1 documents, .*item 1 \(not valid JSON: .*half",
+            r"stopped after 1 documents, .*item 1 \(not valid JSON: .*never used in part",
         ),
         ("a.json", b'[{"text": "b\xff"}]', r"a\.json:item 1: invalid UTF-8 \(byte 0xff\)"),
         ("a.json", b'[{"text": "b\\ud800"}]', r"a\.json:item 1: invalid UTF-8 \(U\+D800\)"),

@@ -120,7 +120,7 @@ def test_what_is_not_there_is_refused(s3: S3Server, tmp_path: Path, path: str, p
 
 
 def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
-    with pytest.raises(ValueError, match="credentials in it") as caught:
+    with pytest.raises(ValueError, match="contains credentials") as caught:
         check_paths(DataConfig(path="https://me:hunter2@example.org/a.txt"))
     assert "hunter2" not in str(caught.value)
 
