@@ -80,6 +80,7 @@ def _run_pretrain(config: Any, *, run_id: str, force: bool = False, as_json: boo
     from flows.pretrain import pretrain
     from tasks.planning.custom_program import CustomProgramOutcome
     from tasks.reports.outcome import Outcome, outcome_rows
+    from tasks.reports.run_report import PAGE
 
     wait()
     outcome = pretrain(config, run_id=run_id, force=force)
@@ -94,7 +95,8 @@ def _run_pretrain(config: Any, *, run_id: str, force: bool = False, as_json: boo
     assert isinstance(outcome, Outcome), "only a dry run returns a plan"
     if outcome.generated:
         print(f"\n{outcome.generated}\n")
-    print_pairs(f"run {outcome.run_id} is done", outcome_rows(outcome))
+    report = Path(outcome.checkpoint).parents[1] / PAGE
+    print_pairs(f"run {outcome.run_id} is done", [*outcome_rows(outcome), ("report", str(report))])
     return DONE
 
 
