@@ -77,7 +77,7 @@ def step_progress(title: str, *, total: int) -> Iterator[Callable[[dict[str, Any
                 return
             made_at, step = time.monotonic(), row["step"]
             speed = f"step {step:,}/{total:,}  loss {row['loss']:.3f}  {row['tokens_per_s']:,.0f} tokens/s"
-            left = f"  {format_duration(row['eta_s'])} left" if step < total and "eta_s" in row else ""
+            left = f"  {format_duration(row['eta_s'])} left" if step < total and row.get("eta_s") else ""
             note = speed + left
             bar.update(task, completed=step, note=speed)
             if step == total and not bar.console.is_terminal:
