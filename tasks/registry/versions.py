@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MOST_ROWS = 12  # of sources and of tasks in the card, whose length MLflow limits
+ABOUT_MODEL = """Language model {name}, made by Shardline.
+
+The alias `champion` is the version that servers use; `challenger` is the newest one that waits, or that was refused. Each
+version's page begins with its verdict, and names the run, the data and the code that it was made from. `val_loss` (lower
+is better) compares versions that have the same `shardline.dataset_fingerprint`."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ def create_version(client: MlflowClient, run: FinishedRun) -> ModelVersion:
         shards_dir=Path(run.plan.shards_dir),
     )
     try:
-        client.create_registered_model(name, description=f"Language model {name}, made by Shardline")
+        client.create_registered_model(name, description=ABOUT_MODEL.format(name=name))
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
@@ -182,14 +187,14 @@ def described(run: FinishedRun, *, git_commit: str) -> str:
     lines += [f"{config.registry.notes}", ""] if config.registry.notes else []
     lines += ["| | |", "|---|---|", *(f"| {name} | {GAP}{value} |" for name, value in rows if value)]
     if report.sources:
-        lines += ["", "| source | loss | tokens |", "|---|---|---|"]
+        lines += ["", "Loss on each source:", "", "| source | loss | tokens |", "|---|---|---|"]
         lines += [
             f"| {escape_markdown(each.source)} | {GAP}{each.loss:.4f} | {GAP}{each.tokens:,} |"
             for each in report.sources[:MOST_ROWS]
         ]
         lines += _rest(len(report.sources))
     if report.tasks:
-        lines += ["", "| task | figure | value |", "|---|---|---|"]
+        lines += ["", "Downstream tasks:", "", "| task | figure | value |", "|---|---|---|"]
         lines += [
             f"| {escape_markdown(each.task)} | {GAP}{escape_markdown(each.metric)} | {GAP}{each.value:.4f} |"
             for each in report.tasks[:MOST_ROWS]

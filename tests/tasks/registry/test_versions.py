@@ -120,7 +120,7 @@ def test_other_data_cannot_be_compared_until_forced(store: Store) -> None:
     client = MlflowClient(store.uri)
     note_verdict(client, "tiny", 2, "passed: asked for with --force", by="ann")
     verdict, _, card = client.get_model_version("tiny", "2").description.partition("\n\n---\n\n")
-    assert verdict.startswith("**Verdict:** passed: asked for with --force (20")
+    assert verdict.startswith("Verdict: passed: asked for with --force (20")
     assert "by ann)" in verdict
     assert re.search(r"\| loss \| &emsp;not passed: loss .* other data", verdict)
     assert "| parity | &emsp;passed: ONNX parity within bounds" in verdict
