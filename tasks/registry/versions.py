@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 MOST_ROWS = 12  # of sources and of tasks in the card, whose length MLflow limits
 ABOUT_MODEL = """Language model {name}, made by Shardline.
 
-The alias `champion` is the version that servers use; `challenger` is the newest one that waits, or that was refused. Each
-version's page begins with its verdict, and names the run, the data and the code that it was made from. `val_loss` (lower
-is better) compares versions that have the same `shardline.dataset_fingerprint`."""
+The alias `champion` is the version that servers use; `challenger` is the newest one that waits, or that was refused.
+Each version's page begins with its verdict, and names the run, the data and the code that it was made from. `val_loss`
+(lower is better) compares versions that have the same `shardline.dataset_fingerprint`."""
 
 
 @dataclass(frozen=True)
