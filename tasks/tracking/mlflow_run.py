@@ -247,7 +247,7 @@ def log_plan(plan: RunPlan, inventory: Inventory, shards: TokenShards) -> None:
     client.log_text(plan.mlflow_run_id, inventory.model_dump_json(indent=2), "inventory.json")
     client.log_text(plan.mlflow_run_id, shards.model_dump_json(indent=2), "dataset.json")
     dataset = Dataset(
-        name=Path(plan.shards_dir).name[:48],
+        name=plan.config.data.described[:48],
         digest=shards.fingerprint[:36],  # MLflow's limit; the tag has the whole fingerprint
         source_type="local",
         source=f'{{"uri": "{Path(plan.shards_dir).as_uri()}"}}',
