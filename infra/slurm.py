@@ -42,6 +42,8 @@ CURES = (
     ("Unable to contact slurm controller", "slurmctld does not answer: is it running, and is the network up?", True),
     ("Socket timed out", "slurmctld does not answer in time: it may be overloaded", True),
     ("Connection refused", "nothing listens at slurmctld's address: check that it runs", True),
+    ("Could not establish a configuration source", "this machine has no slurm.conf and finds no slurmctld: start "
+     "Shardline on a login node", False),
     ("Unable to confirm allocation", "slurmctld does not answer, or the job does not run at the moment", True),
     ("Invalid partition", "there is no such partition: `sinfo -s` lists them; set launch.slurm.partition", False),
     ("Invalid account", "you may not use that account or partition: `sacctmgr show associations user=$USER` lists "

@@ -57,6 +57,10 @@ def _pretrain(options: argparse.Namespace) -> int:
     config = load_config(options.preset, options.overrides)
     if not config.trainer.given:
         check_paths(config.data)  # at once, before any server is started
+        if config.launch.launcher == "docker":
+            from tasks.hardware.hosts import read_hosts
+
+            read_hosts(config.launch)
     return _run_pretrain(config, run_id="", as_json=options.json)
 
 

@@ -120,6 +120,6 @@ def _stack(options: argparse.Namespace) -> None:
         ("start", f"cd {folder} && docker compose up --build --detach --wait postgres prefect mlflow worker"),
         ("Prefect", f"http://127.0.0.1:4200, with the text of {folder}/secrets/prefect_auth"),
         ("MLflow", f"http://127.0.0.1:5000, as admin with {folder}/secrets/mlflow_admin_password"),
-        ("a server", "docker compose up --detach, once there is a champion"),
+        ("the model's server", "docker compose up --detach, once there is a champion"),
     ]
     print_pairs("stack", rows)
