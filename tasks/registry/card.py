@@ -14,7 +14,7 @@ GAP = "&emsp;"  # MLflow's page shows tables without space between columns
 # The first word (plain, because MLflow's table of versions shows it as text), and the end of the verdict's part.
 VERDICT_BEGINS, RULE = "Verdict: ", "\n\n---\n\n"
 DESCRIPTION_CHARS = 5000  # MLflow's limit for a version's description, which Postgres enforces
-VERDICT_CHARS, GATE_CHARS = 800, 300  # the tags have the whole texts
+VERDICT_CHARS, GATE_CHARS = 800, 600  # the tags have the whole texts
 
 
 def with_verdict(version: ModelVersion, text: str, *, judged: str) -> str:
