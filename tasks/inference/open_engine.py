@@ -37,8 +37,8 @@ def open_engine(export_dir: Path | str, inference: InferenceConfig | None = None
 
         return TorchEngine(export_dir, inference)
     if rows == 1:
-        return TextGenerator(export_dir, precision=precision)
-    return BatchedGenerator(export_dir, precision=precision, rows=rows)
+        return TextGenerator(export_dir, precision=precision, threads=inference.threads)
+    return BatchedGenerator(export_dir, precision=precision, threads=inference.threads, rows=rows)
 
 
 def choose_engine(

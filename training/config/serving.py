@@ -31,6 +31,12 @@ class InferenceConfig(Section):
         "distributed.",
     )
     degree: int = Field(1, ge=1, le=1024, description="Number of devices to use. More than 1 needs `parallel`.")
+    threads: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="Threads of each process of the engine on a CPU. 0: the cores are divided among the processes.",
+    )
 
 
 class ServingConfig(Section):
