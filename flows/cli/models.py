@@ -38,6 +38,8 @@ def add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     serve.add_argument("--host", default="127.0.0.1")
     serve.add_argument("--port", type=int, default=8000)
+    about = "server processes behind the port, rolled one after another (default: 1)"
+    serve.add_argument("--replicas", type=int, default=1, metavar="N", help=about)
     serve.add_argument("--stop-with-parent", action="store_true", help="stop when the process that started it ends")
     for added in (generate, serve):
         help = "inference.field=value" + (", serving.field=value" if added is serve else "")
@@ -156,19 +158,27 @@ def _serve(options: argparse.Namespace) -> None:
     if options.stop_with_parent:  # first: the imports below take seconds, and the parent may be killed meanwhile
         stop_with_parent()
     from flows.presets import serve_config
-    from tasks.serving.server import serve
     from tasks.workspace.paths import home, tracking_uri
 
     config = serve_config(options.overrides)
-    serve(
-        options.model,
-        host=options.host,
-        port=options.port,
-        tracking_uri=tracking_uri(),
-        cache_dir=home() / "models",
-        servers_dir=home() / "servers",
-        config=config,
-    )
+    asked: dict[str, Any] = {
+        "host": options.host,
+        "port": options.port,
+        "tracking_uri": tracking_uri(),
+        "cache_dir": home() / "models",
+        "servers_dir": home() / "servers",
+        "config": config,
+    }
+    if options.replicas < 1:
+        raise ValueError(f"--replicas {options.replicas}: at least one process must serve")
+    if options.replicas > 1:
+        from tasks.serving.replicas import serve_by_replicas
+
+        serve_by_replicas(options.model, replicas=options.replicas, **asked)
+    else:
+        from tasks.serving.server import serve
+
+        serve(options.model, **asked)
 
 
 def _triton(options: argparse.Namespace) -> None:

@@ -12,12 +12,16 @@ from flows.cli.tables import print_table
 
 DONE, FAILED = 0, 1
 COLUMNS = ("run", "attempt", "host", "ranks", "status", "health", "since", "step", "launcher")
+SERVER_COLUMNS = ("server", "replica", "serves", "version", "status", "pid", "since")
 
 
 def add_operation_commands(command: Callable[..., argparse.ArgumentParser], commands: Any) -> None:
     """Add the commands above. `command` adds one to the parser; `commands`: its subparsers (flows/cli/command.py)."""
-    ps = command("ps", _ps, "list everything that runs: containers on all hosts, Slurm jobs, and runs of this machine")
-    stop = command("stop", _stop, "stop a run on all its hosts, with a checkpoint", "RUN")
+    about = "list everything that runs: containers on all hosts, Slurm jobs, runs and servers of this machine"
+    ps = command("ps", _ps, about)
+    about = "stop a run on all its hosts, with a checkpoint; or a model server and its replicas, by its URL"
+    stop = command("stop", _stop, about)
+    stop.add_argument("run", metavar="RUN|URL")
     reap = command("reap", _reap, "remove containers and Slurm jobs whose launcher is gone")
     about = "file with the hosts (default: the hosts of all runs in SHARDLINE_HOME)"
     for added in (ps, reap):
@@ -44,12 +48,16 @@ def add_operation_commands(command: Callable[..., argparse.ArgumentParser], comm
 
 def _ps(options: argparse.Namespace) -> int:
     from tasks.operations.ps import known_hosts, list_running
+    from tasks.operations.servers import list_servers
 
-    listing = list_running(known_hosts(options.hosts_file))
+    listing, servers = list_running(known_hosts(options.hosts_file)), list_servers()
     if options.json:
-        print(listing.model_dump_json())
-    elif listing.running:
-        print_table(COLUMNS, [_cells(row) for row in listing.running])
+        print(json.dumps({**listing.model_dump(), "servers": [row.model_dump() for row in servers]}))
+    elif listing.running or servers:
+        if listing.running:
+            print_table(COLUMNS, [_cells(row) for row in listing.running])
+        if servers:
+            print_table(SERVER_COLUMNS, [_server_cells(row) for row in servers])
     else:
         print("nothing is running")
     _print_silent(listing.silent)
@@ -63,12 +71,29 @@ def _cells(row: Any) -> tuple[str, ...]:
     return (row.run, row.attempt, row.host, ranks, row.status, row.health, ago(row.since), step, row.launcher)
 
 
+def _server_cells(row: Any) -> tuple[str, ...]:
+    from tasks.operations.ps import ago
+
+    own = row.own_url if row.own_url != row.url else ""
+    return (
+        row.url,
+        own,
+        row.ref,
+        str(row.version or ""),
+        row.status,
+        str(row.pid),
+        ago(row.since) if row.since else "",
+    )
+
+
 def _print_silent(silent: Mapping[str, str], *, meaning: str = "so it is unknown what runs there") -> None:
     for name, error in silent.items():
         print(f"{name} did not answer, {meaning}: {error}", file=sys.stderr)
 
 
 def _stop(options: argparse.Namespace) -> int:
+    if "://" in options.run:
+        return _stop_server(options)
     from tasks.operations.stop import stop
 
     stopped = stop(options.run)
@@ -82,6 +107,15 @@ def _stop(options: argparse.Namespace) -> int:
         print(f"{stopped.run}: {how[stopped.by]}; `shardline resume {stopped.run}` {goes_on}")
     _print_silent(stopped.silent, meaning="but its ranks end by themselves once they see that their lease is withdrawn")
     return FAILED if stopped.silent else DONE
+
+
+def _stop_server(options: argparse.Namespace) -> int:
+    from tasks.operations.servers import stop_server
+
+    stopped = stop_server(options.run)
+    pids = ", ".join(map(str, stopped.pids)) or "none, as it had been killed"
+    print(stopped.model_dump_json() if options.json else f"{stopped.url}: stopped (processes {pids})")
+    return DONE
 
 
 def _metrics(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Opens the engine that makes the text of an export: ONNX Runtime, or torch ranks."""
+"""Opens the engine that makes the text of an export: ONNX Runtime, torch ranks, or vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TORCH_CURE = "install the extra `train` (of infra/serve.Dockerfile: --build-arg 
 def open_engine(export_dir: Path | str, inference: InferenceConfig | None = None, *, rows: int = 1) -> Engine:
     """The engine for an export folder. `rows`: texts that ONNX Runtime makes at the same time; torch has its own.
 
-    Raises ValueError where it cannot run as `inference` says, RuntimeError where the torch engine's ranks do not start.
+    Raises ValueError where it cannot run as `inference` says, RuntimeError where torch's ranks or vLLM do not start.
     """
     inference = inference or InferenceConfig()
     precision = "fp32" if inference.precision == "auto" else inference.precision
@@ -32,19 +32,23 @@ def open_engine(export_dir: Path | str, inference: InferenceConfig | None = None
         has_torch=importlib.util.find_spec("torch") is not None,
     )
     logger.info("engine: %s (%s)", name, why)
-    if name != "onnx":
+    if name == "vllm":
+        from tasks.inference.vllm_engine import VllmEngine
+
+        return VllmEngine(export_dir, inference)
+    if name == "torch":
         from tasks.inference.torch_engine import TorchEngine
 
         return TorchEngine(export_dir, inference)
     if rows == 1:
-        return TextGenerator(export_dir, precision=precision)
-    return BatchedGenerator(export_dir, precision=precision, rows=rows)
+        return TextGenerator(export_dir, precision=precision, threads=inference.threads)
+    return BatchedGenerator(export_dir, precision=precision, threads=inference.threads, rows=rows)
 
 
 def choose_engine(
     inference: InferenceConfig, *, has_decode_graph: bool, gpus: Sequence[Gpu], has_torch: bool
 ) -> tuple[str, str]:
-    """`onnx` or `torch`, and why. Raises ValueError, with the cure, for what the engine cannot do."""
+    """`onnx`, `torch` or `vllm`, and why. Raises ValueError, with the cure, for what the engine cannot do."""
     if inference.engine == "onnx" and inference.parallel != "none":
         raise ValueError(
             f"inference.parallel = {inference.parallel} needs ranks of torch: set inference.engine=torch or auto"
@@ -52,7 +56,7 @@ def choose_engine(
     if inference.engine == "onnx" and inference.precision == "bf16":
         raise ValueError("inference.precision = bf16: ONNX Runtime has none, take fp32 or inference.engine=torch")
     name, why = _preferred(inference, has_decode_graph=has_decode_graph, gpus=gpus, has_torch=has_torch)
-    if name != "onnx" and not has_torch:
+    if name == "torch" and not has_torch:
         raise ValueError(f"{why}: that needs torch, which is not installed here: {TORCH_CURE}")
     return name, why
 

@@ -36,7 +36,7 @@ class TorchEngine:
             device_kind=device_kind_of(inference.degree),
             precision=inference.precision,
             context=self.context,
-            threads_per_rank=max(1, usable_cores() // inference.degree),
+            threads_per_rank=inference.threads or max(1, usable_cores() // inference.degree),
         )
         copies = 1 if inference.parallel in {"none", "tensor"} else inference.degree
         self.concurrent = ROWS * copies  # requests that are decoded at the same time

@@ -15,9 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tasks.registry.models import parse_ref
 from tasks.registry.tags import CHAMPION
-from tasks.serving.server_record import ServerRecord
-from tasks.workspace.paths import home
-from tasks.workspace.processes import is_local, local_process
+from tasks.serving.server_record import local_records
+from tasks.workspace.processes import local_process
 from training.config.promotion import RolloutConfig
 
 logger = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ class RolloutFailed(Exception):
 
 @dataclass(frozen=True)
 class Server:
-    """`descriptor`: the file that a server of this machine leaves while it lives; None for one named by its URL."""
+    """A server, or a replica. `descriptor`: its file, if it is of this machine; None for one named by its URL."""
 
     url: str
     descriptor: Path | None = None
@@ -44,15 +43,18 @@ class Server:
         return dict(self._get("/health").json())
 
     def version(self) -> int | None:
-        """Return the version that it serves; None if it does not answer."""
+        """Return the version that it serves; None if it does not answer, or if its replicas do not serve the same."""
         try:
-            return int(str(self.health()["version"]))
+            health = self.health()
+            found = health["version"] if self.descriptor else health.get("versions", health["version"])
+            versions = {int(str(version)) for version in (found if isinstance(found, list) else [found])}
         except (httpx.HTTPError, ValueError, KeyError):
             return None
+        return versions.pop() if len(versions) == 1 else None
 
     def metrics(self) -> str:
-        """Return its metrics in Prometheus' text format. Raises httpx.HTTPError if it does not answer."""
-        return self._get("/metrics").text
+        """Return its metrics in Prometheus' text format: a replica's own. Raises httpx.HTTPError without an answer."""
+        return self._get("/metrics?of=process" if self.descriptor else "/metrics").text
 
     @property
     def crashed(self) -> bool:
@@ -77,21 +79,11 @@ class Server:
 
 def servers_of_champion(name: str, *, urls: Sequence[str] = ()) -> list[Server]:
     """Return the servers of this machine that serve NAME's champion, and those of `urls`."""
-    found = [server for server in _local_servers(name) if not server.crashed]
-    known = {server.url.rstrip("/") for server in found}
-    return found + [Server(url) for url in urls if url.rstrip("/") not in known]
-
-
-def _local_servers(name: str) -> list[Server]:
-    found = []
-    for path in sorted((home() / "servers").glob("*.json")):
-        try:
-            record = ServerRecord.read(path)
-        except FileNotFoundError:  # the server has ended meanwhile
-            continue
-        if parse_ref(record.ref) == (name, CHAMPION) and is_local(record.process):
-            found.append(Server(record.url, descriptor=path, process=record.process))
-    return found
+    of_champion = [each for each in local_records() if parse_ref(each[1].ref) == (name, CHAMPION)]
+    local = [(Server(record.url, descriptor=path, process=record.process), record) for path, record in of_champion]
+    alive = [(server, record) for server, record in local if not server.crashed]
+    known = {url.rstrip("/") for _, record in alive for url in (record.url, record.clients_url)}
+    return [server for server, _ in alive] + [Server(url) for url in urls if url.rstrip("/") not in known]
 
 
 def wait_for_switch(name: str, *, version: int, rollout: RolloutConfig, check: Callable[[], None]) -> None:

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from tasks.inference.open_engine import open_engine
 from tasks.registry.models import find_version, parse_ref, replaced_by, resolve
 from tasks.serving.chat_template import ChatTemplate
 from tasks.tracking.client import registry_client
+from tasks.workspace.locks import Locked, exclusive
 from training.config.serving import InferenceConfig
 from training.tracking.redaction import without_credentials
 
@@ -65,13 +66,24 @@ class ServedVersion:
 
 
 class AliasFollower:
-    """Keeps the version that a reference names, such as NAME@champion, open for requests."""
+    """Keeps the version that a reference names, such as NAME@champion, open for requests.
+
+    `turn`: a file that a replica locks while it loads another version, so that one loads after another.
+    """
 
     def __init__(
-        self, ref: str, *, tracking_uri: str, cache_dir: Path | None, inference: InferenceConfig, rows: int
+        self,
+        ref: str,
+        *,
+        tracking_uri: str,
+        cache_dir: Path | None,
+        inference: InferenceConfig,
+        rows: int,
+        turn: Path | None = None,
     ) -> None:
         self.ref, self.tracking_uri, self.cache_dir = ref, tracking_uri, cache_dir
-        self.inference, self.rows = inference, rows
+        self.inference, self.rows, self.turn = inference, rows, turn
+        self.on_switch: Callable[[ServedVersion], None] = lambda served: None
         self.client = registry_client(tracking_uri)
         self.served = self._load(ref)
         self._previous: ServedVersion | None = None
@@ -83,16 +95,19 @@ class AliasFollower:
         return ServedVersion(model.name, model.version, engine, model.export_dir)
 
     def refresh(self) -> None:
-        """Loads and switches to another version if the reference names one now."""
+        """Loads and switches to another version if the reference names one now, and no other replica is at it."""
         if int(find_version(self.client, self.ref).version) != self.served.version:
-            before, self.served = self.served, self._load(self.ref)
-            before.retire()
-            logger.info(
-                "%s names version %d now: it replaces version %d", self.ref, self.served.version, before.version
-            )
+            with suppress(Locked), exclusive(self.turn) if self.turn else nullcontext():  # the next poll tries again
+                self._switch()
         with self._loading:
             if self._previous and self._previous.idle_s > IDLE_S:
                 self._release_previous()
+
+    def _switch(self) -> None:
+        before, self.served = self.served, self._load(self.ref)
+        self.on_switch(self.served)
+        before.retire()
+        logger.info("%s names version %d now: it replaces version %d", self.ref, self.served.version, before.version)
 
     async def follow(self, *, poll_s: float) -> None:
         """Refreshes until cancelled. Whatever fails meanwhile, the loaded version stays served."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Literal
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -50,7 +51,12 @@ class GenerateReply(BaseModel):
 def build_app(follower: AliasFollower, *, limits: ServingConfig) -> ASGIApp:
     """Builds the whole server. Raises ValueError for a token file that cannot be used."""
     metrics = ServerMetrics()
-    metrics.version.labels(follower.served.name).set_function(lambda: follower.served.version)
+
+    def show_version(served: ServedVersion) -> None:
+        metrics.version.labels(served.name).set(served.version)
+
+    follower.on_switch = show_version
+    show_version(follower.served)
     text = TextService(limits, metrics)
 
     @asynccontextmanager
@@ -105,14 +111,16 @@ def _add_generate(app: FastAPI, follower: AliasFollower, text: TextService) -> N
 
 def _add_health(app: FastAPI, follower: AliasFollower, metrics: ServerMetrics) -> None:
     @app.get("/health")
-    async def health() -> dict[str, str | int]:
-        status = "ok" if follower.served.engine.ready else "no engine"
-        return {
-            "status": status,
+    async def health() -> dict[str, str | int | list[int]]:
+        """Say what is served, with the `versions` of all replicas, where there are several."""
+        served, versions = follower.served, metrics.versions()
+        found: dict[str, str | int | list[int]] = {
+            "status": "ok" if served.engine.ready else "no engine",
             "ref": follower.ref,
-            "model": follower.served.name,
-            "version": follower.served.version,
+            "model": served.name,
+            "version": served.version,
         }
+        return found | ({"versions": versions} if versions else {})
 
     @app.get("/health/live")
     @app.get("/v2/health/live")
@@ -128,8 +136,9 @@ def _add_health(app: FastAPI, follower: AliasFollower, metrics: ServerMetrics) -
         return refusal(request.scope["path"], 503, "the engine is not ready: the server's log says why")
 
     @app.get("/metrics")
-    async def prometheus() -> Response:
-        return Response(metrics.page(), media_type=metrics.media_type)
+    async def prometheus(of: Literal["all", "process"] = "all") -> Response:
+        """Return the sum over all replicas, or what the process counted that answers."""
+        return Response(metrics.page(of_all=of == "all"), media_type=metrics.media_type)
 
     @app.get("/")
     async def demo_page() -> FileResponse:

@@ -1,11 +1,15 @@
-"""The server's metrics for Prometheus, at GET /metrics."""
+"""The server's metrics for Prometheus, at GET /metrics: of this process, or the sum over all replicas."""
 
 from __future__ import annotations
 
+import os
+
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 
 # From one token of a small model to the default timeout.
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's: replicas keep their values in files there
 
 
 class ServerMetrics:
@@ -30,8 +34,20 @@ class ServerMetrics:
         )
         self.tokens = Counter("shardline_generated_tokens", "Generated tokens", labels, registry=of)
         self.prompt_tokens = Counter("shardline_prompt_tokens", "Tokens in prompts", labels, registry=of)
-        self.version = Gauge("shardline_served_version", "Version that is served now", ["model"], registry=of)
-        self.in_flight = Gauge("shardline_requests_in_flight", "Requests that run or wait", registry=of)
+        about = "Version that is served now; of replicas, by process"
+        self.version = Gauge("shardline_served_version", about, ["model"], registry=of, multiprocess_mode="liveall")
+        about = "Requests that run or wait"
+        self.in_flight = Gauge("shardline_requests_in_flight", about, registry=of, multiprocess_mode="livesum")
+        self._all = CollectorRegistry() if os.environ.get(SHARED_FOLDER) else None
+        if self._all:
+            MultiProcessCollector(self._all)
 
-    def page(self) -> bytes:
-        return generate_latest(self.registry)
+    def page(self, *, of_all: bool = True) -> bytes:
+        """Return the figures: of all replicas, the dead ones included, so that counters never fall, or of this one."""
+        return generate_latest(self._all if self._all and of_all else self.registry)
+
+    def versions(self) -> list[int]:
+        """Return the versions that the living replicas serve; none for a server without replicas."""
+        families = self._all.collect() if self._all else ()
+        of_version = [family for family in families if family.name == "shardline_served_version"]
+        return sorted({int(sample.value) for family in of_version for sample in family.samples})

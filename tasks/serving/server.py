@@ -7,17 +7,19 @@ finish on the version that they started with.
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import math
+import os
 import socket
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import uvicorn
 
 from tasks.serving.alias_follower import AliasFollower
 from tasks.serving.app import build_app
-from tasks.serving.server_record import published
+from tasks.serving.listener import listen, print_address, url_of
+from tasks.serving.server_record import ServerRecord, published
+from tasks.workspace.processes import process_key
 from training.config.serving import ServeConfig
 
 
@@ -37,36 +39,56 @@ def serve(
     Raises ValueError if there is no such version or if the address cannot be used, RuntimeError if MLflow does not
     answer at the start, KeyboardInterrupt after Ctrl-C.
     """
-    if not 0 <= port <= 65535:
-        raise ValueError(f"port = {port}: choose one from 1 to 65535, or 0 for any that is free, with --port")
     config = config or ServeConfig()
-    listener = _listen(host, port)
-    with listener, contextlib.ExitStack() as stack:
-        rows = config.serving.max_concurrent
+    with listen(host, port) as listener:
+        url = url_of(host, listener)
+
+        def announce(model: str, version: int) -> None:
+            print_address(f"{model} version {version} ({ref})", url)
+
+        follow_and_serve(
+            ref,
+            [listener],
+            tracking_uri=tracking_uri,
+            cache_dir=cache_dir,
+            record_path=servers_dir / f"{os.getpid()}.json" if servers_dir else None,
+            record=ServerRecord(url=url, ref=ref, model="", process=process_key(os.getpid())),
+            config=config,
+            announce=announce,
+        )
+
+
+def follow_and_serve(
+    ref: str,
+    listeners: Sequence[socket.socket],
+    *,
+    tracking_uri: str,
+    cache_dir: Path | None,
+    record_path: Path | None,
+    record: ServerRecord,
+    config: ServeConfig,
+    announce: Callable[[str, int], None],
+    turn: Path | None = None,
+) -> None:
+    """Serve on open sockets until a signal. `announce`: called with model and version once they are loaded.
+
+    `record`: published at `record_path`, with the model's name. `turn`: as AliasFollower has it.
+    """
+    with contextlib.ExitStack() as stack:
         follower = AliasFollower(
-            ref, tracking_uri=tracking_uri, cache_dir=cache_dir, inference=config.inference, rows=rows
+            ref,
+            tracking_uri=tracking_uri,
+            cache_dir=cache_dir,
+            inference=config.inference,
+            rows=config.serving.max_concurrent,
+            turn=turn,
         )
         stack.callback(follower.close)
         app = build_app(follower, limits=config.serving)
-        url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-        if servers_dir:
-            stack.enter_context(published(servers_dir, url=url, ref=ref, model=follower.served.name))
-        example = json.dumps({"prompt": "def ", "new_tokens": 64})
-        print(f"serving {follower.served.name} version {follower.served.version} ({ref}) at {url}")
-        print(f"try: curl {url}/generate -H 'content-type: application/json' -d '{example}'", flush=True)
+        served = follower.served
+        if record_path:
+            stack.enter_context(published(record_path, record.model_copy(update={"model": served.name})))
+        announce(served.name, served.version)
         drain_s = math.ceil(config.serving.drain_s)
-        uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=drain_s)).run([listener])
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Binds before the model is loaded, so that a port in use is an error at once."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family)
-        # Connections inherit TCP_NODELAY. asyncio sets it only on sockets that it opened itself; without it a reply's
-        # body waits 40 ms for the acknowledgement of the reply's head.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return listener
-    except OSError as error:
-        why = "it is in use" if error.errno == errno.EADDRINUSE else error
-        raise ValueError(f"cannot listen on {host} port {port}: {why}; choose another with --port or --host") from error
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=drain_s))
+        server.run(list(listeners))

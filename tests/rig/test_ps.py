@@ -79,7 +79,7 @@ def test_a_run_that_is_looked_after(rig: Rig, shardline_home: Path, tiny_shards:
     assert stopped["checkpoint_step"] == max(curve(run_dir))
     assert mlflow_status(run_dir) == "KILLED"
     assert_nothing_is_left(rig)
-    assert shardline("ps") == {"running": [], "silent": {}}
+    assert shardline("ps") == {"running": [], "silent": {}, "servers": []}
     assert shardline("stop", "kept")["by"] == ""
 
 

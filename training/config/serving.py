@@ -14,10 +14,10 @@ from training.config.section import Section
 class InferenceConfig(Section):
     """The engine and the devices that run a trained model."""
 
-    engine: Literal["auto", "onnx", "torch"] = Field(
+    engine: Literal["auto", "onnx", "torch", "vllm"] = Field(
         "auto",
         description="Engine that runs the model. onnx: ONNX Runtime on the CPU. torch: PyTorch processes. "
-        "auto: torch if there are GPUs or `parallel` is set, else onnx.",
+        "vllm: the program `vllm` on GPUs. auto: torch if there are GPUs or `parallel` is set, else onnx.",
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto",
@@ -31,6 +31,19 @@ class InferenceConfig(Section):
         "distributed.",
     )
     degree: int = Field(1, ge=1, le=1024, description="Number of devices to use. More than 1 needs `parallel`.")
+    vllm_memory: float = Field(
+        0.45,
+        gt=0,
+        le=0.95,
+        description="Share of each GPU's memory that one vLLM process takes. A server that changes versions runs two "
+        "processes for a while, so with more than 0.45 the second one may find too little.",
+    )
+    threads: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="Threads of each process of the engine on a CPU. 0: the cores are divided among the processes.",
+    )
 
 
 class ServingConfig(Section):

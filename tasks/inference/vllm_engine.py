@@ -1,0 +1,180 @@
+"""The engine of vLLM, on GPUs: vLLM gets and gives token IDs, the text is made here as with every other engine.
+
+Requests follow https://docs.vllm.ai/en/v0.28.0/serving/online_serving/openai_compatible_server/ (the Completions API,
+its sampling and extra parameters) and https://docs.vllm.ai/en/latest/features/structured_outputs/ (0.12 or newer). They
+were not sent to vLLM yet: tests/support/vllm_stand_in.py answers them in tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tasks.inference.onnx_generator import (
+    Sampling,
+    TextStream,
+    TokenLogprob,
+    check_tokens,
+    encode_prompt,
+    open_export,
+    shortened,
+)
+from tasks.inference.vllm_process import MODEL, Reply, VllmProcess
+from training.config.serving import InferenceConfig
+from training.planner.inference import check_inference
+
+AS_ID = "token_id:"  # how vLLM writes tokens with return_tokens_as_token_ids
+
+
+class VllmEngine:
+    """An export folder in vLLM. Equal sampling settings and seeds give equal text, but not that of other engines."""
+
+    concurrent = 256  # requests that vLLM decodes at the same time, by its default on most GPUs
+
+    def __init__(self, export_dir: Path | str, inference: InferenceConfig) -> None:
+        folder = Path(export_dir)
+        self.context, self.end_id, self.tokenizer = open_export(folder)
+        check_inference(folder, inference)
+        self.vllm = VllmProcess(folder, inference, context=self.context)
+
+    @property
+    def ready(self) -> bool:
+        return self.vllm.ready
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        return self.vllm.wait_ready(timeout_s)
+
+    def generate(self, prompt: str | Sequence[int], **sampling: Any) -> str:
+        return self.stream(prompt, **sampling).read()
+
+    def stream(self, prompt: str | Sequence[int], **sampling: Any) -> TextStream:
+        """Start a text, like TextGenerator.stream; also raises EngineDied, at the call or while the text comes."""
+        params = Sampling(**sampling)
+        check_tokens(self.tokenizer, params.logit_bias)
+        prompt_ids = encode_prompt(self.tokenizer, prompt) or [self.end_id]
+        self._check(params, len(prompt_ids))
+        new_ids = NewIds(self, prompt_ids, params)
+        stream = TextStream(self.tokenizer, prompt_ids, new_ids, params)
+        stream.logprobs = new_ids.logprobs
+        return stream
+
+    def _check(self, params: Sampling, prompt_tokens: int) -> None:
+        """Raises ValueError for what vLLM would do in another way than documented here."""
+        if params.grammar and params.logprobs is not None:
+            raise ValueError(
+                "vLLM counts log-probabilities of the tokens that a grammar allows, not of all: leave out one of them"
+            )
+        needed = prompt_tokens + params.new_tokens
+        if needed > self.context and (params.grammar or params.presence_penalty or params.frequency_penalty):
+            raise ValueError(
+                f"with vLLM, penalties and grammars need prompt and new text within the context of {self.context} "
+                f"tokens: {prompt_tokens} + {params.new_tokens} are {needed}, ask for fewer"
+            )
+
+    def score(self, ids: Sequence[int], *, top: int = 0) -> list[TokenLogprob]:
+        if len(ids) > self.context - 1:
+            raise ValueError(
+                f"{len(ids)} tokens cannot be scored: vLLM takes {self.context - 1}, the context less one token, which "
+                "it makes of every prompt"
+            )
+        body = completion_request(ids, Sampling(new_tokens=0, temperature=0, logprobs=top), end_id=self.end_id)
+        content: Any = self.vllm.open(body | {"echo": True, "stream": False}).whole()
+        return _scored(content["choices"][0], ids, top=top)
+
+    def close(self) -> None:
+        self.vllm.close()
+
+
+def completion_request(ids: Sequence[int], params: Sampling, *, end_id: int, made: int = 0) -> dict[str, Any]:
+    """Return the body of a request for the text behind `ids`, of which `made` tokens are new already.
+
+    Stop texts stay here: they may lie across tokens, and the text is made here.
+    """
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": list(ids),
+        "stream": True,
+        "return_token_ids": True,
+        "max_tokens": params.new_tokens - made,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,  # 0: all, there as here
+        "seed": (params.seed + made) % 2**63,
+        "ignore_eos": not params.stop_at_end,
+        "stop_token_ids": [end_id] if params.stop_at_end else [],
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+    }
+    if params.logit_bias:
+        body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+    if params.logprobs is not None:
+        body |= {"logprobs": params.logprobs, "return_tokens_as_token_ids": True}
+    if params.grammar:
+        body["structured_outputs"] = dict(params.grammar)
+    return body
+
+
+class NewIds(Iterator[int]):
+    """Token IDs of one text as they come; `close` cancels it, from any thread.
+
+    vLLM ends a text where the context is full; as with the other engines it goes on from the last half of it.
+    """
+
+    def __init__(self, engine: VllmEngine, prompt_ids: list[int], params: Sampling) -> None:
+        self.engine, self.params = engine, params
+        self.logprobs: list[TokenLogprob] = []
+        self._closed, self._made = False, 0
+        self._seen = prompt_ids[-(engine.context - 1) :]  # vLLM needs room for one
+        self._reply = self._open() if params.new_tokens else None
+        self._tokens = self._follow()
+
+    def __next__(self) -> int:
+        return next(self._tokens)
+
+    def close(self) -> None:
+        self._closed = True
+        if self._reply:
+            self._reply.cancel()
+
+    def __del__(self) -> None:  # of a text that nobody reads to its end
+        if getattr(self, "_reply", None):
+            self.close()
+
+    def _open(self) -> Reply:
+        body = completion_request(self._seen, self.params, end_id=self.engine.end_id, made=self._made)
+        body["max_tokens"] = min(body["max_tokens"], self.engine.context - len(self._seen))
+        return self.engine.vllm.open(body)
+
+    def _follow(self) -> Iterator[int]:
+        while self._reply and not self._closed:
+            reason = None
+            while (event := self._reply.next_event()) is not None:
+                choice: Any = next(iter(event["choices"]), None)  # type: ignore[call-overload]
+                if choice is None:  # usage
+                    continue
+                reason = choice.get("finish_reason") or reason
+                ids = choice.get("token_ids") or []
+                if self.params.logprobs is not None:
+                    self.logprobs += _scored(choice, ids, top=self.params.logprobs)
+                for token in ids:
+                    if token == self.engine.end_id and self.params.stop_at_end:
+                        return
+                    self._made += 1
+                    self._seen.append(token)
+                    yield token
+            if reason != "length" or self._made >= self.params.new_tokens or self._closed:
+                return
+            self._seen = shortened(self._seen, self.engine.context)
+            self._reply = self._open()
+
+
+def _scored(choice: Any, ids: Sequence[int], *, top: int) -> list[TokenLogprob]:
+    """Return the log-probabilities in a choice; vLLM lists the token itself too if it is none of the likeliest."""
+    found = choice["logprobs"]
+    scored = []
+    for token, logprob, likeliest in zip(ids, found["token_logprobs"], found["top_logprobs"], strict=True):
+        of_ids = {int(name.removeprefix(AS_ID)): value for name, value in (likeliest or {}).items()}
+        ordered = sorted(of_ids.items(), key=lambda each: -each[1])[:top]
+        scored.append(TokenLogprob(token, logprob, tuple(ordered)))
+    return scored

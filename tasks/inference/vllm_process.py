@@ -1,0 +1,279 @@
+"""`vllm serve` as a process of ours: started, reached over a Unix socket, started again once if it ends, ended with us.
+
+Written against the documents of vLLM 0.30; it has not run vLLM itself:
+- its options: https://docs.vllm.ai/en/v0.30.0/cli/serve/ (--uds, --structured-outputs-config and the others below)
+- its usage reports: https://docs.vllm.ai/en/latest/usage/usage_stats/ (VLLM_NO_USAGE_STATS)
+- why no key guards it: https://docs.vllm.ai/en/v0.28.0/serving/online_serving/openai_compatible_server/ says that
+  --api-key leaves paths open. The socket lies in a folder that only this user may enter, so there is no key at all.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from tasks.hardware.machine import gpus_here
+from tasks.inference.engine import EngineDied
+from tasks.workspace.processes import end_process
+from tasks.workspace.wait import until
+from training.config.serving import InferenceConfig
+
+logger = logging.getLogger(__name__)
+
+MODEL = "model"  # what vLLM calls the version that it serves; clients see the registered name
+START_TIMEOUT_S = 1800.0  # vLLM compiles the model and captures graphs: minutes
+ANSWER_S = 5.0
+POLL_S = 0.1
+END_S = 20.0
+LAST_LINES = 15
+DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+SIZES = {
+    "tensor": "--tensor-parallel-size",
+    "pipeline": "--pipeline-parallel-size",
+    "data": "--data-parallel-size",
+}
+# Not for vLLM: with them it would ask us for a key, count its requests in the files of our metrics, and hold secrets of
+# services that it never calls.
+OURS = ("VLLM_API_KEY", "PROMETHEUS_MULTIPROC_DIR", "MLFLOW_", "PREFECT_")
+
+
+def find_vllm(inference: InferenceConfig) -> str:
+    """Return the path of the program. Raises ValueError, with the cure, where it or a GPU is missing."""
+    if not (program := shutil.which("vllm")):
+        raise ValueError(
+            "inference.engine = vllm: there is no program `vllm` on PATH. Install it in an environment of its own "
+            "(`pip install vllm`; it needs other versions of torch than Shardline) and put its bin folder on PATH"
+        )
+    if not (gpus := gpus_here()):
+        raise ValueError(
+            "inference.engine = vllm needs a GPU, and none is visible here (`nvidia-smi -L` lists them, "
+            "CUDA_VISIBLE_DEVICES hides them): on a CPU serve with inference.engine=onnx"
+        )
+    if inference.degree > len(gpus):
+        raise ValueError(f"inference.degree = {inference.degree}, but {len(gpus)} GPUs are visible: lower it")
+    return program
+
+
+def command_for(program: str, export_dir: Path, inference: InferenceConfig, *, context: int, path: Path) -> list[str]:
+    """Return the command of `vllm serve`, with its socket at `path`."""
+    devices = [SIZES[inference.parallel], str(inference.degree)] if inference.parallel != "none" else []
+    # The same grammars as ours: llguidance, without spaces between values, which a model may write for ever.
+    grammars = {"backend": "guidance", "disable_any_whitespace": True}
+    return [
+        *(program, "serve", str(export_dir)),
+        *("--uds", str(path)),
+        *("--served-model-name", MODEL),
+        *("--max-model-len", str(context)),
+        *("--dtype", DTYPES[inference.precision]),
+        *devices,
+        *("--gpu-memory-utilization", f"{inference.vllm_memory:g}"),
+        *("--generation-config", "vllm"),  # requests have all their settings; none comes from the export's file
+        *("--load-format", "safetensors"),
+        *("--structured-outputs-config", json.dumps(grammars)),
+        "--disable-uvicorn-access-log",
+    ]
+
+
+class UnixConnection(http.client.HTTPConnection):
+    """One request over the socket at `path`. `cancel` may be called from any thread: the reader sees the end."""
+
+    def __init__(self, path: Path, *, timeout_s: float | None = None) -> None:
+        super().__init__("vllm", timeout=timeout_s)
+        self.path, self.timeout_s = path, timeout_s
+        self._socket: socket.socket | None = None
+
+    def connect(self) -> None:
+        self.sock = self._socket = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout_s)
+        self.sock.connect(str(self.path))
+
+    def cancel(self) -> None:
+        if self._socket:
+            with suppress(OSError):  # it is closed already
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+
+class VllmProcess:
+    """vLLM with a model loaded. It is started again once; what ended it twice would end it a third time.
+
+    Raises ValueError as `find_vllm` does, RuntimeError with the end of its log if it does not start.
+    """
+
+    def __init__(self, export_dir: Path, inference: InferenceConfig, *, context: int) -> None:
+        program = find_vllm(inference)
+        self.folder = Path(tempfile.mkdtemp(prefix="shardline-vllm-"))  # mode 0700
+        self.path, self.log_path = self.folder / "http", self.folder / "vllm.log"
+        self.command = command_for(program, export_dir.absolute(), inference, context=context, path=self.path)
+        self.ready, self.closed, self.why_not = False, False, "vLLM is being started"
+        self.failed = False  # for good
+        self.changed = threading.Condition()
+        self.process: subprocess.Popen[bytes] | None = None
+        # The kernel ends vLLM with the thread that started it, so that thread lives as long.
+        threading.Thread(target=self._keep, daemon=True, name="vllm").start()
+        if not self.wait_ready(START_TIMEOUT_S + END_S):
+            self.close()
+            raise RuntimeError(self.why_not)
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        with self.changed:
+            return self.changed.wait_for(lambda: self.ready or self.failed or self.closed, timeout_s) and self.ready
+
+    def open(self, body: dict[str, object], *, timeout_s: float | None = None) -> Reply:
+        """Send a request to /v1/completions; returns when vLLM has accepted it.
+
+        Raises ValueError where vLLM refuses the request, EngineDied where it cannot be reached.
+        """
+        if not self.ready:
+            raise EngineDied(self.why_not)
+        connection = UnixConnection(self.path, timeout_s=timeout_s)
+        try:
+            content = json.dumps(body).encode()
+            connection.request("POST", "/v1/completions", content, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status == http.HTTPStatus.OK:
+                return Reply(connection, response)
+            why = _message(response.read())
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineDied(f"vLLM did not answer ({type(error).__name__}: {error})") from None
+        if response.status < 500:
+            raise ValueError(f"vLLM refuses the request: {why}")
+        raise EngineDied(f"vLLM answered with status {response.status}: {why}")
+
+    def close(self) -> None:
+        with self.changed:
+            self.closed, self.ready = True, False
+            self.why_not = self.why_not or "the engine was closed"
+            process = self.process
+            self.changed.notify_all()
+        if process:
+            end_process(process, grace_s=END_S, with_descendants=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _keep(self) -> None:
+        for is_last in (False, True):
+            with self.changed:
+                if self.closed:
+                    return
+                self.path.unlink(missing_ok=True)
+                self.process = process = self._start()
+            if has_started := self._wait_until_it_answers(process):
+                self._note(ready=True)
+                logger.info("vLLM is ready: %s", " ".join(self.command))
+                process.wait()
+            cause = self._cause(process.poll())
+            with suppress(ProcessLookupError):  # what it started, if it died without ending that
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if self.closed:
+                return
+            if not has_started:
+                return self._note(failed=f"vLLM did not start ({cause})")
+            if is_last:
+                return self._note(failed=f"vLLM has ended twice ({cause}): see the log, and start the server again")
+            self._note(why_not=f"vLLM has ended ({cause}) and is being started again")
+
+    def _cause(self, code: int | None) -> str:
+        if code is None:
+            return f"no answer within {START_TIMEOUT_S:.0f} s: {self.error_in_log()}"
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}: {self.error_in_log()}"
+
+    def _note(self, *, ready: bool = False, why_not: str = "", failed: str = "") -> None:
+        with self.changed:
+            self.ready, self.why_not, self.failed = ready, failed or why_not, bool(failed)
+            self.changed.notify_all()
+        if failed or why_not:
+            logger.error("%s", failed or why_not)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+        with self.log_path.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", "tasks.workspace.end_with_parent", *self.command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment | {"VLLM_NO_USAGE_STATS": "1"},
+            )
+
+    def _wait_until_it_answers(self, process: subprocess.Popen[bytes]) -> bool:
+        """Return whether GET /health succeeds before the process ends."""
+
+        def answers() -> bool:
+            connection = UnixConnection(self.path, timeout_s=ANSWER_S)
+            try:
+                connection.request("GET", "/health")
+                return connection.getresponse().status == http.HTTPStatus.OK
+            except (OSError, http.client.HTTPException):  # it does not listen yet
+                return False
+            finally:
+                connection.close()
+
+        has_ended = process.poll
+        until(lambda: has_ended() is not None or answers(), timeout_s=START_TIMEOUT_S, every_s=POLL_S)
+        return has_ended() is None and answers()
+
+    def error_in_log(self) -> str:
+        """Return the last error in vLLM's log, or its last lines."""
+        lines = self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
+        errors = [line.strip() for line in lines if "Error: " in line or "error: " in line]
+        return errors[-1] if errors else "\n".join(lines[-LAST_LINES:]) or "its log is empty"
+
+
+class Reply:
+    """An accepted request: its whole JSON, or its server-sent events as they come."""
+
+    def __init__(self, connection: UnixConnection, response: http.client.HTTPResponse) -> None:
+        self._connection, self._response, self.cancelled = connection, response, False
+
+    def whole(self) -> dict[str, object]:
+        """Return the JSON. Raises EngineDied if vLLM ends before it has answered."""
+        try:
+            content: dict[str, object] = json.loads(self._response.read())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise EngineDied(f"vLLM ended in the middle of a reply ({type(error).__name__})") from None
+        return content
+
+    def next_event(self) -> dict[str, object] | None:
+        """Return the JSON of the next event; None at the end, and after `cancel`. Raises EngineDied as `whole` does."""
+        while True:
+            try:
+                line = self._response.readline()
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                line, how = b"", type(error).__name__
+            else:
+                how = "the connection was closed"
+            if self.cancelled or line.startswith(b"data: [DONE]"):
+                return None
+            if not line:
+                raise EngineDied(f"vLLM ended in the middle of a text ({how})")
+            if line.startswith(b"data:"):
+                event: dict[str, object] = json.loads(line[len(b"data:") :])
+                if "error" in event:
+                    raise EngineDied(f"vLLM broke a text off: {_message(line[len(b'data:') :])}")
+                return event
+
+    def cancel(self) -> None:
+        """End the request, from any thread: vLLM sees that nobody listens."""
+        self.cancelled = True
+        self._connection.cancel()
+
+
+def _message(content: bytes) -> str:
+    """Return the message in an error of vLLM's: {"error": {"message": …}}."""
+    try:
+        error = json.loads(content)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return content.decode(errors="replace")[:1000]

@@ -1,0 +1,104 @@
+"""The model servers of this machine: what runs, and ending one in order."""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+from pathlib import Path
+
+import httpx
+import psutil
+
+from tasks.serving.server_record import ServerRecord, local_records
+from tasks.workspace.processes import local_process
+from tasks.workspace.wait import until
+from training.records.record import Record
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 2.0
+POLL_S = 0.1
+TIMEOUT_S = 120.0  # for a server to end: its drain_s, 30 by default, and its engine
+
+
+class RunningServer(Record):
+    """A server, or one replica of it. `version`: what it serves; None if it does not answer."""
+
+    url: str  # where clients reach it
+    own_url: str  # where this process answers, and no other replica
+    ref: str
+    model: str
+    version: int | None
+    status: str
+    pid: int
+    since: str
+
+
+class StoppedServer(Record):
+    url: str
+    pids: tuple[int, ...]
+
+
+def list_servers() -> tuple[RunningServer, ...]:
+    """Return the servers and replicas with a record in this SHARDLINE_HOME, by address; killed ones too."""
+    rows = [_row(record) for _, record in local_records()]
+    return tuple(sorted(rows, key=lambda row: (row.url, row.own_url)))
+
+
+def _row(record: ServerRecord) -> RunningServer:
+    pid, version, since = int(record.process.split("/")[1]), None, ""
+    if (process := local_process(record.process)) is None:
+        status = "killed"
+    else:
+        since = datetime.fromtimestamp(process.create_time(), UTC).isoformat(timespec="seconds")
+        try:  # trust_env: a proxy of the environment is no way to a server beside us
+            health = httpx.get(f"{record.url}/health", timeout=ANSWER_S, trust_env=False).raise_for_status().json()
+            status, version = str(health["status"]), int(health["version"])
+        except (httpx.HTTPError, ValueError, KeyError) as error:
+            status = f"does not answer ({type(error).__name__})"
+    return RunningServer(
+        url=record.clients_url,
+        own_url=record.url,
+        ref=record.ref,
+        model=record.model,
+        version=version,
+        status=status,
+        pid=pid,
+        since=since,
+    )
+
+
+def stop_server(url: str) -> StoppedServer:
+    """End the server at `url` with all its replicas: each finishes its requests. Returns when they have ended.
+
+    Raises ValueError if none is there, RuntimeError if one does not come to an end.
+    """
+    found = [each for each in local_records() if url.rstrip("/") in (each[1].url, each[1].clients_url)]
+    if not found:
+        known = sorted({record.clients_url for _, record in local_records()})
+        raise ValueError(f"no server of this machine is at {url}: those that run are at {', '.join(known) or 'none'}")
+    processes = [process for _, record in found if (process := local_process(record.process))]
+    supervisors = {process for _, record in found if (process := local_process(record.supervisor))}
+    for process in supervisors or processes:
+        process.terminate()
+    logger.info("sent SIGTERM to the server at %s; it finishes its requests", url)
+
+    def running() -> list[int]:
+        return [process.pid for process in {*processes, *supervisors} if _runs(process)]
+
+    if not until(lambda: not running(), timeout_s=TIMEOUT_S, every_s=POLL_S):
+        pids = " ".join(map(str, running()))
+        raise RuntimeError(f"the server at {url} still runs {TIMEOUT_S:.0f} s after SIGTERM: `kill -9 {pids}`")
+    for path, record in found:
+        _forget(path, record)
+    return StoppedServer(url=url, pids=tuple(sorted(process.pid for process in processes)))
+
+
+def _runs(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def _forget(path: Path, record: ServerRecord) -> None:
+    """Remove the record that a killed server left."""
+    if path.exists() and ServerRecord.read(path).process == record.process:
+        path.unlink()

@@ -1,0 +1,235 @@
+"""`shardline serve --replicas N`: N server processes behind one port; one that dies is started again.
+
+This process opens the socket that all replicas accept connections from, so that what is queued there outlives each of
+them. (With sockets of their own and SO_REUSEPORT, the kernel would drop the queue of a replica that ends.) A pipe to
+each tells that it is ready, and, as the kernel closes it, that it has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from prometheus_client.multiprocess import mark_process_dead
+
+from tasks.hardware.machine import gpus_here, usable_cores
+from tasks.serving.listener import listen, print_address, url_of
+from tasks.serving.metrics import SHARED_FOLDER
+from tasks.serving.server_record import ServerRecord
+from tasks.workspace.processes import end_process, process_key
+from training.config.serving import InferenceConfig, ServeConfig
+from training.records.record import Record
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 5.0  # before a replica is started again that died before it was ready
+CLOSING_S = 10.0  # beyond serving.drain_s, for engines to end
+
+
+class ReplicaTask(Record):
+    """What a replica reads on its standard input; its argument list would show a password in `tracking_uri`."""
+
+    number: int
+    ref: str
+    tracking_uri: str
+    cache_dir: Path | None
+    record_path: Path | None
+    url: str
+    public_url: str
+    supervisor: str
+    listeners: tuple[int, ...]  # open sockets that it inherits: the public one, and its own
+    status_pipe: int
+    turn: Path
+    wait_s: float  # before it loads the model
+    config: ServeConfig
+
+
+class ReplicaStatus(Record):
+    """What a replica writes to its pipe, as one line: it is ready, or why it is not."""
+
+    model: str = ""
+    version: int = 0
+    error: str = ""
+    is_bad_input: bool = False
+
+
+@dataclass
+class Replica:
+    task: ReplicaTask
+    private: socket.socket
+    gpus: str | None  # for CUDA_VISIBLE_DEVICES; None: as it is
+    process: subprocess.Popen[bytes]
+    pipe: IO[bytes]  # unbuffered, so that `select` sees every line
+    is_ready: bool = False
+
+    def read_status(self) -> ReplicaStatus | None:
+        """Wait for the next line; None if the replica has ended."""
+        line = self.pipe.readline()
+        return ReplicaStatus.model_validate_json(line) if line else None
+
+
+def serve_by_replicas(
+    ref: str,
+    *,
+    replicas: int,
+    host: str,
+    port: int,
+    tracking_uri: str,
+    cache_dir: Path | None,
+    servers_dir: Path | None,
+    config: ServeConfig,
+) -> None:
+    """Serve like tasks.serving.server.serve, by several processes; call it from the main thread.
+
+    Raises ValueError for too few GPUs too. The first replica starts alone: it downloads the version for all.
+    """
+    gpus = gpus_of_replicas(config.inference, replicas)
+    threads = config.inference.threads or max(1, usable_cores() // replicas)
+    config = config.model_copy(update={"inference": config.inference.model_copy(update={"threads": threads})})
+    with ExitStack() as stack:
+        public = stack.enter_context(listen(host, port))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardline-replicas-")))  # mode 0700
+        url, started = url_of(host, public), list[Replica]()
+        stack.callback(_end, started, public, drain_s=config.serving.drain_s)
+        for number in range(replicas):
+            private = stack.enter_context(listen("127.0.0.1", 0))
+            task = ReplicaTask(
+                number=number,
+                ref=ref,
+                tracking_uri=tracking_uri,
+                cache_dir=cache_dir,
+                record_path=servers_dir / f"{os.getpid()}-{number}.json" if servers_dir else None,
+                url=url_of("127.0.0.1", private),
+                public_url=url,
+                supervisor=process_key(os.getpid()),
+                listeners=(public.fileno(), private.fileno()),
+                status_pipe=-1,
+                turn=folder / "turn",
+                wait_s=0.0,
+                config=config,
+            )
+            started.append(_start(task, private=private, gpus=gpus[number], metrics=folder))
+            if number == 0:
+                first = _ready(started[0])
+        for replica in started[1:]:
+            _ready(replica)
+        print_address(f"{first.model} version {first.version} ({ref}) by {replicas} replicas", url)
+        while True:
+            _watch(started, metrics=folder)
+
+
+def gpus_of_replicas(inference: InferenceConfig, replicas: int) -> list[str | None]:
+    """Return the CUDA_VISIBLE_DEVICES of each replica, `inference.degree` GPUs; None without GPUs to share out.
+
+    Raises ValueError where there are too few.
+    """
+    gpus = gpus_here()
+    if not gpus or inference.engine == "onnx":
+        return [None] * replicas
+    each = inference.degree
+    if replicas * each > len(gpus):
+        raise ValueError(
+            f"{replicas} replicas with {each} GPUs each (inference.degree) need {replicas * each}, and {len(gpus)} are "
+            "visible: take fewer replicas, or serve on the CPU with inference.engine=onnx"
+        )
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = named[: len(gpus)] if named != [""] else [str(number) for number in range(len(gpus))]
+    return [",".join(names[first : first + each]) for first in range(0, replicas * each, each)]
+
+
+def _start(task: ReplicaTask, *, private: socket.socket, gpus: str | None, metrics: Path) -> Replica:
+    environment = os.environ | {SHARED_FOLDER: str(metrics)}
+    if gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus
+    ours, theirs = os.pipe()
+    task = task.model_copy(update={"status_pipe": theirs})
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "tasks.serving.replica"],
+        stdin=subprocess.PIPE,
+        pass_fds=[*task.listeners, theirs],
+        env=environment,
+        start_new_session=True,  # a Ctrl-C in the terminal reaches only this process, which tells the replicas
+    )
+    os.close(theirs)
+    assert process.stdin
+    with process.stdin as pipe:
+        pipe.write(task.model_dump_json().encode())
+    return Replica(task, private, gpus, process, os.fdopen(ours, "rb", buffering=0))
+
+
+def _ready(replica: Replica) -> ReplicaStatus:
+    """Wait until the replica is ready. Raises ValueError or RuntimeError, as it did, if it does not come to that."""
+    status = replica.read_status()
+    if status is None:
+        raise RuntimeError(f"replica {replica.task.number} ended before it was ready: {_how_ended(replica)}")
+    if status.error:
+        raise (ValueError if status.is_bad_input else RuntimeError)(status.error)
+    replica.is_ready = True
+    return status
+
+
+def _watch(replicas: list[Replica], *, metrics: Path) -> None:
+    """Wait until something is heard of a replica; if it has ended, start it again in its place."""
+    heard, _, _ = select.select([replica.pipe for replica in replicas], [], [])
+    for place, replica in enumerate(replicas):
+        if replica.pipe not in heard:
+            continue
+        status = replica.read_status()
+        if status is not None:
+            replica.is_ready = not status.error
+            continue
+        how = _how_ended(replica)
+        wait_s = 0.0 if replica.is_ready else RETRY_S
+        logger.warning("replica %d has ended (%s) and is started again", replica.task.number, how)
+        mark_process_dead(replica.process.pid, str(metrics))
+        task = replica.task.model_copy(update={"wait_s": wait_s})
+        replicas[place] = _start(task, private=replica.private, gpus=replica.gpus, metrics=metrics)
+        replica.pipe.close()
+
+
+def _how_ended(replica: Replica) -> str:
+    code = replica.process.wait()
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def _end(replicas: list[Replica], public: socket.socket, *, drain_s: float) -> None:
+    """End all at once: each finishes its requests; whatever still runs when the time is over is killed."""
+    public.close()  # so that new connections are refused as soon as the replicas accept none
+    for replica in replicas:
+        replica.process.terminate()
+    deadline = time.monotonic() + drain_s + CLOSING_S
+    try:
+        for replica in replicas:
+            replica.process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        logger.warning("replicas still run %.0f s after SIGTERM: killing them", drain_s + CLOSING_S)
+    finally:
+        for replica in replicas:
+            if replica.process.poll() is None:
+                end_process(replica.process, grace_s=0, with_descendants=True)
+            replica.pipe.close()
+            if replica.task.record_path:
+                replica.task.record_path.unlink(missing_ok=True)
+
+
+def record_of(task: ReplicaTask) -> ServerRecord:
+    """Return the record of the replica that runs in this process."""
+    return ServerRecord(
+        url=task.url,
+        ref=task.ref,
+        model="",
+        process=process_key(os.getpid()),
+        public_url=task.public_url,
+        supervisor=task.supervisor,
+    )
