@@ -103,7 +103,7 @@ def _attend_up_to_last_key(
         and query.shape[-1] % 8 == 0
     ):
         flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal=True, scale=scale)[0]  # type: ignore[no-any-return]
+        return flash(query, key, value, dropout_p, is_causal=True, scale=scale)[0]
     queries, keys = query.shape[KEYS], key.shape[KEYS]
     mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
     return F.scaled_dot_product_attention(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from training.config.parallel import StrategyName
+from training.config.parallel import IN_SHARDS, StrategyName
 from training.planner.job import KNOWN_ARCHITECTURES, Job
 
 
@@ -118,6 +118,7 @@ class Program:
     recomputes_scores_only: bool = False  # selective recomputation drops attention's scores, nothing else
     sequence_parallel: bool = False
     chunked_logits: bool = True  # the loss makes its gradient chunk by chunk, in the forward pass
+    gathers_embedding: bool = False  # by itself, where weights are sharded, and frees it after the forward pass
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,7 @@ def our_cost_model(
             boundary_bytes=2.0 if carried == "16 bits" else 4.0,
             sequence_parallel=sequence_parallel,
             chunked_logits=described,
+            gathers_embedding=described and strategy in IN_SHARDS,
             gather_bytes=2.0 if carried == "16 bits" else 4.0,
         ),
         MemoryCosts(
@@ -241,4 +243,4 @@ def our_cost_model(
 
 def _is_16_bit(strategy: StrategyName, job: Job) -> bool:
     """fsdp gathers weights in bf16 and carries bf16 from layer to layer (training/strategies/fsdp.py)."""
-    return job.precision in {"bf16", "fp8"} and strategy in {"fsdp", "hsdp"}
+    return job.precision in {"bf16", "fp8"} and strategy in IN_SHARDS

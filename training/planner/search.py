@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from training.config.parallel import WITH_CP, WITH_PP, WITH_TP, StrategyName, offloads
+from training.config.parallel import IN_SHARDS, WITH_CP, WITH_PP, WITH_TP, StrategyName, offloads
 from training.config.run import RunConfig
 from training.planner.cluster import Cluster, cluster_of
 from training.planner.corrections import NO_CORRECTIONS, Corrections
@@ -265,18 +265,24 @@ def _layouts(config: RunConfig, cluster: Cluster, mesh: Mesh) -> Iterator[Layout
     split = sequence_choices(config, tp=mesh.tp, cp=mesh.cp, kind=cluster.kind)
     for micro_batch, accumulation in _micro_batches(config, dp=dp, pp=mesh.pp):
         for (recompute, offload), is_split in itertools.product(_savings(config, mesh, cluster.kind), split):
-            yield Layout(
-                mesh.strategy,
-                mesh.tp,
-                mesh.pp,
-                dp,
-                micro_batch,
-                accumulation,
-                recompute=recompute,
-                offload=offload,
-                stages_per_rank=config.parallel.pp_stages_per_rank,
-                sequence_parallel=is_split,
-                cp=mesh.cp,
+            keeps = _kept_for_speed(config, mesh, offload=offload, accumulation=accumulation)
+            yield from (
+                Layout(
+                    mesh.strategy,
+                    mesh.tp,
+                    mesh.pp,
+                    dp,
+                    micro_batch,
+                    accumulation,
+                    recompute=recompute,
+                    offload=offload,
+                    stages_per_rank=config.parallel.pp_stages_per_rank,
+                    sequence_parallel=is_split,
+                    cp=mesh.cp,
+                    keeps_weights=keeps_weights,
+                    reduces_last=reduces_last,
+                )
+                for keeps_weights, reduces_last in keeps
             )
 
 
@@ -314,6 +320,20 @@ def _savings(config: RunConfig, mesh: Mesh, kind: str) -> Iterator[tuple[Recompu
         for offloaded in possible if offload == "auto" else (offload,):
             if offloaded in possible:
                 yield recomputed, offloaded
+
+
+def _kept_for_speed(
+    config: RunConfig, mesh: Mesh, *, offload: Offload, accumulation: int
+) -> Iterator[tuple[bool, bool]]:
+    """Whether weights stay gathered throughout a step, and gradients whole until its last micro-batch: ways to try."""
+    parallel = config.parallel
+    keeps_weights = {"on": [False], "off": [True], "auto": [False, True]}[parallel.reshard_after_forward]
+    reduces_last = {"each": [False], "last": [True], "auto": [False, True]}[parallel.reduce_gradients]
+    if mesh.strategy not in IN_SHARDS or mesh.pp > 1 or offload == "parameters":
+        keeps_weights, reduces_last = [False], [False]
+    elif accumulation == 1 and parallel.reduce_gradients == "auto":
+        reduces_last = [False]
+    return itertools.product(keeps_weights, reduces_last)
 
 
 # Ranks per host

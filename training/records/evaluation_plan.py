@@ -47,6 +47,7 @@ class EvaluationPlan(RankPlan):
             "micro_batches": tuple(size for size in plan.micro_batches for _ in range(plan.cp)),
             "rebalance": False,
             "sequence_parallel": False,  # texts are of any length
+            "reshard_after_forward": True,
             "precisions": (),
             "model": trained.checkpoint,
             "step": trained.step,

@@ -72,6 +72,38 @@ def test_offload_is_taken_where_it_is_faster_and_the_host_has_room() -> None:
     assert without_room.offload == "none"
 
 
+def test_weights_stay_gathered_and_gradients_whole_where_that_is_faster_and_fits() -> None:
+    """Gathered and reduced once a step instead of in each micro-batch, for 2 and 4 bytes of each parameter."""
+    how: dict[str, Any] = {"machines": "2x8xA100-80GB-SXM,8x200Gb", "strategy": "fsdp"}
+    plan = planned(LLAMA_1B, **how)
+    assert (plan.reshard_after_forward, plan.reduce_gradients) == (False, "last")
+    both: dict[str, Any] = {"reshard_after_forward": "on", "reduce_gradients": "each"}
+    plain = planned(LLAMA_1B, **how, **both)
+    assert (plain.reshard_after_forward, plain.reduce_gradients) == (True, "each")
+    assert not any(reason.startswith(tuple(both)) for reason in plain.reasons), "asked for"
+    assert plan.predicted.exposed_communication_s < plain.predicted.exposed_communication_s / plain.accumulation * 2
+    without = planned(LLAMA_1B, **how, reshard_after_forward="on")
+    (why,) = (reason for reason in plan.reasons if reason.startswith("reshard_after_forward off: "))
+    assert "GiB, and a step" in why
+    assert without.predicted.step_ms > plan.predicted.step_ms
+    kept, gathered = (each.predicted.memory_gib["gathered or cast weights"] for each in (plan, plain))
+    assert kept - gathered == pytest.approx(6 * plan.shape.parameters / 2**30, rel=0.15)
+    large = planned(LLAMA_8B, "1x8xA100-40GB-SXM", strategy="fsdp")
+    assert (large.reshard_after_forward, large.reduce_gradients) == (True, "each")
+    (why,) = (reason for reason in large.reasons if reason.startswith("reduce_gradients each: "))
+    assert why.endswith("more than are usable")
+    piped = planned(LLAMA_8B, "2x8xA100-80GB-SXM,8x200Gb", strategy="fsdp", pp=2)
+    assert (piped.reshard_after_forward, piped.reduce_gradients) == (False, "last"), "as pipelines always do"
+
+
+def test_what_was_chosen_of_shards_is_chosen_again() -> None:
+    for parallel in ({"strategy": "fsdp"}, {"strategy": "ddp"}, {"strategy": "fsdp", "pp": 2}):
+        plan = planned(LLAMA_1B, "1x8xA100-80GB-SXM", **parallel)
+        again = planned(LLAMA_1B, "1x8xA100-80GB-SXM", **plan.chosen["parallel"])
+        fields = ("strategy", "mesh", "reshard_after_forward", "reduce_gradients")
+        assert all(getattr(again, field) == getattr(plan, field) for field in fields)
+
+
 def test_the_runner_up_and_its_distance_are_named() -> None:
     plan = planned(LLAMA_8B, "1x8xH100-80GB-SXM")
     first, second = plan.ranking[0], plan.ranking[1]
@@ -100,7 +132,8 @@ def test_sharding_what_every_device_could_hold_has_its_reason() -> None:
 
 
 def test_the_simplest_of_those_that_cannot_be_told_apart_is_taken() -> None:
-    plan = planned(LLAMA_1B, "1x8xA100-40GB-SXM")
+    pinned = {"reshard_after_forward": "on", "reduce_gradients": "each"}  # else fsdp is faster by more than that
+    plan = planned(LLAMA_1B, "1x8xA100-40GB-SXM", **pinned)
     first, second = plan.ranking[0], plan.ranking[1]
     assert (plan.strategy, second.strategy) == ("ddp", "fsdp")
     assert first.tokens_per_s is not None
