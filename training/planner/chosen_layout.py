@@ -247,7 +247,7 @@ def _why_rest(config: RunConfig, ranking: Ranking) -> list[str]:
             if each.layout.is_undivided and each.layout.strategy not in fitting:
                 closest.setdefault(each.layout.strategy, each)
         reasons += [f"does not fit: {_misses(each)}" for each in closest.values()]
-        reasons += _why_fewer_bytes(ranking)
+        reasons += [*_why_fewer_bytes(ranking), *ranking.left_out]
     if assumed := ranking.fitting[0].cluster.assumed:
         reasons.append(f"not measured, assumed: {', '.join(assumed)}")
     return reasons

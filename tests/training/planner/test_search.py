@@ -104,6 +104,22 @@ def test_what_was_chosen_of_shards_is_chosen_again() -> None:
         assert all(getattr(again, field) == getattr(plan, field) for field in fields)
 
 
+def test_on_gpus_zero3_is_tried_where_no_fsdp_fits() -> None:
+    plan = planned(LLAMA_8B, "1x8xA100-80GB-SXM")
+    assert plan.strategy == "fsdp"
+    assert "zero3" not in {each.strategy for each in plan.ranking}
+    assert any(reason.startswith("zero3: not tried, since fsdp fits") for reason in plan.reasons)
+    asked = planned(LLAMA_8B, "1x8xA100-80GB-SXM", strategy="zero3")
+    assert asked.strategy == "zero3"
+    assert not any(reason.startswith("zero3: not tried") for reason in asked.reasons)
+
+
+def test_deepspeed_reduces_beside_the_backward_pass_on_gpus() -> None:
+    """As DDP does."""
+    ddp, zero = (planned(LLAMA_1B, "1x8xA100-80GB-SXM", strategy=strategy) for strategy in ("ddp", "zero1"))
+    assert zero.predicted.step_s["dp exposed"] == pytest.approx(ddp.predicted.step_s["dp exposed"], rel=0.05)
+
+
 def test_the_runner_up_and_its_distance_are_named() -> None:
     plan = planned(LLAMA_8B, "1x8xH100-80GB-SXM")
     first, second = plan.ranking[0], plan.ranking[1]
