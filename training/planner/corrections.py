@@ -54,7 +54,7 @@ def _describe_host(host: Host) -> str:
 
 def priced_as(config: RunConfig, job: Job, *, precision: str, machine: tuple[str, ...]) -> Priced:
     """What the prices of all layouts are of; `layout` is empty. `precision`: in words, where devices differ."""
-    compiled = ", compiled" if config.train.compile else ""
+    compiled = ", compiled" if config.train.compile is True else ""
     return Priced(
         machine=machine,
         job=f"{job.shape.architecture}, {precision}{compiled}",

@@ -240,7 +240,7 @@ def _strategies(config: RunConfig, *, num_ranks: int, num_hosts: int) -> tuple[S
     if parallel.strategy != "auto":
         return (parallel.strategy,)
     several = [strategy for strategy in AUTOMATIC if strategy != "single"]
-    if config.train.compile:
+    if config.train.compile is True:
         several.remove("zero3")
     if num_hosts == 1:
         several.remove("hsdp")

@@ -36,10 +36,9 @@ class EvaluationPlan(RankPlan):
         Without gradients no rank needs others for its sequences: what were cp peers take sequences of their own.
         """
         is_sharded = plan.gradient_ranks > 1 and plan.strategy in SHARDED
-        train = plan.config.train.model_copy(update={"compile": False})
         shared: dict[str, Any] = {name: getattr(plan, name) for name in RankPlan.model_fields}
         changed: dict[str, Any] = {
-            "config": plan.config.model_copy(update={"train": train}),
+            "compiled": False,
             "strategy": "fsdp" if is_sharded else "single",
             "offload": plan.offload if is_sharded and plan.offload == "parameters" else "none",
             "activation_checkpointing": "none",

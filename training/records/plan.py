@@ -185,7 +185,8 @@ class RankPlan(Record):
     `sequence_parallel`: between the blocks that tp ranks share, each has a piece of every sequence.
     `reshard_after_forward`, `reduce_gradients`: of fsdp and hsdp, as in the config; beside pp always False and last.
     `micro_batches`: sequences per forward pass, by data-parallel replica; all make `accumulation` of them a step.
-    `rebalance` lets the micro-batches change while training goes on. `local_copies`: of models that are named by URLs.
+    `rebalance` lets the micro-batches change while training goes on. `compiled`: whether layers are, by train.compile.
+    `local_copies`: of models that are named by URLs.
     `precision`: of matrix products; `precisions`: by replica, where they differ, and then the former is the weakest.
     """
 
@@ -212,9 +213,17 @@ class RankPlan(Record):
     micro_batches: tuple[int, ...]
     accumulation: int
     rebalance: bool
+    compiled: bool = False
     precision: Precision
     precisions: tuple[Precision, ...] = ()
     local_copies: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_versions_without_auto(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict) or "compiled" in fields or not isinstance(fields.get("config"), dict):
+            return fields
+        return fields | {"compiled": fields["config"].get("train", {}).get("compile", False) is True}
 
     def local(self, path: str) -> str:
         """A path of the config as ranks open it."""
@@ -334,6 +343,7 @@ class RunPlan(RankPlan):
         train = {
             "micro_batch": 0 if self.is_unequal else self.micro_batch,
             "activation_checkpointing": self.activation_checkpointing,
+            "compile": self.compiled,
         }
         return {"parallel": parallel, "train": train}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -25,7 +26,7 @@ def planned(model: dict[str, Any], machines: str, *, context: int = 4096, batch:
         {
             "model": model,
             "data": {"tokenizer": {"kind": "bpe", "vocab_size": 32_768}},
-            "train": {"context": context, "global_batch": batch},
+            "train": {"context": context, "global_batch": batch, "compile": False},
             "parallel": parallel,
         }
     )
@@ -118,6 +119,37 @@ def test_deepspeed_reduces_beside_the_backward_pass_on_gpus() -> None:
     """As DDP does."""
     ddp, zero = (planned(LLAMA_1B, "1x8xA100-80GB-SXM", strategy=strategy) for strategy in ("ddp", "zero1"))
     assert zero.predicted.step_s["dp exposed"] == pytest.approx(ddp.predicted.step_s["dp exposed"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("steps", "lacks", "why"),
+    [
+        (1000, "", "compile on: a step is predicted to take "),
+        (2, "", "compile off: it would save "),
+        (1000, "there is no g++", "compile off: on hypothetical-0 there is no g++"),
+        (1000, None, "compile off: hypothetical-0 was measured before compilers were looked for"),
+    ],
+)
+def test_layers_are_compiled_where_hosts_can_and_it_pays(steps: int, lacks: str | None, why: str) -> None:
+    machines = hypothetical_inventory("1x8xA100-80GB-SXM")
+    hosts = tuple(host.model_copy(update={"compile_lacks": lacks}) for host in machines.hosts)
+    train = {"context": 4096, "global_batch": 512, "steps": steps, "warmup_steps": 1}
+    plan = make_plan(RunConfig.model_validate({"model": LLAMA_1B, "train": train}), Inventory(hosts=hosts))
+    assert plan.compiled == why.startswith("compile on")
+    assert any(reason.startswith(why) for reason in plan.reasons)
+    asked = RunConfig.model_validate({"model": LLAMA_1B, "train": train | {"compile": True}})
+    assert make_plan(asked, Inventory(hosts=hosts)).compiled
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_plan_of_an_earlier_version_goes_on_as_it_was(asked: bool) -> None:
+    """Its config said whether layers are compiled; fsdp gathered and reduced in each micro-batch."""
+    content = planned(LLAMA_1B, "1x8xA100-80GB-SXM", strategy="fsdp").model_dump(mode="json")
+    for field in ("compiled", "reshard_after_forward", "reduce_gradients"):
+        del content[field]
+    content["config"]["train"]["compile"] = asked
+    earlier = RunPlan.model_validate_json(json.dumps(content))
+    assert (earlier.compiled, earlier.reshard_after_forward, earlier.reduce_gradients) == (asked, True, "each")
 
 
 def test_the_runner_up_and_its_distance_are_named() -> None:
