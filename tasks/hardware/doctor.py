@@ -84,8 +84,8 @@ def host_warnings(host: Host) -> list[str]:
             f"/dev/shm holds {host.shared_memory_gib * 1024:.0f} MiB: NCCL and data workers fail when it is full. "
             "Start the container with --shm-size=8g."
         )
-    if "c++" not in host.versions:
-        found.append("no C++ compiler: torch.compile cannot work. Install g++ (apt-get install g++), or set CXX.")
+    if host.compile_lacks:
+        found.append(f"torch.compile cannot work: {host.compile_lacks}.")
     if on_cpu and "driver" in host.versions:
         found.append(unused_driver(host.versions))
     return [f"{host.name}: {warning}" for warning in found]

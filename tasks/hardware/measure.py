@@ -36,6 +36,7 @@ from tasks.hardware.machine import (
     visible_gpus,
 )
 from tasks.workspace.processes import end_process
+from training.node.compiler import why_no_compile
 from training.records.inventory import Device, Host, Inventory, Measured
 from training.records.record import Record
 
@@ -111,6 +112,7 @@ def check_hardware(*, home: Path, ranks: int = 0, measure_again: bool = False) -
                 allreduce_latency_us=measured.allreduce_latency_us,
                 links=measured.links,
                 versions=measured.versions | head_versions(gpus),
+                compile_lacks=why_no_compile(measured.devices[0].kind),
                 shared_memory_gib=shutil.disk_usage(SHARED_MEMORY).total / GIB if SHARED_MEMORY.is_dir() else None,
                 measured_at=cached.measured_at,
             ),

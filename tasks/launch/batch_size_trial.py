@@ -17,6 +17,7 @@ from tasks.runs.folder import read_plan
 from tasks.tracking import mlflow_run
 from tasks.tracking.mlflow_run import TrackedRun
 from tasks.workspace.paths import fresh
+from training.config.launch import Cause
 from training.planner.plan import wants_trial
 from training.planner.shares import split_by_speed
 from training.records.inventory import Inventory
@@ -25,19 +26,32 @@ from training.records.trial import MEASURED, TRIALS, Trial, TrialMeasured, Trial
 
 logger = logging.getLogger(__name__)
 
+MAYBE_COMPILING: tuple[Cause, ...] = ("error", "bad config", "timeout", "network")  # on one rank, and on its peers
+
 
 def confirmed(plan: RunPlan, *, run: TrackedRun, inventory: Inventory) -> RunPlan:
     """Return the plan, or one with smaller micro-batches, that fitted in a trial.
 
-    It is recorded in plan.json, trial.json and MLflow. Skipped where the config wants none, or this plan was confirmed
-    before. Raises RunFailed if not even the smallest fits, or if a trial fails for another reason.
+    Its layers are not compiled where the plan had chosen to compile them, and the trial failed with that but not
+    without. It is recorded in plan.json, trial.json and MLflow. Skipped where the config wants none, or this plan was
+    confirmed before. Raises RunFailed if not even the smallest micro-batch fits, or if a trial fails otherwise.
     """
     earlier = read_trials(run.folder)
-    if not wants_trial(plan.config, plan.device_kind) or (earlier is not None and earlier.confirm(plan)):
+    wanted = wants_trial(plan.config, plan.device_kind, compiled=plan.compiled)
+    if not wanted or (earlier is not None and earlier.confirm(plan)):
         return plan
     trials: list[Trial] = []
     while not trials or trials[-1].measured is None:
-        plan, trial = _try(plan, run_dir=run.folder)
+        try:
+            plan, trial = _try(plan, run_dir=run.folder)
+        except RunFailed as failure:
+            if failure.cause not in MAYBE_COMPILING or not plan.compiled or plan.config.train.compile != "auto":
+                raise
+            logger.warning("trial: compiled layers failed (%s), trying without train.compile", failure.detail)
+            why = f"compile off: a trial with it failed ({failure.detail})"
+            plan = planning.without_compile(plan, inventory=_hosts_of(plan, inventory), why=why)
+            plan.write(run.folder / "plan.json")
+            continue
         trials.append(trial)
         logger.info("%s", trial)
         if trial.measured is None:
@@ -50,6 +64,7 @@ def confirmed(plan: RunPlan, *, run: TrackedRun, inventory: Inventory) -> RunPla
         mesh=plan.mesh,
         stages=plan.stages,
         ranks_per_host=plan.ranks_per_host,
+        compiled=plan.compiled,
         trials=tuple(trials),
     )
     record.write(run.folder / TRIALS)

@@ -308,8 +308,13 @@ def _program(module: str, plan: LaunchedPlan, launcher: Launcher, ranks: dict[st
         environment={**defaults, **environment},
         secrets=secrets,
         grace_s=grace_s(plan),
-        compile_cache=launcher.compile_cache() if plan.config.train.compile else None,
+        compile_cache=launcher.compile_cache() if _compiles(plan) else None,
     )
+
+
+def _compiles(plan: LaunchedPlan) -> bool:
+    """Whether its ranks use torch.compile; what a user's program does, its config says."""
+    return plan.config.train.compile is True if isinstance(plan, CustomProgramPlan) else plan.compiled
 
 
 def last_checkpoint_step(run_dir: Path) -> int:

@@ -19,6 +19,9 @@ def _describe_layout(layout: RankedLayout) -> str:
         if size > 1
     ) + describe_stages(layout.stages)
     sizes += ", sequence parallel" if layout.sequence_parallel else ""
+    if layout.pp == 1:
+        sizes += "" if layout.reshard_after_forward else ", weights kept gathered"
+        sizes += ", gradients reduced once a step" if layout.reduce_gradients == "last" else ""
     saving = "" if layout.activation_checkpointing == "none" else f", {layout.activation_checkpointing} checkpointing"
     saving += "" if layout.offload == "none" else f", {layout.offload} offloaded"
     speed = layout.why_not if layout.tokens_per_s is None else f"{layout.tokens_per_s:,.0f} tokens/s"

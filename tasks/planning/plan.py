@@ -202,24 +202,44 @@ def replan(run_dir: Path, *, inventory: Inventory, why: str) -> RunPlan:
 
 def with_micro_batches(plan: RunPlan, micro_batches: tuple[int, ...], *, inventory: Inventory) -> RunPlan:
     """Return the same plan with smaller micro-batches and their prediction; none may grow to its earlier size again."""
-    alike, pinned = len(set(micro_batches)) == 1, plan.config.model_dump(mode="json")
-    for section, chosen in plan.chosen.items():
-        pinned[section] |= chosen
+    alike, pinned = len(set(micro_batches)) == 1, _as_chosen(plan)
     pinned["parallel"]["shares"] = "equal" if alike else micro_batches
     pinned["train"]["micro_batch"] = micro_batches[0] if alike else 0
+    lower = _planned_again(plan, pinned, inventory=inventory)
+    update = {name: getattr(lower, name) for name in ("micro_batches", "accumulation", "predicted")}
+    sizes = zip(micro_batches, plan.micro_batches, plan.largest_micro_batches, strict=True)
+    largest = [max(size, min(limit, before - 1)) for size, before, limit in sizes]  # `before` was too much for one
+    return plan.model_copy(update=update | {"largest_micro_batches": tuple(largest)})
+
+
+def without_compile(plan: RunPlan, *, inventory: Inventory, why: str) -> RunPlan:
+    """Return the same plan without compiled layers, and its prediction."""
+    pinned = _as_chosen(plan)
+    pinned["train"]["compile"] = False
+    eager = _planned_again(plan, pinned, inventory=inventory)
+    reasons = (*(reason for reason in plan.reasons if not reason.startswith("compile on: ")), why)
+    update = {"compiled": False, "predicted": eager.predicted, "priced": eager.priced, "reasons": reasons}
+    return plan.model_copy(update=update)
+
+
+def _as_chosen(plan: RunPlan) -> dict[str, Any]:
+    """Return the content of a config that asks for what the plan has chosen."""
+    pinned = plan.config.model_dump(mode="json")
+    for section, chosen in plan.chosen.items():
+        pinned[section] |= chosen
+    return pinned
+
+
+def _planned_again(plan: RunPlan, content: dict[str, Any], *, inventory: Inventory) -> RunPlan:
     shards_dir = Path(plan.shards_dir)
-    lower = plan_run(
-        RunConfig.model_validate(pinned),
+    return plan_run(
+        RunConfig.model_validate(content),
         inventory=inventory,
         run_id=plan.run_id,
         shards=TokenShards.read(shards_dir / MANIFEST),
         shards_dir=shards_dir,
         steps_in_time=plan.steps_in_time,
     )
-    update = {name: getattr(lower, name) for name in ("micro_batches", "accumulation", "predicted")}
-    sizes = zip(micro_batches, plan.micro_batches, plan.largest_micro_batches, strict=True)
-    largest = [max(size, min(limit, before - 1)) for size, before, limit in sizes]  # `before` was too much for one
-    return plan.model_copy(update=update | {"largest_micro_batches": tuple(largest)})
 
 
 def _planned_for(kept: RunPlan, inventory: Inventory, *, micro_batch: int) -> RunPlan:

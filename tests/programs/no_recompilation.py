@@ -1,6 +1,6 @@
 """A training program that compiles, and after its warm-up fails on anything that would compile again.
 
-It writes its losses, of training and validation in turns, to losses.json.
+The first rank writes its losses, of training and validation in turns, to losses.json.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ def main(plan_path: Path) -> None:
     plan = RunPlan.read(plan_path)
     with process_group(plan) as rank:
         model, weights = unfilled_model(plan)
-        mesh = build_mesh(plan)
-        strategy = parallelize(plan, mesh, model, weights=weights, device=rank.device)
-        dp = mesh["dp"]
-        loader = Loader(plan, dp_rank=dp.get_local_rank(), device=rank.device)
+        strategy = parallelize(plan, build_mesh(plan), model, weights=weights, device=rank.device)
+        place = plan.places[rank.rank]  # cp ranks of one place on dp read the same sequences
+        loader = Loader(plan, dp_rank=place.dp, device=rank.device)
 
         losses: list[float] = []
 
@@ -36,13 +35,12 @@ def main(plan_path: Path) -> None:
             losses.append(stats.loss_sum.item() / stats.num_targets)
             model.eval()
             with torch.no_grad():
-                place = {"rank": dp.get_local_rank(), "world_size": dp.size(), "device": rank.device}
-                for _, batch in held_out_by_source(plan, **place):
+                for _, batch in held_out_by_source(plan, rank=place.dp, world_size=plan.dp, device=rank.device):
                     losses.append(strategy.loss(batch).item())
 
         step_and_validate(0)
         torch.compiler.set_stance("fail_on_recompile")
         for step in range(1, plan.steps):
             step_and_validate(step)
-        if dp.get_local_rank() == 0:
+        if rank.rank == 0:
             plan_path.with_name("losses.json").write_text(json.dumps(losses))

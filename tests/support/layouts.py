@@ -13,8 +13,11 @@ LOCAL_SGD: dict[str, Any] = {
     "parallel__outer_learning_rate": 1.0,
     "parallel__outer_momentum": 0.0,
 }
+ONCE_A_STEP = {"parallel__reshard_after_forward": "off", "parallel__reduce_gradients": "last"}
+EACH_MICRO_BATCH = {"parallel__reshard_after_forward": "on", "parallel__reduce_gradients": "each"}
 TWO_RANKS: dict[str, Layout] = {
-    **{name: (2, {"parallel__strategy": name}) for name in ("ddp", "fsdp", "zero1", "zero2", "zero3")},
+    **{name: (2, {"parallel__strategy": name}) for name in ("ddp", "zero1", "zero2", "zero3")},
+    "fsdp": (2, {"parallel__strategy": "fsdp", **ONCE_A_STEP}),
     "hsdp": (2, {"parallel__strategy": "hsdp", "parallel__group_ranks": 1}),
     "local-sgd": (2, {**LOCAL_SGD, "parallel__group_ranks": 2}),
     "zero2 offload": (2, {"parallel__strategy": "zero2", "parallel__offload": "optimizer"}),
@@ -34,8 +37,11 @@ UNLIKE: dict[str, Layout] = {
 }
 FOUR_RANKS: dict[str, Layout] = {
     "ddp 4": (4, {"parallel__strategy": "ddp"}),
-    "hsdp 4": (4, {"parallel__strategy": "hsdp", "parallel__group_ranks": 2}),
-    "fsdp 4": (4, {"parallel__strategy": "fsdp"}),
+    "hsdp 4": (
+        4,
+        {"parallel__strategy": "hsdp", "parallel__group_ranks": 2, **ONCE_A_STEP, "parallel__reduce_gradients": "each"},
+    ),
+    "fsdp 4": (4, {"parallel__strategy": "fsdp", **EACH_MICRO_BATCH}),
     "zero1 4": (4, {"parallel__strategy": "zero1"}),
     "zero2 4": (4, {"parallel__strategy": "zero2"}),
     "zero3 4": (4, {"parallel__strategy": "zero3"}),
@@ -43,7 +49,7 @@ FOUR_RANKS: dict[str, Layout] = {
     "dp x pp interleaved": (4, {"parallel__pp": 2, "parallel__pp_stages_per_rank": 2}),
     "dp x tp": (4, {"parallel__tp": 2}),
     "dp x pp": (4, {"parallel__pp": 2}),
-    "fsdp x tp": (4, {"parallel__strategy": "fsdp", "parallel__tp": 2}),
+    "fsdp x tp": (4, {"parallel__strategy": "fsdp", "parallel__tp": 2, **EACH_MICRO_BATCH}),
     "tp x pp": (4, {"parallel__tp": 2, "parallel__pp": 2}),
     "fsdp x pp": (4, {"parallel__strategy": "fsdp", "parallel__pp": 2}),
     "fsdp x pp interleaved": (
@@ -53,7 +59,10 @@ FOUR_RANKS: dict[str, Layout] = {
     "zero1 x tp": (4, {"parallel__strategy": "zero1", "parallel__tp": 2}),
     "zero1 x pp": (4, {"parallel__strategy": "zero1", "parallel__pp": 2}),
     "fsdp x sp": (4, {"parallel__strategy": "fsdp", "parallel__tp": 2, "parallel__sequence_parallel": "on"}),
-    "fsdp x cp": (4, {"parallel__strategy": "fsdp", "parallel__cp": 2}),
+    "fsdp x cp": (
+        4,
+        {"parallel__strategy": "fsdp", "parallel__cp": 2, **EACH_MICRO_BATCH, "parallel__reduce_gradients": "last"},
+    ),
     "sp x pp": (4, {"parallel__tp": 2, "parallel__pp": 2, "parallel__sequence_parallel": "on"}),
 }
 EIGHT_RANKS: dict[str, Layout] = {

@@ -26,6 +26,7 @@ OFFLOADS: dict[str, tuple[str, ...]] = {
 }
 COMPRESSIONS: dict[str, tuple[str, ...]] = {"ddp": ("bf16", "topk", "powersgd"), "local-sgd": ("bf16",)}
 IN_GROUPS = ("hsdp", "local-sgd")
+IN_SHARDS = ("fsdp", "hsdp")  # FSDP2: these choose when weights are gathered and gradients reduced, without a pipeline
 WITH_PRECISIONS = ("ddp", "local-sgd")  # unlike ranks may compute in unlike precisions: they sum whole fp32 gradients
 
 
@@ -93,6 +94,18 @@ class ParallelConfig(Section):
         description="What is kept in host memory instead of GPU memory. optimizer: the optimizer state (zero1-3). "
         "parameters: weights and optimizer state (zero3, fsdp, hsdp). auto: nothing, unless nothing "
         "else fits.",
+    )
+    reshard_after_forward: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Whether each layer's gathered weights are freed after its forward pass, and gathered again for "
+        "its backward pass, for fsdp and hsdp. off: all weights stay gathered from the first forward pass of a step to "
+        "its last backward pass, and travel once a step. auto: off where the plan predicts that it is faster and fits.",
+    )
+    reduce_gradients: Literal["auto", "each", "last"] = Field(
+        "auto",
+        description="After which of a step's micro-batches gradients are reduced, for fsdp and hsdp. each: after each "
+        "one, so that a rank keeps its shard only. last: after the last one, and until then whole gradients are kept, "
+        "4 bytes for each parameter. auto: last where the plan predicts that it is faster and fits.",
     )
     ranks: int = Field(
         0,
@@ -206,6 +219,7 @@ class ParallelConfig(Section):
                 f"parallel.offload={self.offload} is not there for parallel.strategy={self.strategy} with "
                 f"parallel.tp = {self.tp} and pp = {self.pp}: it can have {', '.join(possible)}"
             )
+        self._check_shards()
         if not isinstance(self.precision, str):
             check_keys("parallel.precision", self.precision)
             if not self.precision:
@@ -216,6 +230,22 @@ class ParallelConfig(Section):
                 "for each, or set parallel.shares=auto"
             )
         return self
+
+    def _check_shards(self) -> None:
+        """Raises ValueError for fields of sharded weights where weights are not in shards, or always kept gathered."""
+        fields = {"reshard_after_forward": self.reshard_after_forward, "reduce_gradients": self.reduce_gradients}
+        for field, asked in fields.items():
+            if asked != "auto" and (self.pp > 1 or self.strategy not in ("auto", *IN_SHARDS)):
+                raise ValueError(
+                    f"parallel.{field}={asked} would not be used by parallel.strategy={self.strategy} with pp = "
+                    f"{self.pp}: set it to auto, or choose {' or '.join(IN_SHARDS)} without a pipeline, which always "
+                    "gathers and reduces once a step"
+                )
+            if asked in ("off", "last") and self.offload == "parameters":
+                raise ValueError(
+                    f"parallel.{field}={asked} keeps on the device what parallel.offload=parameters keeps in the "
+                    "host's memory: change one of them"
+                )
 
     @model_validator(mode="after")
     def check_stages(self) -> ParallelConfig:

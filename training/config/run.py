@@ -162,7 +162,7 @@ class RunConfig(Section):
             )
         if beyond := [step for step in self.profile.steps if not 0 < step <= train.steps]:
             raise ValueError(f"profile.steps = {beyond} are not among the {train.steps} of train.steps: change them")
-        if train.compile and parallel.strategy == "zero3":
+        if train.compile is True and parallel.strategy == "zero3":
             raise ValueError(
                 "train.compile=true cannot be had with parallel.strategy=zero3, which gathers weights inside each "
                 "layer: use fsdp, which shards the same, or train.compile=false"

@@ -48,7 +48,8 @@ class TrainConfig(Section):
     micro_batch_trial: Literal["auto", "always", "never"] = Field(
         "auto",
         description="Whether to run a few steps before training, in a separate launch, and to lower the "
-        "micro-batch until it fits in memory. auto: on GPUs, if micro_batch is 0.",
+        "micro-batch until it fits in memory; layers that were to be compiled by compile=auto, and cannot be, are not. "
+        "auto: on GPUs, if micro_batch is 0 or layers are compiled by compile=auto.",
     )
     packing: Literal["stream", "documents", "padded"] = Field(
         "stream",
@@ -106,8 +107,11 @@ class TrainConfig(Section):
         "no activations. selective: all except the results of matrix products and attention. full: "
         "whole layers. auto: the plan chooses.",
     )
-    compile: bool = Field(
-        False, description="Compile the model's layers with torch.compile, which needs a C++ compiler."
+    compile: bool | Literal["auto"] = Field(
+        "auto",
+        description="Compile the model's layers with torch.compile, which needs a C++ compiler and Python's headers on "
+        "every host. auto: where they are there, the plan predicts that it saves more time than compiling takes, and "
+        "on GPUs a trial of a few steps works with it.",
     )
     deterministic: bool = Field(
         False, description="Use only kernels that give the same bits every time. Some of them are slower."

@@ -5,8 +5,6 @@ A forward run gives logits of whole texts; a decode step gives those of one more
 
 from __future__ import annotations
 
-import os
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +19,7 @@ from training.config.export import ExportConfig
 from training.exports.onnx_graphs import Decode, Forward, graph_file, zero_cache
 from training.exports.onnx_session import empty_past, open_session
 from training.exports.parity import graphs_in
+from training.node.compiler import why_no_compile
 from training.records.plan import RunPlan
 from training.records.results import LatencyFigure, LatencyReport
 
@@ -36,7 +35,7 @@ def measure_latency(model: Any, folder: Path, *, plan: RunPlan) -> LatencyReport
     """Measures medians by engine, graph, precision, batch and length, in about export.latency_seconds."""
     bounds, started = plan.config.export, time.perf_counter()
     engines: dict[tuple[str, str], Engine] = {("torch", "fp32"): torch_engine(model)}
-    why = why_no_compile(bounds)
+    why = why_not_measured(bounds)
     if not why:
         engines["torch.compile", "fp32"] = torch_engine(model, compiled=True)
     kinds = sorted({kind for kind, _ in graphs_in(folder)}, reverse=True)
@@ -144,11 +143,8 @@ def torch_engine(model: Any, *, compiled: bool = False) -> Engine:
     return engine
 
 
-def why_no_compile(bounds: ExportConfig) -> str:
+def why_not_measured(bounds: ExportConfig) -> str:
     """The reason why torch.compile is not measured, "" if it is."""
     if not bounds.latency_compile:
         return "it compiles for up to a minute: export.latency_compile=true measures it too"
-    compiler = os.environ.get("CXX") or "g++"
-    if shutil.which(compiler) is None:
-        return f"torch.compile needs a C++ compiler, and there is no {compiler}: install one, or set CXX"
-    return ""
+    return why_no_compile("cpu")

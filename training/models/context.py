@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 from training.models.architectures import Architecture, layers_of
 from training.runtime.mesh import SEQUENCE, gather_sequence
 
 ATTENTION = "context_parallel"  # its name among those of transformers
+FLASH_CAPABILITY, FLASH_HEAD_WIDTH = (8, 0), 256  # the first GPUs and the widest heads that FlashAttention takes
 KEYS = 2  # the dimension of tokens in [batch, heads, context, head width]
 
 
@@ -83,9 +83,29 @@ def _attention(
         parts = []
         for piece, own in zip(pieces.own, query.chunk(2, KEYS), strict=True):
             seen = (piece + 1) * own.shape[KEYS]
-            mask = causal_lower_right(own.shape[KEYS], seen)
-            parts.append(
-                F.scaled_dot_product_attention(own, key[:, :, :seen], value[:, :, :seen], attn_mask=mask, **options)
-            )
+            parts.append(_attend_up_to_last_key(own, key[:, :, :seen], value[:, :, :seen], **options))
         result = torch.cat(parts, KEYS)
     return result.transpose(1, 2).contiguous(), None
+
+
+def _attend_up_to_last_key(
+    query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    """Causal attention whose last query sees the last key, as a causal FlashAttention of fewer queries does.
+
+    torch's own causal_lower_right does the same, but is a class that torch.compile cannot make.
+    """
+    if (
+        query.is_cuda
+        and torch.cuda.get_device_capability(query.device) >= FLASH_CAPABILITY
+        and query.dtype != torch.float32
+        and query.shape[-1] <= FLASH_HEAD_WIDTH
+        and query.shape[-1] % 8 == 0
+    ):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal=True, scale=scale)[0]
+    queries, keys = query.shape[KEYS], key.shape[KEYS]
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa
+    )

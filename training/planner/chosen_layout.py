@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from training.config.parallel import IN_SHARDS
 from training.config.run import RunConfig
 from training.planner.cluster import Cluster
 from training.planner.communication import check_communication, choose_groups
@@ -77,6 +78,7 @@ class ChosenLayout:
             "mesh": self.mesh,
             "stages": self.layout.stages,
             "sequence_parallel": self.layout.sequence_parallel,
+            **_as_recorded(self.layout),
             "group_ranks": parallel.group_ranks,
             "ranks_per_host": self.cluster.ranks_per_host,
             "ranking": self.ranking,
@@ -235,6 +237,7 @@ def _why_rest(config: RunConfig, ranking: Ranking) -> list[str]:
         )
     if layout.sequence_parallel and config.parallel.sequence_parallel == "auto":
         reasons.append(f"sequence parallel: {_why_sequence_parallel(ranking)}")
+    reasons += _why_kept(config, ranking)
     if layout.offload != "none" and config.parallel.offload == "auto":
         reasons.append(f"offload {layout.offload}: {_without(ranking, 'offload')}")
     if config.parallel.strategy == "auto":
@@ -244,7 +247,7 @@ def _why_rest(config: RunConfig, ranking: Ranking) -> list[str]:
             if each.layout.is_undivided and each.layout.strategy not in fitting:
                 closest.setdefault(each.layout.strategy, each)
         reasons += [f"does not fit: {_misses(each)}" for each in closest.values()]
-        reasons += _why_fewer_bytes(ranking)
+        reasons += [*_why_fewer_bytes(ranking), *ranking.left_out]
     if assumed := ranking.fitting[0].cluster.assumed:
         reasons.append(f"not measured, assumed: {', '.join(assumed)}")
     return reasons
@@ -264,6 +267,34 @@ def _why_fewer_bytes(ranking: Ranking) -> list[str]:
         f"{best.layout.strategy} carries bf16 from layer to layer, {other.layout.strategy} fp32: what memory bounds "
         f"takes {1000 * own_s:,.0f} ms of a step instead of {1000 * other_s:,.0f}"
     ]
+
+
+def _why_kept(config: RunConfig, ranking: Ranking) -> list[str]:
+    """Whether sharded weights stay gathered throughout a step, and gradients whole until its end, where left open."""
+    best, parallel = ranking.fitting[0], config.parallel
+    left_open = {
+        "keeps_weights": ("reshard_after_forward", "on", "off", "keep weights gathered throughout a step"),
+        "reduces_last": ("reduce_gradients", "each", "last", "reduce gradients once a step"),
+    }
+    reasons = []
+    for flag, (field, plain, taken, what) in left_open.items():
+        is_taken = getattr(best.layout, flag)
+        flipped: dict[str, Any] = {flag: not is_taken}
+        same = replace(best.layout, **flipped)
+        other = next((each for each in (*ranking.fitting, *ranking.unfitting) if each.layout == same), None)
+        if getattr(parallel, field) != "auto" or other is None:
+            continue
+        gib = abs(other.needed_gib - best.needed_gib)
+        if is_taken:
+            longer = other.step_s / best.step_s - 1
+            reasons.append(f"{field} {taken}: to {what} takes {gib:.1f} GiB, and a step {longer:.1%} longer without it")
+        elif other.fits:
+            saved = max(0.0, 1 - other.step_s / best.step_s)
+            reasons.append(f"{field} {plain}: to {what} would take {gib:.1f} GiB, and save {saved:.1%} of a step")
+        else:
+            missing = other.missing_gib
+            reasons.append(f"{field} {plain}: to {what} would take {gib:.1f} GiB, {missing:.1f} more than are usable")
+    return reasons
 
 
 def _without(ranking: Ranking, field: str) -> str:
@@ -316,6 +347,16 @@ def table(ranking: Ranking) -> tuple[RankedLayout, ...]:
     return tuple(_ranked(ranking, each) for each in (*fitting, *unfitting))
 
 
+def _as_recorded(layout: Layout) -> dict[str, Any]:
+    """The fields of a plan that say when sharded weights are gathered, and gradients reduced."""
+    if layout.strategy not in IN_SHARDS:
+        return {}
+    return {
+        "reshard_after_forward": not layout.gathers_once,
+        "reduce_gradients": "last" if layout.reduces_once else "each",
+    }
+
+
 def _ranked(ranking: Ranking, each: PricedLayout) -> RankedLayout:
     layout, cluster = each.layout, each.cluster
     speed = tokens_per_s(ranking, each) if each.fits else None
@@ -328,6 +369,7 @@ def _ranked(ranking: Ranking, each: PricedLayout) -> RankedLayout:
         cp=layout.cp,
         stages=layout.stages,
         sequence_parallel=layout.sequence_parallel,
+        **_as_recorded(layout),
         micro_batch=layout.micro_batch,
         accumulation=layout.accumulation,
         activation_checkpointing=layout.recompute,

@@ -54,7 +54,7 @@ def _describe_host(host: Host) -> str:
 
 def priced_as(config: RunConfig, job: Job, *, precision: str, machine: tuple[str, ...]) -> Priced:
     """What the prices of all layouts are of; `layout` is empty. `precision`: in words, where devices differ."""
-    compiled = ", compiled" if config.train.compile else ""
+    compiled = ", compiled" if config.train.compile is True else ""
     return Priced(
         machine=machine,
         job=f"{job.shape.architecture}, {precision}{compiled}",
@@ -68,6 +68,7 @@ def describe_kind(config: RunConfig, layout: Layout) -> str:
     sizes = [f"{axis} {size}" for axis, size in (("tp", layout.tp), ("pp", layout.pp), ("cp", layout.cp)) if size > 1]
     words = [" ".join([layout.strategy, *sizes, f"on {layout.world_size} rank{'s' * (layout.world_size > 1)}"])]
     words += ["sequence parallel"] if layout.sequence_parallel else []
+    words += layout.how_shards_travel()
     words += [f"{layout.stages_per_rank} stages a rank"] if layout.stages_per_rank > 1 else []
     words += [describe_stages(layout.stages).strip()] if layout.stages else []
     words += [f"{layout.recompute} activation checkpointing"] if layout.recompute != "none" else []

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from training.config.parallel import StrategyName
+from training.config.parallel import IN_SHARDS, StrategyName
 from training.planner.job import KNOWN_ARCHITECTURES, Job
 
 
@@ -20,16 +20,15 @@ class Sharing:
 
     `stage`: ZeRO's (Rajbhandari et al. 2020, section 5): 1 shards the optimizer's state, 2 also gradients, 3 also
     weights. `gathers`: of the whole weights in one micro-batch. `reduces_each`: gradients travel after each
-    micro-batch, not once a step. `gathers_update`: the updated weights travel after the step. `hides`: communication
-    runs beside computing. `in_groups`: ranks do so within their group only; groups add up gradients. `ops`: what its
-    hooks launch for each layer's forward pass, in host time of so many operations (assumed, not measured).
+    micro-batch, not once a step. `gathers_update`: the updated weights travel after the step. `in_groups`: ranks do so
+    within their group only; groups add up gradients. `ops`: what its hooks launch for each layer's forward pass, in
+    host time of so many operations (assumed, not measured).
     """
 
     stage: int
     gathers: int = 0
     reduces_each: bool = False
     gathers_update: bool = False
-    hides: bool = True
     in_groups: bool = False
     ops: float = 0.0
 
@@ -37,10 +36,11 @@ class Sharing:
 SHARING: dict[str, Sharing] = {
     "single": Sharing(stage=0),
     "ddp": Sharing(stage=0),
-    # DeepSpeed 0.19, overlap_comm unset: stages 1 and 2 reduce in line, stage 3 prefetches.
-    # Beside tp or pp zero1 is training/strategies/sharded_optimizer.py, which runs nothing in a layer's forward pass.
-    "zero1": Sharing(stage=1, gathers_update=True, hides=False, ops=10),
-    "zero2": Sharing(stage=2, reduces_each=True, gathers_update=True, hides=False, ops=10),
+    # DeepSpeed 0.19 with overlap_comm on GPUs: stage 1 reduces beside the last backward, stage 2 beside each one, and
+    # stage 3 prefetches. Beside tp or pp zero1 is training/strategies/sharded_optimizer.py, which runs nothing in a
+    # layer's forward pass, and reduces in line after the last micro-batch.
+    "zero1": Sharing(stage=1, gathers_update=True, ops=10),
+    "zero2": Sharing(stage=2, reduces_each=True, gathers_update=True, ops=10),
     "zero3": Sharing(stage=3, gathers=2, reduces_each=True, ops=100),
     "fsdp": Sharing(stage=3, gathers=2, reduces_each=True, ops=30),
     "hsdp": Sharing(stage=3, gathers=2, reduces_each=True, in_groups=True, ops=30),
@@ -118,6 +118,7 @@ class Program:
     recomputes_scores_only: bool = False  # selective recomputation drops attention's scores, nothing else
     sequence_parallel: bool = False
     chunked_logits: bool = True  # the loss makes its gradient chunk by chunk, in the forward pass
+    gathers_embedding: bool = False  # by itself, where weights are sharded, and frees it after the forward pass
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,7 @@ def our_cost_model(
             boundary_bytes=2.0 if carried == "16 bits" else 4.0,
             sequence_parallel=sequence_parallel,
             chunked_logits=described,
+            gathers_embedding=described and strategy in IN_SHARDS,
             gather_bytes=2.0 if carried == "16 bits" else 4.0,
         ),
         MemoryCosts(
@@ -234,11 +236,11 @@ def our_cost_model(
             hides_ops=kind == "cuda",
             skips_masked=kind == "cuda",
             scatters_sums=is_ours,
-            hides=0.8 if kind == "cuda" and SHARING[strategy].hides else 0.0,
+            hides=0.8 if kind == "cuda" and not is_ours else 0.0,
         ),
     )
 
 
 def _is_16_bit(strategy: StrategyName, job: Job) -> bool:
     """fsdp gathers weights in bf16 and carries bf16 from layer to layer (training/strategies/fsdp.py)."""
-    return job.precision in {"bf16", "fp8"} and strategy in {"fsdp", "hsdp"}
+    return job.precision in {"bf16", "fp8"} and strategy in IN_SHARDS

@@ -128,6 +128,7 @@ def _host(gpu: KnownGpu, num_gpus: int) -> Host:
         devices=(device,) * num_gpus,
         allreduce_gb_per_s=share * link / 2 if num_gpus > 1 else 0.0,
         allreduce_latency_us=START_US + 2 * (num_gpus - 1) * _hop_us(by_nvlink) if num_gpus > 1 else 0.0,
+        compile_lacks="",  # NVIDIA's image, the base of ours, has what it needs
         versions={HYPOTHETICAL: f"{gpu.name}: {gpu.source}, shares measured on {gpu.measured_as}"},
     )
 

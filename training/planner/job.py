@@ -51,6 +51,8 @@ class Layout:
     `stages`: the layers of each pipeline stage, by replica, where replicas are of unlike shape or stages unequal; such
     a layout is priced rank by rank. `at`: the replica and the stage of the rank that is priced. `sequence_parallel`:
     tp ranks have pieces of each sequence between blocks. `cp`: ranks that share the tokens of each sequence.
+    `keeps_weights`, `reduces_last`: of ranks that shard weights, whether these stay gathered throughout a step, and
+    gradients whole until its last micro-batch.
     """
 
     strategy: StrategyName
@@ -66,6 +68,18 @@ class Layout:
     at: tuple[int, int] | None = None
     sequence_parallel: bool = False
     cp: int = 1
+    keeps_weights: bool = False
+    reduces_last: bool = False
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether sharded weights travel once a step; in a pipeline they always do."""
+        return self.keeps_weights or self.pp > 1
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether gradients travel once a step, where weights are sharded; in a pipeline they always do."""
+        return self.reduces_last or self.pp > 1
 
     @property
     def world_size(self) -> int:
@@ -106,10 +120,15 @@ class Layout:
         if self.stages_per_rank > 1:
             sizes.append(f"{self.stages_per_rank} stages a rank")
         sizes += [describe_stages(self.stages).strip()] if self.stages else []
-        words = [" ".join([self.strategy, *sizes]), f"micro-batch {self.micro_batch}"]
+        words = [" ".join([self.strategy, *sizes]), f"micro-batch {self.micro_batch}", *self.how_shards_travel()]
         words += [f"{self.recompute} activation checkpointing"] if self.recompute != "none" else []
         words += [f"{self.offload} offloaded"] if self.offload != "none" else []
         return ", ".join(words)
+
+    def how_shards_travel(self) -> list[str]:
+        """In words, where that is not as always."""
+        words = ["weights kept gathered"] if self.keeps_weights else []
+        return words + (["gradients reduced once a step"] if self.reduces_last else [])
 
 
 def padding_words(num_words: int, multiple: int = WORDS_MULTIPLE) -> int:

@@ -90,20 +90,24 @@ def _bytes_of_stage(job: Job, layout: Layout, model: CostModel, *, stage: int, n
 def _working_weights(job: Job, layout: Layout, model: CostModel, *, parameters: float) -> float:
     """Bytes of the weights that computing needs beside the stored ones.
 
-    Stage 3: the gathered layers, what lies outside of them (kept from forward to backward), and whole gradients, of the
-    output layer and of the layer whose gradients are on their way to the shards. Else copies for matrix products.
+    Stage 3: the gathered layers, what of the rest is kept from forward to backward, and whole gradients, of the output
+    layer and of the layer whose gradients are on their way to the shards; all weights where they are gathered once a
+    step, and all gradients where they are reduced once. Else copies for matrix products.
     """
     if SHARING[layout.strategy].stage < 3:
         return model.memory.cast_bytes * parameters
-    layer, outside = layer_parameters(job) / layout.tp, _outside_layers(job.shape) / layout.tp
-    casts = model.memory.cast_bytes if model.program.gather_bytes == 4 else 0.0
-    if layout.pp > 1:  # gathered, and gradients whole, until the last micro-batch
-        return parameters * (model.program.gather_bytes + casts + model.program.reduce_bytes)
-    embedding = job.shape.vocab_size * job.shape.width / layout.tp
-    travelling = (
-        layer * (model.program.gather_bytes + model.program.reduce_bytes) + embedding * model.program.gather_bytes
-    )
-    return (LAYERS_GATHERED * layer + outside) * (model.program.gather_bytes + casts) + travelling
+    layer, output = layer_parameters(job) / layout.tp, job.shape.vocab_size * job.shape.width / layout.tp
+    gather, reduce = model.program.gather_bytes, model.program.reduce_bytes
+    casts = model.memory.cast_bytes if gather == 4 else 0.0
+    is_alone = model.program.gathers_embedding and not job.shape.tied
+    outside = output if is_alone else _outside_layers(job.shape) / layout.tp
+    gathered = parameters if layout.gathers_once else LAYERS_GATHERED * layer + outside
+    if layout.pp > 1:
+        whole_gradients = parameters * reduce
+    else:
+        whole_gradients = layer * (gather + reduce) + output * gather
+        whole_gradients += parameters * reduce if layout.reduces_once and layout.accumulation > 1 else 0.0
+    return gathered * (gather + casts) + whole_gradients
 
 
 def in_flight(layout: Layout, *, stage: int = 0) -> float:

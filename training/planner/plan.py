@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from training.config.run import RunConfig
@@ -19,7 +20,7 @@ from training.planner.job import KNOWN_ARCHITECTURES
 from training.planner.mixture import describe_sources, one_pass, plan_sources, warn_of_repeats
 from training.planner.model_shape import ASSUMED_VOCAB, model_shape, vocab_size
 from training.planner.precision import ChosenPrecision, own_precisions, resolved_precision, weakest_precision
-from training.planner.pricing import predict, price_memory_copies
+from training.planner.pricing import predict, price_memory_copies, seconds_of
 from training.planner.replicas import BatchSplit, choose_replicas
 from training.planner.search import AS_FAST
 from training.records.correction import Measurement
@@ -28,9 +29,9 @@ from training.records.plan import MixturePhase, ModelShape, PlannedSource, Predi
 from training.records.token_shards import TokenShards
 from training.shards.packing import Epoch
 
-FEWEST_STEPS = (
-    0.2  # share of train.steps, because rates that were measured beside other programs can be a tenth of the true ones
-)
+# Share of train.steps, because rates that were measured beside other programs can be a tenth of the true ones.
+FEWEST_STEPS = 0.2
+COMPILING_S = 60.0  # that torch.compile takes when training begins; on GPUs assumed
 
 
 def make_plan(
@@ -57,13 +58,14 @@ def make_plan(
     shape = model_shape(config, vocab_size=vocab_size(config, shards, hf_config), hf_config=hf_config)
     _check_shards(config, shards)
     _check_packing(config, shape)
-    chosen, split, why_precision = _choose(config, shape, inventory, measurements)
+    (chosen, split, why_precision), why_compile = _choose_compile(config, shape, inventory, measurements, epoch)
     in_time = steps_in_time or steps_that_fit(config.train, step_s=split.step_s)
     steps, sequences, limit = length(config, epoch, steps_in_time=in_time)
     check_schedule(config.train, steps=steps)
     if steps == in_time:
         limit += f"; {_time_limit(config.train, steps, split.step_s, is_kept=bool(steps_in_time))}"
-    reasons = [f"{steps} steps: {limit}", *_assumptions(config, shards, inventory, steps=steps)]
+    compiled = chosen.config.train.compile is True
+    reasons = [f"{steps} steps: {limit}", *_assumptions(config, shards, inventory, steps=steps, compiled=compiled)]
     sources: tuple[PlannedSource, ...] = ()
     mixture: tuple[MixturePhase, ...] = ()
     if epoch is not None:
@@ -108,19 +110,89 @@ def make_plan(
         largest_stages=split.largest_stages,
         accumulation=split.accumulation,
         rebalance=split.rebalance,
+        compiled=compiled,
         steps=steps,
         steps_in_time=in_time,
         sequences=sequences,
         sources=sources,
         mixture=mixture,
         predicted=predicted,
-        reasons=(*reasons, *chosen.reasons, *why_precision, *split.reasons),
+        reasons=(*reasons, *chosen.reasons, *why_precision, *split.reasons, *why_compile),
     )
 
 
-def _choose(
-    config: RunConfig, shape: ModelShape, inventory: Inventory, measurements: Sequence[Measurement]
-) -> tuple[ChosenLayout, BatchSplit, tuple[str, ...]]:
+Choice = tuple[ChosenLayout, BatchSplit, tuple[str, ...]]
+
+
+def _choose_compile(
+    config: RunConfig,
+    shape: ModelShape,
+    inventory: Inventory,
+    measurements: Sequence[Measurement],
+    epoch: Sequence[Epoch] | None,
+) -> tuple[Choice, tuple[str, ...]]:
+    """Return what `_choose` does, with layers compiled or not; and why, where train.compile leaves it open."""
+
+    def choose(*, compiled: bool) -> Choice:
+        return _choose(_with_compile(config, compiled), shape, inventory, measurements)
+
+    if config.train.compile != "auto":
+        return choose(compiled=config.train.compile), ()
+    if refusal := _compile_refusal(config, shape, inventory):
+        return choose(compiled=False), (f"compile off: {refusal}",)
+    try:
+        compiled = choose(compiled=True)
+    except ValueError as error:
+        if config.parallel.strategy != "auto":
+            raise
+        return choose(compiled=False), (f"compile off: {error}",)  # zero3 may fit
+    chosen, split, _ = compiled
+    eager_s = split.step_s * _times_as_long_eager(chosen)
+    steps, *_ = length(config, epoch, steps_in_time=steps_that_fit(config.train, step_s=eager_s))
+    saved_s = steps * (eager_s - split.step_s)
+    if saved_s < COMPILING_S:
+        return choose(compiled=False), (
+            f"compile off: it would save {max(0.0, saved_s):,.0f} s of {steps * eager_s:,.0f} s of training, and takes "
+            f"about {COMPILING_S:.0f} s to begin with",
+        )
+    return compiled, (
+        f"compile on: a step is predicted to take {1 - split.step_s / eager_s:.1%} less time, {saved_s:,.0f} s in all, "
+        f"for about {COMPILING_S:.0f} s to begin with; all hosts have what it needs",
+    )
+
+
+def _with_compile(config: RunConfig, compiled: bool) -> RunConfig:
+    return config.model_copy(update={"train": config.train.model_copy(update={"compile": compiled})})
+
+
+def _times_as_long_eager(chosen: ChosenLayout) -> float:
+    """How many times as long as compiled a step of the layout takes eager, on devices as the run's slowest."""
+    layout = replace(chosen.layout, stages=())  # one of unlike stages is priced rank by rank: here as equal ones
+    eager, compiled = (
+        sum(seconds_of(_with_compile(chosen.config, on), chosen.job, layout, chosen.cluster).values())
+        for on in (False, True)
+    )
+    return eager / compiled
+
+
+def _compile_refusal(config: RunConfig, shape: ModelShape, inventory: Inventory) -> str:
+    """Why layers cannot be compiled, or may not be able to; empty if they can."""
+    if config.parallel.strategy == "zero3":
+        return "zero3 gathers weights inside each layer"
+    if shape.architecture not in KNOWN_ARCHITECTURES:
+        return f"whether a {shape.architecture} model's layers compile is not known; train.compile=true tries it"
+    for host in inventory.hosts:
+        if host.compile_lacks:
+            return f"on {host.name} {host.compile_lacks}"
+        if host.compile_lacks is None:
+            return (
+                f"{host.name} was measured before compilers were looked for: `shardline doctor --again` does, and "
+                "train.compile=true compiles all the same"
+            )
+    return ""
+
+
+def _choose(config: RunConfig, shape: ModelShape, inventory: Inventory, measurements: Sequence[Measurement]) -> Choice:
     """Return the layout, the shares and, for unlike devices, why each kind has its own precision or not."""
     asked = resolved_precision(config, inventory)
     chosen, split = choose_replicas(config, shape, inventory, asked, measurements=measurements)
@@ -163,7 +235,9 @@ def _predicted(chosen: ChosenLayout, split: BatchSplit, inventory: Inventory, *,
     )
 
 
-def _assumptions(config: RunConfig, shards: TokenShards | None, inventory: Inventory, *, steps: int) -> list[str]:
+def _assumptions(
+    config: RunConfig, shards: TokenShards | None, inventory: Inventory, *, steps: int, compiled: bool
+) -> list[str]:
     """Return sentences on the plan's assumptions, and on facts that may surprise."""
     reasons, tokenizer, train = [], config.data.tokenizer, config.train
     if shards is None and tokenizer.kind != "bpe" and not tokenizer.vocab_size:
@@ -174,17 +248,22 @@ def _assumptions(config: RunConfig, shards: TokenShards | None, inventory: Inven
         reasons.append(
             f"learning rate: training ends after {steps} steps, within the {train.warmup_steps} steps of warm-up"
         )
-    if wants_trial(config, inventory.device_kind):
+    if wants_trial(config, inventory.device_kind, compiled=compiled):
         reasons.append("micro-batch: predicted to fit; a trial of a few steps will confirm this before training")
     slow = (f"{host}: {why}" for (host, _), why in slow_devices(inventory).items())
     return [*reasons, *assumptions(inventory), *slow]
 
 
-def wants_trial(config: RunConfig, device_kind: str) -> bool:
-    """Whether a trial precedes training, by train.micro_batch_trial; auto: on GPUs, if the plan chooses the size."""
-    if config.train.micro_batch_trial != "auto":
-        return config.train.micro_batch_trial == "always"
-    return device_kind == "cuda" and not config.train.micro_batch and isinstance(config.parallel.shares, str)
+def wants_trial(config: RunConfig, device_kind: str, *, compiled: bool) -> bool:
+    """Whether a trial precedes training, by train.micro_batch_trial.
+
+    auto: on GPUs, if the plan chooses the size of the micro-batch, or to compile.
+    """
+    train = config.train
+    if train.micro_batch_trial != "auto":
+        return train.micro_batch_trial == "always"
+    chooses_size = not train.micro_batch and isinstance(config.parallel.shares, str)
+    return device_kind == "cuda" and (chooses_size or (compiled and train.compile == "auto"))
 
 
 def _check_shards(config: RunConfig, shards: TokenShards | None) -> None:

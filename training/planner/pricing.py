@@ -96,13 +96,18 @@ def cost_model_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster)
         layout.strategy,
         kind=cluster.kind,
         is_undivided=layout.is_undivided,
-        compiled=config.train.compile,
+        compiled=config.train.compile is True,
         sequence_parallel=layout.sequence_parallel,
         copies_gradients=layout.strategy == "ddp" and layout.pp == 1 and not parallel.gradient_as_bucket_view,
-        bucket_bytes=2.0 * parallel.bucket_mib * 2**20,
+        bucket_bytes=_num_buckets(layout, kind=cluster.kind) * parallel.bucket_mib * 2**20,
         reduce_bytes=_reduce_bytes(config, layout, job.shape.width),
         across_bytes=_across_bytes(config, layout),
     )
+
+
+def _num_buckets(layout: Layout, *, kind: str) -> int:
+    """Buckets of gradients that exist at one time; with overlap_comm DeepSpeed fills one more while one travels."""
+    return 3 if kind == "cuda" and layout.strategy in ("zero1", "zero2") and layout.is_undivided else 2
 
 
 def _across_bytes(config: RunConfig, layout: Layout) -> float:

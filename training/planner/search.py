@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from training.config.parallel import WITH_CP, WITH_PP, WITH_TP, StrategyName, offloads
+from training.config.parallel import IN_SHARDS, WITH_CP, WITH_PP, WITH_TP, StrategyName, offloads
 from training.config.run import RunConfig
 from training.planner.cluster import Cluster, cluster_of
 from training.planner.corrections import NO_CORRECTIONS, Corrections
@@ -29,6 +29,10 @@ OFFLOAD: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 AS_FAST = 1.05  # predictions of published runs are 4% off at the median: closer kinds of layout are not told apart
 AS_FAST_OF_A_KIND = 1.01  # layouts of one kind, which differ only in their micro-batch, share most of that error
 MAX_STAGES = 64
+LEFT_OUT = (
+    "zero3: not tried, since fsdp fits and shards the same, with a third of the operations to launch, in bf16 half of "
+    "the bytes to gather, and compiled layers if wanted (parallel.strategy=zero3 takes it all the same)"
+)
 LEAST_TOKENS = 1024  # of a sequence on each rank that shares it: fewer keep little memory, and no GPU busy
 
 
@@ -36,13 +40,14 @@ LEAST_TOKENS = 1024  # of a sequence on each rank that shares it: fewer keep lit
 class Ranking:
     """`fitting`: the layouts that fit in memory, best first. `unfitting`: the others, by the GiB that they miss.
 
-    `refused`: why some meshes are not possible at all.
+    `refused`: why some meshes are not possible at all. `left_out`: likewise why some were not priced, though possible.
     """
 
     job: Job
     fitting: tuple[PricedLayout, ...]
     unfitting: tuple[PricedLayout, ...]
     refused: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,17 +103,24 @@ def _rank_meshes(
     meshes = [mesh for cp in cps for mesh in _meshes(config, shape, inventory, cp=cp)]
     refusals = {mesh: _refusal(config, shape, inventory, mesh) for mesh in meshes}
     cluster = functools.cache(lambda ranks_per_host: cluster_of(inventory, ranks_per_host, precision=precision))
-    priced = [
-        price(config, job, layout, mesh_cluster, corrections.of(config, layout))
-        for mesh in meshes
-        if refusals[mesh] is None
-        for mesh_cluster in [cluster(ranks_per_host(config, inventory, mesh))]
-        for layout in _layouts(config, mesh_cluster, mesh)
-    ]
+
+    def priced_on(some: Iterable[Mesh]) -> list[PricedLayout]:
+        return [
+            price(config, job, layout, mesh_cluster, corrections.of(config, layout))
+            for mesh in some
+            if refusals[mesh] is None
+            for mesh_cluster in [cluster(ranks_per_host(config, inventory, mesh))]
+            for layout in _layouts(config, mesh_cluster, mesh)
+        ]
+
+    last_resort = {"zero3"} if config.parallel.strategy == "auto" and inventory.device_kind == "cuda" else set()
+    priced = priced_on(mesh for mesh in meshes if mesh.strategy not in last_resort)
+    is_left_out = bool(last_resort) and any(each.fits and each.layout.strategy in IN_SHARDS for each in priced)
+    priced += [] if is_left_out else priced_on(mesh for mesh in meshes if mesh.strategy in last_resort)
     fitting = [each for each in priced if each.fits]
     unfitting = sorted((each for each in priced if not each.fits), key=lambda each: each.missing_gib)
     refused = tuple(refusal for refusal in refusals.values() if refusal is not None)
-    return Ranking(job, _best_first(fitting), tuple(unfitting), refused)
+    return Ranking(job, _best_first(fitting), tuple(unfitting), refused, (LEFT_OUT,) if is_left_out else ())
 
 
 @dataclass(frozen=True)
@@ -228,7 +240,7 @@ def _strategies(config: RunConfig, *, num_ranks: int, num_hosts: int) -> tuple[S
     if parallel.strategy != "auto":
         return (parallel.strategy,)
     several = [strategy for strategy in AUTOMATIC if strategy != "single"]
-    if config.train.compile:
+    if config.train.compile is True:
         several.remove("zero3")
     if num_hosts == 1:
         several.remove("hsdp")
@@ -265,18 +277,24 @@ def _layouts(config: RunConfig, cluster: Cluster, mesh: Mesh) -> Iterator[Layout
     split = sequence_choices(config, tp=mesh.tp, cp=mesh.cp, kind=cluster.kind)
     for micro_batch, accumulation in _micro_batches(config, dp=dp, pp=mesh.pp):
         for (recompute, offload), is_split in itertools.product(_savings(config, mesh, cluster.kind), split):
-            yield Layout(
-                mesh.strategy,
-                mesh.tp,
-                mesh.pp,
-                dp,
-                micro_batch,
-                accumulation,
-                recompute=recompute,
-                offload=offload,
-                stages_per_rank=config.parallel.pp_stages_per_rank,
-                sequence_parallel=is_split,
-                cp=mesh.cp,
+            keeps = _kept_for_speed(config, mesh, offload=offload, accumulation=accumulation)
+            yield from (
+                Layout(
+                    mesh.strategy,
+                    mesh.tp,
+                    mesh.pp,
+                    dp,
+                    micro_batch,
+                    accumulation,
+                    recompute=recompute,
+                    offload=offload,
+                    stages_per_rank=config.parallel.pp_stages_per_rank,
+                    sequence_parallel=is_split,
+                    cp=mesh.cp,
+                    keeps_weights=keeps_weights,
+                    reduces_last=reduces_last,
+                )
+                for keeps_weights, reduces_last in keeps
             )
 
 
@@ -314,6 +332,20 @@ def _savings(config: RunConfig, mesh: Mesh, kind: str) -> Iterator[tuple[Recompu
         for offloaded in possible if offload == "auto" else (offload,):
             if offloaded in possible:
                 yield recomputed, offloaded
+
+
+def _kept_for_speed(
+    config: RunConfig, mesh: Mesh, *, offload: Offload, accumulation: int
+) -> Iterator[tuple[bool, bool]]:
+    """Whether weights stay gathered throughout a step, and gradients whole until its last micro-batch: ways to try."""
+    parallel = config.parallel
+    keeps_weights = {"on": [False], "off": [True], "auto": [False, True]}[parallel.reshard_after_forward]
+    reduces_last = {"each": [False], "last": [True], "auto": [False, True]}[parallel.reduce_gradients]
+    if mesh.strategy not in IN_SHARDS or mesh.pp > 1 or offload == "parameters":
+        keeps_weights, reduces_last = [False], [False]
+    elif accumulation == 1 and parallel.reduce_gradients == "auto":
+        reduces_last = [False]
+    return itertools.product(keeps_weights, reduces_last)
 
 
 # Ranks per host

@@ -236,9 +236,9 @@ def dp_s(
 ) -> float:
     """Seconds of data parallelism's gathers and reductions that computing does not hide.
 
-    ddp hides in the last micro-batch's backward; fsdp and ZeRO-3 in every pass, but for the first layer's gather and
-    the last one's reduction; a pipeline reduces after its schedule. Groups add up in hsdp's last backward, and agree
-    after local-sgd's update.
+    ddp hides in the last micro-batch's backward; fsdp and ZeRO-3 in every pass that gathers or reduces, but for the
+    first layer's gather and the last one's reduction; a pipeline reduces after its schedule. Groups add up in hsdp's
+    last backward, and agree after local-sgd's update.
     """
     if layout.gradient_ranks == 1:
         return 0.0
@@ -256,16 +256,18 @@ def dp_s(
     num_groups = layout.gradient_ranks // num_shards
     between_groups = cluster.link(num_groups, stride=num_shards * layout.tp)
     across = between_groups.all_reduce_s(model.time.across_bytes * parameters / num_shards, num_groups)
-    forward_comm = sharing.gathers / 2 * gather
-    backward_comm = reduce + (forward_comm if layout.pp == 1 else 0.0)  # a pipeline's weights stay gathered
+    gathered = sharing.gathers / 2 * gather
+    again = 0.0 if layout.gathers_once else gathered  # in backward
     hides = model.time.hides if layout.pp == 1 and not layout.stages else 0.0
     forward_hides, backward_hides = hides * forward.computing(), hides * backward.computing()
     if not sharing.reduces_each:
         return _exposed(reduce, backward_hides, model, layers) + across
-    exposed = _exposed(forward_comm, forward_hides, model, layers)
-    exposed += _exposed(backward_comm, backward_hides, model, layers)
-    across_exposed = max(0.0, across - max(0.0, backward_hides - backward_comm))
-    return exposed * (layout.accumulation if layout.pp == 1 else 1) + across_exposed
+    gathering = 1 if layout.gathers_once else layout.accumulation  # micro-batches that do
+    reducing = 1 if layout.reduces_once else layout.accumulation
+    exposed = gathering * _exposed(gathered, forward_hides, model, layers)
+    exposed += reducing * _exposed(again + reduce, backward_hides, model, layers)
+    exposed += (layout.accumulation - reducing) * _exposed(again, backward_hides, model, layers)
+    return exposed + max(0.0, across - max(0.0, backward_hides - again - reduce))
 
 
 def _exposed(communication: float, hides: float, model: CostModel, layers: int) -> float:

@@ -36,10 +36,9 @@ class EvaluationPlan(RankPlan):
         Without gradients no rank needs others for its sequences: what were cp peers take sequences of their own.
         """
         is_sharded = plan.gradient_ranks > 1 and plan.strategy in SHARDED
-        train = plan.config.train.model_copy(update={"compile": False})
         shared: dict[str, Any] = {name: getattr(plan, name) for name in RankPlan.model_fields}
         changed: dict[str, Any] = {
-            "config": plan.config.model_copy(update={"train": train}),
+            "compiled": False,
             "strategy": "fsdp" if is_sharded else "single",
             "offload": plan.offload if is_sharded and plan.offload == "parameters" else "none",
             "activation_checkpointing": "none",
@@ -47,6 +46,7 @@ class EvaluationPlan(RankPlan):
             "micro_batches": tuple(size for size in plan.micro_batches for _ in range(plan.cp)),
             "rebalance": False,
             "sequence_parallel": False,  # texts are of any length
+            "reshard_after_forward": True,
             "precisions": (),
             "model": trained.checkpoint,
             "step": trained.step,

@@ -15,13 +15,14 @@ from typing import Any, Literal, NamedTuple, TypedDict
 from pydantic import Field, model_validator
 
 from training.config.device_names import key_for
-from training.config.parallel import Precision, Stages, StrategyName
+from training.config.parallel import IN_SHARDS, Precision, Stages, StrategyName
 from training.config.run import RunConfig
 from training.records.correction import Correction, Priced
 from training.records.record import Record, with_matmul_share
 
 TRAINER_PLAN = "trainer.json"  # in the run folder, where the user's program trains
 RUN_DIR = "{run_dir}"  # in trainer.args
+Reduce = Literal["each", "last"]  # the micro-batches after which gradients are reduced
 COPIES_IN_MEMORY = "copies in memory"  # files on tmpfs: the host's memory, and no process's
 NOT_ALLOCATED = ("process", "fragmentation")  # parts of a GPU's memory that torch's allocator does not count
 
@@ -111,6 +112,8 @@ class RankedLayout(Record):
     cp: int = 1
     stages: Stages = ()
     sequence_parallel: bool = False
+    reshard_after_forward: bool = True
+    reduce_gradients: Reduce = "each"
     micro_batch: int
     accumulation: int
     activation_checkpointing: Literal["none", "selective", "full"]
@@ -180,8 +183,10 @@ class RankPlan(Record):
     or their stages unequal: ((24,), (10, 14)) is one rank with 24 layers, and a pipeline of two. Then ranks count
     replica by replica, and pp is the longest pipeline. Empty: equal stages of a whole mesh.
     `sequence_parallel`: between the blocks that tp ranks share, each has a piece of every sequence.
+    `reshard_after_forward`, `reduce_gradients`: of fsdp and hsdp, as in the config; beside pp always False and last.
     `micro_batches`: sequences per forward pass, by data-parallel replica; all make `accumulation` of them a step.
-    `rebalance` lets the micro-batches change while training goes on. `local_copies`: of models that are named by URLs.
+    `rebalance` lets the micro-batches change while training goes on. `compiled`: whether layers are, by train.compile.
+    `local_copies`: of models that are named by URLs.
     `precision`: of matrix products; `precisions`: by replica, where they differ, and then the former is the weakest.
     """
 
@@ -200,15 +205,25 @@ class RankPlan(Record):
     mesh: dict[str, int]
     stages: Stages = ()
     sequence_parallel: bool = False
+    reshard_after_forward: bool = True
+    reduce_gradients: Reduce = "each"
     group_ranks: int = 0  # data-parallel ranks in a group, for hsdp and local-sgd
     ranks_per_host: tuple[int, ...]
     threads_per_rank: int
     micro_batches: tuple[int, ...]
     accumulation: int
     rebalance: bool
+    compiled: bool = False
     precision: Precision
     precisions: tuple[Precision, ...] = ()
     local_copies: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_versions_without_auto(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict) or "compiled" in fields or not isinstance(fields.get("config"), dict):
+            return fields
+        return fields | {"compiled": fields["config"].get("train", {}).get("compile", False) is True}
 
     def local(self, path: str) -> str:
         """A path of the config as ranks open it."""
@@ -316,6 +331,7 @@ class RunPlan(RankPlan):
             "pp": self.mesh["pp"],
             "cp": self.cp,
             "sequence_parallel": "on" if self.sequence_parallel else "off",
+            **self._chosen_for_shards(),
             "stages": self.stages or "even",
             "group_ranks": self.group_ranks,
             "offload": self.offload,
@@ -327,8 +343,15 @@ class RunPlan(RankPlan):
         train = {
             "micro_batch": 0 if self.is_unequal else self.micro_batch,
             "activation_checkpointing": self.activation_checkpointing,
+            "compile": self.compiled,
         }
         return {"parallel": parallel, "train": train}
+
+    def _chosen_for_shards(self) -> dict[str, str]:
+        if self.strategy not in IN_SHARDS or self.mesh["pp"] > 1:
+            return {"reshard_after_forward": "auto", "reduce_gradients": "auto"}
+        reshard = "on" if self.reshard_after_forward else "off"
+        return {"reshard_after_forward": reshard, "reduce_gradients": self.reduce_gradients}
 
     @property
     def pinned_precision(self) -> Precision | dict[str, Precision]:

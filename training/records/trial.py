@@ -40,17 +40,18 @@ class Trial(Record):
 
 
 class Trials(Record):
-    """runs/ID/trial.json: all launches for one layout in order; the last one fits."""
+    """runs/ID/trial.json: all launches for one layout in order; the last one fits. `compiled`: its layers."""
 
     strategy: str
     mesh: dict[str, int]
     stages: Stages = ()
     ranks_per_host: tuple[int, ...]
+    compiled: bool = False
     trials: tuple[Trial, ...]
 
     def confirm(self, plan: RunPlan) -> bool:
         """Whether these trials found that this plan fits."""
-        fields = ("strategy", "mesh", "stages", "ranks_per_host")
+        fields = ("strategy", "mesh", "stages", "ranks_per_host", "compiled")
         same = all(getattr(self, field) == getattr(plan, field) for field in fields)
         return same and self.trials[-1].micro_batches == plan.micro_batches
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from training.records.plan import RankPlan
+from training.runtime.numa import bind_near_gpu
 from training.runtime.onednn import prefer_onednn
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ def _device(kind: str) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
+    logger.info("rank %s on %s: %s", os.environ.get("RANK", "0"), device, bind_near_gpu(device))
     torch.backends.cuda.matmul.allow_tf32 = True
     return device
 

@@ -111,7 +111,7 @@ def parallelize(
         use_float8(layers_of(model.hf))
     if plan.activation_checkpointing != "none":
         recompute_in_backward(model, plan.activation_checkpointing)
-    if plan.config.train.compile:
+    if plan.compiled:
         compile_layers(model, one_shape=not plan.rebalance, device_kind=plan.device_kind)
     if plan.mesh["pp"] > 1:
         return pipeline.build(plan, mesh, model, weights)

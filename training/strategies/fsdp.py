@@ -1,8 +1,12 @@
 """FSDP2: weights, gradients and optimizer sharded over the data-parallel ranks, gathered layer by layer.
 
-(Zhao et al. 2023; torch.distributed.fsdp.fully_shard.) Gradients are reduced after each micro-batch: kept whole
-until the last one they would take as much memory as ddp's. In bf16 weights travel as bf16, and so is what goes from
-layer to layer (under the other strategies that is fp32); gradients are summed in fp32.
+(Zhao et al. 2023; torch.distributed.fsdp.fully_shard.) In bf16 weights travel as bf16, and so is what goes from
+layer to layer (under the other strategies that is fp32); gradients are summed in fp32. By itself, besides each layer,
+is gathered the embedding, and what follows the layers; a matrix that is both stays gathered from forward to backward.
+
+Two fields trade memory for communication. With `reshard_after_forward` off, weights stay gathered from a step's first
+forward pass to its last backward: they travel once a step, not twice a micro-batch. With `reduce_gradients` last, whole
+gradients, in fp32 as ddp's, are kept until the last micro-batch.
 
 hsdp shards over the ranks of a group only, and the groups hold the same (section 3.2.2 there): what is gathered stays
 within a group, and between groups travel only the sums of gradients, once a step.
@@ -10,14 +14,20 @@ within a group, and between groups travel only the sums of gradients, once a ste
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from training.models.architectures import layers_of
 from training.models.language_model import LanguageModel
@@ -33,11 +43,43 @@ def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str
     inside = groups[INSIDE] if plan.strategy == "hsdp" else groups
     sent = _step_bytes(plan, model, inside=inside.size())
     for layer in layers_of(model.hf):
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
+        fully_shard(layer, reshard_after_forward=plan.reshard_after_forward, **options)
+    parts = _shard_ends(plan, model, **options)
+    fully_shard(model, ignored_params={p for part in parts for p in part.parameters()} or None, **options)
     for method in ("scores", "next_logits"):  # they gather weights as `forward` does
         register_fsdp_forward_method(model, method)
     return Fsdp(plan, mesh, model, weights, inside=inside, sent=sent)
+
+
+class _Part(nn.Module):
+    """Some modules of the model, and its function that uses their weights, which are gathered when it is called."""
+
+    def __init__(self, modules: Iterable[nn.Module], function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.own, self.function = nn.ModuleList(modules), function
+
+    def forward(self, *arguments: Tensor) -> Tensor:
+        return self.function(*arguments)
+
+
+def _shard_ends(plan: RankPlan, model: LanguageModel, **options: Any) -> list[nn.Module]:
+    """Shard the embedding, and what follows the layers, by themselves. The latter begins backward: it stays gathered.
+
+    Neither where they share a matrix, which lies with the model then, nor in a class without architecture.
+    """
+    architecture = model.architecture
+    if model.tied or architecture is None:
+        return []
+    first, last = (
+        [model.hf.get_submodule(name) for name in names] for names in (architecture.first, architecture.last)
+    )
+    embedding, head = model.embedding, model.head = _Part(first, model.embed), _Part(last, model.finish)
+    model.embed, model.finish = embedding.__call__, head.__call__  # type: ignore[method-assign]
+    sharded = fully_shard(embedding, reshard_after_forward=plan.reshard_after_forward, **options)
+    if not any(isinstance(module, nn.LayerNorm) for module in embedding.modules()):
+        sharded.set_unshard_in_backward(False)  # rows are looked up: their gradient needs no weights
+    fully_shard(head, reshard_after_forward=False, **options)
+    return [embedding, head]
 
 
 def travels_in(plan: RankPlan) -> torch.dtype:
@@ -58,20 +100,24 @@ def shard_options(plan: RankPlan, mesh: DeviceMesh) -> dict[str, Any]:
 def _step_bytes(plan: RankPlan, model: LanguageModel, *, inside: int) -> int:
     """Bytes that a rank sends in a step.
 
-    In each micro-batch layers are gathered twice, what lies outside of them once, and gradients are reduced; gloo sums
-    all of them on all ranks for that, which is twice as much.
+    Weights are gathered once a step, or in each micro-batch: layers twice then, what lies outside of them once.
+    Gradients are reduced once a step or in each micro-batch; gloo sums all of them on all ranks for that, which is
+    twice as much.
     """
 
     def shard_numbers(parameters: Iterable[Tensor]) -> int:  # a rank's, padded
         return sum(-(-len(p) // inside) * (p.numel() // len(p)) for p in parameters)
 
-    layers = {p for layer in layers_of(model.hf) for p in layer.parameters()}
     trained = shard_numbers(p for p in model.parameters() if p.requires_grad)
-    gathered = shard_numbers(model.parameters()) + shard_numbers(layers)
     width_bytes = 2 if plan.precision == "bf16" else 4
+    gathered = shard_numbers(model.parameters())
+    if plan.reshard_after_forward:
+        again = {p for layer in layers_of(model.hf) for p in layer.parameters()}
+        gathered = plan.accumulation * (gathered + shard_numbers(again))
     reduced = gather_bytes(4 * trained, inside) * (2 if plan.device_kind == "cpu" else 1)
-    micro_batch = gather_bytes(width_bytes * gathered, inside) + reduced
-    return plan.accumulation * micro_batch + all_reduce_bytes(4 * trained, plan.gradient_ranks // inside)
+    reduced *= plan.accumulation if plan.reduce_gradients == "each" else 1
+    across = all_reduce_bytes(4 * trained, plan.gradient_ranks // inside)
+    return gather_bytes(width_bytes * gathered, inside) + reduced + across
 
 
 class Fsdp(TorchStrategy):
@@ -90,11 +136,18 @@ class Fsdp(TorchStrategy):
             plan, mesh, model, weights, module=model, averaged_over=plan.gradient_ranks, norm_groups=norm_groups
         )
         self.sent, self.several_groups = sent, inside.size() < plan.gradient_ranks
+        self.reshards, self.reduces_each = plan.reshard_after_forward, plan.reduce_gradients == "each"
 
     def backward_context(self, *, last: bool) -> AbstractContextManager[None]:
-        """Groups add up their gradients after the last micro-batch."""
-        if self.several_groups:
-            self.module.set_requires_all_reduce(last)  # type: ignore[operator]
+        """What is done once a step is done in the last micro-batch. Groups add up their gradients then, too."""
+        model = self.module
+        assert isinstance(model, FSDPModule)
+        if not self.reshards:
+            model.set_reshard_after_backward(last)
+        if not self.reduces_each:
+            model.set_requires_gradient_sync(last)
+        elif self.several_groups:
+            model.set_requires_all_reduce(last)
         return nullcontext()
 
     def sent_bytes(self) -> int:

@@ -41,10 +41,14 @@ def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str
 def deepspeed_config(plan: RankPlan) -> dict[str, Any]:
     """DeepSpeed's JSON for this plan; batch sizes and stage follow from the plan."""
     bucket = plan.config.parallel.bucket_mib * 2**18  # in fp32 numbers
+    zero_stage = ZERO_STAGE[plan.strategy]
     zero: dict[str, Any] = {
-        "stage": ZERO_STAGE[plan.strategy],
+        "stage": zero_stage,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
+        # Stages 1 and 2 reduce a bucket while the backward pass fills another. On a CPU there is nothing to overlap;
+        # stage 3 does by itself.
+        "overlap_comm": plan.device_kind == "cuda" or zero_stage == 3,
     }
     if plan.offload != "none":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": plan.device_kind == "cuda"}

@@ -70,7 +70,8 @@ def test_the_record_is_one_json_object_with_inventory_and_meaning() -> None:
 
 
 def test_every_shortage_has_its_warning_and_cure() -> None:
-    host = cpu_host(cores=1, disk_free_gib=1.5, shared_memory_gib=1 / 16, versions={"torch": "2.13.0"})
+    lacks = {"compile_lacks": "there is no C++ compiler g++: install one (apt-get install g++), or set CXX"}
+    host = cpu_host(cores=1, disk_free_gib=1.5, shared_memory_gib=1 / 16, versions={"torch": "2.13.0"}, **lacks)
     text = report(host)
     assert "! bench: 1 core: " in text
     assert "--cpus" in text
@@ -80,7 +81,7 @@ def test_every_shortage_has_its_warning_and_cure() -> None:
     assert "SHARDLINE_HOME" in text
     assert "/dev/shm holds 64 MiB" in text
     assert "--shm-size=8g" in text
-    assert "no C++ compiler" in text
+    assert "torch.compile cannot work: there is no C++ compiler" in text
     assert "apt-get install g++" in text
 
 

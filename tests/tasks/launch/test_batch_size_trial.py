@@ -69,13 +69,15 @@ def test_the_next_smaller_micro_batches_divide_the_batch_as_before(
 
 def test_gpus_have_trials_where_the_plan_chose_and_cpus_where_asked() -> None:
     chosen, pinned = tiny_config(train__micro_batch=0), tiny_config()
-    assert [wants_trial(chosen, "cuda"), wants_trial(pinned, "cuda"), wants_trial(chosen, "cpu")] == [
+    on_gpus, on_cpus = {"device_kind": "cuda", "compiled": False}, {"device_kind": "cpu", "compiled": False}
+    assert [wants_trial(chosen, **on_gpus), wants_trial(pinned, **on_gpus), wants_trial(chosen, **on_cpus)] == [
         True,
         False,
         False,
     ]
-    assert wants_trial(tiny_config(train__micro_batch_trial="always"), "cpu")
-    assert not wants_trial(tiny_config(train__micro_batch=0, train__micro_batch_trial="never"), "cuda")
+    assert wants_trial(pinned, device_kind="cuda", compiled=True), "compile=auto has chosen so"
+    assert wants_trial(tiny_config(train__micro_batch_trial="always"), **on_cpus)
+    assert not wants_trial(tiny_config(train__micro_batch=0, train__micro_batch_trial="never"), **on_gpus)
     reasons = make_plan(chosen, inventory(1, kind="cuda")).reasons
     assert "micro-batch: predicted to fit; a trial of a few steps will confirm this before training" in reasons
 
@@ -128,6 +130,35 @@ def test_a_host_lost_in_a_trial_leaves_the_plan_of_the_others(
     assert [len(size) for size in sizes] == [1] * len(launches)
     assert len(launches) == (1 if fits_at_once else 2)
     assert fits_at_once or sizes[1] < sizes[0]
+
+
+def test_compiled_layers_that_a_trial_fails_with_are_not_compiled(
+    tiny_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the plan had chosen to compile; one that is asked for fails the run."""
+    monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    machines, shards = inventory(2), TokenShards.read(tiny_shards / "manifest.json")
+
+    def launch(module: str, *, plan: RunPlan, run_dir: Path) -> None:
+        if plan.compiled:
+            raise RunFailed("no", cause="error", detail="InductorError: gcc failed")
+        TrialMeasured(step_s=0.1, peak_gib=(1.0, 1.0)).write(run_dir / MEASURED)
+
+    def trial_of(compile_layers: Any, name: str) -> RunPlan:
+        config = tiny_config(train__micro_batch_trial="always", train__compile=compile_layers)
+        with tracked(config, run_id=name, tags={}) as run:
+            plan = planning.write_plan(config, run=run, inventory=machines, shards=shards, shards_dir=tiny_shards)
+            plan = plan.model_copy(update={"compiled": True})
+            plan.write(run.folder / "plan.json")
+            return batch_size_trial.confirmed(plan, run=run, inventory=machines)
+
+    monkeypatch.setattr(batch_size_trial.programs, "run_program", launch)
+    plan = trial_of("auto", "chosen")
+    assert not plan.compiled
+    assert "compile off: a trial with it failed (InductorError: gcc failed)" in plan.reasons
+    with pytest.raises(RunFailed, match="no"):
+        trial_of(True, "asked")
 
 
 # Real ranks

@@ -11,14 +11,14 @@ from tasks.reports.export_latency import draw_latency, latency_rows
 from tests.support.tiny_run import tiny_run
 from training.config.export import ExportConfig
 from training.export import export_run
-from training.exports.latency import why_no_compile
+from training.exports.latency import why_not_measured
 from training.records.results import LatencyFigure, LatencyReport
 
 
 def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    why = why_no_compile(ExportConfig(latency_compile=True))
-    assert "there is no no-such-compiler: install one, or set CXX" in why
+    why = why_not_measured(ExportConfig(latency_compile=True))
+    assert why.startswith("there is no C++ compiler no-such-compiler: install one")
 
 
 def figure(engine: str, median_ms: float, *, precision: str = "fp32", graph: str = "decode") -> LatencyFigure:

@@ -22,19 +22,21 @@ def losses(plan_path: Path) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("layout", "packing"), [("single", "documents"), ("cp", "stream")])
 def test_compiled_layers_train_as_eager_ones_do_and_nothing_is_compiled_again_after_the_first_step_and_validation(
-    make_run: Callable[..., Path],
+    layout: str, packing: str, make_run: Callable[..., Path]
 ) -> None:
+    ranks, parallel = LAYOUTS.get(layout, (1, {"parallel__strategy": "single"}))
     config = {
-        "parallel__strategy": "single",
         "model__architecture": "llama",
         "model__kv_heads": 2,
         "model__dropout": 0.0,
-        "train__packing": "documents",
+        "train__packing": packing,
         "train__activation_checkpointing": "selective",
+        **parallel,
     }
-    compiled = make_run("compiled", **(COMMON | config))
-    eager = make_run("eager", **(COMMON | config | {"train__compile": False}))
+    compiled = make_run(f"{layout} compiled", ranks=ranks, **(COMMON | config))
+    eager = make_run(f"{layout} eager", ranks=ranks, **(COMMON | config | {"train__compile": False}))
     for plan_path in (compiled, eager):
         run_ranks(plan_path, program=PROGRAM)
     assert losses(compiled) == pytest.approx(losses(eager), rel=2e-6)

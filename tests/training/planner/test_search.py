@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -25,7 +26,7 @@ def planned(model: dict[str, Any], machines: str, *, context: int = 4096, batch:
         {
             "model": model,
             "data": {"tokenizer": {"kind": "bpe", "vocab_size": 32_768}},
-            "train": {"context": context, "global_batch": batch},
+            "train": {"context": context, "global_batch": batch, "compile": False},
             "parallel": parallel,
         }
     )
@@ -72,6 +73,85 @@ def test_offload_is_taken_where_it_is_faster_and_the_host_has_room() -> None:
     assert without_room.offload == "none"
 
 
+def test_weights_stay_gathered_and_gradients_whole_where_that_is_faster_and_fits() -> None:
+    """Gathered and reduced once a step instead of in each micro-batch, for 2 and 4 bytes of each parameter."""
+    how: dict[str, Any] = {"machines": "2x8xA100-80GB-SXM,8x200Gb", "strategy": "fsdp"}
+    plan = planned(LLAMA_1B, **how)
+    assert (plan.reshard_after_forward, plan.reduce_gradients) == (False, "last")
+    both: dict[str, Any] = {"reshard_after_forward": "on", "reduce_gradients": "each"}
+    plain = planned(LLAMA_1B, **how, **both)
+    assert (plain.reshard_after_forward, plain.reduce_gradients) == (True, "each")
+    assert not any(reason.startswith(tuple(both)) for reason in plain.reasons), "asked for"
+    assert plan.predicted.exposed_communication_s < plain.predicted.exposed_communication_s / plain.accumulation * 2
+    without = planned(LLAMA_1B, **how, reshard_after_forward="on")
+    (why,) = (reason for reason in plan.reasons if reason.startswith("reshard_after_forward off: "))
+    assert "GiB, and a step" in why
+    assert without.predicted.step_ms > plan.predicted.step_ms
+    kept, gathered = (each.predicted.memory_gib["gathered or cast weights"] for each in (plan, plain))
+    assert kept - gathered == pytest.approx(6 * plan.shape.parameters / 2**30, rel=0.15)
+    large = planned(LLAMA_8B, "1x8xA100-40GB-SXM", strategy="fsdp")
+    assert (large.reshard_after_forward, large.reduce_gradients) == (True, "each")
+    (why,) = (reason for reason in large.reasons if reason.startswith("reduce_gradients each: "))
+    assert why.endswith("more than are usable")
+    piped = planned(LLAMA_8B, "2x8xA100-80GB-SXM,8x200Gb", strategy="fsdp", pp=2)
+    assert (piped.reshard_after_forward, piped.reduce_gradients) == (False, "last"), "as pipelines always do"
+
+
+def test_what_was_chosen_of_shards_is_chosen_again() -> None:
+    for parallel in ({"strategy": "fsdp"}, {"strategy": "ddp"}, {"strategy": "fsdp", "pp": 2}):
+        plan = planned(LLAMA_1B, "1x8xA100-80GB-SXM", **parallel)
+        again = planned(LLAMA_1B, "1x8xA100-80GB-SXM", **plan.chosen["parallel"])
+        fields = ("strategy", "mesh", "reshard_after_forward", "reduce_gradients")
+        assert all(getattr(again, field) == getattr(plan, field) for field in fields)
+
+
+def test_on_gpus_zero3_is_tried_where_no_fsdp_fits() -> None:
+    plan = planned(LLAMA_8B, "1x8xA100-80GB-SXM")
+    assert plan.strategy == "fsdp"
+    assert "zero3" not in {each.strategy for each in plan.ranking}
+    assert any(reason.startswith("zero3: not tried, since fsdp fits") for reason in plan.reasons)
+    asked = planned(LLAMA_8B, "1x8xA100-80GB-SXM", strategy="zero3")
+    assert asked.strategy == "zero3"
+    assert not any(reason.startswith("zero3: not tried") for reason in asked.reasons)
+
+
+def test_deepspeed_reduces_beside_the_backward_pass_on_gpus() -> None:
+    """As DDP does."""
+    ddp, zero = (planned(LLAMA_1B, "1x8xA100-80GB-SXM", strategy=strategy) for strategy in ("ddp", "zero1"))
+    assert zero.predicted.step_s["dp exposed"] == pytest.approx(ddp.predicted.step_s["dp exposed"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("steps", "lacks", "why"),
+    [
+        (1000, "", "compile on: a step is predicted to take "),
+        (2, "", "compile off: it would save "),
+        (1000, "there is no g++", "compile off: on hypothetical-0 there is no g++"),
+        (1000, None, "compile off: hypothetical-0 was measured before compilers were looked for"),
+    ],
+)
+def test_layers_are_compiled_where_hosts_can_and_it_pays(steps: int, lacks: str | None, why: str) -> None:
+    machines = hypothetical_inventory("1x8xA100-80GB-SXM")
+    hosts = tuple(host.model_copy(update={"compile_lacks": lacks}) for host in machines.hosts)
+    train = {"context": 4096, "global_batch": 512, "steps": steps, "warmup_steps": 1}
+    plan = make_plan(RunConfig.model_validate({"model": LLAMA_1B, "train": train}), Inventory(hosts=hosts))
+    assert plan.compiled == why.startswith("compile on")
+    assert any(reason.startswith(why) for reason in plan.reasons)
+    asked = RunConfig.model_validate({"model": LLAMA_1B, "train": train | {"compile": True}})
+    assert make_plan(asked, Inventory(hosts=hosts)).compiled
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_plan_of_an_earlier_version_goes_on_as_it_was(asked: bool) -> None:
+    """Its config said whether layers are compiled; fsdp gathered and reduced in each micro-batch."""
+    content = planned(LLAMA_1B, "1x8xA100-80GB-SXM", strategy="fsdp").model_dump(mode="json")
+    for field in ("compiled", "reshard_after_forward", "reduce_gradients"):
+        del content[field]
+    content["config"]["train"]["compile"] = asked
+    earlier = RunPlan.model_validate_json(json.dumps(content))
+    assert (earlier.compiled, earlier.reshard_after_forward, earlier.reduce_gradients) == (asked, True, "each")
+
+
 def test_the_runner_up_and_its_distance_are_named() -> None:
     plan = planned(LLAMA_8B, "1x8xH100-80GB-SXM")
     first, second = plan.ranking[0], plan.ranking[1]
@@ -100,7 +180,8 @@ def test_sharding_what_every_device_could_hold_has_its_reason() -> None:
 
 
 def test_the_simplest_of_those_that_cannot_be_told_apart_is_taken() -> None:
-    plan = planned(LLAMA_1B, "1x8xA100-40GB-SXM")
+    pinned = {"reshard_after_forward": "on", "reduce_gradients": "each"}  # else fsdp is faster by more than that
+    plan = planned(LLAMA_1B, "1x8xA100-40GB-SXM", **pinned)
     first, second = plan.ranking[0], plan.ranking[1]
     assert (plan.strategy, second.strategy) == ("ddp", "fsdp")
     assert first.tokens_per_s is not None
