@@ -1,7 +1,7 @@
-"""ONNX graphs of a model: whole texts (`model.onnx`) and token by token with a KV cache (`decode.onnx`).
+"""ONNX graphs of a model: whole texts (`model.onnx`), token by token with a KV cache (`decode.onnx`, `batch.onnx`).
 
-Both take their weights from one file, so they are on disk once. The decode graph's inputs and outputs have the
-names that Hugging Face Optimum uses.
+They take their weights from one file, so they are on disk once. The decode graph's inputs and outputs have the names
+that Hugging Face Optimum uses; any runtime of ONNX takes it. The batch graph is ONNX Runtime's own (batch_graph.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.export import Dim
 
+from training.exports.batch_graph import keep_cache_in_place, quantize, read_whole_texts
+
 # 23 has Attention, RotaryEmbedding and RMSNormalization as operators: decoding takes 0.33 ms a token of the quickstart
 # model instead of 0.45 ms with opset 20, where they are many small ones (docs/export.md).
 OPSET = 23
@@ -26,28 +28,51 @@ ALIGNMENT = 4096  # so that the weights of a file can be mapped to memory
 
 
 def graph_file(kind: str, precision: str = "fp32") -> str:
-    """`kind`: forward or decode."""
-    stem = {"forward": "model", "decode": "decode"}[kind]
+    """`kind`: forward, decode or batch."""
+    stem = "model" if kind == "forward" else kind
     return f"{stem}.onnx" if precision == "fp32" else f"{stem}_{precision}.onnx"
 
 
 def save_graphs(model: Any, folder: Path, *, precision: str = "fp32", causal: bool) -> dict[str, str]:
-    """model.onnx and, for causal models, decode.onnx, over one model.onnx.data; `_fp16` in the names for fp16.
+    """model.onnx and, for causal models, decode.onnx and batch.onnx, over one model.onnx.data; of fp16 with `_fp16`.
 
     The model is taken in the precision that it has; logits are fp32 in any. Returns what could not be made and why:
     some classes keep no keys and values (Mamba), or in ways that torch.export cannot follow.
     """
-    decode = folder / graph_file("decode", precision)
-    with WeightsFile(folder / f"{graph_file('forward', precision)}.data") as weights:
-        _save(forward_graph(model), folder / graph_file("forward", precision), weights)
+    forward, decode, batch = (folder / graph_file(kind, precision) for kind in ("forward", "decode", "batch"))
+    with WeightsFile(forward.with_name(f"{forward.name}.data")) as weights:
         if not causal:
+            _save(forward_graph(model), forward, weights)
             return {}
         try:
             graph = decode_graph(model)
         except Exception as error:
+            _save(forward_graph(model), forward, weights)
             return {decode.name: f"{type(model).__name__} cannot be traced with its cache ({_first_line(error)})"}
         _save(graph, decode, weights)
+        whole = graph.clone()
+        try:
+            read_whole_texts(whole)
+        except ValueError:  # tracing again takes as long, and is as good
+            whole = forward_graph(model)
+        _save(whole, forward, weights)
+        try:
+            keep_cache_in_place(graph, config=model.config)
+        except ValueError as error:
+            return {batch.name: f"of {type(model).__name__}, {error}"}
+        _save(graph, batch, weights)
     return {}
+
+
+def save_quantized(folder: Path, precision: str) -> None:
+    """batch_int8.onnx or batch_int4.onnx from the folder's batch.onnx, each with a file of weights of its own."""
+    import onnx_ir
+
+    target = folder / graph_file("batch", precision)
+    graph = onnx_ir.load(folder / graph_file("batch"))
+    quantize(graph, precision=precision)
+    with WeightsFile(target.with_name(f"{target.name}.data")) as weights:
+        _save(graph, target, weights)
 
 
 def _first_line(error: Exception) -> str:
@@ -110,17 +135,7 @@ def decode_graph(model: Any) -> Any:
 
     `past` may be 0, and rows may be padded left or right where `attention_mask` has 0.
     """
-    batch, length, past = 2, 3, 5
-    cache = zero_cache(model, batch=batch, past=past)
-    arguments = (
-        torch.zeros(batch, length, dtype=torch.int64),
-        torch.ones(batch, past + length, dtype=torch.int64),
-        torch.arange(past, past + length).repeat(batch, 1),
-        cache,
-    )
-    row, column, before = Dim("batch"), Dim.DYNAMIC, Dim("past")
-    tokens, both = {0: row, 1: column}, ({0: row, 2: before}, {0: row, 2: before})
-    program = _trace(Decode(model), arguments, (tokens, {0: row, 1: Dim.DYNAMIC}, tokens, [both for _ in cache]))
+    program, cache = trace_decode(model)
     sizes = {
         f"{i}.{part}": (tensor.shape[1], tensor.shape[3])
         for i, layer in enumerate(cache)
@@ -137,6 +152,22 @@ def decode_graph(model: Any) -> Any:
         **{f"present.{name}": ["batch", heads, "past + length", size] for name, (heads, size) in sizes.items()},
     }
     return _onnx(program, inputs, outputs)
+
+
+def trace_decode(model: Any) -> tuple[torch.export.ExportedProgram, list[tuple[Tensor, Tensor]]]:
+    """The program of `Decode`, and the cache that it was traced with."""
+    batch, length, past = 2, 3, 5  # a size of 1 would be taken for a constant, and equal ones for the same
+    cache = zero_cache(model, batch=batch, past=past)
+    arguments = (
+        torch.zeros(batch, length, dtype=torch.int64),
+        torch.ones(batch, past + length, dtype=torch.int64),
+        torch.arange(past, past + length).repeat(batch, 1),
+        cache,
+    )
+    row, column, before = Dim("batch"), Dim.DYNAMIC, Dim("past")
+    tokens, both = {0: row, 1: column}, ({0: row, 2: before}, {0: row, 2: before})
+    shapes = (tokens, {0: row, 1: Dim.DYNAMIC}, tokens, [both for _ in cache])
+    return _trace(Decode(model), arguments, shapes), cache
 
 
 def zero_cache(model: Any, *, batch: int, past: int) -> list[tuple[Tensor, Tensor]]:
@@ -222,7 +253,8 @@ class WeightsFile:
         """Writes a tensor to the file and returns its reference; small tensors are returned as they are."""
         import onnx_ir
 
-        if tensor.nbytes < SMALL_TENSOR_BYTES:
+        written = isinstance(tensor, onnx_ir.ExternalTensor) and Path(tensor.path) == self.path
+        if written or tensor.nbytes < SMALL_TENSOR_BYTES:
             return tensor
         content = tensor.tobytes()
         digest = hashlib.sha256(content).hexdigest()
