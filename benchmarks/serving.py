@@ -101,7 +101,7 @@ def contestants(folder: Path, *, size: str, quick: bool) -> list[Server]:
     for precision in ("fp32", "int8"):
         engine = ["inference.engine=onnx", f"inference.precision={precision}"]
         servers.append(Server(f"{OURS}, {precision}", [*ours, *ref, *engine], v1, completion, precision, home))
-        for name in RUNTIMES.keys() - missing_runtimes().keys():
+        for name in sorted(RUNTIMES.keys() - missing_runtimes().keys()):
             made = str(folder / f"{name}-{precision}")
             command = [sys.executable, "-m", "benchmarks.baselines.runtime_server", name, made, "PORT"]
             servers.append(Server(f"{TITLES[name]}, {precision}", command, "/generate", simple, precision))

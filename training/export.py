@@ -25,7 +25,7 @@ from training.build_engine import build_engines
 from training.checkpoint.retention import keep
 from training.exports.latency import measure_latency
 from training.exports.model_card import model_card
-from training.exports.onnx_graphs import graph_file, save_graphs, save_quantized
+from training.exports.onnx_graphs import remove_graph, save_graphs, save_quantized
 from training.exports.parity import QUANTIZED, check_parity, parity_failure
 from training.exports.tensorrt import why_no_tensorrt
 from training.models.language_model import load_model
@@ -104,14 +104,13 @@ def _write_export(
         for precision in QUANTIZED:
             if precision in plan.config.export.precisions:
                 progress.begin(f"quantizing to {precision}")
-                skipped |= _quantize(folder, precision)
+                skipped |= save_quantized(folder, precision)
     if why := why_no_tensorrt():
         skipped["tensorrt"] = why
     progress.begin("comparing the logits of the graphs with torch's")
     parity, out_of_bounds = check_parity(model, reloaded, folder, plan=plan)
     for name in out_of_bounds:
-        for path in (folder / name, folder / f"{name}.data"):
-            path.unlink(missing_ok=True)
+        remove_graph(folder / name)
     skipped |= out_of_bounds
     for name, why in skipped.items():
         logger.warning("left out %s: %s", name, why)
@@ -139,14 +138,6 @@ def _write_export(
         with quiet():
             measure_latency(model, folder, plan=plan).write(folder / "latency.json")
     return exported
-
-
-def _quantize(folder: Path, precision: str) -> dict[str, str]:
-    """Writes the batch graph in fewer bits; returns why not, if there is none."""
-    if (folder / graph_file("batch")).is_file():
-        save_quantized(folder, precision)
-        return {}
-    return {graph_file("batch", precision): f"there is no {graph_file('batch')} to quantize"}
 
 
 def _with_engines(exported: ExportedModel, folder: Path, *, plan: RunPlan) -> ExportedModel:

@@ -127,9 +127,8 @@ def _write_export(folder: Path, size: str) -> tuple[Any, Any]:
     with torch.no_grad():
         model.lm_head.weight[0] = 0  # never the likeliest: all contestants make all tokens that are asked for
     model.save_pretrained(folder)
-    if problems := save_graphs(model, folder, causal=True):
+    if problems := save_graphs(model, folder, causal=True) | save_quantized(folder, "int8"):
         raise RuntimeError(f"no graph to decode with: {problems}")
-    save_quantized(folder, "int8")
     ExportedModel(
         step=0,
         checkpoint_sha256="0" * 64,

@@ -276,7 +276,7 @@ class _Integers:
     def __init__(self, graph: Any) -> None:
         self.graph = graph
         self.inputs: dict[Any, tuple[Any, Any]] = {}  # value -> it in uint8, its scales
-        self.middles: dict[int, Any] = {}  # by rank of the input
+        self.middles: dict[str, Any] = {}  # by what multiplies: inputs of Gemm have another rank
         self.tables: dict[str, tuple[Any, Any]] = {}  # initializer -> it in int8 by row, its scales
 
     def look_up(self, node: Any) -> None:
@@ -318,19 +318,18 @@ class _Integers:
         value = node.inputs[0]
         if value in self.inputs:
             return self.inputs[value]
-        rank = 2 if node.op_type == "Gemm" else 3
         largest = _constant(self.graph, "largest", np.array(1 / MAX_ACTIVATION, dtype=np.float32))
         sizes = ir.node("Abs", [value])
         most = ir.node("ReduceMax", [sizes.outputs[0], _constant(self.graph, "last axis", np.array([-1]))])
         scales = ir.node("Mul", [most.outputs[0], largest])  # 0 only if all are 0, and so is the product then
         nodes = [sizes, most, scales]
-        if rank not in self.middles:
+        if node.op_type not in self.middles:
             shape = ir.node("Shape", scales.outputs)
             middle = _constant(self.graph, "middle", np.array(MIDDLE, dtype=np.uint8))
             nodes += [shape, ir.node("Expand", [middle, shape.outputs[0]])]
-            self.middles[rank] = nodes[-1].outputs[0]
-        inputs = [value, scales.outputs[0], self.middles[rank]]
-        nodes.append(ir.node("QuantizeLinear", inputs, {"axis": rank - 1, "block_size": size}))
+            self.middles[node.op_type] = nodes[-1].outputs[0]
+        inputs = [value, scales.outputs[0], self.middles[node.op_type]]
+        nodes.append(ir.node("QuantizeLinear", inputs, {"axis": -1, "block_size": size}))
         self.graph.insert_before(node, nodes)
         self.inputs[value] = nodes[-1].outputs[0], scales.outputs[0]
         return self.inputs[value]

@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.export import Dim
 
 from training.exports.batch_graph import keep_cache_in_place, quantize, read_whole_texts
+from training.exports.onnx_session import in_place_logits, open_session
 
 # 23 has Attention, RotaryEmbedding and RMSNormalization as operators: decoding takes 0.33 ms a token of the quickstart
 # model instead of 0.45 ms with opset 20, where they are many small ones (docs/export.md).
@@ -53,26 +55,48 @@ def save_graphs(model: Any, folder: Path, *, precision: str = "fp32", causal: bo
         whole = graph.clone()
         try:
             read_whole_texts(whole)
-        except ValueError:  # tracing again takes as long, and is as good
+        except Exception:  # an unusual graph: tracing the model again takes as long, and is as good
             whole = forward_graph(model)
         _save(whole, forward, weights)
         try:
             keep_cache_in_place(graph, config=model.config)
-        except ValueError as error:
-            return {batch.name: f"of {type(model).__name__}, {error}"}
+        except Exception as error:
+            return {batch.name: f"the cache of {type(model).__name__} cannot stay in place ({_first_line(error)})"}
         _save(graph, batch, weights)
-    return {}
+    return why_not_run(batch)
 
 
-def save_quantized(folder: Path, precision: str) -> None:
-    """batch_int8.onnx or batch_int4.onnx from the folder's batch.onnx, each with a file of weights of its own."""
+def save_quantized(folder: Path, precision: str) -> dict[str, str]:
+    """batch_int8.onnx or batch_int4.onnx from the folder's batch.onnx, each with a file of weights of its own.
+
+    Returns what could not be made and why.
+    """
     import onnx_ir
 
     target = folder / graph_file("batch", precision)
+    if not (folder / graph_file("batch")).is_file():
+        return {target.name: f"there is no {graph_file('batch')} to quantize"}
     graph = onnx_ir.load(folder / graph_file("batch"))
     quantize(graph, precision=precision)
     with WeightsFile(target.with_name(f"{target.name}.data")) as weights:
         _save(graph, target, weights)
+    return why_not_run(target)
+
+
+def why_not_run(batch: Path) -> dict[str, str]:
+    """Why ONNX Runtime cannot step a batch graph, which is removed then; {} if it can."""
+    try:
+        in_place_logits(open_session(batch), [np.zeros(3, dtype=np.int64)], steps=1)
+    except Exception as error:
+        remove_graph(batch)
+        return {batch.name: f"ONNX Runtime cannot run it ({_first_line(error)})"}
+    return {}
+
+
+def remove_graph(batch: Path) -> None:
+    """Removes a batch graph, and the file of weights that only it reads, if there is one."""
+    batch.unlink(missing_ok=True)
+    batch.with_name(f"{batch.name}.data").unlink(missing_ok=True)
 
 
 def _first_line(error: Exception) -> str:
