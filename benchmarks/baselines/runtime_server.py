@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -33,19 +34,19 @@ def openvino(folder: Path, waiting: Waiting) -> None:
     scheduler = genai.SchedulerConfig()
     scheduler.max_num_seqs, scheduler.cache_size = ROWS, 1
     pipeline = genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    running: dict[int, tuple[object, Future[str]]] = {}
+    running: dict[int, tuple[Any, Request, Future[str]]] = {}
     number = 0
     while True:
         while not running or not waiting.empty():
             request, future = waiting.get()
             settings = genai.GenerationConfig(max_new_tokens=request.max_tokens, do_sample=False, ignore_eos=True)
-            running[number] = (pipeline.add_request(number, request.prompt, settings), future)
+            running[number] = (pipeline.add_request(number, request.prompt, settings), request, future)
             number += 1
         pipeline.step()
-        for key, (handle, future) in list(running.items()):
-            if handle.get_status() == genai.GenerationStatus.FINISHED:  # type: ignore[attr-defined]
-                ids = handle.read_all()[0].generated_ids  # type: ignore[attr-defined]
-                assert len(ids) == settings.max_new_tokens, f"{len(ids)} tokens, not {settings.max_new_tokens}"
+        for key, (handle, request, future) in list(running.items()):
+            if handle.get_status() == genai.GenerationStatus.FINISHED:
+                ids = handle.read_all()[0].generated_ids
+                assert len(ids) == request.max_tokens, f"{len(ids)} tokens, not {request.max_tokens}"
                 future.set_result(pipeline.get_tokenizer().decode(ids))
                 del running[key]
 

@@ -141,21 +141,25 @@ def _replace_attention(graph: Any, node: Any, layer: int, lengths: list[Any], *,
         present.append(value)
         new.append(_heads_last(graph, concat.inputs[1], before=node))
     heads = past[0].shape[1]
-    scale, softcap = node.attributes.get_float("scale", 0.0), node.attributes.get_float("softcap", 0.0)
+    # Queries are scaled before: only products without a factor have a quick way for one token, and a step of 16 rows
+    # behind 128 tokens spent 1.4 times as long in attention.
+    scale = node.attributes.get_float("scale", 0.0) or past[0].shape[3] ** -0.5
+    factor = _constant(graph, f"scale.{scale:.9g}", np.array(scale, dtype=past[0].dtype.numpy()))
+    scaled = ir.node("Mul", [_heads_last(graph, query, before=node), factor])
     grouped = ir.node(
         "GroupQueryAttention",
-        [_heads_last(graph, query, before=node), *new, *past, *lengths],
+        [scaled.outputs[0], *new, *past, *lengths],
         {
             "num_heads": _num_heads(query, default=heads),
             "kv_num_heads": heads,
             "local_window_size": window,
-            **({"scale": scale} if scale else {}),
-            **({"softcap": softcap} if softcap else {}),
+            "scale": 1.0,
+            "softcap": node.attributes.get_float("softcap", 0.0),
         },
         domain=MICROSOFT,
         num_outputs=3,
     )
-    graph.insert_before(node, grouped)
+    graph.insert_before(node, [scaled, grouped])
     for before, after in zip(present, grouped.outputs[1:], strict=True):
         output, name = list(graph.outputs).index(before), before.name
         before.name = f"{name}.copied"
