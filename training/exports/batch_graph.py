@@ -18,7 +18,7 @@ HEADS_LAST = (0, 2, 1, 3)
 MIDDLE = 128  # of uint8: what 0 becomes
 MAX_ACTIVATION = 127
 # Of an int8 weight. CPUs without VNNI add two products of 8 bits in 16 bits: 2 x 255 x 64 < 32,768 cannot overflow.
-# With 127 logits of the 94M model were off by 0.42 on such a CPU, with 63 by 0.12.
+# With 127 logits of a 94M Llama were off by up to 0.42 on such a CPU, with 63 by 0.20, though embeddings had 63 too.
 MAX_WEIGHT = 63
 INT4_BLOCK = 32  # weights that share a scale
 INT8_ACTIVATIONS = 4  # MatMulNBits' accuracy_level: each row of its input is rounded to int8 too, block by block
