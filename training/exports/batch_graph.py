@@ -261,8 +261,8 @@ def _multiply_once(graph: Any) -> None:
     for value, nodes in together.items():
         if len(nodes) < 2:
             continue
-        matrices = [_array(node.inputs[1]) for node in nodes]
-        name, widths = nodes[0].inputs[1].name, [matrix.shape[1] for matrix in matrices if matrix is not None]
+        matrices = [_known(node.inputs[1]) for node in nodes]
+        name, widths = nodes[0].inputs[1].name, [matrix.shape[1] for matrix in matrices]
         joined = _constant(graph, f"{name}.joined", np.concatenate(matrices, axis=1))
         product = ir.node("MatMul", [value, joined])
         sizes = _constant(graph, f"{name}.widths", np.array(widths))
@@ -302,7 +302,7 @@ class _Integers:
         if source.producer() is not None:  # the embedding, transposed
             table, scales = self._table(source.producer().inputs[0])
             nodes.append(ir.node("Transpose", [table], {"perm": (1, 0)}))
-            columns, scale = nodes[0].outputs[0], _constant(self.graph, f"{scales.name}.flat", _array(scales)[:, 0])
+            columns, scale = nodes[0].outputs[0], _constant(self.graph, f"{scales.name}.flat", _known(scales)[:, 0])
         else:
             by_column, of_column = round_rows(np.ascontiguousarray(weights.T))
             columns = _constant(self.graph, f"{source.name}.int8", np.ascontiguousarray(by_column.T))
@@ -340,7 +340,7 @@ class _Integers:
 
     def _table(self, value: Any) -> tuple[Any, Any]:
         if value.name not in self.tables:
-            rows, scales = round_rows(_array(value))
+            rows, scales = round_rows(_known(value))
             self.tables[value.name] = (
                 _constant(self.graph, f"{value.name}.int8", rows),
                 _constant(self.graph, f"{value.name}.scales", scales),
@@ -394,6 +394,12 @@ def _array(value: Any) -> np.ndarray | None:
         array = _array(node.inputs[0])
         return None if array is None else array.T
     return None if value.const_value is None else np.asarray(value.const_value.numpy())
+
+
+def _known(value: Any) -> np.ndarray:
+    array = _array(value)
+    assert array is not None, f"{value.name} is no constant"
+    return array
 
 
 def _constant(graph: Any, name: str, array: np.ndarray) -> Any:
