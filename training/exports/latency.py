@@ -78,7 +78,7 @@ def in_turns(
         yield LatencyFigure(
             engine=engine,
             graph=graph,
-            precision=precision,  # type: ignore[arg-type]  # checked by the record
+            precision=precision,
             batch=batch,
             length=length,
             rounds=len(seconds_each),
