@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -88,5 +87,5 @@ def _compress(model: Any) -> None:
             integers = ops.convert(ops.constant(np.rint(values / scales).astype(np.int8)), "f32")
             made[weights.friendly_name] = ops.multiply(integers, ops.constant(scales))
         node.input(place).replace_source_output(made[weights.friendly_name].output(0))
-    with contextlib.suppress(AttributeError):
-        model.validate_nodes_and_infer_types()
+    assert made, "OpenVINO's model has no matrices to compress"
+    model.validate_nodes_and_infer_types()
