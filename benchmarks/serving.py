@@ -339,6 +339,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         # In a process of its own, whose torch and MLflow are gone when servers are measured.
         making = [sys.executable, "-m", "benchmarks.support.serving_models", scratch]
+        making += [] if args.quick else ["--mlflow"]
         if (made := subprocess.run(making, capture_output=True, text=True)).returncode:
             sys.exit(made.stderr)
         result = measure(Path(scratch), quick=args.quick)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,26 @@ def write_ctranslate2(export: Path, folder: Path, *, precision: str) -> None:
     TransformersConverter(str(export)).convert(str(folder), quantization="int8" if precision == INT8 else None)
 
 
-def write_openvino(model: Any, tokenizer: Any, folder: Path, *, precision: str) -> None:
-    """The model with its cache as a state, as Optimum makes it; int8 weights have one scale a row, as NNCF's have."""
+def write_openvino(model: Any, tokenizer: Any, folders: Mapping[str, Path]) -> None:
+    """The model with its cache as a state, as Optimum makes it; int8 weights have one scale a row, as NNCF's have.
+
+    `folders`: by precision.
+    """
     import openvino
     from openvino_tokenizers import convert_tokenizer
 
     converted = _decoder(model)
-    if precision == INT8:
-        _compress(converted)
-    folder.mkdir(parents=True)
-    openvino.save_model(converted, folder / "openvino_model.xml", compress_to_fp16=False)
     encoder, decoder = convert_tokenizer(tokenizer, with_detokenizer=True)
-    openvino.save_model(encoder, folder / "openvino_tokenizer.xml")
-    openvino.save_model(decoder, folder / "openvino_detokenizer.xml")
-    model.config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
+    for precision in (FP32, INT8):
+        if precision == INT8:
+            _compress(converted)
+        folder = folders[precision]
+        folder.mkdir(parents=True)
+        openvino.save_model(converted, folder / "openvino_model.xml", compress_to_fp16=False)
+        openvino.save_model(encoder, folder / "openvino_tokenizer.xml")
+        openvino.save_model(decoder, folder / "openvino_detokenizer.xml")
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
 
 
 def _decoder(model: Any) -> Any:

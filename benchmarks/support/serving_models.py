@@ -24,7 +24,7 @@ SIZES = {  # the quickstart's; GPT-2's smallest with 8,192 words
     | {"num_attention_heads": 12, "num_key_value_heads": 12},
 }
 NAME = "served"
-TRAINING_STEPS, HELD_OUT_TEXTS = 60, 24
+TRAINING_STEPS, HELD_OUT_TEXTS = 40, 24
 RUNTIMES = {"openvino": "openvino_genai", "ctranslate2": "ctranslate2"}
 
 
@@ -34,10 +34,10 @@ def missing_runtimes() -> dict[str, str]:
     return {name: cure for name, module in RUNTIMES.items() if importlib.util.find_spec(module) is None}
 
 
-def write_models(folder: Path) -> None:
+def write_models(folder: Path, *, with_mlflow: bool) -> None:
     """Write FOLDER/SIZE with registry.db (two versions of one export), and the export for the other runtimes.
 
-    FOLDER/4M has `transformers` and `pyfunc` for MLflow too, and quality.json: the price of int8 weights.
+    FOLDER/4M has quality.json, the price of int8 weights, and if `with_mlflow` `transformers` and `pyfunc` for MLflow.
     """
     logging.disable(logging.WARNING)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -45,8 +45,9 @@ def write_models(folder: Path) -> None:
         for size in SIZES:
             export = folder / size / "version" / "artifacts" / "export"
             model, tokenizer = _write_export(export, size)
-            if size == SMALL:
+            if size == SMALL and with_mlflow:
                 _write_mlflow(folder / size, export, model, tokenizer)
+            if size == SMALL:
                 _write_quality(folder / size / "quality.json", export, tokenizer)
             _register(folder / size, folder / size / "version")
             _write_other_runtimes(folder / size, export, model, tokenizer)
@@ -55,10 +56,11 @@ def write_models(folder: Path) -> None:
 def _write_other_runtimes(folder: Path, export: Path, model: Any, tokenizer: Any) -> None:
     from benchmarks.support.other_runtimes import write_ctranslate2, write_openvino
 
-    for precision in ("fp32", "int8"):
-        if "openvino" not in missing_runtimes():
-            write_openvino(model, tokenizer, folder / f"openvino-{precision}", precision=precision)
-        if "ctranslate2" not in missing_runtimes():
+    precisions, missing = ("fp32", "int8"), missing_runtimes()
+    if "openvino" not in missing:
+        write_openvino(model, tokenizer, {precision: folder / f"openvino-{precision}" for precision in precisions})
+    if "ctranslate2" not in missing:
+        for precision in precisions:
             target = folder / f"ctranslate2-{precision}"
             write_ctranslate2(export, target, precision=precision)
             shutil.copy(export / "tokenizer.json", target)
@@ -203,4 +205,4 @@ def registry_uri(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    write_models(Path(sys.argv[1]))
+    write_models(Path(sys.argv[1]), with_mlflow=sys.argv[2:] == ["--mlflow"])
