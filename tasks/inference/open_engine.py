@@ -41,8 +41,8 @@ def open_engine(export_dir: Path | str, inference: InferenceConfig | None = None
     logger.info("precision: %s (%s)", precision, why_precision)
     if not has_graph(folder, precision, in_place=True):
         logger.warning(
-            "%s has no batch.onnx: texts are stepped one after another, and each step copies its cache; export the run "
-            "again for up to 5 times the speed at 16 clients",
+            "%s has no graph whose cache stays in place (batch.onnx; an older version exported it, or export.json says "
+            "why), so texts are stepped one after another: export the run again to step them together",
             folder,
         )
     if rows == 1:
