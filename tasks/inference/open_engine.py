@@ -39,7 +39,7 @@ def open_engine(export_dir: Path | str, inference: InferenceConfig | None = None
 
         return TorchEngine(export_dir, inference)
     logger.info("precision: %s (%s)", precision, why_precision)
-    if not has_graph(folder, precision, in_place=True):
+    if has_graph(folder, precision) and not has_graph(folder, precision, in_place=True):
         logger.warning(
             "%s has no graph whose cache stays in place (batch.onnx; an older version exported it, or export.json says "
             "why), so texts are stepped one after another: export the run again to step them together",
