@@ -40,7 +40,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.support.serving_models import NAME, RUNTIMES, SIZES, SMALL, missing_runtimes, registry_uri
+from benchmarks.support.serving_models import NAME, RUNTIMES, SIZES, SMALL, registry_uri
 
 CLIENTS = (1, 4, 16)
 START_S = 240
@@ -98,10 +98,11 @@ def contestants(folder: Path, *, size: str, quick: bool) -> list[Server]:
 
     ref, v1 = [f"{NAME}@champion", "--port", "PORT", "serving.poll_s=0.2"], "/v1/completions"
     servers = []
+    missing = set(json.loads((folder / "missing.json").read_text()))
     for precision in ("fp32", "int8"):
         engine = ["inference.engine=onnx", f"inference.precision={precision}"]
         servers.append(Server(f"{OURS}, {precision}", [*ours, *ref, *engine], v1, completion, precision, home))
-        for name in sorted(RUNTIMES.keys() - missing_runtimes().keys()):
+        for name in sorted(RUNTIMES.keys() - missing):
             made = str(folder / f"{name}-{precision}")
             command = [sys.executable, "-m", "benchmarks.baselines.runtime_server", name, made, "PORT"]
             servers.append(Server(f"{TITLES[name]}, {precision}", command, "/generate", simple, precision))
@@ -232,7 +233,6 @@ def measure(folder: Path, *, quick: bool) -> dict[str, Any]:
     return together | {
         "int8_perplexity_increase": round(perplexity["int8"] / perplexity["fp32"] - 1, 5),
         "perplexity": {name: round(value, 2) for name, value in perplexity.items()},
-        "missing": missing_runtimes(),
         "cores": len(os.sched_getaffinity(0)),
     }
 
@@ -242,12 +242,19 @@ def measure_model(folder: Path, *, size: str, quick: bool) -> dict[str, Any]:
     servers = contestants(folder, size=size, quick=quick)
     speeds: dict[str, dict[int, list[float]]] = {one.name: {n: [] for n in CLIENTS} for one in servers}
     latencies: dict[str, dict[int, list[float]]] = {one.name: {n: [] for n in CLIENTS} for one in servers}
-    result: dict[str, Any] = {"new_tokens": new_tokens, "repetitions": repetitions}
+    missing: dict[str, str] = json.loads((folder / "missing.json").read_text())
+    result: dict[str, Any] = {"new_tokens": new_tokens, "repetitions": repetitions, "missing": missing}
     with ExitStack() as stack:
         for server in servers:
             stack.enter_context(running(server, folder))
-        for server in servers:
-            wait_for(server, folder, new_tokens=new_tokens)
+        for server in list(servers):
+            try:
+                wait_for(server, folder, new_tokens=new_tokens)
+            except RuntimeError as error:
+                if not server.name.startswith(tuple(TITLES.values())):
+                    raise
+                missing[f"{server.name} ({size})"] = str(error)[-500:]
+                servers.remove(server)
         for _ in range(repetitions):
             for clients in CLIENTS:
                 for server in servers:
@@ -266,6 +273,7 @@ def measure_model(folder: Path, *, size: str, quick: bool) -> dict[str, Any]:
         names = [one.name for one in servers if one.precision == precision and one.name not in NO_OTHERS]
         return [name for name in names if not name.startswith(OURS)]
 
+    speeds = {one.name: speeds[one.name] for one in servers}
     return result | {
         "ratio_vs_best_other": {
             f"{size} {precision}": {str(n): ratio(n, f"{OURS}, {precision}", others(precision)) for n in CLIENTS}
@@ -280,7 +288,7 @@ def measure_model(folder: Path, *, size: str, quick: bool) -> dict[str, Any]:
             f"p{percent}_ms": {
                 size: {
                     name: {str(n): round(quantile(latencies[name][n], percent) * 1000, 1) for n in CLIENTS}
-                    for name in latencies
+                    for name in speeds
                 }
             }
             for percent in (50, 95, 99)
@@ -307,7 +315,7 @@ def show(result: dict[str, Any]) -> None:
         for what, ratios in result[key].items():
             print(f"{title}, {what}: " + ", ".join(f"{clients}: {ratio}" for clients, ratio in ratios.items()))
     for name, why in result["missing"].items():
-        print(f"left out {TITLES[name]}: {why}")
+        print(f"left out {TITLES.get(name, name)}: {why}")
     print(f"int8: perplexity of the {SMALL} model {100 * result['int8_perplexity_increase']:+.3f}%")
     print(f"roll-out: {result['failed_requests_in_rollout']} of {result['requests_in_rollout']} requests failed")
 

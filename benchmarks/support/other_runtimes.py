@@ -48,7 +48,7 @@ def _decoder(model: Any) -> Any:
 
     from training.exports.onnx_graphs import trace_decode
 
-    program, cache = trace_decode(model)
+    program, cache = trace_decode(model, grouped=False)
     for node in list(program.graph.nodes):  # DynamicCache begins with an empty tensor, which OpenVINO cannot append to
         if node.target is torch.ops.aten.cat.default and node.args[0][0].meta["val"].ndim == 1:
             node.replace_all_uses_with(node.args[0][1])

@@ -56,14 +56,26 @@ def write_models(folder: Path, *, with_mlflow: bool) -> None:
 def _write_other_runtimes(folder: Path, export: Path, model: Any, tokenizer: Any) -> None:
     from benchmarks.support.other_runtimes import write_ctranslate2, write_openvino
 
-    precisions, missing = ("fp32", "int8"), missing_runtimes()
-    if "openvino" not in missing:
-        write_openvino(model, tokenizer, {precision: folder / f"openvino-{precision}" for precision in precisions})
-    if "ctranslate2" not in missing:
-        for precision in precisions:
-            target = folder / f"ctranslate2-{precision}"
+    missing = missing_runtimes()
+
+    def targets(name: str) -> dict[str, Path]:
+        return {precision: folder / f"{name}-{precision}" for precision in ("fp32", "int8")}
+
+    def openvino() -> None:
+        write_openvino(model, tokenizer, targets("openvino"))
+
+    def ctranslate2() -> None:
+        for precision, target in targets("ctranslate2").items():
             write_ctranslate2(export, target, precision=precision)
             shutil.copy(export / "tokenizer.json", target)
+
+    for name, write in (("openvino", openvino), ("ctranslate2", ctranslate2)):
+        try:
+            if name not in missing:
+                write()
+        except Exception as error:  # another version of it, say: the others are compared
+            missing[name] = f"it cannot convert the model: {type(error).__name__}: {error}"[:500]
+    (folder / "missing.json").write_text(json.dumps(missing))
 
 
 def _write_quality(path: Path, export: Path, tokenizer: Any) -> None:

@@ -178,8 +178,13 @@ def decode_graph(model: Any) -> Any:
     return _onnx(program, inputs, outputs)
 
 
-def trace_decode(model: Any) -> tuple[torch.export.ExportedProgram, list[tuple[Tensor, Tensor]]]:
-    """The program of `Decode`, and the cache that it was traced with."""
+def trace_decode(
+    model: Any, *, grouped: bool = True
+) -> tuple[torch.export.ExportedProgram, list[tuple[Tensor, Tensor]]]:
+    """The program of `Decode`, and the cache that it was traced with.
+
+    `grouped`: attention itself may have fewer key than query heads; else keys and values are repeated for it.
+    """
     batch, length, past = 2, 3, 5  # a size of 1 would be taken for a constant, and equal ones for the same
     cache = zero_cache(model, batch=batch, past=past)
     arguments = (
@@ -191,7 +196,7 @@ def trace_decode(model: Any) -> tuple[torch.export.ExportedProgram, list[tuple[T
     row, column, before = Dim("batch"), Dim.DYNAMIC, Dim("past")
     tokens, both = {0: row, 1: column}, ({0: row, 2: before}, {0: row, 2: before})
     shapes = (tokens, {0: row, 1: Dim.DYNAMIC}, tokens, [both for _ in cache])
-    return _trace(Decode(model), arguments, shapes), cache
+    return _trace(Decode(model), arguments, shapes, grouped=grouped), cache
 
 
 def zero_cache(model: Any, *, batch: int, past: int) -> list[tuple[Tensor, Tensor]]:
@@ -206,8 +211,10 @@ def zero_cache(model: Any, *, batch: int, past: int) -> list[tuple[Tensor, Tenso
     return [(zeros(layer.keys), zeros(layer.values)) for layer in layers]
 
 
-def _trace(module: torch.nn.Module, arguments: tuple[Any, ...], dynamic_shapes: Any) -> torch.export.ExportedProgram:
-    with torch.no_grad(), _grouped_queries():
+def _trace(
+    module: torch.nn.Module, arguments: tuple[Any, ...], dynamic_shapes: Any, *, grouped: bool = True
+) -> torch.export.ExportedProgram:
+    with torch.no_grad(), _grouped_queries() if grouped else contextlib.nullcontext():
         return torch.export.export(module.eval(), arguments, dynamic_shapes=dynamic_shapes, strict=False)
 
 
