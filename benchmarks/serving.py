@@ -2,15 +2,20 @@
 
     python -m benchmarks.serving [--quick] [--plot serving.png]
 
-The model is as large as the quickstart's (4.0M parameters, random weights); a request has a prompt of about 20 tokens
-and wants 64 more (32 with --quick), greedily. All servers are started before and are idle while another one is
-measured; contestants take turns, repetition by repetition, so that a busy machine meets all of them.
-Others are what one would start without Shardline: `transformers serve` (its --continuous-batching ends the process at
-the first request on a CPU, transformers 5.23), `mlflow models serve` of MLflow's transformers flavour, a pipeline
-behind FastAPI. Rows of their own are Shardline's torch engine and its pyfunc in `mlflow models serve`.
-The last line is one JSON object: `tokens_per_s` and `p95_ms` by server and clients, `ratio_vs_best_other` by clients
-(tokens/s of `shardline serve` over those of the best of the others, the median over repetitions), and
-`failed_requests_in_rollout` while the alias moves back and forth under 4 clients.
+Two models: as large as the quickstart's (4M parameters, a few steps of training) and 94M (random weights). A request
+has a prompt of about 20 tokens and wants 64 more (32 with --quick), greedily. All servers of a model are started
+before and are idle while another one is measured; contestants take turns, repetition by repetition, so that a busy
+machine meets all of them.
+Others are what one would start without Shardline: OpenVINO GenAI's continuous batching and CTranslate2 behind FastAPI,
+in fp32 and with int8 weights (`pip install 'shardline[benchmark]'`; what is not installed is said and left out); of the
+4M model `transformers serve` (its --continuous-batching ends the process at the first request on a CPU, transformers
+5.23), a pipeline behind FastAPI and, without --quick, `mlflow models serve` of MLflow's transformers flavour. Rows of
+their own, without --quick, are Shardline's torch engine and its pyfunc in `mlflow models serve`.
+The last line is one JSON object: `tokens_per_s` and `p95_ms` by model, server and clients; `ratio_vs_best_other` by
+model and precision, and clients (tokens/s of `shardline serve` over those of the best of the others in that precision,
+the median over repetitions); `int8_vs_fp32` by model and clients (tokens/s of `shardline serve`);
+`int8_perplexity_increase` of the 4M model on held-out text, as a fraction; `missing`, what was not installed; and
+`failed_requests_in_rollout` while the alias of the 4M model moves back and forth under 4 clients.
 """
 
 from __future__ import annotations
@@ -35,13 +40,14 @@ from typing import Any
 
 import httpx
 
-from benchmarks.support.serving_models import NAME, registry_uri
+from benchmarks.support.serving_models import NAME, RUNTIMES, SIZES, SMALL, registry_uri
 
 CLIENTS = (1, 4, 16)
 START_S = 240
 PROMPT = "def read_lines(path):\n    with open(path) as file:\n        return "
 OURS = "shardline serve"
-OTHERS = ("transformers serve", "mlflow models serve", "pipeline + FastAPI")
+NO_OTHERS = ("shardline serve, torch", "mlflow models serve, our pyfunc")  # rows of ours that are compared with nothing
+TITLES = {"openvino": "OpenVINO GenAI", "ctranslate2": "CTranslate2"}
 
 
 @dataclass
@@ -52,6 +58,7 @@ class Server:
     command: list[str]
     path: str
     body: Any
+    precision: str = "fp32"
     environment: dict[str, str] = field(default_factory=dict)
     port: int = 0
     process: subprocess.Popen[bytes] | None = None
@@ -66,7 +73,7 @@ class Server:
             raise RuntimeError(f"{self.name}: {reply.status_code} {reply.content[:500]!r}")
 
 
-def contestants(folder: Path) -> list[Server]:
+def contestants(folder: Path, *, size: str, quick: bool) -> list[Server]:
     export, ours = str(folder / "version" / "artifacts" / "export"), [sys.executable, "-m", "flows.cli", "serve"]
     home = {"MLFLOW_TRACKING_URI": registry_uri(folder), "SHARDLINE_HOME": str(folder / "home")}
     scripts = Path(sys.executable).parent
@@ -86,15 +93,34 @@ def contestants(folder: Path) -> list[Server]:
         columns = {"columns": ["prompt"], "data": [[prompt]]}
         return {"dataframe_split": columns, "params": {"new_tokens": new_tokens, "temperature": 0.0}}
 
-    ref, v1 = [f"{NAME}@champion", "--port", "PORT"], "/v1/completions"
+    def simple(prompt: str, new_tokens: int) -> dict[str, Any]:
+        return {"prompt": prompt, "max_tokens": new_tokens}
+
+    ref, v1 = [f"{NAME}@champion", "--port", "PORT", "serving.poll_s=0.2"], "/v1/completions"
+    servers = []
+    missing = set(json.loads((folder / "missing.json").read_text()))
+    for precision in ("fp32", "int8"):
+        engine = ["inference.engine=onnx", f"inference.precision={precision}"]
+        servers.append(Server(f"{OURS}, {precision}", [*ours, *ref, *engine], v1, completion, precision, home))
+        for name in sorted(RUNTIMES.keys() - missing):
+            made = str(folder / f"{name}-{precision}")
+            command = [sys.executable, "-m", "benchmarks.baselines.runtime_server", name, made, "PORT"]
+            servers.append(Server(f"{TITLES[name]}, {precision}", command, "/generate", simple, precision))
+    if size != SMALL:
+        return servers
     plain = [sys.executable, "-m", "benchmarks.baselines.pipeline_server", export, "PORT"]
-    return [
-        Server(OURS, [*ours, *ref, "serving.poll_s=0.2"], v1, completion, home),
-        Server("shardline serve, torch", [*ours, *ref, "inference.engine=torch"], v1, completion, home),
+    servers += [
         Server("transformers serve", hugging_face, v1, hugging_face_completion),
+        Server("pipeline + FastAPI", plain, "/generate", simple),
+    ]
+    if quick:
+        return servers
+    torch_engine, pyfunc_name = NO_OTHERS
+    return [
+        *servers,
         Server("mlflow models serve", [*mlflow, str(folder / "transformers")], "/invocations", flavour),
-        Server("mlflow models serve, our pyfunc", [*mlflow, str(folder / "pyfunc")], "/invocations", pyfunc),
-        Server("pipeline + FastAPI", plain, "/generate", lambda prompt, n: {"prompt": prompt, "max_tokens": n}),
+        Server(torch_engine, [*ours, *ref, "inference.engine=torch"], v1, completion, environment=home),
+        Server(pyfunc_name, [*mlflow, str(folder / "pyfunc")], "/invocations", pyfunc),
     ]
 
 
@@ -198,42 +224,75 @@ def rollout(server: Server, folder: Path, *, moves: int) -> tuple[int, int]:
 
 
 def measure(folder: Path, *, quick: bool) -> dict[str, Any]:
+    found = [measure_model(folder / size, size=size, quick=quick) for size in SIZES]
+    perplexity = json.loads((folder / SMALL / "quality.json").read_text())
+    together: dict[str, Any] = {}
+    for of_model in found:
+        for key, value in of_model.items():
+            together[key] = together.get(key, {}) | value if isinstance(value, dict) else value
+    return together | {
+        "int8_perplexity_increase": round(perplexity["int8"] / perplexity["fp32"] - 1, 5),
+        "perplexity": {name: round(value, 2) for name, value in perplexity.items()},
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def measure_model(folder: Path, *, size: str, quick: bool) -> dict[str, Any]:
     new_tokens, window_s, repetitions = (32, 1.0, 1) if quick else (64, 5.0, 3)
-    servers = contestants(folder)
+    servers = contestants(folder, size=size, quick=quick)
     speeds: dict[str, dict[int, list[float]]] = {one.name: {n: [] for n in CLIENTS} for one in servers}
     latencies: dict[str, dict[int, list[float]]] = {one.name: {n: [] for n in CLIENTS} for one in servers}
+    missing: dict[str, str] = json.loads((folder / "missing.json").read_text())
+    result: dict[str, Any] = {"new_tokens": new_tokens, "repetitions": repetitions, "missing": missing}
     with ExitStack() as stack:
         for server in servers:
             stack.enter_context(running(server, folder))
-        for server in servers:
-            wait_for(server, folder, new_tokens=new_tokens)
+        for server in list(servers):
+            try:
+                wait_for(server, folder, new_tokens=new_tokens)
+            except RuntimeError as error:
+                if not server.name.startswith(tuple(TITLES.values())):
+                    raise
+                missing[f"{server.name} ({size})"] = str(error)[-500:]
+                servers.remove(server)
         for _ in range(repetitions):
             for clients in CLIENTS:
                 for server in servers:
                     speed, seconds = load(server, clients, new_tokens=new_tokens, window_s=window_s)
                     speeds[server.name][clients].append(speed)
                     latencies[server.name][clients] += seconds
-        num_requests, failed = rollout(servers[0], folder, moves=2 if quick else 10)
+        if size == SMALL:
+            num_requests, failed = rollout(servers[0], folder, moves=2 if quick else 10)
+            result |= {"failed_requests_in_rollout": failed, "requests_in_rollout": num_requests}
 
-    def ratio(clients: int) -> float:
-        rows = zip(*(speeds[name][clients] for name in (OURS, *OTHERS)), strict=True)
-        return round(statistics.median(ours / max(others) for ours, *others in rows), 2)
+    def ratio(clients: int, name: str, others: list[str]) -> float:
+        rows = zip(*(speeds[one][clients] for one in (name, *others)), strict=True)
+        return round(statistics.median(ours / max(best) for ours, *best in rows), 2)
 
-    return {
-        "ratio_vs_best_other": {str(n): ratio(n) for n in CLIENTS},
-        "tokens_per_s": {name: {str(n): round(statistics.median(speeds[name][n])) for n in CLIENTS} for name in speeds},
+    def others(precision: str) -> list[str]:
+        names = [one.name for one in servers if one.precision == precision and one.name not in NO_OTHERS]
+        return [name for name in names if not name.startswith(OURS)]
+
+    speeds = {one.name: speeds[one.name] for one in servers}
+    return result | {
+        "ratio_vs_best_other": {
+            f"{size} {precision}": {str(n): ratio(n, f"{OURS}, {precision}", others(precision)) for n in CLIENTS}
+            for precision in ("fp32", "int8")
+            if others(precision)
+        },
+        "int8_vs_fp32": {size: {str(n): ratio(n, f"{OURS}, int8", [f"{OURS}, fp32"]) for n in CLIENTS}},
+        "tokens_per_s": {
+            size: {name: {str(n): round(statistics.median(speeds[name][n])) for n in CLIENTS} for name in speeds}
+        },
         **{
             f"p{percent}_ms": {
-                name: {str(n): round(quantile(latencies[name][n], percent) * 1000, 1) for n in CLIENTS}
-                for name in latencies
+                size: {
+                    name: {str(n): round(quantile(latencies[name][n], percent) * 1000, 1) for n in CLIENTS}
+                    for name in speeds
+                }
             }
             for percent in (50, 95, 99)
         },
-        "failed_requests_in_rollout": failed,
-        "requests_in_rollout": num_requests,
-        "new_tokens": new_tokens,
-        "repetitions": repetitions,
-        "cores": len(os.sched_getaffinity(0)),
     }
 
 
@@ -243,30 +302,40 @@ def quantile(values: list[float], percent: int) -> float:
 
 
 def show(result: dict[str, Any]) -> None:
-    print(f"{'':34}" + "".join(f"{f'{n} clients':>28}" for n in CLIENTS))
-    print(f"{'server':34}" + f"{'tokens/s  p50/p95/p99 ms':>28}" * len(CLIENTS))
-    for name, speeds in result["tokens_per_s"].items():
-        cells = []
-        for clients, speed in speeds.items():
-            times = "/".join(f"{result[f'p{percent}_ms'][name][clients]:.0f}" for percent in (50, 95, 99))
-            cells.append(f"{f'{speed}  {times}':>28}")
-        print(f"{name:34}" + "".join(cells))
-    print("times the best of the others: " + ", ".join(f"{k}: {v}" for k, v in result["ratio_vs_best_other"].items()))
+    for size, of_model in result["tokens_per_s"].items():
+        print(f"{size + ' parameters':34}" + "".join(f"{f'{n} clients':>28}" for n in CLIENTS))
+        print(f"{'server':34}" + f"{'tokens/s  p50/p95/p99 ms':>28}" * len(CLIENTS))
+        for name, speeds in of_model.items():
+            cells = []
+            for clients, speed in speeds.items():
+                times = "/".join(f"{result[f'p{percent}_ms'][size][name][clients]:.0f}" for percent in (50, 95, 99))
+                cells.append(f"{f'{speed}  {times}':>28}")
+            print(f"{name:34}" + "".join(cells))
+    for title, key in (("times the best of the others", "ratio_vs_best_other"), ("int8 over fp32", "int8_vs_fp32")):
+        for what, ratios in result[key].items():
+            print(f"{title}, {what}: " + ", ".join(f"{clients}: {ratio}" for clients, ratio in ratios.items()))
+    for name, why in result["missing"].items():
+        print(f"left out {TITLES.get(name, name)}: {why}")
+    print(f"int8: perplexity of the {SMALL} model {100 * result['int8_perplexity_increase']:+.3f}%")
     print(f"roll-out: {result['failed_requests_in_rollout']} of {result['requests_in_rollout']} requests failed")
 
 
 def plot(path: Path, result: dict[str, Any]) -> None:
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6))
-    for name, speeds in result["tokens_per_s"].items():
-        style = "-o" if name == OURS else "--o"
-        left.plot([*speeds], [*speeds.values()], style, label=name)
-        right.plot([*speeds], [*result["p95_ms"][name].values()], style)
-    left.set(xlabel="clients", ylabel="tokens per second", yscale="log")
-    right.set(xlabel="clients", ylabel="95% of requests within, ms", yscale="log")
-    figure.legend(loc="lower center", ncols=3, frameon=False)
-    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    figure, panels = plt.subplots(len(SIZES), 2, figsize=(12, 8.4), squeeze=False)
+    colours: dict[str, str] = {}
+    for (left, right), (size, of_model) in zip(panels, result["tokens_per_s"].items(), strict=True):
+        for name, speeds in of_model.items():
+            colour = colours.setdefault(name, f"C{len(colours) % 10}")
+            style = ("-" if name.startswith(OURS) else "--") + ("s" if "int8" in name else "o")
+            left.plot([*speeds], [*speeds.values()], style, label=name, color=colour)
+            right.plot([*speeds], [*result["p95_ms"][size][name].values()], style, color=colour)
+        left.set(title=f"{size} parameters", xlabel="clients", ylabel="tokens per second", yscale="log")
+        right.set(xlabel="clients", ylabel="95% of requests within, ms", yscale="log")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=4, frameon=False)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(path, dpi=120)
 
 
@@ -278,6 +347,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         # In a process of its own, whose torch and MLflow are gone when servers are measured.
         making = [sys.executable, "-m", "benchmarks.support.serving_models", scratch]
+        making += [] if args.quick else ["--mlflow"]
         if (made := subprocess.run(making, capture_output=True, text=True)).returncode:
             sys.exit(made.stderr)
         result = measure(Path(scratch), quick=args.quick)

@@ -25,8 +25,8 @@ from training.build_engine import build_engines
 from training.checkpoint.retention import keep
 from training.exports.latency import measure_latency
 from training.exports.model_card import model_card
-from training.exports.onnx_graphs import save_graphs
-from training.exports.parity import check_parity, parity_failure
+from training.exports.onnx_graphs import remove_graph, save_graphs, save_quantized
+from training.exports.parity import QUANTIZED, check_parity, parity_failure
 from training.exports.tensorrt import why_no_tensorrt
 from training.models.language_model import load_model
 from training.records.checkpoint import check_model, reading
@@ -101,12 +101,19 @@ def _write_export(
         if "fp16" in plan.config.export.precisions:
             half = load_model(folder, plan, dtype=torch.float16).hf
             skipped |= save_graphs(half, folder, precision="fp16", causal=causal)
+        for precision in QUANTIZED:
+            if precision in plan.config.export.precisions:
+                progress.begin(f"quantizing to {precision}")
+                skipped |= save_quantized(folder, precision)
     if why := why_no_tensorrt():
         skipped["tensorrt"] = why
+    progress.begin("comparing the logits of the graphs with torch's")
+    parity, out_of_bounds = check_parity(model, reloaded, folder, plan=plan)
+    for name in out_of_bounds:
+        remove_graph(folder / name)
+    skipped |= out_of_bounds
     for name, why in skipped.items():
         logger.warning("left out %s: %s", name, why)
-    progress.begin("comparing the logits of the graphs with torch's")
-    parity = check_parity(model, reloaded, folder, plan=plan)
     parity.write(run_dir / "parity.json")
     if not parity.passed:
         shutil.rmtree(folder)

@@ -40,7 +40,7 @@ from tasks.planning.pretrained import check_optimizer, check_tokenizer
 from tasks.promotion.gates import is_refusal
 from tasks.promotion.register import register_model
 from tasks.registry.models import resolve
-from tasks.reports.export_latency import draw_latency, latency_rows
+from tasks.reports.export_latency import draw_latency, latency_rows, precision_figures, precision_rows
 from tasks.reports.outcome import against_plan
 from tasks.reports.run_report import LATENCY
 from tasks.runs import resume
@@ -57,7 +57,7 @@ from training.records.checkpoint import finished_checkpoints
 from training.records.inventory import Inventory
 from training.records.plan import RunPlan
 from training.records.record import write_atomically
-from training.records.results import EvalReport, ExportedModel, LatencyReport, RegisteredModel
+from training.records.results import EvalReport, ExportedModel, LatencyReport, PrecisionQuality, RegisteredModel
 from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult
 
@@ -287,16 +287,21 @@ def export(plan: RunPlan, run: TrackedRun) -> ExportedModel:
         exported = programs.export(plan, run_dir=run.folder)
     wait_for_store()
     mlflow_run.log_files(run, run.folder / "export" / "export.json")
-    if (run.folder / "export" / "latency.json").is_file():
-        show_latency(run)
+    latency = run.folder / "export" / "latency.json"
+    report = LatencyReport.read(latency) if latency.is_file() else None
+    if report:
+        show_latency(run, report, exported.parity.precisions)
+    if precisions := exported.parity.precisions:
+        mlflow_run.log_figures(run, precision_figures(precisions, report), step=exported.step)
+        rows = precision_rows(precisions, report)
+        show_table(rows, key="export-precisions", description="Size, quality and speed by precision")
     return exported
 
 
-def show_latency(run: TrackedRun) -> None:
+def show_latency(run: TrackedRun, report: LatencyReport, precisions: Sequence[PrecisionQuality]) -> None:
     """Show the speed of the exported graphs and of torch: a table in Prefect, a chart in MLflow."""
-    report = LatencyReport.read(run.folder / "export" / "latency.json")
     picture = run.folder / LATENCY
-    draw_latency(picture, report)
+    draw_latency(picture, report, precisions)
     mlflow_run.log_files(run, run.folder / "export" / "latency.json", picture)
     show_table(latency_rows(report), key="export-latency", description=f"Speed of the export on {report.device}")
 

@@ -179,6 +179,11 @@ def _plan(
     inference: InferenceConfig,
 ) -> EvaluationPlan:
     """Plan the evaluation of the subject on these tokens, by the ranks that `inference` asks for."""
+    if inference.precision in ("int8", "int4"):
+        raise ValueError(
+            f"inference.precision = {inference.precision}: evaluation runs on torch, which has fp32, bf16 and fp16. "
+            "The perplexity of quantized graphs is measured by the export stage (export.json, parity.precisions)"
+        )
     device_kind, degree = device_kind_of(inference.degree), inference.degree
     if subject.plan is not None:
         model = TrainedModel.of_run(subject.plan)

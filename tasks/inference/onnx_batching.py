@@ -1,8 +1,8 @@
 """Continuous batching with ONNX Runtime: one step of the model gives the next token of every running text.
 
-A step of 16 texts of the quickstart's model takes 4 to 7 times one of a single text, not 16: 0.9 ms behind 64 tokens
-and 1.6 ms behind 128, against 0.24 ms, on one core. New texts join between two steps: their prompts are read in chunks
-of at most CHUNK_TOKENS, so that running texts wait for one chunk only.
+Texts have a row each of one cache, which stays where it is: a step copies nothing and pads nothing. New texts join
+between two steps: their prompts are read in chunks of at most CHUNK_TOKENS, so that running texts wait for one chunk
+only. A prompt that begins like a text in the cache, running or ended, takes over the keys and values of that beginning.
 """
 
 from __future__ import annotations
@@ -18,11 +18,19 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from tasks.inference.onnx_generator import Sampling, TextGenerator, TextStream, TokenChooser, shortened
+from tasks.inference.onnx_generator import (
+    CHUNK_TOKENS,
+    Sampling,
+    TextGenerator,
+    TextStream,
+    TokenChooser,
+    open_cache,
+    shortened,
+)
 
 logger = logging.getLogger(__name__)
 
-CHUNK_TOKENS = 128
+SHARED_TOKENS = 16  # fewer equal first tokens are read again: copying them would take as long
 
 
 class Row(Iterator[int]):
@@ -30,6 +38,7 @@ class Row(Iterator[int]):
 
     def __init__(self, prompt_ids: list[int], chooser: TokenChooser) -> None:
         self.seen, self.chooser, self.sampling = prompt_ids, chooser, chooser.sampling
+        self.cached = 0  # first tokens of `seen` whose keys and values are in the cache
         self.only_full_text = False  # the reader wants only the full text, so it is not woken for every token
         self.cancelled = False
         self._ids: list[int] = []
@@ -57,7 +66,9 @@ class Row(Iterator[int]):
         if token == end_id and self.sampling.stop_at_end:
             return False
         self._ids.append(token)
-        self.seen = shortened([*self.seen, token], context) if len(self.seen) == context else [*self.seen, token]
+        self.seen.append(token)
+        if len(self.seen) > context:
+            self.seen, self.cached = shortened(self.seen, context), 0
         if not self.only_full_text:
             self._wake_ups.put(None)
         return len(self._ids) < self.sampling.new_tokens
@@ -82,37 +93,6 @@ class BatchedStream(TextStream):
         return super().read()
 
 
-class PaddedBatch:
-    """Texts that are stepped together, and their cache; shorter ones are padded on the left."""
-
-    def __init__(self, rows: list[Row], mask: np.ndarray, past: list[np.ndarray]) -> None:
-        # mask: int64 [rows, past]; past: [rows, heads, past, size] each
-        self.rows, self.mask, self.past = rows, mask, past
-
-    def keep(self, indices: list[int]) -> None:
-        """Drop the other rows, and the columns that only they used."""
-        self.rows = [self.rows[index] for index in indices]
-        self.mask = self.mask[indices]
-        unused = int((self.mask.any(axis=0)).argmax()) if self.rows else self.mask.shape[1]
-        self.mask = np.ascontiguousarray(self.mask[:, unused:])
-        self.past = [part[indices, :, unused:] for part in self.past]
-
-    def join(self, other: PaddedBatch) -> None:
-        length = max(self.mask.shape[1], other.mask.shape[1])
-        self.rows = self.rows + other.rows
-        self.mask = np.concatenate([_pad_left(batch.mask, length, axis=1) for batch in (self, other)])
-        parts = zip(self.past, other.past, strict=True)
-        self.past = [np.concatenate([_pad_left(part, length, axis=2) for part in pair]) for pair in parts]
-
-
-def _pad_left(array: np.ndarray, length: int, *, axis: int) -> np.ndarray:
-    """Put zeros before it along `axis`, up to `length`."""
-    missing = length - array.shape[axis]
-    if not missing:
-        return array
-    return np.pad(array, [(missing if axis == number else 0, 0) for number in range(array.ndim)])
-
-
 class BatchedGenerator(TextGenerator):
     """TextGenerator for up to `rows` texts at a time, stepped by a thread of its own until `close`.
 
@@ -125,8 +105,9 @@ class BatchedGenerator(TextGenerator):
         self.concurrent, self.chunk_tokens = rows, chunk_tokens
         self._new: collections.deque[Row] = collections.deque()
         self._wake, self._closed = threading.Condition(), False
-        self._prefilling: PaddedBatch | None = None  # prompts that are partly in the cache
-        self._running = self._batch([])
+        self._cache = open_cache(self.session, rows=rows, context=self.context)
+        self._rows: list[Row] = []  # by their row of the cache; of the last one a part of the prompt may be unread
+        self._left: dict[int, list[int]] = {}  # tokens of texts that are gone, in the rows behind those
         self._thread = threading.Thread(target=self._run, name="onnx steps", daemon=True)
         self._thread.start()
 
@@ -162,84 +143,94 @@ class BatchedGenerator(TextGenerator):
     def _wait(self) -> bool:
         """Waits until there is something to do; returns False after `close`."""
         with self._wake:
-            while not (self._closed or self._new or self._prefilling or self._running.rows):
+            while not (self._closed or self._new or self._rows):
                 self._wake.wait()
             return not self._closed
 
     def _end_all(self, error: str) -> None:
         with self._wake:
-            unfinished = [*self._new, *(self._prefilling.rows if self._prefilling else []), *self._running.rows]
+            unfinished = [*self._new, *self._rows]
             self._new.clear()
-        self._prefilling, self._running = None, self._batch([])
+        self._rows, self._left = [], {}
         for row in unfinished:
             row.end(error)
 
-    def _batch(self, rows: list[Row]) -> PaddedBatch:
-        return PaddedBatch(rows, np.zeros((len(rows), 0), dtype=np.int64), self.graph.empty(len(rows)))
-
     def _prefill(self) -> None:
-        """Reads one chunk of the oldest prompts; when all of it is in the cache, they join the running batch."""
-        self._prefilling = self._prefilling or self._admit()
-        if not (batch := self._prefilling):
-            return
-        total = max(len(row.seen) for row in batch.rows)
-        done = batch.mask.shape[1]
-        # Several prompts fit in one chunk (see _admit); only a single one, which needs no padding, is cut.
-        until = total if len(batch.rows) > 1 else min(total, done + self.chunk_tokens)
-        ids = np.zeros((len(batch.rows), until - done), dtype=np.int64)
-        mask = np.zeros_like(ids)
-        for index, row in enumerate(batch.rows):
-            chunk = row.seen[:until] if len(batch.rows) > 1 else row.seen[done:until]
-            ids[index, ids.shape[1] - len(chunk) :] = chunk
-            mask[index, ids.shape[1] - len(chunk) :] = 1
-        logits = self._step_batch(batch, ids, mask)
-        if until == total or batch.rows[0].cancelled:
-            self._prefilling = None
-            self._take_tokens(batch, logits)
-            if batch.rows:
-                self._join(batch)
+        """Reads prompts, the oldest first, up to one chunk of tokens."""
+        left = self.chunk_tokens
+        while left and (row := self._unread() or self._admit()):
+            chunk = row.seen[row.cached : row.cached + left]
+            logits = self._cache.read(len(self._rows) - 1, chunk, row.cached)
+            row.cached += len(chunk)
+            left -= len(chunk)
+            if row.cached == len(row.seen) or row.cancelled:
+                self._take_tokens([len(self._rows) - 1], logits[-1:])
 
-    def _join(self, batch: PaddedBatch) -> None:
-        if self._running.rows:
-            self._running.join(batch)
-        else:
-            self._running = batch
+    def _unread(self) -> Row | None:
+        """The text that is partly in the cache; the next token of the others is the only one that is not."""
+        last = self._rows[-1] if self._rows else None
+        return last if last and last.cached < len(last.seen) - 1 else None
 
-    def _admit(self) -> PaddedBatch | None:
-        """The next prompts: at most as many as there are free rows, and together no more tokens than one chunk has."""
-        rows: list[Row] = []
+    def _admit(self) -> Row | None:
+        """The next text, in a row of the cache, if there is one and a row is free."""
         with self._wake:
-            while self._new and len(self._running.rows) + len(rows) < self.concurrent:
-                longest = max(len(row.seen) for row in [*rows, self._new[0]])
-                if rows and longest * (len(rows) + 1) > self.chunk_tokens:
-                    break
-                rows.append(self._new.popleft())
-        return self._batch(rows) if rows else None
+            if not self._new or len(self._rows) == self.concurrent:
+                return None
+            row = self._new.popleft()
+        target = len(self._rows)
+        self._share(row, target)
+        self._left.pop(target, None)
+        self._rows.append(row)
+        return row
+
+    def _share(self, row: Row, target: int) -> None:
+        """Takes over the keys and values of the longest text in the cache that begins like this one."""
+        held = {index: other.seen[: other.cached] for index, other in enumerate(self._rows)} | self._left
+        shared = {index: _equal_tokens(ids, row.seen[:-1]) for index, ids in held.items()}
+        source = max(shared, key=lambda index: (shared[index], index == target), default=target)
+        if shared.get(source, 0) >= SHARED_TOKENS:
+            if source != target:
+                self._cache.copy(source, target, shared[source])
+            row.cached = shared[source]
 
     def _step_running(self) -> None:
-        batch = self._running
-        if batch.rows:
-            ids = np.array([row.seen[-1:] for row in batch.rows], dtype=np.int64)
-            self._take_tokens(batch, self._step_batch(batch, ids, np.ones_like(ids)))
+        running = self._rows[:-1] if self._unread() else self._rows
+        if running:
+            logits = self._cache.step([row.seen[-1] for row in running], [row.cached for row in running])
+            for row in running:
+                row.cached += 1
+            self._take_tokens(list(range(len(running))), logits)
 
-    def _step_batch(self, batch: PaddedBatch, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        batch.mask = np.concatenate([batch.mask, mask], axis=1)
-        logits, batch.past = self.graph.step(ids, batch.mask, batch.past)
-        return logits
-
-    def _take_tokens(self, batch: PaddedBatch, logits: np.ndarray) -> None:
-        """Gives every row its token; finished rows leave, and those whose context is full are queued again."""
-        staying, full = [], []
-        for index, row in enumerate(batch.rows):
-            before = len(row.seen)
-            if row.cancelled or not row.choose(logits[index], end_id=self.end_id, context=self.context):
+    def _take_tokens(self, indices: list[int], logits: np.ndarray) -> None:
+        """Gives these rows their token; finished texts leave, and those whose context is full are queued again."""
+        leaving, full = [], []
+        for index, of_row in zip(indices, logits, strict=True):
+            row = self._rows[index]
+            if row.cancelled or not row.choose(of_row, end_id=self.end_id, context=self.context):
                 row.end()
-            elif len(row.seen) > before:
-                staying.append(index)
-            else:
+                leaving.append(index)
+            elif not row.cached:
                 full.append(row)
+                leaving.append(index)
         if full:
             with self._wake:
                 self._new.extendleft(reversed(full))
-        if len(staying) < len(batch.rows):
-            batch.keep(staying)
+        for index in reversed(leaving):
+            self._leave(index)
+
+    def _leave(self, index: int) -> None:
+        """Frees a row: the last running text moves there, and one that is being read comes after it as before."""
+        moving = [len(self._rows) - 2] if self._unread() and index < len(self._rows) - 2 else []
+        for source in [*moving, len(self._rows) - 1]:
+            row = self._rows[source]
+            if source != index:
+                self._cache.copy(source, index, row.cached)
+                self._rows[index] = row
+            index = source
+        gone = self._rows.pop()
+        self._left[len(self._rows)] = gone.seen[: gone.cached]
+
+
+def _equal_tokens(ids: list[int], others: list[int]) -> int:
+    """How many first tokens are equal."""
+    return next((n for n, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b), min(len(ids), len(others)))

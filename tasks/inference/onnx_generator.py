@@ -24,6 +24,9 @@ from tokenizers import Tokenizer
 ANCHOR_TOKENS = 8
 MAX_WINDOW = 32  # tokens that are decoded for each new one
 INCOMPLETE = "\ufffd"
+PAST = "past_key_values."
+NUMPY = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+CHUNK_TOKENS = 128  # of a prompt that are read at once
 SCORED_TOKENS = 256  # of a prompt, whose logits are held at the same time: 32 MiB with 32,768 words
 
 
@@ -238,50 +241,133 @@ def _overlap(text: str, stop: str) -> int:
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 
-def decode_graph_name(precision: str) -> str:
-    return "decode.onnx" if precision == "fp32" else f"decode_{precision}.onnx"
+def graph_names(precision: str) -> list[str]:
+    """The graphs that continue texts, the faster one first; exports of Shardline 0.1 have the other one only."""
+    suffix = "" if precision == "fp32" else f"_{precision}"
+    return [f"batch{suffix}.onnx", f"decode{suffix}.onnx"]
 
 
-class DecodeGraph:
-    """decode.onnx of an export: reads some more tokens behind a cache of keys and values."""
+def has_graph(folder: Path, precision: str, *, in_place: bool = False) -> bool:
+    return any((folder / name).is_file() for name in graph_names(precision)[: 1 if in_place else 2])
 
-    def __init__(self, folder: Path, *, precision: str, threads: int) -> None:
-        path = folder / decode_graph_name(precision)
-        if not path.is_file():
-            cure = "export again with `shardline resume RUN`, or take inference.engine=torch"
-            raise ValueError(f"{folder} has no {path.name} (export.json may say why): {cure}")
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.log_severity_level = 3  # errors; its warnings are about its own graph optimizer
-        # Threads that spin while they wait take 39 instead of 20 ms a token as soon as others use the cores too.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        past = [tensor for tensor in self.session.get_inputs() if tensor.name.startswith("past_key_values.")]
-        self.names = [tensor.name for tensor in past]
-        dtype = np.float16 if past[0].type == "tensor(float16)" else np.float32
-        self._empty = [np.zeros((1, tensor.shape[1], 0, tensor.shape[3]), dtype=dtype) for tensor in past]
 
-    def empty(self, rows: int) -> list[np.ndarray]:
-        """The cache of `rows` texts before their first token."""
-        return [np.repeat(part, rows, axis=0) for part in self._empty]
+def open_graph(folder: Path, *, precision: str, threads: int) -> onnxruntime.InferenceSession:
+    """Raises ValueError where the export has no graph that continues texts in this precision."""
+    names = graph_names(precision)
+    found = [folder / name for name in names if (folder / name).is_file()]
+    if not found:
+        skipped = json.loads((folder / "export.json").read_text()).get("skipped", {})
+        why = skipped.get(names[0]) or skipped.get(names[1]) or "the export was made without it"
+        cure = f"export again with export.precisions=[fp32,{precision}]" if precision != "fp32" else "export again"
+        raise ValueError(f"{folder} has no {names[0]} ({why}): {cure}, or take inference.engine=torch")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3  # errors; its warnings are about its own graph optimizer
+    # Threads that spin while they wait take 39 instead of 20 ms a token as soon as others use the cores too.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return onnxruntime.InferenceSession(str(found[0]), options, providers=["CPUExecutionProvider"])
 
-    def step(self, ids: np.ndarray, mask: np.ndarray, past: list[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
-        """fp32 logits [rows, vocab] behind the last of `ids` [rows, length], and the cache with them in it.
 
-        `mask` [rows, past + length] has 0 where a row is filled up from the left. Bound to buffers of ours (IOBinding)
-        a step took as long: 1.5 ms for 16 rows behind 128 tokens.
+def open_cache(session: onnxruntime.InferenceSession, *, rows: int, context: int) -> InPlaceCache | CopiedCache:
+    """An empty cache for `rows` texts of at most `context` tokens each."""
+    in_place = all(tensor.name != "attention_mask" for tensor in session.get_inputs())
+    return InPlaceCache(session, rows=rows, context=context) if in_place else CopiedCache(session, rows=rows)
+
+
+def empty_cache(session: onnxruntime.InferenceSession, *, rows: int, tokens: int) -> dict[str, np.ndarray]:
+    """Zeros for the keys and values of each layer, by their names without the prefix."""
+    return {
+        tensor.name.removeprefix(PAST): np.zeros((rows, tensor.shape[1], tokens, tensor.shape[3]), NUMPY[tensor.type])
+        for tensor in session.get_inputs()
+        if tensor.name.startswith(PAST)
+    }
+
+
+class InPlaceCache:
+    """Keys and values of several texts, which batch.onnx appends to where they lie. For one thread at a time.
+
+    Row by row the buffers have room for a whole context; memory is taken by the system as it is written.
+    """
+
+    def __init__(self, session: onnxruntime.InferenceSession, *, rows: int, context: int) -> None:
+        self.session = session
+        self.vocab = session.get_outputs()[0].shape[2]
+        self.buffers = empty_cache(session, rows=rows, tokens=context)
+        self._steps: dict[int, _Call] = {}  # by number of rows; bound once, as that takes as long as a small step
+
+    def read(self, row: int, ids: Sequence[int], start: int) -> np.ndarray:
+        """Reads `ids` behind the first `start` tokens of a row: fp32 logits [tokens, vocab] behind each of them."""
+        call = _Call(self, slice(row, row + 1), tokens=len(ids))
+        found: np.ndarray = call.run([ids], np.arange(start, start + len(ids)))[0]
+        return found
+
+    def step(self, ids: Sequence[int], starts: Sequence[int]) -> np.ndarray:
+        """Reads one token in each of the first rows, behind `starts` others: fp32 logits [rows, vocab].
+
+        The next step with as many rows writes to the same array.
         """
-        logits, present = self.all_logits(ids, mask, past)
-        return logits[:, -1], present
+        rows = len(ids)
+        if rows not in self._steps:
+            self._steps[rows] = _Call(self, slice(0, rows), tokens=1)
+        found: np.ndarray = self._steps[rows].run(np.array(ids)[:, None], np.array(starts)[:, None])[:, 0]
+        return found
 
-    def all_logits(
-        self, ids: np.ndarray, mask: np.ndarray, past: list[np.ndarray]
-    ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Like `step`, with the logits [rows, length, vocab] behind each of `ids`."""
-        positions = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, -ids.shape[1] :]
-        feed = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        logits, *present = self.session.run(None, feed | dict(zip(self.names, past, strict=True)))
-        return logits, present
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Gives the row `target` the first `tokens` of the row `source`."""
+        for buffer in self.buffers.values():
+            buffer[target, :, :tokens] = buffer[source, :, :tokens]
+
+
+class _Call:
+    """Inputs and outputs of one shape, bound to buffers: running it allocates and copies nothing."""
+
+    def __init__(self, cache: InPlaceCache, rows: slice, *, tokens: int) -> None:
+        shape = (rows.stop - rows.start, tokens)
+        self.session, self.binding = cache.session, cache.session.io_binding()
+        self.ids, self.positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        self.logits = np.empty((*shape, cache.vocab), np.float32)
+        self._bind(self.binding.bind_input, "input_ids", self.ids)
+        self._bind(self.binding.bind_input, "position_ids", self.positions)
+        self._bind(self.binding.bind_output, "logits", self.logits)
+        for name, buffer in cache.buffers.items():
+            self._bind(self.binding.bind_input, f"{PAST}{name}", buffer[rows])
+            self._bind(self.binding.bind_output, f"present.{name}", buffer[rows])
+
+    def run(self, ids: Any, positions: Any) -> np.ndarray:
+        self.ids[:], self.positions[:] = ids, positions
+        self.session.run_with_iobinding(self.binding)
+        return self.logits
+
+    @staticmethod
+    def _bind(bind: Any, name: str, array: np.ndarray) -> None:
+        bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+
+
+class CopiedCache:
+    """Like InPlaceCache for decode.onnx, which copies the cache at each step: each row is stepped by itself."""
+
+    def __init__(self, session: onnxruntime.InferenceSession, *, rows: int) -> None:
+        self.session = session
+        empty = empty_cache(session, rows=1, tokens=0)
+        self.names, self.rows = list(empty), [list(empty.values()) for _ in range(rows)]
+
+    def read(self, row: int, ids: Sequence[int], start: int) -> np.ndarray:
+        past = [part[:, :, :start] for part in self.rows[row]]
+        feed = {
+            "input_ids": np.array([ids], np.int64),
+            "attention_mask": np.ones((1, start + len(ids)), np.int64),
+            "position_ids": np.arange(start, start + len(ids), dtype=np.int64)[None],
+        }
+        feed |= {f"{PAST}{name}": part for name, part in zip(self.names, past, strict=True)}
+        logits, *self.rows[row] = self.session.run(None, feed)
+        found: np.ndarray = logits[0]
+        return found
+
+    def step(self, ids: Sequence[int], starts: Sequence[int]) -> np.ndarray:
+        return np.stack([self.read(row, [i], start)[0] for row, (i, start) in enumerate(zip(ids, starts, strict=True))])
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        self.rows[target] = [part[:, :, :tokens] for part in self.rows[source]]
 
 
 class TextGenerator:
@@ -296,7 +382,7 @@ class TextGenerator:
     def __init__(self, export_dir: Path | str, *, precision: str = "fp32", threads: int = 0) -> None:
         folder = Path(export_dir)
         self.context, self.end_id, self.tokenizer = open_export(folder)
-        self.graph = DecodeGraph(folder, precision=precision, threads=threads)
+        self.session = open_graph(folder, precision=precision, threads=threads)
 
     def generate(self, prompt: str | Sequence[int], **sampling: Any) -> str:
         """The continuation of `prompt`, without it. `sampling`: the fields of Sampling; equal ones give equal text.
@@ -319,15 +405,12 @@ class TextGenerator:
                 f"{len(ids)} tokens cannot be scored: the model sees {self.context}, give one more at most"
             )
         scores = [TokenLogprob(token, None) for token in ids[:1]]
-        past = self.graph.empty(1)
+        cache = open_cache(self.session, rows=1, context=self.context)
         for start in range(0, len(ids) - 1, SCORED_TOKENS):
-            read = np.array([ids[start : min(start + SCORED_TOKENS, len(ids) - 1)]], dtype=np.int64)
-            mask = np.ones((1, start + read.shape[1]), dtype=np.int64)
-            logits, past = self.graph.all_logits(read, mask, past)
-            following = ids[start + 1 : start + 1 + read.shape[1]]
-            scores += [
-                _with_likeliest(_log_softmax(row), i, top=top) for row, i in zip(logits[0], following, strict=True)
-            ]
+            read = ids[start : min(start + SCORED_TOKENS, len(ids) - 1)]
+            logits = cache.read(0, read, start)
+            following = ids[start + 1 : start + 1 + len(read)]
+            scores += [_with_likeliest(_log_softmax(row), i, top=top) for row, i in zip(logits, following, strict=True)]
         return scores
 
     def wait_ready(self, timeout_s: float) -> bool:
@@ -372,24 +455,26 @@ class TextGenerator:
 
     def _new_ids(self, prompt_ids: list[int], chooser: TokenChooser) -> Iterator[int]:
         sampling = chooser.sampling
-        seen = prompt_ids[-self.context :]
-        pending, past = seen, self.graph.empty(1)
+        cache = open_cache(self.session, rows=1, context=self.context)
+        seen, read = prompt_ids[-self.context :], 0
         for _ in range(sampling.new_tokens):
-            logits, past = self._step(pending, past)
+            logits = self._logits(cache, seen, read)
             token = chooser.choose(logits)
             if token == self.end_id and sampling.stop_at_end:
                 return
             yield token
-            seen, pending = [*seen, token], [token]
+            read = len(seen)
+            seen.append(token)
             if len(seen) > self.context:  # positions that it was not trained at
-                seen = shortened(seen, self.context)
-                pending, past = seen, self.graph.empty(1)
+                seen, read = shortened(seen, self.context), 0
 
-    def _step(self, ids: list[int], past: list[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
-        """fp32 logits [vocab] behind `ids`, which come behind the cache."""
-        mask = np.ones((1, past[0].shape[2] + len(ids)), dtype=np.int64)
-        logits, past = self.graph.step(np.array([ids], dtype=np.int64), mask, past)
-        return logits[0], past
+    def _logits(self, cache: InPlaceCache | CopiedCache, seen: list[int], read: int) -> np.ndarray:
+        """fp32 logits [vocab] behind `seen`, the first `read` tokens of which are in the cache."""
+        for start in range(read, len(seen), CHUNK_TOKENS):
+            chunk = seen[start : start + CHUNK_TOKENS]
+            logits = cache.step(chunk, [start]) if len(chunk) == 1 else cache.read(0, chunk, start)
+        last: np.ndarray = logits[-1]
+        return last
 
 
 def shortened(ids: list[int], context: int) -> list[int]:

@@ -10,11 +10,13 @@ from pathlib import Path
 from tasks.hardware.machine import Gpu, gpus_here
 from tasks.inference.engine import Engine
 from tasks.inference.onnx_batching import BatchedGenerator
-from tasks.inference.onnx_generator import TextGenerator, decode_graph_name
+from tasks.inference.onnx_generator import TextGenerator, has_graph
 from training.config.serving import InferenceConfig
+from training.records.results import ExportedModel, LatencyReport
 
 logger = logging.getLogger(__name__)
 
+QUANTIZED = {"int8", "int4"}
 TORCH_CURE = "install the extra `train` (of infra/serve.Dockerfile: --build-arg EXTRAS=serve,train)"
 
 
@@ -23,11 +25,11 @@ def open_engine(export_dir: Path | str, inference: InferenceConfig | None = None
 
     Raises ValueError where it cannot run as `inference` says, RuntimeError where torch's ranks or vLLM do not start.
     """
-    inference = inference or InferenceConfig()
-    precision = "fp32" if inference.precision == "auto" else inference.precision
+    inference, folder = inference or InferenceConfig(), Path(export_dir)
+    precision, why_precision = choose_precision(folder, inference)
     name, why = choose_engine(
         inference,
-        has_decode_graph=(Path(export_dir) / decode_graph_name(precision)).is_file(),
+        has_decode_graph=has_graph(folder, precision),
         gpus=gpus_here(),
         has_torch=importlib.util.find_spec("torch") is not None,
     )
@@ -40,9 +42,38 @@ def open_engine(export_dir: Path | str, inference: InferenceConfig | None = None
         from tasks.inference.torch_engine import TorchEngine
 
         return TorchEngine(export_dir, inference)
+    logger.info("precision: %s (%s)", precision, why_precision)
+    if has_graph(folder, precision) and not has_graph(folder, precision, in_place=True):
+        logger.warning(
+            "%s has no graph whose cache stays in place (batch.onnx; an older version exported it, or export.json says "
+            "why), so texts are stepped one after another: export the run again to step them together",
+            folder,
+        )
     if rows == 1:
         return TextGenerator(export_dir, precision=precision, threads=inference.threads)
     return BatchedGenerator(export_dir, precision=precision, threads=inference.threads, rows=rows)
+
+
+def choose_precision(folder: Path, inference: InferenceConfig) -> tuple[str, str]:
+    """The precision of ONNX Runtime's graph, and why: the fastest of those whose quality the export found good."""
+    if inference.precision != "auto":
+        return inference.precision, "asked for by inference.precision"
+    record, latency = folder / "export.json", folder / "latency.json"
+    if not record.is_file():
+        return "fp32", "the export has no record"
+    passed = [quality for quality in ExportedModel.read(record).parity.precisions if quality.passed]
+    if len(passed) < 2:
+        return "fp32", "the export has no other that passed"
+    if not latency.is_file():
+        return "fp32", "the export has no latency.json: with export.latency_seconds = 0 no speed was measured"
+    report = LatencyReport.read(latency)
+    measured = {quality: ms for quality in passed if (ms := report.served_ms(quality.precision)) is not None}
+    if not measured:
+        return "fp32", "the export measured no speed of its precisions"
+    fastest = min(measured, key=lambda quality: measured[quality])
+    speeds = ", ".join(f"{quality.precision} {ms:.3g} ms" for quality, ms in measured.items())
+    price = f", perplexity {100 * fastest.increase:+.2f}%" if fastest.precision != "fp32" else ""
+    return fastest.precision, f"the fastest that passed: a step took {speeds} at export{price}"
 
 
 def choose_engine(
@@ -55,6 +86,8 @@ def choose_engine(
         )
     if inference.engine == "onnx" and inference.precision == "bf16":
         raise ValueError("inference.precision = bf16: ONNX Runtime has none, take fp32 or inference.engine=torch")
+    if inference.engine == "torch" and inference.precision in QUANTIZED:
+        raise ValueError(f"inference.precision = {inference.precision}: torch has none, take inference.engine=onnx")
     name, why = _preferred(inference, has_decode_graph=has_decode_graph, gpus=gpus, has_torch=has_torch)
     if name == "torch" and not has_torch:
         raise ValueError(f"{why}: that needs torch, which is not installed here: {TORCH_CURE}")
@@ -70,6 +103,8 @@ def _preferred(
         return "torch", f"inference.parallel = {inference.parallel}"
     if inference.precision == "bf16":
         return "torch", "inference.precision = bf16"
+    if inference.precision in QUANTIZED:
+        return "onnx", f"inference.precision = {inference.precision}"
     if not has_decode_graph:
         return "torch", "the export has no graph that decodes in this precision"
     if not gpus:

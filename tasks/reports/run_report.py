@@ -14,7 +14,7 @@ from tasks.display.numbers import format_amount, format_count, format_duration, 
 from tasks.evaluation.report import table_of
 from tasks.planning.describe import describe_plan
 from tasks.planning.price import TRAINING, RunCost, per_1b
-from tasks.reports.export_latency import latency_rows
+from tasks.reports.export_latency import latency_rows, precision_rows
 from tasks.reports.outcome import against_plan
 from tasks.reports.pictures import draw_curves
 from tasks.reports.run_data import RunData
@@ -35,6 +35,7 @@ def write_report(data: RunData) -> list[Path]:
     """Write report.html and, where steps were logged, curves.png to the run's folder."""
     folder = data.run.folder
     page, curves = folder / PAGE, folder / CURVES
+    precisions = precision_rows(data.precisions, data.latency)
     drawn = data.plan is not None and draw_curves(curves, plan=data.plan, rows=data.rows)
     write_html(
         page,
@@ -48,6 +49,8 @@ def write_report(data: RunData) -> list[Path]:
         evaluation=[tuple(row.values()) for row in table_of(data.evaluation)] if data.evaluation else [],
         samples=data.evaluation.samples if data.evaluation else (),
         **_latency(data.latency, folder / LATENCY),
+        precisions=[tuple(row.values()) for row in precisions],
+        precision_heads=tuple(precisions[0]) if precisions else (),
         plan=describe_plan(data.plan) if data.plan else [],
         against_plan=_plan_errors(data.plan, data.result) if data.plan and data.result else [],
         **_settings(data),

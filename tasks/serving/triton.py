@@ -51,6 +51,8 @@ def write_repository(export_dir: Path, target: Path, *, name: str, version: int,
     exported = ExportedModel.read(export_dir / "export.json")
     folders = []
     for graph in exported.parity.graphs:
+        if graph.graph == "batch":  # its cache is written where it lies: Triton has no such inputs
+            continue
         stem = graph.file.removesuffix(".onnx")
         model = "-".join([name, *(part for part in stem.split("_") if part != "model")])
         inputs, outputs = onnx_tensors(export_dir / graph.file)

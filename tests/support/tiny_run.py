@@ -140,7 +140,8 @@ def exported_tiny_run(folder: Path, *, architecture: str) -> None:
     """
     from training.export import export_run
 
-    tiny_run(folder, architecture=architecture, layers=2 if architecture == "llama" else 1)
+    more = {"layers": 2, "precisions": ["fp32", "int8", "int4"]} if architecture == "llama" else {"layers": 1}
+    tiny_run(folder, architecture=architecture, **more)
     if architecture != "llama":
         export_run(folder)
         return

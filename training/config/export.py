@@ -48,8 +48,17 @@ class TensorRTConfig(Section):
 class ExportConfig(Section):
     """Exported formats, and the bounds within which they must match the trained model."""
 
-    precisions: tuple[Literal["fp32", "fp16"], ...] = Field(
-        ("fp32",), min_length=1, description="Precisions in which ONNX graphs are exported; fp32 must be among them."
+    precisions: tuple[Literal["fp32", "fp16", "int8", "int4"], ...] = Field(
+        ("fp32",),
+        min_length=1,
+        description="Precisions in which ONNX graphs are exported; fp32 must be among them. int8 and int4 quantize the "
+        "weights of the graph that the server steps (causal models only).",
+    )
+    max_perplexity_increase: float = Field(
+        0.005,
+        ge=0,
+        description="Quality bound for the graphs that the server may step in fewer bits than fp32: the increase of "
+        "perplexity on held-out text, as a fraction of fp32's. A precision that exceeds it is left out of the export.",
     )
     max_logit_difference: float = Field(
         1e-3,

@@ -19,10 +19,10 @@ class InferenceConfig(Section):
         description="Engine that runs the model. onnx: ONNX Runtime on the CPU. torch: PyTorch processes. "
         "vllm: the program `vllm` on GPUs. auto: torch if there are GPUs or `parallel` is set, else onnx.",
     )
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = Field(
         "auto",
-        description="Precision of weights and matrix products. auto: fp32 on CPUs, bf16 on GPUs that support it, "
-        "else fp16.",
+        description="Precision of weights and matrix products. auto: on CPUs the fastest that the export has measured "
+        "and found good, on GPUs bf16 where they support it, else fp16. int8 and int4 need engine onnx.",
     )
     parallel: Literal["none", "data", "tensor", "pipeline"] = Field(
         "none",

@@ -17,11 +17,11 @@ import torch
 
 from training.config.export import ExportConfig
 from training.exports.onnx_graphs import Decode, Forward, graph_file, zero_cache
-from training.exports.onnx_session import empty_past, open_session
-from training.exports.parity import graphs_in
+from training.exports.onnx_session import InPlaceDecoding, empty_past, open_session
+from training.exports.parity import batch_graphs_in, graphs_in
 from training.node.compiler import why_no_compile
 from training.records.plan import RunPlan
-from training.records.results import LatencyFigure, LatencyReport
+from training.records.results import SERVED, LatencyFigure, LatencyReport
 
 ROUNDS = range(3, 31)  # the fewest and the most runs of a shape, by the time that is left for it
 
@@ -41,6 +41,8 @@ def measure_latency(model: Any, folder: Path, *, plan: RunPlan) -> LatencyReport
     kinds = sorted({kind for kind, _ in graphs_in(folder)}, reverse=True)
     for precision in sorted({precision for _, precision in graphs_in(folder)}, reverse=True):
         engines["ONNX Runtime", precision] = onnx_engine(folder, precision)
+    for kind, precision in batch_graphs_in(folder):
+        engines[SERVED, precision] = in_place_engine(open_session(folder / graph_file(kind, precision)))
     lengths = sorted({min(length, plan.config.train.context - 1) for length in bounds.latency_lengths})
     shapes = list(product(kinds, bounds.latency_batches, lengths))
     figures: list[LatencyFigure] = []
@@ -75,7 +77,7 @@ def in_turns(
         yield LatencyFigure(
             engine=engine,
             graph=graph,
-            precision="fp16" if precision == "fp16" else "fp32",
+            precision=precision,
             batch=batch,
             length=length,
             rounds=len(seconds_each),
@@ -87,6 +89,18 @@ def in_turns(
 def onnx_engine(folder: Path, precision: str) -> Engine:
     kinds = {kind for kind, found in graphs_in(folder) if found == precision}
     return session_engine({kind: open_session(folder / graph_file(kind, precision)) for kind in kinds})
+
+
+def in_place_engine(session: Any) -> Engine:
+    """As the server steps: `batch` rows at a time, of a cache that stays in place."""
+
+    def engine(graph: Graph, batch: int, length: int) -> Call | None:
+        if graph == "forward":
+            return None
+        decoding = InPlaceDecoding(session, rows=batch, capacity=length + 1)
+        return decoding.step(np.zeros((batch, 1), dtype=np.int64), [length] * batch)
+
+    return engine
 
 
 def session_engine(sessions: Mapping[Graph, Any]) -> Engine:

@@ -1,7 +1,7 @@
-"""ONNX graphs of a model: whole texts (`model.onnx`) and token by token with a KV cache (`decode.onnx`).
+"""ONNX graphs of a model: whole texts (`model.onnx`), token by token with a KV cache (`decode.onnx`, `batch.onnx`).
 
-Both take their weights from one file, so they are on disk once. The decode graph's inputs and outputs have the
-names that Hugging Face Optimum uses.
+They take their weights from one file, so they are on disk once. The decode graph's inputs and outputs have the names
+that Hugging Face Optimum uses; any runtime of ONNX takes it. The batch graph is ONNX Runtime's own (batch_graph.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.export import Dim
+
+from training.exports.batch_graph import keep_cache_in_place, quantize, read_whole_texts
+from training.exports.onnx_session import in_place_logits, open_session
 
 # 23 has Attention, RotaryEmbedding and RMSNormalization as operators: decoding takes 0.33 ms a token of the quickstart
 # model instead of 0.45 ms with opset 20, where they are many small ones (docs/export.md).
@@ -26,28 +30,73 @@ ALIGNMENT = 4096  # so that the weights of a file can be mapped to memory
 
 
 def graph_file(kind: str, precision: str = "fp32") -> str:
-    """`kind`: forward or decode."""
-    stem = {"forward": "model", "decode": "decode"}[kind]
+    """`kind`: forward, decode or batch."""
+    stem = "model" if kind == "forward" else kind
     return f"{stem}.onnx" if precision == "fp32" else f"{stem}_{precision}.onnx"
 
 
 def save_graphs(model: Any, folder: Path, *, precision: str = "fp32", causal: bool) -> dict[str, str]:
-    """model.onnx and, for causal models, decode.onnx, over one model.onnx.data; `_fp16` in the names for fp16.
+    """model.onnx and, for causal models, decode.onnx and batch.onnx, over one model.onnx.data; of fp16 with `_fp16`.
 
     The model is taken in the precision that it has; logits are fp32 in any. Returns what could not be made and why:
     some classes keep no keys and values (Mamba), or in ways that torch.export cannot follow.
     """
-    decode = folder / graph_file("decode", precision)
-    with WeightsFile(folder / f"{graph_file('forward', precision)}.data") as weights:
-        _save(forward_graph(model), folder / graph_file("forward", precision), weights)
+    forward, decode, batch = (folder / graph_file(kind, precision) for kind in ("forward", "decode", "batch"))
+    with WeightsFile(forward.with_name(f"{forward.name}.data")) as weights:
         if not causal:
+            _save(forward_graph(model), forward, weights)
             return {}
         try:
             graph = decode_graph(model)
         except Exception as error:
+            _save(forward_graph(model), forward, weights)
             return {decode.name: f"{type(model).__name__} cannot be traced with its cache ({_first_line(error)})"}
         _save(graph, decode, weights)
+        whole = graph.clone()
+        try:
+            read_whole_texts(whole)
+        except Exception:  # an unusual graph: tracing the model again takes as long, and is as good
+            whole = forward_graph(model)
+        _save(whole, forward, weights)
+        try:
+            keep_cache_in_place(graph, config=model.config)
+        except Exception as error:
+            return {batch.name: f"the cache of {type(model).__name__} cannot stay in place ({_first_line(error)})"}
+        _save(graph, batch, weights)
+    return why_not_run(batch)
+
+
+def save_quantized(folder: Path, precision: str) -> dict[str, str]:
+    """batch_int8.onnx or batch_int4.onnx from the folder's batch.onnx, each with a file of weights of its own.
+
+    Returns what could not be made and why.
+    """
+    import onnx_ir
+
+    target = folder / graph_file("batch", precision)
+    if not (folder / graph_file("batch")).is_file():
+        return {target.name: f"there is no {graph_file('batch')} to quantize"}
+    graph = onnx_ir.load(folder / graph_file("batch"))
+    quantize(graph, precision=precision)
+    with WeightsFile(target.with_name(f"{target.name}.data")) as weights:
+        _save(graph, target, weights)
+    return why_not_run(target)
+
+
+def why_not_run(batch: Path) -> dict[str, str]:
+    """Why ONNX Runtime cannot step a batch graph, which is removed then; {} if it can."""
+    try:
+        in_place_logits(open_session(batch), [np.zeros(3, dtype=np.int64)], steps=1)
+    except Exception as error:
+        remove_graph(batch)
+        return {batch.name: f"ONNX Runtime cannot run it ({_first_line(error)})"}
     return {}
+
+
+def remove_graph(batch: Path) -> None:
+    """Removes a batch graph, and the file of weights that only it reads, if there is one."""
+    batch.unlink(missing_ok=True)
+    batch.with_name(f"{batch.name}.data").unlink(missing_ok=True)
 
 
 def _first_line(error: Exception) -> str:
@@ -110,17 +159,7 @@ def decode_graph(model: Any) -> Any:
 
     `past` may be 0, and rows may be padded left or right where `attention_mask` has 0.
     """
-    batch, length, past = 2, 3, 5
-    cache = zero_cache(model, batch=batch, past=past)
-    arguments = (
-        torch.zeros(batch, length, dtype=torch.int64),
-        torch.ones(batch, past + length, dtype=torch.int64),
-        torch.arange(past, past + length).repeat(batch, 1),
-        cache,
-    )
-    row, column, before = Dim("batch"), Dim.DYNAMIC, Dim("past")
-    tokens, both = {0: row, 1: column}, ({0: row, 2: before}, {0: row, 2: before})
-    program = _trace(Decode(model), arguments, (tokens, {0: row, 1: Dim.DYNAMIC}, tokens, [both for _ in cache]))
+    program, cache = trace_decode(model)
     sizes = {
         f"{i}.{part}": (tensor.shape[1], tensor.shape[3])
         for i, layer in enumerate(cache)
@@ -139,6 +178,27 @@ def decode_graph(model: Any) -> Any:
     return _onnx(program, inputs, outputs)
 
 
+def trace_decode(
+    model: Any, *, grouped: bool = True
+) -> tuple[torch.export.ExportedProgram, list[tuple[Tensor, Tensor]]]:
+    """The program of `Decode`, and the cache that it was traced with.
+
+    `grouped`: attention itself may have fewer key than query heads; else keys and values are repeated for it.
+    """
+    batch, length, past = 2, 3, 5  # a size of 1 would be taken for a constant, and equal ones for the same
+    cache = zero_cache(model, batch=batch, past=past)
+    arguments = (
+        torch.zeros(batch, length, dtype=torch.int64),
+        torch.ones(batch, past + length, dtype=torch.int64),
+        torch.arange(past, past + length).repeat(batch, 1),
+        cache,
+    )
+    row, column, before = Dim("batch"), Dim.DYNAMIC, Dim("past")
+    tokens, both = {0: row, 1: column}, ({0: row, 2: before}, {0: row, 2: before})
+    shapes = (tokens, {0: row, 1: Dim.DYNAMIC}, tokens, [both for _ in cache])
+    return _trace(Decode(model), arguments, shapes, grouped=grouped), cache
+
+
 def zero_cache(model: Any, *, batch: int, past: int) -> list[tuple[Tensor, Tensor]]:
     """Keys and values of every layer, as the model itself shapes them, `past` tokens long."""
     with torch.inference_mode():
@@ -151,8 +211,10 @@ def zero_cache(model: Any, *, batch: int, past: int) -> list[tuple[Tensor, Tenso
     return [(zeros(layer.keys), zeros(layer.values)) for layer in layers]
 
 
-def _trace(module: torch.nn.Module, arguments: tuple[Any, ...], dynamic_shapes: Any) -> torch.export.ExportedProgram:
-    with torch.no_grad(), _grouped_queries():
+def _trace(
+    module: torch.nn.Module, arguments: tuple[Any, ...], dynamic_shapes: Any, *, grouped: bool = True
+) -> torch.export.ExportedProgram:
+    with torch.no_grad(), _grouped_queries() if grouped else contextlib.nullcontext():
         return torch.export.export(module.eval(), arguments, dynamic_shapes=dynamic_shapes, strict=False)
 
 
@@ -222,7 +284,8 @@ class WeightsFile:
         """Writes a tensor to the file and returns its reference; small tensors are returned as they are."""
         import onnx_ir
 
-        if tensor.nbytes < SMALL_TENSOR_BYTES:
+        written = isinstance(tensor, onnx_ir.ExternalTensor) and Path(tensor.path) == self.path
+        if written or tensor.nbytes < SMALL_TENSOR_BYTES:
             return tensor
         content = tensor.tobytes()
         digest = hashlib.sha256(content).hexdigest()

@@ -12,14 +12,19 @@ import torch
 
 from training.config.export import ExportConfig
 from training.exports.onnx_graphs import Forward, graph_file
-from training.exports.onnx_session import decoded_logits, forward_logits, open_session
+from training.exports.onnx_session import decoded_logits, forward_logits, in_place_logits, open_session
 from training.records.plan import RunPlan
-from training.records.results import GraphParity, ParityReport
+from training.records.results import GraphParity, ParityReport, PrecisionQuality
 from training.shards.stream import TokenStream
 
 # Rows of a batch are limited so that one array of logits stays under 128 MiB.
 MAX_BATCH_LOGITS = 2**25
 STEPS = 8  # tokens that the decode graph gets one by one, behind a prompt
+
+Portable = Literal["forward", "decode"]
+Kind = Literal["forward", "decode", "batch"]
+PORTABLE: tuple[Portable, ...] = ("forward", "decode")
+QUANTIZED = ("int8", "int4")
 
 # Texts of any lengths -> fp32 [length, vocab] for each
 Logits = Callable[[list[np.ndarray]], list[np.ndarray]]
@@ -51,7 +56,11 @@ class Tally:
     def difference(self) -> float:
         return float(np.max(self.largest))  # numpy's max keeps a NaN, Python's may lose it
 
-    def report(self, kind: Literal["forward", "decode"], precision: str, bounds: ExportConfig) -> GraphParity:
+    @property
+    def perplexity(self) -> float:
+        return float(np.exp(self.loss / max(1, self.predicted)))
+
+    def report(self, kind: Kind, precision: str, bounds: ExportConfig) -> GraphParity:
         fp16 = precision == "fp16"
         return GraphParity(
             file=graph_file(kind, precision),
@@ -60,7 +69,7 @@ class Tally:
             positions=self.positions,
             max_logit_difference=self.difference,
             argmax_agreement=self.agreeing / self.positions,
-            perplexity=float(np.exp(self.loss / max(1, self.predicted))),
+            perplexity=self.perplexity,
             torch_perplexity=float(np.exp(self.true_loss / max(1, self.predicted))),
             max_logit_difference_bound=bounds.fp16_max_logit_difference if fp16 else bounds.max_logit_difference,
             min_argmax_agreement_bound=bounds.fp16_min_argmax_agreement if fp16 else bounds.min_argmax_agreement,
@@ -78,10 +87,13 @@ def _loss(logits: np.ndarray, targets: np.ndarray) -> float:
     )
 
 
-def check_parity(model: Any, reloaded: Any, folder: Path, *, plan: RunPlan) -> ParityReport:
-    """Compares every graph in `folder`, and the model that was reloaded from it, with `model`."""
+def check_parity(model: Any, reloaded: Any, folder: Path, *, plan: RunPlan) -> tuple[ParityReport, dict[str, str]]:
+    """Compares every graph in `folder`, and the model that was reloaded from it, with `model`.
+
+    Also returns the batch graphs that are out of bounds, and why: the export is complete without them.
+    """
     masked, bounds = plan.config.objective == "masked", plan.config.export
-    graphs = graphs_in(folder)
+    graphs: list[tuple[Kind, str]] = [*graphs_in(folder), *batch_graphs_in(folder)]
     candidates = {key: session_logits(open_session(folder / graph_file(*key)), key[0]) for key in graphs}
     expected, reloaded_logits = torch_logits(model), torch_logits(reloaded)
     tallies = {key: Tally(masked) for key in graphs}
@@ -91,20 +103,62 @@ def check_parity(model: Any, reloaded: Any, folder: Path, *, plan: RunPlan) -> P
         for tally, logits in ((reload, reloaded_logits), *((tallies[key], candidates[key]) for key in graphs)):
             for text, candidate, true in zip(texts, logits(texts), truth, strict=True):
                 tally.add(text, candidate, true)
-    return ParityReport(
+    reports = [tallies[key].report(*key, bounds) for key in graphs if key[1] not in QUANTIZED]
+    out = {graph.file: _figures(graph) for graph in reports if graph.graph == "batch" and not graph.passed}
+    precisions: list[PrecisionQuality] = []
+    if graph_file("batch") in out:  # what was made from it is no better
+        out |= {graph_file(*key): f"{graph_file('batch')} is out of bounds" for key in graphs if key[1] in QUANTIZED}
+    elif ("batch", "fp32") in graphs:
+        kept = [precision for kind, precision in graphs if kind == "batch" and graph_file(kind, precision) not in out]
+        precisions = [_quality(folder, precision, tallies, bounds) for precision in kept]
+        out |= {graph_file("batch", one.precision): _price(one) for one in precisions if not one.passed}
+    report = ParityReport(
         reload_logit_difference=reload.difference,
         reload_logit_difference_bound=bounds.max_logit_difference,
-        graphs=tuple(tallies[key].report(*key, bounds) for key in graphs),
+        graphs=tuple(graph for graph in reports if graph.file not in out),
+        precisions=tuple(precisions),
+    )
+    return report, out
+
+
+def _quality(
+    folder: Path, precision: str, tallies: dict[tuple[Kind, str], Tally], bounds: ExportConfig
+) -> PrecisionQuality:
+    graph = folder / graph_file("batch", precision)
+    of_graph = graph if precision in QUANTIZED else folder / graph_file("forward", precision)
+    weights = of_graph.with_name(f"{of_graph.name}.data")
+    return PrecisionQuality.model_validate(
+        {
+            "precision": precision,
+            "size_bytes": graph.stat().st_size + weights.stat().st_size,
+            "perplexity": tallies["batch", precision].perplexity,
+            "fp32_perplexity": tallies["batch", "fp32"].perplexity,
+            "max_increase": bounds.max_perplexity_increase,
+        }
     )
 
 
-def graphs_in(folder: Path) -> list[tuple[Literal["forward", "decode"], str]]:
+def _price(quality: PrecisionQuality) -> str:
+    return (
+        f"perplexity rises by {100 * quality.increase:.2f}% (from {quality.fp32_perplexity:.4g} to "
+        f"{quality.perplexity:.4g}), export.max_perplexity_increase allows {100 * quality.max_increase:.2f}%"
+    )
+
+
+def graphs_in(folder: Path) -> list[tuple[Portable, str]]:
+    """Graphs for any runtime of ONNX."""
     return [
         (kind, precision)
         for precision in ("fp32", "fp16")
-        for kind in ("forward", "decode")
+        for kind in PORTABLE
         if (folder / graph_file(kind, precision)).is_file()
     ]
+
+
+def batch_graphs_in(folder: Path) -> list[tuple[Kind, str]]:
+    """Graphs for ONNX Runtime only, fp32 first."""
+    precisions = ("fp32", "fp16", *QUANTIZED)
+    return [("batch", precision) for precision in precisions if (folder / graph_file("batch", precision)).is_file()]
 
 
 def held_out_texts(plan: RunPlan) -> list[list[np.ndarray]]:
@@ -130,8 +184,9 @@ def torch_logits(model: Any) -> Logits:
 
 
 def session_logits(session: Any, kind: str) -> Logits:
-    if kind == "decode":
-        return lambda texts: decoded_logits(session, texts, steps=STEPS)
+    if kind != "forward":
+        decoded = decoded_logits if kind == "decode" else in_place_logits
+        return lambda texts: decoded(session, texts, steps=STEPS)
     return lambda texts: _by_length(lambda ids: forward_logits(session, ids), texts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from training.records.record import Record
@@ -62,7 +63,7 @@ class GraphParity(Record):
     """One ONNX graph against torch in fp32 on held-out text, and the bounds that it must keep."""
 
     file: str
-    graph: Literal["forward", "decode"]
+    graph: Literal["forward", "decode", "batch"]
     precision: Literal["fp32", "fp16"]
     positions: int
     max_logit_difference: float
@@ -87,12 +88,35 @@ class GraphParity(Record):
         )
 
 
+class PrecisionQuality(Record):
+    """The graph that the server steps in one precision: its size with its weights, and its price in quality."""
+
+    precision: Literal["fp32", "fp16", "int8", "int4"]
+    size_bytes: int
+    perplexity: float
+    fp32_perplexity: float
+    max_increase: float
+
+    @property
+    def increase(self) -> float:
+        """The increase as a fraction of the perplexity in fp32; negative if it fell."""
+        return self.perplexity / self.fp32_perplexity - 1
+
+    @property
+    def passed(self) -> bool:
+        return self.precision == "fp32" or self.increase <= self.max_increase
+
+
 class ParityReport(Record):
-    """Differences between exported copies and the checkpoint in torch; `reload_…`: the saved Hugging Face folder."""
+    """Differences between exported copies and the checkpoint in torch; `reload_…`: the saved Hugging Face folder.
+
+    `precisions`: of the graph that the server steps, fp32 first; those that did not pass were left out.
+    """
 
     reload_logit_difference: float
     reload_logit_difference_bound: float
     graphs: tuple[GraphParity, ...]
+    precisions: tuple[PrecisionQuality, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -117,12 +141,15 @@ class ParityReport(Record):
         return [graph for graph in self.graphs if graph.precision == "fp32"]
 
 
+SERVED = "ONNX Runtime in place"  # as the server steps: the graph whose cache stays where it is
+
+
 class LatencyFigure(Record):
     """Median time of `rounds` runs: of texts of `length` tokens (forward), or of one token after as many (decode)."""
 
     engine: str
     graph: Literal["forward", "decode"]
-    precision: Literal["fp32", "fp16"]
+    precision: Literal["fp32", "fp16", "int8", "int4"]
     batch: int
     length: int
     rounds: int
@@ -137,6 +164,13 @@ class LatencyReport(Record):
     figures: tuple[LatencyFigure, ...]
     skipped: dict[str, str]  # engine -> why it has no figures
     seconds: float
+
+    def served_ms(self, precision: str) -> float | None:
+        """Geometric mean over shapes of a step of the graph that the server steps; None if it was not measured."""
+        found = [
+            figure.median_ms for figure in self.figures if (figure.engine, figure.precision) == (SERVED, precision)
+        ]
+        return math.exp(sum(map(math.log, found)) / len(found)) if found else None
 
 
 class EngineRecord(Record):

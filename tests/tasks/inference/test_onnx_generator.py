@@ -14,7 +14,14 @@ import pytest
 
 from tasks.data.corpus import prepare_corpus
 from tasks.evaluation.checks import check_prompts
-from tasks.inference.onnx_generator import Sampling, TextGenerator, TextStream, choose_token
+from tasks.inference.onnx_generator import (
+    CopiedCache,
+    InPlaceCache,
+    Sampling,
+    TextGenerator,
+    TextStream,
+    choose_token,
+)
 from training.config.data import DataConfig, TokenizerConfig
 
 PROMPT = "def add(a"
@@ -33,13 +40,12 @@ class Scripted(TextGenerator):
         self.script = iter(script)
         self.seen: list[list[int]] = []
 
-    def _step(self, ids: list[int], past: list[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
-        self.seen.append(list(ids) if past[0].shape[2] == 0 else self.seen[-1] + ids)
-        _, past = super()._step(ids, past)
-        assert past[0].shape[2] == len(self.seen[-1])
-        logits = np.zeros(258, dtype=np.float32)
+    def _logits(self, cache: InPlaceCache | CopiedCache, seen: list[int], read: int) -> np.ndarray:
+        assert read in (0, len(seen) - 1)
+        self.seen.append(list(seen))
+        logits = np.zeros_like(super()._logits(cache, seen, read))
         logits[next(self.script)] = 1.0
-        return logits, past
+        return logits
 
 
 def test_greedy_text_is_what_transformers_generates(generator: TextGenerator, exported_run: Path) -> None:

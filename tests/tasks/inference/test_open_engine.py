@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 from tasks.hardware.machine import Gpu
 from tasks.inference.engine import EngineDied
 from tasks.inference.onnx_generator import TextGenerator, TextStream
-from tasks.inference.open_engine import choose_engine, open_engine
+from tasks.inference.open_engine import choose_engine, choose_precision, open_engine
 from tasks.inference.prompts_file import GeneratedFile, generate_file
 from tests.support.mlflow_store import Store
 from training.config.serving import InferenceConfig
+from training.records.results import SERVED, ExportedModel, LatencyReport
 
 GREEDY: dict[str, Any] = {"new_tokens": 5, "temperature": 0}
 
@@ -43,6 +45,40 @@ def test_without_torch_gpus_are_not_used_and_torch_is_refused_with_the_cure() ->
     assert (name, "1 GPU: H100, but there is no torch" in why) == ("onnx", True)
     with pytest.raises(ValueError, match=r"asked for by inference\.engine: that needs torch.*EXTRAS=serve,train"):
         chosen(engine="torch", has_torch=False)
+
+
+def test_the_fastest_precision_that_passed_serves_and_the_log_says_why(
+    exported_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = shutil.copytree(exported_run / "export", tmp_path / "export")
+    auto = InferenceConfig(engine="onnx")
+    assert choose_precision(folder, auto)[0] == "fp32"
+    assert "no speed was measured" in choose_precision(folder, auto)[1]
+    assert choose_precision(folder, InferenceConfig(precision="int4"))[0] == "int4"
+
+    step = {"engine": SERVED, "graph": "decode", "batch": 1, "length": 8, "rounds": 9, "tokens_per_s": 1.0}
+    times = {"fp32": 2.0, "int8": 0.5, "int4": 0.1}
+    figures = [step | {"precision": name, "median_ms": ms} for name, ms in times.items()]
+    report = {"device": "a CPU", "figures": figures, "skipped": {}, "seconds": 1.0}
+    LatencyReport.model_validate(report).write(folder / "latency.json")
+    record = ExportedModel.read(folder / "export.json")
+    fp32, int8, int4 = record.parity.precisions
+    dear = int4.model_copy(update={"perplexity": int4.fp32_perplexity * 1.02})
+    parity = record.parity.model_copy(update={"precisions": (fp32, int8, dear)})
+    record.model_copy(update={"parity": parity}).write(folder / "export.json")
+    with caplog.at_level("INFO"):
+        engine = open_engine(folder, auto, rows=2)
+    assert engine.generate("def ", new_tokens=4)
+    assert "precision: int8 (the fastest that passed: a step took fp32 2 ms, int8 0.5 ms at export, perp" in caplog.text
+    engine.close()
+
+    (folder / "batch_int4.onnx").unlink()
+    skipped = {"batch_int4.onnx": "perplexity rises by 2.00%"}
+    record.model_copy(update={"skipped": skipped}).write(folder / "export.json")
+    with pytest.raises(ValueError, match=r"has no batch_int4.onnx \(perplexity rises by 2.00%\): export again with"):
+        open_engine(folder, InferenceConfig(engine="onnx", precision="int4"))
+    with pytest.raises(ValueError, match=r"inference.precision = int8: torch has none"):
+        chosen(engine="torch", precision="int8")
 
 
 def test_an_export_is_opened_with_as_many_rows_as_asked_for(exported_run: Path) -> None:

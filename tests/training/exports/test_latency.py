@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tasks.reports.export_latency import draw_latency, latency_rows
+from tasks.reports.export_latency import draw_latency, latency_rows, precision_figures, precision_rows
 from tests.support.tiny_run import tiny_run
 from training.config.export import ExportConfig
 from training.export import export_run
 from training.exports.latency import why_not_measured
-from training.records.results import LatencyFigure, LatencyReport
+from training.records.results import SERVED, LatencyFigure, LatencyReport, PrecisionQuality
 
 
 def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,16 @@ def test_the_table_compares_with_torch_and_the_picture_is_one(tmp_path: Path) ->
     assert [row["times torch's speed"] for row in rows] == ["1.00", "4.00", "0.00"]
     assert [row["engine"] for row in rows] == ["torch", "ONNX Runtime fp32", "ONNX Runtime fp16"]
     assert [row["median ms"] for row in rows] == ["6.00", "1.50", "1234"]
-    draw_latency(tmp_path / "latency.png", report)
+    sizes = {"size_bytes": 2_500_000, "perplexity": 8.02, "fp32_perplexity": 8.0, "max_increase": 0.005}
+    int8 = PrecisionQuality.model_validate({"precision": "int8", **sizes})
+    in_place = figure(SERVED, 0.5).model_copy(update={"precision": "int8"})
+    report = report.model_copy(update={"figures": (*figures, in_place)})
+    assert [*precision_rows([int8], report)[0].values()] == [
+        "int8", "2.5", "8.0200", "+0.250%", "+0.500%", "0.500", "yes"
+    ]  # fmt: skip
+    assert precision_rows([int8.model_copy(update={"perplexity": 8.05})])[0]["may serve"] == "no, left out"
+    assert precision_figures([int8], report)["export/int8/step_ms"] == pytest.approx(0.5)
+    draw_latency(tmp_path / "latency.png", report, [int8])
     with Image.open(tmp_path / "latency.png") as picture:
         assert picture.width > 400
         assert len(picture.getcolors(picture.width * picture.height) or ()) > 20

@@ -14,7 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.tiny_run import VOCAB
 from training.exports.onnx_graphs import save_graphs
-from training.exports.onnx_session import Decoding, decoded_logits, forward_logits, open_session
+from training.exports.onnx_session import (
+    Decoding,
+    decoded_logits,
+    forward_logits,
+    in_place_logits,
+    open_session,
+)
 from training.exports.parity import torch_logits
 
 SIZES = {
@@ -61,8 +67,9 @@ def differences(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
 def test_rows_of_unlike_lengths_padded_left_get_the_logits_of_each_alone(llama: tuple[Any, Path]) -> None:
     model, folder = llama
     texts = texts_of(40, 9, 23)
-    found = decoded_logits(open_session(folder / "decode.onnx"), texts, steps=6)
-    assert differences(found, [torch_logits(model)([text])[0] for text in texts]) < 1e-4
+    expected = [torch_logits(model)([text])[0] for text in texts]
+    assert differences(decoded_logits(open_session(folder / "decode.onnx"), texts, steps=6), expected) < 1e-4
+    assert differences(in_place_logits(open_session(folder / "batch.onnx"), texts, steps=6), expected) < 1e-4
 
 
 def test_padding_on_the_right_of_a_prompt_changes_nothing_either(llama: tuple[Any, Path]) -> None:
@@ -85,14 +92,17 @@ def test_a_text_may_come_in_pieces_of_any_length(llama: tuple[Any, Path]) -> Non
     assert differences([np.concatenate(pieces)], torch_logits(model)([text])) < 1e-4
 
 
-def test_both_graphs_are_valid_and_their_weights_are_on_disk_once(llama: tuple[Any, Path]) -> None:
+def test_the_graphs_are_valid_and_their_weights_are_on_disk_once(llama: tuple[Any, Path]) -> None:
     model, folder = llama
-    for name in ("model.onnx", "decode.onnx"):
-        onnx.checker.check_model(str(folder / name), full_check=True)
+    for name in ("model.onnx", "decode.onnx", "batch.onnx"):
+        if name != "batch.onnx":  # which has operators of ONNX Runtime's own
+            onnx.checker.check_model(str(folder / name), full_check=True)
         assert str(Path.cwd()).encode() not in (folder / name).read_bytes(), "it tells where it was made"
     weights = sum(parameter.nbytes for parameter in model.parameters())
     padding = 4096 * len(list(model.parameters()))
-    assert sum(path.stat().st_size for path in folder.glob("*.data")) < weights + padding
+    quantized = {"batch_int8.onnx.data", "batch_int4.onnx.data"}
+    assert {path.name for path in folder.glob("*.data")} - quantized == {"model.onnx.data"}
+    assert (folder / "model.onnx.data").stat().st_size < weights + padding
 
 
 def test_the_graphs_name_their_sizes_as_people_do(llama: tuple[Any, Path]) -> None:
@@ -117,6 +127,7 @@ def test_other_causal_classes_decode_too(architecture: str, settings: dict[str, 
     texts = texts_of(21, 30)
     expected = [torch_logits(model)([text])[0] for text in texts]
     assert differences(decoded_logits(open_session(tmp_path / "decode.onnx"), texts, steps=4), expected) < 1e-4
+    assert differences(in_place_logits(open_session(tmp_path / "batch.onnx"), texts, steps=4), expected) < 1e-4
     assert differences([forward_logits(open_session(tmp_path / "model.onnx"), texts[0][None])[0]], expected[:1]) < 1e-4
 
 

@@ -1,0 +1,100 @@
+"""OpenVINO GenAI's continuous batching, or CTranslate2 with requests that wait put into one batch, behind FastAPI.
+
+python -m benchmarks.baselines.runtime_server openvino|ctranslate2 FOLDER PORT
+"""
+
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+ROWS = 16
+
+
+class Request(BaseModel):
+    prompt: str
+    max_tokens: int
+
+
+Waiting = queue.SimpleQueue[tuple[Request, Future[str]]]
+
+
+def openvino(folder: Path, waiting: Waiting) -> None:
+    """Each request joins with the next step. Products are in fp32, or of int8 weights; all else is its default."""
+    import openvino_genai as genai
+
+    scheduler = genai.SchedulerConfig()
+    scheduler.max_num_seqs, scheduler.cache_size = ROWS, 1
+    pipeline = genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    running: dict[int, tuple[Any, Request, Future[str]]] = {}
+    number = 0
+    while True:
+        while not running or not waiting.empty():
+            request, future = waiting.get()
+            settings = genai.GenerationConfig(max_new_tokens=request.max_tokens, do_sample=False, ignore_eos=True)
+            running[number] = (pipeline.add_request(number, request.prompt, settings), request, future)
+            number += 1
+        pipeline.step()
+        for key, (handle, request, future) in list(running.items()):
+            if handle.get_status() == genai.GenerationStatus.FINISHED:
+                ids = handle.read_all()[0].generated_ids
+                assert len(ids) == request.max_tokens, f"{len(ids)} tokens, not {request.max_tokens}"
+                future.set_result(pipeline.get_tokenizer().decode(ids))
+                del running[key]
+
+
+def ctranslate2(folder: Path, waiting: Waiting) -> None:
+    """All requests that wait are one batch; the next ones wait until it is done: it has no other way."""
+    import ctranslate2
+    from tokenizers import Tokenizer
+
+    kind = "int8" if folder.name.endswith("int8") else "float32"
+    generator = ctranslate2.Generator(str(folder), compute_type=kind, intra_threads=len(os.sched_getaffinity(0)))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    while True:
+        batch = [waiting.get()]
+        while len(batch) < ROWS and not waiting.empty():
+            batch.append(waiting.get())
+        prompts = [tokenizer.encode(request.prompt).tokens for request, _ in batch]
+        length = max(request.max_tokens for request, _ in batch)
+        made = generator.generate_batch(
+            prompts, max_length=length, min_length=length, sampling_topk=1, include_prompt_in_result=False
+        )
+        for (request, future), result in zip(batch, made, strict=True):
+            future.set_result(tokenizer.decode(result.sequences_ids[0][: request.max_tokens]))
+
+
+def main() -> None:
+    name, folder, port = sys.argv[1:]
+    waiting: Waiting = queue.SimpleQueue()
+    run: Callable[[Path, Waiting], None] = {"openvino": openvino, "ctranslate2": ctranslate2}[name]
+
+    def work() -> None:
+        try:
+            run(Path(folder), waiting)
+        except BaseException as error:
+            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    threading.Thread(target=work, daemon=True).start()
+    app = FastAPI()
+
+    @app.post("/generate")
+    def complete(request: Request) -> dict[str, str]:
+        future: Future[str] = Future()
+        waiting.put((request, future))
+        return {"text": future.result()}
+
+    uvicorn.run(app, port=int(port), log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

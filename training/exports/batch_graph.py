@@ -1,0 +1,432 @@
+"""Graphs that are made of decode.onnx's, so that a model is traced once: for whole texts, and for the server's steps.
+
+`batch.onnx`, which the server steps, has its cache in place, in fp32 or with quantized weights. Each layer's Attention
+becomes ONNX Runtime's GroupQueryAttention, which appends to a row's keys and values where they lie: rows have lengths
+of their own, nothing is padded, and no step copies the cache. There is no `attention_mask`: a row's length is its last
+position plus one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+MICROSOFT = "com.microsoft"
+HEADS_LAST = (0, 2, 1, 3)
+MIDDLE = 128  # of uint8: what 0 becomes
+MAX_ACTIVATION = 127
+# Of an int8 weight. CPUs without VNNI add two products of 8 bits in 16 bits: 2 x 255 x 64 < 32,768 cannot overflow.
+# With 127 logits of a 94M Llama were off by up to 0.42 on such a CPU, with 63 by 0.20, though embeddings had 63 too.
+MAX_WEIGHT = 63
+INT4_BLOCK = 32  # weights that share a scale
+INT8_ACTIVATIONS = 4  # MatMulNBits' accuracy_level: each row of its input is rounded to int8 too, block by block
+
+
+def read_whole_texts(model: Any) -> None:
+    """Turns the onnx_ir model of decode.onnx into model.onnx's: no text has anything before it, and none is padded.
+
+    Raises ValueError where that is not possible.
+    """
+    import onnx_ir as ir
+
+    graph = model.graph
+    given = {value.name: value for value in graph.inputs}
+    ids = given.pop("input_ids")
+    shape, rows, columns = (
+        ir.node("Shape", [ids], size) for size in ({}, {"start": 0, "end": 1}, {"start": 1, "end": 2})
+    )
+    one, zero = (_constant(graph, f"text.{number}", np.array(number)) for number in (1, 0))
+    length = ir.node("Squeeze", columns.outputs)
+    order = ir.node("Range", [zero, length.outputs[0], one])
+    whole = {
+        "attention_mask": ir.node("Expand", [one, shape.outputs[0]]),
+        "position_ids": ir.node("Expand", [order.outputs[0], shape.outputs[0]]),
+    }
+    graph.insert_before(graph[0], [shape, rows, columns, length, order, *whole.values()])
+    graph.outputs[:] = list(graph.outputs)[:1]
+    for name, node in whole.items():
+        ir.convenience.replace_all_uses_with(given.pop(name), node.outputs[0])
+    nothing = _constant(graph, "text.nothing", np.array([0]))
+    for past in given.values():
+        for use in list(past.uses()):
+            instead = _without_past(use.node, rows=rows.outputs[0], nothing=nothing)
+            ir.convenience.replace_all_uses_with(use.node.outputs[0], instead)
+    graph.inputs[:] = [ids]
+    _remove_unused(model)
+
+
+def _without_past(node: Any, *, rows: Any, nothing: Any) -> Any:
+    """What takes the place of a node's output if the cache that it reads is empty."""
+    if node.op_type == "Concat":
+        return node.inputs[1]
+    sizes = {(0, 1): rows, (2, 3): nothing}
+    asked = node.attributes.get_int("start", 0), node.attributes.get_int("end", 4)
+    if node.op_type != "Shape" or asked not in sizes:
+        raise ValueError(f"{node.op_type} reads the cache")
+    return sizes[asked]
+
+
+def keep_cache_in_place(model: Any, *, config: Any) -> None:
+    """Turns the onnx_ir model of decode.onnx into the batch graph. Raises ValueError where that is not possible.
+
+    `config`: the Hugging Face config of the model.
+    """
+    graph = model.graph
+    layers = [node for node in graph if node.op_type == "Attention"]
+    if 2 * len(layers) != len(graph.outputs) - 1:
+        raise ValueError(f"{len(layers)} Attention nodes do not fit {len(graph.outputs) - 1} outputs of the cache")
+    model.opset_imports[MICROSOFT] = 1
+    lengths = _lengths(graph)
+    for layer, node in enumerate(layers):
+        _replace_attention(graph, node, layer, lengths, window=_window(config, layer))
+    _remove_unused(model)
+    _ask_ids_for_rows(graph)
+    _remove_unused(model)
+    for value in graph.inputs:
+        if value.name not in {"input_ids", "position_ids"} and any(
+            use.node.op_type != "GroupQueryAttention" for use in value.uses()
+        ):
+            raise ValueError(f"more than attention depends on {value.name}")
+    graph.inputs[:] = [value for value in graph.inputs if value.name != "attention_mask"]
+    _name_capacity(graph)
+
+
+def _ask_ids_for_rows(graph: Any) -> None:
+    """Takes the number of rows from `input_ids` where it was that of the mask or of the cache."""
+    import onnx_ir as ir
+
+    rows = ir.node("Shape", [next(iter(graph.inputs))], {"start": 0, "end": 1})
+    graph.insert_before(graph[0], rows)
+    for value in graph.inputs:
+        for use in list(value.uses()):
+            asked = use.node.attributes.get_int("start", 0), use.node.attributes.get_int("end", 4)
+            if use.node.op_type == "Shape" and asked == (0, 1) and use.node is not rows:
+                ir.convenience.replace_all_uses_with(use.node.outputs[0], rows.outputs[0])
+
+
+def _window(config: Any, layer: int) -> int:
+    """How many tokens a layer looks back, itself included; -1: at all."""
+    window = getattr(config, "sliding_window", None)
+    if not window or not getattr(config, "use_sliding_window", True):
+        return -1
+    types = getattr(config, "layer_types", None)
+    return window if types is None or types[layer] == "sliding_attention" else -1
+
+
+def _lengths(graph: Any) -> list[Any]:
+    """The last position of each row, and the most tokens of any, after this step: computed from `position_ids`."""
+    import onnx_ir as ir
+
+    positions = next(value for value in graph.inputs if value.name == "position_ids")
+    last = ir.node("Gather", [positions, _constant(graph, "lengths.last", np.array(-1))], {"axis": 1})
+    seen = ir.node("Cast", last.outputs, {"to": ir.DataType.INT32})
+    most = ir.node("ReduceMax", seen.outputs, {"keepdims": 0})
+    total = ir.node("Add", [most.outputs[0], _constant(graph, "lengths.one", np.array(1, dtype=np.int32))])
+    graph.insert_before(graph[0], [last, seen, most, total])
+    return [seen.outputs[0], total.outputs[0]]
+
+
+def _replace_attention(graph: Any, node: Any, layer: int, lengths: list[Any], *, window: int) -> None:
+    import onnx_ir as ir
+
+    query, *keys_and_values = node.inputs[:3]
+    past, present, new = [], [], []
+    for value in keys_and_values:
+        concat = value.producer()
+        if concat is None or concat.op_type != "Concat" or not concat.inputs[0].is_graph_input():
+            raise ValueError(f"layer {layer} does not append to its cache by Concat")
+        past.append(concat.inputs[0])
+        present.append(value)
+        new.append(_heads_last(graph, concat.inputs[1], before=node))
+    heads = past[0].shape[1]
+    # Queries are scaled before: only products without a factor have a quick way for one token, and a step of 16 rows
+    # behind 128 tokens spent 1.4 times as long in attention.
+    scale = node.attributes.get_float("scale", 0.0) or past[0].shape[3] ** -0.5
+    factor = _constant(graph, f"scale.{scale:.9g}", np.array(scale, dtype=past[0].dtype.numpy()))
+    scaled = ir.node("Mul", [_heads_last(graph, query, before=node), factor])
+    grouped = ir.node(
+        "GroupQueryAttention",
+        [scaled.outputs[0], *new, *past, *lengths],
+        {
+            "num_heads": _num_heads(query, default=heads),
+            "kv_num_heads": heads,
+            "local_window_size": window,
+            "scale": 1.0,
+            "softcap": node.attributes.get_float("softcap", 0.0),
+        },
+        domain=MICROSOFT,
+        num_outputs=3,
+    )
+    graph.insert_before(node, [scaled, grouped])
+    for before, after in zip(present, grouped.outputs[1:], strict=True):
+        output, name = list(graph.outputs).index(before), before.name
+        before.name = f"{name}.copied"
+        after.name, after.type = name, before.type
+        after.shape = before.shape
+        graph.outputs[output] = after
+    _take_output(graph, node.outputs[0], grouped.outputs[0], heads=grouped.attributes.get_int("num_heads"))
+
+
+def _heads_last(graph: Any, value: Any, *, before: Any) -> Any:
+    """[batch, length, heads x size] of a [batch, heads, length, size]: what it was made of, where that can be found."""
+    import onnx_ir as ir
+
+    node = value.producer()
+    if node is not None and node.op_type == "Transpose" and tuple(node.attributes.get_ints("perm")) == HEADS_LAST:
+        split = node.inputs[0].producer()
+        if split is not None and split.op_type == "Reshape":
+            return split.inputs[0]
+    if node is not None and node.op_type == "RotaryEmbedding":
+        flat = _heads_last(graph, node.inputs[0], before=node)
+        turned = ir.node("RotaryEmbedding", [flat, *node.inputs[1:]], dict(node.attributes))
+        graph.insert_before(node, turned)
+        return turned.outputs[0]
+    last = ir.node("Transpose", [value], {"perm": HEADS_LAST})
+    joined = ir.node("Reshape", [last.outputs[0], _constant(graph, "heads.joined", np.array([0, 0, -1]))])
+    graph.insert_before(before, [last, joined])
+    return joined.outputs[0]
+
+
+def _num_heads(query: Any, *, default: int) -> int:
+    node = query.producer()
+    if node is not None and node.op_type == "RotaryEmbedding":
+        return int(node.attributes.get_int("num_heads"))
+    if query.shape is not None and isinstance(query.shape[1], int):
+        return query.shape[1]
+    return default
+
+
+def _take_output(graph: Any, before: Any, joined: Any, *, heads: int) -> None:
+    """Uses `joined` [batch, length, heads x size] for what was made of `before` [batch, heads, length, size]."""
+    import onnx_ir as ir
+
+    (use,) = before.uses()
+    after = [each.node for each in use.node.outputs[0].uses()]
+    if use.node.op_type == "Transpose" and len(after) == 1 and after[0].op_type == "Reshape":
+        after[0].replace_input_with(0, joined)
+        return
+    split = ir.node("Reshape", [joined, _constant(graph, f"heads.{heads}", np.array([0, 0, heads, -1]))])
+    first = ir.node("Transpose", split.outputs, {"perm": HEADS_LAST})
+    graph.insert_after(joined.producer(), [split, first])
+    ir.convenience.replace_all_uses_with(before, first.outputs[0])
+
+
+def _name_capacity(graph: Any) -> None:
+    import onnx_ir as ir
+
+    for value in (*graph.inputs, *graph.outputs):
+        if value.name.startswith(("past_key_values.", "present.")):
+            value.shape = ir.Shape(["batch", value.shape[1], "capacity", value.shape[3]])
+
+
+def quantize(model: Any, *, precision: str) -> None:
+    """Gives the batch graph weights of 8 or 4 bits: each product with constant weights, and the embedding.
+
+    int8: weights have one scale a column, inputs one a token, products are sums of integers. So a token's logits do
+    not depend on the others of its batch: ONNX Runtime's quantize_dynamic gives all tokens of a step one scale.
+    int4: ONNX Runtime's own quantizer rounds weights in blocks. Embedding and head have 8 bits in both; tied ones are
+    in the file once.
+    """
+    graph = model.graph
+    model.opset_imports[MICROSOFT] = 1
+    words = graph.outputs[0].shape[2]
+    _multiply_once(graph)
+    made = _Integers(graph)
+    for node in list(graph):
+        if node.op_type == "Gather" and _is_table(node.inputs[0], words):
+            made.look_up(node)
+        elif node.op_type in {"MatMul", "Gemm"} and (weights := _array(node.inputs[1])) is not None:
+            if weights.ndim != 2 or weights.dtype != np.float32 or not _is_plain(node):
+                continue
+            if precision == "int8" or weights.shape[1] == words or weights.shape[0] % INT4_BLOCK:
+                made.multiply(node, weights)
+            else:
+                _multiply_by_blocks(graph, node, weights)
+    _remove_unused(model)
+
+
+def _multiply_once(graph: Any) -> None:
+    """Joins products of one input (queries, keys and values; gate and up) into one, whose output is split.
+
+    Threads start and input is rounded once for all. In fp32 the joined matrices would be on disk a second time.
+    """
+    import onnx_ir as ir
+
+    together: dict[Any, list[Any]] = {}
+    for node in graph:
+        if node.op_type == "MatMul" and node.inputs[1].const_value is not None and len(node.inputs[1].shape) == 2:
+            together.setdefault(node.inputs[0], []).append(node)
+    for value, nodes in together.items():
+        if len(nodes) < 2:
+            continue
+        matrices = [_known(node.inputs[1]) for node in nodes]
+        name, widths = nodes[0].inputs[1].name, [matrix.shape[1] for matrix in matrices]
+        joined = _constant(graph, f"{name}.joined", np.concatenate(matrices, axis=1))
+        product = ir.node("MatMul", [value, joined])
+        sizes = _constant(graph, f"{name}.widths", np.array(widths))
+        split = ir.node("Split", [product.outputs[0], sizes], {"axis": -1}, num_outputs=len(nodes))
+        graph.insert_before(nodes[0], [product, split])
+        for node, output in zip(nodes, split.outputs, strict=True):
+            output.type, output.shape = node.outputs[0].type, node.outputs[0].shape
+            ir.convenience.replace_all_uses_with(node.outputs[0], output)
+            graph.remove(node, safe=True)
+
+
+class _Integers:
+    """Replaces nodes of one graph; inputs and tables that several nodes use are rounded once."""
+
+    def __init__(self, graph: Any) -> None:
+        self.graph = graph
+        self.inputs: dict[Any, tuple[Any, Any]] = {}  # value -> it in uint8, its scales
+        self.middles: dict[str, Any] = {}  # by what multiplies: inputs of Gemm have another rank
+        self.tables: dict[str, tuple[Any, Any]] = {}  # initializer -> it in int8 by row, its scales
+
+    def look_up(self, node: Any) -> None:
+        """Gather from rows of int8 with one scale each."""
+        import onnx_ir as ir
+
+        rows, scales = self._table(node.inputs[0])
+        found = ir.node("Gather", [rows, node.inputs[1]])
+        scale = ir.node("Gather", [scales, node.inputs[1]])
+        floats = ir.node("Cast", found.outputs, {"to": ir.DataType.FLOAT})
+        _replace(self.graph, node, [found, scale, floats, ir.node("Mul", [floats.outputs[0], scale.outputs[0]])])
+
+    def multiply(self, node: Any, weights: np.ndarray) -> None:
+        """MatMul or Gemm by int8 weights with one scale a column."""
+        import onnx_ir as ir
+
+        rounded, input_scales = self._rounded(node, size=weights.shape[0])
+        source, nodes = node.inputs[1], []
+        if source.producer() is not None:  # the embedding, transposed
+            table, scales = self._table(source.producer().inputs[0])
+            nodes.append(ir.node("Transpose", [table], {"perm": (1, 0)}))
+            columns, scale = nodes[0].outputs[0], _constant(self.graph, f"{scales.name}.flat", _known(scales)[:, 0])
+        else:
+            by_column, of_column = round_rows(np.ascontiguousarray(weights.T))
+            columns = _constant(self.graph, f"{source.name}.int8", np.ascontiguousarray(by_column.T))
+            scale = _constant(self.graph, f"{source.name}.scales", of_column[:, 0])
+        one, middle = np.array(1, dtype=np.float32), np.array(MIDDLE, dtype=np.uint8)
+        inputs = [rounded, columns, _constant(self.graph, "one", one), scale, _constant(self.graph, "middle", middle)]
+        nodes.append(ir.node("MatMulIntegerToFloat", inputs, domain=MICROSOFT))
+        nodes.append(ir.node("Mul", [nodes[-1].outputs[0], input_scales]))
+        if len(node.inputs) > 2:
+            nodes.append(ir.node("Add", [nodes[-1].outputs[0], node.inputs[2]]))
+        _replace(self.graph, node, nodes)
+
+    def _rounded(self, node: Any, *, size: int) -> tuple[Any, Any]:
+        """The input of a product in uint8, and its scale for each token."""
+        import onnx_ir as ir
+
+        value = node.inputs[0]
+        if value in self.inputs:
+            return self.inputs[value]
+        largest = _constant(self.graph, "largest", np.array(1 / MAX_ACTIVATION, dtype=np.float32))
+        sizes = ir.node("Abs", [value])
+        most = ir.node("ReduceMax", [sizes.outputs[0], _constant(self.graph, "last axis", np.array([-1]))])
+        scales = ir.node("Mul", [most.outputs[0], largest])  # 0 only if all are 0, and so is the product then
+        nodes = [sizes, most, scales]
+        if node.op_type not in self.middles:
+            shape = ir.node("Shape", scales.outputs)
+            middle = _constant(self.graph, "middle", np.array(MIDDLE, dtype=np.uint8))
+            nodes += [shape, ir.node("Expand", [middle, shape.outputs[0]])]
+            self.middles[node.op_type] = nodes[-1].outputs[0]
+        inputs = [value, scales.outputs[0], self.middles[node.op_type]]
+        nodes.append(ir.node("QuantizeLinear", inputs, {"axis": -1, "block_size": size}))
+        self.graph.insert_before(node, nodes)
+        self.inputs[value] = nodes[-1].outputs[0], scales.outputs[0]
+        return self.inputs[value]
+
+    def _table(self, value: Any) -> tuple[Any, Any]:
+        if value.name not in self.tables:
+            rows, scales = round_rows(_known(value))
+            self.tables[value.name] = (
+                _constant(self.graph, f"{value.name}.int8", rows),
+                _constant(self.graph, f"{value.name}.scales", scales),
+            )
+        return self.tables[value.name]
+
+
+def round_rows(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows as int8 and the scale of each [rows, 1]: their product is `weights`, up to half a step of the rounding."""
+    scales = np.abs(weights).max(axis=1, keepdims=True).astype(np.float32) / MAX_WEIGHT
+    scales[scales == 0] = 1
+    return np.rint(weights / scales).astype(np.int8), scales
+
+
+def _multiply_by_blocks(graph: Any, node: Any, weights: np.ndarray) -> None:
+    import onnx_ir as ir
+    from onnxruntime.quantization.matmul_nbits_quantizer import (
+        DefaultWeightOnlyQuantConfig,
+        DefaultWeightOnlyQuantizer,
+    )
+
+    settings = DefaultWeightOnlyQuantConfig(block_size=INT4_BLOCK, is_symmetric=False, bits=4)
+    parts = DefaultWeightOnlyQuantizer(settings).qbits_block_quant(np.ascontiguousarray(weights))
+    rows, columns = weights.shape
+    inputs = [node.inputs[0]]
+    for part, array in zip(("int4", "scales", "zeros"), parts, strict=True):
+        inputs.append(_constant(graph, f"{node.inputs[1].name}.{part}", array))
+    sizes = {"K": rows, "N": columns, "bits": 4, "block_size": INT4_BLOCK, "accuracy_level": INT8_ACTIVATIONS}
+    nodes = [ir.node("MatMulNBits", inputs, sizes, domain=MICROSOFT)]
+    if len(node.inputs) > 2:
+        nodes.append(ir.node("Add", [nodes[0].outputs[0], node.inputs[2]]))
+    _replace(graph, node, nodes)
+
+
+def _is_plain(node: Any) -> bool:
+    """Whether a product is A x B, or A x B + C."""
+    attributes = node.attributes
+    plain = all(attributes.get_float(name, 1.0) == 1.0 for name in ("alpha", "beta"))
+    return plain and not any(attributes.get_int(name, 0) for name in ("transA", "transB"))
+
+
+def _is_table(value: Any, words: int) -> bool:
+    array = _array(value)
+    return array is not None and array.ndim == 2 and array.dtype == np.float32 and len(array) == words
+
+
+def _array(value: Any) -> np.ndarray | None:
+    """The array of an initializer, or of one that is only transposed."""
+    node = value.producer()
+    if node is not None and node.op_type == "Transpose" and len(node.inputs) == 1:
+        array = _array(node.inputs[0])
+        return None if array is None else array.T
+    return None if value.const_value is None else np.asarray(value.const_value.numpy())
+
+
+def _known(value: Any) -> np.ndarray:
+    array = _array(value)
+    assert array is not None, f"{value.name} is no constant"
+    return array
+
+
+def _constant(graph: Any, name: str, array: np.ndarray) -> Any:
+    """An initializer of the graph: a new one, or the one that has this name."""
+    import onnx_ir as ir
+
+    if name not in graph.initializers:
+        tensor = ir.tensor(array, name=name)
+        graph.register_initializer(
+            ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+        )
+    return graph.initializers[name]
+
+
+def _replace(graph: Any, node: Any, nodes: Sequence[Any]) -> None:
+    """Puts `nodes` in the place of one whose output is that of the last of them."""
+    import onnx_ir as ir
+
+    before, after = node.outputs[0], nodes[-1].outputs[0]
+    after.type, after.shape, name = before.type, before.shape, before.name
+    graph.insert_before(node, nodes)
+    ir.convenience.replace_all_uses_with(before, after, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+    after.name = name
+
+
+def _remove_unused(model: Any) -> None:
+    from onnx_ir.passes import common
+
+    common.RemoveUnusedNodesPass()(model)
