@@ -71,6 +71,14 @@ def _decoder(model: Any) -> Any:
                 reader.replace_source_output(rows.output(0))
     converted.validate_nodes_and_infer_types()
     apply_make_stateful_transformation(converted, {f"past_key_values.{part}": f"present.{part}" for part in parts})
+    rows = ops.gather(
+        ops.shape_of(converted.input("input_ids")), ops.constant(np.array([0])), ops.constant(np.int64(0))
+    )
+    for state in (node for node in converted.get_ops() if node.get_type_name() == "ReadValue"):
+        sizes = [dim.min_length for dim in state.get_output_partial_shape(0)][1:]  # of the past: 0
+        shape = ops.concat([rows, ops.constant(np.array(sizes))], axis=0)
+        state.set_arguments([ops.broadcast(ops.constant(np.float32(0)), shape)])  # attention is found by it
+    converted.validate_nodes_and_infer_types()
     return converted
 
 

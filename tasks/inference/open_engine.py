@@ -86,10 +86,11 @@ def choose_engine(
         )
     if inference.engine == "onnx" and inference.precision == "bf16":
         raise ValueError("inference.precision = bf16: ONNX Runtime has none, take fp32 or inference.engine=torch")
-    if inference.engine in {"torch", "vllm"} and inference.precision in QUANTIZED:
+    other = inference.engine if inference.engine in {"torch", "vllm"} else "torch" * (inference.parallel != "none")
+    if other and inference.precision in QUANTIZED:
         raise ValueError(
-            f"inference.precision = {inference.precision}: {inference.engine} has none of this export's, "
-            "take inference.engine=onnx"
+            f"inference.precision = {inference.precision}: {other} has none of this export's, take one process of "
+            "inference.engine=onnx"
         )
     name, why = _preferred(inference, has_decode_graph=has_decode_graph, gpus=gpus, has_torch=has_torch)
     if name == "torch" and not has_torch:

@@ -79,6 +79,8 @@ def test_the_fastest_precision_that_passed_serves_and_the_log_says_why(
         open_engine(folder, InferenceConfig(engine="onnx", precision="int4"))
     with pytest.raises(ValueError, match=r"inference.precision = int8: torch has none"):
         chosen(engine="torch", precision="int8")
+    with pytest.raises(ValueError, match=r"inference.precision = int8: torch has none"):
+        chosen(parallel="data", degree=2, precision="int8")
 
 
 def test_an_export_is_opened_with_as_many_rows_as_asked_for(exported_run: Path) -> None:

@@ -54,7 +54,7 @@ def test_lineage_walks_back_to_everything_without_the_runs_folder(store: Store) 
     assert len(back["tokenizer"]["sha256"]) == 64
     assert back["checkpoint"] == {"path": "checkpoints/8", "sha256": "c" * 64, "step": 8}
     assert back["evaluation"]["loss"] == 3.0
-    assert [graph["argmax_agreement"] for graph in back["parity"]["graphs"]] == [1.0, 1.0]
+    assert [graph["argmax_agreement"] for graph in back["parity"]["graphs"]] == [1.0, 1.0, 1.0]
     assert back["reproduce"] == "shardline reproduce one"
 
 
