@@ -57,12 +57,20 @@ class LanguageModel(nn.Module):
         self.sequence_pieces = 1  # tp ranks that have a piece of each sequence between blocks
         self.context: ContextPieces | None = None  # where cp ranks share each sequence
         self.compiled = False  # whether layers are
+        self.residual: torch.dtype | None = None  # of what goes from layer to layer; None: as the embedding gives it
         if self.architecture is not None:
             attend_by_document(hf)
 
     def compute_in(self, precision: str) -> None:
         """Make matrix products in this precision from now on."""
         self.dtype = DTYPES[precision]
+
+    def carry_bf16(self) -> None:
+        """Let bf16 go from layer to layer from now on; norms, whose weights stay fp32, give what they get."""
+        self.residual = torch.bfloat16
+        for module in self.hf.modules():
+            if type(module).__name__.endswith("Norm"):
+                module.register_forward_hook(lambda module, args, result: result.to(args[0].dtype))
 
     def share_context(self, group: dist.ProcessGroup) -> None:
         """Compute only this rank's tokens of each sequence from now on; all ranks of the group are given whole ones."""
@@ -135,7 +143,8 @@ class LanguageModel(nn.Module):
 
     def embed(self, inputs: Tensor, positions: Tensor) -> Tensor:
         assert self.architecture is not None
-        return self.architecture.embed(self.hf, inputs, positions)
+        hidden = self.architecture.embed(self.hf, inputs, positions)
+        return hidden if self.residual is None else hidden.to(self.residual)
 
     def layers(self, hidden: Tensor, layers: list[nn.Module], positions: Tensor, documents: Tensor | None) -> Tensor:
         """`hidden` through some of the layers; tokens see their own document only, if `documents` are given."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from training.config.parallel import Precision
 from training.config.run import RunConfig
 from training.config.train import TrainConfig, check_schedule
 from training.planner.chosen_layout import ChosenLayout
@@ -59,6 +60,7 @@ def make_plan(
     _check_shards(config, shards)
     _check_packing(config, shape)
     (chosen, split, why_precision), why_compile = _choose_compile(config, shape, inventory, measurements, epoch)
+    _check_residual(config, shape, split.precisions)
     in_time = steps_in_time or steps_that_fit(config.train, step_s=split.step_s)
     steps, sequences, limit = length(config, epoch, steps_in_time=in_time)
     check_schedule(config.train, steps=steps)
@@ -285,6 +287,21 @@ def _check_packing(config: RunConfig, shape: ModelShape) -> None:
         raise ValueError(
             f"train.packing=documents needs a model whose attention can be masked ({', '.join(KNOWN_ARCHITECTURES)}); "
             f"a {shape.architecture} model has its own: set train.packing=padded, or stream"
+        )
+
+
+def _check_residual(config: RunConfig, shape: ModelShape, precisions: Sequence[Precision]) -> None:
+    if config.train.residual == "fp32":
+        return
+    if other := sorted({*precisions} - {"bf16", "fp8"}):
+        raise ValueError(
+            f"train.residual=bf16 goes with products in bf16 or fp8, and these devices' are in {', '.join(other)}: set "
+            "train.residual=fp32, or parallel.precision=bf16 where they have it"
+        )
+    if shape.architecture not in KNOWN_ARCHITECTURES:
+        raise ValueError(
+            f"train.residual=bf16 is there for {', '.join(KNOWN_ARCHITECTURES)} models, not for {shape.architecture}: "
+            "set train.residual=fp32, or parallel.strategy=fsdp, which carries bf16 in any model"
         )
 
 

@@ -107,6 +107,8 @@ def parallelize(
     if plan.precisions:
         precision = plan.precisions[mesh["dp"].get_local_rank() // plan.cp]
         model.compute_in(precision)
+    if plan.config.train.residual == "bf16" and precision in {"bf16", "fp8"}:  # an evaluation is in fp32
+        model.carry_bf16()
     if precision == "fp8":
         use_float8(layers_of(model.hf))
     if plan.activation_checkpointing != "none":
