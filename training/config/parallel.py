@@ -120,6 +120,13 @@ class ParallelConfig(Section):
         "fp32, by what the devices support. By device, for ddp and local-sgd: {A100: bf16, V100: fp16}, with names "
         "or kinds (cuda, cpu) that match as in prices.per_device_hour.",
     )
+    fp8_by: Literal["shardline", "torchao"] = Field(
+        "shardline",
+        description="What computes in fp8, for precision=fp8. shardline: our own products, which work anywhere. "
+        "torchao: its linear layers, whose casts are compiled, and with which fsdp and hsdp gather weights in 8 bits, "
+        "cast by scales that are made once a step; for Llama and BERT models without tp, on GPUs, with "
+        "train.compile=true.",
+    )
     shares: Literal["auto", "equal"] | tuple[int, ...] = Field(
         "auto",
         description="Sequences per forward pass of each data-parallel replica. equal: the same for all. auto: equal "

@@ -61,6 +61,7 @@ def make_plan(
     _check_packing(config, shape)
     (chosen, split, why_precision), why_compile = _choose_compile(config, shape, inventory, measurements, epoch)
     _check_residual(config, shape, split.precisions)
+    _check_fp8_by(config, shape, inventory.device_kind, split.precisions, tp=chosen.mesh["tp"])
     in_time = steps_in_time or steps_that_fit(config.train, step_s=split.step_s)
     steps, sequences, limit = length(config, epoch, steps_in_time=in_time)
     check_schedule(config.train, steps=steps)
@@ -302,6 +303,28 @@ def _check_residual(config: RunConfig, shape: ModelShape, precisions: Sequence[P
         raise ValueError(
             f"train.residual=bf16 is there for {', '.join(KNOWN_ARCHITECTURES)} models, not for {shape.architecture}: "
             "set train.residual=fp32, or parallel.strategy=fsdp, which carries bf16 in any model"
+        )
+
+
+def _check_fp8_by(
+    config: RunConfig, shape: ModelShape, device_kind: str, precisions: Sequence[Precision], *, tp: int
+) -> None:
+    if config.parallel.fp8_by == "shardline":
+        return
+    faults = {
+        f"computes in {', '.join(sorted({*precisions}))} (parallel.precision)": "fp8" not in precisions,
+        f"runs on {device_kind}, not on GPUs": device_kind != "cuda",
+        f"has train.compile={config.train.compile}, and its casts are slow unless compiled": (
+            config.train.compile is not True
+        ),
+        f"is a {shape.architecture} model, whose layers are not torch's Linear": shape.architecture
+        not in {"llama", "bert"},
+        f"has parallel.tp = {tp}, whose pieces of layers are our own": tp > 1,
+    }
+    if found := [fault for fault, is_so in faults.items() if is_so]:
+        raise ValueError(
+            f"parallel.fp8_by=torchao cannot be had: this run {'; it '.join(found)}. Change that, or set "
+            "parallel.fp8_by=shardline"
         )
 
 

@@ -21,7 +21,7 @@ from training.runtime.mesh import Mesh
 from training.runtime.tensor_cut import Parts
 from training.strategies import ddp, fsdp, local_sgd, pipeline, tensor, torch_strategy, zero
 from training.strategies.activation_checkpointing import compile_layers, recompute_in_backward
-from training.strategies.float8 import use_float8
+from training.strategies.float8 import use_float8, use_torchao
 from training.strategies.stats import StepStats
 
 __all__ = ["STRATEGIES", "StepStats", "Strategy", "parallelize"]
@@ -109,7 +109,9 @@ def parallelize(
         model.compute_in(precision)
     if plan.config.train.residual == "bf16" and precision in {"bf16", "fp8"}:  # an evaluation is in fp32
         model.carry_bf16()
-    if precision == "fp8":
+    if precision == "fp8" and plan.config.parallel.fp8_by == "torchao":
+        use_torchao(layers_of(model.hf), gathers=plan.strategy in {"fsdp", "hsdp"}, device=device)
+    elif precision == "fp8":
         use_float8(layers_of(model.hf))
     if plan.activation_checkpointing != "none":
         recompute_in_backward(model, plan.activation_checkpointing)
