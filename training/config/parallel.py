@@ -69,6 +69,12 @@ class ParallelConfig(Section):
         "norms, dropout and residuals would otherwise be computed and kept by all of them. auto: on GPUs, "
         "where it sends no more; on CPUs where the plan predicts that it is faster or that nothing else fits.",
     )
+    async_tp: bool = Field(
+        False,
+        description="With tp, sequence_parallel and train.compile, whether compiled layers send what they gather and "
+        "sum in pieces, beside the matrix product that needs or makes it (torch's micro-pipelined tensor parallelism "
+        "over symmetric memory), between GPUs of one host that reach each other's memory.",
+    )
     pp: int = Field(
         0,
         ge=0,

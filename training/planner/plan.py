@@ -62,6 +62,7 @@ def make_plan(
     (chosen, split, why_precision), why_compile = _choose_compile(config, shape, inventory, measurements, epoch)
     _check_residual(config, shape, split.precisions)
     _check_fp8_by(config, shape, inventory.device_kind, split.precisions, tp=chosen.mesh["tp"])
+    _check_async_tp(config, inventory.device_kind, tp=chosen.mesh["tp"], split=chosen.layout.sequence_parallel)
     in_time = steps_in_time or steps_that_fit(config.train, step_s=split.step_s)
     steps, sequences, limit = length(config, epoch, steps_in_time=in_time)
     check_schedule(config.train, steps=steps)
@@ -325,6 +326,23 @@ def _check_fp8_by(
         raise ValueError(
             f"parallel.fp8_by=torchao cannot be had: this run {'; it '.join(found)}. Change that, or set "
             "parallel.fp8_by=shardline"
+        )
+
+
+def _check_async_tp(config: RunConfig, device_kind: str, *, tp: int, split: bool) -> None:
+    if not config.parallel.async_tp:
+        return
+    faults = {
+        f"runs on {device_kind}, not on GPUs": device_kind != "cuda",
+        "has parallel.tp = 1": tp == 1,
+        "has no sequence parallelism (parallel.sequence_parallel), whose gathers and sums it divides": not split,
+        f"has train.compile={config.train.compile}, and it is made of compiled layers": config.train.compile
+        is not True,
+    }
+    if found := [fault for fault, is_so in faults.items() if is_so]:
+        raise ValueError(
+            f"parallel.async_tp=true cannot be had: this run {'; it '.join(found)}. Change that, or set "
+            "parallel.async_tp=false"
         )
 
 

@@ -21,6 +21,7 @@ from training.runtime.mesh import Mesh
 from training.runtime.tensor_cut import Parts
 from training.strategies import ddp, fsdp, local_sgd, pipeline, tensor, torch_strategy, zero
 from training.strategies.activation_checkpointing import compile_layers, recompute_in_backward
+from training.strategies.async_tp import use_async_tp
 from training.strategies.float8 import use_float8, use_torchao
 from training.strategies.stats import StepStats
 
@@ -117,6 +118,8 @@ def parallelize(
         recompute_in_backward(model, plan.activation_checkpointing)
     if plan.compiled:
         compile_layers(model, one_shape=not plan.rebalance, device_kind=plan.device_kind)
+    if plan.config.parallel.async_tp and plan.sequence_parallel:
+        use_async_tp(mesh["tp"].get_group(), device)
     if plan.mesh["pp"] > 1:
         return pipeline.build(plan, mesh, model, weights)
     return STRATEGIES[plan.strategy](plan, mesh, model, weights)
