@@ -22,11 +22,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import statistics
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.baselines import chunked_loss
+from benchmarks.support.cost import Cost, measure, medians
 from training.models.linear_cross_entropy import linear_cross_entropy
 from training.planner.job import padding_words
 
@@ -55,29 +52,6 @@ WAYS: dict[str, Loss] = {
 }
 
 
-@dataclass(frozen=True)
-class Cost:
-    seconds: float
-    memory_mib: float
-    loss: float
-
-
-def memory_mib(field: str) -> float:
-    """`VmRSS`, what the process holds, or `VmHWM`, the most that it held."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) / 1024
-
-
-def measure(loss_of: Loss, hidden: Tensor, weight: Tensor, targets: Tensor) -> Cost:
-    """Measure a forward and a backward pass."""
-    hidden.grad = weight.grad = None
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    held, began = memory_mib("VmRSS"), time.process_time()
-    loss = loss_of(hidden, weight, targets)
-    loss.backward()
-    return Cost(time.process_time() - began, memory_mib("VmHWM") - held, loss.item() / len(targets))
-
-
 def race(vocabulary: int, width: int, *, rounds: int) -> dict[str, Cost]:
     """Medians over rounds, in each of which every way has its turn."""
     torch.manual_seed(0)
@@ -85,15 +59,11 @@ def race(vocabulary: int, width: int, *, rounds: int) -> dict[str, Cost]:
     weight = torch.randn(vocabulary, width).mul_(0.05).requires_grad_()
     targets = torch.randint(vocabulary, (TOKENS,))
     ways = {way: loss_of for way, loss_of in WAYS.items() if way != "unpadded" or padding_words(vocabulary)}
-    turns = {way: functools.partial(measure, loss_of, hidden, weight, targets) for way, loss_of in ways.items()}
-    found: dict[str, list[Cost]] = {way: [] for way in turns}
-    for _ in range(rounds):
-        for way, turn in turns.items():
-            found[way].append(turn())
-    return {
-        way: Cost(*(statistics.median(getattr(cost, field) for cost in costs) for field in Cost.__annotations__))
-        for way, costs in found.items()
+    turns = {
+        way: functools.partial(measure, functools.partial(loss_of, hidden, weight, targets), (hidden, weight))
+        for way, loss_of in ways.items()
     }
+    return medians(turns, rounds)
 
 
 def ratios(costs: dict[str, Cost]) -> dict[str, float]:
@@ -122,8 +92,9 @@ def main() -> None:
         for vocabulary in args.vocabularies:
             costs = race(vocabulary, width, rounds=1 if args.quick else 3)
             for way, cost in costs.items():
+                loss = cost.loss / TOKENS
                 print(
-                    f"{way:16}{vocabulary:10,}{width:7}{cost.seconds:8.2f}{cost.memory_mib:10.0f}{cost.loss:12.6f}",
+                    f"{way:16}{vocabulary:10,}{width:7}{cost.seconds:8.2f}{cost.memory_mib:10.0f}{loss:12.6f}",
                     flush=True,
                 )
             found = ratios(costs)

@@ -2,7 +2,8 @@
 
     python -m training.export runs/ID/plan.json
 
-The folder appears only if all of them give the checkpoint's logits on held-out text within the plan's bounds.
+The folder appears only if all of them give the checkpoint's logits on held-out text within the plan's bounds. Of a
+model that is too large for that the Hugging Face files are copied from the checkpoint, and there is nothing else.
 """
 
 from __future__ import annotations
@@ -19,24 +20,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from training.build_engine import build_engines
+from training.checkpoint.copied_weights import copy_weights
+from training.checkpoint.load import weights_for
 from training.checkpoint.retention import keep
 from training.exports.latency import measure_latency
 from training.exports.model_card import model_card
 from training.exports.onnx_graphs import remove_graph, save_graphs, save_quantized
 from training.exports.parity import QUANTIZED, check_parity, parity_failure
 from training.exports.tensorrt import why_no_tensorrt
-from training.models.language_model import load_model
+from training.models.language_model import LanguageModel, auto_class_of, load_model
 from training.records.checkpoint import check_model, reading
 from training.records.plan import RunPlan
 from training.records.record import sha256_file
-from training.records.results import ExportedModel
+from training.records.results import ExportedModel, ParityReport
 from training.records.train_result import TrainResult
 from training.tracking.progress import Progress, to_rank_log
 
 logger = logging.getLogger(__name__)
+
+GRAPHS_MEMORY = 5  # of the weights: the model, its copy read back, the graphs' weights, a session of each graph
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -75,13 +81,11 @@ def export_run(run_dir: Path) -> ExportedModel:
         keep(checkpoint, why=f"exported to {target.name}/, and whatever is registered from there leads back to it")
     part.rename(target)
     logger.info(
-        "exported step %d to %s in %.1f s: |ONNX - torch| <= %.1e, same likeliest token at %.2f%% of %d positions",
+        "exported step %d to %s in %.1f s: %s",
         result.step,
         target,
         time.perf_counter() - started,
-        exported.parity.max_logit_difference,
-        100 * exported.parity.argmax_agreement,
-        exported.parity.positions,
+        exported.parity.in_words,
     )
     return exported
 
@@ -89,31 +93,21 @@ def export_run(run_dir: Path) -> ExportedModel:
 def _write_export(
     plan: RunPlan, result: TrainResult, progress: Progress, *, run_dir: Path, folder: Path
 ) -> ExportedModel:
-    causal = plan.config.objective == "causal"
-    with quiet():
-        model = load_model(run_dir / result.checkpoint, plan).hf
-        progress.begin("writing the Hugging Face files")
-        save_huggingface(model, folder, end_id=plan.end_id, causal=causal)
-        shutil.copytree(Path(plan.shards_dir) / "tokenizer", folder, dirs_exist_ok=True)
-        reloaded = load_model(folder, plan).hf
-        progress.begin("writing the ONNX graphs")
-        skipped = save_graphs(reloaded, folder, causal=causal)
-        if "fp16" in plan.config.export.precisions:
-            half = load_model(folder, plan, dtype=torch.float16).hf
-            skipped |= save_graphs(half, folder, precision="fp16", causal=causal)
-        for precision in QUANTIZED:
-            if precision in plan.config.export.precisions:
-                progress.begin(f"quantizing to {precision}")
-                skipped |= save_quantized(folder, precision)
-    if why := why_no_tensorrt():
-        skipped["tensorrt"] = why
-    progress.begin("comparing the logits of the graphs with torch's")
-    parity, out_of_bounds = check_parity(model, reloaded, folder, plan=plan)
-    for name in out_of_bounds:
-        remove_graph(folder / name)
-    skipped |= out_of_bounds
-    for name, why in skipped.items():
-        logger.warning("left out %s: %s", name, why)
+    checkpoint, why = run_dir / result.checkpoint, why_no_graphs(plan)
+    shutil.copytree(Path(plan.shards_dir) / "tokenizer", folder, dirs_exist_ok=True)
+    hashes: dict[str, str] = {}
+    model = None
+    if why:
+        logger.warning("copying the weights without ONNX graphs: %s", why)
+        progress.begin("copying the weights")
+        parity, skipped = _without_graphs(plan), {"onnx": why}
+        hashes = _copy_huggingface(plan, checkpoint, folder)
+    else:
+        model, parity, skipped = _with_graphs(plan, checkpoint, folder, progress)
+        if no_tensorrt := why_no_tensorrt():
+            skipped["tensorrt"] = no_tensorrt
+        for name, reason in skipped.items():
+            logger.warning("left out %s: %s", name, reason)
     parity.write(run_dir / "parity.json")
     if not parity.passed:
         shutil.rmtree(folder)
@@ -125,11 +119,13 @@ def _write_export(
         objective=plan.config.objective,
         context=plan.config.train.context,
         end_id=plan.end_id,
-        files={path.name: sha256_file(path) for path in sorted(folder.iterdir())},
+        files={path.name: hashes.get(path.name) or sha256_file(path) for path in sorted(folder.iterdir())},
         parity=parity,
         skipped=skipped,
     )
     exported.write(folder / "export.json")
+    if model is None:
+        return exported
     if "tensorrt" not in skipped:
         progress.begin("building TensorRT engines")
         exported = _with_engines(exported, folder, plan=plan)
@@ -138,6 +134,73 @@ def _write_export(
         with quiet():
             measure_latency(model, folder, plan=plan).write(folder / "latency.json")
     return exported
+
+
+def why_no_graphs(plan: RunPlan) -> str:
+    """The reason why the weights are copied and no ONNX graphs made, "" if graphs are."""
+    size, most = 4 * plan.shape.parameters / 2**30, plan.config.export.onnx_up_to_gib
+    free = psutil.virtual_memory().available / 2**30
+    what = f"the weights take {size:.3g} GiB in fp32"
+    if size > most:
+        return f"{what}, and export.onnx_up_to_gib = {most:g}: raise it to have graphs"
+    if size * GRAPHS_MEMORY > free:
+        return f"{what}, graphs and their parity {GRAPHS_MEMORY} times as much, and {free:.1f} GiB of memory are free"
+    return ""
+
+
+def _with_graphs(
+    plan: RunPlan, checkpoint: Path, folder: Path, progress: Progress
+) -> tuple[Any, ParityReport, dict[str, str]]:
+    """Write the Hugging Face files and the graphs: the model, their parity with it, and what is left out and why."""
+    causal = plan.config.objective == "causal"
+    with quiet():
+        model = load_model(checkpoint, plan).hf
+        progress.begin("writing the Hugging Face files")
+        save_huggingface(model, folder, end_id=plan.end_id, causal=causal)
+        reloaded = load_model(folder, plan).hf
+        progress.begin("writing the ONNX graphs")
+        skipped = save_graphs(reloaded, folder, causal=causal)
+        if "fp16" in plan.config.export.precisions:
+            half = load_model(folder, plan, dtype=torch.float16).hf
+            skipped |= save_graphs(half, folder, precision="fp16", causal=causal)
+        for precision in QUANTIZED:
+            if precision in plan.config.export.precisions:
+                progress.begin(f"quantizing to {precision}")
+                skipped |= save_quantized(folder, precision)
+    progress.begin("comparing the logits of the graphs with torch's")
+    parity, out_of_bounds = check_parity(model, reloaded, folder, plan=plan)
+    for name in out_of_bounds:
+        remove_graph(folder / name)
+    return model, parity, skipped | out_of_bounds
+
+
+def _copy_huggingface(plan: RunPlan, checkpoint: Path, folder: Path) -> dict[str, str]:
+    """Write what `save_huggingface` does without holding the model in memory: the weights' hashes, by file.
+
+    Raises ValueError if the checkpoint lacks a weight of the model, or has one that is not finite.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    with quiet(), torch.device("meta"):
+        settings = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+        model = auto_class_of(plan.config.objective).from_config(settings, dtype=torch.float32)
+    weights_for(LanguageModel(model, precision="fp32"), checkpoint)
+    hashes = {name: written.sha256 for name, written in copy_weights(checkpoint, folder).items()}
+    if model.can_generate():  # as from_pretrained makes it of a checkpoint
+        model.generation_config = GenerationConfig.from_pretrained(
+            checkpoint, config_file_name="config.json", _from_model_config=True
+        )
+    set_generation(model, end_id=plan.end_id, causal=plan.config.objective == "causal")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    return hashes
+
+
+def _without_graphs(plan: RunPlan) -> ParityReport:
+    bound = plan.config.export.max_logit_difference
+    return ParityReport(reload_logit_difference=0.0, reload_logit_difference_bound=bound, graphs=())
 
 
 def _with_engines(exported: ExportedModel, folder: Path, *, plan: RunPlan) -> ExportedModel:
@@ -153,13 +216,18 @@ def _with_engines(exported: ExportedModel, folder: Path, *, plan: RunPlan) -> Ex
 
 def save_huggingface(model: Any, folder: Path, *, end_id: int, causal: bool) -> None:
     """config.json, model.safetensors and, for causal models, a generation_config.json that ends at `end_id`."""
+    set_generation(model, end_id=end_id, causal=causal)
+    model.save_pretrained(folder)
+
+
+def set_generation(model: Any, *, end_id: int, causal: bool) -> None:
+    """Let a causal model generate with its cache, until `end_id`."""
     if causal:
         model.config.use_cache = True  # training switched it off
         model.generation_config.use_cache = True
         model.generation_config.eos_token_id = end_id
         if model.generation_config.pad_token_id is None:
             model.generation_config.pad_token_id = end_id
-    model.save_pretrained(folder)
 
 
 @contextlib.contextmanager

@@ -158,11 +158,7 @@ def described(run: FinishedRun, *, git_commit: str) -> str:
     rows = [
         ("perplexity", f"{report.perplexity:,.1f}"),
         ("measured on", f"{report.tokens:,} held-out tokens"),
-        (
-            "ONNX against torch",
-            f"{'within' if parity.passed else '**out of**'} the bounds: logits differ by at most "
-            f"{parity.max_logit_difference:.2g}, {parity.argmax_agreement:.2%} equal likeliest tokens",
-        ),
+        ("export", f"{'within' if parity.passed else '**out of**'} the bounds: {parity.in_words}"),
         ("model", f"{shape.architecture}, {shape.layers} layers x {shape.width}, {shape.parameters:,} parameters"),
         (
             "training",

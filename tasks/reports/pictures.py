@@ -120,6 +120,7 @@ def draw_summary(
 def _stage_notes(
     plan: RunPlan, result: TrainResult, report: EvalReport, exported: ExportedModel, model: RegisteredModel
 ) -> dict[str, str]:
+    difference = exported.parity.max_logit_difference
     bits = "" if report.bits_per_byte is None else f"\n{report.bits_per_byte:.2f} bits per byte"
     return {
         "tokenize": f"{plan.vocab_size:,} tokens\nvocabulary",
@@ -127,7 +128,7 @@ def _stage_notes(
         "plan": f"{plan.strategy}, {plan.shape.parameters / 1e6:.1f} M\nparameters",
         "train": f"{result.step:,} steps\n{result.tokens_per_s:,.0f} tokens/s",
         "evaluate": f"loss {report.loss:.3f}{bits}",
-        "export": f"ONNX, max diff\n{exported.parity.max_logit_difference:.1e}",
+        "export": "weights,\nno ONNX" if difference is None else f"ONNX, max diff\n{difference:.1e}",
         "register": f"version {model.version}\n{model.alias}",
         "generate": "text from the\nregistry",
     }

@@ -77,6 +77,7 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("train.clip_norm", "breaks", OTHER_UPDATES),
     ("train.optimizer_path", "breaks", OTHER_UPDATES),
     ("train.freeze", "breaks", "later steps train fewer parameters"),
+    ("train.residual", "breaks", "later steps use other arithmetic"),
     ("parallel.precision", "breaks", "later steps use other arithmetic"),
     # the machines, and the way of training
     ("train.micro_batch", "rounding", ""),

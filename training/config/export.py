@@ -60,6 +60,14 @@ class ExportConfig(Section):
         description="Quality bound for the graphs that the server may step in fewer bits than fp32: the increase of "
         "perplexity on held-out text, as a fraction of fp32's. A precision that exceeds it is left out of the export.",
     )
+    onnx_up_to_gib: float = Field(
+        32,
+        ge=0,
+        description="Size of the largest model, in GiB of its fp32 weights, of which ONNX graphs are made and logits "
+        "compared; that needs 5 times as much of this host's memory. Larger models, and those for which there is "
+        "not that much, are exported as Hugging Face files alone, which are copied from the checkpoint without holding "
+        "the model in memory. 0 makes no graphs.",
+    )
     max_logit_difference: float = Field(
         1e-3,
         gt=0,

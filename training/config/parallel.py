@@ -69,6 +69,12 @@ class ParallelConfig(Section):
         "norms, dropout and residuals would otherwise be computed and kept by all of them. auto: on GPUs, "
         "where it sends no more; on CPUs where the plan predicts that it is faster or that nothing else fits.",
     )
+    async_tp: bool = Field(
+        False,
+        description="With tp, sequence_parallel and train.compile, whether compiled layers send what they gather and "
+        "sum in pieces, beside the matrix product that needs or makes it (torch's micro-pipelined tensor parallelism "
+        "over symmetric memory), between GPUs of one host that reach each other's memory.",
+    )
     pp: int = Field(
         0,
         ge=0,
@@ -119,6 +125,13 @@ class ParallelConfig(Section):
         "loss scaling. fp8: for the layers' products only, with bf16 for the rest. auto: bf16, fp16 or "
         "fp32, by what the devices support. By device, for ddp and local-sgd: {A100: bf16, V100: fp16}, with names "
         "or kinds (cuda, cpu) that match as in prices.per_device_hour.",
+    )
+    fp8_by: Literal["shardline", "torchao"] = Field(
+        "shardline",
+        description="What computes in fp8, for precision=fp8. shardline: our own products, which work anywhere. "
+        "torchao: its linear layers, whose casts are compiled, and with which fsdp and hsdp gather weights in 8 bits, "
+        "cast by scales that are made once a step; for Llama and BERT models without tp, on GPUs, with "
+        "train.compile=true.",
     )
     shares: Literal["auto", "equal"] | tuple[int, ...] = Field(
         "auto",

@@ -107,6 +107,12 @@ class TrainConfig(Section):
         "no activations. selective: all except the results of matrix products and attention. full: "
         "whole layers. auto: the plan chooses.",
     )
+    residual: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="Precision of what goes from layer to layer, to which each layer adds its result. bf16 halves its "
+        "memory and traffic, for parallel.precision=bf16 and fp8; sums then round to 8 bits of mantissa. fsdp and hsdp "
+        "in these precisions have bf16 anyway.",
+    )
     compile: bool | Literal["auto"] = Field(
         "auto",
         description="Compile the model's layers with torch.compile, which needs a C++ compiler and Python's headers on "

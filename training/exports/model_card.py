@@ -69,8 +69,5 @@ def _figures(result: TrainResult, *, parity: ParityReport, evaluation: EvalRepor
         ]
         if evaluation.bits_per_byte is not None:  # masked models predict gaps, not the text: they have none
             rows.append(("bits per byte", f"{evaluation.bits_per_byte:.4f}"))
-    rows += [
-        ("ONNX against torch", f"logits within {parity.max_logit_difference:.1e}"),
-        ("same likeliest token", f"{100 * parity.argmax_agreement:.2f}% of {parity.positions:,} positions"),
-    ]
+    rows.append(("export", parity.in_words))
     return "\n".join(["| figure | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])

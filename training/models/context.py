@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from training.models.architectures import Architecture, layers_of
+from training.models.document_attention import FLASH_CAPABILITY, FLASH_HEAD_WIDTH, attend, is_of_documents
 from training.runtime.mesh import SEQUENCE, gather_sequence
 
 ATTENTION = "context_parallel"  # its name among those of transformers
-FLASH_CAPABILITY, FLASH_HEAD_WIDTH = (8, 0), 256  # the first GPUs and the widest heads that FlashAttention takes
 KEYS = 2  # the dimension of tokens in [batch, heads, context, head width]
 
 
@@ -34,6 +34,11 @@ class ContextPieces:
         """[batch, context, …] -> this rank's tokens."""
         pieces = whole.chunk(self.number, SEQUENCE)
         return torch.cat([pieces[piece] for piece in self.own], SEQUENCE)
+
+    def slices(self, context: int) -> list[slice]:
+        """The places of this rank's tokens."""
+        length = context // self.number
+        return [slice(piece * length, (piece + 1) * length) for piece in self.own]
 
     def gather(self, own: Tensor, dim: int = SEQUENCE) -> Tensor:
         """Join the pieces that `take` gave to all ranks, in the order of tokens. The gradient is the ranks' sum."""
@@ -64,7 +69,7 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -76,6 +81,9 @@ def _attention(
     """
     pieces: Any = module.pieces
     key, value = pieces.gather(key, KEYS), pieces.gather(value, KEYS)
+    if is_of_documents(attention_mask):
+        causal: bool = module.is_causal  # type: ignore[assignment]
+        return attend(query, key, value, attention_mask, causal=causal, scale=scaling), None
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     if attention_mask is not None or not module.is_causal:
         result = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, **options)

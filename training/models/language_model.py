@@ -14,6 +14,12 @@ from torch import Tensor, nn
 from training.data.batch import IGNORED, Batch
 from training.models.architectures import ARCHITECTURES, architecture_of, layers_of
 from training.models.context import ContextPieces, attend_over
+from training.models.document_attention import (
+    attend_by_document,
+    document_blocks,
+    document_bounds,
+    way_to_attend,
+)
 from training.models.freezing import freeze
 from training.models.init_weights import FreshWeights, fill
 from training.models.linear_cross_entropy import Softmax, linear_cross_entropy, linear_scores, softmax_
@@ -50,10 +56,21 @@ class LanguageModel(nn.Module):
         self.tp_group: dist.ProcessGroup | None = None
         self.sequence_pieces = 1  # tp ranks that have a piece of each sequence between blocks
         self.context: ContextPieces | None = None  # where cp ranks share each sequence
+        self.compiled = False  # whether layers are
+        self.residual: torch.dtype | None = None  # of what goes from layer to layer; None: as the embedding gives it
+        if self.architecture is not None:
+            attend_by_document(hf)
 
     def compute_in(self, precision: str) -> None:
         """Make matrix products in this precision from now on."""
         self.dtype = DTYPES[precision]
+
+    def carry_bf16(self) -> None:
+        """Let bf16 go from layer to layer from now on; norms, whose weights stay fp32, give what they get."""
+        self.residual = torch.bfloat16
+        for module in self.hf.modules():
+            if type(module).__name__.endswith("Norm"):
+                module.register_forward_hook(lambda module, args, result: result.to(args[0].dtype))
 
     def share_context(self, group: dist.ProcessGroup) -> None:
         """Compute only this rank's tokens of each sequence from now on; all ranks of the group are given whole ones."""
@@ -126,20 +143,37 @@ class LanguageModel(nn.Module):
 
     def embed(self, inputs: Tensor, positions: Tensor) -> Tensor:
         assert self.architecture is not None
-        return self.architecture.embed(self.hf, inputs, positions)
+        hidden = self.architecture.embed(self.hf, inputs, positions)
+        return hidden if self.residual is None else hidden.to(self.residual)
 
     def layers(self, hidden: Tensor, layers: list[nn.Module], positions: Tensor, documents: Tensor | None) -> Tensor:
         """`hidden` through some of the layers; tokens see their own document only, if `documents` are given."""
         assert self.architecture is not None
-        mask = None
-        if documents is not None:
-            mask = attention_mask(
-                documents, causal=self.causal, rows=None if self.context is None else self.context.take
-            )
+        mask = None if documents is None else self.document_mask(documents)
         arguments = self.architecture.arguments(self.hf, hidden, positions)
         for layer in layers:
             hidden = layer(hidden, attention_mask=mask, **arguments)
         return hidden
+
+    def document_mask(self, documents: Tensor) -> Any:
+        """What attention takes as its mask, for this rank's tokens."""
+        shape: Any = self.hf.config
+        context, take = documents.shape[1], self._own
+        way = way_to_attend(
+            documents.device,
+            self.dtype,
+            context=context,
+            head_width=shape.hidden_size // shape.num_attention_heads,
+            compiled=self.compiled,
+            dropout=self.training and any(vars(shape)[field] for field in dropout_fields(vars(shape))),
+        )
+        if way == "dense":
+            return attention_mask(documents, causal=self.causal, rows=None if self.context is None else take)
+        if way == "flex":
+            places = take(torch.arange(context, device=documents.device)[None])[0]
+            return document_blocks(documents, places, causal=self.causal)
+        pieces = [slice(0, context)] if self.context is None else self.context.slices(context)
+        return document_bounds(documents, pieces, causal=self.causal)
 
     def finish(self, hidden: Tensor) -> Tensor:
         assert self.architecture is not None

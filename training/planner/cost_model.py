@@ -78,8 +78,9 @@ class Kept:
 
 
 # Ours, by architecture and by what carries a layer's numbers: all fp32; fp32 between layers and 16 bits inside them
-# (autocast); 16 bits in both (fsdp). Measured with torch's saved_tensors_hooks on transformers 5.23's classes, exact
-# for widths from 64 to 192; a GPU keeps gpt2's 16 x mlp under autocast, whose power of 3 is made in fp32 there.
+# (autocast); 16 bits in both (fsdp, train.residual=bf16). Measured with torch's saved_tensors_hooks on transformers
+# 5.23's classes, exact for widths from 64 to 192; a GPU keeps gpt2's 16 x mlp under autocast, whose power of 3 is made
+# in fp32 there.
 OUR_KEPT: dict[tuple[str, str], Kept] = {
     ("llama", "fp32"): Kept(24, 8, 8, 16, inputs=8, gathered=8),
     ("llama", "autocast"): Kept(26, 4, 4, 8, inputs=10, gathered=4),
@@ -185,6 +186,7 @@ def our_cost_model(
     is_undivided: bool = True,
     compiled: bool = False,
     sequence_parallel: bool = False,
+    bf16_residual: bool = False,
     copies_gradients: bool = False,
     bucket_bytes: float = 0.0,
     reduce_bytes: float = 4.0,
@@ -194,7 +196,8 @@ def our_cost_model(
 
     `is_undivided`: without tensor or pipeline parallelism.
     """
-    carried = "fp32" if job.precision == "fp32" else "16 bits" if _is_16_bit(strategy, job) else "autocast"
+    travels_in_16_bits, low = _is_16_bit(strategy, job), job.precision != "fp32"
+    carried = "fp32" if not low else "16 bits" if travels_in_16_bits or bf16_residual else "autocast"
     architecture = job.shape.architecture if job.shape.architecture in KNOWN_ARCHITECTURES else "llama"
     kept = OUR_KEPT[architecture, carried]
     if job.dropout:
@@ -202,7 +205,6 @@ def our_cost_model(
         kept = replace(kept, whole=kept.whole + more, scores=CPU_SCORES if kind == "cpu" else 0.0)
     if kind == "cuda" and (architecture, carried) == ("gpt2", "autocast"):
         kept = replace(kept, mlp=16)
-    low = job.precision != "fp32"
     by_deepspeed = strategy.startswith("zero") and is_undivided
     is_ours = strategy == "zero1" and not is_undivided
     described = job.shape.architecture in KNOWN_ARCHITECTURES
@@ -214,7 +216,7 @@ def our_cost_model(
             sequence_parallel=sequence_parallel,
             chunked_logits=described,
             gathers_embedding=described and strategy in IN_SHARDS,
-            gather_bytes=2.0 if carried == "16 bits" else 4.0,
+            gather_bytes=2.0 if travels_in_16_bits else 4.0,
         ),
         MemoryCosts(
             gradient_bytes=8.0 if copies_gradients else 4.0,

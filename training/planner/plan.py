@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from training.config.parallel import Precision
 from training.config.run import RunConfig
 from training.config.train import TrainConfig, check_schedule
 from training.planner.chosen_layout import ChosenLayout
@@ -59,6 +60,9 @@ def make_plan(
     _check_shards(config, shards)
     _check_packing(config, shape)
     (chosen, split, why_precision), why_compile = _choose_compile(config, shape, inventory, measurements, epoch)
+    _check_residual(config, shape, split.precisions)
+    _check_fp8_by(config, shape, inventory.device_kind, split.precisions, tp=chosen.mesh["tp"])
+    _check_async_tp(config, inventory.device_kind, tp=chosen.mesh["tp"], split=chosen.layout.sequence_parallel)
     in_time = steps_in_time or steps_that_fit(config.train, step_s=split.step_s)
     steps, sequences, limit = length(config, epoch, steps_in_time=in_time)
     check_schedule(config.train, steps=steps)
@@ -285,6 +289,60 @@ def _check_packing(config: RunConfig, shape: ModelShape) -> None:
         raise ValueError(
             f"train.packing=documents needs a model whose attention can be masked ({', '.join(KNOWN_ARCHITECTURES)}); "
             f"a {shape.architecture} model has its own: set train.packing=padded, or stream"
+        )
+
+
+def _check_residual(config: RunConfig, shape: ModelShape, precisions: Sequence[Precision]) -> None:
+    if config.train.residual == "fp32":
+        return
+    if other := sorted({*precisions} - {"bf16", "fp8"}):
+        raise ValueError(
+            f"train.residual=bf16 goes with products in bf16 or fp8, and these devices' are in {', '.join(other)}: set "
+            "train.residual=fp32, or parallel.precision=bf16 where they have it"
+        )
+    if shape.architecture not in KNOWN_ARCHITECTURES:
+        raise ValueError(
+            f"train.residual=bf16 is there for {', '.join(KNOWN_ARCHITECTURES)} models, not for {shape.architecture}: "
+            "set train.residual=fp32, or parallel.strategy=fsdp, which carries bf16 in any model"
+        )
+
+
+def _check_fp8_by(
+    config: RunConfig, shape: ModelShape, device_kind: str, precisions: Sequence[Precision], *, tp: int
+) -> None:
+    if config.parallel.fp8_by == "shardline":
+        return
+    faults = {
+        f"computes in {', '.join(sorted({*precisions}))} (parallel.precision)": "fp8" not in precisions,
+        f"runs on {device_kind}, not on GPUs": device_kind != "cuda",
+        f"has train.compile={config.train.compile}, and its casts are slow unless compiled": (
+            config.train.compile is not True
+        ),
+        f"is a {shape.architecture} model, whose layers are not torch's Linear": shape.architecture
+        not in {"llama", "bert"},
+        f"has parallel.tp = {tp}, whose pieces of layers are our own": tp > 1,
+    }
+    if found := [fault for fault, is_so in faults.items() if is_so]:
+        raise ValueError(
+            f"parallel.fp8_by=torchao cannot be had: this run {'; it '.join(found)}. Change that, or set "
+            "parallel.fp8_by=shardline"
+        )
+
+
+def _check_async_tp(config: RunConfig, device_kind: str, *, tp: int, split: bool) -> None:
+    if not config.parallel.async_tp:
+        return
+    faults = {
+        f"runs on {device_kind}, not on GPUs": device_kind != "cuda",
+        "has parallel.tp = 1": tp == 1,
+        "has no sequence parallelism (parallel.sequence_parallel), whose gathers and sums it divides": not split,
+        f"has train.compile={config.train.compile}, and it is made of compiled layers": config.train.compile
+        is not True,
+    }
+    if found := [fault for fault, is_so in faults.items() if is_so]:
+        raise ValueError(
+            f"parallel.async_tp=true cannot be had: this run {'; it '.join(found)}. Change that, or set "
+            "parallel.async_tp=false"
         )
 
 

@@ -98,6 +98,7 @@ def cost_model_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster)
         is_undivided=layout.is_undivided,
         compiled=config.train.compile is True,
         sequence_parallel=layout.sequence_parallel,
+        bf16_residual=config.train.residual == "bf16",
         copies_gradients=layout.strategy == "ddp" and layout.pp == 1 and not parallel.gradient_as_bucket_view,
         bucket_bytes=_num_buckets(layout, kind=cluster.kind) * parallel.bucket_mib * 2**20,
         reduce_bytes=_reduce_bytes(config, layout, job.shape.width),

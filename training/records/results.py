@@ -111,6 +111,8 @@ class ParityReport(Record):
     """Differences between exported copies and the checkpoint in torch; `reload_…`: the saved Hugging Face folder.
 
     `precisions`: of the graph that the server steps, fp32 first; those that did not pass were left out.
+
+    Without graphs (`export.onnx_up_to_gib`) nothing is computed: the weights are the checkpoint's own bytes.
     """
 
     reload_logit_difference: float
@@ -123,18 +125,24 @@ class ParityReport(Record):
         reloaded = self.reload_logit_difference <= self.reload_logit_difference_bound
         return reloaded and all(graph.passed for graph in self.graphs)
 
-    # The figures of the fp32 graphs stand for the whole in summaries.
+    # The figures of the fp32 graphs stand for the whole in summaries; None where there are none.
     @property
-    def max_logit_difference(self) -> float:
-        return max((graph.max_logit_difference for graph in self._fp32), key=lambda x: (x != x, x))  # NaN is largest
+    def max_logit_difference(self) -> float | None:
+        # NaN is the largest
+        return max((graph.max_logit_difference for graph in self._fp32), key=lambda x: (x != x, x), default=None)
 
     @property
-    def argmax_agreement(self) -> float:
-        return min(graph.argmax_agreement for graph in self._fp32)
+    def argmax_agreement(self) -> float | None:
+        return min((graph.argmax_agreement for graph in self._fp32), default=None)
 
     @property
-    def positions(self) -> int:
-        return self._fp32[0].positions
+    def in_words(self) -> str:
+        if not self._fp32:
+            return "no ONNX graphs; the weights are copies of the checkpoint's"
+        return (
+            f"ONNX logits within {self.max_logit_difference:.1e} of torch's, same likeliest token at "
+            f"{self.argmax_agreement:.2%} of {self._fp32[0].positions:,} positions"
+        )
 
     @property
     def _fp32(self) -> list[GraphParity]:

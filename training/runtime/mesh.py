@@ -154,6 +154,14 @@ def all_reduce_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None
     torch._foreach_copy_(tensors, [piece.view_as(tensor) for piece, tensor in zip(sums, tensors, strict=True)])
 
 
+def _arrived(x: Tensor) -> Tensor:
+    """What a functional collective gave, when it is there. In a compiled graph it has waited for that already.
+
+    A second wait would hide from torch.compile that a product needs it (training/strategies/async_tp.py).
+    """
+    return x if torch.compiler.is_compiling() else funcol.wait_tensor(x)
+
+
 class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -162,13 +170,13 @@ class _CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return funcol.wait_tensor(funcol.all_reduce(grads[0].contiguous(), "sum", ctx.group)), None
+        return _arrived(funcol.all_reduce(grads[0].contiguous(), "sum", ctx.group)), None
 
 
 class _SumOverGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return funcol.wait_tensor(funcol.all_reduce(x.contiguous(), "sum", group))
+        return _arrived(funcol.all_reduce(x.contiguous(), "sum", group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -179,19 +187,19 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return funcol.wait_tensor(_all_gather(x.contiguous(), dim, group))
+        return _arrived(_all_gather(x.contiguous(), dim, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return funcol.wait_tensor(_reduce_scatter(grads[0].contiguous(), "sum", ctx.dim, ctx.group)), None, None
+        return _arrived(_reduce_scatter(grads[0].contiguous(), "sum", ctx.dim, ctx.group)), None, None
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return funcol.wait_tensor(_reduce_scatter(x.contiguous(), "sum", SEQUENCE, group))
+        return _arrived(_reduce_scatter(x.contiguous(), "sum", SEQUENCE, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return funcol.wait_tensor(_all_gather(grads[0].contiguous(), SEQUENCE, ctx.group)), None
+        return _arrived(_all_gather(grads[0].contiguous(), SEQUENCE, ctx.group)), None

@@ -21,7 +21,8 @@ from training.runtime.mesh import Mesh
 from training.runtime.tensor_cut import Parts
 from training.strategies import ddp, fsdp, local_sgd, pipeline, tensor, torch_strategy, zero
 from training.strategies.activation_checkpointing import compile_layers, recompute_in_backward
-from training.strategies.float8 import use_float8
+from training.strategies.async_tp import use_async_tp
+from training.strategies.float8 import use_float8, use_torchao
 from training.strategies.stats import StepStats
 
 __all__ = ["STRATEGIES", "StepStats", "Strategy", "parallelize"]
@@ -107,12 +108,18 @@ def parallelize(
     if plan.precisions:
         precision = plan.precisions[mesh["dp"].get_local_rank() // plan.cp]
         model.compute_in(precision)
-    if precision == "fp8":
+    if plan.config.train.residual == "bf16" and precision in {"bf16", "fp8"}:  # an evaluation is in fp32
+        model.carry_bf16()
+    if precision == "fp8" and plan.config.parallel.fp8_by == "torchao":
+        use_torchao(layers_of(model.hf), gathers=plan.strategy in {"fsdp", "hsdp"}, device=device)
+    elif precision == "fp8":
         use_float8(layers_of(model.hf))
     if plan.activation_checkpointing != "none":
         recompute_in_backward(model, plan.activation_checkpointing)
     if plan.compiled:
         compile_layers(model, one_shape=not plan.rebalance, device_kind=plan.device_kind)
+    if plan.config.parallel.async_tp and plan.sequence_parallel:
+        use_async_tp(mesh["tp"].get_group(), device)
     if plan.mesh["pp"] > 1:
         return pipeline.build(plan, mesh, model, weights)
     return STRATEGIES[plan.strategy](plan, mesh, model, weights)

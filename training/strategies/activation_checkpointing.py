@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from training.models import document_attention
 from training.models.architectures import layers_of
 from training.models.language_model import LanguageModel
 from training.models.linear_cross_entropy import fused_softmax_
@@ -22,6 +23,7 @@ KEPT = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    *document_attention.OPERATORS,
     torch.ops._c10d_functional.all_reduce.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
@@ -50,6 +52,7 @@ def compile_layers(model: LanguageModel, *, one_shape: bool, device_kind: str) -
     weights in them) stay outside. Where micro-batches change (not `one_shape`), the first change compiles once more,
     for any number of sequences. The softmax of the loss is compiled for GPUs; a CPU's own holds a row in its cache.
     """
+    model.compiled = True
     layers, dynamic = layers_of(model.hf), False if one_shape else None
     torch._dynamo.config.recompile_limit = max(8, 4 * len(layers))  # layers may differ by a constant (GPT-2's can)
     for layer in layers:

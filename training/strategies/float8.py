@@ -5,6 +5,9 @@ each tensor with one scale, taken from its own largest number when it is cast: n
 Scales are powers of two, so that scaling itself rounds nothing. Everything else is as in bf16: attention, norms, the
 output layer, and validation; weights, gradients and moments stay fp32. CPUs have no such instructions: torch computes
 the same products there, slowly, which is how this is tested.
+
+parallel.fp8_by=torchao takes torchao's layers instead (github.com/pytorch/ao, float8): casts are compiled with what is
+before them, and fsdp gathers weights that are cast already, a quarter of fp32's bytes.
 """
 
 from __future__ import annotations
@@ -16,8 +19,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from training.planner.precision import FP8_CAPABILITY
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST = 1e-12  # a tensor of zeros has some scale, too
+
+
+def use_torchao(layers: list[Any], *, gathers: bool, device: torch.device) -> None:
+    """Make every linear layer inside torchao's; `gathers`: fsdp gathers their weights in 8 bits.
+
+    Raises ValueError where torchao or a GPU that has fp8 is missing.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise ValueError(
+            f"parallel.fp8_by=torchao: torchao cannot be imported ({error}): install it where ranks run (pip install "
+            "torchao), or set parallel.fp8_by=shardline"
+        ) from None
+    emulated = device.type == "cpu"  # as a test may ask for; the plan does not
+    if not emulated and (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        raise ValueError(
+            f"parallel.fp8_by=torchao: this GPU has compute capability {capability[0]}.{capability[1]}, fp8 needs "
+            f"{FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]}: set parallel.precision=bf16"
+        )
+    settings = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers, emulate=emulated)
+    for layer in layers:
+        convert_to_float8_training(layer, config=settings)
+
+
+def scale_float8_weights(module: nn.Module) -> None:
+    """Take, after an update, the scales of all weights that fsdp gathers in 8 bits, by one all-reduce.
+
+    Without, each layer would look for its own whenever it is gathered.
+    """
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(module)
 
 
 def use_float8(layers: list[Any]) -> None:

@@ -158,7 +158,7 @@ class Pipeline(TorchStrategy):
         self.map = StageMap(plan, model.architecture)
         self.last_stage = self.map.last_stage(dist.get_rank())
         self.is_sharded = plan.strategy == "fsdp"
-        self.dtype = travels_in(plan) if self.is_sharded else torch.float32  # of hidden states
+        self.dtype = travels_in(plan) if self.is_sharded else model.residual or torch.float32  # of hidden states
         self.stages = {
             stage: Stage(model, layers, first=stage == 0, last=stage == self.last_stage, dtype=self.dtype)
             for stage, layers in model.stages.items()

@@ -118,7 +118,7 @@ class _ShardedLinear(nn.Module):
             return self.linear(x if self.sequence_parallel else copy_to_group(x, self.group), weight, self.bias)
         collect = scatter_sum if self.sequence_parallel else sum_over_group
         result = collect(self.linear(x, weight), self.group)
-        return result if self.bias is None else result + self.bias
+        return result if self.bias is None else result + self.bias.to(result.dtype)
 
 
 class _ShardedEmbedding(nn.Module):

@@ -16,6 +16,7 @@ from training.records.plan import RankPlan
 from training.runtime.mesh import Mesh, all_reduce_together
 from training.runtime.step_trace import phase
 from training.runtime.tensor_cut import Parts, own_part, parts_of, sharded_like
+from training.strategies.float8 import scale_float8_weights
 from training.strategies.optim import MOMENTS, LossScale, build_adamw, set_learning_rate
 from training.strategies.sharded_optimizer import ShardedOptimizer
 from training.strategies.stats import StepStats
@@ -50,6 +51,7 @@ class TorchStrategy:
         self.model, self.module, self.mesh, self.averaged_over = model, module, mesh, averaged_over
         self.clip_norm, self.may_skip = train.clip_norm, train.on_nonfinite == "skip" or plan.scales_loss
         self.scale = LossScale(dynamic=plan.scales_loss)
+        self.by_torchao = plan.config.parallel.fp8_by == "torchao"
         axes = (*(("dp",) if shard_optimizer else ()), *(("tp",) if plan.mesh["tp"] > 1 else ()))
         self.norm_groups = (*norm_groups, *(mesh[axis].get_group() for axis in axes))
         self.counts_replicated = mesh["tp"].get_local_rank() == 0  # tp peers hold the same norms and biases
@@ -114,6 +116,8 @@ class TorchStrategy:
             if self.clip_norm:
                 nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, norm)
             self.optimizer.step()
+            if self.by_torchao:
+                scale_float8_weights(self.module)
             if self.sharded is not None:
                 self.sharded.gather_weights()
         self.optimizer.zero_grad(set_to_none=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,17 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
+from benchmarks.support.cost import memory_mib
 from tests.support.tiny_run import END, VOCAB, tiny_run
+from training.checkpoint.copied_weights import copy_weights
+from training.checkpoint.safetensors_files import TensorFiles, file_name, index_name, write_tensors
+from training.checkpoint.writer import write_index
 from training.config.run import RunConfig
 from training.export import export_run, main
 from training.exports.latency import measure_latency
 from training.exports.tensorrt import why_no_tensorrt
 from training.models.language_model import load_model
-from training.records.checkpoint import CheckpointManifest, WrittenFile
+from training.records.checkpoint import CheckpointManifest, RankFile, WrittenFile
 from training.records.plan import RunPlan
 from training.records.record import sha256_file
 from training.records.results import ExportedModel, ParityReport
@@ -172,18 +178,79 @@ def test_a_checkpoint_that_was_exchanged_after_training_is_not_exported(tmp_path
     assert not (run_dir / "export").exists()
 
 
-@pytest.mark.slow
-def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("up_to_gib", "words"),
+    [pytest.param(32, "differs from torch by up to nan", marks=pytest.mark.slow), (0, "is not finite")],
+)
+def test_weights_that_are_not_finite_are_refused(up_to_gib: float, words: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    run_dir = tiny_run(tmp_path / "run", architecture="bert")
+    run_dir = tiny_run(tmp_path / "run", architecture="bert", onnx_up_to_gib=up_to_gib)
     weights = run_dir / "checkpoints" / "8" / "model.safetensors"
     tensors = load_file(weights)
     tensors["bert.embeddings.LayerNorm.weight"][3] = float("nan")
     save_file(tensors, weights, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="differs from torch by up to nan"):
+    with pytest.raises(ValueError, match=words):
         export_run(run_dir)
     assert not (run_dir / "export").exists()
+
+
+def test_a_larger_model_is_copied_into_files_that_load_as_the_checkpoint_does(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a checkpoint that several ranks wrote; what other programs read is what an export with graphs has."""
+    layers = 2 if exported.name == "llama" else 1
+    run_dir = tiny_run(tmp_path / "run", architecture=exported.name, layers=layers, onnx_up_to_gib=0)
+    in_parts(run_dir / "checkpoints" / "8", parts=3)
+    monkeypatch.setattr("training.export.copy_weights", functools.partial(copy_weights, file_bytes=20_000))
+    record, folder = export_run(run_dir), run_dir / "export"
+    assert "raise it to have graphs" in record.skipped["onnx"]
+    assert record.parity.passed
+    assert "no ONNX graphs" in (folder / "README.md").read_text()
+    assert {path.name for path in folder.iterdir()} == {*record.files, "export.json"}
+    assert all(sha256_file(folder / name) == sha256 for name, sha256 in record.files.items())
+    with_graphs = {path.name for path in (exported / "export").iterdir() if ".onnx" not in path.name}
+    copied = {name for name in record.files if name.startswith("model-")}
+    assert len(copied) > 2
+    assert {*record.files, "export.json"} - copied == with_graphs - {"model.safetensors"} | {index_name("model")}
+    for name in {"config.json", "generation_config.json", "tokenizer.json"} & with_graphs:
+        assert (folder / name).read_bytes() == (exported / "export" / name).read_bytes()
+    ids = np.random.default_rng(0).integers(0, VOCAB, (2, 9))
+    models = [AUTO_CLASS[exported.name].from_pretrained(each) for each in (folder, run_dir / "checkpoints" / "8")]
+    assert np.array_equal(*(torch_logits(model, ids) for model in models))
+
+
+def in_parts(checkpoint: Path, *, parts: int) -> None:
+    """Write a checkpoint's weights again, as so many ranks do."""
+    tensors = {name: tensor.clone() for name, tensor in TensorFiles(checkpoint, "model").items()}
+    (checkpoint / "model.safetensors").unlink(missing_ok=True)
+    files: list[dict[str, RankFile]] = []
+    for number in range(parts):
+        name, own = file_name("model", number=number, of=parts), dict(list(tensors.items())[number::parts])
+        written = write_tensors(checkpoint / name, own, abandoned=threading.Event())
+        files.append({name: RankFile(written=written, names=tuple(own), tensor_bytes=0)})
+    write_index(checkpoint, "model", files)
+
+
+def test_copying_holds_the_tensors_of_one_file_whatever_the_model_has(tmp_path: Path) -> None:
+    source, target = tmp_path / "checkpoint", tmp_path / "export"
+    source.mkdir()
+    target.mkdir()
+    tensors = {f"layer.{number}.weight": torch.full((2**19,), float(number)) for number in range(64)}
+    write_tensors(source / "model.safetensors", tensors, abandoned=threading.Event())
+    in_parts(source, parts=4)
+    expected = {name: float(tensor[0]) for name, tensor in tensors.items()}
+    size_mib = sum(tensor.nbytes for tensor in tensors.values()) / 2**20
+    del tensors
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    held = memory_mib("VmRSS")
+    copy_weights(source, target, file_bytes=16 * 2**20)
+    most = memory_mib("VmHWM") - held
+    assert size_mib == 128
+    assert most < 64, "a file's tensors, and two blocks of 16 MiB"
+    assert len(list(target.glob("model-*.safetensors"))) == 8
+    copied = TensorFiles(target, "model")
+    assert {name: float(copied[name].unique()) for name in copied} == expected
 
 
 def test_the_folder_has_what_vllms_loader_looks_for(exported: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import run_ranks
+from training.models.document_attention import CPU_CONTEXT
 
 PROGRAM = "tests.programs.no_recompilation"
 COMMON: dict[str, Any] = {"train__compile": True, "train__steps": 4}
@@ -32,6 +33,7 @@ def test_compiled_layers_train_as_eager_ones_do_and_nothing_is_compiled_again_af
         "model__kv_heads": 2,
         "model__dropout": 0.0,
         "train__packing": packing,
+        "train__context": CPU_CONTEXT,
         "train__activation_checkpointing": "selective",
         **parallel,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -68,10 +68,14 @@ def fake_ranks() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("tp", "cp", "residual"), [(1, 1, "fp32"), (2, 1, "fp32"), (1, 2, "fp32"), (1, 1, "bf16"), (2, 1, "bf16")]
+)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert"])
-def test_what_our_layers_keep_is_what_torch_saves(architecture: str, tp: int, cp: int, fake_ranks: DeviceMesh) -> None:
-    """On tp ranks with sequence parallelism; on ranks that share each sequence."""
+def test_what_our_layers_keep_is_what_torch_saves(
+    architecture: str, tp: int, cp: int, residual: Literal["fp32", "bf16"], fake_ranks: DeviceMesh
+) -> None:
+    """On tp ranks with sequence parallelism; on ranks that share each sequence; in bf16 from layer to layer."""
     config = tiny_config(
         model__architecture=architecture,
         model__width=128,
@@ -80,17 +84,22 @@ def test_what_our_layers_keep_is_what_torch_saves(architecture: str, tp: int, cp
         model__mlp_width=320,
         model__dropout=0.0,
         train__context=64,
+        train__residual=residual,
+        parallel__precision=residual,
     )
     plan = make_plan(config, inventory(1))
     model = build_model(plan)
+    if residual == "bf16":
+        model.carry_bf16()
     if tp > 1:
         shard_matrices(model, fake_ranks, sequence_parallel=True)
     if cp > 1:
         model.share_context(fake_ranks.get_group())
     layer, saved, weights = layers_of(model.hf)[1], dict[int, int](), {p.data_ptr() for p in model.parameters()}
+    casts = {shape for p in layer.parameters() if p.ndim == 2 for shape in (p.shape, p.t().shape)}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if recording and tensor.data_ptr() not in weights:
+        if recording and tensor.data_ptr() not in weights and not (residual == "bf16" and tensor.shape in casts):
             saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
@@ -105,8 +114,8 @@ def test_what_our_layers_keep_is_what_torch_saves(architecture: str, tp: int, cp
     ids = torch.zeros(4, 64, dtype=torch.int64)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(ids, ids)
-    job = Job(shape=plan.shape, context=64, global_batch=4, precision="fp32")
-    costs = our_cost_model(job, "single", kind="cpu", sequence_parallel=tp > 1)
+    job = Job(shape=plan.shape, context=64, global_batch=4, precision=residual)
+    costs = our_cost_model(job, "single", kind="cpu", sequence_parallel=tp > 1, bf16_residual=residual == "bf16")
     expected = activation_bytes_per_token(job, replace(ONE, tp=tp, cp=cp), costs) * ids.numel() / cp
     assert sum(saved.values()) == pytest.approx(expected, rel=0.03)
 

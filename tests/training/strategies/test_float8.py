@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from tests.support.ranks import losses, run_ranks
 from training.planner.plan import make_plan
 from training.records.inventory import Device, Host, Inventory
 from training.records.plan import RunPlan
-from training.strategies.float8 import linear
+from training.strategies.float8 import linear, use_torchao
 
 # Sizes that fp8 products take; micro-batches of 2 in every layout, so that every scale is the same.
 SMALL: dict[str, Any] = {
@@ -115,7 +117,77 @@ def test_ranks_train_as_one_process_does(
         assert many[step] == pytest.approx(alone[step], rel=bound)
 
 
+HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("fsdp", 2)])
+def test_torchaos_layers_train_as_ours_do(
+    strategy: str, ranks: int, alone: dict[int, float], make_run: Callable[..., Path]
+) -> None:
+    """Under fsdp gathered in 8 bits; on a CPU and uncompiled, which the plan refuses, emulated by torchao."""
+    config: dict[str, Any] = {"parallel__strategy": strategy, "parallel__precision": "fp8"}
+    plan_path = make_run(f"torchao {strategy}", ranks=ranks, **(SMALL | config))
+    plan = RunPlan.read(plan_path)
+    parallel = plan.config.parallel.model_copy(update={"fp8_by": "torchao"})
+    plan.model_copy(update={"config": plan.config.model_copy(update={"parallel": parallel})}).write(plan_path)
+    run_ranks(plan_path)
+    many = losses(plan_path)
+    assert many != alone
+    for step in alone:
+        assert many[step] == pytest.approx(alone[step], rel=1e-3)  # measured: 3e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not HAS_TORCHAO or not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+    reason="no torchao, or no GPU with fp8",
+)
+def test_torchaos_products_on_a_gpu_are_those_of_a_linear_layer_to_8_bits() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Sequential(torch.nn.Linear(128, 256, device="cuda"))
+    x = torch.randn(64, 128, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        exact = layer(x)
+        use_torchao([layer], gathers=False, device=torch.device("cuda"))
+        eighths = torch.compile(layer)(x)
+    assert not torch.equal(exact, eighths)
+    assert (exact - eighths).abs().mean() < 0.06 * exact.abs().mean()
+
+
 # The plan
+
+
+TORCHAO: dict[str, Any] = {"parallel__precision": "fp8", "parallel__fp8_by": "torchao", "train__compile": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, ""),
+        ({"train__compile": False}, "has train.compile=False"),
+        ({"parallel__precision": "bf16"}, "computes in bf16"),
+        ({"model__architecture": "gpt2", "model__kv_heads": 0}, "is a gpt2 model"),
+        ({"parallel__strategy": "ddp", "parallel__tp": 2, "model__kv_heads": 4}, "has parallel.tp = 2"),
+    ],
+)
+def test_torchao_is_refused_where_it_cannot_compute(changes: dict[str, Any], words: str) -> None:
+    config = tiny_config(**(TORCHAO | changes))
+    if not words:
+        assert make_plan(config, gpus("9.0", "9.0")).precision == "fp8"
+        return
+    with pytest.raises(ValueError, match=f"fp8_by=torchao cannot be had.*{words}.*fp8_by=shardline"):
+        make_plan(config, gpus("9.0", "9.0"))
+
+
+def test_torchao_is_refused_on_cpus_and_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="runs on cpu, not on GPUs"):
+        make_plan(tiny_config(**TORCHAO), inventory(1))
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(ValueError, match=r"torchao cannot be imported.*pip install torchao.*fp8_by=shardline"):
+        use_torchao([], gathers=False, device=torch.device("cpu"))
 
 
 def gpus(*capabilities: str) -> Inventory:

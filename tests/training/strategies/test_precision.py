@@ -38,12 +38,24 @@ def run(make_run: Callable[..., Path], layout: str, precision: str, **overrides:
     return plan_path
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("layout", ["single", "fsdp", "zero2", pytest.param("zero3", marks=pytest.mark.slow), "tp"])
+RESIDUAL = {"train__residual": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "overrides"),
+    [
+        *((layout, precision, {}) for layout in ("single", "fsdp", "zero2", "tp") for precision in ("bf16", "fp16")),
+        *(pytest.param("zero3", precision, {}, marks=pytest.mark.slow) for precision in ("bf16", "fp16")),
+        ("single", "bf16", RESIDUAL),
+        pytest.param("sp", "bf16", RESIDUAL, marks=pytest.mark.slow),
+        pytest.param("pp", "bf16", RESIDUAL, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_low_precision_learns_as_fp32_does(
-    layout: str, precision: str, fp32: Path, make_run: Callable[..., Path]
+    layout: str, precision: str, overrides: dict[str, Any], fp32: Path, make_run: Callable[..., Path]
 ) -> None:
-    expected, got = losses(fp32), losses(run(make_run, layout, precision))
+    expected, got = losses(fp32), losses(run(make_run, layout, precision, **overrides))
     assert max(abs(expected[step] - got[step]) for step in expected) < 0.02
     assert got != expected, "the precision was used"
 

@@ -16,6 +16,7 @@ from tests.support.layouts import LAYOUTS
 from tests.support.ranks import losses, run_ranks
 from tests.support.repository import REPO
 from training.checkpoint.safetensors_files import TensorFiles
+from training.models.document_attention import CPU_CONTEXT
 from training.records.plan import RunPlan
 from training.strategies import STRATEGIES
 from training.tracking.rows import read_rows
@@ -55,7 +56,7 @@ COMMON = {
 SMALL: dict[str, Any] = {"train__micro_batch": 1}
 DATA: dict[str, dict[str, Any]] = {
     "stream": {},
-    "documents": {"train__packing": "documents"},
+    "documents": {"train__packing": "documents", "train__context": CPU_CONTEXT},
     # The epoch ends within a batch: some ranks' last sequences are empty.
     "uneven": {"train__packing": "padded", "train__max_epochs": 0.18},
 }

@@ -1,0 +1,270 @@
+"""Attention within documents, without a mask of context x context in memory.
+
+Tokens see their own document alone, so what lies outside of documents is neither computed nor stored. On GPUs that is
+torch.nn.attention.varlen (FlashAttention over sequences laid end to end; Dao 2023), and where that is not there but
+layers are compiled, flex_attention. On CPUs it is torch's fused attention, document by document. A dense mask is left
+for short sequences on CPUs, and for attention with dropout, which none of the others has.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+
+ATTENTION = "by_document"  # its name among those of transformers
+TOKENS = 2  # their dimension in [batch, heads, context, head width]
+# The first GPUs that FlashAttention runs on, and the widest heads that it takes, in multiples of 8.
+FLASH_CAPABILITY, FLASH_HEAD_WIDTH = (8, 0), 256
+HAS_VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12; before, heads had to be as many
+
+# On CPUs a call for each document takes 0.1 ms, forward and backward, and a dense mask of 64 tokens 0.4: the times are
+# equal at 200 tokens or so, at 512 half of a dense mask's (4 heads of 64, one thread).
+CPU_CONTEXT = 256
+
+Way = Literal["by document", "varlen", "flex", "dense"]
+
+
+def way_to_attend(
+    device: torch.device, dtype: torch.dtype, *, context: int, head_width: int, compiled: bool, dropout: bool
+) -> Way:
+    """The way to attend within documents on a device, of those in the docstring above."""
+    if dropout:
+        return "dense"
+    if device.type == "cpu":
+        return "by document" if context >= CPU_CONTEXT else "dense"
+    if device.type != "cuda":
+        return "dense"
+    has_flash = torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
+    if HAS_VARLEN and has_flash and head_width <= FLASH_HEAD_WIDTH and head_width % 8 == 0 and dtype != torch.float32:
+        return "varlen"
+    return "flex" if compiled else "dense"
+
+
+def attend_by_document(hf: Any) -> None:
+    """Let a model's attention take `document_bounds` or a BlockMask as its mask; all else is as in "sdpa"."""
+    _register()
+    hf.config._attn_implementation = ATTENTION
+
+
+@functools.cache
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(ATTENTION, functools.partial(_attention, by_sdpa=sdpa_attention_forward))
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+def document_bounds(documents: Tensor, pieces: Sequence[slice], *, causal: bool) -> Tensor:
+    """Where each document's queries and keys begin, in a batch's tokens laid end to end, and where the last ones end.
+
+    int64 [batch, context] -> int32 [pieces, 2, n + 1]. A piece has the queries of a range of every sequence, and keys
+    of the whole one; causal documents are cut where a piece ends, so that its queries are their last tokens. Finding
+    the documents waits for a GPU once in each micro-batch.
+    """
+    rows, context = documents.shape
+    differ = documents[:, 1:] != documents[:, :-1]
+    found = []
+    for piece in pieces:
+        begins = torch.cat([torch.ones_like(differ[:, :1]), differ], 1)
+        if causal and piece.stop < context:
+            begins[:, piece.stop] = True
+        keys = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([rows * context]).to(documents.device)])
+        within = (keys % context).clamp(piece.start, piece.stop) - piece.start
+        found.append(torch.stack([keys // context * (piece.stop - piece.start) + within, keys]))
+    longest = max(bounds.shape[1] for bounds in found)
+    padded = [torch.cat([bounds, bounds[:, -1:].expand(-1, longest - bounds.shape[1])], 1) for bounds in found]
+    bounds = torch.stack(padded).int()
+    torch._dynamo.mark_dynamic(bounds, 2)  # else compiled layers would be compiled for each number of documents
+    return bounds
+
+
+def document_blocks(documents: Tensor, places: Tensor, *, causal: bool) -> BlockMask:
+    """flex_attention's mask, of a bit for 128 x 128 tokens: of queries at these places [own tokens], and all keys."""
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = documents[batch, places[query]] == documents[batch, key]
+        return same & (places[query] >= key) if causal else same
+
+    make = _compiled_block_mask() if documents.is_cuda else create_block_mask
+    return make(sees, len(documents), None, len(places), documents.shape[1], device=documents.device)
+
+
+@functools.cache
+def _compiled_block_mask() -> Any:
+    return torch.compile(create_block_mask)  # as it is, it would make the dense mask first
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, *, causal: bool, scale: float | None) -> Tensor:
+    """[batch, heads, tokens, head width] of own queries and all keys -> [batch, own tokens, heads, head width].
+
+    `mask`: what `document_bounds` or `document_blocks` made.
+    """
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        query, key, value = (each.to(torch.get_autocast_dtype(kind)) for each in (query, key, value))
+    if isinstance(mask, BlockMask):
+        result = flex_attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
+        assert isinstance(result, Tensor)
+        return result.transpose(1, 2).contiguous()
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    key, value = (each.transpose(1, TOKENS).flatten(0, 1) for each in (key, value))
+    parts = []
+    for own, bounds in zip(query.chunk(len(mask), TOKENS), mask.unbind(), strict=True):
+        tokens = own.transpose(1, TOKENS)
+        part = _attend_tokens(tokens.flatten(0, 1), key, value, bounds, tokens.shape[1], causal, scale)
+        parts.append(part.unflatten(0, tokens.shape[:2]))
+    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    by_sdpa: Callable[..., tuple[Tensor, None]],
+    **named: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it."""
+    if not is_of_documents(attention_mask):
+        return by_sdpa(module, query, key, value, attention_mask, **named)
+    causal: bool = module.is_causal  # type: ignore[assignment]
+    return attend(query, key, value, attention_mask, causal=causal, scale=named.get("scaling")), None
+
+
+def is_of_documents(mask: Any) -> bool:
+    return isinstance(mask, BlockMask) or (isinstance(mask, Tensor) and mask.dtype == torch.int32)
+
+
+def _attend_tokens(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, causal: bool, scale: float
+) -> Tensor:
+    """[tokens, heads, head width] of queries, and of keys and values of as many or fewer heads -> like the queries."""
+    if query.is_cuda:
+        # No shape depends on `longest`, and no document is longer than all keys of a sequence.
+        longest_keys = key.shape[0] // (query.shape[0] // longest)
+        window = (-1, 0) if causal else (-1, -1)
+        options: dict[str, Any] = {"scale": scale, "window_size": window, "enable_gqa": True}
+        return varlen_attn(query, key, value, bounds[0], bounds[1], longest, longest_keys, **options)  # type: ignore[return-value]
+    groups = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(groups, 1) if groups > 1 else each for each in (key, value))
+    result: Tensor = _by_document(query, key, value, bounds, causal, scale)[0]
+    return result
+
+
+# Operators, so that compiled layers call them as they are, whatever the number of documents.
+
+
+@torch.library.custom_op("shardline::attend_by_document", mutates_args=())
+def _by_document(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """[tokens, heads, head width] -> the same, and fp32 [tokens, heads]: the logarithms of the sums of exponentials."""
+    result, sums = query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
+    for own, seen in _documents(bounds):
+        q, k, v = _heads_first(query[own]), _heads_first(key[seen]), _heads_first(value[seen])
+        part, part_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, is_causal=_is_square(own, seen, causal), attn_mask=_mask(own, seen, q, causal), scale=scale
+        )
+        result[own], sums[own] = part[0].transpose(0, 1), part_sums[0].t()
+    return result, sums
+
+
+@_by_document.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("shardline::attend_by_document_backward", mutates_args=())
+def _by_document_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    result: Tensor,
+    sums: Tensor,
+    bounds: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = query.new_empty(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
+    for own, seen in _documents(bounds):
+        q, k, v = _heads_first(query[own]), _heads_first(key[seen]), _heads_first(value[seen])
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            _heads_first(grad[own]),
+            q,
+            k,
+            v,
+            _heads_first(result[own]),
+            sums[own].t()[None],
+            0.0,
+            _is_square(own, seen, causal),
+            attn_mask=_mask(own, seen, q, causal),
+            scale=scale,
+        )
+        for whole, place, part in zip(grads, (own, seen, seen), parts, strict=True):
+            whole[place] = part[0].transpose(0, 1)
+    return grads
+
+
+@_by_document_backward.register_fake
+def _(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    result: Tensor,
+    sums: Tensor,
+    bounds: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, bounds, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value, *output, bounds)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    return *_by_document_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.scale), None, None, None
+
+
+_by_document.register_autograd(_backward, setup_context=_keep)
+
+# What selective recomputation keeps the results of.
+OPERATORS = (torch.ops.shardline.attend_by_document.default, torch.ops.torch_attn._varlen_attn.default)
+
+
+def _documents(bounds: Tensor) -> Iterator[tuple[slice, slice]]:
+    """The queries of each document that has some, and its keys."""
+    queries, keys = (list(map(slice, *zip(*pairwise(row), strict=True))) for row in bounds.tolist())
+    return ((own, seen) for own, seen in zip(queries, keys, strict=True) if own.stop > own.start)
+
+
+def _heads_first(tokens: Tensor) -> Tensor:
+    return tokens.transpose(0, 1)[None]
+
+
+def _is_square(own: slice, seen: slice, causal: bool) -> bool:
+    return causal and own.stop - own.start == seen.stop - seen.start
+
+
+def _mask(own: slice, seen: slice, like: Tensor, causal: bool) -> Tensor | None:
+    """Of queries that are the last tokens of a causal document (under cp): the kernel takes them for its first."""
+    if not causal or _is_square(own, seen, causal):
+        return None
+    queries, keys = own.stop - own.start, seen.stop - seen.start
+    return torch.full((1, 1, queries, keys), -torch.inf, dtype=like.dtype).triu(keys - queries + 1)
