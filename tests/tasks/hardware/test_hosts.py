@@ -50,7 +50,10 @@ def test_a_hosts_file_says_the_same_as_the_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"docker": "tcp://10.0.0.1:2375"}, r"b and a have the same daemon, tcp://10.0.0.1:2375: one entry per daemon"),
+        (
+            {"docker": "tcp://10.0.0.1:2375"},
+            r"b and a have the same daemon, tcp://10.0.0.1:2375: write one entry per daemon",
+        ),
         ({"address": "10.0.0.1"}, "b and a have the same address, 10.0.0.1"),
         ({"address": "127.0.0.1"}, "host b: address = 127.0.0.1 cannot be reached from other hosts"),
         ({"address": "0.0.0.0"}, "host b: address = 0.0.0.0 cannot be reached"),
