@@ -102,14 +102,14 @@ def _rank_meshes(
     job = job_of(config, shape, precision)
     meshes = [mesh for cp in cps for mesh in _meshes(config, shape, inventory, cp=cp)]
     refusals = {mesh: _refusal(config, shape, inventory, mesh) for mesh in meshes}
-    cluster = functools.cache(lambda ranks_per_host: cluster_of(inventory, ranks_per_host, precision=precision))
+    cluster = functools.cache(lambda ranks: cluster_of(inventory, _filled(inventory, ranks), precision=precision))
 
     def priced_on(some: Iterable[Mesh]) -> list[PricedLayout]:
         return [
             price(config, job, layout, mesh_cluster, corrections.of(config, layout))
             for mesh in some
             if refusals[mesh] is None
-            for mesh_cluster in [cluster(ranks_per_host(config, inventory, mesh))]
+            for mesh_cluster in [cluster(_num_ranks(config, inventory, mesh))]
             for layout in _layouts(config, mesh_cluster, mesh)
         ]
 
@@ -353,11 +353,16 @@ def _kept_for_speed(
 
 def ranks_per_host(config: RunConfig, inventory: Inventory, mesh: Mesh) -> tuple[int, ...]:
     """The ranks on each host, first hosts first: as many as have a device and an equal part of the global batch."""
-    left, per_host = _num_ranks(config, inventory, mesh), list[int]()
+    return _filled(inventory, _num_ranks(config, inventory, mesh))
+
+
+def _filled(inventory: Inventory, ranks: int) -> tuple[int, ...]:
+    per_host = []
     for host in inventory.hosts:
-        if left:
-            per_host.append(min(len(host.devices), left))
-            left -= per_host[-1]
+        if not ranks:
+            break
+        per_host.append(min(len(host.devices), ranks))
+        ranks -= per_host[-1]
     return tuple(ranks for ranks in per_host if ranks)
 
 
