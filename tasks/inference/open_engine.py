@@ -89,8 +89,8 @@ def choose_engine(
     other = inference.engine if inference.engine in {"torch", "vllm"} else "torch" * (inference.parallel != "none")
     if other and inference.precision in QUANTIZED:
         raise ValueError(
-            f"inference.precision = {inference.precision}: {other} has none of this export's, take one process of "
-            "inference.engine=onnx"
+            f"inference.precision = {inference.precision}: {other} cannot run this export's {inference.precision} "
+            "graphs: set inference.engine=onnx and inference.parallel=none"
         )
     name, why = _preferred(inference, has_decode_graph=has_decode_graph, gpus=gpus, has_torch=has_torch)
     if name == "torch" and not has_torch:

@@ -77,9 +77,9 @@ def test_the_fastest_precision_that_passed_serves_and_the_log_says_why(
     record.model_copy(update={"skipped": skipped}).write(folder / "export.json")
     with pytest.raises(ValueError, match=r"has no batch_int4.onnx \(perplexity rises by 2.00%\): export again with"):
         open_engine(folder, InferenceConfig(engine="onnx", precision="int4"))
-    with pytest.raises(ValueError, match=r"inference.precision = int8: torch has none"):
+    with pytest.raises(ValueError, match=r"inference.precision = int8: torch cannot run"):
         chosen(engine="torch", precision="int8")
-    with pytest.raises(ValueError, match=r"inference.precision = int8: torch has none"):
+    with pytest.raises(ValueError, match=r"inference.precision = int8: torch cannot run"):
         chosen(parallel="data", degree=2, precision="int8")
 
 

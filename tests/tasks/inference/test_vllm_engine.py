@@ -171,7 +171,7 @@ def test_what_is_missing_is_said_with_the_cure(
     with pytest.raises(ValueError, match=r"there is no program `vllm` on PATH.*pip install vllm"):
         open_engine(export, VLLM)
     assert choose_engine(VLLM, has_decode_graph=False, gpus=(), has_torch=False)[0] == "vllm"
-    with pytest.raises(ValueError, match=r"inference\.precision = int8: vllm has none .* take inference\.engine=onnx"):
+    with pytest.raises(ValueError, match=r"inference\.precision = int8: vllm cannot run .* set inference\.engine=onnx"):
         open_engine(export, InferenceConfig(engine="vllm", precision="int8"))
 
 

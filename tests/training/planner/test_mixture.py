@@ -74,7 +74,7 @@ def test_phases_are_counted_in_steps_or_in_shares_of_the_run() -> None:
     assert [phase.first_step for phase in annealed.mixture] == [0, 900]
     late = plan(weights, steps=40, phases=[{"from_step": 50, "weights": {"b": 1}}])
     assert len(late.mixture) == 1
-    assert any("the phase from step 50 on does not come" in reason for reason in late.reasons)
+    assert any("the phase from step 50 on is not reached" in reason for reason in late.reasons)
 
 
 def test_epochs_that_fill_the_run_leave_nothing_to_weights() -> None:
