@@ -1,4 +1,4 @@
-"""A training program that compiles, and after its warm-up fails on anything that would compile again.
+"""A training program that compiles if its plan says so, and after its warm-up fails on what would compile again.
 
 The first rank writes its losses, of training and validation in turns, to losses.json.
 """
@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import torch
+from torch._dynamo.utils import counters
 
 from training.data.held_out import held_out_by_source
 from training.data.loader import Loader
@@ -39,6 +40,8 @@ def main(plan_path: Path) -> None:
                     losses.append(strategy.loss(batch).item())
 
         step_and_validate(0)
+        if bool(counters["stats"]["unique_graphs"]) != plan.compiled:
+            raise AssertionError(f"compiled: {plan.compiled}, graphs: {counters['stats']['unique_graphs']}")
         torch.compiler.set_stance("fail_on_recompile")
         for step in range(1, plan.steps):
             step_and_validate(step)
