@@ -284,7 +284,7 @@ class Attempts:
         run_id = self.run_dir.name
         hosts = [host for host in self.launcher.hosts() if host.name in self.hosts_with_leftovers]
         for name, error in self.launcher.fence(hosts).items():
-            cure = "`shardline reap` removes it when the host is back"
+            cure = "`shardline reap` removes them when the host is back"
             logger.warning("processes or containers of %s may be left on %s: %s (%s)", run_id, name, cure, error)
 
 

@@ -243,7 +243,7 @@ def test_an_interruption_leaves_a_checkpoint_and_a_second_start_goes_on(
     process.send_signal(number)
     output = process.communicate()[0]
     assert process.returncode == 130, output
-    assert "shardline resume interrupted` goes on" in output
+    assert "shardline resume interrupted` continues" in output
     assert mlflow_status(run_dir) == "KILLED"
     stopped_at = max(curve(run_dir))
     assert STRIKE <= stopped_at < STEPS

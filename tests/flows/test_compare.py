@@ -100,7 +100,7 @@ def test_a_stop_tells_parent_and_child_and_resume_does_what_is_left(user_folder:
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130, err
-    assert f"stopped at single: `shardline resume {parent.name}` goes on" in err
+    assert f"stopped at single: `shardline resume {parent.name}` continues" in err
     assert user_folder.mlflow_run(child).info.status == "KILLED"
     assert user_folder.mlflow_run(parent).info.status == "KILLED"
     rows = {row["strategy"]: row for row in json.loads((parent / "comparison.json").read_text())["rows"]}
