@@ -291,7 +291,7 @@ def likely_range(ratios: Sequence[float]) -> tuple[float, float]:
 
 
 def ranges(tested: Sequence[Row]) -> dict[str, tuple[float, float]]:
-    """By kind of mesh: training/planner/pricing.py has these figures."""
+    """Return the range of each kind of mesh. training/planner/pricing.py has these figures."""
     ratios = defaultdict(list)
     for row in tested:
         ratios[mesh_kind(row.strategy, tp=row.tp, pp=row.pp)].append(time_ratio(row))
@@ -322,7 +322,7 @@ def sweeps() -> list[list[Row]]:
 
 
 def regret(sweep: Sequence[Row]) -> float:
-    """How many times as long as the fastest takes the one that the planner would choose, per token.
+    """Return the time per token of the layout that the planner would choose, over that of the fastest.
 
     It takes the simplest of those that are predicted to be within AS_FAST of the fastest.
     """

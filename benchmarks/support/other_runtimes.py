@@ -12,7 +12,7 @@ FP32, INT8 = "fp32", "int8"
 
 
 def write_ctranslate2(export: Path, folder: Path, *, precision: str) -> None:
-    """By its own converter; int8 has one scale for each row of a matrix."""
+    """Convert an export for CTranslate2 by its own converter; int8 has one scale for each row of a matrix."""
     from ctranslate2.converters import TransformersConverter
 
     TransformersConverter(str(export)).convert(str(folder), quantization="int8" if precision == INT8 else None)

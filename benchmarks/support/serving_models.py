@@ -29,7 +29,7 @@ RUNTIMES = {"openvino": "openvino_genai", "ctranslate2": "ctranslate2"}
 
 
 def missing_runtimes() -> dict[str, str]:
-    """Which of the other runtimes are not installed, and what installs them."""
+    """Return the other runtimes that are not installed, and the command that installs them."""
     cure = "not installed: pip install 'shardline[benchmark]'"
     return {name: cure for name, module in RUNTIMES.items() if importlib.util.find_spec(module) is None}
 

@@ -232,5 +232,5 @@ class BatchedGenerator(TextGenerator):
 
 
 def _equal_tokens(ids: list[int], others: list[int]) -> int:
-    """How many first tokens are equal."""
+    """Return the number of first tokens that are equal."""
     return next((n for n, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b), min(len(ids), len(others)))

@@ -110,7 +110,7 @@ class TokenChooser:
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    """In fp64, over the last axis."""
+    """Return the logarithm of the softmax over the last axis, computed in fp64."""
     shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
     found: np.ndarray = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return found

@@ -36,7 +36,7 @@ OBJECT_STORE = (
 
 
 def give_to_ranks(run_dir: Path, launch: LaunchConfig) -> None:
-    """As root, give the run's files to the user that ranks run as. Ranks of other users run as their own user."""
+    """Give the run's files to the user that ranks run as, if this process is root; else ranks run as its user."""
     if os.getuid() != 0:
         return
     uid, _, gid = rank_user(launch).partition(":")
@@ -64,7 +64,7 @@ def compile_cache(launch: LaunchConfig) -> Path:
 
 
 def give_block_cache(launch: LaunchConfig) -> None:
-    """As root, give the folder of blocks from an object store to the user that ranks run as."""
+    """Give the folder of blocks from an object store to the user that ranks run as, if this process is root."""
     folder = home() / "tokens" / BLOCKS
     if os.getuid() != 0 or not folder.parent.exists():
         return

@@ -76,7 +76,7 @@ class SamplingBody(BaseModel):
 
     @property
     def top_logprobs_wanted(self) -> int | None:
-        """How many of the likeliest tokens are listed beside each; None: no log-probabilities."""
+        """Return the number of the likeliest tokens that are listed beside each; None: no log-probabilities."""
         raise NotImplementedError
 
     @property

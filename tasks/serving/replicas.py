@@ -38,7 +38,7 @@ CLOSING_S = 10.0  # beyond serving.drain_s, for engines to end
 
 
 class ReplicaTask(Record):
-    """What a replica reads on its standard input; its argument list would show a password in `tracking_uri`."""
+    """The task that a replica reads on its standard input: arguments would show a password in `tracking_uri`."""
 
     number: int
     ref: str
@@ -56,7 +56,7 @@ class ReplicaTask(Record):
 
 
 class ReplicaStatus(Record):
-    """What a replica writes to its pipe, as one line: it is ready, or why it is not."""
+    """The line that a replica writes to its pipe: it is ready, or the reason why it is not."""
 
     model: str = ""
     version: int = 0

@@ -8,7 +8,7 @@ from training.config.section import Section
 
 
 class AlertsConfig(Section):
-    """When a run counts as stuck, so that an alert is sent. SHARDLINE_HOME/alerts.yaml says to whom."""
+    """The limit after which a run counts as stuck and an alert is sent. SHARDLINE_HOME/alerts.yaml says to whom."""
 
     stuck_after: float = Field(
         20.0,

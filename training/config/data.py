@@ -161,7 +161,7 @@ def known_encoding(name: str) -> str:
 
 
 class EngineConfig(Section):
-    """What tokenizes the corpus: this machine, or a cluster."""
+    """The engine that tokenizes the corpus: processes or threads of this machine, or a cluster."""
 
     kind: Literal["local", "threads", "dask", "ray"] = Field(
         "local",

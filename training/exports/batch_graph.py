@@ -58,7 +58,7 @@ def read_whole_texts(model: Any) -> None:
 
 
 def _without_past(node: Any, *, rows: Any, nothing: Any) -> Any:
-    """What takes the place of a node's output if the cache that it reads is empty."""
+    """Return the value that takes the place of a node's output if the cache that it reads is empty."""
     if node.op_type == "Concat":
         return node.inputs[1]
     sizes = {(0, 1): rows, (2, 3): nothing}
@@ -107,7 +107,7 @@ def _ask_ids_for_rows(graph: Any) -> None:
 
 
 def _window(config: Any, layer: int) -> int:
-    """How many tokens a layer looks back, itself included; -1: at all."""
+    """Return the number of tokens that a layer attends to, the newest included; -1: all."""
     window = getattr(config, "sliding_window", None)
     if not window or not getattr(config, "use_sliding_window", True):
         return -1

@@ -92,7 +92,7 @@ def onnx_engine(folder: Path, precision: str) -> Engine:
 
 
 def in_place_engine(session: Any) -> Engine:
-    """As the server steps: `batch` rows at a time, of a cache that stays in place."""
+    """Return an engine that steps as the server does: `batch` rows at a time, of a cache that stays in place."""
 
     def engine(graph: Graph, batch: int, length: int) -> Call | None:
         if graph == "forward":

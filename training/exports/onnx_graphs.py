@@ -84,7 +84,7 @@ def save_quantized(folder: Path, precision: str) -> dict[str, str]:
 
 
 def why_not_run(batch: Path) -> dict[str, str]:
-    """Why ONNX Runtime cannot step a batch graph, which is removed then; {} if it can."""
+    """Return the reason why ONNX Runtime cannot step a batch graph, which is removed then; {} if it can."""
     try:
         in_place_logits(open_session(batch), [np.zeros(3, dtype=np.int64)], steps=1)
     except Exception as error:

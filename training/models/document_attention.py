@@ -65,7 +65,7 @@ def _register() -> None:
 
 
 def document_bounds(documents: Tensor, pieces: Sequence[slice], *, causal: bool) -> Tensor:
-    """Where each document's queries and keys begin, in a batch's tokens laid end to end, and where the last ones end.
+    """Return the places where each document's queries and keys begin in a batch laid end to end, and the last end.
 
     int64 [batch, context] -> int32 [pieces, 2, n + 1]. A piece has the queries of a range of every sequence, and keys
     of the whole one; causal documents are cut where a piece ends, so that its queries are their last tokens. Finding
@@ -263,7 +263,7 @@ def _is_square(own: slice, seen: slice, causal: bool) -> bool:
 
 
 def _mask(own: slice, seen: slice, like: Tensor, causal: bool) -> Tensor | None:
-    """Of queries that are the last tokens of a causal document (under cp): the kernel takes them for its first."""
+    """Return the mask for queries that are a causal document's last tokens (cp): kernels take them for its first."""
     if not causal or _is_square(own, seen, causal):
         return None
     queries, keys = own.stop - own.start, seen.stop - seen.start

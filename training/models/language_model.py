@@ -156,7 +156,7 @@ class LanguageModel(nn.Module):
         return hidden
 
     def document_mask(self, documents: Tensor) -> Any:
-        """What attention takes as its mask, for this rank's tokens."""
+        """Return the mask, or the documents' bounds, that attention takes for this rank's tokens."""
         shape: Any = self.hf.config
         context, take = documents.shape[1], self._own
         way = way_to_attend(

@@ -113,7 +113,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
-    """In `out`, memory of the chunk before: the kernel takes longer to find new pages than a CPU for the softmax."""
+    """Write a chunk's logits to `out`, memory of the chunk before: new pages cost a CPU more than the softmax."""
     if bias is None:
         return torch.mm(rows, weight.t(), out=out)
     return torch.addmm(bias.to(rows.dtype), rows, weight.t(), out=out)

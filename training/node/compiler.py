@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def why_no_compile(device_kind: str) -> str:
-    """What torch.compile lacks on this host, with the cure; empty if nothing.
+    """Return the program that torch.compile lacks on this host, with the cure; empty if it lacks nothing.
 
     Inductor builds its code for CPUs, and Triton what calls its kernels, against Python's headers.
     """

@@ -205,7 +205,7 @@ def _why_fewer_hosts(config: RunConfig, ranking: Ranking, fewer: FewerHosts, inv
 def _less_sent(
     config: RunConfig, shape: ModelShape, inventory: Inventory, fewer: FewerHosts, corrections: Corrections
 ) -> list[str]:
-    """What sending less would make of all hosts, where that is faster still. It changes what is learned."""
+    """Return the reasons that name compression or local-sgd on all hosts, where faster. They change learning."""
     best_s, found = fewer.ranking.fitting[0].step_s, list[str]()
     ways = {"parallel.strategy=local-sgd": {"strategy": "local-sgd"}}
     ways["parallel.strategy=ddp parallel.compression=powersgd"] = {"strategy": "ddp", "compression": "powersgd"}
@@ -254,7 +254,7 @@ def _why_rest(config: RunConfig, ranking: Ranking) -> list[str]:
 
 
 def _why_fewer_bytes(ranking: Ranking) -> list[str]:
-    """Why weights are sharded although each device could hold all of them, where fewer bytes moved are the reason."""
+    """Return the reason for sharding weights that each device could hold whole, if it is that fewer bytes move."""
     best = ranking.fitting[0]
     whole = [each for each in ranking.fitting if each.layout.strategy in ("single", "ddp") and each.layout.is_undivided]
     if best.layout.strategy not in ("fsdp", "hsdp") or not whole or ranking.job.precision not in ("bf16", "fp8"):

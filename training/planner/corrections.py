@@ -37,7 +37,7 @@ STEADY = 0.25  # of the median step: the distance of the quartiles where nothing
 
 
 def machine_of(inventory: Inventory) -> tuple[str, ...]:
-    """What makes a machine the same: hosts, devices, cores, and one measurement of their rates.
+    """Return a hash of the machine: its hosts, devices, cores, and one measurement of their rates.
 
     Empty if a host was not measured, as hypothetical ones are not: no run corrects their plans.
     """
@@ -53,7 +53,7 @@ def _describe_host(host: Host) -> str:
 
 
 def priced_as(config: RunConfig, job: Job, *, precision: str, machine: tuple[str, ...]) -> Priced:
-    """What the prices of all layouts are of; `layout` is empty. `precision`: in words, where devices differ."""
+    """Return the key of a run's prices without its layout. `precision`: in words, where devices differ."""
     compiled = ", compiled" if config.train.compile is True else ""
     return Priced(
         machine=machine,
@@ -183,7 +183,7 @@ def correct_memory(parts: Mapping[str, float], factor: float, *, device_kind: st
 def measurement_of(
     plan: RunPlan, result: TrainResult, rows: Sequence[Mapping[str, Any]], *, ended_at: str
 ) -> Measurement:
-    """What the run measured. Raises ValueError, with the reason, for a run that would teach nothing."""
+    """Return the run's measurements. Raises ValueError, with the reason, for a run that would teach nothing."""
     if plan.priced is None:
         raise ValueError("its plan was not made from this measurement of this machine's rates")
     if plan.idle_hosts or plan.rebalance:

@@ -126,13 +126,13 @@ class Layout:
         return ", ".join(words)
 
     def how_shards_travel(self) -> list[str]:
-        """In words, where that is not as always."""
+        """Say in words which of weights and gradients travel once a step; [] if neither does."""
         words = ["weights kept gathered"] if self.keeps_weights else []
         return words + (["gradients reduced once a step"] if self.reduces_last else [])
 
 
 def padding_words(num_words: int, multiple: int = WORDS_MULTIPLE) -> int:
-    """How many words more the output layer's products are made for: up to the multiple, if that is less than 1%."""
+    """Return the words that are added to the output layer's products: up to the multiple, if that is less than 1%."""
     more = -num_words % multiple
     return more if 100 * more < num_words else 0
 

@@ -170,7 +170,7 @@ def _with_compile(config: RunConfig, compiled: bool) -> RunConfig:
 
 
 def _times_as_long_eager(chosen: ChosenLayout) -> float:
-    """How many times as long as compiled a step of the layout takes eager, on devices as the run's slowest."""
+    """Return the time of an eager step over that of a compiled one, on devices like the run's slowest."""
     layout = replace(chosen.layout, stages=())  # one of unlike stages is priced rank by rank: here as equal ones
     eager, compiled = (
         sum(seconds_of(_with_compile(chosen.config, on), chosen.job, layout, chosen.cluster).values())
@@ -180,7 +180,7 @@ def _times_as_long_eager(chosen: ChosenLayout) -> float:
 
 
 def _compile_refusal(config: RunConfig, shape: ModelShape, inventory: Inventory) -> str:
-    """Why layers cannot be compiled, or may not be able to; empty if they can."""
+    """Return the reason why layers cannot be compiled, or may not compile; empty if they can."""
     if config.parallel.strategy == "zero3":
         return "zero3 gathers weights inside each layer"
     if shape.architecture not in KNOWN_ARCHITECTURES:

@@ -133,7 +133,7 @@ class RankedLayout(Record):
 
 
 class Place(NamedTuple):
-    """Where a rank is: in which data-parallel replica, at which of its pipeline's places, with which part of a layer's
+    """A rank's place: its data-parallel replica, its place in the pipeline, its part of a layer's
     matrices, and with which part of each sequence."""
 
     dp: int

@@ -155,7 +155,7 @@ def all_reduce_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None
 
 
 def _arrived(x: Tensor) -> Tensor:
-    """What a functional collective gave, when it is there. In a compiled graph it has waited for that already.
+    """Return the result of a functional collective once it is there; a compiled graph waits for it by itself.
 
     A second wait would hide from torch.compile that a product needs it (training/strategies/async_tp.py).
     """

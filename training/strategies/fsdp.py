@@ -88,7 +88,7 @@ def travels_in(plan: RankPlan) -> torch.dtype:
 
 
 def shard_options(plan: RankPlan, mesh: DeviceMesh) -> dict[str, Any]:
-    """What `fully_shard` is told of every module: over which ranks, in which precision, and where shards lie."""
+    """Return the arguments of `fully_shard` for every module: ranks, precision, and where shards lie."""
     options: dict[str, Any] = {"mesh": mesh}
     if travels_in(plan) == torch.bfloat16:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -139,7 +139,7 @@ class Fsdp(TorchStrategy):
         self.reshards, self.reduces_each = plan.reshard_after_forward, plan.reduce_gradients == "each"
 
     def backward_context(self, *, last: bool) -> AbstractContextManager[None]:
-        """What is done once a step is done in the last micro-batch. Groups add up their gradients then, too."""
+        """Leave what is done once a step to the last micro-batch. Groups add up their gradients then, too."""
         model = self.module
         assert isinstance(model, FSDPModule)
         if not self.reshards:

@@ -255,7 +255,7 @@ class Pipeline(TorchStrategy):
         return ScheduleInterleaved1F1B(stages, plan.accumulation, loss_fn=self._weighted_loss, scale_grads=False)  # type: ignore[arg-type]
 
     def _hidden_shape(self, rows: int, length: int) -> tuple[int, int, int]:
-        """What goes from stage to stage: under sequence parallelism, each tp rank's piece."""
+        """Return the shape of the hidden states between stages: under sequence parallelism, of each tp rank's piece."""
         return rows, length // self.model.sequence_pieces, self.plan.shape.width
 
     def _weighted_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -288,7 +288,7 @@ class Pipeline(TorchStrategy):
                 all_reduce_together(bucket, group)
 
     def global_norm(self) -> Tensor:
-        """As everywhere. Replicas of unlike shape add up in unlike orders, so all of them take the first one's sum."""
+        """Return the gradients' norm. Replicas of unlike shape sum in unlike orders, so all take the first one's."""
         norm = super().global_norm()
         if self.plan.stages:
             dist.broadcast(norm, src=0)

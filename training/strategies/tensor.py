@@ -84,7 +84,7 @@ def _split_sequences(model: LanguageModel, group: dist.ProcessGroup) -> None:
 
 
 def _gathered(hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Under autocast in the products' precision, in which the linear layers would cast it one by one."""
+    """Gather under autocast in the products' precision, to which each linear layer would cast it otherwise."""
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     return gather_sequence(hidden, group)

@@ -204,7 +204,7 @@ class TorchStrategy:
             tensor.copy_(state[name])
 
     def parts(self, name: str, tensor: Tensor) -> Parts:
-        """Which parts the ranks hold of a parameter, or of its moment."""
+        """Return the parts that the ranks hold of a parameter, or of its moment."""
         return parts_of(tensor, cut=self.model.cuts.get(name), ranks=self.ranks_with(name))
 
     def ranks_with(self, name: str) -> Tensor:

@@ -214,7 +214,7 @@ class Zero:
         return flat_parts(held, shape=parameter.shape, ranks=self.ranks, lengths=self.fragment_lengths[name])
 
     def _fragment_lengths(self) -> dict[str, list[int]]:
-        """How many of each parameter's numbers each rank has in its partition, by parameter name. Collective."""
+        """Return the count of each parameter's numbers in each rank's partition, by parameter name. Collective."""
         mappings = {name: parameter._hp_mapping for name, parameter in self.trained()}  # type: ignore[attr-defined]
         own = [0 if mapping is None else mapping.lp_fragment_address.numel for mapping in mappings.values()]
         gathered: list[list[int]] = [[]] * self.dp
