@@ -133,8 +133,7 @@ class RankedLayout(Record):
 
 
 class Place(NamedTuple):
-    """A rank's place: its data-parallel replica, its place in the pipeline, its part of a layer's
-    matrices, and with which part of each sequence."""
+    """A rank's place: its data-parallel replica, its pipeline stage, its parts of matrices and of each sequence."""
 
     dp: int
     pp: int
