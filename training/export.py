@@ -29,14 +29,15 @@ from training.checkpoint.load import weights_for
 from training.checkpoint.retention import keep
 from training.exports.latency import measure_latency
 from training.exports.model_card import model_card
-from training.exports.onnx_graphs import remove_graph, save_graphs, save_quantized
-from training.exports.parity import QUANTIZED, check_parity, parity_failure
+from training.exports.onnx_graphs import graph_file, remove_graph, save_graphs, save_quantized
+from training.exports.parity import check_parity, parity_failure
 from training.exports.tensorrt import why_no_tensorrt
 from training.models.language_model import LanguageModel, auto_class_of, load_model
+from training.node.limits import usable_memory_bytes
 from training.records.checkpoint import check_model, reading
 from training.records.plan import RunPlan
 from training.records.record import sha256_file
-from training.records.results import ExportedModel, ParityReport
+from training.records.results import QUANTIZED, ExportedModel, ParityReport
 from training.records.train_result import TrainResult
 from training.tracking.progress import Progress, to_rank_log
 
@@ -57,7 +58,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def export_run(run_dir: Path) -> ExportedModel:
-    """Writes `run_dir`/export/ from the checkpoint that result.json names; keeps an export of the same checkpoint.
+    """Writes `run_dir`/export/ from the checkpoint that result.json names; keeps an export of
+    the same checkpoint that has the graphs which the plan asks for.
 
     Raises ValueError when parity is out of bounds (the figures are in parity.json; there is no export/ then).
     """
@@ -65,7 +67,7 @@ def export_run(run_dir: Path) -> ExportedModel:
     target, part = run_dir / "export", run_dir / "export.part"
     if (target / "export.json").is_file():
         existing = ExportedModel.read(target / "export.json")
-        if existing.checkpoint_sha256 == result.checkpoint_sha256:
+        if existing.checkpoint_sha256 == result.checkpoint_sha256 and not lacks_graphs(existing, plan):
             logger.info("kept %s: it was exported from this checkpoint (step %d)", target, existing.step)
             return existing
     for folder in (target, part):
@@ -88,6 +90,15 @@ def export_run(run_dir: Path) -> ExportedModel:
         exported.parity.in_words,
     )
     return exported
+
+
+def lacks_graphs(existing: ExportedModel, plan: RunPlan) -> bool:
+    """Return whether the plan asks for a graph that an export neither has nor left out for a reason."""
+    if "onnx" in existing.skipped:
+        return not why_no_graphs(plan)
+    kinds = {precision: "batch" if precision in QUANTIZED else "forward" for precision in plan.config.export.precisions}
+    wanted = {graph_file(kind, precision) for precision, kind in kinds.items()}
+    return not wanted <= existing.files.keys() | existing.skipped.keys()
 
 
 def _write_export(
@@ -137,14 +148,17 @@ def _write_export(
 
 
 def why_no_graphs(plan: RunPlan) -> str:
-    """The reason why the weights are copied and no ONNX graphs made, "" if graphs are."""
+    """Return the reason why the weights are copied and no ONNX graphs made, "" if graphs are."""
     size, most = 4 * plan.shape.parameters / 2**30, plan.config.export.onnx_up_to_gib
-    free = psutil.virtual_memory().available / 2**30
+    free = min(psutil.virtual_memory().available, usable_memory_bytes()) / 2**30
     what = f"the weights take {size:.3g} GiB in fp32"
     if size > most:
         return f"{what}, and export.onnx_up_to_gib = {most:g}: raise it to have graphs"
     if size * GRAPHS_MEMORY > free:
-        return f"{what}, graphs and their parity {GRAPHS_MEMORY} times as much, and {free:.1f} GiB of memory are free"
+        return (
+            f"{what}; making and checking ONNX graphs needs {GRAPHS_MEMORY} times as much memory, and {free:.1f} GiB "
+            "are free: export on a host with more to have graphs"
+        )
     return ""
 
 

@@ -33,7 +33,7 @@ from training.planner.model_shape import MASKED_TYPES, shape_of_hf
 from training.records.evaluation_plan import EvaluationPlan
 from training.records.plan import ModelShape, RunPlan
 from training.records.record import sha256_file
-from training.records.results import EvalReport
+from training.records.results import QUANTIZED, EvalReport
 from training.records.token_shards import TokenShards
 from training.records.train_result import TrainResult
 
@@ -179,7 +179,7 @@ def _plan(
     inference: InferenceConfig,
 ) -> EvaluationPlan:
     """Plan the evaluation of the subject on these tokens, by the ranks that `inference` asks for."""
-    if inference.precision in ("int8", "int4"):
+    if inference.precision in QUANTIZED:
         raise ValueError(
             f"inference.precision = {inference.precision}: evaluation runs on torch, which has fp32, bf16 and fp16. "
             "The perplexity of quantized graphs is measured by the export stage (export.json, parity.precisions)"

@@ -32,11 +32,11 @@ from tasks.hardware.machine import (
     driver_gpus,
     head_versions,
     usable_cores,
-    usable_memory_bytes,
     visible_gpus,
 )
 from tasks.workspace.processes import end_process
 from training.node.compiler import why_no_compile
+from training.node.limits import usable_memory_bytes
 from training.records.inventory import Device, Host, Inventory, Measured
 from training.records.record import Record
 

@@ -257,9 +257,14 @@ def open_graph(folder: Path, *, precision: str, threads: int) -> onnxruntime.Inf
     found = [folder / name for name in names if (folder / name).is_file()]
     if not found:
         skipped = json.loads((folder / "export.json").read_text()).get("skipped", {})
-        why = skipped.get(names[0]) or skipped.get(names[1]) or "the export was made without it"
-        cure = f"export again with export.precisions=[fp32,{precision}]" if precision != "fp32" else "export again"
-        raise ValueError(f"{folder} has no {names[0]} ({why}): {cure}, or take inference.engine=torch")
+        why = next((skipped[name] for name in (*names, "onnx") if name in skipped), "the export was made without it")
+        cure = "take inference.engine=torch"
+        if precision != "fp32":
+            cure = (
+                "take inference.precision=fp32, or make a new version with "
+                f"`shardline resume RUN train.steps=MORE export.precisions=[fp32,{precision}]`"
+            )
+        raise ValueError(f"{folder} has no {names[0]} ({why}): {cure}")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3  # errors; its warnings are about its own graph optimizer

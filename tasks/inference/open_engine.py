@@ -12,11 +12,10 @@ from tasks.inference.engine import Engine
 from tasks.inference.onnx_batching import BatchedGenerator
 from tasks.inference.onnx_generator import TextGenerator, has_graph
 from training.config.serving import InferenceConfig
-from training.records.results import ExportedModel, LatencyReport
+from training.records.results import QUANTIZED, ExportedModel, LatencyReport
 
 logger = logging.getLogger(__name__)
 
-QUANTIZED = {"int8", "int4"}
 TORCH_CURE = "install the extra `train` (of infra/serve.Dockerfile: --build-arg EXTRAS=serve,train)"
 
 
@@ -46,7 +45,8 @@ def open_engine(export_dir: Path | str, inference: InferenceConfig | None = None
     if has_graph(folder, precision) and not has_graph(folder, precision, in_place=True):
         logger.warning(
             "%s has no graph whose cache stays in place (batch.onnx; an older version exported it, or export.json says "
-            "why), so texts are stepped one after another: export the run again to step them together",
+            "why), so texts are stepped one after another: a new version of the run steps them together (`shardline "
+            "resume RUN train.steps=MORE`)",
             folder,
         )
     if rows == 1:
@@ -63,7 +63,7 @@ def choose_precision(folder: Path, inference: InferenceConfig) -> tuple[str, str
         return "fp32", "the export has no record"
     passed = [quality for quality in ExportedModel.read(record).parity.precisions if quality.passed]
     if len(passed) < 2:
-        return "fp32", "the export has no other that passed"
+        return "fp32", "the export has no other precision whose perplexity passed"
     if not latency.is_file():
         return "fp32", "the export has no latency.json: with export.latency_seconds = 0 no speed was measured"
     report = LatencyReport.read(latency)

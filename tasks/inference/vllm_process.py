@@ -121,22 +121,25 @@ class VllmProcess:
         self.process: subprocess.Popen[bytes] | None = None
         # The kernel ends vLLM with the thread that started it, so that thread lives as long.
         threading.Thread(target=self._keep, daemon=True, name="vllm").start()
-        if not self.wait_ready(START_TIMEOUT_S + END_S):
+        try:
+            if not self.wait_ready(START_TIMEOUT_S + END_S):
+                raise RuntimeError(self.why_not)
+        except BaseException:  # Ctrl-C too: vLLM has a session of its own
             self.close()
-            raise RuntimeError(self.why_not)
+            raise
 
     def wait_ready(self, timeout_s: float) -> bool:
         with self.changed:
             return self.changed.wait_for(lambda: self.ready or self.failed or self.closed, timeout_s) and self.ready
 
-    def open(self, body: dict[str, object], *, timeout_s: float | None = None) -> Reply:
-        """Send a request to /v1/completions; returns when vLLM has accepted it.
+    def open(self, body: dict[str, object]) -> Reply:
+        """Send a request to /v1/completions; return when vLLM has accepted it.
 
         Raises ValueError where vLLM refuses the request, EngineDied where it cannot be reached.
         """
         if not self.ready:
             raise EngineDied(self.why_not)
-        connection = UnixConnection(self.path, timeout_s=timeout_s)
+        connection = UnixConnection(self.path)
         try:
             content = json.dumps(body).encode()
             connection.request("POST", "/v1/completions", content, {"Content-Type": "application/json"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import httpx
 import psutil
 
 from tasks.serving.server_record import ServerRecord, local_records
-from tasks.workspace.processes import local_process
+from tasks.workspace.processes import is_alive, local_process
 from tasks.workspace.wait import until
 from training.records.record import Record
 
@@ -80,11 +81,12 @@ def stop_server(url: str) -> StoppedServer:
     processes = [process for _, record in found if (process := local_process(record.process))]
     supervisors = {process for _, record in found if (process := local_process(record.supervisor))}
     for process in supervisors or processes:
-        process.terminate()
+        with suppress(psutil.NoSuchProcess):  # it has ended since
+            process.terminate()
     logger.info("sent SIGTERM to the server at %s; it finishes its requests", url)
 
     def running() -> list[int]:
-        return [process.pid for process in {*processes, *supervisors} if _runs(process)]
+        return [process.pid for process in {*processes, *supervisors} if is_alive(process)]
 
     if not until(lambda: not running(), timeout_s=TIMEOUT_S, every_s=POLL_S):
         pids = " ".join(map(str, running()))
@@ -92,10 +94,6 @@ def stop_server(url: str) -> StoppedServer:
     for path, record in found:
         _forget(path, record)
     return StoppedServer(url=url, pids=tuple(sorted(process.pid for process in processes)))
-
-
-def _runs(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def _forget(path: Path, record: ServerRecord) -> None:

@@ -72,7 +72,7 @@ def gate(challenger: Candidate, champion: Candidate | None, *, gates: GatesConfi
 
 def check_parity(challenger: Candidate) -> Check:
     passed = challenger.parity_passed
-    return Check("parity", passed, "ONNX parity within bounds" if passed else "ONNX parity out of bounds")
+    return Check("parity", passed, f"the export is {'within' if passed else 'out of'} its parity bounds")
 
 
 def check_loss(challenger: Candidate, champion: Candidate | None, *, min_improvement: float) -> Check:

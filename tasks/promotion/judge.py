@@ -92,7 +92,7 @@ def terms_of(version: ModelVersion, *, tracking_uri: str) -> Terms:
 
 @contextmanager
 def _records(version: ModelVersion, *, tracking_uri: str) -> Iterator[Path]:
-    """Return the version's artifacts/records, on this machine."""
+    """Yield the folder of the version's artifacts/records, on this machine."""
     with tempfile.TemporaryDirectory() as scratch:
         yield local_folder(version, tracking_uri=tracking_uri, part="artifacts/records", scratch=Path(scratch))
 

@@ -193,7 +193,7 @@ def undo_promotion(client: MlflowClient, lock: PromotionLock, move: Move, why: s
 
 
 def _retry(call: Callable[[], T]) -> T:
-    """Call `action` again until MLflow answers, for up to PATIENCE_S."""
+    """Repeat `call` until MLflow answers, for up to PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:

@@ -68,7 +68,7 @@ class ServedVersion:
 class AliasFollower:
     """Keeps the version that a reference names, such as NAME@champion, open for requests.
 
-    `turn`: a file that a replica locks while it loads another version, so that one loads after another.
+    `load_lock`: a file that a replica locks while it loads another version, so that they load in turn.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class AliasFollower:
         cache_dir: Path | None,
         inference: InferenceConfig,
         rows: int,
-        turn: Path | None = None,
+        load_lock: Path | None = None,
     ) -> None:
         self.ref, self.tracking_uri, self.cache_dir = ref, tracking_uri, cache_dir
-        self.inference, self.rows, self.turn = inference, rows, turn
+        self.inference, self.rows, self.load_lock = inference, rows, load_lock
         self.on_switch: Callable[[ServedVersion], None] = lambda served: None
         self.client = registry_client(tracking_uri)
         self.served = self._load(ref)
@@ -97,7 +97,8 @@ class AliasFollower:
     def refresh(self) -> None:
         """Loads and switches to another version if the reference names one now, and no other replica is at it."""
         if int(find_version(self.client, self.ref).version) != self.served.version:
-            with suppress(Locked), exclusive(self.turn) if self.turn else nullcontext():  # the next poll tries again
+            lock = exclusive(self.load_lock) if self.load_lock else nullcontext()
+            with suppress(Locked), lock:  # the next poll tries again
                 self._switch()
         with self._loading:
             if self._previous and self._previous.idle_s > IDLE_S:

@@ -57,7 +57,7 @@ def _serve(task: ReplicaTask) -> None:
                 record=record_of(task),
                 config=task.config,
                 announce=lambda model, version: tell(ReplicaStatus(model=model, version=version)),
-                turn=task.turn,
+                load_lock=task.load_lock,
             )
         except Exception as error:
             why = without_credentials(str(error), uri=task.tracking_uri)

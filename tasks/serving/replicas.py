@@ -50,7 +50,7 @@ class ReplicaTask(Record):
     supervisor: str
     listeners: tuple[int, ...]  # open sockets that it inherits: the public one, and its own
     status_pipe: int
-    turn: Path
+    load_lock: Path
     wait_s: float  # before it loads the model
     config: ServeConfig
 
@@ -95,7 +95,7 @@ def serve_by_replicas(
     Raises ValueError for too few GPUs too. The first replica starts alone: it downloads the version for all.
     """
     gpus = gpus_of_replicas(config.inference, replicas)
-    threads = config.inference.threads or max(1, usable_cores() // replicas)
+    threads = config.inference.threads or max(1, usable_cores() // (replicas * config.inference.degree))
     config = config.model_copy(update={"inference": config.inference.model_copy(update={"threads": threads})})
     with ExitStack() as stack:
         public = stack.enter_context(listen(host, port))
@@ -115,7 +115,7 @@ def serve_by_replicas(
                 supervisor=process_key(os.getpid()),
                 listeners=(public.fileno(), private.fileno()),
                 status_pipe=-1,
-                turn=folder / "turn",
+                load_lock=folder / "load_lock",
                 wait_s=0.0,
                 config=config,
             )

@@ -68,11 +68,11 @@ def follow_and_serve(
     record: ServerRecord,
     config: ServeConfig,
     announce: Callable[[str, int], None],
-    turn: Path | None = None,
+    load_lock: Path | None = None,
 ) -> None:
     """Serve on open sockets until a signal. `announce`: called with model and version once they are loaded.
 
-    `record`: published at `record_path`, with the model's name. `turn`: as AliasFollower has it.
+    `record`: published at `record_path`, with the model's name. `load_lock`: as AliasFollower has it.
     """
     with contextlib.ExitStack() as stack:
         follower = AliasFollower(
@@ -81,7 +81,7 @@ def follow_and_serve(
             cache_dir=cache_dir,
             inference=config.inference,
             rows=config.serving.max_concurrent,
-            turn=turn,
+            load_lock=load_lock,
         )
         stack.callback(follower.close)
         app = build_app(follower, limits=config.serving)

@@ -50,9 +50,12 @@ def write_repository(export_dir: Path, target: Path, *, name: str, version: int,
         raise ValueError(f"gpus = {list(config.gpus)} with device = cpu: leave one of them out")
     exported = ExportedModel.read(export_dir / "export.json")
     folders = []
-    for graph in exported.parity.graphs:
-        if graph.graph == "batch":  # its cache is written where it lies: Triton has no such inputs
-            continue
+    # A batch graph writes its cache where it lies: Triton has no such inputs.
+    portable = [graph for graph in exported.parity.graphs if graph.graph != "batch"]
+    if not portable:
+        why = exported.skipped.get("onnx", "the export was made without them")
+        raise ValueError(f"{export_dir} has no ONNX graphs for Triton: {why}")
+    for graph in portable:
         stem = graph.file.removesuffix(".onnx")
         model = "-".join([name, *(part for part in stem.split("_") if part != "model")])
         inputs, outputs = onnx_tensors(export_dir / graph.file)

@@ -64,22 +64,22 @@ def end_process(
         for member in members:
             with suppress(psutil.NoSuchProcess):
                 member.terminate()
-        until(lambda: not any(map(_is_alive, members)), timeout_s=grace_s, every_s=ALIVE_EVERY_S)
+        until(lambda: not any(map(is_alive, members)), timeout_s=grace_s, every_s=ALIVE_EVERY_S)
     for member in members:
         with suppress(psutil.NoSuchProcess):
-            if _is_alive(member):
+            if is_alive(member):
                 member.kill()
-    until(lambda: not any(map(_is_alive, members)), timeout_s=float("inf"), every_s=ALIVE_EVERY_S)
+    until(lambda: not any(map(is_alive, members)), timeout_s=float("inf"), every_s=ALIVE_EVERY_S)
 
 
 def _descendants(process: subprocess.Popen[Any] | psutil.Process) -> list[psutil.Process]:
     try:
-        return psutil.Process(process.pid).children(recursive=True) if _is_alive(process) else []
+        return psutil.Process(process.pid).children(recursive=True) if is_alive(process) else []
     except psutil.NoSuchProcess:
         return []
 
 
-def _is_alive(process: subprocess.Popen[Any] | psutil.Process) -> bool:
+def is_alive(process: subprocess.Popen[Any] | psutil.Process) -> bool:
     """Return whether the process still runs. A zombie does not count, and a zombie child is reaped."""
     if isinstance(process, subprocess.Popen):
         return process.poll() is None

@@ -51,7 +51,7 @@ class Saver:
         self.micro_batches = micro_batches or MicroBatches.of(plan)
         self.hf_config: Any = model.hf.config
         self.staging = Staging(plan, rank)
-        self.writer: Writer | None = None  # the step of the checkpoint that is being written, or of the last one
+        self.writer: Writer | None = None  # writes the current checkpoint, or wrote the last one
         self.in_flight = False
         self._counts = torch.zeros(3, dtype=torch.int64)  # ranks that have written, first rank has published, failures
         self._sent: dist.Work | None = None

@@ -53,7 +53,7 @@ class Staging:
             made = [dist.new_group(ranks, timeout=timeout(plan)) for ranks in groups]
             self.group = made[groups.index(self.peers)]
         self._buffers: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "rank": {}}
-        self._block = torch.empty(0, dtype=torch.uint8)  # remains of the newest checkpoint
+        self._block = torch.empty(0, dtype=torch.uint8)  # unused rest of the newest block of host memory
 
     def files(self, strategy: Strategy) -> dict[str, dict[str, Tensor]]:
         """Return this rank's files of a checkpoint as file name -> copies of the current tensors. Collective."""

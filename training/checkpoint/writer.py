@@ -99,7 +99,7 @@ class Writer:
                 logger.warning("old checkpoints could not be deleted: %s", error)
 
     def _retry(self, action: Callable[[], None]) -> bool:
-        """Try until `step` succeeds.
+        """Try until `action` succeeds.
 
         Returns False if the checkpoint was abandoned, or after checkpoint.max_failures tries.
         """

@@ -21,8 +21,9 @@ class InferenceConfig(Section):
     )
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = Field(
         "auto",
-        description="Precision of weights and matrix products. auto: on CPUs the fastest that the export has measured "
-        "and found good, on GPUs bf16 where they support it, else fp16. int8 and int4 need engine onnx.",
+        description="Precision of weights and matrix products. auto: with onnx the fastest that the export measured "
+        "and whose perplexity passed; with torch fp32 on CPUs, on GPUs bf16 where they support it, else fp16; with vllm "
+        "vLLM's own choice. int8 and int4 need engine onnx.",
     )
     parallel: Literal["none", "data", "tensor", "pipeline"] = Field(
         "none",

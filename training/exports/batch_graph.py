@@ -116,7 +116,7 @@ def _window(config: Any, layer: int) -> int:
 
 
 def _lengths(graph: Any) -> list[Any]:
-    """The last position of each row, and the most tokens of any, after this step: computed from `position_ids`."""
+    """Return each row's last position, and the most tokens of any row, after this step, from `position_ids`."""
     import onnx_ir as ir
 
     positions = next(value for value in graph.inputs if value.name == "position_ids")
@@ -170,7 +170,10 @@ def _replace_attention(graph: Any, node: Any, layer: int, lengths: list[Any], *,
 
 
 def _heads_last(graph: Any, value: Any, *, before: Any) -> Any:
-    """[batch, length, heads x size] of a [batch, heads, length, size]: what it was made of, where that can be found."""
+    """Return the value as [batch, length, heads x size] instead of [batch, heads, length, size].
+
+    If it was reshaped from such a value, that one is returned; otherwise a Transpose and a Reshape are added.
+    """
     import onnx_ir as ir
 
     node = value.producer()

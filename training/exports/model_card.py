@@ -49,7 +49,7 @@ def _graphs(plan: RunPlan) -> str:
         return text
     return f"""{text} `decode.onnx` continues texts with a KV cache: it takes `input_ids`, `position_ids`,
 `attention_mask` [batch, past + length] and `past_key_values.N.key|value`, which may be empty, and gives `logits` and
-`present.N.key|value`. `batch.onnx` and `batch_int8.onnx`, where they are, do so for ONNX Runtime, with the cache in
+`present.N.key|value`. `batch.onnx` and `batch_PRECISION.onnx`, if present, do so for ONNX Runtime, with the cache in
 place. Weights of fp32 are in `model.onnx.data`."""
 
 

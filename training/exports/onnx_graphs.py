@@ -77,7 +77,10 @@ def save_quantized(folder: Path, precision: str) -> dict[str, str]:
     if not (folder / graph_file("batch")).is_file():
         return {target.name: f"there is no {graph_file('batch')} to quantize"}
     graph = onnx_ir.load(folder / graph_file("batch"))
-    quantize(graph, precision=precision)
+    try:
+        quantize(graph, precision=precision)
+    except Exception as error:
+        return {target.name: f"its weights cannot be rounded ({_first_line(error)})"}
     with WeightsFile(target.with_name(f"{target.name}.data")) as weights:
         _save(graph, target, weights)
     return why_not_run(target)

@@ -14,7 +14,7 @@ from training.config.export import ExportConfig
 from training.exports.onnx_graphs import Forward, graph_file
 from training.exports.onnx_session import decoded_logits, forward_logits, in_place_logits, open_session
 from training.records.plan import RunPlan
-from training.records.results import GraphParity, ParityReport, PrecisionQuality
+from training.records.results import QUANTIZED, GraphParity, ParityReport, PrecisionQuality
 from training.shards.stream import TokenStream
 
 # Rows of a batch are limited so that one array of logits stays under 128 MiB.
@@ -24,7 +24,6 @@ STEPS = 8  # tokens that the decode graph gets one by one, behind a prompt
 Portable = Literal["forward", "decode"]
 Kind = Literal["forward", "decode", "batch"]
 PORTABLE: tuple[Portable, ...] = ("forward", "decode")
-QUANTIZED = ("int8", "int4")
 
 # Texts of any lengths -> fp32 [length, vocab] for each
 Logits = Callable[[list[np.ndarray]], list[np.ndarray]]

@@ -149,6 +149,7 @@ class ParityReport(Record):
         return [graph for graph in self.graphs if graph.precision == "fp32"]
 
 
+QUANTIZED = ("int8", "int4")  # precisions of the graph that the server steps, with rounded weights
 SERVED = "ONNX Runtime in place"  # as the server steps: the graph whose cache stays where it is
 
 

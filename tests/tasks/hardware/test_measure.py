@@ -10,7 +10,7 @@ from typing import Literal
 import psutil
 import pytest
 
-from tasks.hardware.machine import Gpu, cpu_quota, driver_gpus, usable_cores, usable_memory_bytes, visible_gpus
+from tasks.hardware.machine import Gpu, cpu_quota, driver_gpus, usable_cores, visible_gpus
 from tasks.hardware.measure import (
     CachedMeasurement,
     HardwareCache,
@@ -20,6 +20,7 @@ from tasks.hardware.measure import (
     run_measure,
     why_no_gpu_is_used,
 )
+from training.node.limits import usable_memory_bytes
 from training.records.inventory import Device, Measured
 
 

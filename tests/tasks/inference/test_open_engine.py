@@ -75,7 +75,9 @@ def test_the_fastest_precision_that_passed_serves_and_the_log_says_why(
     (folder / "batch_int4.onnx").unlink()
     skipped = {"batch_int4.onnx": "perplexity rises by 2.00%"}
     record.model_copy(update={"skipped": skipped}).write(folder / "export.json")
-    with pytest.raises(ValueError, match=r"has no batch_int4.onnx \(perplexity rises by 2.00%\): export again with"):
+    with pytest.raises(
+        ValueError, match=r"has no batch_int4.onnx \(perplexity rises by 2.00%\): take inference.precision=fp32"
+    ):
         open_engine(folder, InferenceConfig(engine="onnx", precision="int4"))
     with pytest.raises(ValueError, match=r"inference.precision = int8: torch cannot run"):
         chosen(engine="torch", precision="int8")

@@ -44,8 +44,20 @@ CASES = {
         "other tokens (1,000 held-out tokens, champion's 2,000)",
     ),
     "worse, within the tolerance": (version(4, 2.6), CHAMPION, -0.25, True, "which is at least -0.25 better"),
-    "parity failed, no champion": (version(1, 2.0, parity=False), None, 0.0, False, "ONNX parity out of bounds"),
-    "parity failed, better": (version(4, 2.0, parity=False), CHAMPION, 0.0, False, "ONNX parity out of bounds"),
+    "parity failed, no champion": (
+        version(1, 2.0, parity=False),
+        None,
+        0.0,
+        False,
+        "the export is out of its parity bounds",
+    ),
+    "parity failed, better": (
+        version(4, 2.0, parity=False),
+        CHAMPION,
+        0.0,
+        False,
+        "the export is out of its parity bounds",
+    ),
     "not a number": (version(1, math.nan), None, 0.0, False, "is not finite"),
     "the champion's is not a number": (
         version(4, 2.0),

@@ -123,7 +123,7 @@ def test_other_data_cannot_be_compared_until_forced(store: Store) -> None:
     assert verdict.startswith("Verdict: passed: asked for with --force (20")
     assert "by ann)" in verdict
     assert re.search(r"\| loss \| &emsp;not passed: .* other data .*--force", verdict)
-    assert "| parity | &emsp;passed: ONNX parity within bounds" in verdict
+    assert "| parity | &emsp;passed: the export is within its parity bounds" in verdict
     assert card.startswith("Loss 1.0000, ")
     assert "Verdict" not in card, "the new verdict takes the place of the old one"
 
@@ -136,7 +136,7 @@ def test_a_run_whose_parity_failed_is_not_promoted(store: Store) -> None:
     record.model_copy(update={"parity": failed}).write(run_dir / "export" / "export.json")
     model = register_model(run_dir, tracking_uri=store.uri)
     assert model.alias == "challenger"
-    assert "ONNX parity out of bounds" in model.verdict
+    assert "the export is out of its parity bounds" in model.verdict
 
 
 def test_mlflow_links_the_version_to_run_data_and_model(store: Store) -> None:

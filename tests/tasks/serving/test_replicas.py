@@ -138,13 +138,18 @@ def test_a_champion_changes_under_load_and_a_dead_replica_comes_back(champion: S
 
 
 def test_one_replica_loads_after_another(champion: Store) -> None:
-    turn = champion.folder / "turn"
+    load_lock = champion.folder / "load_lock"
     follower = AliasFollower(
-        "tiny@champion", tracking_uri=champion.uri, cache_dir=None, inference=InferenceConfig(), rows=1, turn=turn
+        "tiny@champion",
+        tracking_uri=champion.uri,
+        cache_dir=None,
+        inference=InferenceConfig(),
+        rows=1,
+        load_lock=load_lock,
     )
     register_model(champion.finished_run("two", loss=3.5, checkpoint="d"), tracking_uri=champion.uri)
     MlflowClient(champion.uri).set_registered_model_alias("tiny", "champion", "2")
-    with exclusive(turn):  # as another replica holds it while it loads
+    with exclusive(load_lock):  # as another replica holds it while it loads
         follower.refresh()
         assert follower.served.version == 1
     follower.refresh()
