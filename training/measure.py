@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from training.hardware.gpu_links import measure_links
-from training.node.compiler import why_no_compile
 from training.records.inventory import Device, Measured
 from training.runtime.onednn import prefer_onednn
 
@@ -71,7 +70,6 @@ def main(out: Path, threads: int | None = None) -> None:
             allreduce_latency_us=latency_us,
             links=tuple(link for link in links if max(link.ranks) < world_size),
             versions=versions(device),
-            compile_lacks=why_no_compile(device.type),
         ).write(out)
     if dist.is_initialized():
         dist.barrier()

@@ -171,7 +171,7 @@ def as_host(host: Limited, facts: HostFacts, cached: CachedMeasurement) -> Host:
         allreduce_latency_us=measured.allreduce_latency_us,
         links=measured.links,
         versions=versions,
-        compile_lacks=measured.compile_lacks,
+        compile_lacks=facts.compile_lacks,
         shared_memory_gib=facts.shared_memory_gib,
         measured_at=cached.measured_at,
     )

@@ -51,6 +51,7 @@ class HostFacts(Record):
     busy_percent: float
     sources: str
     nsys: bool
+    compile_lacks: str | None = None  # as in Host
 
 
 class HostsNotReady(ValueError):

@@ -26,7 +26,8 @@ from training.records.trial import MEASURED, TRIALS, Trial, TrialMeasured, Trial
 
 logger = logging.getLogger(__name__)
 
-MAYBE_COMPILING: tuple[Cause, ...] = ("error", "bad config", "timeout", "network")  # on one rank, and on its peers
+# Causes that a failed compilation has, on the rank that compiles and on those that wait for it.
+MAYBE_COMPILING: tuple[Cause, ...] = ("error", "bad config", "timeout", "network")
 
 
 def confirmed(plan: RunPlan, *, run: TrackedRun, inventory: Inventory) -> RunPlan:

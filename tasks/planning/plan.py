@@ -213,13 +213,14 @@ def with_micro_batches(plan: RunPlan, micro_batches: tuple[int, ...], *, invento
 
 
 def without_compile(plan: RunPlan, *, inventory: Inventory, why: str) -> RunPlan:
-    """Return the same plan without compiled layers, and its prediction."""
-    pinned = _as_chosen(plan)
-    pinned["train"]["compile"] = False
-    eager = _planned_again(plan, pinned, inventory=inventory)
-    reasons = (*(reason for reason in plan.reasons if not reason.startswith("compile on: ")), why)
-    update = {"compiled": False, "predicted": eager.predicted, "priced": eager.priced, "reasons": reasons}
-    return plan.model_copy(update=update)
+    """Return a plan of the same run without compiled layers, in the same layout if that still fits."""
+    content = plan.config.model_dump(mode="json")
+    asked = plan.config.parallel.ranks if plan.config.parallel.ranks <= inventory.num_devices else 0
+    content["parallel"] |= {"precision": plan.pinned_precision, "ranks": asked}
+    content["train"]["compile"] = False
+    eager = _as_before(plan, content, lambda each: _planned_again(plan, each, inventory=inventory))
+    update = {"config": plan.config, "mlflow_run_id": plan.mlflow_run_id, "reasons": (*eager.reasons, why)}
+    return eager.model_copy(update=update)
 
 
 def _as_chosen(plan: RunPlan) -> dict[str, Any]:
@@ -248,6 +249,8 @@ def _planned_for(kept: RunPlan, inventory: Inventory, *, micro_batch: int) -> Ru
     asked = kept.config.parallel.ranks if kept.config.parallel.ranks <= inventory.num_devices else 0
     left_open["parallel"] |= {"precision": kept.pinned_precision, "ranks": asked}
     left_open["train"]["micro_batch"] = micro_batch
+    if not kept.compiled:  # a trial may have failed with compiled layers
+        left_open["train"]["compile"] = False
     # other replicas need other shares
     left_open["parallel"]["shares"] = "equal" if kept.config.parallel.shares == "equal" else "auto"
     left_open["parallel"]["rebalance"] = kept.config.parallel.rebalance

@@ -78,6 +78,7 @@ TABLE: tuple[tuple[str, Effect, str], ...] = (
     ("train.optimizer_path", "breaks", OTHER_UPDATES),
     ("train.freeze", "breaks", "later steps train fewer parameters"),
     ("train.residual", "breaks", "later steps use other arithmetic"),
+    ("parallel.fp8_by", "breaks", "later steps use other arithmetic"),
     ("parallel.precision", "breaks", "later steps use other arithmetic"),
     # the machines, and the way of training
     ("train.micro_batch", "rounding", ""),

@@ -71,9 +71,9 @@ class ParallelConfig(Section):
     )
     async_tp: bool = Field(
         False,
-        description="With tp, sequence_parallel and train.compile, whether compiled layers send what they gather and "
-        "sum in pieces, beside the matrix product that needs or makes it (torch's micro-pipelined tensor parallelism "
-        "over symmetric memory), between GPUs of one host that reach each other's memory.",
+        description="Whether compiled layers overlap tensor parallelism's gathers and sums with matrix products, by "
+        "sending them in pieces (torch's micro-pipelined tensor parallelism). It needs tp above 1, sequence_parallel, "
+        "train.compile=true, and GPUs of one host that can access each other's memory.",
     )
     pp: int = Field(
         0,
@@ -109,9 +109,9 @@ class ParallelConfig(Section):
     )
     reduce_gradients: Literal["auto", "each", "last"] = Field(
         "auto",
-        description="After which of a step's micro-batches gradients are reduced, for fsdp and hsdp. each: after each "
-        "one, so that a rank keeps its shard only. last: after the last one, and until then whole gradients are kept, "
-        "4 bytes for each parameter. auto: last where the plan predicts that it is faster and fits.",
+        description="When ranks reduce gradients, for fsdp and hsdp. each: after each micro-batch, so that a rank "
+        "keeps only its shard. last: after the step's last micro-batch; until then each rank keeps whole gradients, 4 "
+        "bytes per parameter. auto: last if the plan predicts that it is faster and fits.",
     )
     ranks: int = Field(
         0,
@@ -128,10 +128,9 @@ class ParallelConfig(Section):
     )
     fp8_by: Literal["shardline", "torchao"] = Field(
         "shardline",
-        description="What computes in fp8, for precision=fp8. shardline: our own products, which work anywhere. "
-        "torchao: its linear layers, whose casts are compiled, and with which fsdp and hsdp gather weights in 8 bits, "
-        "cast by scales that are made once a step; for Llama and BERT models without tp, on GPUs, with "
-        "train.compile=true.",
+        description="Implementation of fp8 matrix products, for precision=fp8. shardline: Shardline's own, on any "
+        "device and mesh. torchao: torchao's linear layers, whose casts are compiled; fsdp and hsdp then gather "
+        "weights in 8 bits. It works for Llama and BERT models without tp, on GPUs, with train.compile=true.",
     )
     shares: Literal["auto", "equal"] | tuple[int, ...] = Field(
         "auto",
@@ -245,14 +244,14 @@ class ParallelConfig(Section):
         return self
 
     def _check_shards(self) -> None:
-        """Raises ValueError for fields of sharded weights where weights are not in shards, or always kept gathered."""
+        """Raise ValueError if the strategy does not shard weights, or if a pipeline or offload decides these fields."""
         fields = {"reshard_after_forward": self.reshard_after_forward, "reduce_gradients": self.reduce_gradients}
         for field, asked in fields.items():
             if asked != "auto" and (self.pp > 1 or self.strategy not in ("auto", *IN_SHARDS)):
                 raise ValueError(
-                    f"parallel.{field}={asked} would not be used by parallel.strategy={self.strategy} with pp = "
-                    f"{self.pp}: set it to auto, or choose {' or '.join(IN_SHARDS)} without a pipeline, which always "
-                    "gathers and reduces once a step"
+                    f"parallel.{field}={asked} has no effect with parallel.strategy={self.strategy} and pp = {self.pp}"
+                    f": set it to auto, or use {' or '.join(IN_SHARDS)} without a pipeline (pipelines always gather "
+                    "and reduce once a step)"
                 )
             if asked in ("off", "last") and self.offload == "parameters":
                 raise ValueError(

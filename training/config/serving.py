@@ -22,8 +22,8 @@ class InferenceConfig(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = Field(
         "auto",
         description="Precision of weights and matrix products. auto: with onnx the fastest that the export measured "
-        "and whose perplexity passed; with torch fp32 on CPUs, on GPUs bf16 where they support it, else fp16; with vllm "
-        "vLLM's own choice. int8 and int4 need engine onnx.",
+        "and whose perplexity passed; with torch fp32 on CPUs, on GPUs bf16 where they support it, else fp16; with "
+        "vllm vLLM's own choice. int8 and int4 need engine onnx.",
     )
     parallel: Literal["none", "data", "tensor", "pipeline"] = Field(
         "none",

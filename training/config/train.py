@@ -47,9 +47,9 @@ class TrainConfig(Section):
     )
     micro_batch_trial: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="Whether to run a few steps before training, in a separate launch, and to lower the "
-        "micro-batch until it fits in memory; layers that were to be compiled by compile=auto, and cannot be, are not. "
-        "auto: on GPUs, if micro_batch is 0 or layers are compiled by compile=auto.",
+        description="Whether to run a few steps before training, in a separate launch. The micro-batch is lowered "
+        "until it fits in memory, and with compile=auto layers are left uncompiled if compiling fails. auto: on GPUs, "
+        "if micro_batch is 0 or compile=auto has chosen to compile.",
     )
     packing: Literal["stream", "documents", "padded"] = Field(
         "stream",
@@ -109,15 +109,15 @@ class TrainConfig(Section):
     )
     residual: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description="Precision of what goes from layer to layer, to which each layer adds its result. bf16 halves its "
-        "memory and traffic, for parallel.precision=bf16 and fp8; sums then round to 8 bits of mantissa. fsdp and hsdp "
-        "in these precisions have bf16 anyway.",
+        description="Precision of the hidden states between layers (the residual stream). bf16 halves their memory and "
+        "traffic, with parallel.precision=bf16 or fp8, but each layer's sum is rounded to 8 bits of mantissa. fsdp and "
+        "hsdp always use bf16 in these precisions.",
     )
     compile: bool | Literal["auto"] = Field(
         "auto",
-        description="Compile the model's layers with torch.compile, which needs a C++ compiler and Python's headers on "
-        "every host. auto: where they are there, the plan predicts that it saves more time than compiling takes, and "
-        "on GPUs a trial of a few steps works with it.",
+        description="Whether to compile the model's layers with torch.compile, which needs a C++ compiler and Python's "
+        "headers on every host. auto: compile if all hosts have them, the plan predicts that compiling saves more time "
+        "than it takes, and, on GPUs, a trial of a few steps succeeds with it.",
     )
     deterministic: bool = Field(
         False, description="Use only kernels that give the same bits every time. Some of them are slower."

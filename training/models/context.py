@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from training.models.architectures import Architecture, layers_of
-from training.models.document_attention import FLASH_CAPABILITY, FLASH_HEAD_WIDTH, attend, is_of_documents
+from training.models.document_attention import attend, has_flash, is_of_documents
 from training.runtime.mesh import SEQUENCE, gather_sequence
 
 ATTENTION = "context_parallel"  # its name among those of transformers
@@ -103,13 +103,7 @@ def _attend_up_to_last_key(
 
     torch's own causal_lower_right does the same, but is a class that torch.compile cannot make.
     """
-    if (
-        query.is_cuda
-        and torch.cuda.get_device_capability(query.device) >= FLASH_CAPABILITY
-        and query.dtype != torch.float32
-        and query.shape[-1] <= FLASH_HEAD_WIDTH
-        and query.shape[-1] % 8 == 0
-    ):
+    if has_flash(query.device, query.dtype, head_width=query.shape[-1]):
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal=True, scale=scale)[0]
     queries, keys = query.shape[KEYS], key.shape[KEYS]

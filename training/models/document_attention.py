@@ -35,17 +35,23 @@ Way = Literal["by document", "varlen", "flex", "dense"]
 def way_to_attend(
     device: torch.device, dtype: torch.dtype, *, context: int, head_width: int, compiled: bool, dropout: bool
 ) -> Way:
-    """The way to attend within documents on a device, of those in the docstring above."""
+    """Return how to attend within documents on this device (see the module's docstring)."""
     if dropout:
         return "dense"
     if device.type == "cpu":
         return "by document" if context >= CPU_CONTEXT else "dense"
     if device.type != "cuda":
         return "dense"
-    has_flash = torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
-    if HAS_VARLEN and has_flash and head_width <= FLASH_HEAD_WIDTH and head_width % 8 == 0 and dtype != torch.float32:
+    if HAS_VARLEN and has_flash(device, dtype, head_width=head_width):
         return "varlen"
     return "flex" if compiled else "dense"
+
+
+def has_flash(device: torch.device, dtype: torch.dtype, *, head_width: int) -> bool:
+    """Whether FlashAttention runs on this device in this precision, with heads of this width."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < FLASH_CAPABILITY:
+        return False
+    return dtype != torch.float32 and head_width <= FLASH_HEAD_WIDTH and head_width % 8 == 0
 
 
 def attend_by_document(hf: Any) -> None:
@@ -69,7 +75,7 @@ def document_bounds(documents: Tensor, pieces: Sequence[slice], *, causal: bool)
 
     int64 [batch, context] -> int32 [pieces, 2, n + 1]. A piece has the queries of a range of every sequence, and keys
     of the whole one; causal documents are cut where a piece ends, so that its queries are their last tokens. Finding
-    the documents waits for a GPU once in each micro-batch.
+    the documents waits for the GPU once for each piece of a micro-batch.
     """
     rows, context = documents.shape
     differ = documents[:, 1:] != documents[:, :-1]
@@ -89,7 +95,7 @@ def document_bounds(documents: Tensor, pieces: Sequence[slice], *, causal: bool)
 
 
 def document_blocks(documents: Tensor, places: Tensor, *, causal: bool) -> BlockMask:
-    """flex_attention's mask, of a bit for 128 x 128 tokens: of queries at these places [own tokens], and all keys."""
+    """Return flex_attention's block mask: queries at `places` [own tokens] against all keys, blocks of 128 x 128."""
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same = documents[batch, places[query]] == documents[batch, key]
@@ -105,9 +111,10 @@ def _compiled_block_mask() -> Any:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, *, causal: bool, scale: float | None) -> Tensor:
-    """[batch, heads, tokens, head width] of own queries and all keys -> [batch, own tokens, heads, head width].
+    """Return attention within documents: own queries and all keys, [batch, heads, tokens, head width] each, to
+    [batch, own tokens, heads, head width].
 
-    `mask`: what `document_bounds` or `document_blocks` made.
+    `mask`: from `document_bounds` or `document_blocks`.
     """
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
@@ -244,7 +251,7 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
 
 _by_document.register_autograd(_backward, setup_context=_keep)
 
-# What selective recomputation keeps the results of.
+# Selective recomputation keeps the results of these operators.
 OPERATORS = (torch.ops.shardline.attend_by_document.default, torch.ops.torch_attn._varlen_attn.default)
 
 

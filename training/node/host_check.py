@@ -22,6 +22,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from training.node.compiler import why_no_compile
 from training.node.host_memory import HOST_MEMORY, make_run_folder, remove_abandoned
 from training.node.infiniband import ADAPTERS, active_adapters
 from training.node.infiniband import findings as infiniband_findings
@@ -59,7 +60,7 @@ class Asked:
 def main(asked: Asked) -> None:
     folder = Path(asked.folder)
     storage, is_shared, wrote = check_storage(asked, folder)
-    adapters = active_adapters(asked.adapters)
+    adapters, gpus = active_adapters(asked.adapters), visible_gpus()
     report = {
         "findings": [
             *storage,
@@ -74,7 +75,8 @@ def main(asked: Asked) -> None:
         "memory_gib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB,
         "disk_free_gib": shutil.disk_usage(folder).free / GIB if is_shared else 0.0,
         "shared_memory_gib": shutil.disk_usage(SHARED_MEMORY).total / GIB,
-        "gpus": visible_gpus(),
+        "gpus": gpus,
+        "compile_lacks": why_no_compile("cuda" if gpus else "cpu"),
         "infiniband": adapters,
         "cpu_model": cpu_model(),
         "busy_percent": busy_percent(),

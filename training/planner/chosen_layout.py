@@ -264,13 +264,13 @@ def _why_fewer_bytes(ranking: Ranking) -> list[str]:
     if own_s >= other_s:
         return []
     return [
-        f"{best.layout.strategy} carries bf16 from layer to layer, {other.layout.strategy} fp32: what memory bounds "
-        f"takes {1000 * own_s:,.0f} ms of a step instead of {1000 * other_s:,.0f}"
+        f"{best.layout.strategy} carries bf16 from layer to layer, {other.layout.strategy} fp32: the operations that "
+        f"memory's speed limits take {1000 * own_s:,.0f} ms of a step instead of {1000 * other_s:,.0f}"
     ]
 
 
 def _why_kept(config: RunConfig, ranking: Ranking) -> list[str]:
-    """Whether sharded weights stay gathered throughout a step, and gradients whole until its end, where left open."""
+    """Return sentences on when sharded weights are gathered and gradients reduced, for fields that are left open."""
     best, parallel = ranking.fitting[0], config.parallel
     left_open = {
         "keeps_weights": ("reshard_after_forward", "on", "off", "keep weights gathered throughout a step"),
@@ -285,12 +285,16 @@ def _why_kept(config: RunConfig, ranking: Ranking) -> list[str]:
         if getattr(parallel, field) != "auto" or other is None:
             continue
         gib = abs(other.needed_gib - best.needed_gib)
-        if is_taken:
+        if is_taken and other.fits:
             longer = other.step_s / best.step_s - 1
-            reasons.append(f"{field} {taken}: to {what} takes {gib:.1f} GiB, and a step {longer:.1%} longer without it")
+            reasons.append(
+                f"{field} {taken}: to {what} takes {gib:.1f} GiB more; without it a step is {longer:.1%} longer"
+            )
+        elif is_taken:
+            reasons.append(f"{field} {taken}: the layout does not fit otherwise")
         elif other.fits:
             saved = max(0.0, 1 - other.step_s / best.step_s)
-            reasons.append(f"{field} {plain}: to {what} would take {gib:.1f} GiB, and save {saved:.1%} of a step")
+            reasons.append(f"{field} {plain}: to {what} would take {gib:.1f} GiB more and save {saved:.1%} of a step")
         else:
             missing = other.missing_gib
             reasons.append(f"{field} {plain}: to {what} would take {gib:.1f} GiB, {missing:.1f} more than are usable")

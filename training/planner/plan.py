@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from training.config.parallel import Precision
@@ -20,19 +20,19 @@ from training.planner.hypothetical_hosts import assumptions
 from training.planner.job import KNOWN_ARCHITECTURES
 from training.planner.mixture import describe_sources, one_pass, plan_sources, warn_of_repeats
 from training.planner.model_shape import ASSUMED_VOCAB, model_shape, vocab_size
-from training.planner.precision import ChosenPrecision, own_precisions, resolved_precision, weakest_precision
+from training.planner.precision import ChosenPrecision, own_precisions, resolved_precision
 from training.planner.pricing import predict, price_memory_copies, seconds_of
 from training.planner.replicas import BatchSplit, choose_replicas
 from training.planner.search import AS_FAST
 from training.records.correction import Measurement
 from training.records.inventory import Host, Inventory
-from training.records.plan import MixturePhase, ModelShape, PlannedSource, Prediction, RunPlan
+from training.records.plan import ModelShape, Prediction, RunPlan
 from training.records.token_shards import TokenShards
 from training.shards.packing import Epoch
 
 # Share of train.steps, because rates that were measured beside other programs can be a tenth of the true ones.
 FEWEST_STEPS = 0.2
-COMPILING_S = 60.0  # that torch.compile takes when training begins; on GPUs assumed
+COMPILING_S = 60.0  # seconds that torch.compile takes when training begins: assumed, not measured
 
 
 def make_plan(
@@ -59,27 +59,18 @@ def make_plan(
     shape = model_shape(config, vocab_size=vocab_size(config, shards, hf_config), hf_config=hf_config)
     _check_shards(config, shards)
     _check_packing(config, shape)
-    (chosen, split, why_precision), why_compile = _choose_compile(config, shape, inventory, measurements, epoch)
-    _check_residual(config, shape, split.precisions)
-    _check_fp8_by(config, shape, inventory.device_kind, split.precisions, tp=chosen.mesh["tp"])
-    _check_async_tp(config, inventory.device_kind, tp=chosen.mesh["tp"], split=chosen.layout.sequence_parallel)
-    in_time = steps_in_time or steps_that_fit(config.train, step_s=split.step_s)
-    steps, sequences, limit = length(config, epoch, steps_in_time=in_time)
-    check_schedule(config.train, steps=steps)
-    if steps == in_time:
-        limit += f"; {_time_limit(config.train, steps, split.step_s, is_kept=bool(steps_in_time))}"
+    (chosen, split, why_precision), why_compile = _choose_compile(
+        config, shape, inventory, measurements, epoch, steps_in_time=steps_in_time
+    )
+    _check_choice(config, shape, inventory.device_kind, chosen, split)
+    run = _run_length(config, epoch, step_s=split.step_s, steps_in_time=steps_in_time)
     compiled = chosen.config.train.compile is True
-    reasons = [f"{steps} steps: {limit}", *_assumptions(config, shards, inventory, steps=steps, compiled=compiled)]
-    sources: tuple[PlannedSource, ...] = ()
-    mixture: tuple[MixturePhase, ...] = ()
-    if epoch is not None:
-        sources, mixture = plan_sources(
-            config.data, epoch, steps=steps, sequences=sequences, global_batch=config.train.global_batch
-        )
-        reasons += describe_sources(config.data, sources, steps=steps) + warn_of_repeats(sources)
+    text, why_text = _text(config, epoch, steps=run.steps, sequences=run.sequences)
+    assumed = _assumptions(config, shards, inventory, steps=run.steps, compiled=compiled)
+    reasons = [f"{run.steps} steps: {run.why}", *assumed, *why_text]
     hosts = inventory.hosts[: len(chosen.cluster.ranks_per_host)]
-    predicted = _predicted(chosen, split, inventory, num_steps=steps)
-    _check_disk(config, predicted.checkpoint_gib, steps, hosts[0])
+    predicted = _predicted(chosen, split, inventory, num_steps=run.steps)
+    _check_disk(config, predicted.checkpoint_gib, run.steps, hosts[0])
     threads = min(max(1, host.cores // n) for host, n in zip(hosts, chosen.cluster.ranks_per_host, strict=True))
     if config.checkpoint.memory_every_steps:
         reasons.append(
@@ -103,26 +94,51 @@ def make_plan(
         shape=shape,
         device_kind=inventory.device_kind,
         **chosen.plan_fields(),
-        precision=weakest_precision({*split.precisions}),
-        precisions=split.precisions if len({*split.precisions}) > 1 else (),
+        **split.plan_fields(),
+        **text,
         precision_by_device=dict(chosen.precision.own) if len({*split.precisions}) > 1 else {},
         hosts=tuple(host.name for host in hosts),
         idle_hosts=tuple(host.name for host in inventory.hosts[len(hosts) :]),
         threads_per_rank=threads,
-        micro_batches=split.micro_batches,
-        largest_micro_batches=split.max_micro_batches,
-        largest_stages=split.largest_stages,
-        accumulation=split.accumulation,
-        rebalance=split.rebalance,
         compiled=compiled,
-        steps=steps,
-        steps_in_time=in_time,
-        sequences=sequences,
-        sources=sources,
-        mixture=mixture,
+        steps=run.steps,
+        steps_in_time=run.in_time,
+        sequences=run.sequences,
         predicted=predicted,
         reasons=(*reasons, *chosen.reasons, *why_precision, *split.reasons, *why_compile),
     )
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """The length of a run. `in_time`: steps that train.target_minutes has time for, 0: no limit; `why`: the limit."""
+
+    steps: int
+    in_time: int
+    sequences: int
+    why: str
+
+
+def _run_length(config: RunConfig, epoch: Sequence[Epoch] | None, *, step_s: float, steps_in_time: int) -> RunLength:
+    """Return the run's length. `steps_in_time`: of the run's first plan; 0: by `step_s`."""
+    in_time = steps_in_time or steps_that_fit(config.train, step_s=step_s)
+    steps, sequences, why = length(config, epoch, steps_in_time=in_time)
+    check_schedule(config.train, steps=steps)
+    if steps == in_time:
+        why += f"; {_time_limit(config.train, steps, step_s, is_kept=bool(steps_in_time))}"
+    return RunLength(steps, in_time, sequences, why)
+
+
+def _text(
+    config: RunConfig, epoch: Sequence[Epoch] | None, *, steps: int, sequences: int
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the plan's fields on the sources of text, and sentences on them; nothing without token shards."""
+    if epoch is None:
+        return {}, []
+    batch = config.train.global_batch
+    sources, mixture = plan_sources(config.data, epoch, steps=steps, sequences=sequences, global_batch=batch)
+    reasons = describe_sources(config.data, sources, steps=steps) + warn_of_repeats(sources)
+    return {"sources": sources, "mixture": mixture}, reasons
 
 
 Choice = tuple[ChosenLayout, BatchSplit, tuple[str, ...]]
@@ -134,6 +150,8 @@ def _choose_compile(
     inventory: Inventory,
     measurements: Sequence[Measurement],
     epoch: Sequence[Epoch] | None,
+    *,
+    steps_in_time: int,
 ) -> tuple[Choice, tuple[str, ...]]:
     """Return what `_choose` does, with layers compiled or not; and why, where train.compile leaves it open."""
 
@@ -152,7 +170,8 @@ def _choose_compile(
         return choose(compiled=False), (f"compile off: {error}",)  # zero3 may fit
     chosen, split, _ = compiled
     eager_s = split.step_s * _times_as_long_eager(chosen)
-    steps, *_ = length(config, epoch, steps_in_time=steps_that_fit(config.train, step_s=eager_s))
+    in_time = steps_in_time or steps_that_fit(config.train, step_s=eager_s)
+    steps, *_ = length(config, epoch, steps_in_time=in_time)
     saved_s = steps * (eager_s - split.step_s)
     if saved_s < COMPILING_S:
         return choose(compiled=False), (
@@ -190,8 +209,8 @@ def _compile_refusal(config: RunConfig, shape: ModelShape, inventory: Inventory)
             return f"on {host.name} {host.compile_lacks}"
         if host.compile_lacks is None:
             return (
-                f"{host.name} was measured before compilers were looked for: `shardline doctor --again` does, and "
-                "train.compile=true compiles all the same"
+                f"{host.name} runs an earlier version of Shardline, which does not look for a compiler: update it "
+                "there (`shardline image build` makes a new image), or set train.compile=true to compile anyway"
             )
     return ""
 
@@ -253,7 +272,10 @@ def _assumptions(
             f"learning rate: training ends after {steps} steps, within the {train.warmup_steps} steps of warm-up"
         )
     if wants_trial(config, inventory.device_kind, compiled=compiled):
-        reasons.append("micro-batch: predicted to fit; a trial of a few steps will confirm this before training")
+        if config.train.micro_batch:
+            reasons.append("compile: a trial of a few steps will confirm that compiled layers work and fit")
+        else:
+            reasons.append("micro-batch: predicted to fit; a trial of a few steps will confirm this before training")
     slow = (f"{host}: {why}" for (host, _), why in slow_devices(inventory).items())
     return [*reasons, *assumptions(inventory), *slow]
 
@@ -292,6 +314,16 @@ def _check_packing(config: RunConfig, shape: ModelShape) -> None:
         )
 
 
+def _check_choice(
+    config: RunConfig, shape: ModelShape, device_kind: str, chosen: ChosenLayout, split: BatchSplit
+) -> None:
+    """Raise ValueError for fields that do not work with the chosen layout and precisions."""
+    tp = chosen.mesh["tp"]
+    _check_residual(config, shape, split.precisions)
+    _check_fp8_by(config, shape, device_kind, split.precisions, tp=tp)
+    _check_async_tp(config, device_kind, tp=tp, split=chosen.layout.sequence_parallel)
+
+
 def _check_residual(config: RunConfig, shape: ModelShape, precisions: Sequence[Precision]) -> None:
     if config.train.residual == "fp32":
         return
@@ -302,7 +334,7 @@ def _check_residual(config: RunConfig, shape: ModelShape, precisions: Sequence[P
         )
     if shape.architecture not in KNOWN_ARCHITECTURES:
         raise ValueError(
-            f"train.residual=bf16 is there for {', '.join(KNOWN_ARCHITECTURES)} models, not for {shape.architecture}: "
+            f"train.residual=bf16 works with {', '.join(KNOWN_ARCHITECTURES)} models, not with {shape.architecture}: "
             "set train.residual=fp32, or parallel.strategy=fsdp, which carries bf16 in any model"
         )
 
@@ -322,11 +354,7 @@ def _check_fp8_by(
         not in {"llama", "bert"},
         f"has parallel.tp = {tp}, whose pieces of layers are our own": tp > 1,
     }
-    if found := [fault for fault, is_so in faults.items() if is_so]:
-        raise ValueError(
-            f"parallel.fp8_by=torchao cannot be had: this run {'; it '.join(found)}. Change that, or set "
-            "parallel.fp8_by=shardline"
-        )
+    _refuse("parallel.fp8_by=torchao", "parallel.fp8_by=shardline", faults)
 
 
 def _check_async_tp(config: RunConfig, device_kind: str, *, tp: int, split: bool) -> None:
@@ -339,11 +367,14 @@ def _check_async_tp(config: RunConfig, device_kind: str, *, tp: int, split: bool
         f"has train.compile={config.train.compile}, and it is made of compiled layers": config.train.compile
         is not True,
     }
+    _refuse("parallel.async_tp=true", "parallel.async_tp=false", faults)
+
+
+def _refuse(asked: str, cure: str, faults: Mapping[str, bool]) -> None:
+    """Raise ValueError with those faults of the run that are true."""
     if found := [fault for fault, is_so in faults.items() if is_so]:
-        raise ValueError(
-            f"parallel.async_tp=true cannot be had: this run {'; it '.join(found)}. Change that, or set "
-            "parallel.async_tp=false"
-        )
+        text = "; it ".join(found)
+        raise ValueError(f"{asked} does not work here, because this run {text}. Change that, or set {cure}")
 
 
 def steps_that_fit(train: TrainConfig, *, step_s: float) -> int:

@@ -57,7 +57,7 @@ class PricedLayout:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """The layout without its micro-batch."""
+        """Return the layout without its micro-batch and without how shards travel."""
         layout = self.layout
         axes = (layout.tp, layout.pp, layout.cp, layout.sequence_parallel)
         return (layout.strategy, *axes, layout.recompute, layout.offload)
@@ -107,7 +107,7 @@ def cost_model_of(config: RunConfig, job: Job, layout: Layout, cluster: Cluster)
 
 
 def _num_buckets(layout: Layout, *, kind: str) -> int:
-    """Buckets of gradients that exist at one time; with overlap_comm DeepSpeed fills one more while one travels."""
+    """Return the number of gradient buckets at one time: DeepSpeed's overlap_comm fills one while another travels."""
     return 3 if kind == "cuda" and layout.strategy in ("zero1", "zero2") and layout.is_undivided else 2
 
 

@@ -20,7 +20,7 @@ from training.planner.chosen_layout import ChosenLayout, DoesNotFit, choose_layo
 from training.planner.cluster import Cluster, cluster_of
 from training.planner.corrections import correct_seconds, corrections_of, describe_kind, machine_of, priced_as
 from training.planner.job import KNOWN_ARCHITECTURES, Job, Layout, Recompute
-from training.planner.precision import ChosenPrecision, with_whole_gradients
+from training.planner.precision import ChosenPrecision, weakest_precision, with_whole_gradients
 from training.planner.pricing import MEMORY_SHARE, PricedLayout, job_of, memory_of, seconds_of
 from training.planner.search import (
     AS_FAST,
@@ -73,6 +73,18 @@ class BatchSplit:
     @property
     def step_s(self) -> float:
         return sum(self.seconds.values())
+
+    def plan_fields(self) -> dict[str, Any]:
+        """Return the fields of a RunPlan that the shares decide."""
+        return {
+            "precision": weakest_precision({*self.precisions}),
+            "precisions": self.precisions if len({*self.precisions}) > 1 else (),
+            "micro_batches": self.micro_batches,
+            "largest_micro_batches": self.max_micro_batches,
+            "largest_stages": self.largest_stages,
+            "accumulation": self.accumulation,
+            "rebalance": self.rebalance,
+        }
 
 
 @dataclass(frozen=True)
@@ -762,8 +774,9 @@ class _UnlikePricing:
     def candidates(self, slots: Sequence[int]) -> Iterator[Layout]:
         """Replicas of neighbouring devices that are alike, each as short a pipeline as can hold the model, or longer;
         and one pipeline of all devices."""
-        shape, devices = self.job.shape, self.prices.devices
-        tps = [self.config.parallel.tp] if self.config.parallel.tp else tensor_sizes(shape, [*slots], sum(slots))
+        shape, devices, parallel = self.job.shape, self.prices.devices, self.config.parallel
+        whole = parallel.fp8_by == "torchao"  # its layers are not cut
+        tps = [parallel.tp] if parallel.tp else [1] if whole else tensor_sizes(shape, [*slots], sum(slots))
         for tp, recompute in itertools.product(tps, self.recompute):
             if any(number % tp for number in slots) or not sequence_choices(self.config, tp=tp, kind=self.run.kind):
                 continue

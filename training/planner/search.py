@@ -27,11 +27,11 @@ AUTOMATIC: tuple[StrategyName, ...] = ("single", "ddp", "fsdp", "hsdp", "zero1",
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOAD: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 AS_FAST = 1.05  # predictions of published runs are 4% off at the median: closer kinds of layout are not told apart
-AS_FAST_OF_A_KIND = 1.01  # layouts of one kind, which differ only in their micro-batch, share most of that error
+AS_FAST_OF_A_KIND = 1.01  # those that differ only in micro-batch and how shards travel share most of that error
 MAX_STAGES = 64
 LEFT_OUT = (
-    "zero3: not tried, since fsdp fits and shards the same, with a third of the operations to launch, in bf16 half of "
-    "the bytes to gather, and compiled layers if wanted (parallel.strategy=zero3 takes it all the same)"
+    "zero3: not tried, since fsdp fits without offload and shards the same, with a third of the operations to launch, "
+    "half of the bytes to gather in bf16, and compiled layers (set parallel.strategy=zero3 to use it anyway)"
 )
 LEAST_TOKENS = 1024  # of a sequence on each rank that shares it: fewer keep little memory, and no GPU busy
 
@@ -115,7 +115,9 @@ def _rank_meshes(
 
     last_resort = {"zero3"} if config.parallel.strategy == "auto" and inventory.device_kind == "cuda" else set()
     priced = priced_on(mesh for mesh in meshes if mesh.strategy not in last_resort)
-    is_left_out = bool(last_resort) and any(each.fits and each.layout.strategy in IN_SHARDS for each in priced)
+    is_left_out = bool(last_resort) and any(
+        each.fits and each.layout.offload == "none" and each.layout.strategy in IN_SHARDS for each in priced
+    )
     priced += [] if is_left_out else priced_on(mesh for mesh in meshes if mesh.strategy in last_resort)
     fitting = [each for each in priced if each.fits]
     unfitting = sorted((each for each in priced if not each.fits), key=lambda each: each.missing_gib)
@@ -222,7 +224,8 @@ def _meshes(config: RunConfig, shape: ModelShape, inventory: Inventory, *, cp: i
     slots = [len(host.devices) for host in inventory.hosts]
     num_devices = parallel.ranks or sum(slots)
     pinned = parallel.strategy != "auto"
-    tps = [parallel.tp] if parallel.tp else [1] if pinned else tensor_sizes(shape, slots, num_devices)
+    one_tp = pinned or parallel.fp8_by == "torchao"  # torchao's layers are whole
+    tps = [parallel.tp] if parallel.tp else [1] if one_tp else tensor_sizes(shape, slots, num_devices)
     for tp in tps:
         pps = [parallel.pp] if parallel.pp else [1] if pinned else _pipeline_sizes(shape, num_devices // tp)
         for pp in pps:
@@ -337,26 +340,25 @@ def _savings(config: RunConfig, mesh: Mesh, kind: str) -> Iterator[tuple[Recompu
 def _kept_for_speed(
     config: RunConfig, mesh: Mesh, *, offload: Offload, accumulation: int
 ) -> Iterator[tuple[bool, bool]]:
-    """Whether weights stay gathered throughout a step, and gradients whole until its last micro-batch: ways to try."""
+    """Yield the values of Layout.keeps_weights and reduces_last to try; parameters on the host allow neither."""
+    if mesh.strategy not in IN_SHARDS or mesh.pp > 1:
+        yield False, False
+        return
     parallel = config.parallel
     keeps_weights = {"on": [False], "off": [True], "auto": [False, True]}[parallel.reshard_after_forward]
     reduces_last = {"each": [False], "last": [True], "auto": [False, True]}[parallel.reduce_gradients]
-    if mesh.strategy not in IN_SHARDS or mesh.pp > 1 or offload == "parameters":
-        keeps_weights, reduces_last = [False], [False]
-    elif accumulation == 1 and parallel.reduce_gradients == "auto":
+    if accumulation == 1 and parallel.reduce_gradients == "auto":
         reduces_last = [False]
-    return itertools.product(keeps_weights, reduces_last)
+    for ways in itertools.product(keeps_weights, reduces_last):
+        if offload != "parameters" or ways == (False, False):
+            yield ways
 
 
 # Ranks per host
 
 
-def ranks_per_host(config: RunConfig, inventory: Inventory, mesh: Mesh) -> tuple[int, ...]:
-    """The ranks on each host, first hosts first: as many as have a device and an equal part of the global batch."""
-    return _filled(inventory, _num_ranks(config, inventory, mesh))
-
-
 def _filled(inventory: Inventory, ranks: int) -> tuple[int, ...]:
+    """Return the ranks on each host, first hosts first, until all ranks have a device."""
     per_host = []
     for host in inventory.hosts:
         if not ranks:

@@ -34,17 +34,13 @@ class Link(Record):
 
 
 class Measured(Record):
-    """Rates of one host as training/measure.py finds them: its devices' by local rank, an all-reduce between them.
-
-    `compile_lacks`: as in Host.
-    """
+    """Rates of one host as training/measure.py finds them: its devices' by local rank, an all-reduce between them."""
 
     devices: tuple[Device, ...]
     allreduce_gb_per_s: float
     allreduce_latency_us: float = 0.0
     links: tuple[Link, ...] = ()
     versions: dict[str, str]
-    compile_lacks: str | None = None
 
 
 class Host(Record):
@@ -52,8 +48,8 @@ class Host(Record):
 
     `…_gb_per_s` is the bus bandwidth of a large all-reduce and `…_latency_us` the time of a small one, between this
     host's ranks (allreduce) or between the ranks of all hosts (network); 0: not measured. A host's network rate is
-    that of all its ranks together, in one direction. `shared_memory_gib` is the size of /dev/shm. `compile_lacks`: what
-    torch.compile lacks there, with the cure; empty if nothing, None in inventories of earlier versions.
+    that of all its ranks together, in one direction. `shared_memory_gib` is the size of /dev/shm. `compile_lacks`: the
+    program that torch.compile lacks there, with the cure; empty if none, None where an earlier version runs.
     """
 
     name: str

@@ -184,7 +184,7 @@ class RankPlan(Record):
     `sequence_parallel`: between the blocks that tp ranks share, each has a piece of every sequence.
     `reshard_after_forward`, `reduce_gradients`: of fsdp and hsdp, as in the config; beside pp always False and last.
     `micro_batches`: sequences per forward pass, by data-parallel replica; all make `accumulation` of them a step.
-    `rebalance` lets the micro-batches change while training goes on. `compiled`: whether layers are, by train.compile.
+    `rebalance` lets the micro-batches change while training goes on. `compiled`: whether layers are compiled.
     `local_copies`: of models that are named by URLs.
     `precision`: of matrix products; `precisions`: by replica, where they differ, and then the former is the weakest.
     """

@@ -9,7 +9,7 @@ from training.records.plan import RunPlan
 from training.records.record import Record
 
 STEPS = 3  # the first step fills the allocator, and later ones use its memory
-TRIALS, MEASURED = "trial.json", "trial-measured.json"  # a file in the run folder
+TRIALS, MEASURED = "trial.json", "trial-measured.json"  # files in the run folder
 
 
 class TrialMeasured(Record):
@@ -40,7 +40,7 @@ class Trial(Record):
 
 
 class Trials(Record):
-    """runs/ID/trial.json: all launches for one layout in order; the last one fits. `compiled`: its layers."""
+    """runs/ID/trial.json: all launches for one layout in order; the last one fits. `compiled`: whether layers were."""
 
     strategy: str
     mesh: dict[str, int]

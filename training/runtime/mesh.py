@@ -155,7 +155,7 @@ def all_reduce_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None
 
 
 def _arrived(x: Tensor) -> Tensor:
-    """Return the result of a functional collective once it is there; a compiled graph waits for it by itself.
+    """Wait for a functional collective's result. Compiled graphs already wait for it.
 
     A second wait would hide from torch.compile that a product needs it (training/strategies/async_tp.py).
     """

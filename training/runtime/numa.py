@@ -21,7 +21,9 @@ def bind_near_gpu(device: torch.device) -> str:
     gpu: Any = torch.cuda.get_device_properties(device)
     if not hasattr(gpu, "pci_bus_id"):
         return f"not bound to cores: torch {torch.__version__} does not say on which PCI address {device} is"
-    return bind_near(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+    said = bind_near(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+    torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
+    return said
 
 
 def bind_near(pci_address: str, *, sysfs: Path = SYSFS) -> str:

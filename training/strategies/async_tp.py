@@ -29,7 +29,7 @@ def _why_not(group: dist.ProcessGroup, device: torch.device) -> str:
     if not hasattr(torch._inductor.config, "_micro_pipeline_tp"):
         return f"torch {torch.__version__} has no micro-pipelined tensor parallelism"
     if device.type != "cuda":
-        return f"ranks compute on {device.type}, and symmetric memory is GPUs'"
+        return f"ranks compute on {device.type}, but symmetric memory needs GPUs"
     capability = torch.cuda.get_device_capability(device)
     if capability < CAPABILITY:
         return (

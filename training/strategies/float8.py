@@ -49,9 +49,9 @@ def use_torchao(layers: list[Any], *, gathers: bool, device: torch.device) -> No
 
 
 def scale_float8_weights(module: nn.Module) -> None:
-    """Take, after an update, the scales of all weights that fsdp gathers in 8 bits, by one all-reduce.
+    """Compute the scales of all weights that fsdp gathers in 8 bits, by one all-reduce after an update.
 
-    Without, each layer would look for its own whenever it is gathered.
+    Otherwise each layer computes its own at every gather.
     """
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 

@@ -1,8 +1,9 @@
 """FSDP2: weights, gradients and optimizer sharded over the data-parallel ranks, gathered layer by layer.
 
 (Zhao et al. 2023; torch.distributed.fsdp.fully_shard.) In bf16 weights travel as bf16, and so is what goes from
-layer to layer (under the other strategies that is fp32); gradients are summed in fp32. By itself, besides each layer,
-is gathered the embedding, and what follows the layers; a matrix that is both stays gathered from forward to backward.
+layer to layer (under the other strategies that is fp32); gradients are summed in fp32. The
+embedding and what follows the layers are sharded as units of their own, unless they share a matrix, which then stays
+gathered from forward to backward.
 
 Two fields trade memory for communication. With `reshard_after_forward` off, weights stay gathered from a step's first
 forward pass to its last backward: they travel once a step, not twice a micro-batch. With `reduce_gradients` last, whole
@@ -63,9 +64,9 @@ class _Part(nn.Module):
 
 
 def _shard_ends(plan: RankPlan, model: LanguageModel, **options: Any) -> list[nn.Module]:
-    """Shard the embedding, and what follows the layers, by themselves. The latter begins backward: it stays gathered.
+    """Shard the embedding, and what follows the layers, as units of their own; backward begins with the latter.
 
-    Neither where they share a matrix, which lies with the model then, nor in a class without architecture.
+    So it stays gathered. Models that tie both, and classes without an architecture, have no such units.
     """
     architecture = model.architecture
     if model.tied or architecture is None:
@@ -109,7 +110,7 @@ def _step_bytes(plan: RankPlan, model: LanguageModel, *, inside: int) -> int:
         return sum(-(-len(p) // inside) * (p.numel() // len(p)) for p in parameters)
 
     trained = shard_numbers(p for p in model.parameters() if p.requires_grad)
-    width_bytes = 2 if plan.precision == "bf16" else 4
+    width_bytes = travels_in(plan).itemsize  # with parallel.fp8_by=torchao the layers' matrices take half of it
     gathered = shard_numbers(model.parameters())
     if plan.reshard_after_forward:
         again = {p for layer in layers_of(model.hf) for p in layer.parameters()}

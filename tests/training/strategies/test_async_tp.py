@@ -81,7 +81,7 @@ def test_a_plan_refuses_it_where_there_is_nothing_to_pair(changes: dict[str, Any
     if not words:
         make_plan(config, inventory(2, kind="cuda"))
         return
-    with pytest.raises(ValueError, match=f"async_tp=true cannot be had.*{words}.*parallel.async_tp=false"):
+    with pytest.raises(ValueError, match=f"async_tp=true does not work here.*{words}.*parallel.async_tp=false"):
         make_plan(config, inventory(2, kind="cuda"))
 
 

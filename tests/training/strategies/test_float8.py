@@ -177,7 +177,7 @@ def test_torchao_is_refused_where_it_cannot_compute(changes: dict[str, Any], wor
     if not words:
         assert make_plan(config, gpus("9.0", "9.0")).precision == "fp8"
         return
-    with pytest.raises(ValueError, match=f"fp8_by=torchao cannot be had.*{words}.*fp8_by=shardline"):
+    with pytest.raises(ValueError, match=f"fp8_by=torchao does not work here.*{words}.*fp8_by=shardline"):
         make_plan(config, gpus("9.0", "9.0"))
 
 
