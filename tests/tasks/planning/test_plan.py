@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tasks.planning.plan import replan
+from tasks.planning.plan import replan, without_compile
 from tests.support.configs import inventory, tiny_config, unlike_hosts
 from training.planner.plan import make_plan
 from training.records.inventory import Inventory
@@ -116,3 +116,35 @@ def test_other_hosts_compute_in_the_precisions_that_their_devices_had(tmp_path: 
     now = replan(tmp_path / "2", inventory=Inventory(hosts=new.hosts[1:]), why="another host came")
     assert (now.precision, now.precisions) == ("fp32", ()), "what all devices supported"
     assert replan(tmp_path, inventory=hosts, why="all came back") == before
+
+
+def with_compilers(*devices: int, memory_gib: float = 12.0) -> Inventory:
+    hosts = inventory(*devices, kind="cuda", memory_gib=memory_gib).hosts
+    return Inventory(hosts=tuple(host.model_copy(update={"compile_lacks": ""}) for host in hosts))
+
+
+def test_layers_that_a_trial_could_not_compile_stay_eager_on_other_hosts(tmp_path: Path, tiny_shards: Path) -> None:
+    hosts = with_compilers(2, 1)
+    compiled = planned(tmp_path, tiny_shards, micro_batch=0, hosts=hosts, train__steps=1_000_000)
+    assert compiled.compiled, "by choice"
+    why = "compile off: a trial with it failed"
+    eager = without_compile(compiled, inventory=hosts, why=why)
+    assert (eager.compiled, eager.strategy, eager.mesh) == (False, compiled.strategy, compiled.mesh)
+    assert (eager.config, eager.reasons[-1]) == (compiled.config, why)
+    assert not any(reason.startswith("compile on") for reason in eager.reasons)
+    eager.write(tmp_path / "plan.json")
+    assert not replan(tmp_path, inventory=with_compilers(2), why="host1 is away").compiled
+
+
+def test_eager_layers_get_the_micro_batch_that_fits_them(tmp_path: Path, tiny_shards: Path) -> None:
+    """They keep more than compiled ones."""
+    hosts = with_compilers(1, memory_gib=3.0)
+    batch = {"train__context": 256, "global_batch": 512, "train__steps": 1_000_000}
+    settings: dict[str, Any] = {"micro_batch": 0, "hosts": hosts, "model__layers": 24, **batch}
+    compiled = planned(tmp_path, tiny_shards, **settings)
+    eager = without_compile(compiled, inventory=hosts, why="a trial failed")
+    pinned: dict[str, Any] = {"train__activation_checkpointing": compiled.activation_checkpointing}
+    asked = planned(tmp_path, tiny_shards, **settings, **pinned, train__compile=False)
+    assert (compiled.compiled, eager.compiled) == (True, False)
+    assert (eager.micro_batch, eager.predicted) == (asked.micro_batch, asked.predicted)
+    assert eager.micro_batch < compiled.micro_batch

@@ -23,7 +23,7 @@ from training.checkpoint.copied_weights import copy_weights
 from training.checkpoint.safetensors_files import TensorFiles, file_name, index_name, write_tensors
 from training.checkpoint.writer import write_index
 from training.config.run import RunConfig
-from training.export import export_run, main
+from training.export import export_run, lacks_graphs, main
 from training.exports.latency import measure_latency
 from training.exports.tensorrt import why_no_tensorrt
 from training.models.language_model import load_model
@@ -131,6 +131,28 @@ def test_a_second_export_of_the_same_checkpoint_is_skipped_and_says_so(
         export_run(exported)
     assert (exported / "export" / "model.onnx").stat().st_mtime_ns == before
     assert "kept" in caplog.text
+
+
+def test_a_plan_that_asks_for_other_graphs_has_its_export_made_again(exported: Path) -> None:
+    """As a resume with other export.precisions does."""
+    plan, existing = RunPlan.read(exported / "plan.json"), ExportedModel.read(exported / "export" / "export.json")
+    lacks = {
+        precision: lacks_graphs(existing, asking(plan, precisions=["fp32", precision]))
+        for precision in ("fp16", "int8", "int4")
+    }
+    has = {"batch_int8.onnx", "batch_int4.onnx"} <= existing.files.keys()
+    assert lacks == {"fp16": True, "int8": not has, "int4": not has}
+    left_out = existing.model_copy(update={"skipped": existing.skipped | {"model_fp16.onnx": "it does not run here"}})
+    assert not lacks_graphs(left_out, asking(plan, precisions=["fp32", "fp16"])), "it would be left out again"
+    without = existing.model_copy(update={"files": {}, "skipped": {"onnx": "the weights take 9 GiB in fp32"}})
+    assert lacks_graphs(without, plan), "there is room now"
+    assert not lacks_graphs(without, asking(plan, onnx_up_to_gib=0.0))
+
+
+def asking(plan: RunPlan, **export: Any) -> RunPlan:
+    content = plan.config.model_dump(mode="json")
+    content["export"] |= export
+    return plan.model_copy(update={"config": RunConfig.model_validate(content)})
 
 
 def test_the_program_exports_quietly_and_replaces_the_export_of_another_checkpoint(exported_run: Path) -> None:

@@ -97,6 +97,26 @@ def test_weights_stay_gathered_and_gradients_whole_where_that_is_faster_and_fits
     assert (piped.reshard_after_forward, piped.reduce_gradients) == (False, "last"), "as pipelines always do"
 
 
+@pytest.mark.parametrize("asked", [{"reshard_after_forward": "off"}, {"reduce_gradients": "last"}])
+def test_parameters_on_the_host_never_go_with_what_keeps_them_whole(asked: dict[str, Any]) -> None:
+    """By itself the plan puts parameters on the host here, which config refuses beside these fields."""
+    assert planned(LLAMA_8B, "1x8xRTX-4090").offload == "parameters"
+    plan = planned(LLAMA_8B, "1x8xRTX-4090", **asked)
+    assert plan.offload != "parameters"
+    assert planned(LLAMA_8B, "1x8xRTX-4090", **plan.chosen["parallel"]).mesh == plan.mesh
+
+
+def test_layers_of_torchao_are_not_cut_by_tensor() -> None:
+    def tp_by(fp8_by: str) -> int:
+        train = {"context": 4096, "global_batch": 8, "compile": True}
+        parallel = {"precision": "fp8", "fp8_by": fp8_by}
+        config = RunConfig.model_validate({"model": LLAMA_70B, "train": train, "parallel": parallel})
+        return make_plan(config, hypothetical_inventory("4x8xH100-80GB-SXM,8x400Gb")).mesh["tp"]
+
+    assert tp_by("shardline") > 1
+    assert tp_by("torchao") == 1
+
+
 def test_what_was_chosen_of_shards_is_chosen_again() -> None:
     for parallel in ({"strategy": "fsdp"}, {"strategy": "ddp"}, {"strategy": "fsdp", "pp": 2}):
         plan = planned(LLAMA_1B, "1x8xA100-80GB-SXM", **parallel)
@@ -127,7 +147,7 @@ def test_deepspeed_reduces_beside_the_backward_pass_on_gpus() -> None:
         (1000, "", "compile on: a step is predicted to take "),
         (2, "", "compile off: it would save "),
         (1000, "there is no g++", "compile off: on hypothetical-0 there is no g++"),
-        (1000, None, "compile off: hypothetical-0 was measured before compilers were looked for"),
+        (1000, None, "compile off: hypothetical-0 runs an earlier version of Shardline"),
     ],
 )
 def test_layers_are_compiled_where_hosts_can_and_it_pays(steps: int, lacks: str | None, why: str) -> None:
@@ -173,7 +193,7 @@ def test_sharding_what_every_device_could_hold_has_its_reason() -> None:
     assert plan.strategy == "fsdp"
     (why,) = (reason for reason in plan.reasons if "carries bf16 from layer to layer" in reason)
     own, other = (1000 * each.predicted.step_s["memory-bound"] for each in (plan, ddp))
-    assert why.endswith(f"takes {own:,.0f} ms of a step instead of {other:,.0f}")
+    assert why.endswith(f"take {own:,.0f} ms of a step instead of {other:,.0f}")
     fp32 = planned(GPT2, **how, precision="fp32")
     assert fp32.strategy == "ddp"
     assert not any("carries bf16" in reason for reason in fp32.reasons)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ def allowed() -> Iterator[set[int]]:
     cores = os.sched_getaffinity(0)
     yield cores
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), cores)
+        with suppress(ProcessLookupError):  # a thread that ended meanwhile
+            os.sched_setaffinity(int(thread), cores)
 
 
 def sysfs(folder: Path, *, cores: dict[int, str], gpu_node: int) -> Path:

@@ -91,5 +91,5 @@ def test_a_plan_on_cpus_refuses_it() -> None:
 
 
 def test_a_rank_that_has_no_symmetric_memory_says_why(two_ranks: DeviceMesh) -> None:
-    with pytest.raises(ValueError, match=r"compute on cpu, and symmetric memory is GPUs'.*async_tp=false"):
+    with pytest.raises(ValueError, match=r"compute on cpu, but symmetric memory needs GPUs.*async_tp=false"):
         use_async_tp(two_ranks.get_group(), torch.device("cpu"))
