@@ -1,1 +1,1 @@
-"""Language models: classes, first weights, loss, freezing."""
+"""Language models: classes, initial weights, attention, loss, freezing."""

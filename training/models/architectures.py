@@ -1,4 +1,4 @@
-"""Names and calls of the embedding, layers and output of the Hugging Face classes that can be cut.
+"""Module names and calls of the embedding, layers and output of the Hugging Face classes that can be split over ranks.
 
 Pipelines cut a model between its layers, tensor parallelism splits the matrices inside them, and the loss needs the
 hidden states before the output layer. Llama, GPT-2 and BERT are described here; every other class runs whole.
@@ -15,22 +15,25 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Architecture:
-    """One class of models. Names are relative to the Hugging Face model, those of `column` and `row` to a layer."""
+    """One class of models.
+
+    Names are relative to the Hugging Face model; those of `column`, `row`, `attention`, `mlp` and `fused`, to a layer.
+    """
 
     layers: str  # the ModuleList
     embedding: str  # token embedding, [vocab, width]
     output: str  # the Linear that makes logits
-    first: tuple[str, ...]  # what only the first pipeline stage needs
-    last: tuple[str, ...]  # what only the last one needs
+    first: tuple[str, ...]  # modules that only the first pipeline stage needs
+    last: tuple[str, ...]  # modules that only the last pipeline stage needs
     embed: Callable[[Any, Tensor, Tensor], Tensor]  # model, inputs, positions -> hidden [batch, context, width]
-    arguments: Callable[[Any, Tensor, Tensor], dict[str, Any]]  # model, hidden, positions -> for every layer
-    finish: Callable[[Any, Tensor], Tensor]  # model, hidden of the last layer -> what the output layer takes
+    arguments: Callable[[Any, Tensor, Tensor], dict[str, Any]]  # model, hidden, positions -> arguments of each layer
+    finish: Callable[[Any, Tensor], Tensor]  # model, hidden of the last layer -> input of the output layer
     column: tuple[str, ...]  # linear layers split by outputs
-    row: tuple[str, ...]  # linear layers split by inputs, their results summed
-    attention: str  # where queries meet keys
-    mlp: str  # what else takes hidden states to linear layers of `column`
-    added: tuple[str, ...] = ()  # embeddings that are added to those of the words
-    fused: str | None = None  # the one of `column` that makes q, k and v in one
+    row: tuple[str, ...]  # linear layers split by inputs; their results are summed
+    attention: str  # the module that computes attention
+    mlp: str  # the other module that passes hidden states to linear layers of `column`
+    added: tuple[str, ...] = ()  # embeddings that are added to the token embedding
+    fused: str | None = None  # the layer of `column` that computes q, k and v with one matrix
 
 
 ARCHITECTURES = {
@@ -87,14 +90,14 @@ ARCHITECTURES = {
 
 
 def architecture_of(hf: nn.Module) -> Architecture | None:
-    """None for a class that is not described here: it has single, ddp, fsdp and zero1-3, and no tp or pp."""
+    """Return None for a class that is not described here: it works with single, ddp, fsdp and zero1-3, not tp or pp."""
     return ARCHITECTURES.get(hf.config.model_type)  # type: ignore[union-attr,arg-type]
 
 
 def layers_of(hf: nn.Module) -> list[nn.Module]:
-    """The transformer layers here, of any class: what is sharded, compiled and checkpointed one by one.
+    """Return this rank's transformer layers, for any class: the units that are sharded, compiled and checkpointed.
 
-    A pipeline stage has nn.Identity in place of the others'.
+    A pipeline stage has nn.Identity in place of other stages' layers.
     """
     architecture = architecture_of(hf)
     if architecture is not None:

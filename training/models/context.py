@@ -1,9 +1,9 @@
-"""Context parallelism: ranks share the tokens of each sequence, and gather keys and values in each attention.
+"""Context parallelism: ranks split the tokens of each sequence, and all-gather keys and values in each attention.
 
-By all-gather rather than in a ring (Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.2): any mask is
-possible, and with fewer key/value heads than heads there is little to gather. Of twice as many pieces of a sequence as
-ranks, each takes one from its beginning and one from its end, so that causal attention is as much work for all.
-torch.distributed.tensor.experimental.context_parallel, which has a ring, has no attention on CPUs and no masks.
+An all-gather instead of a ring (Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.2) allows any mask,
+and sends little where there are fewer key/value heads than query heads. A sequence is cut into two pieces per rank;
+each rank takes one from the first half and one from the second, so that causal attention is equal work for all ranks.
+torch.distributed.tensor.experimental.context_parallel uses a ring, and supports neither CPUs nor masks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from training.models.architectures import Architecture, layers_of
 from training.models.document_attention import attend, has_flash, is_of_documents
 from training.runtime.mesh import SEQUENCE, gather_sequence
 
-ATTENTION = "context_parallel"  # its name among those of transformers
+ATTENTION = "context_parallel"  # the name registered with transformers
 KEYS = 2  # the dimension of tokens in [batch, heads, context, head width]
 
 
@@ -31,22 +31,22 @@ class ContextPieces:
         self.own = group.rank(), self.number - 1 - group.rank()
 
     def take(self, whole: Tensor) -> Tensor:
-        """[batch, context, …] -> this rank's tokens."""
+        """Return this rank's tokens of `whole` [batch, context, …]."""
         pieces = whole.chunk(self.number, SEQUENCE)
         return torch.cat([pieces[piece] for piece in self.own], SEQUENCE)
 
     def slices(self, context: int) -> list[slice]:
-        """The places of this rank's tokens."""
+        """Return the ranges of this rank's tokens in a sequence."""
         length = context // self.number
         return [slice(piece * length, (piece + 1) * length) for piece in self.own]
 
     def gather(self, own: Tensor, dim: int = SEQUENCE) -> Tensor:
-        """Join the pieces that `take` gave to all ranks, in the order of tokens. The gradient is the ranks' sum."""
+        """Gather all ranks' pieces from `take`, in the order of tokens. The gradient is summed over ranks."""
         pieces = gather_sequence(own, self.group, dim).chunk(self.number, dim)
         return torch.cat([*pieces[::2], *pieces[::-2]], dim)
 
     def put(self, own: Tensor) -> Tensor:
-        """[batch, own tokens] -> [batch, context], with zeros for the tokens of other ranks."""
+        """Place [batch, own tokens] in [batch, context], with zeros for the tokens of other ranks."""
         pieces = [torch.zeros_like(piece) for piece in own.chunk(2, SEQUENCE) for _ in range(self.number // 2)]
         for place, piece in zip(self.own, own.chunk(2, SEQUENCE), strict=True):
             pieces[place] = piece
@@ -54,7 +54,7 @@ class ContextPieces:
 
 
 def attend_over(hf: Any, architecture: Architecture, pieces: ContextPieces) -> None:
-    """Let each layer's attention see the tokens of all ranks."""
+    """Make each layer attend to the tokens of all ranks."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, _attention)
@@ -75,9 +75,9 @@ def _attention(
     scaling: float | None = None,
     **named: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of own queries [batch, heads, own tokens, head width] over everybody's keys, as transformers calls it.
+    """Attend from own queries [batch, heads, own tokens, head width] to all ranks' keys; called by transformers.
 
-    Without a mask a causal model's pieces see all before them, and themselves up to each token.
+    Without a mask, each query of a causal model attends to its own token and to all tokens before it.
     """
     pieces: Any = module.pieces
     key, value = pieces.gather(key, KEYS), pieces.gather(value, KEYS)
@@ -99,9 +99,9 @@ def _attention(
 def _attend_up_to_last_key(
     query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float, scale: float | None, enable_gqa: bool
 ) -> Tensor:
-    """Causal attention whose last query sees the last key, as a causal FlashAttention of fewer queries does.
+    """Attend causally, aligned so that the last query sees the last key, as FlashAttention does with fewer queries.
 
-    torch's own causal_lower_right does the same, but is a class that torch.compile cannot make.
+    torch's own causal_lower_right does the same, but torch.compile cannot construct that class.
     """
     if has_flash(query.device, query.dtype, head_width=query.shape[-1]):
         flash = torch.ops.aten._scaled_dot_product_flash_attention

@@ -1,9 +1,9 @@
 """Attention within documents, without a mask of context x context in memory.
 
-Tokens see their own document alone, so what lies outside of documents is neither computed nor stored. On GPUs that is
-torch.nn.attention.varlen (FlashAttention over sequences laid end to end; Dao 2023), and where that is not there but
-layers are compiled, flex_attention. On CPUs it is torch's fused attention, document by document. A dense mask is left
-for short sequences on CPUs, and for attention with dropout, which none of the others has.
+Tokens attend only to their own document, so scores between documents are neither computed nor stored. GPUs use
+torch.nn.attention.varlen (FlashAttention over sequences laid end to end; Dao 2023), or flex_attention if that does not
+run and layers are compiled. CPUs use torch's fused attention, document by document. A dense mask remains for short
+sequences on CPUs, for GPUs with neither, and for attention with dropout, which the other ways do not support.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-ATTENTION = "by_document"  # its name among those of transformers
-TOKENS = 2  # their dimension in [batch, heads, context, head width]
-# The first GPUs that FlashAttention runs on, and the widest heads that it takes, in multiples of 8.
+ATTENTION = "by_document"  # the name registered with transformers
+TOKENS = 2  # the dimension of tokens in [batch, heads, context, head width]
+# FlashAttention needs this compute capability, and heads of at most this width, a multiple of 8.
 FLASH_CAPABILITY, FLASH_HEAD_WIDTH = (8, 0), 256
-HAS_VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12; before, heads had to be as many
+# Before torch 2.12, varlen_attn needed as many key heads as query heads.
+HAS_VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
-# On CPUs a call for each document takes 0.1 ms, forward and backward, and a dense mask of 64 tokens 0.4: the times are
-# equal at 200 tokens or so, at 512 half of a dense mask's (4 heads of 64, one thread).
+# On CPUs each document's call takes 0.1 ms, forward and backward; with a dense mask, 64 tokens take 0.4 ms. Both ways
+# take equal time at about 200 tokens; at 512, calls take half the time of a dense mask (4 heads of 64, one thread).
 CPU_CONTEXT = 256
 
 Way = Literal["by document", "varlen", "flex", "dense"]
@@ -48,14 +49,14 @@ def way_to_attend(
 
 
 def has_flash(device: torch.device, dtype: torch.dtype, *, head_width: int) -> bool:
-    """Whether FlashAttention runs on this device in this precision, with heads of this width."""
+    """Return whether FlashAttention runs on this device in this precision, with heads of this width."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < FLASH_CAPABILITY:
         return False
     return dtype != torch.float32 and head_width <= FLASH_HEAD_WIDTH and head_width % 8 == 0
 
 
 def attend_by_document(hf: Any) -> None:
-    """Let a model's attention take `document_bounds` or a BlockMask as its mask; all else is as in "sdpa"."""
+    """Let a model's attention take `document_bounds` or a BlockMask as its mask; other masks are passed to "sdpa"."""
     _register()
     hf.config._attn_implementation = ATTENTION
 
@@ -71,11 +72,11 @@ def _register() -> None:
 
 
 def document_bounds(documents: Tensor, pieces: Sequence[slice], *, causal: bool) -> Tensor:
-    """Return the places where each document's queries and keys begin in a batch laid end to end, and the last end.
+    """Return the offsets where each document's queries and keys begin in a batch laid end to end, and the final end.
 
-    int64 [batch, context] -> int32 [pieces, 2, n + 1]. A piece has the queries of a range of every sequence, and keys
-    of the whole one; causal documents are cut where a piece ends, so that its queries are their last tokens. Finding
-    the documents waits for the GPU once for each piece of a micro-batch.
+    int64 [batch, context] -> int32 [pieces, 2, n + 1]. A piece holds the queries in one range of every sequence, and
+    the keys of the whole sequence. Causal documents are cut where a piece ends, so that a piece's queries are the last
+    tokens of their documents. Finding the documents waits for the GPU once for each piece of a micro-batch.
     """
     rows, context = documents.shape
     differ = documents[:, 1:] != documents[:, :-1]
@@ -90,7 +91,7 @@ def document_bounds(documents: Tensor, pieces: Sequence[slice], *, causal: bool)
     longest = max(bounds.shape[1] for bounds in found)
     padded = [torch.cat([bounds, bounds[:, -1:].expand(-1, longest - bounds.shape[1])], 1) for bounds in found]
     bounds = torch.stack(padded).int()
-    torch._dynamo.mark_dynamic(bounds, 2)  # else compiled layers would be compiled for each number of documents
+    torch._dynamo.mark_dynamic(bounds, 2)  # otherwise layers would be recompiled for each number of documents
     return bounds
 
 
@@ -107,14 +108,13 @@ def document_blocks(documents: Tensor, places: Tensor, *, causal: bool) -> Block
 
 @functools.cache
 def _compiled_block_mask() -> Any:
-    return torch.compile(create_block_mask)  # as it is, it would make the dense mask first
+    return torch.compile(create_block_mask)  # uncompiled, it would build the dense mask first
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, *, causal: bool, scale: float | None) -> Tensor:
-    """Return attention within documents: own queries and all keys, [batch, heads, tokens, head width] each, to
-    [batch, own tokens, heads, head width].
+    """Attend within documents, from this rank's queries to all keys; return [batch, own tokens, heads, head width].
 
-    `mask`: from `document_bounds` or `document_blocks`.
+    Query, key and value are [batch, heads, tokens, head width]. `mask`: from `document_bounds` or `document_blocks`.
     """
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
@@ -143,7 +143,7 @@ def _attention(
     by_sdpa: Callable[..., tuple[Tensor, None]],
     **named: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it."""
+    """Compute attention; transformers calls this function with these arguments."""
     if not is_of_documents(attention_mask):
         return by_sdpa(module, query, key, value, attention_mask, **named)
     causal: bool = module.is_causal  # type: ignore[assignment]
@@ -157,9 +157,12 @@ def is_of_documents(mask: Any) -> bool:
 def _attend_tokens(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, causal: bool, scale: float
 ) -> Tensor:
-    """[tokens, heads, head width] of queries, and of keys and values of as many or fewer heads -> like the queries."""
+    """Attend from queries [tokens, heads, head width] to keys and values with as many or fewer heads.
+
+    The result has the shape of the queries. `longest`: no document has more queries.
+    """
     if query.is_cuda:
-        # No shape depends on `longest`, and no document is longer than all keys of a sequence.
+        # Upper bounds of the lengths are enough: no shape depends on them. No document is longer than its sequence.
         longest_keys = key.shape[0] // (query.shape[0] // longest)
         window = (-1, 0) if causal else (-1, -1)
         options: dict[str, Any] = {"scale": scale, "window_size": window, "enable_gqa": True}
@@ -170,14 +173,14 @@ def _attend_tokens(
     return result
 
 
-# Operators, so that compiled layers call them as they are, whatever the number of documents.
+# Custom operators: torch.compile does not trace into them, so compiled layers serve any number of documents.
 
 
 @torch.library.custom_op("shardline::attend_by_document", mutates_args=())
 def _by_document(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """[tokens, heads, head width] -> the same, and fp32 [tokens, heads]: the logarithms of the sums of exponentials."""
+    """Attend document by document: [tokens, heads, head width] -> the same, and log-sum-exp fp32 [tokens, heads]."""
     result, sums = query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
     for own, seen in _documents(bounds):
         q, k, v = _heads_first(query[own]), _heads_first(key[seen]), _heads_first(value[seen])
@@ -251,12 +254,12 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
 
 _by_document.register_autograd(_backward, setup_context=_keep)
 
-# Selective recomputation keeps the results of these operators.
+# Selective activation checkpointing saves the results of these operators.
 OPERATORS = (torch.ops.shardline.attend_by_document.default, torch.ops.torch_attn._varlen_attn.default)
 
 
 def _documents(bounds: Tensor) -> Iterator[tuple[slice, slice]]:
-    """The queries of each document that has some, and its keys."""
+    """Return slices of the queries and of the keys of each document that has queries here."""
     queries, keys = (list(map(slice, *zip(*pairwise(row), strict=True))) for row in bounds.tolist())
     return ((own, seen) for own, seen in zip(queries, keys, strict=True) if own.stop > own.start)
 
@@ -270,7 +273,7 @@ def _is_square(own: slice, seen: slice, causal: bool) -> bool:
 
 
 def _mask(own: slice, seen: slice, like: Tensor, causal: bool) -> Tensor | None:
-    """Return the mask for queries that are a causal document's last tokens (cp): kernels take them for its first."""
+    """Return the mask for queries that are a causal document's last tokens (cp); kernels assume its first tokens."""
     if not causal or _is_square(own, seen, causal):
         return None
     queries, keys = own.stop - own.start, seen.stop - seen.start

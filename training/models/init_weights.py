@@ -1,4 +1,4 @@
-"""A run's initial weights, made tensor by tensor: a rank that holds a part of a model never holds all of it."""
+"""A run's initial weights, made layer by layer, so that a rank which holds part of a model never holds all of it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from training.models.architectures import Architecture
 
 
 class FreshWeights(Mapping[str, Tensor]):
-    """Initial weights by the class's own `_init_weights`, each module from a seed of its own (the run's and its name).
+    """Initial weights by the class's own `_init_weights`. A module's seed is hashed from the run's seed and its name.
 
-    So a tensor is the same whichever of them are asked for, in whatever order, on however many ranks. One layer at a
-    time is made and kept. `template` is the model on the meta device.
+    So a tensor does not depend on which tensors are read, in which order, or on how many ranks. Only the layer that was
+    made last is kept in memory. `template` is the model on the meta device.
     """
 
     def __init__(self, template: Any, architecture: Architecture, *, seed: int) -> None:
@@ -40,7 +40,7 @@ class FreshWeights(Mapping[str, Tensor]):
         return len(self.shapes)
 
     def _unit(self, name: str) -> str:
-        """The layer that a parameter belongs to, or the very module outside of the layers."""
+        """Return the name of the layer that a parameter belongs to; outside the layers, of the module that holds it."""
         if name.startswith(f"{self.layers}."):
             number = name.removeprefix(f"{self.layers}.").partition(".")[0]
             return f"{self.layers}.{number}"
@@ -51,7 +51,7 @@ class FreshWeights(Mapping[str, Tensor]):
         module = copy.deepcopy(self.template.get_submodule(unit)).to_empty(device="cpu")
         inner = list(module.named_modules()) if unit.startswith(f"{self.layers}.") else [("", module)]
         with torch.random.fork_rng(devices=[]):
-            for name, child in reversed(inner):  # children first, as transformers does it: a parent may correct them
+            for name, child in reversed(inner):  # children first, as in transformers: a parent may change its children
                 digest = hashlib.sha256(f"{self.seed}:{unit}.{name}".encode()).digest()
                 torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
                 self.template._init_weights(child)
@@ -60,6 +60,6 @@ class FreshWeights(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def fill(hf: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Put whole weights into a whole model."""
+    """Copy whole weights into a whole model."""
     for name, parameter in hf.named_parameters():
         parameter.copy_(weights[name])

@@ -48,32 +48,32 @@ class LanguageModel(nn.Module):
             self.architecture is not None and self.output()[0] is hf.get_submodule(self.architecture.embedding).weight
         )
         self.num_words = 0 if self.architecture is None else len(self.output()[0])
-        self.softmax: Softmax = softmax_  # of the loss; where layers are compiled for GPUs, a compiled one
-        self.stages: dict[int, list[nn.Module]] = {}  # set by strategies/pipeline.py: own layers by stage
-        # Set by strategies/tensor.py, where ranks share matrices and the vocabulary:
+        self.softmax: Softmax = softmax_  # of the loss; compiled if layers are compiled for GPUs
+        self.stages: dict[int, list[nn.Module]] = {}  # set by strategies/pipeline.py: this rank's layers by stage
+        # Set by strategies/tensor.py, if ranks split matrices and the vocabulary:
         self.cuts: dict[str, Cut] = {}  # by parameter name
         self.first_token_id = 0
         self.tp_group: dist.ProcessGroup | None = None
-        self.sequence_pieces = 1  # tp ranks that have a piece of each sequence between blocks
-        self.context: ContextPieces | None = None  # where cp ranks share each sequence
-        self.compiled = False  # whether layers are
-        self.residual: torch.dtype | None = None  # of what goes from layer to layer; None: as the embedding gives it
+        self.sequence_pieces = 1  # the number of tp ranks that split each sequence between blocks
+        self.context: ContextPieces | None = None  # set if cp ranks split each sequence
+        self.compiled = False  # whether layers are compiled
+        self.residual: torch.dtype | None = None  # of hidden states between layers; None: the embedding's
         if self.architecture is not None:
             attend_by_document(hf)
 
     def compute_in(self, precision: str) -> None:
-        """Make matrix products in this precision from now on."""
+        """Compute matrix products in this precision from now on."""
         self.dtype = DTYPES[precision]
 
     def carry_bf16(self) -> None:
-        """Let bf16 go from layer to layer from now on; norms, whose weights stay fp32, give what they get."""
+        """Pass bf16 from layer to layer from now on; norms, whose weights stay fp32, return their input's dtype."""
         self.residual = torch.bfloat16
         for module in self.hf.modules():
             if type(module).__name__.endswith("Norm"):
                 module.register_forward_hook(lambda module, args, result: result.to(args[0].dtype))
 
     def share_context(self, group: dist.ProcessGroup) -> None:
-        """Compute only this rank's tokens of each sequence from now on; all ranks of the group are given whole ones."""
+        """Compute only this rank's tokens of each sequence from now on; callers still pass whole sequences."""
         assert self.architecture is not None, "the plan refuses cp for such models"
         self.context = ContextPieces(group)
         attend_over(self.hf, self.architecture, self.context)
@@ -84,9 +84,9 @@ class LanguageModel(nn.Module):
     def forward(
         self, inputs: Tensor, targets: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
     ) -> Tensor:
-        """The loss fp32 [], summed over targets; the arguments are int64 [batch, context], as in Batch.
+        """Return the loss fp32 [], summed over targets; the arguments are int64 [batch, context], as in Batch.
 
-        Where cp ranks share sequences: over those of this rank's tokens.
+        If cp ranks split sequences, the sum is over the targets of this rank's tokens.
         """
         with self.autocast(inputs.device):
             if self.architecture is not None:
@@ -95,9 +95,9 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Token by token, [batch x context]: the loss, fp32, and whether the likeliest word is the target, bool.
+        """Return each token's loss, fp32, and whether its target is the likeliest word, bool: [batch x context] each.
 
-        Zeros for tokens of other cp ranks.
+        Tokens of other cp ranks get zeros.
         """
         with self.autocast(batch.inputs.device):
             if self.architecture is not None:
@@ -112,7 +112,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def next_logits(self, inputs: Tensor, places: Tensor) -> Tensor:
-        """int64 [batch, length] and [batch] -> fp32 [batch, vocab]: the logits of the word after each place."""
+        """Return the logits fp32 [batch, vocab] of the word after each place: int64 [batch, length] and [batch]."""
         with self.autocast(inputs.device):
             if self.architecture is not None:
                 return self.next_logits_from(self.hidden(self.padded(inputs), None, None), places)
@@ -122,20 +122,23 @@ class LanguageModel(nn.Module):
         return torch.autocast(device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
     def hidden(self, inputs: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
-        """Embedding and all layers: what the output layer takes, [batch, context, width], for this rank's tokens."""
+        """Return the output layer's input for this rank's tokens, [batch, context, width]."""
         positions = self._own(self.positions(inputs, positions))
         hidden = self.layers(self.embed(self._own(inputs), positions), layers_of(self.hf), positions, documents)
         return self.finish(hidden)
 
     def positions(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        """Those of whole sequences; `x` are their inputs, or hidden states, perhaps of this rank's piece of them."""
+        """Return positions of whole sequences: the given ones, or from 0 on.
+
+        `x`: token ids, or hidden states, which may be this rank's piece of each sequence.
+        """
         if positions is not None:
             return positions
         length = x.shape[1] * (self.sequence_pieces if x.is_floating_point() else 1)
         return torch.arange(length, device=x.device)[None]
 
     def padded(self, inputs: Tensor) -> Tensor:
-        """`inputs` of a length that can be split, for causal models: what comes after a place does not change it."""
+        """Pad `inputs` to a length that ranks can split; in causal models, padding does not change tokens before it."""
         pieces = self.sequence_pieces
         if self.context is not None:
             pieces = self.context.group.size() * math.lcm(2, pieces)
@@ -147,7 +150,7 @@ class LanguageModel(nn.Module):
         return hidden if self.residual is None else hidden.to(self.residual)
 
     def layers(self, hidden: Tensor, layers: list[nn.Module], positions: Tensor, documents: Tensor | None) -> Tensor:
-        """`hidden` through some of the layers; tokens see their own document only, if `documents` are given."""
+        """Run `hidden` through these layers; if `documents` are given, tokens attend only to their own document."""
         assert self.architecture is not None
         mask = None if documents is None else self.document_mask(documents)
         arguments = self.architecture.arguments(self.hf, hidden, positions)
@@ -180,24 +183,24 @@ class LanguageModel(nn.Module):
         return self.architecture.finish(self.hf, hidden)
 
     def output(self) -> tuple[Tensor, Tensor | None]:
-        """Weight [vocab, width] and bias [vocab] of the output layer; of a share of the words under tp."""
+        """Return the output layer's weight [vocab, width] and bias [vocab]; under tp, of this rank's words only."""
         assert self.architecture is not None
         layer = self.hf.get_submodule(self.architecture.output)
         return layer.weight, layer.bias  # type: ignore[return-value]
 
     def loss_from(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """`forward`'s loss, from the hidden states before the output layer."""
+        """Return `forward`'s loss, from the hidden states before the output layer."""
         hidden = self._for_output(hidden)
         loss: Tensor = self._over_vocabulary(linear_cross_entropy, hidden, targets, softmax=self.softmax)
         return loss
 
     def scores_from(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """`scores`, from the hidden states before the output layer."""
+        """Return the result of `scores`, from the hidden states before the output layer."""
         scores: tuple[Tensor, Tensor] = self._over_vocabulary(linear_scores, self._for_output(hidden), targets)
         return scores
 
     def next_logits_from(self, hidden: Tensor, places: Tensor) -> Tensor:
-        """`next_logits`, from the hidden states; on all tp ranks alike, though each holds a share of the words."""
+        """Return the result of `next_logits`, from the hidden states: all words' logits, on every tp rank."""
         weight, bias = self.output()
         whole = self._for_output(hidden)
         whole = whole if self.context is None else self.context.gather(whole)
@@ -211,7 +214,7 @@ class LanguageModel(nn.Module):
         return logits
 
     def _for_output(self, hidden: Tensor) -> Tensor:
-        """Whole sequences of hidden states, for the words of this rank."""
+        """Return hidden states of whole sequences; under tp, their gradient is summed over the ranks' words."""
         if self.tp_group is None:
             return hidden
         collect = gather_sequence if self.sequence_pieces > 1 else copy_to_group
@@ -232,9 +235,9 @@ class LanguageModel(nn.Module):
         )
 
     def _logits(self, inputs: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
-        """fp32 [tokens, vocab] of a class without architecture, which may cap, scale or otherwise bend them.
+        """Return logits fp32 [tokens, vocab] of a class without an Architecture, which may cap or scale them.
 
-        It makes its own attention mask too (windows, biases): it only gets what is padding.
+        Such a class also makes its own attention mask (windows, biases), so it is told only which tokens are padding.
         """
         assert positions is None, "the plan refuses packing=documents for such classes"
         mask = {} if documents is None else {"attention_mask": (documents != PADDING).long()}
@@ -247,14 +250,14 @@ def _losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _at(rows: Tensor, places: Tensor) -> Tensor:
-    """[batch, length, width] and int64 [batch] -> [batch, width]: each row at its own place."""
+    """Return each row at its own place: [batch, length, width] and int64 [batch] -> [batch, width]."""
     return rows[torch.arange(len(places), device=places.device), places]
 
 
 def attention_mask(documents: Tensor, *, causal: bool, rows: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """[batch, context] -> bool [batch, 1, context, context]: True where a row's token attends to a column's.
+    """Return bool [batch, 1, context, context] of documents [batch, context]: True where row attends to column.
 
-    `rows`: takes the tokens that have rows, if not all have.
+    `rows`: selects the tokens that have rows; by default all.
     """
     own = documents if rows is None else rows(documents)
     mask = own[:, None, :, None] == documents[:, None, None, :]
@@ -267,17 +270,17 @@ def attention_mask(documents: Tensor, *, causal: bool, rows: Callable[[Tensor], 
 
 
 def build_model(plan: RunPlan) -> LanguageModel:
-    """The model, whole, with fresh weights from the plan's seed, the same everywhere, or with pretrained ones."""
+    """Return the whole model, with pretrained weights, or with fresh ones from the plan's seed, equal on all ranks."""
     model, weights = unfilled_model(plan)
     fill(model.hf, weights)
     return model
 
 
 def unfilled_model(plan: RunPlan) -> tuple[LanguageModel, Mapping[str, Tensor]]:
-    """The model, and its first weights by name, for each rank to take its part of.
+    """Return the model, and its initial weights by name, of which each rank takes its part.
 
-    Until it is filled, the parameters of a fresh model are memory that was asked for and never touched, so it costs
-    none: 8 ranks on a host would otherwise hold 8 whole models (8B in fp32: 32 GB each) to keep an eighth each.
+    Until a fresh model is filled, its parameters are allocated but never touched, so they occupy no memory: otherwise
+    8 ranks on a host would hold 8 whole models (8B in fp32: 32 GB each) to keep an eighth each.
     """
     from transformers.initialization import no_init_weights
 
@@ -293,10 +296,10 @@ def unfilled_model(plan: RunPlan) -> tuple[LanguageModel, Mapping[str, Tensor]]:
         with no_init_weights():
             hf = auto_class.from_config(settings, dtype=torch.float32)
         hf.tie_weights()
-    else:  # its class may make weights in ways we cannot take apart
+    else:  # the class may initialize weights in ways that cannot be repeated layer by layer
         torch.manual_seed(config.train.seed)
         hf = auto_class.from_config(settings, dtype=torch.float32)
-    hf.config.use_cache = False  # set again on export; a cache is dead weight in training
+    hf.config.use_cache = False  # set again on export; training needs no cache
     _let_every_word_learn(hf)
     freeze(hf, config.train.freeze)
     weights: Mapping[str, Tensor] = {name: parameter.detach() for name, parameter in hf.named_parameters()}
@@ -309,9 +312,9 @@ def unfilled_model(plan: RunPlan) -> tuple[LanguageModel, Mapping[str, Tensor]]:
 
 
 def import_model(plan: RunPlan) -> None:
-    """Import what building the plan's model imports, 3 s of a core; its weights are not made.
+    """Import the modules that building the plan's model needs (3 s of a core), without making its weights.
 
-    Of classes that are not ours only what all share: they may make weights that are no parameters (unfilled_model).
+    A class without an Architecture is not built: it may make weights that are not parameters (unfilled_model).
     """
     from transformers.initialization import no_init_weights  # noqa: F401
 
@@ -322,10 +325,9 @@ def import_model(plan: RunPlan) -> None:
 
 
 def _let_every_word_learn(hf: Any) -> None:
-    """Our padding predicts nothing, but its word, the end token, begins documents.
+    """Train the pad token's row too: it is the end token, which begins documents; transformers would keep it at zero.
 
-    transformers would keep the pad token's row at zero. It also leaves BERT's first name for its output bias without
-    use where embeddings are not tied: what gets no gradient is no parameter to train.
+    Also freeze BERT's `cls.predictions.bias` if embeddings are not tied: it is unused then and gets no gradient.
     """
     hf.get_input_embeddings().padding_idx = None
     if hf.config.model_type == "bert" and not hf.config.tie_word_embeddings:
@@ -333,7 +335,7 @@ def _let_every_word_learn(hf: Any) -> None:
 
 
 def load_model(folder: Path, plan: RunPlan, *, dtype: torch.dtype = torch.float32) -> LanguageModel:
-    """The model of a checkpoint or export folder in Hugging Face layout, ready to evaluate."""
+    """Return the model of a checkpoint or export folder in Hugging Face layout, ready to evaluate."""
     hf = auto_class_of(plan.config.objective).from_pretrained(
         folder, dtype=dtype, use_safetensors=True, trust_remote_code=False
     )
@@ -347,7 +349,7 @@ def auto_class_of(objective: str) -> Any:
 
 
 def hf_config(plan: RunPlan) -> Any:
-    """The transformers config of the plan's model."""
+    """Return the transformers config of the plan's model."""
     from transformers import AutoConfig
 
     model, shape = plan.config.model, plan.shape
@@ -398,7 +400,7 @@ def hf_config(plan: RunPlan) -> Any:
 
 
 def with_dropout(settings: Any, dropout: float) -> Any:
-    """Set every dropout of a transformers config to ours; those of its config.json would otherwise be used unseen."""
+    """Set every dropout of a transformers config to `dropout`, because its config.json's would be used unnoticed."""
     for field in dropout_fields(vars(settings)):
         setattr(settings, field, dropout)
     return settings

@@ -1,9 +1,9 @@
 """The summed cross-entropy of a linear output layer, without ever holding all logits.
 
 Logits of a large vocabulary are by far the largest tensor of a step: 8 x 2048 tokens x 128,256 words are 7.8 GiB in
-fp32. Here they exist for `chunk_tokens` tokens at a time; the gradient with respect to them is written over them and
-used up at once, in the forward pass (the idea of Liger Kernel's fused linear cross-entropy, Hsu et al. 2024,
-arXiv:2410.10989).
+fp32. Here they exist for `chunk_tokens` tokens at a time: the forward pass overwrites them with their gradient and uses
+it at once for the gradients of weight and hidden states (the idea of Liger Kernel's fused linear cross-entropy, Hsu et
+al. 2024, arXiv:2410.10989).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from training.data.batch import IGNORED
 from training.planner.job import WORDS_MULTIPLE, chunk_tokens, padding_words
 from training.runtime.onednn import products_take_new_memory
 
-FP16_HEADROOM = 32.0  # a chunk's sum of gradients could pass fp16's 65,504, and comes before any loss scale
-BLOCK_LOGITS = {"cpu": 2**20, "cuda": 2**26}  # of 16 bits that are fp32 at one time: in the cache; 256 MiB
+FP16_HEADROOM = 32.0  # divides fp16 gradients: a chunk's sum could exceed 65,504, even without a loss scale
+BLOCK_LOGITS = {"cpu": 2**20, "cuda": 2**26}  # 16-bit logits cast to fp32 at a time: fit a CPU's cache; 256 MiB on GPUs
 
 Softmax = Callable[[Tensor, float], Tensor]
 
@@ -38,14 +38,14 @@ def linear_cross_entropy(
     softmax: Softmax | None = None,
     multiple: int = WORDS_MULTIPLE,
 ) -> Tensor:
-    """hidden [tokens, width], weight [vocab, width], targets int64 [tokens] -> fp32 [], summed over targets.
+    """Return the loss fp32 [], summed over targets int64 [tokens]; hidden [tokens, width], weight [vocab, width].
 
-    Products are made in `dtype`, the rest in fp32. With a `group` each of its ranks holds the rows of the tokens
-    from `first_token_id` on, and all get the same loss (Shoeybi et al. 2019, section 3). `softmax`: a compiled
-    `fused_softmax_`, instead of `softmax_`. Products are made for a multiple of `multiple` words, if that is less than
-    1% more; those that are not there have a probability of 0, and no gradient.
+    Products are computed in `dtype`, the rest in fp32. With a `group`, each of its ranks holds the weight's rows from
+    `first_token_id` on, and all get the same loss (Shoeybi et al. 2019, section 3). `softmax`: a compiled
+    `fused_softmax_` instead of `softmax_`. In products the vocabulary is padded to a multiple of `multiple` words, if
+    that adds less than 1%; the added words have probability 0 and no gradient.
     """
-    if not torch.is_grad_enabled():  # an autograd function cannot see it
+    if not torch.is_grad_enabled():  # otherwise ctx.needs_input_grad would still be true
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     loss: Tensor = _LinearCrossEntropy.apply(
         hidden, weight, bias, targets, dtype, first_token_id, group, softmax or softmax_, multiple
@@ -85,26 +85,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad[:, num_words:] = -torch.inf
             here = _here(targets[chunk], first_token_id, num_words)
             loss = loss + _to_gradient(grad, targets[chunk], here, first_token_id, group, softmax, 1 / headroom)
-            # What predicts nothing gets no gradient: masked in what is `width` wide, not in what has all words.
+            # Ignored targets get no gradient. Masking is cheaper in tensors that are `width` wide than in the logits.
             if grad_hidden is not None:
                 grad_hidden[chunk] = (grad @ cast).mul_(predicted)
             if wants_weight:
                 grad_weight = _add_product(grad_weight, grad.t(), rows * predicted)
             if grad_bias is not None:
                 grad_bias += grad.mul_(predicted).sum(0, dtype=torch.float32)[:num_words]
-            del grad  # where it is not `logits`: before the next chunk's are made
+            del grad  # frees it before the next chunk's logits are made, unless it is a view of `logits`
         for scaled in (grad_hidden, grad_weight, grad_bias):
             if scaled is not None and headroom != 1:
                 scaled *= headroom
         if grad_hidden is not None:
-            grad_hidden += loss - loss  # 0, or NaN: a loss that is not finite must not pass for a good step
+            grad_hidden += loss - loss  # adds 0, or NaN if the loss is not finite: the step must not look good
         grad_weight = None if grad_weight is None else grad_weight[:num_words]
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale the gradients in place: a second copy of the gradient of a large vocabulary is gigabytes."""
+        """Scale the gradients in place: for a large vocabulary, a second copy would take gigabytes."""
         saved: tuple[Tensor | None, ...] = ctx.saved_tensors
         for gradient in saved:
             if gradient is not None:
@@ -113,15 +113,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
-    """Write a chunk's logits to `out`, memory of the chunk before: new pages cost a CPU more than the softmax."""
+    """Return a chunk's logits, in the last chunk's memory `out`: new pages cost a CPU more than the softmax."""
     if bias is None:
         return torch.mm(rows, weight.t(), out=out)
     return torch.addmm(bias.to(rows.dtype), rows, weight.t(), out=out)
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """fp32 total + a @ b, written over `total`; None stands for 0, which is neither written nor read."""
-    if a.is_cuda and a.dtype != torch.float32:  # products of 16 bits, summed in fp32 where they are made
+    """Return total + a @ b in fp32, written over `total`; None: a total of 0, which is neither written nor read."""
+    if a.is_cuda and a.dtype != torch.float32:  # the kernel multiplies in 16 bits and adds in fp32
         if total is None:
             return torch.mm(a, b, out_dtype=torch.float32)
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
@@ -138,10 +138,9 @@ def _to_gradient(
     softmax: Softmax,
     scale: float,
 ) -> Tensor:
-    """[tokens, words] -> the summed loss fp32 []; its gradient times `scale` is written over the logits.
+    """Return the summed loss fp32 [] of logits [tokens, words]; overwrite them with its gradient times `scale`.
 
-    `here`: whether this rank has the target's word.
-    In the rows of targets that are ignored it is not 0 but the softmax.
+    `here`: whether this rank has the target's word. Rows of ignored targets get the softmax instead of a gradient of 0.
     """
     words = torch.where(here, targets - first_token_id, 0).unsqueeze(-1)
     picked = logits.gather(-1, words).squeeze(-1).float()
@@ -149,15 +148,15 @@ def _to_gradient(
     total, picked = _over_all_words(own, picked, here, group)
     if group is not None:
         logits.mul_((own - total).exp().unsqueeze(-1))
-    at_target = torch.expm1(picked - total).mul(scale).to(logits.dtype).unsqueeze(-1)  # p - 1, not rounded before
+    at_target = torch.expm1(picked - total).mul(scale).to(logits.dtype).unsqueeze(-1)  # p - 1, rounded only once
     logits.scatter_(-1, words, torch.where(here.unsqueeze(-1), at_target, logits.gather(-1, words)))
     return torch.where(targets != IGNORED, total - picked, 0.0).sum()
 
 
 def softmax_(logits: Tensor, scale: float = 1.0) -> Tensor:
-    """[tokens, words] -> fp32 [tokens]: the logarithm of the sum of exponentials.
+    """Return the log-sum-exp fp32 [tokens] of logits [tokens, words]; overwrite them with the softmax times `scale`.
 
-    The softmax times `scale` is written over the logits; numbers of 16 bits are fp32 on the way, some rows at a time.
+    16-bit logits are cast to fp32 for this, some rows at a time.
     """
     logarithms = []
     in_place = logits.dtype == torch.float32
@@ -174,7 +173,7 @@ def softmax_(logits: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def fused_softmax_(logits: Tensor, scale: float = 1.0) -> Tensor:
-    """`softmax_` to compile: one kernel that holds fp32 in registers only, of logits of any width."""
+    """Do the same as `softmax_`, in a form to compile: one kernel, which holds fp32 only in registers."""
     numbers = logits.float()
     logarithms = numbers.logsumexp(-1)
     logits.copy_((numbers - logarithms.unsqueeze(-1)).exp() * scale)
@@ -182,14 +181,14 @@ def fused_softmax_(logits: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def _here(targets: Tensor, first_token_id: int, num_words: int) -> Tensor:
-    """Whether this rank has each target's word, bool [tokens]."""
+    """Return whether this rank has each target's word, bool [tokens]."""
     return (targets >= first_token_id) & (targets < first_token_id + num_words) & (targets != IGNORED)
 
 
 def _over_all_words(
     logarithms: Tensor, picked: Tensor, here: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Combine the ranks' parts of a vocabulary: the logarithm of the sum of exponentials, and the target's logit."""
+    """Combine the ranks' parts of a vocabulary: return the log-sum-exp over all words, and the target's logit."""
     picked = torch.where(here, picked, 0.0)
     if group is None:
         return logarithms, picked
@@ -211,7 +210,7 @@ def linear_scores(
     first_token_id: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Each token's loss, fp32 [tokens], and whether the target is the likeliest word, bool [tokens]."""
+    """Return each token's loss, fp32 [tokens], and whether the target is the likeliest word, bool [tokens]."""
     losses, right, cast = [], [], weight.to(dtype)
     for rows, wanted in zip(hidden.split(chunk_tokens(4)), targets.split(chunk_tokens(4)), strict=True):
         logits = _logits(rows.to(dtype), cast, bias).float()
@@ -222,7 +221,7 @@ def linear_scores(
 
 
 def _likeliest(logits: Tensor, first_token_id: int, group: dist.ProcessGroup | None) -> Tensor:
-    """int64 [tokens]: of equally likely words the first, as torch.argmax has it."""
+    """Return the likeliest words, int64 [tokens]; of equally likely ones the first, as torch.argmax does."""
     largest, words = logits.max(-1)
     words = words + first_token_id
     if group is None:

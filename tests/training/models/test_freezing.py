@@ -49,9 +49,9 @@ def test_untied_ends_are_frozen_apart() -> None:
     [
         (
             ("*attn.q_proj*", "*atn*"),
-            r"no parameter matches '\*atn\*'; there are, .* model.embed_tokens.weight, .*layers",
+            r"no parameter matches '\*atn\*'; the model has, .* model.embed_tokens.weight, .*layers",
         ),
-        (("model.*",), r"train.freeze = model.\* freezes all [\d,]+ parameters: leave some of them out"),
+        (("model.*",), r"train.freeze = model.\* freezes all [\d,]+ parameters: leave some unfrozen"),
     ],
 )
 def test_patterns_that_match_nothing_or_everything_are_refused(patterns: tuple[str, ...], message: str) -> None:
