@@ -1,8 +1,8 @@
 """The strategies: how the ranks share one optimizer step. A new one is one file and one line in STRATEGIES.
 
 A strategy owns the whole micro-batch cycle (forward, backward, reduction, clipping, update), because
-DeepSpeed's engines and pipeline schedules do. What it must keep: the update is the one that a single
-process would make on the same global batch.
+DeepSpeed's engines and pipeline schedules do. Every strategy must make the update that a single process would
+make on the same global batch.
 """
 
 from __future__ import annotations
@@ -34,40 +34,41 @@ class Strategy(Protocol):
     module: nn.Module
 
     def step(self, share: Share, *, learning_rate: float) -> StepStats:
-        """One optimizer step on this rank's micro-batches."""
+        """Make one optimizer step on this rank's micro-batches."""
 
     def loss(self, batch: Batch) -> Tensor:
-        """The summed loss [] of a held-out batch; a sum over all ranks counts each sequence once. Call in no_grad."""
+        """Return a held-out batch's summed loss []; a sum over all ranks counts each sequence once. Call in no_grad."""
 
     def scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Each token's loss, fp32, in a held-out batch, and whether the likeliest word is its target, bool.
+        """Return each token's loss, fp32, in a held-out batch, and whether its target is the likeliest word, bool.
 
-        Zeros on ranks that do not count, so that a sum over all ranks counts each token once. Call in no_grad.
+        Of ranks with the same tokens only one returns them, the others zeros: a sum over all ranks counts each token
+        once. Call in no_grad.
         """
 
     def next_logits(self, inputs: Tensor, places: Tensor) -> Tensor:
-        """int64 [batch, length] and [batch] -> fp32 [batch, vocab]: the logits of the word after each place.
+        """Return the logits fp32 [batch, vocab] of the word after each place: int64 [batch, length] and [batch].
 
-        All ranks pass the same inputs, and get the same logits but for rounding. Call in no_grad.
+        All ranks pass the same inputs, and get the same logits up to rounding. Call in no_grad.
         """
 
     def weights(self) -> Iterator[tuple[str, Parts]]:
-        """This rank's parts of the fp32 weights, by Hugging Face name, tied ones once. Sends nothing.
+        """Return this rank's parts of the fp32 weights, by Hugging Face name, tied ones once, without communication.
 
         All ranks of a pipeline stage get the same names in the same order; stages get different ones.
         """
 
     def moments(self) -> Iterator[tuple[str, Parts]]:
-        """Likewise of AdamW's moments, as NAME.exp_avg and NAME.exp_avg_sq; frozen parameters have none."""
+        """Return the same of AdamW's moments, as NAME.exp_avg and NAME.exp_avg_sq; frozen parameters have none."""
 
     def optimizer_scalars(self) -> dict[str, Tensor]:
-        """The optimizer's numbers [], the same on all ranks: `step`, …."""
+        """Return the optimizer's scalars [], the same on all ranks: `step`, …."""
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         """Load the whole `moments` and the `optimizer_scalars` that any strategy saved."""
 
     def rank_state(self) -> dict[str, Tensor]:
-        """Tensors by name (no copies) that only this rank holds and that a bit-exact resume needs besides."""
+        """Return the tensors by name (no copies) that only this rank holds and that a bit-exact resume needs too."""
 
     def load_rank_state(self, state: Mapping[str, Tensor]) -> None:
         """Load this rank's `rank_state`, on the same mesh; called after `load_optimizer_state`."""
@@ -93,8 +94,8 @@ def parallelize(
     """Apply tensor and context parallelism, the rank's precision, activation checkpointing, compilation, then the
     pipeline or data parallelism.
 
-    `model` is on the host, unfilled; each rank takes its part of the whole `weights`. It moves to the device once it is
-    cut: fsdp, hsdp and zero3 move it layer by layer, since a model they are chosen for would not fit whole.
+    `model` is in host memory, unfilled; each rank takes its part of the whole `weights`. The model moves to the device
+    after it is split; fsdp, hsdp and zero3 move it layer by layer, since the models that need them do not fit whole.
     """
     if plan.mesh["tp"] > 1:
         tensor.shard_matrices(model, mesh["tp"], sequence_parallel=plan.sequence_parallel)
@@ -108,7 +109,7 @@ def parallelize(
     if plan.precisions:
         precision = plan.precisions[mesh["dp"].get_local_rank() // plan.cp]
         model.compute_in(precision)
-    if plan.config.train.residual == "bf16" and precision in {"bf16", "fp8"}:  # an evaluation is in fp32
+    if plan.config.train.residual == "bf16" and precision in {"bf16", "fp8"}:  # an evaluation computes in fp32
         model.carry_bf16()
     if precision == "fp8" and plan.config.parallel.fp8_by == "torchao":
         use_torchao(layers_of(model.hf), gathers=plan.strategy in {"fsdp", "hsdp"}, device=device)

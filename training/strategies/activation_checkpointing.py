@@ -13,7 +13,7 @@ from training.models.architectures import layers_of
 from training.models.language_model import LanguageModel
 from training.models.linear_cross_entropy import fused_softmax_
 
-# Dear to compute, small to keep: matrix products, attention, and what other ranks had to send.
+# Results that are expensive to compute and small to keep: matrix products, attention, and communication.
 KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -30,9 +30,9 @@ KEPT = {
 
 
 def recompute_in_backward(model: LanguageModel, kind: str) -> None:
-    """Keep less for backward. full: each layer's input only (Chen et al. 2016); selective: also what KEPT lists.
+    """Save less for backward. full: only each layer's input (Chen et al. 2016); selective: also the results of KEPT.
 
-    Dropout gives the same mask again: the generators are reset. Names of parameters stay as they are.
+    Recomputed dropout has the same mask, because the random state is restored. Parameter names do not change.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
@@ -46,11 +46,11 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 def compile_layers(model: LanguageModel, *, one_shape: bool, device_kind: str) -> None:
-    """Compile layer by layer, then what follows: equal layers share one graph, so start-up does not grow with depth.
+    """Compile each layer, and `finish`: equal layers share one graph, so start-up does not grow with depth.
 
-    `fullgraph`: a graph break is an error, not a hidden slow-down. Only `forward`, so that hooks (FSDP2 gathers
-    weights in them) stay outside. Where micro-batches change (not `one_shape`), the first change compiles once more,
-    for any number of sequences. The softmax of the loss is compiled for GPUs; a CPU's own holds a row in its cache.
+    `fullgraph`: a graph break is an error, not a hidden slow-down. Only `forward` is compiled, so that hooks (FSDP2
+    gathers weights in them) stay outside. If micro-batches change (not `one_shape`), the first change compiles once
+    more, for any number of sequences. The loss's softmax is compiled on GPUs; on CPUs, torch's own keeps rows in cache.
     """
     model.compiled = True
     layers, dynamic = layers_of(model.hf), False if one_shape else None

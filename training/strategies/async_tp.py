@@ -1,6 +1,6 @@
-"""Asynchronous tensor parallelism: gathers and sums travel in pieces beside the products that need or make them.
+"""Asynchronous tensor parallelism: gathers and sums are split, and overlap with the matrix products they depend on.
 
-torch.compile finds the pairs in each layer's graph and puts operators over symmetric memory in their place, by which
+torch.compile finds such pairs in each layer's graph and replaces them by operators over symmetric memory, with which
 GPUs of a host read each other's memory (torch._inductor.fx_passes.micro_pipeline_tp; Wang et al. 2023, "Overlap
 Communication with Dependent Computation via Decomposition in Large Deep Learning Models").
 """
@@ -15,9 +15,9 @@ CAPABILITY = (8, 0)
 
 
 def use_async_tp(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Let what is compiled from now on pair the group's communication with products. Call before the first forward.
+    """Make layers compiled from now on overlap the group's communication with products. Call before the first forward.
 
-    Raises ValueError where this torch, this GPU, or its links to the group's other GPUs cannot do it.
+    Raises ValueError if this torch, this GPU, or its links to the group's other GPUs do not support it.
     """
     if why := _why_not(group, device):
         raise ValueError(f"parallel.async_tp=true: {why}: set parallel.async_tp=false")
@@ -33,13 +33,14 @@ def _why_not(group: dist.ProcessGroup, device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
     if capability < CAPABILITY:
         return (
-            f"this GPU has compute capability {capability[0]}.{capability[1]}, it needs {CAPABILITY[0]}.{CAPABILITY[1]}"
+            f"this GPU has compute capability {capability[0]}.{capability[1]}, but asynchronous tensor parallelism "
+            f"needs {CAPABILITY[0]}.{CAPABILITY[1]}"
         )
-    first = device.index - group.rank()  # a host's ranks take its GPUs in their order
+    first = device.index - group.rank()  # a host's ranks use its GPUs in order of rank
     peers = [first + rank for rank in range(group.size()) if rank != group.rank()]
     outside = [peer for peer in peers if not 0 <= peer < torch.cuda.device_count()]
     if outside:
-        return f"the {group.size()} ranks that share layers are not on one host"
+        return f"the {group.size()} tp ranks are not on one host"
     if cut_off := [peer for peer in peers if not torch.cuda.can_device_access_peer(device, peer)]:
         return f"GPU {device.index} cannot reach the memory of GPU {', '.join(map(str, cut_off))}"
     return ""

@@ -25,7 +25,7 @@ def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str
 
 
 class Ddp(TorchStrategy):
-    """Data parallelism; `group`: the ranks that average their gradients, if not all of the data-parallel ones."""
+    """Data parallelism. `group`: the ranks that average their gradients; by default all data-parallel ranks."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Ddp(TorchStrategy):
                 bucket_cap_mb=parallel.bucket_mib,
                 gradient_as_bucket_view=parallel.gradient_as_bucket_view,
                 static_graph=parallel.static_graph,
-                broadcast_buffers=False,  # none of them changes while training
+                broadcast_buffers=False,  # buffers do not change during training
                 init_sync=False,  # every rank loads the same weights
             )
         super().__init__(plan, mesh, model, weights, module=module, averaged_over=plan.gradient_ranks)
@@ -55,7 +55,7 @@ class Ddp(TorchStrategy):
             self.compression = compress(module, parallel, trained=self.trained)
         self.compress_after, self.updates = parallel.compress_after_steps, 0
         self.dense_bytes = all_reduce_bytes(sum(p.nbytes for p in self.parameters), replicas)
-        self.settled = replicas <= 2 and self.compression is None  # a + b is b + a
+        self.settled = replicas <= 2 and self.compression is None  # a sum of two has only one order
 
     def step(self, share: Share, *, learning_rate: float) -> StepStats:
         if not self.settled:
@@ -80,9 +80,9 @@ class Ddp(TorchStrategy):
     def _settle_buckets(self, batch: Batch) -> None:
         """Run a backward whose gradients are thrown away, so that DDP has its final buckets before the first step.
 
-        DDP puts gradients into other buckets after its first backward. A gradient's bucket decides in which order its
-        ranks' shares are added, and which of its numbers compression sends: without this, a resumed run's first step
-        would differ from the same step of a run that was not stopped. It costs one micro-batch's time per start.
+        DDP moves gradients to other buckets after its first backward. A gradient's bucket decides in which order the
+        ranks' gradients are added, and which numbers compression sends: without this call, a resumed run's first step
+        would differ from the same step of a run that was not stopped. The call takes one micro-batch's time per start.
         """
         if self.compression is not None:
             self.compression.mode = "drop"

@@ -1,13 +1,13 @@
 """Matrix products of the layers in 8 bits (parallel.precision=fp8), for GPUs from compute capability 8.9 on.
 
-Inputs and weights as e4m3, gradients as e5m2 (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3),
-each tensor with one scale, taken from its own largest number when it is cast: no history, no state, nothing to save.
-Scales are powers of two, so that scaling itself rounds nothing. Everything else is as in bf16: attention, norms, the
-output layer, and validation; weights, gradients and moments stay fp32. CPUs have no such instructions: torch computes
-the same products there, slowly, which is how this is tested.
+Inputs and weights are cast to e4m3, gradients to e5m2 (Micikevicius et al. 2022, "FP8 Formats for Deep Learning",
+section 3). Each tensor has one scale, computed from its largest magnitude when it is cast, so there is no history or
+other state to save. Scales are powers of two, so that scaling itself rounds nothing. Everything else is as in bf16:
+attention, norms, the output layer, and validation; weights, gradients and moments stay fp32. CPUs have no such
+instructions: torch computes the same products there, slowly, and tests use that.
 
-parallel.fp8_by=torchao takes torchao's layers instead (github.com/pytorch/ao, float8): casts are compiled with what is
-before them, and fsdp gathers weights that are cast already, a quarter of fp32's bytes.
+parallel.fp8_by=torchao uses torchao's layers instead (github.com/pytorch/ao, float8): casts are compiled together with
+the operations before them, and fsdp gathers weights that are already cast, a quarter of fp32's bytes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from training.planner.precision import FP8_CAPABILITY
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SMALLEST = 1e-12  # a tensor of zeros has some scale, too
+SMALLEST = 1e-12  # gives a tensor of zeros a finite scale
 
 
 def use_torchao(layers: list[Any], *, gathers: bool, device: torch.device) -> None:
-    """Make every linear layer inside torchao's; `gathers`: fsdp gathers their weights in 8 bits.
+    """Convert every linear layer inside `layers` to torchao's; `gathers`: fsdp gathers their weights in 8 bits.
 
-    Raises ValueError where torchao or a GPU that has fp8 is missing.
+    Raises ValueError if torchao or a GPU with fp8 is missing.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -37,7 +37,7 @@ def use_torchao(layers: list[Any], *, gathers: bool, device: torch.device) -> No
             f"parallel.fp8_by=torchao: torchao cannot be imported ({error}): install it where ranks run (pip install "
             "torchao), or set parallel.fp8_by=shardline"
         ) from None
-    emulated = device.type == "cpu"  # as a test may ask for; the plan does not
+    emulated = device.type == "cpu"  # only in tests: no plan asks for it
     if not emulated and (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
         raise ValueError(
             f"parallel.fp8_by=torchao: this GPU has compute capability {capability[0]}.{capability[1]}, fp8 needs "
@@ -59,7 +59,7 @@ def scale_float8_weights(module: nn.Module) -> None:
 
 
 def use_float8(layers: list[Any]) -> None:
-    """Make every linear layer inside compute in fp8, and each rank's pieces of one (strategies/tensor.py)."""
+    """Make every linear layer inside `layers`, or a rank's piece of one (strategies/tensor.py), compute in fp8."""
     for layer in layers:
         for module in layer.modules():
             if hasattr(module, "linear"):
@@ -69,12 +69,12 @@ def use_float8(layers: list[Any]) -> None:
 
 
 def _forward(module: Any, x: Tensor) -> Tensor:
-    """GPT-2's Conv1D holds [inputs, outputs]."""
+    """Call `linear` with a layer's weight, which is [inputs, outputs] in GPT-2's Conv1D."""
     return linear(x, module.weight if isinstance(module, nn.Linear) else module.weight.t(), module.bias)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear with its product, and those of its backward, in fp8; the result is bf16."""
+    """Compute F.linear with its product, and those of its backward, in fp8; return bf16. In no_grad: plain F.linear."""
     if not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     y: Tensor = _Product.apply(x.flatten(0, -2), weight)
@@ -85,7 +85,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class _Product(torch.autograd.Function):
     """x [tokens, inputs] @ weight [outputs, inputs].t(), in bf16.
 
-    Backward casts the weight again: where ranks share it (fsdp, zero3), a kept copy would be the whole of it.
+    Backward casts the weight again: if ranks shard it (fsdp, zero3), a saved copy would keep the whole weight.
     """
 
     @staticmethod
@@ -107,17 +107,17 @@ class _Product(torch.autograd.Function):
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The tensor in 8 bits, and the factor fp32 [] that multiplies it back."""
+    """Return the tensor in 8 bits, and the factor fp32 [] that scales it back."""
     largest = tensor.detach().abs().max().float().clamp(min=SMALLEST)
     scale = torch.exp2(torch.floor(torch.log2(torch.finfo(dtype).max / largest)))
     return (tensor.float() * scale).to(dtype).contiguous(), scale.reciprocal()
 
 
 def _by_columns(matrix: Tensor) -> Tensor:
-    """The same matrix laid out by columns, as the second factor has to be."""
+    """Return the same matrix laid out by columns, as `_scaled_mm` requires of its second factor."""
     return matrix.t().contiguous().t()
 
 
 def _scaled(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, *, fast: bool = False) -> Tensor:
-    """The scaled product; `fast`: in the tensor cores' own accumulators, which are exact enough for activations."""
+    """Return the scaled product; `fast`: sum in the tensor cores' accumulators, exact enough for activations."""
     return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)

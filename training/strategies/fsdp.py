@@ -1,16 +1,16 @@
 """FSDP2: weights, gradients and optimizer sharded over the data-parallel ranks, gathered layer by layer.
 
-(Zhao et al. 2023; torch.distributed.fsdp.fully_shard.) In bf16 weights travel as bf16, and so is what goes from
-layer to layer (under the other strategies that is fp32); gradients are summed in fp32. The
-embedding and what follows the layers are sharded as units of their own, unless they share a matrix, which then stays
-gathered from forward to backward.
+(Zhao et al. 2023; torch.distributed.fsdp.fully_shard.) In bf16, weights are gathered as bf16, and hidden states between
+layers are bf16 (fp32 under the other strategies); gradients are summed in fp32. The embedding and the modules after the
+layers are sharded as units of their own, unless they share a matrix, which then stays gathered from forward to
+backward.
 
 Two fields trade memory for communication. With `reshard_after_forward` off, weights stay gathered from a step's first
-forward pass to its last backward: they travel once a step, not twice a micro-batch. With `reduce_gradients` last, whole
-gradients, in fp32 as ddp's, are kept until the last micro-batch.
+forward pass to its last backward: they are gathered once a step, not twice a micro-batch. With `reduce_gradients` last,
+whole gradients, in fp32 as in ddp, are kept until the last micro-batch.
 
-hsdp shards over the ranks of a group only, and the groups hold the same (section 3.2.2 there): what is gathered stays
-within a group, and between groups travel only the sums of gradients, once a step.
+hsdp shards only within a group of ranks, and all groups hold the same weights (Zhao et al. 2023, section 3.2.2).
+Weights are gathered within a group; between groups, only sums of gradients are sent, once a step.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str
 
 
 class _Part(nn.Module):
-    """Some modules of the model, and its function that uses their weights, which are gathered when it is called."""
+    """Modules of the model as one unit: calling it gathers their weights and runs `function`, which uses them."""
 
     def __init__(self, modules: Iterable[nn.Module], function: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -64,9 +64,10 @@ class _Part(nn.Module):
 
 
 def _shard_ends(plan: RankPlan, model: LanguageModel, **options: Any) -> list[nn.Module]:
-    """Shard the embedding, and what follows the layers, as units of their own; backward begins with the latter.
+    """Shard the embedding, and the modules after the layers, as units of their own; return these units.
 
-    So it stays gathered. Models that tie both, and classes without an architecture, have no such units.
+    The latter stay gathered, because backward begins with them. Models that tie both, and classes without an
+    Architecture, have no such units.
     """
     architecture = model.architecture
     if model.tied or architecture is None:
@@ -84,7 +85,7 @@ def _shard_ends(plan: RankPlan, model: LanguageModel, **options: Any) -> list[nn
 
 
 def travels_in(plan: RankPlan) -> torch.dtype:
-    """The type of gathered weights, and of what goes from layer to layer."""
+    """Return the dtype of gathered weights, and of hidden states between layers."""
     return torch.bfloat16 if plan.precision in {"bf16", "fp8"} else torch.float32
 
 
@@ -99,22 +100,22 @@ def shard_options(plan: RankPlan, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def _step_bytes(plan: RankPlan, model: LanguageModel, *, inside: int) -> int:
-    """Bytes that a rank sends in a step.
+    """Return the bytes that a rank sends in a step.
 
-    Weights are gathered once a step, or in each micro-batch: layers twice then, what lies outside of them once.
-    Gradients are reduced once a step or in each micro-batch; gloo sums all of them on all ranks for that, which is
+    Weights are gathered once a step, or in each micro-batch: then layers twice, modules outside of layers once.
+    Gradients are reduced once a step or in each micro-batch; gloo sums all of them on all ranks for that, which sends
     twice as much.
     """
 
-    def shard_numbers(parameters: Iterable[Tensor]) -> int:  # a rank's, padded
+    def shard_numbers(parameters: Iterable[Tensor]) -> int:  # in one rank's shards, padded
         return sum(-(-len(p) // inside) * (p.numel() // len(p)) for p in parameters)
 
     trained = shard_numbers(p for p in model.parameters() if p.requires_grad)
     width_bytes = travels_in(plan).itemsize  # with parallel.fp8_by=torchao the layers' matrices take half of it
     gathered = shard_numbers(model.parameters())
     if plan.reshard_after_forward:
-        again = {p for layer in layers_of(model.hf) for p in layer.parameters()}
-        gathered = plan.accumulation * (gathered + shard_numbers(again))
+        gathered_again = {p for layer in layers_of(model.hf) for p in layer.parameters()}
+        gathered = plan.accumulation * (gathered + shard_numbers(gathered_again))
     reduced = gather_bytes(4 * trained, inside) * (2 if plan.device_kind == "cpu" else 1)
     reduced *= plan.accumulation if plan.reduce_gradients == "each" else 1
     across = all_reduce_bytes(4 * trained, plan.gradient_ranks // inside)
@@ -140,7 +141,7 @@ class Fsdp(TorchStrategy):
         self.reshards, self.reduces_each = plan.reshard_after_forward, plan.reduce_gradients == "each"
 
     def backward_context(self, *, last: bool) -> AbstractContextManager[None]:
-        """Leave what is done once a step to the last micro-batch. Groups add up their gradients then, too."""
+        """Defer to the last micro-batch what is done once a step: freeing weights, reducing gradients, hsdp's sums."""
         model = self.module
         assert isinstance(model, FSDPModule)
         if not self.reshards:

@@ -1,12 +1,13 @@
-"""Groups of ranks that train by themselves and average their weights seldom, for links far slower than the arithmetic.
+"""Groups of ranks that train separately and average their weights seldom, for links far slower than the computation.
 
-DiLoCo (Douillard et al. 2023, arXiv:2311.08105, algorithm 1): inside a group gradients are averaged at every step, as
-in ddp, and AdamW makes the inner steps; after every H of them the mean over groups of their weights' changes is the
-gradient of an outer step, SGD with Nesterov momentum, whose result all groups continue from. AdamW's moments stay each
-group's own. With an outer learning rate of 1 and no momentum this is local SGD: plain averages of weights (Stich 2019).
+DiLoCo (Douillard et al. 2023, arXiv:2311.08105, algorithm 1): inside a group, gradients are averaged at every step, as
+in ddp, and AdamW makes the inner steps. After every H inner steps, the groups average the changes of their weights. An
+outer step (SGD with Nesterov momentum) takes this mean as its gradient, and all groups continue from its result. Each
+group has its own AdamW moments. With an outer learning rate of 1 and no momentum this is local SGD: plain averages of
+weights (Stich 2019).
 
-Each rank of a group makes the outer step for the parameters that it owns: so everything crosses the slow link once per
-group, and the outer state is divided over the group.
+Each rank of a group makes the outer step for the parameters that it owns, so that each parameter crosses the slow link
+once per group, and the outer state is split over the group.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str
 
 
 class LocalSgd(Ddp):
-    """`weights`, `moments` and `loss` are those of the mean over groups: what all of them have learnt by then.
+    """Local SGD and DiLoCo. `weights`, `moments` and `loss` are those of the mean over groups.
 
-    A group's gradient is its part of the global batch's, times the number of groups: their mean is the whole one.
+    A group's gradient is its part of the global gradient times the number of groups, so that their mean is the whole.
     """
 
     def __init__(self, plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
@@ -52,9 +53,9 @@ class LocalSgd(Ddp):
         self.sent_dtype = torch.bfloat16 if parallel.compression == "bf16" else torch.float32
         self.owned_by_rank = _deal_out(self.trained, self.inside.size())
         self.owned = self.owned_by_rank[self.inside.rank()]
-        self.outer_weights = {name: p.detach().clone() for name, p in self.owned.items()}  # by the last outer step
+        self.outer_weights = {name: p.detach().clone() for name, p in self.owned.items()}  # after the last outer step
         self.outer_momenta = {name: torch.zeros_like(p) for name, p in self.outer_weights.items()}
-        self.means: list[Tensor] = []  # of the groups' weights, once a validation of this step needed them
+        self.means: list[Tensor] = []  # over groups, of the weights; kept for this step's validation
 
     def step(self, share: Share, *, learning_rate: float) -> StepStats:
         self.means.clear()
@@ -66,8 +67,8 @@ class LocalSgd(Ddp):
         return replace(stats, sent_bytes=stats.sent_bytes + sent)
 
     def _outer_step(self) -> int:
-        """Update the parameters that this rank owns; returns the bytes it sent."""
-        if not self.owned:  # nor does its peer in any other group own any
+        """Update the parameters that this rank owns; return the bytes that it sent."""
+        if not self.owned:  # then its peers in the other groups own none either
             return 0
         weights, momenta = list(self.outer_weights.values()), list(self.outer_momenta.values())
         changes = torch._foreach_sub(weights, list(self.owned.values()))
@@ -76,13 +77,13 @@ class LocalSgd(Ddp):
         unpack(flat.float() / self.across.size(), changes)
         torch._foreach_mul_(momenta, self.momentum)
         torch._foreach_add_(momenta, changes)
-        torch._foreach_add_(changes, momenta, alpha=self.momentum)  # Nesterov's look ahead, as torch.optim.SGD makes it
+        torch._foreach_add_(changes, momenta, alpha=self.momentum)  # Nesterov momentum, computed as in torch.optim.SGD
         torch._foreach_add_(weights, changes, alpha=-self.outer_rate)
         torch._foreach_copy_(list(self.owned.values()), weights)
         return all_reduce_bytes(flat.nbytes, self.across.size())
 
     def _broadcast(self, by_owner: list[list[Tensor]]) -> int:
-        """Send each rank's tensors to all ranks of its group; returns the bytes that this one sent."""
+        """Send each rank's tensors to all ranks of its group; return the bytes that this rank sent."""
         sent, ranks = 0, self.inside.size()
         for owner, tensors in enumerate(by_owner):
             if tensors and ranks > 1:
@@ -98,7 +99,7 @@ class LocalSgd(Ddp):
 
     @contextmanager
     def _averaged_weights(self) -> Iterator[None]:
-        """The mean over groups in place of the weights; right after an outer step all groups have the same."""
+        """Put the mean over groups in place of the weights; right after an outer step, all groups have the same."""
         if self.updates % self.outer_every == 0:
             yield
             return
@@ -112,20 +113,21 @@ class LocalSgd(Ddp):
             _set_data(self.parameters, own)
 
     def _mean(self, tensor: Tensor) -> Tensor:
-        """The mean over groups, in place."""
+        """Average a tensor over groups, in place."""
         dist.all_reduce(tensor, group=self.across)
         return tensor.div_(self.across.size())
 
     def parts(self, name: str, tensor: Tensor) -> Parts:
-        """Each group holds a part: the whole is their mean. A frozen weight is the same in all."""
+        """Return parts whose join is the mean over groups; a frozen weight is the same in all groups."""
         parts, groups = super().parts(name, tensor), self.across.size()
         if name not in self.trained or groups == 1:
             return parts
 
-        rows, in_group = len(parts.holders) // groups, len(parts.part_shapes)  # rows of a group, parts in one
+        rows, in_group = len(parts.holders) // groups, len(parts.part_shapes)  # rows in a group, parts in a row
 
-        def mean(held: Sequence[Tensor]) -> Tensor:
-            wholes = [parts.join(held[first : first + in_group]) for first in range(0, len(held), in_group)]
+        def mean(all_parts: Sequence[Tensor]) -> Tensor:
+            firsts = range(0, len(all_parts), in_group)
+            wholes = [parts.join(all_parts[first : first + in_group]) for first in firsts]
             return functools.reduce(torch.add, wholes).div_(groups)
 
         return replace(
@@ -136,7 +138,7 @@ class LocalSgd(Ddp):
         )
 
     def rank_state(self) -> dict[str, Tensor]:
-        """This rank's part of the group's weights and moments, and of the outer step."""
+        """Return the weights, moments and outer step's state of the parameters that this rank owns in its group."""
         state = {f"group.{name}": p.detach() for name, p in self.owned.items()}
         for name, p in self.owned.items():
             state |= {f"group.{name}.{moment}": self.optimizer.state[p][moment] for moment in MOMENTS}
@@ -152,7 +154,7 @@ class LocalSgd(Ddp):
 
 
 def _deal_out(parameters: Mapping[str, nn.Parameter], ranks: int) -> list[dict[str, nn.Parameter]]:
-    """Give each parameter to the rank that owns least so far."""
+    """Assign each parameter to the rank that owns the fewest numbers so far."""
     owned: list[dict[str, nn.Parameter]] = [{} for _ in range(ranks)]
     loads = [0] * ranks
     for name, parameter in parameters.items():

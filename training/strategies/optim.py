@@ -14,7 +14,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # the names of AdamW's state tensors
 
 
 def parameter_groups(parameters: Sequence[nn.Parameter], *, weight_decay: float) -> list[dict[str, Any]]:
-    """Decay on matrices, none on biases and norms (dimension < 2)."""
+    """Return AdamW's groups: weight decay on matrices, none on biases and norms (fewer than 2 dimensions)."""
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -24,9 +24,9 @@ def parameter_groups(parameters: Sequence[nn.Parameter], *, weight_decay: float)
 def build_adamw(
     model: nn.Module, train: TrainConfig, *, fused: bool, shards: Sequence[nn.Parameter] | None = None
 ) -> torch.optim.AdamW:
-    """AdamW for the parameters that are trained; a model in eval mode is not: its optimizer holds nothing.
+    """Return AdamW for the trainable parameters; for a model in eval mode, one without parameters.
 
-    `shards`: of these parameters, which it updates in their place.
+    `shards`: shards of these parameters, which are updated instead. Raises ValueError if there is nothing to train.
     """
     trained = [p for p in model.parameters() if p.requires_grad] if shards is None else shards
     groups = [group for group in parameter_groups(trained, weight_decay=train.weight_decay) if group["params"]]
@@ -47,8 +47,8 @@ def set_learning_rate(groups: Iterable[dict[str, Any]], rate: float) -> None:
 
 class LossScale:
     """fp16's dynamic loss scale (Micikevicius et al. 2018, section 3.2): halved when the gradient overflows, doubled
-    after GROW_AFTER steps that did not. It stays 1 where no rank computes in fp16; where one does, all ranks have the
-    same, because their gradients are added up before they are divided by it.
+    after GROW_AFTER steps without overflow. It stays 1 if no rank computes in fp16. If one does, all ranks have the
+    same scale, because their gradients are summed before they are divided by it.
     """
 
     GROW_AFTER = 2000

@@ -1,15 +1,15 @@
 """Pipeline parallelism: each rank holds some of the layers, and micro-batches pass through (torch's own schedules).
 
 1F1B (Narayanan et al. 2019) where a rank has one stage, interleaved 1F1B (Narayanan et al. 2021, section 2.2) where
-it has several. The step's accumulated micro-batches are the pipeline's. A tied embedding lives on the first and on
-the last stage; the gradients of all copies are summed, so that they stay the same.
+it has several. The step's accumulated micro-batches are the pipeline's. A tied embedding has a copy on the first and
+on the last stage; the gradients of all copies are summed, so that the copies stay equal.
 
-Data-parallel replicas may be cut at different layers, or one of them not at all (`plan.stages`). So what is summed
-over replicas are not stages but parameters: those that the same ranks hold travel together.
+Data-parallel replicas may be cut at different layers, or one of them not at all (`plan.stages`). So gradients are
+summed over replicas by parameter, not by stage; parameters that the same ranks hold are sent together.
 
-fsdp shards each stage over the replicas' ranks that have it: a stage's weights are gathered once a step, before its
-first micro-batch, and its gradients kept whole and reduced after its last one (torch's schedules do that with FSDP2
-modules); gathering for each micro-batch would be exposed in every one of them.
+fsdp shards each stage over the replicas' ranks that hold it. A stage's weights are gathered once a step, before its
+first micro-batch; its gradients stay whole and are reduced after its last one (torch's schedules do that with FSDP2
+modules). Gathering for each micro-batch would not overlap with computation.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str
 
 
 class StageMap:
-    """The pipeline stages of all replicas: which layers each has, and which ranks of the world hold what of the model.
+    """The pipeline stages of all replicas: the layers of each stage, and the ranks that hold each layer.
 
-    A rank has every so many-th stage of its pipeline, so that a micro-batch visits all ranks in turn.
+    In a pipeline of n ranks, each rank has every n-th stage, so that a micro-batch visits all ranks in turn.
     """
 
     def __init__(self, plan: RankPlan, architecture: Architecture) -> None:
@@ -58,17 +58,17 @@ class StageMap:
         self.holders = [*zip(*by_replica, strict=True)]  # of each layer: ranks by replica and tp rank
 
     def own_stages(self, rank: int) -> dict[int, range]:
-        """The numbers of a rank's layers, by stage."""
+        """Return the numbers of a rank's layers, by stage."""
         place = self.places[rank]
         stages = enumerate(self.replicas[place.dp])
         return {stage: layers for stage, layers in stages if stage % self.lengths[place.dp] == place.pp}
 
     def last_stage(self, rank: int) -> int:
-        """The number of the last stage of a rank's pipeline."""
+        """Return the number of the last stage of a rank's pipeline."""
         return len(self.replicas[self.places[rank].dp]) - 1
 
     def _holders(self, replica: int) -> list[tuple[int, ...]]:
-        """The ranks of a replica that hold each layer, by tp rank."""
+        """Return the ranks of a replica that hold each layer, by tp rank."""
         of_stages = [
             tuple(self.rank_at[Place(replica, stage % self.lengths[replica], tp)] for tp in range(self.tp))
             for stage in range(len(self.replicas[replica]))
@@ -76,23 +76,26 @@ class StageMap:
         return [ranks for ranks, layers in zip(of_stages, self.replicas[replica], strict=True) for _ in layers]
 
     def layer_of(self, name: str) -> int:
-        """The layer that a parameter is held with: its own, or else the first or the last one."""
+        """Return the layer whose ranks hold a parameter: its own, else 0 (first stage) or -1 (last stage)."""
         prefix = f"{self.architecture.layers}."
         if name.startswith(prefix):
             return int(name.removeprefix(prefix).partition(".")[0])
         return 0 if name.startswith(tuple(f"{first}." for first in self.architecture.first)) else -1
 
     def groups_of(self, layer: int) -> list[tuple[int, ...]]:
-        """The ranks that sum a layer's gradients, by tp rank."""
+        """Return the ranks that sum a layer's gradients, by tp rank."""
         return [*zip(*self.holders[layer], strict=True)]
 
     def tied_groups(self) -> list[tuple[int, ...]]:
-        """The ranks that have a copy of a tied embedding, by tp rank."""
+        """Return the ranks that have a copy of a tied embedding, by tp rank."""
         ends = (self.groups_of(layer) for layer in (0, -1))
         return [tuple(sorted({*first, *last})) for first, last in zip(*ends, strict=True)]
 
     def tied_pairs(self) -> list[tuple[int, ...]]:
-        """The first and the last stage's rank that have the same shard of a tied embedding, by replica and tp rank."""
+        """Return the pairs of ranks, on first and last stage, with the same shard of a tied embedding.
+
+        Pairs are in the order of replicas and tp ranks.
+        """
         first, last = (itertools.chain.from_iterable(self.holders[layer]) for layer in (0, -1))
         return [*zip(first, last, strict=True)]
 
@@ -104,7 +107,7 @@ def keep_own_stages(plan: RankPlan, model: LanguageModel) -> None:
 
 
 def keep_stages(model: LanguageModel, owned: Mapping[int, Sequence[int]], *, last: int) -> None:
-    """Drop the layers of other ranks; those that stay keep their names. `model.stages`: own layers by stage.
+    """Replace the layers of other ranks by nn.Identity, so that parameter names stay; set `model.stages`.
 
     `owned`: the numbers of this rank's layers, by stage.
     """
@@ -121,9 +124,9 @@ def keep_stages(model: LanguageModel, owned: Mapping[int, Sequence[int]], *, las
 
 
 class Stage(nn.Module):
-    """One stage: takes token ids if it is the first, else hidden states; gives hidden states in `dtype`.
+    """One stage: takes token ids if it is the first, else hidden states; returns hidden states in `dtype`.
 
-    Its submodules are those of the model that are its own, so that fsdp can shard them.
+    Its submodules are this stage's modules of the model, so that fsdp can shard them.
     """
 
     def __init__(
@@ -137,7 +140,7 @@ class Stage(nn.Module):
         self.whole, self.first, self.last, self.dtype = (model,), first, last, dtype  # a tuple: not a submodule
 
     def shard(self, **options: Any) -> None:
-        """Shard layer by layer, then the embedding or the head; kept gathered from a step's first pass to its last."""
+        """Shard each layer, then embedding or head; weights stay gathered from a step's first pass to its last."""
         for layer in self.own:
             fully_shard(layer, reshard_after_forward=False, **options)
         fully_shard(self, reshard_after_forward=False, **options)
@@ -166,7 +169,7 @@ class Pipeline(TorchStrategy):
         self.has_first, self.has_last = 0 in self.stages, self.last_stage in self.stages
         self.has_tied_copy = model.tied and self.has_last and not self.has_first
         if self.is_sharded:
-            for buffer in model.buffers():  # fsdp moves what it shards
+            for buffer in model.buffers():  # fsdp moves only the parameters
                 buffer.data = buffer if buffer.is_meta else buffer.to(plan.device_kind)
             for stage in self.stages.values():
                 stage.shard(**shard_options(plan, mesh["dp"]))
@@ -203,8 +206,8 @@ class Pipeline(TorchStrategy):
         return torch.tensor(self.map.holders[self.map.layer_of(name)])
 
     def _summed(self, mesh: Mesh) -> list[tuple[dist.ProcessGroup, list[nn.Parameter]]]:
-        """The groups over which this rank sums gradients, and of which parameters, in an order all ranks share."""
-        if self.is_sharded or self.sharded is not None:  # each rank has the sums of its shards
+        """Return the groups over which this rank sums gradients, with their parameters; in one order on all ranks."""
+        if self.is_sharded or self.sharded is not None:  # gradients are already summed over dp, into shards
             return self._summed_pairs()
         tied = self.map.tied_groups() if self.model.tied else []
         layers = [ranks for layer in range(len(self.map.holders)) for ranks in self.map.groups_of(layer)]
@@ -225,9 +228,9 @@ class Pipeline(TorchStrategy):
         return [(group, own) for group in make_groups(self.plan, pairs).values() if own]
 
     def schedule(self, rows: int) -> Schedule1F1B | ScheduleInterleaved1F1B:
-        """The schedule of micro-batches of so many sequences, made anew where their number has changed.
+        """Return the schedule for micro-batches of `rows` sequences; it is rebuilt when `rows` changes.
 
-        Shapes are given, as a trial forward pass would use up random numbers.
+        Stages get their shapes in advance, because torch's trial forward pass would use up random numbers.
         """
         if self.built is None or self.built[0] != rows:
             self.built = rows, self._build_schedule(rows)
@@ -271,7 +274,7 @@ class Pipeline(TorchStrategy):
         whole = _concatenated(share.batches)
         inputs = (whole.inputs,) if self.has_first else ()
         arguments: dict[str, Any] = _arguments(whole)
-        with phase("forward_backward"):  # the schedule mixes them
+        with phase("forward_backward"):  # the schedule interleaves forward and backward
             self.schedule(len(share.batches[0].inputs)).step(
                 *inputs, target=whole.targets if self.has_last else None, return_outputs=False, **arguments
             )
@@ -288,7 +291,7 @@ class Pipeline(TorchStrategy):
                 all_reduce_together(bucket, group)
 
     def global_norm(self) -> Tensor:
-        """Return the gradients' norm. Replicas of unlike shape sum in unlike orders, so all take the first one's."""
+        """Return the gradients' norm; replicas of unlike shape sum in different orders, so all ranks use rank 0's."""
         norm = super().global_norm()
         if self.plan.stages:
             dist.broadcast(norm, src=0)
@@ -321,9 +324,9 @@ class Pipeline(TorchStrategy):
         return logits
 
     def _last_hidden(self, inputs: Tensor, **arguments: Tensor) -> Tensor | None:
-        """The last stage's hidden states; None on ranks without it.
+        """Return the last stage's hidden states; None on ranks without the last stage.
 
-        Each rank waits for the stage before: this is seldom, and needs no schedule.
+        Each rank waits for the previous stage: evaluation is rare, and needs no schedule.
         """
         size, hidden = self.pp.size(), inputs
         for number in range(self.last_stage + 1):
@@ -344,14 +347,14 @@ class Pipeline(TorchStrategy):
         return self._saved_here(super().moments())
 
     def _saved_here(self, tensors: Iterator[tuple[str, Parts]]) -> Iterator[tuple[str, Parts]]:
-        """All but the last stage's copy of the embedding."""
+        """Leave out the last stage's copy of a tied embedding."""
         return (
             (name, parts) for name, parts in tensors if not (self.has_tied_copy and name.startswith(self._embedding))
         )
 
 
 def _concatenated(batches: list[Batch]) -> Batch:
-    """The step's micro-batches as one batch, which the schedule cuts into micro-batches again."""
+    """Join the step's micro-batches to one batch, which the schedule cuts into micro-batches again."""
 
     def joined(name: str) -> Any:
         parts = [getattr(batch, name) for batch in batches]
@@ -361,7 +364,7 @@ def _concatenated(batches: list[Batch]) -> Batch:
 
 
 def _arguments(batch: Batch) -> dict[str, Tensor]:
-    """The inputs of every stage besides the hidden states."""
+    """Return the inputs of every stage besides the hidden states."""
     given = {"positions": batch.positions, "documents": batch.documents}
     return {name: value for name, value in given.items() if value is not None}
 

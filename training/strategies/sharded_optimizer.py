@@ -1,8 +1,8 @@
-"""ZeRO stage 1 beside tensor and pipeline parallelism: moments in shards over the ranks that hold the same weights.
+"""ZeRO stage 1 with tensor and pipeline parallelism: moments are sharded over the ranks that hold the same weights.
 
 (Rajbhandari et al. 2020, section 5.1; the distributed optimizer of Megatron-LM.) Weights and gradients stay whole on
-each rank. After a step's last micro-batch each rank gets the sum of its rows of every gradient, updates these rows, and
-the ranks gather them. DeepSpeed's stage 1 (strategies/zero.py) has no part for matrices and layers that are cut.
+each rank. After a step's last micro-batch, each rank gets the sum of its rows of every gradient and updates these rows;
+then the ranks gather the weights. DeepSpeed's stage 1 (strategies/zero.py) does not support split matrices and layers.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from training.runtime.tensor_cut import own_rows
 
 
 class ShardedOptimizer:
-    """This rank's rows of each weight: DTensors over the mesh, whose own rows lie in the whole weight's memory.
+    """This rank's rows of each weight, as DTensors over the mesh; the local rows are views of the whole weight.
 
-    `shards`: by name, what AdamW updates, as it updates FSDP2's.
+    `shards`: these DTensors by name, for AdamW to update, as it updates FSDP2's.
     """
 
     def __init__(self, weights: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
@@ -33,7 +33,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Sum each gradient over the ranks, which keep those of their own rows and free the whole. Collective."""
+        """Sum each gradient over the ranks; each rank keeps only its rows of the sum. Collective."""
         for name, weight in self.weights.items():
             if weight.grad is not None:
                 own = DTensor.from_local(weight.grad, self.mesh, [Partial()], run_check=False)
@@ -41,7 +41,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def gather_weights(self) -> None:
-        """Bring the updated rows of each rank to all of them. Collective."""
+        """Gather all ranks' updated rows into the whole weights. Collective."""
         for name, weight in self.weights.items():
             shard = self.shards[name]
             assert isinstance(shard, DTensor)

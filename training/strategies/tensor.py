@@ -1,13 +1,13 @@
-"""Tensor parallelism: ranks share each layer's matrices and the vocabulary (Shoeybi et al. 2019, section 3).
+"""Tensor parallelism: ranks split each layer's matrices and the vocabulary (Shoeybi et al. 2019, section 3).
 
-A layer's first matrices are split by outputs, so each rank has whole attention heads and whole MLP units; the last
-ones by inputs, and the ranks' partial results are summed: one all-reduce per block and direction. Parameters stay
-plain tensors under their own names, so that DDP, FSDP2 and pipelines take them as any others.
+A block's first matrices are split by outputs, so each rank has whole attention heads and whole MLP units; its last
+matrix is split by inputs, and the ranks' partial results are summed: one all-reduce per block and direction. Parameters
+stay plain tensors under their own names, so that DDP, FSDP2 and pipelines treat them like any others.
 
-With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) each rank has its piece of every sequence between
+With sequence parallelism (Korthikanti et al. 2022, section 4.2.2), each rank has its piece of every sequence between
 these blocks: norms, dropout and residuals are computed and kept once, not by every rank. A block's inputs are gathered,
-and its sums scattered, which together sends what the all-reduce did. What is not cut (norms, some biases) gets its
-gradient from this rank's piece alone; training/strategies/torch_strategy.py sums those over the ranks.
+and its sums scattered, which together send as much as the all-reduce. Parameters that are not cut (norms, some biases)
+get a gradient from this rank's piece only; training/strategies/torch_strategy.py sums these gradients over the ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def shard_matrices(model: LanguageModel, mesh: DeviceMesh, *, sequence_parallel:
             layer.set_submodule(path, sharded)
     if hf.config.model_type == "gpt2":
         for layer in hf.transformer.h:
-            layer.attn.split_size //= mesh.size()  # by which it cuts the fused q, k, v
+            layer.attn.split_size //= mesh.size()  # the width at which GPT-2 splits q, k, v
     output, embedding = hf.get_submodule(architecture.output), hf.get_submodule(architecture.embedding)
     words = torch.arange(len(output.weight)).tensor_split(mesh.size())[mesh.get_local_rank()]
     model.first_token_id, model.tp_group = int(words[0]), group
@@ -66,7 +66,7 @@ def shard_matrices(model: LanguageModel, mesh: DeviceMesh, *, sequence_parallel:
 
 
 def _split_sequences(model: LanguageModel, group: dist.ProcessGroup) -> None:
-    """Gather what goes into each block of a layer, and take this rank's piece of what is added to the words."""
+    """Gather the inputs of each block of a layer, and take this rank's piece of the added embeddings' results."""
     assert model.architecture is not None
 
     def gather(
@@ -84,7 +84,7 @@ def _split_sequences(model: LanguageModel, group: dist.ProcessGroup) -> None:
 
 
 def _gathered(hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather under autocast in the products' precision, to which each linear layer would cast it otherwise."""
+    """Gather hidden states, under autocast in its precision: each linear layer would cast them to it anyway."""
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     return gather_sequence(hidden, group)
@@ -98,15 +98,15 @@ def _shard_bias(hf: nn.Module, whole: nn.Parameter, piece: nn.Parameter) -> None
 
 
 class _ShardedLinear(nn.Module):
-    """A linear layer's piece: `column`, some of its outputs; else some of its inputs, and the sum over ranks.
+    """A rank's piece of a linear layer. `column`: some of its outputs; else some of its inputs, summed over ranks.
 
-    GPT-2's Conv1D holds [inputs, outputs], nn.Linear [outputs, inputs].
+    The weight of GPT-2's Conv1D is [inputs, outputs], that of nn.Linear [outputs, inputs].
     """
 
     def __init__(self, whole: Any, cut: Any, *, column: bool, blocks: int, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.column, self.group, self.transposed = column, group, not isinstance(whole, nn.Linear)
-        self.linear = F.linear  # or what training/strategies/float8.py puts in its place
+        self.linear = F.linear  # training/strategies/float8.py may replace it
         self.sequence_parallel = False
         self.weight: nn.Parameter = cut(whole.weight, int(column == self.transposed), blocks)
         keeps_bias = whole.bias is None or not column
@@ -122,7 +122,10 @@ class _ShardedLinear(nn.Module):
 
 
 class _ShardedEmbedding(nn.Module):
-    """Rows from `first_token_id` on; words of other ranks give zeros, and the sum over ranks gives each its row."""
+    """A rank's rows of the embedding, from `first_token_id` on.
+
+    Words of other ranks give zeros, so the sum over ranks gives every word its row.
+    """
 
     def __init__(self, weight: nn.Parameter, first_token_id: int, group: dist.ProcessGroup) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Training in one process, and what all strategies but DeepSpeed's share: the cycle of a step, and whole tensors."""
+"""Training in one process, and the base of all strategies but DeepSpeed's: one step, and saving and loading state."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str
 
 
 class TorchStrategy:
-    """A model, possibly cut over tp ranks or sharded over dp ranks, and a fused AdamW on what this rank holds.
+    """A model, possibly cut over tp ranks or sharded over dp ranks, and a fused AdamW for this rank's parameters.
 
-    The loss is summed, then divided by the number of targets of all ranks, so that unequal micro-batches get their due
-    weight; `averaged_over` undoes the mean that the module's gradient reduction takes over its ranks.
-    Ranks of `norm_groups` hold different parts of the gradient: its global norm is summed over them. With
-    `shard_optimizer` the ranks of dp share the update of the weights that they all hold.
+    The summed loss is divided by the number of targets of all ranks, so that each target has the same weight in unequal
+    micro-batches. `averaged_over`: the ranks over which the module's reduction averages gradients; the loss is
+    multiplied by their number. `norm_groups`: groups whose ranks hold different parts of the gradient; the squared norm
+    is summed over them. `shard_optimizer`: dp ranks, which all hold the same weights, split the update.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class TorchStrategy:
         self.norm_groups = (*norm_groups, *(mesh[axis].get_group() for axis in axes))
         self.counts_replicated = mesh["tp"].get_local_rank() == 0  # tp peers hold the same norms and biases
         self.all_ranks = torch.arange(plan.world_size).view(-1, plan.mesh["tp"])
-        self.named = self.saved_names()  # once: while FSDP2 holds weights gathered, the model shows those instead
+        self.named = self.saved_names()  # read once: while FSDP2 has weights gathered, the model lists those
         self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
         self.sharded = ShardedOptimizer(self.trained, mesh["dp"]) if shard_optimizer else None
         if self.sharded is not None:
@@ -64,11 +64,11 @@ class TorchStrategy:
         self.parameters = list(self.trained.values())
         self.optimizer = build_adamw(model, train, fused=True, shards=self.parameters)
         self.norm_parameters = [p for name, p in self.trained.items() if name in model.cuts or self.counts_replicated]
-        self.of_pieces: list[nn.Parameter] = []  # whose gradient comes from this tp rank's pieces of sequences alone
+        self.of_pieces: list[nn.Parameter] = []  # their gradient covers only this tp rank's pieces of sequences
         if model.sequence_pieces > 1:
             self.of_pieces = [p for name, p in self.trained.items() if name not in model.cuts]
         self.load_weights(weights)
-        for parameter in self.parameters:  # as AdamW would at its first step: a checkpoint may come before that
+        for parameter in self.parameters:  # AdamW makes this state at its first step: a checkpoint may come earlier
             self.optimizer.state[parameter] = {
                 "step": torch.zeros((), device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter, requires_grad=False),
@@ -76,11 +76,11 @@ class TorchStrategy:
             }
 
     def saved_names(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters, or its pieces of them, by the Hugging Face name they are saved under."""
+        """Return this rank's parameters, or its pieces of them, by the Hugging Face name they are saved under."""
         return dict(self.model.hf.named_parameters())
 
     def backward_context(self, *, last: bool) -> AbstractContextManager[None]:
-        """The context of each micro-batch; a strategy that reduces gradients once does so on the last one."""
+        """Return the context in which each micro-batch runs; strategies may reduce gradients only in the last one."""
         return nullcontext()
 
     def step(self, share: Share, *, learning_rate: float) -> StepStats:
@@ -99,12 +99,15 @@ class TorchStrategy:
             return self.update(torch.stack(losses).sum(), share.num_targets)
 
     def reduce_gradients(self) -> None:
-        """Sum over ranks, after the last micro-batch, what the module's backward does not sum by itself."""
+        """Sum over ranks, after the last micro-batch, the gradients that the module's backward did not sum."""
         if self.sharded is not None:
             self.sharded.reduce_gradients()
 
     def update(self, loss_sum: Tensor, num_targets: int) -> StepStats:
-        """Clip, update and free the gradients; or skip the update, on all ranks alike since the norm is global."""
+        """Clip the gradients, update the weights, free the gradients.
+
+        With `may_skip`, a norm that is not finite skips the update, on all ranks alike because the norm is global.
+        """
         scale = self.scale.value
         if self.of_pieces:
             all_reduce_together(self.gradients(self.of_pieces), self.mesh["tp"].get_group())
@@ -132,17 +135,17 @@ class TorchStrategy:
         )
 
     def sent_bytes(self) -> int:
-        """Bytes that this rank sent in the step that ends; 0: not counted."""
+        """Return the bytes that this rank sent in the step that ends; 0: not counted."""
         return 0
 
     @staticmethod
     def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
-        """The gradients that this rank holds, or its shards of them."""
+        """Return the gradients that this rank holds, or its shards of them."""
         grads = [p.grad for p in parameters if p.grad is not None]
         return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
 
     def global_norm(self) -> Tensor:
-        """L2 norm [] of the whole gradient, each of its numbers counted once."""
+        """Return the L2 norm [] of the whole gradient, with each element counted once."""
         norm = nn.utils.get_total_norm(self.gradients(self.norm_parameters))
         if not self.norm_groups:
             return norm
@@ -181,17 +184,17 @@ class TorchStrategy:
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         for name, parameter in self.named.items():
-            own, held = self.own(name, weights[name], parameter), parameter.detach()
-            if isinstance(own, DTensor) and isinstance(held, DTensor):
-                own, held = own.to_local(), held.to_local()
-            held.copy_(own)
+            own, target = self.own(name, weights[name], parameter), parameter.detach()
+            if isinstance(own, DTensor) and isinstance(target, DTensor):
+                own, target = own.to_local(), target.to_local()
+            target.copy_(own)
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         for name, parameter in self.trained.items():
             moments = {moment: self.own(name, state[f"{name}.{moment}"], parameter) for moment in MOMENTS}
             self.optimizer.state[parameter] = {
                 "step": state["step"].to(parameter.device, copy=True),
-                # On a CPU they are the checkpoint's file itself, mapped, which on tmpfs takes memory while anybody is.
+                # On a CPU, views of the mapped checkpoint file must not stay: on tmpfs they would keep it in memory.
                 **{name: own.clone() if own.device.type == "cpu" else own for name, own in moments.items()},
             }
         self.scale.load(state)
@@ -208,7 +211,7 @@ class TorchStrategy:
         return parts_of(tensor, cut=self.model.cuts.get(name), ranks=self.ranks_with(name))
 
     def ranks_with(self, name: str) -> Tensor:
-        """The ranks that hold a parameter, [dp, tp]."""
+        """Return the ranks that hold a parameter, [dp, tp]."""
         return self.all_ranks
 
     def own(self, name: str, whole: Tensor, parameter: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """ZeRO stages 1, 2 and 3 by DeepSpeed: optimizer state, gradients and weights sharded over the ranks.
 
-Stage 1 beside tensor or pipeline parallelism is not DeepSpeed's, but training/strategies/sharded_optimizer.py.
+With tensor or pipeline parallelism, stage 1 is training/strategies/sharded_optimizer.py instead of DeepSpeed's.
 
 Weights stay fp32 and products are autocast inside LanguageModel, as in the other strategies, so that a run
-may change strategy without changing its arithmetic. DeepSpeed's JSON is derived here, never typed.
+may change strategy without changing its arithmetic. DeepSpeed's JSON is derived from the plan, never written by hand.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def build(plan: RankPlan, mesh: Mesh, model: LanguageModel, weights: Mapping[str
 
 
 def deepspeed_config(plan: RankPlan) -> dict[str, Any]:
-    """DeepSpeed's JSON for this plan; batch sizes and stage follow from the plan."""
+    """Return DeepSpeed's JSON for this plan; batch sizes and stage follow from the plan."""
     bucket = plan.config.parallel.bucket_mib * 2**18  # in fp32 numbers
     zero_stage = ZERO_STAGE[plan.strategy]
     zero: dict[str, Any] = {
         "stage": zero_stage,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
-        # Stages 1 and 2 reduce a bucket while the backward pass fills another. On a CPU there is nothing to overlap;
-        # stage 3 does by itself.
+        # With it, stages 1 and 2 reduce a bucket while the backward pass fills another; a CPU cannot overlap the two.
+        # In stage 3, true is DeepSpeed's default.
         "overlap_comm": plan.device_kind == "cuda" or zero_stage == 3,
     }
     if plan.offload != "none":
@@ -55,7 +55,7 @@ def deepspeed_config(plan: RankPlan) -> dict[str, Any]:
     if plan.offload == "parameters":
         zero["offload_param"] = {"device": "cpu", "pin_memory": plan.device_kind == "cuda"}
     return {
-        "train_micro_batch_size_per_gpu": plan.micro_batch,  # it only counts samples with it: shares may be unequal
+        "train_micro_batch_size_per_gpu": plan.micro_batch,  # DeepSpeed only counts samples by it: shares may differ
         "gradient_accumulation_steps": plan.accumulation,
         "gradient_clipping": plan.config.train.clip_norm,
         "zero_optimization": zero,
@@ -66,9 +66,9 @@ def deepspeed_config(plan: RankPlan) -> dict[str, Any]:
 
 
 def import_deepspeed(device_kind: str) -> Any:
-    """DeepSpeed for devices of a plan's kind; by itself it takes GPUs wherever there are any, for CPU ranks too.
+    """Import DeepSpeed for devices of a plan's kind; by default it uses GPUs wherever there are any, even on CPU ranks.
 
-    On CPUs it goes without its shared-memory op, which compiles at the first start and needs g++ on every host.
+    On CPUs its shared-memory op is disabled, because it compiles at the first start and needs g++ on every host.
     """
     os.environ["DS_ACCELERATOR"] = device_kind
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -80,10 +80,10 @@ def import_deepspeed(device_kind: str) -> Any:
 
 
 def _shard_before_it_moves(model: LanguageModel, plan: RankPlan, weights: Mapping[str, Tensor], *, rank: int) -> None:
-    """Partition the weights one by one; else DeepSpeed moves the whole model to the device (its engine.py).
+    """Partition the weights one by one; otherwise DeepSpeed moves the whole model to the device (its engine.py).
 
-    The model is filled after that: each rank reads what it keeps. After AdamW has its groups: a partitioned parameter
-    no longer shows how many dimensions it has.
+    The model is filled after that, so that each rank reads only what it keeps. Call it after AdamW's groups are made: a
+    partitioned parameter no longer shows its number of dimensions.
     """
     import deepspeed
 
@@ -98,15 +98,15 @@ def _shard_before_it_moves(model: LanguageModel, plan: RankPlan, weights: Mappin
 
 
 def own_numbers(whole: Tensor, numel: int, rank: int) -> Tensor:
-    """A rank's partition of stage 3, a view: so many of the tensor's numbers, fewer where they end."""
+    """Return a rank's partition in stage 3, a view: `numel` of the tensor's numbers, fewer on the last ranks."""
     return whole.flatten()[numel * rank : numel * (rank + 1)]
 
 
 class _InForward(nn.Module):
-    """Runs a method of the model inside a `forward`: only there DeepSpeed's stage 3 gathers weights.
+    """Runs a method of the model inside a `forward`, because DeepSpeed's stage 3 gathers weights only there.
 
-    Stage 3 prefetches weights in the order of the modules that were called last time: the model itself is not among
-    them, so that training and sampling call the same ones.
+    Stage 3 prefetches weights in the order in which modules were called last time. The model itself is not called as a
+    module, so that training and sampling call the same modules.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -133,7 +133,7 @@ class Zero:
         self.ranks = [*range(plan.world_size)]  # tp and pp are 1
         self.scale = LossScale(dynamic=plan.scales_loss)
         self.may_skip = train.on_nonfinite == "skip" or plan.scales_loss
-        self.optimizer.check_grad_overflow = self.may_skip  # then its step leaves out what is not finite
+        self.optimizer.check_grad_overflow = self.may_skip  # its step then skips gradients that are not finite
         self._create_moments()
         self.fragment_lengths = self._fragment_lengths() if self.stage < 3 else {}
 
@@ -183,10 +183,10 @@ class Zero:
         for name, parameter in self.model.hf.named_parameters():
             if self.stage < 3:
                 yield name, whole_on_each(parameter.detach(), self.ranks)
-            else:  # the optimizer does not hold frozen ones
+            else:  # the optimizer does not hold frozen parameters
                 frozen = not parameter.requires_grad
-                held: Tensor = parameter.ds_tensor if frozen else safe_get_local_fp32_param(parameter)  # type: ignore[attr-defined]
-                yield name, self._partitions_of(parameter, held.detach())
+                own: Tensor = parameter.ds_tensor if frozen else safe_get_local_fp32_param(parameter)  # type: ignore[attr-defined]
+                yield name, self._partitions_of(parameter, own.detach())
 
     def moments(self) -> Iterator[tuple[str, Parts]]:
         from deepspeed.utils import safe_get_local_optimizer_state
@@ -202,16 +202,19 @@ class Zero:
     def optimizer_scalars(self) -> dict[str, Tensor]:
         return {"step": next(iter(self._states()))["step"], **self.scale.state()}
 
-    def _partitions_of(self, parameter: nn.Parameter, held: Tensor) -> Parts:
-        """Stage 3 gives each rank as many numbers of each parameter; the last ones are padding."""
-        lengths = [held.numel()] * self.dp
-        return flat_parts(held, shape=parameter.ds_shape, ranks=self.ranks, lengths=lengths)  # type: ignore[attr-defined]
+    def _partitions_of(self, parameter: nn.Parameter, own: Tensor) -> Parts:
+        """Return a parameter's parts in stage 3: equally many numbers on each rank, with padding at the end."""
+        lengths = [own.numel()] * self.dp
+        return flat_parts(own, shape=parameter.ds_shape, ranks=self.ranks, lengths=lengths)  # type: ignore[attr-defined]
 
     def _fragments_of(self, name: str, parameter: nn.Parameter, moment: str) -> Parts:
-        """Stages 1 and 2 cut a flat row of all parameters: a rank holds all of one, some, or nothing."""
+        """Return a moment's parts in stages 1 and 2, which cut one flat row of all parameters over ranks.
+
+        A rank may hold all numbers of a parameter, some, or none.
+        """
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
-        held = parameter.new_empty(0) if mapping is None else mapping.get_optim_state_fragment(moment)
-        return flat_parts(held, shape=parameter.shape, ranks=self.ranks, lengths=self.fragment_lengths[name])
+        own = parameter.new_empty(0) if mapping is None else mapping.get_optim_state_fragment(moment)
+        return flat_parts(own, shape=parameter.shape, ranks=self.ranks, lengths=self.fragment_lengths[name])
 
     def _fragment_lengths(self) -> dict[str, list[int]]:
         """Return the count of each parameter's numbers in each rank's partition, by parameter name. Collective."""
@@ -245,13 +248,13 @@ class Zero:
         if self.stage < 3:
             safe_set_full_optimizer_state(parameter, value, moment)
             return
-        # DeepSpeed's own setter overruns where the ranks do not divide the parameter: pad as its partitions are.
+        # DeepSpeed's setter overruns if the ranks do not divide the parameter evenly: pad like its partitions.
         numel = safe_get_local_optimizer_state(parameter, moment).numel()
         own = own_numbers(value, numel, self.rank)
         safe_set_local_optimizer_state(parameter, nn.functional.pad(own, (0, numel - own.numel())), moment)
 
     def _partitions(self) -> list[Tensor]:
-        """This rank's flat fp32 parameter partitions, the keys of the inner optimizer's state."""
+        """Return this rank's flat fp32 parameter partitions, the keys of the inner optimizer's state."""
         zero = self.optimizer
         return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
 
@@ -259,7 +262,7 @@ class Zero:
         return (self.optimizer.optimizer.state[partition] for partition in self._partitions())
 
     def _create_moments(self) -> None:
-        """The zeros that AdamW would make at its first step, now, so that a checkpoint can be loaded before it.
+        """Make AdamW's moments, zeros, now instead of at its first step, so that a checkpoint can be loaded before it.
 
         Stages 1 and 2 link parameters to moments once, when the first of the groups has stepped; the second
         group's moments would then be missing from every checkpoint.
