@@ -1,9 +1,9 @@
-"""Graphs that are made of decode.onnx's, so that a model is traced once: for whole texts, and for the server's steps.
+"""Turns decode.onnx's graph into model.onnx's (whole texts) and batch.onnx's, so that a model is traced only once.
 
-`batch.onnx`, which the server steps, has its cache in place, in fp32 or with quantized weights. Each layer's Attention
-becomes ONNX Runtime's GroupQueryAttention, which appends to a row's keys and values where they lie: rows have lengths
-of their own, nothing is padded, and no step copies the cache. There is no `attention_mask`: a row's length is its last
-position plus one.
+The server runs `batch.onnx`, in fp32 or with quantized weights; the cache is updated in place. Each layer's Attention
+becomes ONNX Runtime's GroupQueryAttention, which appends to a row's keys and values in their own memory: each row has
+its own length, nothing is padded, and no step copies the cache. There is no `attention_mask`: a row's length is its
+last position plus one.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import numpy as np
 
 MICROSOFT = "com.microsoft"
 HEADS_LAST = (0, 2, 1, 3)
-MIDDLE = 128  # of uint8: what 0 becomes
+MIDDLE = 128  # the uint8 that stands for 0
 MAX_ACTIVATION = 127
-# Of an int8 weight. CPUs without VNNI add two products of 8 bits in 16 bits: 2 x 255 x 64 < 32,768 cannot overflow.
-# With 127 logits of a 94M Llama were off by up to 0.42 on such a CPU, with 63 by 0.20, though embeddings had 63 too.
+# For int8 weights. CPUs without VNNI add two 8-bit products in 16 bits: 2 x 255 x 64 < 32,768 cannot overflow. On such
+# a CPU, logits of a 94M Llama were off by up to 0.42 with 127, by 0.20 with 63, although embeddings had 63 too.
 MAX_WEIGHT = 63
 INT4_BLOCK = 32  # weights that share a scale
 INT8_ACTIVATIONS = 4  # MatMulNBits' accuracy_level: each row of its input is rounded to int8 too, block by block
 
 
 def read_whole_texts(model: Any) -> None:
-    """Turns the onnx_ir model of decode.onnx into model.onnx's: no text has anything before it, and none is padded.
+    """Turn the onnx_ir model of decode.onnx into model.onnx's: every text starts with an empty cache, without padding.
 
-    Raises ValueError where that is not possible.
+    Raises ValueError if the graph uses the cache in other ways than expected.
     """
     import onnx_ir as ir
 
@@ -58,25 +58,27 @@ def read_whole_texts(model: Any) -> None:
 
 
 def _without_past(node: Any, *, rows: Any, nothing: Any) -> Any:
-    """Return the value that takes the place of a node's output if the cache that it reads is empty."""
+    """Return the value that replaces a node's output if the cache that it reads is empty."""
     if node.op_type == "Concat":
         return node.inputs[1]
     sizes = {(0, 1): rows, (2, 3): nothing}
     asked = node.attributes.get_int("start", 0), node.attributes.get_int("end", 4)
     if node.op_type != "Shape" or asked not in sizes:
-        raise ValueError(f"{node.op_type} reads the cache")
+        raise ValueError(f"a {node.op_type} node reads the cache, which only Concat and Shape may do")
     return sizes[asked]
 
 
 def keep_cache_in_place(model: Any, *, config: Any) -> None:
-    """Turns the onnx_ir model of decode.onnx into the batch graph. Raises ValueError where that is not possible.
+    """Turn the onnx_ir model of decode.onnx into the batch graph. Raises ValueError if that is not possible.
 
     `config`: the Hugging Face config of the model.
     """
     graph = model.graph
     layers = [node for node in graph if node.op_type == "Attention"]
     if 2 * len(layers) != len(graph.outputs) - 1:
-        raise ValueError(f"{len(layers)} Attention nodes do not fit {len(graph.outputs) - 1} outputs of the cache")
+        raise ValueError(
+            f"the graph has {len(layers)} Attention nodes but {len(graph.outputs) - 1} cache outputs, not two per node"
+        )
     model.opset_imports[MICROSOFT] = 1
     lengths = _lengths(graph)
     for layer, node in enumerate(layers):
@@ -88,13 +90,13 @@ def keep_cache_in_place(model: Any, *, config: Any) -> None:
         if value.name not in {"input_ids", "position_ids"} and any(
             use.node.op_type != "GroupQueryAttention" for use in value.uses()
         ):
-            raise ValueError(f"more than attention depends on {value.name}")
+            raise ValueError(f"other nodes than attention read {value.name}")
     graph.inputs[:] = [value for value in graph.inputs if value.name != "attention_mask"]
     _name_capacity(graph)
 
 
 def _ask_ids_for_rows(graph: Any) -> None:
-    """Takes the number of rows from `input_ids` where it was that of the mask or of the cache."""
+    """Take the number of rows from `input_ids` wherever the graph takes it from the mask or the cache."""
     import onnx_ir as ir
 
     rows = ir.node("Shape", [next(iter(graph.inputs))], {"start": 0, "end": 1})
@@ -116,7 +118,7 @@ def _window(config: Any, layer: int) -> int:
 
 
 def _lengths(graph: Any) -> list[Any]:
-    """Return each row's last position, and the most tokens of any row, after this step, from `position_ids`."""
+    """Return each row's last position, and the length of the longest row, after this step, from `position_ids`."""
     import onnx_ir as ir
 
     positions = next(value for value in graph.inputs if value.name == "position_ids")
@@ -136,13 +138,13 @@ def _replace_attention(graph: Any, node: Any, layer: int, lengths: list[Any], *,
     for value in keys_and_values:
         concat = value.producer()
         if concat is None or concat.op_type != "Concat" or not concat.inputs[0].is_graph_input():
-            raise ValueError(f"layer {layer} does not append to its cache by Concat")
+            raise ValueError(f"layer {layer} does not append to its cache with a Concat node")
         past.append(concat.inputs[0])
         present.append(value)
         new.append(_heads_last(graph, concat.inputs[1], before=node))
     heads = past[0].shape[1]
-    # Queries are scaled before: only products without a factor have a quick way for one token, and a step of 16 rows
-    # behind 128 tokens spent 1.4 times as long in attention.
+    # Queries are scaled beforehand, because ONNX Runtime's fast path for one token needs products without a factor:
+    # without it, a step of 16 rows after 128 tokens spent 1.4 times as long in attention.
     scale = node.attributes.get_float("scale", 0.0) or past[0].shape[3] ** -0.5
     factor = _constant(graph, f"scale.{scale:.9g}", np.array(scale, dtype=past[0].dtype.numpy()))
     scaled = ir.node("Mul", [_heads_last(graph, query, before=node), factor])
@@ -172,7 +174,7 @@ def _replace_attention(graph: Any, node: Any, layer: int, lengths: list[Any], *,
 def _heads_last(graph: Any, value: Any, *, before: Any) -> Any:
     """Return the value as [batch, length, heads x size] instead of [batch, heads, length, size].
 
-    If it was reshaped from such a value, that one is returned; otherwise a Transpose and a Reshape are added.
+    If the value was reshaped from such a value, the latter is returned; otherwise a Transpose and a Reshape are added.
     """
     import onnx_ir as ir
 
@@ -183,9 +185,9 @@ def _heads_last(graph: Any, value: Any, *, before: Any) -> Any:
             return split.inputs[0]
     if node is not None and node.op_type == "RotaryEmbedding":
         flat = _heads_last(graph, node.inputs[0], before=node)
-        turned = ir.node("RotaryEmbedding", [flat, *node.inputs[1:]], dict(node.attributes))
-        graph.insert_before(node, turned)
-        return turned.outputs[0]
+        rotated = ir.node("RotaryEmbedding", [flat, *node.inputs[1:]], dict(node.attributes))
+        graph.insert_before(node, rotated)
+        return rotated.outputs[0]
     last = ir.node("Transpose", [value], {"perm": HEADS_LAST})
     joined = ir.node("Reshape", [last.outputs[0], _constant(graph, "heads.joined", np.array([0, 0, -1]))])
     graph.insert_before(before, [last, joined])
@@ -202,7 +204,7 @@ def _num_heads(query: Any, *, default: int) -> int:
 
 
 def _take_output(graph: Any, before: Any, joined: Any, *, heads: int) -> None:
-    """Uses `joined` [batch, length, heads x size] for what was made of `before` [batch, heads, length, size]."""
+    """Let nodes that read `before` [batch, heads, length, size] read `joined` [batch, length, heads x size]."""
     import onnx_ir as ir
 
     (use,) = before.uses()
@@ -225,35 +227,36 @@ def _name_capacity(graph: Any) -> None:
 
 
 def quantize(model: Any, *, precision: str) -> None:
-    """Gives the batch graph weights of 8 or 4 bits: each product with constant weights, and the embedding.
+    """Quantize the batch graph to 8 or 4 bits: the weights of matrix products, and the embedding.
 
-    int8: weights have one scale a column, inputs one a token, products are sums of integers. So a token's logits do
-    not depend on the others of its batch: ONNX Runtime's quantize_dynamic gives all tokens of a step one scale.
-    int4: ONNX Runtime's own quantizer rounds weights in blocks. Embedding and head have 8 bits in both; tied ones are
-    in the file once.
+    int8: weights have one scale per column, inputs one per token, and products are sums of integers. So a token's
+    logits do not depend on other tokens in its batch, unlike with ONNX Runtime's quantize_dynamic, which gives all
+    tokens of a step one scale. int4: ONNX Runtime's own quantizer rounds weights in blocks. Embedding and head have 8
+    bits in both; if they are tied, the file holds them once.
     """
     graph = model.graph
     model.opset_imports[MICROSOFT] = 1
     words = graph.outputs[0].shape[2]
     _multiply_once(graph)
-    made = _Integers(graph)
+    integers = _Integers(graph)
     for node in list(graph):
         if node.op_type == "Gather" and _is_table(node.inputs[0], words):
-            made.look_up(node)
+            integers.look_up(node)
         elif node.op_type in {"MatMul", "Gemm"} and (weights := _array(node.inputs[1])) is not None:
             if weights.ndim != 2 or weights.dtype != np.float32 or not _is_plain(node):
                 continue
             if precision == "int8" or weights.shape[1] == words or weights.shape[0] % INT4_BLOCK:
-                made.multiply(node, weights)
+                integers.multiply(node, weights)
             else:
                 _multiply_by_blocks(graph, node, weights)
     _remove_unused(model)
 
 
 def _multiply_once(graph: Any) -> None:
-    """Joins products of one input (queries, keys and values; gate and up) into one, whose output is split.
+    """Join products with the same input (queries, keys and values; gate and up) into one, whose output is split.
 
-    Threads start and input is rounded once for all. In fp32 the joined matrices would be on disk a second time.
+    So threads start once, and the input is rounded once. The fp32 graph is left as it is, because the joined matrices
+    would be on disk a second time.
     """
     import onnx_ir as ir
 
@@ -282,12 +285,12 @@ class _Integers:
 
     def __init__(self, graph: Any) -> None:
         self.graph = graph
-        self.inputs: dict[Any, tuple[Any, Any]] = {}  # value -> it in uint8, its scales
-        self.middles: dict[str, Any] = {}  # by what multiplies: inputs of Gemm have another rank
-        self.tables: dict[str, tuple[Any, Any]] = {}  # initializer -> it in int8 by row, its scales
+        self.inputs: dict[Any, tuple[Any, Any]] = {}  # value -> its uint8 form, its scales
+        self.middles: dict[str, Any] = {}  # zero points by operator: inputs of Gemm have another rank
+        self.tables: dict[str, tuple[Any, Any]] = {}  # initializer -> its int8 rows, their scales
 
     def look_up(self, node: Any) -> None:
-        """Gather from rows of int8 with one scale each."""
+        """Replace a Gather by one from int8 rows with one scale each."""
         import onnx_ir as ir
 
         rows, scales = self._table(node.inputs[0])
@@ -297,7 +300,7 @@ class _Integers:
         _replace(self.graph, node, [found, scale, floats, ir.node("Mul", [floats.outputs[0], scale.outputs[0]])])
 
     def multiply(self, node: Any, weights: np.ndarray) -> None:
-        """MatMul or Gemm by int8 weights with one scale a column."""
+        """Replace a MatMul or Gemm by one with int8 weights, which have one scale per column."""
         import onnx_ir as ir
 
         rounded, input_scales = self._rounded(node, size=weights.shape[0])
@@ -319,7 +322,7 @@ class _Integers:
         _replace(self.graph, node, nodes)
 
     def _rounded(self, node: Any, *, size: int) -> tuple[Any, Any]:
-        """The input of a product in uint8, and its scale for each token."""
+        """Return a product's input in uint8, and its scale for each token."""
         import onnx_ir as ir
 
         value = node.inputs[0]
@@ -328,7 +331,7 @@ class _Integers:
         largest = _constant(self.graph, "largest", np.array(1 / MAX_ACTIVATION, dtype=np.float32))
         sizes = ir.node("Abs", [value])
         most = ir.node("ReduceMax", [sizes.outputs[0], _constant(self.graph, "last axis", np.array([-1]))])
-        scales = ir.node("Mul", [most.outputs[0], largest])  # 0 only if all are 0, and so is the product then
+        scales = ir.node("Mul", [most.outputs[0], largest])  # 0 only for an input of zeros, whose product is 0
         nodes = [sizes, most, scales]
         if node.op_type not in self.middles:
             shape = ir.node("Shape", scales.outputs)
@@ -352,7 +355,7 @@ class _Integers:
 
 
 def round_rows(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows as int8 and the scale of each [rows, 1]: their product is `weights`, up to half a step of the rounding."""
+    """Return rows as int8, and their scales [rows, 1]: the product is `weights`, up to half a step of the rounding."""
     scales = np.abs(weights).max(axis=1, keepdims=True).astype(np.float32) / MAX_WEIGHT
     scales[scales == 0] = 1
     return np.rint(weights / scales).astype(np.int8), scales
@@ -379,7 +382,7 @@ def _multiply_by_blocks(graph: Any, node: Any, weights: np.ndarray) -> None:
 
 
 def _is_plain(node: Any) -> bool:
-    """Whether a product is A x B, or A x B + C."""
+    """Return whether a product is A x B, or A x B + C."""
     attributes = node.attributes
     plain = all(attributes.get_float(name, 1.0) == 1.0 for name in ("alpha", "beta"))
     return plain and not any(attributes.get_int(name, 0) for name in ("transA", "transB"))
@@ -391,7 +394,7 @@ def _is_table(value: Any, words: int) -> bool:
 
 
 def _array(value: Any) -> np.ndarray | None:
-    """The array of an initializer, or of one that is only transposed."""
+    """Return the array of an initializer, or of a transposed initializer; None for other values."""
     node = value.producer()
     if node is not None and node.op_type == "Transpose" and len(node.inputs) == 1:
         array = _array(node.inputs[0])
@@ -401,12 +404,12 @@ def _array(value: Any) -> np.ndarray | None:
 
 def _known(value: Any) -> np.ndarray:
     array = _array(value)
-    assert array is not None, f"{value.name} is no constant"
+    assert array is not None, f"{value.name} is not a constant"
     return array
 
 
 def _constant(graph: Any, name: str, array: np.ndarray) -> Any:
-    """An initializer of the graph: a new one, or the one that has this name."""
+    """Return the graph's initializer with this name; make it if there is none."""
     import onnx_ir as ir
 
     if name not in graph.initializers:
@@ -418,7 +421,7 @@ def _constant(graph: Any, name: str, array: np.ndarray) -> Any:
 
 
 def _replace(graph: Any, node: Any, nodes: Sequence[Any]) -> None:
-    """Puts `nodes` in the place of one whose output is that of the last of them."""
+    """Replace `node` by `nodes`: the output of the last one takes the place of the node's output."""
     import onnx_ir as ir
 
     before, after = node.outputs[0], nodes[-1].outputs[0]

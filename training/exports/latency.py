@@ -1,6 +1,6 @@
-"""Latency of a model's exports: ONNX Runtime against torch on this machine, in turns, so that all see the same load.
+"""Latency of a model's exports: ONNX Runtime and torch run in turns on this machine, so that all see the same load.
 
-A forward run gives logits of whole texts; a decode step gives those of one more token behind a cache.
+A forward run computes logits of whole texts; a decode step, those of one more token after a cache.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from training.node.compiler import why_no_compile
 from training.records.plan import RunPlan
 from training.records.results import SERVED, LatencyFigure, LatencyReport
 
-ROUNDS = range(3, 31)  # the fewest and the most runs of a shape, by the time that is left for it
+ROUNDS = range(3, 31)  # from the fewest to the most runs of a shape, as its time allows
 
 Graph = Literal["forward", "decode"]
 Call = Callable[[], object]
-# graph, batch, length -> one run of it with its inputs ready; None where the engine has no such graph
+# graph, batch, length -> a function that runs the graph once on ready inputs; None if the engine has no such graph
 Engine = Callable[[Graph, int, int], Call | None]
 
 
 def measure_latency(model: Any, folder: Path, *, plan: RunPlan) -> LatencyReport:
-    """Measures medians by engine, graph, precision, batch and length, in about export.latency_seconds."""
+    """Measure medians by engine, graph, precision, batch and length, in about export.latency_seconds."""
     bounds, started = plan.config.export, time.perf_counter()
     engines: dict[tuple[str, str], Engine] = {("torch", "fp32"): torch_engine(model)}
     why = why_not_measured(bounds)
@@ -59,7 +59,7 @@ def measure_latency(model: Any, folder: Path, *, plan: RunPlan) -> LatencyReport
 def in_turns(
     engines: dict[tuple[str, str], Engine], graph: Graph, batch: int, length: int, *, seconds: float
 ) -> Iterator[LatencyFigure]:
-    """Runs all engines in turns on one shape; yields the median of each."""
+    """Run all engines in turns on one shape; yield the median of each."""
     calls = {key: call for key, engine in engines.items() if (call := engine(graph, batch, length))}
     deadline = time.perf_counter() + seconds
     for call in calls.values():
@@ -92,7 +92,7 @@ def onnx_engine(folder: Path, precision: str) -> Engine:
 
 
 def in_place_engine(session: Any) -> Engine:
-    """Return an engine that steps as the server does: `batch` rows at a time, of a cache that stays in place."""
+    """Return an engine that steps as the server does: `batch` rows at a time, with a cache updated in place."""
 
     def engine(graph: Graph, batch: int, length: int) -> Call | None:
         if graph == "forward":
@@ -104,7 +104,7 @@ def in_place_engine(session: Any) -> Engine:
 
 
 def session_engine(sessions: Mapping[Graph, Any]) -> Engine:
-    """An engine of ONNX Runtime's sessions, or of sessions that are called like them."""
+    """Return an engine of ONNX Runtime's sessions, or of sessions with the same interface."""
 
     def engine(graph: Graph, batch: int, length: int) -> Call | None:
         if graph not in sessions:
@@ -129,7 +129,7 @@ def inputs_of(session: Any, graph: Graph, batch: int, length: int) -> dict[str, 
 def torch_engine(model: Any, *, compiled: bool = False) -> Engine:
     modules = {"forward": Forward(model).eval(), "decode": Decode(model).eval()}
     runs: dict[str, Callable[..., object]] = {
-        # dynamic: one compilation serves all shapes, but for batch 1, which gets its own
+        # dynamic: one compilation serves all shapes, except batch 1, which gets its own
         kind: torch.compile(module, dynamic=True) if compiled else module
         for kind, module in modules.items()
     }
@@ -158,7 +158,7 @@ def torch_engine(model: Any, *, compiled: bool = False) -> Engine:
 
 
 def why_not_measured(bounds: ExportConfig) -> str:
-    """The reason why torch.compile is not measured, "" if it is."""
+    """Return the reason why torch.compile is not measured, "" if it is."""
     if not bounds.latency_compile:
-        return "it compiles for up to a minute: export.latency_compile=true measures it too"
+        return "compilation takes up to a minute: set export.latency_compile=true to measure it"
     return why_no_compile("cpu")

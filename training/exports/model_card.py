@@ -10,7 +10,7 @@ from training.records.train_result import TrainResult
 
 
 def model_card(plan: RunPlan, result: TrainResult, *, parity: ParityReport, run_dir: Path) -> str:
-    """Markdown with the header that the Hugging Face hub reads."""
+    """Return Markdown with the header that the Hugging Face hub reads."""
     masked = plan.config.objective == "masked"
     shape, train = plan.shape, plan.config.train
     auto_class = "AutoModelForMaskedLM" if masked else "AutoModelForCausalLM"
@@ -49,12 +49,12 @@ def _graphs(plan: RunPlan) -> str:
         return text
     return f"""{text} `decode.onnx` continues texts with a KV cache: it takes `input_ids`, `position_ids`,
 `attention_mask` [batch, past + length] and `past_key_values.N.key|value`, which may be empty, and gives `logits` and
-`present.N.key|value`. `batch.onnx` and `batch_PRECISION.onnx`, if present, do so for ONNX Runtime, with the cache in
-place. Weights of fp32 are in `model.onnx.data`."""
+`present.N.key|value`. `batch.onnx` and `batch_PRECISION.onnx`, if present, do the same with ONNX Runtime, which
+updates their cache in place. fp32 weights are in `model.onnx.data`."""
 
 
 def _evaluation(run_dir: Path, result: TrainResult) -> EvalReport | None:
-    """eval.json, if the run was evaluated at this checkpoint."""
+    """Return eval.json, if the run was evaluated at this checkpoint."""
     path = run_dir / "eval.json"
     report = EvalReport.read(path) if path.is_file() else None
     return report if report and report.checkpoint_sha256 == result.checkpoint_sha256 else None
@@ -67,7 +67,7 @@ def _figures(result: TrainResult, *, parity: ParityReport, evaluation: EvalRepor
             ("validation loss", f"{evaluation.loss:.4f} nats per token, {evaluation.tokens:,} held-out tokens"),
             ("perplexity", f"{evaluation.perplexity:.2f}"),
         ]
-        if evaluation.bits_per_byte is not None:  # masked models predict gaps, not the text: they have none
+        if evaluation.bits_per_byte is not None:  # None for masked models: they predict only masked tokens
             rows.append(("bits per byte", f"{evaluation.bits_per_byte:.4f}"))
     rows.append(("export", parity.in_words))
     return "\n".join(["| figure | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])

@@ -1,7 +1,7 @@
 """ONNX graphs of a model: whole texts (`model.onnx`), token by token with a KV cache (`decode.onnx`, `batch.onnx`).
 
-They take their weights from one file, so they are on disk once. The decode graph's inputs and outputs have the names
-that Hugging Face Optimum uses; any runtime of ONNX takes it. The batch graph is ONNX Runtime's own (batch_graph.py).
+The graphs share one file of weights. The decode graph's inputs and outputs have the names that Hugging Face Optimum
+uses, and any ONNX runtime can run it. Only ONNX Runtime can run the batch graph (batch_graph.py).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ ALIGNMENT = 4096  # so that the weights of a file can be mapped to memory
 
 
 def graph_file(kind: str, precision: str = "fp32") -> str:
-    """`kind`: forward, decode or batch."""
+    """Return the name of a graph's file. `kind`: forward, decode or batch."""
     stem = "model" if kind == "forward" else kind
     return f"{stem}.onnx" if precision == "fp32" else f"{stem}_{precision}.onnx"
 
 
 def save_graphs(model: Any, folder: Path, *, precision: str = "fp32", causal: bool) -> dict[str, str]:
-    """model.onnx and, for causal models, decode.onnx and batch.onnx, over one model.onnx.data; of fp16 with `_fp16`.
+    """Write model.onnx and, for causal models, decode.onnx and batch.onnx, with one model.onnx.data; fp16: `_fp16`.
 
-    The model is taken in the precision that it has; logits are fp32 in any. Returns what could not be made and why:
-    some classes keep no keys and values (Mamba), or in ways that torch.export cannot follow.
+    The model is exported in its own precision; logits are always fp32. Return the files that could not be made, with
+    reasons: some classes cache no keys and values (Mamba), or cache them in ways that torch.export cannot trace.
     """
     forward, decode, batch = (folder / graph_file(kind, precision) for kind in ("forward", "decode", "batch"))
     with WeightsFile(forward.with_name(f"{forward.name}.data")) as weights:
@@ -55,7 +55,7 @@ def save_graphs(model: Any, folder: Path, *, precision: str = "fp32", causal: bo
         whole = graph.clone()
         try:
             read_whole_texts(whole)
-        except Exception:  # an unusual graph: tracing the model again takes as long, and is as good
+        except Exception:  # an unusual graph: trace the model again, which is slower but as good
             whole = forward_graph(model)
         _save(whole, forward, weights)
         try:
@@ -67,9 +67,9 @@ def save_graphs(model: Any, folder: Path, *, precision: str = "fp32", causal: bo
 
 
 def save_quantized(folder: Path, precision: str) -> dict[str, str]:
-    """batch_int8.onnx or batch_int4.onnx from the folder's batch.onnx, each with a file of weights of its own.
+    """Write batch_int8.onnx or batch_int4.onnx from the folder's batch.onnx, with its own file of weights.
 
-    Returns what could not be made and why.
+    Return the file that could not be made, with the reason; {} if it was.
     """
     import onnx_ir
 
@@ -80,14 +80,14 @@ def save_quantized(folder: Path, precision: str) -> dict[str, str]:
     try:
         quantize(graph, precision=precision)
     except Exception as error:
-        return {target.name: f"its weights cannot be rounded ({_first_line(error)})"}
+        return {target.name: f"its weights cannot be quantized ({_first_line(error)})"}
     with WeightsFile(target.with_name(f"{target.name}.data")) as weights:
         _save(graph, target, weights)
     return why_not_run(target)
 
 
 def why_not_run(batch: Path) -> dict[str, str]:
-    """Return the reason why ONNX Runtime cannot step a batch graph, which is removed then; {} if it can."""
+    """Remove a batch graph that ONNX Runtime cannot run, and return the reason by file name; {} if it can run."""
     try:
         in_place_logits(open_session(batch), [np.zeros(3, dtype=np.int64)], steps=1)
     except Exception as error:
@@ -97,7 +97,7 @@ def why_not_run(batch: Path) -> dict[str, str]:
 
 
 def remove_graph(batch: Path) -> None:
-    """Removes a batch graph, and the file of weights that only it reads, if there is one."""
+    """Remove a batch graph, and its own file of weights, if it has one."""
     batch.unlink(missing_ok=True)
     batch.with_name(f"{batch.name}.data").unlink(missing_ok=True)
 
@@ -107,7 +107,7 @@ def _first_line(error: Exception) -> str:
 
 
 class Forward(torch.nn.Module):
-    """A model as one tensor in, one out, without a cache."""
+    """A model with one input tensor, one output tensor, and no cache."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -118,8 +118,8 @@ class Forward(torch.nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         if not self.causal:
             return self.model(input_ids=input_ids).logits.float()
-        # Given in full for every row: by default the classes broadcast one row of positions over the batch,
-        # which ONNX's RotaryEmbedding does not allow, and look for texts packed into one row.
+        # Positions and mask are given for every row: by default the classes broadcast one row of positions over the
+        # batch, which ONNX's RotaryEmbedding does not allow, and look for texts packed into one row.
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         mask = torch.ones_like(input_ids)
         outputs = self.model(input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False)
@@ -127,7 +127,7 @@ class Forward(torch.nn.Module):
 
 
 class Decode(torch.nn.Module):
-    """A model that reads some more tokens behind a cache; the cache is an input and an output, layer by layer."""
+    """A model that reads more tokens after a cache; the cache is an input and an output, layer by layer."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -150,17 +150,18 @@ class Decode(torch.nn.Module):
 
 
 def forward_graph(model: Any) -> Any:
-    """`input_ids` int64 [batch, length] -> `logits` fp32 [batch, length, vocab]."""
-    # A size of 1 would be taken for a constant, and equal ones for the same.
+    """Return the ONNX graph of `input_ids` int64 [batch, length] -> `logits` fp32 [batch, length, vocab]."""
+    # torch.export would take a size of 1 for a constant, and equal sizes for one dimension.
     arguments = (torch.zeros(2, 3, dtype=torch.int64),)
     program = _trace(Forward(model), arguments, ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},))
     return _onnx(program, {"input_ids": ["batch", "length"]}, {"logits": ["batch", "length", model.config.vocab_size]})
 
 
 def decode_graph(model: Any) -> Any:
-    """`input_ids`, `attention_mask`, `position_ids`, `past_key_values.{i}.key|value` -> `logits`, `present.{i}.…`.
+    """Return the ONNX graph that reads tokens after a cache, whose length `past` may be 0.
 
-    `past` may be 0, and rows may be padded left or right where `attention_mask` has 0.
+    `input_ids`, `attention_mask`, `position_ids`, `past_key_values.{i}.key|value` -> `logits`, `present.{i}.…`. Rows
+    may be padded left or right; `attention_mask` is 0 there.
     """
     program, cache = trace_decode(model)
     sizes = {
@@ -184,11 +185,11 @@ def decode_graph(model: Any) -> Any:
 def trace_decode(
     model: Any, *, grouped: bool = True
 ) -> tuple[torch.export.ExportedProgram, list[tuple[Tensor, Tensor]]]:
-    """The program of `Decode`, and the cache that it was traced with.
+    """Return the exported program of `Decode`, and the cache that it was traced with.
 
-    `grouped`: attention itself may have fewer key than query heads; else keys and values are repeated for it.
+    `grouped`: the attention operator gets fewer key than query heads; else keys and values are repeated before it.
     """
-    batch, length, past = 2, 3, 5  # a size of 1 would be taken for a constant, and equal ones for the same
+    batch, length, past = 2, 3, 5  # a size of 1 would be taken for a constant, and equal sizes for one dimension
     cache = zero_cache(model, batch=batch, past=past)
     arguments = (
         torch.zeros(batch, length, dtype=torch.int64),
@@ -203,7 +204,7 @@ def trace_decode(
 
 
 def zero_cache(model: Any, *, batch: int, past: int) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of every layer, as the model itself shapes them, `past` tokens long."""
+    """Return zeros as keys and values of every layer, in the model's own shapes, `past` tokens long."""
     with torch.inference_mode():
         token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
         layers = model(input_ids=token, use_cache=True).past_key_values.layers
@@ -223,7 +224,7 @@ def _trace(
 
 @contextlib.contextmanager
 def _grouped_queries() -> Iterator[None]:
-    """Lets Attention have fewer key than query heads: no copy of the cache, which saves 15% of a step of 16 rows."""
+    """Let Attention have fewer key than query heads: not copying the cache saves 15% of a step of 16 rows."""
     name = "TRANSFORMERS_SDPA_FORCE_GQA"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -237,7 +238,7 @@ def _grouped_queries() -> Iterator[None]:
 
 
 def _onnx(program: torch.export.ExportedProgram, inputs: dict[str, list[Any]], outputs: dict[str, list[Any]]) -> Any:
-    """An onnx_ir model whose inputs and outputs have these names and shapes, without the traces of its making."""
+    """Return an onnx_ir model whose inputs and outputs have these names and shapes, without the export's metadata."""
     import onnx_ir
 
     exported = torch.onnx.export(
@@ -255,7 +256,7 @@ def _onnx(program: torch.export.ExportedProgram, inputs: dict[str, list[Any]], o
     onnx_ir.passes.common.ClearMetadataAndDocStringPass()(model)  # stack traces with this machine's paths
     for node in model.graph:
         for value in node.outputs:
-            value.shape = None  # in symbols that no input has any more
+            value.shape = None  # its symbols no longer occur in any input
     for value in (*model.graph.inputs, *model.graph.outputs):
         value.shape = onnx_ir.Shape({**inputs, **outputs}[str(value.name)])
     return model
@@ -284,7 +285,7 @@ class WeightsFile:
         self.file.close()
 
     def put(self, tensor: Any) -> Any:
-        """Writes a tensor to the file and returns its reference; small tensors are returned as they are."""
+        """Write a tensor to the file and return a reference to it; return small tensors as they are."""
         import onnx_ir
 
         written = isinstance(tensor, onnx_ir.ExternalTensor) and Path(tensor.path) == self.path

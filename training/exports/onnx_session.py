@@ -13,13 +13,13 @@ PAST = "past_key_values."
 
 
 def open_session(path: Path, *, threads: int = 0) -> Any:
-    """Opens a graph. `threads`: threads of one operator; 0: one per core."""
+    """Open a graph. `threads`: threads of one operator; 0: one per core."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors only
     options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # torch needs the cores in between
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # waiting threads would slow torch down
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
@@ -28,7 +28,7 @@ def forward_logits(session: Any, ids: np.ndarray) -> np.ndarray:
 
 
 class Decoding:
-    """Texts that grow together: the session of a decode graph and the cache of its rows so far."""
+    """A batch of texts that grow together: the session of a decode graph, and the rows' cache so far."""
 
     def __init__(self, session: Any, *, rows: int) -> None:
         self.session = session
@@ -36,7 +36,7 @@ class Decoding:
         self.past = empty_past(session, rows=rows)
 
     def logits(self, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
-        """fp32 [rows, length, vocab] behind all tokens so far; `mask`: 0 where `ids` are padding."""
+        """Return logits fp32 [rows, length, vocab] of `ids`, read after all tokens so far; `mask`: 0 at padding."""
         self.mask = np.concatenate([self.mask, np.ones_like(ids) if mask is None else mask], axis=1)
         positions = np.maximum(self.mask.cumsum(1) - 1, 0)[:, -ids.shape[1] :]
         feed = {"input_ids": ids, "attention_mask": self.mask, "position_ids": positions, **self.past}
@@ -46,16 +46,16 @@ class Decoding:
 
 
 class InPlaceDecoding:
-    """Texts that grow in rows of their own: the session of a batch graph, and its cache, which stays where it is."""
+    """Texts that grow in separate rows: the session of a batch graph, and its cache, which is updated in place."""
 
     def __init__(self, session: Any, *, rows: int, capacity: int) -> None:
         self.session = session
         self.cache = empty_past(session, rows=rows, length=capacity)
 
     def step(self, ids: np.ndarray, starts: Sequence[int], *, first: int = 0) -> Callable[[], np.ndarray]:
-        """A call that reads `ids` [rows, length] behind `starts` tokens, in the rows from `first` on.
+        """Return a function that reads `ids` [rows, length] after `starts` tokens, in the rows from `first` on.
 
-        It returns fp32 logits [rows, length, vocab], always in the same array.
+        It returns fp32 logits [rows, length, vocab], in the same array at every call.
         """
         rows, length = ids.shape
         logits = np.empty((rows, length, self.session.get_outputs()[0].shape[2]), dtype=np.float32)
@@ -69,7 +69,7 @@ class InPlaceDecoding:
                 bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
 
         def run() -> np.ndarray:
-            assert inputs  # the binding knows only where its arrays are: they must stay
+            assert inputs  # keeps the arrays alive: the binding has only their addresses
             self.session.run_with_iobinding(binding)
             return logits
 
@@ -77,7 +77,7 @@ class InPlaceDecoding:
 
 
 def empty_past(session: Any, *, rows: int, length: int = 0) -> dict[str, np.ndarray]:
-    """Zeros in the shapes and precision of the graph's cache."""
+    """Return zeros in the shapes and precision of the graph's cache."""
     return {
         tensor.name: np.zeros((rows, tensor.shape[1], length, tensor.shape[3]), dtype=NUMPY_TYPES[tensor.type])
         for tensor in session.get_inputs()
@@ -86,7 +86,7 @@ def empty_past(session: Any, *, rows: int, length: int = 0) -> dict[str, np.ndar
 
 
 def decoded_logits(session: Any, texts: list[np.ndarray], *, steps: int) -> list[np.ndarray]:
-    """fp32 [length, vocab] of each text: prompts at once, padded left to one length, then `steps` tokens one by one."""
+    """Return logits fp32 [length, vocab] of each text: all prompts at once, padded left, then `steps` single tokens."""
     steps = min(steps, min(len(text) for text in texts) - 1)
     width = max(len(text) for text in texts) - steps
     padding = [width - (len(text) - steps) for text in texts]
@@ -104,7 +104,7 @@ def decoded_logits(session: Any, texts: list[np.ndarray], *, steps: int) -> list
 
 
 def in_place_logits(session: Any, texts: list[np.ndarray], *, steps: int) -> list[np.ndarray]:
-    """Like `decoded_logits` of a batch graph: each prompt in two pieces, then `steps` tokens of all texts at a time."""
+    """Do as `decoded_logits` does, with a batch graph: each prompt in two pieces, then all texts token by token."""
     steps = min(steps, min(len(text) for text in texts) - 1)
     decoding = InPlaceDecoding(session, rows=len(texts), capacity=max(len(text) for text in texts))
     found: list[list[np.ndarray]] = []

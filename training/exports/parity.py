@@ -1,4 +1,4 @@
-"""Parity: whether the files of an export give the checkpoint's logits on held-out text, within the bounds of config."""
+"""Parity: whether an export's files give the checkpoint's logits on held-out text, within the config's bounds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from training.shards.stream import TokenStream
 
 # Rows of a batch are limited so that one array of logits stays under 128 MiB.
 MAX_BATCH_LOGITS = 2**25
-STEPS = 8  # tokens that the decode graph gets one by one, behind a prompt
+STEPS = 8  # tokens that the decode graph gets one by one, after a prompt
 
 Portable = Literal["forward", "decode"]
 Kind = Literal["forward", "decode", "batch"]
@@ -87,9 +87,9 @@ def _loss(logits: np.ndarray, targets: np.ndarray) -> float:
 
 
 def check_parity(model: Any, reloaded: Any, folder: Path, *, plan: RunPlan) -> tuple[ParityReport, dict[str, str]]:
-    """Compares every graph in `folder`, and the model that was reloaded from it, with `model`.
+    """Compare every graph in `folder`, and the model that was reloaded from it, with `model`.
 
-    Also returns the batch graphs that are out of bounds, and why: the export is complete without them.
+    Also return the batch graphs that are out of bounds, with reasons: the export is complete without them.
     """
     masked, bounds = plan.config.objective == "masked", plan.config.export
     graphs: list[tuple[Kind, str]] = [*graphs_in(folder), *batch_graphs_in(folder)]
@@ -105,7 +105,7 @@ def check_parity(model: Any, reloaded: Any, folder: Path, *, plan: RunPlan) -> t
     reports = [tallies[key].report(*key, bounds) for key in graphs if key[1] not in QUANTIZED]
     out = {graph.file: _figures(graph) for graph in reports if graph.graph == "batch" and not graph.passed}
     precisions: list[PrecisionQuality] = []
-    if graph_file("batch") in out:  # what was made from it is no better
+    if graph_file("batch") in out:  # quantized graphs are made from it
         out |= {graph_file(*key): f"{graph_file('batch')} is out of bounds" for key in graphs if key[1] in QUANTIZED}
     elif ("batch", "fp32") in graphs:
         kept = [precision for kind, precision in graphs if kind == "batch" and graph_file(kind, precision) not in out]
@@ -145,7 +145,7 @@ def _price(quality: PrecisionQuality) -> str:
 
 
 def graphs_in(folder: Path) -> list[tuple[Portable, str]]:
-    """Graphs for any runtime of ONNX."""
+    """Return the kind and precision of the graphs in `folder` that any ONNX runtime can run."""
     return [
         (kind, precision)
         for precision in ("fp32", "fp16")
@@ -155,13 +155,13 @@ def graphs_in(folder: Path) -> list[tuple[Portable, str]]:
 
 
 def batch_graphs_in(folder: Path) -> list[tuple[Kind, str]]:
-    """Graphs for ONNX Runtime only, fp32 first."""
+    """Return the kind and precision of the graphs in `folder` for ONNX Runtime only, fp32 first."""
     precisions = ("fp32", "fp16", *QUANTIZED)
     return [("batch", precision) for precision in precisions if (folder / graph_file("batch", precision)).is_file()]
 
 
 def held_out_texts(plan: RunPlan) -> list[list[np.ndarray]]:
-    """int64 texts, in lists that are run as one batch: windows spread over the held-out tokens, then shorter ones."""
+    """Return int64 texts, in lists that run as one batch: windows spread over held-out tokens, then shorter ones."""
     stream = TokenStream(Path(plan.shards_dir), "validation")
     length = plan.config.train.context  # the plan made sure that there are more tokens than this
     starts = np.linspace(0, len(stream) - length, plan.config.export.parity_sequences).astype(np.int64)
@@ -190,7 +190,7 @@ def session_logits(session: Any, kind: str) -> Logits:
 
 
 def _by_length(logits: Callable[[np.ndarray], np.ndarray], texts: list[np.ndarray]) -> list[np.ndarray]:
-    """Runs texts of one length together, others one by one: a forward graph has no padding."""
+    """Run texts of one length together, others one by one: a forward graph has no padding."""
     if len({len(text) for text in texts}) == 1:
         return list(logits(np.stack(texts)))
     return [logits(text[None])[0] for text in texts]
@@ -204,8 +204,8 @@ def parity_failure(parity: ParityReport, *, report: Path) -> str:
     return (
         f"{'; '.join([_figures(graph) for graph in parity.graphs if not graph.passed] or [reloaded])}; see {report}. "
         "If this is rounding, raise export.max_logit_difference and export.max_perplexity_difference or lower "
-        "export.min_argmax_agreement (of fp16 graphs: export.fp16_*, or leave fp16 out of export.precisions); "
-        "if not, evaluate the checkpoint first: weights that are not finite show up here too"
+        "export.min_argmax_agreement (for fp16 graphs: export.fp16_*, or leave fp16 out of export.precisions); "
+        "if not, evaluate the checkpoint first: weights that are not finite fail this check too"
     )
 
 

@@ -1,7 +1,7 @@
 """TensorRT engines: built from ONNX graphs on the GPU that will serve them, and run.
 
-An engine runs on the kind of GPU and the version of TensorRT that built it, so both are in its record. Networks are
-strongly typed (TensorRT 11 has no other): the precision is the ONNX graph's.
+An engine runs only on the kind of GPU and the version of TensorRT that built it, so both are in its record. Networks
+are strongly typed (TensorRT 11 has no others): the precision is the ONNX graph's.
 https://docs.nvidia.com/deeplearning/tensorrt/latest/inference-library/python-api-docs.html
 """
 
@@ -33,7 +33,7 @@ class ShapeRange:
 
 
 def why_no_tensorrt() -> str:
-    """The reason why engines cannot be built and run on this machine, "" if they can."""
+    """Return the reason why engines cannot be built and run on this machine, "" if they can."""
     if not torch.cuda.is_available():
         return f"TensorRT needs a CUDA GPU, and torch finds none here: {CURE}"
     try:
@@ -44,11 +44,11 @@ def why_no_tensorrt() -> str:
 
 
 def profiles(inputs: dict[str, list[Any]], config: TensorRTConfig, *, context: int) -> list[dict[str, ShapeRange]]:
-    """Shapes by input of a forward or decode graph, from its sizes: numbers, or names like `past + length`.
+    """Return the optimization profiles of a forward or decode graph: ranges of shapes, by input.
 
-    A decode graph gets two profiles: prompts, few at a time and with nothing before them, and single tokens, many at a
-    time and with up to the whole context before them. One for both would reserve memory for max_batch prompts of the
-    whole context, and for the logits of all their words.
+    `inputs`: the dimensions of each input: numbers, or names like `past + length`. A decode graph gets two profiles:
+    for prompts, few at a time with an empty cache, and for single tokens, many at a time with up to the whole context
+    in the cache. One profile for both would reserve memory for max_batch prompts of the whole context and their logits.
     """
     batches, usual = (1, config.usual_batch, config.max_batch), min(config.usual_length, context)
     texts: dict[str, tuple[int, ...]] = {"batch": batches, "length": (1, usual, context)}
@@ -61,7 +61,7 @@ def profiles(inputs: dict[str, list[Any]], config: TensorRTConfig, *, context: i
 
 
 def _ranges(inputs: dict[str, list[Any]], sizes: dict[str, tuple[int, ...]]) -> dict[str, ShapeRange]:
-    """The inputs' smallest, usual and largest shapes; `sizes`: those of each name."""
+    """Return the inputs' smallest, usual and largest shapes; `sizes`: the three sizes of each named dimension."""
     if "past" in sizes:
         together = (past + length for past, length in zip(sizes["past"], sizes["length"], strict=True))
         sizes = sizes | {"past + length": tuple(together)}
@@ -75,22 +75,23 @@ def _ranges(inputs: dict[str, list[Any]], sizes: dict[str, tuple[int, ...]]) -> 
 def build_engine(
     graph: Path, profiles: Sequence[dict[str, ShapeRange]], config: TensorRTConfig, *, timing_cache: Path
 ) -> bytes:
-    """The serialized engine, with an optimization profile for each of `profiles`.
+    """Return the serialized engine, with an optimization profile for each of `profiles`.
 
-    Raises ValueError with TensorRT's own message where the graph cannot be built."""
+    Raises ValueError with TensorRT's own message if the engine cannot be built.
+    """
     import tensorrt as trt
 
     logger = trt.Logger(trt.Logger.WARNING)
     builder = trt.Builder(logger)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, logger)
-    if not parser.parse_from_file(str(graph)):  # by its path: the weights lie beside it
+    if not parser.parse_from_file(str(graph)):  # by path, to find the weights beside it
         problems = [problem.desc() for problem in map(parser.get_error, range(parser.num_errors))]
         raise ValueError(f"TensorRT {trt.__version__} cannot read {graph.name}: {'; '.join(problems)}")
     settings = builder.create_builder_config()
     settings.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, int(config.workspace_gib * 2**30))
     settings.builder_optimization_level = config.optimization_level
-    settings.clear_flag(trt.BuilderFlag.TF32)  # 10 bits of fraction where the graph says fp32: out of parity's bounds
+    settings.clear_flag(trt.BuilderFlag.TF32)  # TF32's 10 bits of fraction would exceed parity's bounds for fp32
     for shapes in profiles:
         ranges = builder.create_optimization_profile()
         for name, size in shapes.items():
@@ -104,7 +105,7 @@ def build_engine(
     if plan is None:
         raise ValueError(
             f"TensorRT {trt.__version__} built no engine of {graph.name}; its log above says why. "
-            "Where it is memory, lower tensorrt.max_batch or raise tensorrt.workspace_gib"
+            "If memory ran out, lower tensorrt.max_batch or raise tensorrt.workspace_gib"
         )
     cache = settings.get_timing_cache()
     write_atomically(timing_cache, bytes(cache.serialize()))
@@ -112,10 +113,9 @@ def build_engine(
 
 
 class EngineSession:
-    """An engine that is run as an ONNX Runtime session is: names and arrays in, arrays out.
+    """An engine with the interface of an ONNX Runtime session: names and arrays in, arrays out.
 
-    `get_inputs` gives names, sizes and types in ONNX Runtime's words, so that parity and latency are measured by the
-    same code.
+    `get_inputs` gives ONNX Runtime's names of types, so that the same code measures parity and latency.
     """
 
     def __init__(self, plan: bytes) -> None:
@@ -149,11 +149,11 @@ class EngineSession:
         return [found[name].cpu().numpy() for name in (names or self.outputs)]
 
     def run_on_gpu(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Runs the engine on tensors on the GPU; returns when its outputs are complete."""
+        """Run the engine on tensors on the GPU; return its outputs when they are complete."""
         context = self.contexts[self._profile_of({name: tuple(tensor.shape) for name, tensor in given.items()})]
         for name, tensor in given.items():
             if not context.set_input_shape(name, tuple(tensor.shape)):
-                raise ValueError(f"{name} {tuple(tensor.shape)} is refused by the engine")
+                raise ValueError(f"the engine refuses the shape {tuple(tensor.shape)} of {name}")
             context.set_tensor_address(name, _address(tensor))
         found = {
             name: torch.empty(tuple(context.get_tensor_shape(name)), dtype=self.types[name], device="cuda")
@@ -168,12 +168,12 @@ class EngineSession:
         return found
 
     def _profile_of(self, shapes: dict[str, Shape]) -> int:
-        """The first profile that takes these shapes. Raises ValueError where none does."""
+        """Return the first profile that allows these shapes. Raises ValueError if none does."""
         for number in range(len(self.contexts)):
             allowed = {name: self.engine.get_tensor_profile_shape(name, number) for name in shapes}
             if all(within(shapes[name], tuple(low), tuple(high)) for name, (low, _, high) in allowed.items()):
                 return number
-        raise ValueError(f"{shapes} is out of the engine's {len(self.contexts)} profiles: see tensorrt.json")
+        raise ValueError(f"none of the engine's {len(self.contexts)} profiles (tensorrt.json) allows {shapes}")
 
 
 def within(shape: Shape, low: Shape, high: Shape) -> bool:
