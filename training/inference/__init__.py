@@ -1,1 +1,1 @@
-"""Text from a model, by torch ranks."""
+"""Text generation by torch ranks."""

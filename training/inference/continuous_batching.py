@@ -1,8 +1,8 @@
-"""Requests that come at the same time are decoded together: each step gives every one of them a token.
+"""Continuous batching: requests that come at the same time are decoded together, one token of each per step.
 
-A new request joins a running batch by a step of its own, which reads its prompt; one that ends leaves its row to the
-batch's last one. A text that has filled the context goes on from the last half of it, which is read anew: all positions
-move, so no cached key or value holds (as tasks/inference/onnx_generator.py does it).
+A new request joins a running batch by a step of its own, which reads its prompt. When a request ends, the batch's last
+request moves to its row. A text that has filled the context continues from its last half, which is read again: all
+positions change, so cached keys and values are no longer valid (the same as in tasks/inference/onnx_generator.py).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from training.records.decoding import DecodeRequest, NewTokens
 
 @dataclass(eq=False)
 class DecodingSequence:
-    """A request that is being decoded. `ids`: what the model sees.
+    """A request that is being decoded. `ids`: the tokens that the model sees.
 
-    `is_cached`: the cache holds their keys and values, but for the last token's.
+    `is_cached`: whether the cache holds their keys and values, except those of the last token.
     """
 
     number: int
@@ -37,12 +37,12 @@ class DecodingSequence:
 
     @classmethod
     def start(cls, request: DecodeRequest, *, vocab_size: int, context: int) -> DecodingSequence:
-        """Raises ValueError for tokens that the model does not have."""
+        """Return the sequence of a request. Raises ValueError for an empty prompt, or token IDs that do not exist."""
         ids = request.ids
         if not ids or not all(0 <= token < vocab_size for token in ids):
             raise ValueError(
-                f"the prompt has token IDs from {min(ids, default=None)} to {max(ids, default=None)}, the model has "
-                f"{vocab_size} tokens: take the tokenizer of the model's own folder"
+                f"the prompt has token IDs from {min(ids, default=None)} to {max(ids, default=None)}, but the model "
+                f"has {vocab_size} tokens: use the tokenizer in the model's own folder"
             )
         return cls(
             number=request.number,
@@ -55,7 +55,7 @@ class DecodingSequence:
 
     def append(self, token: int, *, context: int) -> None:
         self.ids.append(token)
-        if len(self.ids) > context:  # positions that the model was not trained at
+        if len(self.ids) > context:  # the model was not trained at such positions
             self.ids, self.is_cached = self.ids[-max(1, context // 2) :], False
 
 
@@ -65,11 +65,11 @@ class DecodingBatch:
     def __init__(self, number: int, *, context: int) -> None:
         self.number, self.context = number, context
         self.sequences: list[DecodingSequence] = []
-        self.round: deque[DecodingSequence | None] = deque()  # prompts to read, then None: a token for all others
-        self.stepped: list[DecodingSequence] = []  # those of the step in flight, by row of its logits
+        self.round: deque[DecodingSequence | None] = deque()  # prompts to read; None: a token for all others
+        self.stepped: list[DecodingSequence] = []  # sequences of the step in flight, by row of its logits
 
     def next_step(self) -> Forward:
-        """Each round steps every sequence once, so that prompts which are read do not hold up the others."""
+        """Return the next step. A round steps every sequence once, so that reading prompts does not delay others."""
         while True:
             if not self.round:
                 to_read = [sequence for sequence in self.sequences if not sequence.is_cached]
@@ -88,7 +88,7 @@ class DecodingBatch:
         return Extend(self.number, tokens, positions)
 
     def take(self, logits: Tensor) -> NewTokens:
-        """Choose the tokens of the step that came back."""
+        """Choose tokens from the logits of the step in flight, which has finished."""
         rows = [row for row, sequence in enumerate(self.stepped) if sequence.is_cached]  # the others were skipped
         sequences = [self.stepped[row] for row in rows]
         logits = logits if len(rows) == len(logits) else logits[rows]
@@ -106,7 +106,7 @@ class DecodingBatch:
         return NewTokens(tokens=tuple(tokens), ended=tuple(ended))
 
     def remove(self, numbers: Collection[int]) -> Iterator[Move]:
-        """Take sequences out; the moves close the gaps that they leave in the cache."""
+        """Remove sequences; yield the moves that close the gaps in the cache."""
         for sequence in [each for each in self.sequences if each.number in numbers]:
             row, last = self.sequences.index(sequence), self.sequences.pop()
             if last is not sequence:
@@ -133,7 +133,7 @@ class Batcher:
         self.waiting.append(sequence)
 
     def cancel(self, number: int) -> None:
-        """The request's row is free again after the step in flight."""
+        """Cancel a request; its row is free again after the step in flight."""
         self.waiting = deque(sequence for sequence in self.waiting if sequence.number != number)
         if any(sequence.number == number for batch in self.batches for sequence in batch.sequences):
             self.cancelled.add(number)
@@ -146,7 +146,7 @@ class Batcher:
         return self.finish_step() if self.in_flight else NewTokens()
 
     def finish_step(self) -> NewTokens:
-        """Wait for the oldest step."""
+        """Wait for the oldest step; return its tokens."""
         batch = self.in_flight.popleft()
         new = batch.take(self.ranks.result())
         self._remove(batch, new.ended)

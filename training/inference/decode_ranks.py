@@ -1,7 +1,7 @@
-"""Shares the steps of decoding between ranks: one leads and gets the logits, the others follow it.
+"""Runs the steps of decoding on several ranks: one leads and gets the logits, the others follow it.
 
-The leader submits steps and takes the logits of each in that order. Tensor parallelism: every rank runs every step
-on its pieces. Pipeline: rank 0 has the last stage, so that it chooses the tokens; steps and hidden states go round,
+The leader submits steps and takes their logits in the same order. Tensor parallelism: every rank runs every step on its
+pieces. Pipeline: rank 0 has the last stage, so that it gets the logits; steps and hidden states pass from rank to rank,
 1 -> 2 -> … -> 0, and as many steps may be in flight as there are stages.
 """
 
@@ -18,7 +18,7 @@ from training.inference.steps import Extend, Forward, Move, Prefill, Step, Stop,
 
 
 class SingleRank:
-    """One rank, which leads itself."""
+    """One rank without followers; the base class of ranks that share a model."""
 
     max_in_flight = 1
 
@@ -27,14 +27,14 @@ class SingleRank:
         self.submitted: deque[Forward] = deque()
 
     def submit(self, step: Step) -> None:
-        """Leader: take a step on. A Move is done at once; its batch has no other step in flight."""
+        """Leader: queue a step. A Move is done at once, because its batch has no other step in flight."""
         if isinstance(step, Move):
             self.runner.move(step)
         elif isinstance(step, Prefill | Extend):
             self.submitted.append(step)
 
     def result(self) -> Tensor:
-        """Leader: fp32 logits [rows, vocab] of the oldest step."""
+        """Leader: run the oldest step; return its fp32 logits [rows, vocab]."""
         return self.runner.run(self.submitted.popleft())
 
     def close(self) -> None:
@@ -42,7 +42,7 @@ class SingleRank:
 
 
 class TensorParallelRanks(SingleRank):
-    """One of several ranks that each have pieces of every matrix. `wire_size`: numbers in the tensor of a step."""
+    """One of several ranks that each have pieces of every matrix. `wire_size`: the length of a step's tensor."""
 
     def __init__(self, runner: StepRunner, *, wire_size: int, vocab_size: int) -> None:
         super().__init__(runner)
@@ -72,7 +72,7 @@ class TensorParallelRanks(SingleRank):
                     self._gather_words(self.runner.run(step))
 
     def _gather_words(self, piece: Tensor) -> Tensor:
-        """All words' logits on the leader. The first ranks may have one word more than the others."""
+        """Return all words' logits on the leader. The first ranks may have one word more than the others."""
         rows, most = len(piece), -(-self.vocab_size // self.world_size)
         padded = torch.nn.functional.pad(piece, (0, most - piece.shape[1]))
         gathered = [torch.empty_like(padded) for _ in range(self.world_size)] if dist.get_rank() == 0 else None
@@ -107,7 +107,7 @@ class PipelineRanks(SingleRank):
         self._wait_until_sent()
 
     def follow(self) -> None:
-        """Run the leader's steps, as they come from the stage before, until it closes."""
+        """Run the leader's steps, which the previous rank sends, until the leader closes."""
         before, after = self.rank - 1, (self.rank + 1) % self.world_size
         while True:
             buffer = torch.empty(self.wire_size, dtype=torch.int64)
@@ -131,7 +131,7 @@ class PipelineRanks(SingleRank):
                 work.wait()
 
     def _receive_hidden(self, step: Forward) -> Tensor:
-        """The hidden states that the stage before makes of the step."""
+        """Return the previous stage's hidden states of the step."""
         shape = (*step.shape, self.shard.width)
         hidden = torch.empty(shape, dtype=self.shard.dtype, device=self.shard.device)
         dist.recv(hidden, src=(self.rank - 1) % self.world_size)

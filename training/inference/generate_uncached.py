@@ -1,7 +1,8 @@
-"""Text from a model that may be spread over ranks: every rank makes the same forward passes, the first one chooses.
+"""Text from a model that may be spread over ranks: all ranks make the same forward passes, rank 0 chooses the tokens.
 
-There is no cache of keys and values: each pass reads prompts and new text again, all prompts in one batch. A sharded
-model is gathered once a pass whatever its length, and samples are short; serving has a cache (training/generate.py).
+There is no cache of keys and values: each pass reads prompts and new text again, all prompts in one batch. A cache
+would save little: each pass gathers a sharded model anyway, and samples are short. Serving uses a cache
+(training/generate.py).
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ def continuations(
     is_done: Callable[[Ids], bool] = lambda new: False,
     together: bool = True,
 ) -> list[Ids]:
-    """New tokens for each prompt, up to the end token, which is left out. The same for any strategy but for rounding.
+    """Return new tokens for each prompt, before the end token; they are equal in all strategies up to rounding.
 
-    Each prompt has a random generator of its own. What is longer than the context is read from its last `context`
-    tokens on. `is_done` of a prompt's new tokens ends it early. Collective, with the same arguments on all ranks; with
-    together=False each rank, holding the whole model, works by itself.
+    Each prompt has its own random generator. Of a text longer than the context, only the last `context` tokens are
+    read. A prompt ends early when `is_done` is true of its new tokens. Collective, with the same arguments on all
+    ranks; with together=False, each rank holds the whole model and works by itself.
     """
     generators = [np.random.default_rng(seed) for seed in seeds]
     rows, new = [list(prompt) for prompt in prompts], [Ids() for _ in prompts]
     open_rows = list(range(len(rows)))
-    with torch.compiler.set_stance("force_eager"):  # every length would be compiled anew
+    with torch.compiler.set_stance("force_eager"):  # otherwise every length would be compiled
         for _ in range(new_tokens):
             if not open_rows:
                 break
@@ -63,7 +64,7 @@ def continuations(
 
 
 def next_logits(strategy: Strategy, rows: Sequence[Ids], *, padding: int, device: torch.device) -> Tensor:
-    """fp32 [rows, vocab] of the word after each row. Shorter rows are padded behind, where no token looks."""
+    """Return logits fp32 [rows, vocab] of the word after each row. Padding is on the right, where no token sees it."""
     inputs = torch.full((len(rows), max(map(len, rows))), padding)
     for number, row in enumerate(rows):
         inputs[number, : len(row)] = torch.tensor(row)

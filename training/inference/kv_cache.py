@@ -1,7 +1,7 @@
-"""The keys and values of a batch of sequences, for those layers and heads that a rank has.
+"""A cache of the keys and values of a batch of sequences, for the layers and heads that a rank has.
 
 Sequences occupy rows 0 to n-1 without gaps, each from column 0 on, so that a step over all of them reads one view and
-copies nothing; a row's position says how far it goes. To the layers this is a transformers cache.
+copies nothing; a row's position tells its length. Layers use the cache like one of transformers.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class KeyValues:
         self.end = 0
 
     def fill(self, row: int, *, length: int) -> None:
-        """Makes the next `update` write the first `length` columns of `row`."""
+        """Make the next `update` write the first `length` columns of `row`."""
         self.filled_row, self.end = row, length
 
     def extend(self, positions: Tensor, *, end: int) -> None:
-        """Makes the next `update` write one column of each row, at `positions` [n], all of them below `end`."""
+        """Make the next `update` write one column of each row, at `positions` [n], all of them below `end`."""
         self.filled_row, self.positions, self.end = None, positions, end
         self.index = torch.arange(len(positions), device=positions.device)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *args: object) -> tuple[Tensor, Tensor]:
-        """[n, heads, new, size] each -> what the new tokens may look at, [n, heads, end, size]."""
+        """Store keys and values [n, heads, new, size]; return those that new tokens may see, [n, heads, end, size]."""
         cached = self._allocated(layer, like=keys)
         if self.filled_row is not None:
             for tensor, new in zip(cached, (keys, values), strict=True):
@@ -48,7 +48,7 @@ class KeyValues:
                 tensor[target, :, :length] = tensor[source, :, :length]
 
     def _allocated(self, layer: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, with room for `end` columns."""
+        """Return the keys and values of a layer, with room for `end` columns."""
         cached = self.layers.get(layer)
         columns = cached[0].shape[2] if cached is not None else 0
         if cached is None or columns < self.end:

@@ -27,9 +27,9 @@ class StepRunner(Protocol):
     device: torch.device
 
     def run(self, step: Forward, hidden: Tensor | None = None) -> Tensor:
-        """Hidden states [sequences, tokens, width]; from the last layers fp32 logits [sequences, vocab].
+        """Return hidden states [sequences, tokens, width]; with the last layers, fp32 logits [sequences, vocab].
 
-        `hidden`: what the shard with the layers before gave; None for the first layers.
+        `hidden`: the result of the shard with the previous layers; None for the first layers.
         """
 
     def move(self, step: Move) -> None:
@@ -37,7 +37,7 @@ class StepRunner(Protocol):
 
 
 class ModelShard:
-    """Some layers of a described model, or some heads of each, with the keys and values of `batches` batches."""
+    """Some layers of a model with an Architecture, or some heads of each, and the caches of `batches` batches."""
 
     def __init__(self, model: LanguageModel, *, batches: int, rows: int, context: int, first: bool, last: bool) -> None:
         self.model, self.first, self.last = model, first, last
@@ -49,7 +49,7 @@ class ModelShard:
 
     @torch.inference_mode()
     def run(self, step: Forward, hidden: Tensor | None = None) -> Tensor:
-        """Logits are those of this shard's words."""
+        """Run a step as in StepRunner; logits are those of this shard's words."""
         cache = self.caches[step.batch]
         ids, positions, mask = self._prefill(step, cache) if isinstance(step, Prefill) else self._extend(step, cache)
         if hidden is None:
@@ -69,14 +69,14 @@ class ModelShard:
         self.caches[step.batch].move(step.source, step.target, length=step.length)
 
     def _prefill(self, step: Prefill, cache: KeyValues) -> tuple[Tensor, Tensor, None]:
-        """Tokens and positions [1, new]; without a mask attention is causal."""
+        """Return tokens and positions [1, new], and no mask: attention is causal without one."""
         ids = torch.tensor([step.ids], device=self.device)
         cache.fill(step.row, length=ids.shape[1])
         return ids, torch.arange(ids.shape[1], device=self.device)[None], None
 
     def _extend(self, step: Extend, cache: KeyValues) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tokens and positions [rows, 1], and the columns that each row sees; None: all."""
-        columns = [max(position, 0) for position in step.positions]  # nobody reads what a skipped row gives
+        """Return tokens and positions [rows, 1], and the mask of columns that each row sees; None: all columns."""
+        columns = [max(position, 0) for position in step.positions]  # the result of a skipped row is not used
         end = max(columns) + 1
         ids, positions = torch.tensor([step.tokens, columns], device=self.device)
         cache.extend(positions, end=end)
@@ -87,7 +87,7 @@ class ModelShard:
 
 
 class WholeModel:
-    """A whole model of any class, with a cache of that class's own for each row: rows are run one after another."""
+    """A whole model of any class, with the class's own cache for each row: rows are run one after another."""
 
     def __init__(self, hf: Any, *, vocab_size: int) -> None:
         self.hf, self.vocab_size, self.device = hf, vocab_size, next(hf.parameters()).device
@@ -116,7 +116,7 @@ class WholeModel:
 
 
 def load_whole(folder: Path, *, dtype: torch.dtype) -> Any:
-    """The model of any class, whole. `use_safetensors`: nothing is ever unpickled."""
+    """Load a whole model of any class. `use_safetensors`: nothing is ever unpickled."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(
@@ -127,7 +127,7 @@ def load_whole(folder: Path, *, dtype: torch.dtype) -> Any:
 def load_shard(
     folder: Path, *, dtype: torch.dtype, tensor: DeviceMesh | None = None, stage: int = 0, stages: int = 1
 ) -> LanguageModel:
-    """A model of a described class on the CPU, with the weights of this rank only: pieces of matrices, or some layers.
+    """Load only this rank's weights of a model with an Architecture, on the CPU: pieces of matrices, or some layers.
 
     Raises ValueError if the folder lacks a weight, or has it in another shape.
     """
@@ -135,7 +135,7 @@ def load_shard(
     from transformers.initialization import no_init_weights
 
     settings = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    with no_init_weights():  # memory that is allocated and never touched costs nothing
+    with no_init_weights():  # allocated memory that is never touched costs nothing
         hf = AutoModelForCausalLM.from_config(settings, dtype=dtype)
     hf.tie_weights()
     model = LanguageModel(hf.eval(), precision="fp32")
@@ -145,25 +145,25 @@ def load_shard(
     weights = TensorFiles(folder, "model")
     with torch.no_grad():
         for name, saved, parameter in _named(model):
-            saved = saved if saved in weights else saved.removeprefix(f"{hf.base_model_prefix}.")  # as the hub has gpt2
+            saved = saved if saved in weights else saved.removeprefix(f"{hf.base_model_prefix}.")  # in the hub's gpt2
             if saved not in weights:
                 raise ValueError(
-                    f"{folder} has no {saved}, which its config.json asks for: give the model's whole folder"
+                    f"{folder} lacks the weight {saved}, which its config.json requires: pass the model's whole folder"
                 )
             whole, cut = weights[saved], model.cuts.get(name)
             piece = whole if cut is None or tensor is None else cut.take(whole, tensor)
             if piece.shape != parameter.shape:
                 raise ValueError(
-                    f"{saved} in {folder} is {list(piece.shape)}, its config.json means {list(parameter.shape)}"
+                    f"{saved} in {folder} is {list(piece.shape)}, but by its config.json {list(parameter.shape)}"
                 )
             parameter.copy_(piece)
     return model
 
 
 def _named(model: LanguageModel) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
-    """Name in the model, name in the files, parameter.
+    """Yield each parameter's name in the model, its name in the files, and the parameter.
 
-    A tied embedding is saved once: the last stage's copy has the name of the first stage's.
+    A tied embedding is saved once: the last stage's copy has the embedding's name in the files.
     """
     assert model.architecture is not None
     for name, parameter in model.hf.named_parameters():
@@ -172,7 +172,7 @@ def _named(model: LanguageModel) -> Iterator[tuple[str, str, torch.nn.Parameter]
 
 
 def is_described(folder: Path) -> bool:
-    """Whether models of this class can be split (training/models/architectures.py)."""
+    """Return whether models of this class can be split (training/models/architectures.py)."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(folder, trust_remote_code=False).model_type in ARCHITECTURES

@@ -1,4 +1,4 @@
-"""Texts that a model writes at fixed prompts and seeds: at every validation (samples.jsonl) and in its evaluation."""
+"""Texts that a model writes from fixed prompts and seeds: at every validation (samples.jsonl) and in its evaluation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Sampler:
-    """The configured prompts as tokens, and the way back to text. Prompt n has the seed train.seed + n."""
+    """Generates a text for each configured prompt. Prompt n has the seed train.seed + n."""
 
     def __init__(self, plan: RankPlan, *, new_tokens: int) -> None:
         from tokenizers import Tokenizer
@@ -27,11 +27,11 @@ class Sampler:
         self.plan, self.new_tokens, self.prompts = plan, new_tokens, plan.config.evaluation.prompts
         self.tokenizer = Tokenizer.from_file(str(Path(plan.shards_dir) / "tokenizer" / "tokenizer.json"))
         encoded = [self.tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in self.prompts]
-        self.ids = [ids or [plan.end_id] for ids in encoded]  # after the end token a document starts
+        self.ids = [ids or [plan.end_id] for ids in encoded]  # empty prompt: a document starts after the end token
         self.seeds = [plan.config.train.seed + number for number in range(len(self.prompts))]
 
     def texts(self, strategy: Strategy, *, device: torch.device) -> list[str]:
-        """One continuation per prompt. Collective; `strategy`'s model is in eval mode."""
+        """Return one continuation per prompt. Collective; `strategy`'s model is in eval mode."""
         settings = self.plan.config.evaluation
         new = continuations(
             strategy,
@@ -49,7 +49,7 @@ class Sampler:
 class SampleLog:
     """Writes runs/ID/samples.jsonl as evaluation.samples_while_training asks; a masked model has no samples.
 
-    Rows that a full disk refuses are kept and written with the next ones, like those of the metrics.
+    Rows that cannot be written, on a full disk, are kept and written with the next ones, as for the metrics.
     """
 
     def __init__(self, plan: RunPlan, run_dir: Path, *, start: int, writes: bool) -> None:
@@ -57,12 +57,12 @@ class SampleLog:
         has_samples = new_tokens > 0 and plan.config.objective == "causal"
         self.sampler = Sampler(plan, new_tokens=new_tokens) if has_samples else None
         self.path, self.writes, self.run, self.unwritten = run_dir / SAMPLES, writes, plan.run_id, ""
-        if writes and self.path.exists():  # steps after `start` are made again
+        if writes and self.path.exists():  # steps after `start` will be repeated
             rows = [row for row in read_rows(self.path) if row["step"] <= start]
             write_atomically(self.path, "".join(f"{json.dumps(row)}\n" for row in rows))
 
     def add(self, step: int, strategy: Strategy, *, device: torch.device) -> None:
-        """One row per prompt. Collective; the model is in eval mode."""
+        """Write one row per prompt. Collective; the model is in eval mode."""
         if self.sampler is None:
             return
         texts = self.sampler.texts(strategy, device=device)

@@ -1,7 +1,8 @@
 """The choice of the next token from logits, in numpy.
 
-Equal logits, parameters and seeds give equal text, whichever engine computed the logits: a test compares this file with
-tasks/inference/onnx_generator.py, which repeats it, because it travels with each model and imports nothing of ours.
+Equal logits, parameters and seeds give equal text, whichever engine computed the logits. A test compares this file with
+tasks/inference/onnx_generator.py, which repeats this code, because it is shipped with each model and imports nothing of
+ours.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class SamplingParams:
 
 
 def choose_tokens(logits: Tensor, params: list[SamplingParams], generators: list[np.random.Generator]) -> list[int]:
-    """One token for each row of fp32 [rows, vocab]; only the rows that are sampled leave the device."""
+    """Return one token for each row of fp32 logits [rows, vocab]; only rows that are sampled leave the device."""
     likeliest: list[int] = logits.argmax(-1).tolist()
     return [
         likeliest[row] if own.temperature == 0 else sample_token(logits[row].cpu().numpy(), own, generator)
@@ -31,13 +32,13 @@ def choose_tokens(logits: Tensor, params: list[SamplingParams], generators: list
 
 
 def sample_token(logits: np.ndarray, params: SamplingParams, generator: np.random.Generator) -> int:
-    """Draws from fp32 [vocab] what top_k and top_p leave, with one random number."""
+    """Draw a token from fp32 logits [vocab], among those that top_k and top_p leave, with one random number."""
     candidates = np.arange(len(logits))
     if 0 < params.top_k < len(logits):
         candidates = np.sort(np.argpartition(logits, -params.top_k)[-params.top_k :])
     scaled = logits[candidates].astype(np.float64) / params.temperature
     weights = np.exp(scaled - scaled.max())
-    if params.top_p < 1:  # the fewest largest ones whose sum reaches top_p (Holtzman et al. 2019, section 3.1)
+    if params.top_p < 1:  # keep the fewest likeliest whose sum reaches top_p (Holtzman et al. 2019, section 3.1)
         order = np.argsort(-weights, kind="stable")
         before = np.cumsum(weights[order]) - weights[order]
         weights[order[before >= params.top_p * weights.sum()]] = 0

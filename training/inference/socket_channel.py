@@ -1,6 +1,6 @@
-"""A leading rank's end of the socket to its owner: requests come in, tokens go out, one JSON object a line.
+"""The leading rank's end of the socket to its owner: requests come in, tokens go out, one JSON object per line.
 
-Whichever side closes the socket ends the other.
+When one side closes the socket, the other ends too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from training.records.decoding import FromRanks, ToRanks, read_to_ranks, to_line
 
 
 class Channel:
-    """`receive` gives the messages so far; `closed` is true once the owner has closed the socket."""
+    """A connection to the owner; `closed` is true once the owner has closed the socket."""
 
     def __init__(self, path: Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
@@ -25,7 +25,7 @@ class Channel:
         threading.Thread(target=self._read, daemon=True).start()
 
     def receive(self, *, wait_s: float) -> list[ToRanks]:
-        """All messages that have arrived; if none has, the first that arrives within `wait_s`."""
+        """Return all messages that have arrived; if none has, wait up to `wait_s` for the first."""
         messages = []
         try:
             messages.append(self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait())
@@ -47,5 +47,5 @@ class Channel:
             with suppress(OSError), self.socket.makefile("rb") as lines:
                 for line in lines:
                     self._inbox.put(read_to_ranks(line))
-        finally:  # also where the owner was killed within a line, which is no message then
+        finally:  # also if the owner was killed within a line, which cannot be read then
             self._inbox.put(None)

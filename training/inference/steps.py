@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 SKIPPED = -1  # the position of a row that is not to be extended
-HEADER = 5  # numbers before a step's tokens at most: kind, and four more
+HEADER = 5  # at most this many numbers come before a step's tokens: kind, and four more
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Prefill:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Sequences that pass through the layers, and tokens of each."""
+        """The number of sequences that pass through the layers, and of tokens of each."""
         return 1, len(self.ids)
 
 
@@ -68,7 +68,7 @@ KINDS = (Prefill, Extend, Move, Idle, Stop)
 
 
 def wire_size(*, rows: int, context: int) -> int:
-    """Numbers in the tensor of any step of such batches."""
+    """Return the length of a step's tensor, for batches of `rows` sequences of up to `context` tokens."""
     return HEADER + max(context, 2 * rows)
 
 

@@ -171,7 +171,7 @@ def test_one_rank_serves_seeds_refuses_foreign_tokens_and_takes_requests_back(fo
     client.send(request(1, [258], 5), request(2, PROMPTS[0], 10**6), request(3, PROMPTS[1], 10**6))
     refused = client.receive()
     assert isinstance(refused, RequestRefused)
-    assert "from 258 to 258, the model has 258 tokens" in refused.why
+    assert "from 258 to 258, but the model has 258 tokens" in refused.why
     last = request(4, PROMPTS[1], 9)  # gets a row only when one of the two has left its own
     client.send(CancelRequest(number=2), CancelRequest(number=3), last)
     text: list[int] = []
